@@ -1,4 +1,4 @@
-"""Write a model for a server in FP8, and measure how far its probabilities are from those of the model as trained.
+"""Write a model for a server in FP8, and measure how far its probabilities are from the trained model's.
 
 python examples/export_and_parity.py --model gated-nano --format fp8-channel --out served
 """

@@ -76,13 +76,13 @@ def chat(
 
     sampling = take_sampling(options)
     variables = dict(_variable(text) for text in template_option)
-    words = load_tokenizer(tokenizer or model)
+    text_tokenizer = load_tokenizer(tokenizer or model)
     if chat_template is not None:
-        use_template(words, chat_template)
-    words.chat_template()  # fail before the model is loaded
+        use_template(text_tokenizer, chat_template)
+    text_tokenizer.chat_template()  # fail before the model is loaded
     network = build_model(preset, model, options)
-    check_fit(words, network.config)
-    talk = Conversation(network, words, system, variables)
+    check_fit(text_tokenizer, network.config)
+    talk = Conversation(network, text_tokenizer, system, variables)
     if sys.stdin.isatty():
         _note(
             f"{model}: {network.num_parameters():,} parameters, recipe {network.recipe.name}, {network.device}"
@@ -209,8 +209,10 @@ def _variable(text: str) -> tuple[str, object]:
 
 def _note(text: str) -> None:
     """Print a note that is not part of the conversation, dimmed, on standard error, so that answers can be piped."""
-    said = for_terminal(text)
-    click.secho(_wrapped(said) if sys.stderr.isatty() else said, dim=True, err=True)
+    visible = for_terminal(text)
+    if sys.stderr.isatty():
+        visible = _wrapped(visible)
+    click.secho(visible, dim=True, err=True)
 
 
 def _wrapped(text: str, before: str = "") -> str:

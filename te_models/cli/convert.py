@@ -52,13 +52,15 @@ def convert(
         check_known("dtype", dtype, DTYPES)
     if (preset is None) != (te_checkpoint is None):
         raise click.UsageError("--preset NAME and --te-checkpoint PATH go together")
-    given = {**options, "engine": "emulated", "device": "cpu", "dtype": dtype and DTYPES[dtype]}
-    found = None if te_checkpoint is None else read_te_checkpoint(te_checkpoint)
-    if preset is not None and found is not None:
-        given["recipe"] = options["recipe"] or found.recipe(get_preset(preset).num_hidden_layers)
-    built = build_model(preset, model, given, merge=True)
-    if found is not None:
-        load_te_checkpoint(built, found)
+    keywords = {**options, "engine": "emulated", "device": "cpu", "dtype": dtype and DTYPES[dtype]}
+    te_state = None if te_checkpoint is None else read_te_checkpoint(te_checkpoint)
+    if preset is not None and te_state is not None:
+        keywords["recipe"] = options["recipe"] or te_state.recipe(
+            get_preset(preset).num_hidden_layers
+        )
+    built = build_model(preset, model, keywords, merge=True)
+    if te_state is not None:
+        load_te_checkpoint(built, te_state)
     built.save_pretrained(out, format=format, beside=beside)
     show_line(
         f"{out}: {built.config.num_parameters:,} parameters in {str(built.dtype).removeprefix('torch.')}"

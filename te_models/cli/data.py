@@ -46,7 +46,7 @@ def preview(
     as_json: bool,
     **options: str,
 ) -> None:
-    """Show the first records with what is learned marked.
+    """Show the first records with the learned parts marked.
 
     Counts lengths, and what a run would cut, skip or leave out.
     """
@@ -55,10 +55,10 @@ def preview(
     from te_models.inspect.data_preview import preview as run  # noqa: PLC0415
     from te_models.inspect.data_preview_html import preview_html  # noqa: PLC0415
 
-    words = load_tokenizer(tokenizer or model)
-    found = run(settings, words, seq_len, records=records, limit=limit)
+    text_tokenizer = load_tokenizer(tokenizer or model)
+    result = run(settings, text_tokenizer, seq_len, records=records, limit=limit)
     if html is not None:
-        Path(html).write_text(preview_html(found), encoding="utf-8")
-    show(found, as_json)
+        Path(html).write_text(preview_html(result), encoding="utf-8")
+    show(result, as_json)
     if html is not None:
         show_line(f"\npage: {html}", err=as_json)

@@ -98,17 +98,17 @@ def evaluate(
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415  imports torch
     from te_models.inspect.evaluate import evaluate_recipes  # noqa: PLC0415
 
-    words = load_tokenizer(tokenizer or model)
+    text_tokenizer = load_tokenizer(tokenizer or model)
     score = None
     if chat_template is not None:
-        use_template(words, chat_template)
+        use_template(text_tokenizer, chat_template)
     if tasks is not None:
         from te_models.inspect.harness import find_tasks, score_tasks  # noqa: PLC0415  optional, and slow to import
 
         manager, found_tasks = find_tasks(split_names(tasks))
         examples = dict(batch_size=batch_size, limit=limit, few_shot=few_shot)
         score = functools.partial(
-            score_tasks, tokenizer=words, tasks=found_tasks, manager=manager, **examples
+            score_tasks, tokenizer=text_tokenizer, tasks=found_tasks, manager=manager, **examples
         )
 
     def load(name: str | None) -> CausalLM:
@@ -116,10 +116,10 @@ def evaluate(
 
     terminal = console()
     with terminal.status("") as status:
-        found = evaluate_recipes(
+        evaluation = evaluate_recipes(
             load,
             names,
-            words,
+            text_tokenizer,
             model=model or str(preset),
             data=data,
             score=score,
@@ -131,7 +131,7 @@ def evaluate(
             on_bad_record=on_bad_record,
             truncate=truncate,
         )
-    show(found, as_json)
-    for row in found.refused:
+    show(evaluation, as_json)
+    for row in evaluation.refused:
         show_line(f"te-models: recipe {row.recipe} was not run: {row.note}", err=True)
-    return 2 if found.refused else 0
+    return 2 if evaluation.refused else 0

@@ -46,15 +46,17 @@ def generate(
         raise click.UsageError("give --prompt TEXT, or --chat")
     if prompt == "":
         raise click.UsageError("the prompt is empty: give at least one token")
-    words = load_tokenizer(tokenizer or model)
+    text_tokenizer = load_tokenizer(tokenizer or model)
     if chat:
-        words.chat_template()  # fail before the model is loaded
+        text_tokenizer.chat_template()  # fail before the model is loaded
     network = build_model(preset, model, options)
-    check_fit(words, network.config)
-    talk = Conversation(network, words, system) if chat else None
+    check_fit(text_tokenizer, network.config)
+    talk = Conversation(network, text_tokenizer, system) if chat else None
     for line in [prompt] if prompt is not None else iter(input_line, None):
         pieces = (
-            talk.answer(line, **sampling) if talk else stream_text(network, words, line, **sampling)
+            talk.answer(line, **sampling)
+            if talk is not None
+            else stream_text(network, text_tokenizer, line, **sampling)
         )
         first = next(pieces, "")  # errors in the prompt appear here, before anything is printed
         show_piece(first if talk else line + first)

@@ -113,7 +113,7 @@ def _document(config: ModelConfig) -> dict[str, Any]:
 def _shapes(title: str, configs: Mapping[str, ModelConfig]) -> Table:
     """Return a table with a row per shape, of at most 80 columns, so that no terminal cuts a name.
 
-    Beside the number of heads, in brackets, is that of keys and values.
+    Beside the number of heads, in brackets, is the number of heads of keys and values.
     """
     names = ("size", "vocab", "hidden", "layers", "heads", "MLP")
     numbers = (Column(name, justify="right", no_wrap=True) for name in names)

@@ -84,12 +84,12 @@ class Command(click.Command):
         if not ctx.args or ctx.resilient_parsing:
             return rest
         takers = {"preset": "--preset NAME", "model": "--model DIR", "data": "--data PATH"}
-        own = [
+        takers_here = [
             taker
             for name, taker in takers.items()
             if any(name == parameter.name for parameter in self.params)
         ]
-        option = " or ".join(own) or "those of --help"
+        option = " or ".join(takers_here) or "what --help lists"
         raise click.UsageError(
             f"unexpected {ctx.args[0]!r}: give it to an option, such as {option}"
         )
@@ -217,31 +217,31 @@ def chained(*options: Decorator) -> Decorator:
 def setting_option(name: str, **attributes: Any) -> Decorator:
     """Add the option of a setting, as it is declared but for `attributes`; a bool gets a `--no-` twin.
 
-    Values out of range are refused where the setting is used, in the same words as those of run.toml.
+    Values out of range are refused where the setting is used, in the same words as in run.toml.
     """
     one = SETTINGS[name]
     kind = SETTINGS[name].kinds[0]
     shown: bool | str = one.shown or one.default not in (None, "", ())
-    own: dict[str, Any] = dict(
+    keywords: dict[str, Any] = dict(
         help=one.help, group=one.group, default=one.default, show_default=shown
     )
-    own |= dict(
+    keywords |= dict(
         metavar=one.metavar or (f"[{'|'.join(map(str, one.choices))}]" if one.choices else None)
     )
-    own |= {"callback": CALLBACKS[name]} if name in CALLBACKS else {}
+    keywords |= {"callback": CALLBACKS[name]} if name in CALLBACKS else {}
     if one.bare is not None:
-        own |= dict(is_flag=False, flag_value=one.bare, metavar=f"[{one.metavar}]")
+        keywords |= dict(is_flag=False, flag_value=one.bare, metavar=f"[{one.metavar}]")
     if kind in (tuple, dict):
-        own |= dict(multiple=True, default=None, show_default=False)
+        keywords |= dict(multiple=True, default=None, show_default=False)
     elif kind is bool:
         return option(
-            f"{one.flag}/--no-{one.flag[2:]}", name, **own | {"metavar": None} | attributes
+            f"{one.flag}/--no-{one.flag[2:]}", name, **keywords | {"metavar": None} | attributes
         )
     else:
-        own |= dict(type=kind, range=one.range)
+        keywords |= dict(type=kind, range=one.range)
     if attributes.get("required"):
-        del own["default"]  # click takes one of None as given
-    return option(one.flag, name, **own | attributes)
+        del keywords["default"]  # click takes one of None as given
+    return option(one.flag, name, **keywords | attributes)
 
 
 def setting_options(*names: str, **attributes: Any) -> Decorator:

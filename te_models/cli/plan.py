@@ -91,9 +91,9 @@ def plan(
             f"--{given[0].replace('_', '-')} changes no precision: add --memory, or leave it out"
         )
     training = {name: options.pop(name) for name in names}
-    shared = TrainConfig(expert_parallel_size=options.pop("expert_parallel_size"))
+    division = TrainConfig(expert_parallel_size=options.pop("expert_parallel_size"))
     lora = training.pop("lora")
-    own = training.pop("optimizer_options")
+    optimizer_options = training.pop("optimizer_options")
     if preset is not None or gpu is not None:
         options["device"] = options["device"] or "meta"
     card = None
@@ -106,7 +106,7 @@ def plan(
     if memory:
         from te_models.optim import resolve_options  # noqa: PLC0415  imports torch
 
-        training["optimizer_options"] = resolve_options(training["optimizer"], own)
+        training["optimizer_options"] = resolve_options(training["optimizer"], optimizer_options)
         memory_plan = built.plan_memory(**training, lora_rank=lora)
     if card is not None:
         _show_for_gpu(built, card, memory_plan, as_json)
@@ -117,7 +117,7 @@ def plan(
     from te_models.training.report import speed_rows  # noqa: PLC0415  imports torch
 
     precision = built.plan()
-    speed = speed_rows(built, shared)
+    speed = speed_rows(built, division)
     if as_json:
         step = dict(layer="step", gemm=None, precision=None, engine=built.engine)
         rows = [{**step, "module": name, "reason": text} for name, text in speed.items()]

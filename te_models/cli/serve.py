@@ -31,7 +31,7 @@ BACKENDS = ("auto", "vllm", "own")
 @model_options
 @option("--host", default="127.0.0.1", help="Address to listen on; by default only this machine's.")
 @option("--port", default=8000, help="Port to listen on; 0: a free one (not with vLLM).")
-@option("--name", help="The model's name in requests; default: that of its folder.")
+@option("--name", help="The model's name in requests; default: the name of its folder.")
 @option(
     "--backend",
     default="auto",
@@ -75,14 +75,14 @@ def serve(
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415
     from te_models.generation.http_server import is_local, make_server  # noqa: PLC0415
 
-    words = load_tokenizer(tokenizer or model)
+    text_tokenizer = load_tokenizer(tokenizer or model)
     network = build_model(preset, model, options)
-    check_fit(words, network.config)
+    check_fit(text_tokenizer, network.config)
 
     def note(line: str) -> None:
         show_line(line, err=True)
 
-    with make_server(network, words, name, host, port, note) as server:
+    with make_server(network, text_tokenizer, name, host, port, note) as server:
         if not is_local(host):
             note(f"note: {host} is not only this machine's: whoever reaches it can use the model")
         show_line(f"serving {name} at {server.url} (Ctrl-C stops)")
@@ -111,8 +111,8 @@ def _through_vllm(
         result = build_trained_model(preset, model, options).export(folder, format=format)
         for note in result.notes:
             show_line(f"note: {note}", err=True)
-        words = [program, "serve", str(folder), "--host", host, "--port", str(port)]
-        process = subprocess.Popen([*words, "--served-model-name", name])
+        command = [program, "serve", str(folder), "--host", host, "--port", str(port)]
+        process = subprocess.Popen([*command, "--served-model-name", name])
         try:
             return process.wait()
         except KeyboardInterrupt:  # which vLLM has received too

@@ -38,13 +38,13 @@ def verify(
     if options["recipe"] is None and model is None:
         options["recipe"] = "delayed"
     if preset is None:
-        found = run(build_model(None, model, options, merge=True), batch_size, seq_len)
+        result = run(build_model(None, model, options, merge=True), batch_size, seq_len)
     else:  # plan the whole model, but run one layer of each precision
         whole = build_model(
             preset, model, {**options, "engine": "emulated", "device": "meta"}, merge=True
         )
         where = given_options({name: options[name] for name in ("engine", "device")})
         sample = CausalLM(sample_config(whole.config, whole.recipe), recipe=whole.recipe, **where)
-        found = run(sample, batch_size, seq_len, whole.plan())
-    show(found, as_json)
-    return 1 if found.failures else 0
+        result = run(sample, batch_size, seq_len, whole.plan())
+    show(result, as_json)
+    return 1 if result.failures else 0

@@ -31,18 +31,18 @@ def answer_ends(encoded: Encoded, tokenizer: Tokenizer) -> tuple[int, ...]:
     if not len(ends):
         return ()
     marks = tokenizer.marks()
-    found: list[int] = []
+    ends_of_answers: list[int] = []
     tokens, numbers = np.unique(encoded.tokens[ends], return_counts=True)
     for token, number in zip(tokens.tolist(), numbers.tolist(), strict=True):
         if token == eos:
-            found.append(token)
+            ends_of_answers.append(token)
             continue
         if token not in marks:
             continue
         alone = number == np.count_nonzero(counted & (encoded.tokens == token))
         if alone and (marks[token] or number == len(ends)):
-            found.append(token)
-    return tuple(found)
+            ends_of_answers.append(token)
+    return tuple(ends_of_answers)
 
 
 def _documents(encoded: Encoded) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

@@ -79,7 +79,7 @@ class ChatTemplate:
         self._process = _Process(source)
 
     def render(self, messages: Sequence[Message], **variables: object) -> str:
-        """Return the prompt after which the assistant speaks; `variables` are those of the template."""
+        """Return the prompt after which the assistant speaks; `variables` are the template's."""
         request = {"messages": list(messages), "add_generation_prompt": True, **variables}
         rendered = self.render_all([request])[0]
         if isinstance(rendered, str):
@@ -195,13 +195,13 @@ def template_sources(folder: str | Path) -> dict[str, str]:
     files = {DEFAULT: Path(folder) / BESIDE}
     for file in sorted(Path(folder, TEMPLATES).glob("*.jinja")):
         files[file.stem] = file
-    found = {}
+    sources = {}
     for name, file in files.items():
         content = read_file(file)
         if content:
-            found[name] = content.decode(errors="replace")
-    if found:
-        return found
+            sources[name] = content.decode(errors="replace")
+    if sources:
+        return sources
     return config_templates(read_json_object(Path(folder) / "tokenizer_config.json") or {})
 
 

@@ -37,7 +37,7 @@ class _Record:
 
     Attributes:
         document: where it comes from.
-        variables: those of the chat template, "messages" among them.
+        variables: of the chat template, "messages" among them.
         weights: whether each message of the assistant is learned.
     """
 
@@ -62,12 +62,12 @@ def render_conversations(
         records = [_record(document) for document in batch]
         with_tools = [record for record in records if record.variables.get("tools")]
         without = [record for record in records if not record.variables.get("tools")]
-        found: dict[int, Rendered | DataError] = {}
+        results: dict[int, Rendered | DataError] = {}
         for group, tools in ((with_tools, True), (without, False)):
             if group:
                 rendered = _render(tokenizer.chat_template(tools), group)
-                found.update(zip(map(id, group), rendered, strict=True))
-        yield from (found[id(record)] for record in records)
+                results.update(zip(map(id, group), rendered, strict=True))
+        yield from (results[id(record)] for record in records)
 
 
 def _batches(documents: Sequence[Document]) -> Iterator[list[Document]]:
@@ -97,7 +97,7 @@ def _record(document: Document) -> _Record:
 
 def _render(template: ChatTemplate, records: Sequence[_Record]) -> list[Rendered | DataError]:
     """Render conversations, each in the first of its forms that the template takes and writes in full."""
-    found: list[Rendered | DataError | None] = [None] * len(records)
+    results: list[Rendered | DataError | None] = [None] * len(records)
     imperfect: dict[int, Rendered] = {}  # with the arguments of calls as Python writes them
     forms = [_forms(record) for record in records]
     waiting = list(range(len(records)))
@@ -109,19 +109,21 @@ def _render(template: ChatTemplate, records: Sequence[_Record]) -> list[Rendered
             if isinstance(outcome, Rendered) and _writes_python(outcome.text, form):
                 imperfect.setdefault(index, outcome)
             elif isinstance(outcome, Rendered):
-                found[index] = outcome
+                results[index] = outcome
                 continue
-            elif found[index] is None or isinstance(found[index], _Refused):
-                found[index] = outcome  # a reason from a form that could be rendered says more
+            elif results[index] is None or isinstance(results[index], _Refused):
+                results[index] = outcome  # a reason from a form that could be rendered says more
             waiting.append(index)
-    return [_chosen(found[index], imperfect.get(index)) for index in range(len(records))]
+    return [_chosen(results[index], imperfect.get(index)) for index in range(len(records))]
 
 
-def _chosen(found: Rendered | DataError | None, imperfect: Rendered | None) -> Rendered | DataError:
+def _chosen(
+    perfect: Rendered | DataError | None, imperfect: Rendered | None
+) -> Rendered | DataError:
     """Return the rendered text, one with arguments in Python's form if there is no other, else the error."""
-    if isinstance(found, Rendered) or imperfect is None:
-        assert found is not None
-        return found
+    if isinstance(perfect, Rendered) or imperfect is None:
+        assert perfect is not None
+        return perfect
     return imperfect
 
 
@@ -305,7 +307,7 @@ def _check_thoughts(
 ) -> None:
     """Raise DataError if a template does not know the field of some reasoning, or leaves it out of the last turn.
 
-    Many templates leave out that of earlier turns on purpose.
+    Many templates leave out the reasoning of earlier turns on purpose.
     """
     for number, message in enumerate(messages, 1):
         thoughts = {}
@@ -336,5 +338,5 @@ def _weighted(rendered: Rendered, weights: Sequence[object], document: Document)
             f"{document.name}: the chat template marks {len(rendered.answers)} answers in {len(weights)} messages of "
             "the assistant, so those that are empty or of weight 0 cannot be told apart: leave them or the weights out"
         )
-    kept = [place for place, weight in zip(rendered.answers, weights, strict=True) if weight]
-    return Rendered(rendered.text, kept)
+    counted = [place for place, weight in zip(rendered.answers, weights, strict=True) if weight]
+    return Rendered(rendered.text, counted)

@@ -101,7 +101,7 @@ class ChunkReader:
     """Reads chunks and encodes them; each worker process has one.
 
     It leaves out the documents reserved for evaluation: those whose hash of (seed, content) is among the lowest
-    `eval_fraction`, so copies are on one side. `columns` are those of te_models.config.data.parse_columns. With a
+    `eval_fraction`, so copies are on one side. `columns` come from te_models.config.data.parse_columns. With a
     `packing` other than "stream", documents that are records are packed whole into windows of `seq_len` tokens
     (`whole`). All documents must be records, or none, as `records` says; None: they may be of both kinds. `bad`
     receives records that cannot be read.

@@ -134,8 +134,8 @@ class TokenDataset:
         self._sources = list(sources or [])
         self.whole = packing == "none" or (packing == "documents" and bool(documents.records.any()))
         if self.whole:
-            kept, documents, lines = keep_fitting(documents, tokenizer, seq_len, truncate, limit)
-            self.weights = None if weights is None else weights[kept]
+            fitting, documents, lines = keep_fitting(documents, tokenizer, seq_len, truncate, limit)
+            self.weights = None if weights is None else weights[fitting]
             self.remarks += lines
         self._encoded = documents
         self.ends = answer_ends(documents, tokenizer)

@@ -50,7 +50,7 @@ def load_documents(
 
     Args:
         path: file, folder, glob, URL or name.
-        columns: your column names -> those of the formats (te_models.config.data.parse_columns).
+        columns: your column names -> the formats' (te_models.config.data.parse_columns).
         bad: may skip records that cannot be read; None raises their error.
 
     Raises:
@@ -59,7 +59,9 @@ def load_documents(
     if path is None:
         return _python_corpus()
     system, files = find_files(str(path))
-    ranges = (found for file in files for found, _ in file_ranges(system, file, sys.maxsize))
+    ranges = (
+        part_range for file in files for part_range, _ in file_ranges(system, file, sys.maxsize)
+    )
     documents = [
         document
         for part in ranges
@@ -101,13 +103,13 @@ def in_evaluation(
     hashes = [hash_document(seed, document) for document in documents]
     distinct = sorted(set(hashes))
     if len(distinct) < 2:
-        found = (
+        names = (
             f"{len(documents):,} equal documents"
             if len(documents) > 1
             else plural(len(documents), "document")
         )
         raise DataError(
-            f"{found} cannot be split into training and evaluation: give at least two different ones, or --eval-data"
+            f"{names} cannot be split into training and evaluation: give at least two different ones, or --eval-data"
         )
     count = min(max(1, round(share_of(eval_fraction, len(distinct)))), len(distinct) - 1)
     evaluated = set(distinct[:count])
@@ -125,10 +127,10 @@ def refuse_mixture(
         DataError: a document is of the other kind, unless `bad` skips it.
     """
     bad = bad or BadRecords()
-    kept = []
+    of_kind = []
     for document in documents:
         if records is None or document.is_record == records:
-            kept.append(document)
+            of_kind.append(document)
         else:
             found, first = (
                 ("a text", "has an answer") if records else ("a record with an answer", "is text")
@@ -138,7 +140,7 @@ def refuse_mixture(
                 "--data of their own"
             )
             bad.meet(error)
-    return kept
+    return of_kind
 
 
 def has_text(document: Document) -> bool:

@@ -253,10 +253,10 @@ def fit_records(
             keep[i] = False
             too_long = too_long + 1
     fitted = replace(encoded, starts=starts, lengths=lengths)
-    kept = np.flatnonzero(keep)
+    fitting = np.flatnonzero(keep)
     return (
-        kept,
-        fitted if keep.all() and not cut else fitted.select(kept),
+        fitting,
+        fitted if keep.all() and not cut else fitted.select(fitting),
         Fit(too_long, longest, cut, unanswered),
     )
 
@@ -269,12 +269,12 @@ def keep_fitting(
     Raises:
         DataError: none is left.
     """
-    kept, fitted, fit = fit_records(encoded, seq_len, truncate, tokenizer.bos_token_id)
+    fitting, fitted, fit = fit_records(encoded, seq_len, truncate, tokenizer.bos_token_id)
     if encoded.refused is not None and encoded.refused.all():
         raise DataError("no record is left: the chat template refuses all of them")
-    if not len(kept):
+    if not len(fitting):
         fit.refuse(len(encoded), seq_len, truncate, limit)
-    return kept, fitted, fit.describe(int(encoded.records.sum()), seq_len, truncate, limit)
+    return fitting, fitted, fit.describe(int(encoded.records.sum()), seq_len, truncate, limit)
 
 
 def _encode_conversations(

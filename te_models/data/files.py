@@ -79,12 +79,12 @@ def find_files(path: str) -> tuple[AbstractFileSystem | None, list[str]]:
         check_text(path, files or not os.path.isdir(root))
         if not files:
             raise DataUnavailable(f"{path}: no such file or folder; {HELP}")
-        kept = [
+        data_files = [
             file
             for file in files
             if PurePosixPath(file).name.split(".")[0].lower() not in _ABOUT_DATA
         ]
-        files = kept if any(file_format(file) != "text" for file in kept) else files
+        files = data_files if any(file_format(file) != "text" for file in data_files) else files
         for file in files:
             if isinstance(system, LocalFileSystem) and not stat.S_ISREG(os.stat(file).st_mode):
                 raise DataError(f"{file}: not a regular file; {HELP}")

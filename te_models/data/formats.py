@@ -113,7 +113,7 @@ class Document:
     template's variables, `messages` and perhaps `tools` among them, in place of a text; the loss counts what the
     assistant says in it, other than in messages whose "weight" is 0. A text of white space after a prompt is no answer,
     and with `learned` False it is not learned. `ignored` names the fields of the record in `file` that nothing reads;
-    `arguments` are those of its tool calls, in order, as they were written: "" for an object.
+    `arguments` belong to its tool calls, in order, as they were written: "" for an object.
     """
 
     text: str
@@ -138,7 +138,7 @@ class _Reading:
 
     Attributes:
         unread: names of fields that nothing reads, in order, as keys.
-        arguments: those of tool calls, as they were written: "" for an object.
+        arguments: of tool calls, as they were written: "" for an object.
     """
 
     unread: dict[str, None] = field(default_factory=dict)
@@ -181,7 +181,7 @@ def row_document(
     source: str,
     file: str = "",
 ) -> Document:
-    """Return the document of one row, whose `columns` are those of te_models.config.data.parse_columns.
+    """Return the document of one row, whose `columns` come from te_models.config.data.parse_columns.
 
     `place` names the row in messages, `source` the corpus, and `file` the file.
     """
@@ -192,16 +192,16 @@ def row_document(
     if _lacks_its_prompt(renamed, row, columns):
         kind = PAIRS
         renamed = {**renamed, "prompt": row["prompt"], "completion": renamed.pop("messages")}
-    given = {**row, **renamed}  # also what renaming leaves out
+    fields = {**row, **renamed}  # also what renaming leaves out
     used = set(columns) & row.keys()
-    used |= {name for name, value in given.items() if not is_set(value)}
+    used |= {name for name, value in fields.items() if not is_set(value)}
     about = {"name": place, "source": source, "file": file or source}
     if kind == TEXT:
         used.add("text")
         text = _text(renamed, "text", place)
-        return Document(text, **about, ignored=_unread(given, used))
-    refuse_media(given, place)
-    learned = record_counts(given, used)
+        return Document(text, **about, ignored=_unread(fields, used))
+    refuse_media(fields, place)
+    learned = record_counts(fields, used)
     if kind == PAIRS and not _has_turns(renamed["prompt"], columns):
         used |= {"prompt", "completion"}
         return Document(
@@ -209,7 +209,7 @@ def row_document(
             _text(renamed, "prompt", place),
             **about,
             learned=learned,
-            ignored=_unread(given, used),
+            ignored=_unread(fields, used),
         )
     main = next((name for name in _LISTS if _is_turns(renamed.get(name))), "")
     used |= {
@@ -225,7 +225,7 @@ def row_document(
             message["weight"] = 0
         messages.append(_unlearned_if_empty(message))
     variables: dict[str, object] = {}
-    if is_set(value := _parsed(given.get(TEMPLATE_VARIABLES))):
+    if is_set(value := _parsed(fields.get(TEMPLATE_VARIABLES))):
         variables |= template_variables(value, place)
     variables["messages"] = messages
     if tools := _tools(renamed, place):
@@ -237,7 +237,7 @@ def row_document(
         **about,
         conversation=_rendered(variables, place),
         arguments=tuple(reading.arguments),
-        ignored=(*_unread(given, used), *reading.unread),
+        ignored=(*_unread(fields, used), *reading.unread),
     )
 
 
@@ -259,8 +259,8 @@ def _lacks_its_prompt(
 
 def _role(turn: Mapping[str, object], names: Sequence[str] = ()) -> str:
     """Return the role of a turn as it is written, in lower case."""
-    found = next((turn[name] for name in (*names, "role", "from") if name in turn), "")
-    return str(found).lower()
+    role = next((turn[name] for name in (*names, "role", "from") if name in turn), "")
+    return str(role).lower()
 
 
 def _unread(row: Mapping[str, object], used: Collection[str]) -> tuple[str, ...]:
@@ -288,14 +288,14 @@ def rename(row: Mapping[str, object], columns: Mapping[str, str]) -> dict[str, o
 
     Where one is renamed to the main column of a format, columns of other formats do not count.
     """
-    found = {name: row[yours] for yours, name in columns.items() if yours in row}
-    if not found:
+    renamed = {name: row[yours] for yours, name in columns.items() if yours in row}
+    if not renamed:
         return dict(row)
     taken = {"tools", "system", "input", "history"}
     for group in (("messages",), ("instruction", "output"), ("prompt", "completion"), ("text",)):
-        if found.keys() & set(group):
-            return {**{name: row[name] for name in (*group, *taken) if name in row}, **found}
-    return {**row, **found}
+        if renamed.keys() & set(group):
+            return {**{name: row[name] for name in (*group, *taken) if name in row}, **renamed}
+    return {**row, **renamed}
 
 
 def unrecognized(row: Mapping[str, object], place: str) -> str:
@@ -308,8 +308,8 @@ def unrecognized(row: Mapping[str, object], place: str) -> str:
             return f"{place}: one object around the records: write the list {name!r} alone, as a JSON array or as JSONL"
     for name in _LISTS:
         if name in row:
-            said = f"{place}: {name!r} is {_not_turns(row[name])}, not a list of messages"
-            return f"{said}: write one, leave the record out, or name other columns with --columns"
+            line = f"{place}: {name!r} is {_not_turns(row[name])}, not a list of messages"
+            return f"{line}: write one, leave the record out, or name other columns with --columns"
     shown = ", ".join(repr(name)[:60] for name in list(row)[:8]) + (", ..." if len(row) > 8 else "")
     for name in row:
         if near := difflib.get_close_matches(
@@ -453,14 +453,14 @@ def _message(
         ("role", "content"),
         ("from", "value"),
     ]
-    found = next(((role, content) for role, content in keys if role in turn), None)
-    if found is None:
+    role_and_content = next(((role, content) for role, content in keys if role in turn), None)
+    if role_and_content is None:
         shown = ", ".join(repr(key)[:60] for key in list(turn)[:8])
         raise DataError(
             f"{place} has {shown or 'no keys'}, but needs role and content, or from and value: "
             "rename them, as in --columns role=speaker,content=words"
         )
-    said_role = turn[found[0]]
+    said_role = turn[role_and_content[0]]
     if not isinstance(said_role, str) or said_role.lower() not in ROLES:
         raise DataError(
             f"{place} has the role {str(said_role)[:60]!r}: use one of {', '.join(ROLES)}"
@@ -468,22 +468,23 @@ def _message(
     role = ROLES[said_role.lower()]
     refuse_media(turn, place)
     counts = turn_counts(turn, role, place)
-    kept = {name: turn[name] for name in _TURN_FIELDS if turn.get(name) is not None}
-    written = kept.pop("tool_calls", None) or turn.get("function_call")
+    beside = {name: turn[name] for name in _TURN_FIELDS if turn.get(name) is not None}
+    written = beside.pop("tool_calls", None) or turn.get("function_call")
     calls = _tool_calls(written, place, reading)
-    content = turn.get(found[1])
+    content = turn.get(role_and_content[1])
     if said_role.lower() in _CALLING_ROLES:
         calls = calls or _tool_calls(content, place, reading)
         content = ""
-    if content is None and not calls and found[1] not in turn:
-        raise DataError(f"{place} has no {found[1]!r}: fill it in")
+    if content is None and not calls and role_and_content[1] not in turn:
+        raise DataError(f"{place} has no {role_and_content[1]!r}: fill it in")
     for name, value in turn.items():
-        if name not in (*found, *_TURN_FIELDS, *MARKS, *MEDIA, "function_call") and is_set(value):
+        known = (*role_and_content, *_TURN_FIELDS, *MARKS, *MEDIA, "function_call")
+        if name not in known and is_set(value):
             reading.unread[f"{str(name)[:60]!r} of turns"] = None
     message: dict[str, object] = {"role": role, "content": _joined(content, place)}
     if calls:
         message["tool_calls"] = calls
-    message |= kept
+    message |= beside
     if counts is False and role == "assistant":
         message["weight"] = 0
     return message
@@ -574,9 +575,9 @@ def _text(row: Mapping[str, object], name: str, place: str, answer: bool = False
     )
 
 
-def _of_kind(value: object, kind: type[Kind], name: str, wanted: str) -> Kind:
+def _of_kind(value: object, kind: type[Kind], name: str, expected: str) -> Kind:
     if not isinstance(value, kind) or value == []:
-        raise DataError(f"{name} is {_kind(value)}, not {wanted}, or leave the record out")
+        raise DataError(f"{name} is {_kind(value)}, not {expected}, or leave the record out")
     return value
 
 
@@ -610,12 +611,12 @@ def without_nulls(value: object) -> object:
     Those with the text of a turn stay: there null is an empty answer.
     """
     if isinstance(value, dict):
-        kept = {
+        cleaned = {
             name: inner
             for name, inner in value.items()
             if inner is not None or name in ("content", "value")
         }
-        return {name: without_nulls(inner) for name, inner in kept.items()}
+        return {name: without_nulls(inner) for name, inner in cleaned.items()}
     return (
         [without_nulls(inner) for inner in value]
         if isinstance(value, Sequence) and not isinstance(value, str | bytes)

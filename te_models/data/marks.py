@@ -16,7 +16,7 @@ PARTS_MARKED = ("train_detail", "training_detail")  # of a turn, by axolotl: mar
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 TEMPLATE_VARIABLES = "chat_template_kwargs"  # of a record: variables of the chat template
 RECORD_FIELDS = (*MARKS, LABEL, *MEDIA, TEMPLATE_VARIABLES)
-# What apply_chat_template of transformers takes beside variables of the template, and what it gives the template.
+# Arguments of transformers' apply_chat_template that are no variables of the template, and variables it adds.
 _NOT_VARIABLES = (
     "messages",
     "conversation",
@@ -56,10 +56,10 @@ def turn_counts(turn: Mapping[str, object], role: str, place: str) -> bool | Non
             continue
         if not _is_switch(value):
             if name in WEIGHTS:
-                said = f"the {name} {str(value)[:60]!r}: an answer counts in full (1) or not (0)"
+                problem = f"the {name} {str(value)[:60]!r}: an answer counts in full (1) or not (0)"
             else:
-                said = f"{str(value)[:60]!r} as {name!r}: give true or false"
-            raise DataError(f"{place} has {said}")
+                problem = f"{str(value)[:60]!r} as {name!r}: give true or false"
+            raise DataError(f"{place} has {problem}")
         counts[name] = bool(value) != (name in MASKED)
     if role != "assistant":
         for name in LEARNED:
@@ -122,19 +122,19 @@ def is_set(value: object) -> bool:
 
 def ignored_fields(records: Iterable[tuple[str, tuple[str, ...]]]) -> list[str]:
     """Return a line per file that names the fields that nothing reads; each record gives its file and these fields."""
-    found: dict[str, dict[str, None]] = {}
+    names_by_place: dict[str, dict[str, None]] = {}
     for file, names in records:
         if names:
-            found.setdefault(file, {}).update(dict.fromkeys(names))
-    lines = list(_lines(found))
+            names_by_place.setdefault(file, {}).update(dict.fromkeys(names))
+    lines = list(_lines(names_by_place))
     if len(lines) > _FILES_NAMED:
         more = len(lines) - _FILES_NAMED
         lines = [*lines[:_FILES_NAMED], f"and {more:,} more files with fields that are ignored"]
     return lines
 
 
-def _lines(found: Mapping[str, Mapping[str, None]]) -> Iterator[str]:
-    for file, fields in found.items():
+def _lines(names_by_place: Mapping[str, Mapping[str, None]]) -> Iterator[str]:
+    for file, fields in names_by_place.items():
         names = list(fields)
         more = f" and {len(names) - 12} more" if len(names) > 12 else ""
         yield f"{file}: ignored fields: {', '.join(names[:12])}{more}"

@@ -139,10 +139,10 @@ def use_template(tokenizer: Tokenizer, chosen: str) -> list[str]:
     apart = [token for token in TEMPLATE_TOKENS[chosen] if len(_ids(tokenizer, token)) != 1]
     if not apart:
         return []
-    given = ",".join(apart)
+    stop_words = ",".join(apart)
     return [
         f"the tokenizer writes {', '.join(apart)} of the template {chosen} as several tokens each: "
-        f"--special-tokens '{given}' makes each a token of its own"
+        f"--special-tokens '{stop_words}' makes each a token of its own"
     ]
 
 

@@ -67,8 +67,8 @@ class OwnBatches:
             DataError: there is none, or it is not a batch.
         """
         with self._own_random():
-            found = next(self._iterator, None)
-        if found is None:
+            batch_or_none = next(self._iterator, None)
+        if batch_or_none is None:
             if self.once or not self._position:
                 ended = f"ended after {plural(self._position, 'batch', 'batches')}: lower steps, or give a list or"
                 again = f"{ended} another object that can be iterated over again"
@@ -80,7 +80,7 @@ class OwnBatches:
             self._begin()
             return next(self)
         self._position += 1
-        batch = checked_batch(found, f"batch {self._position}")
+        batch = checked_batch(batch_or_none, f"batch {self._position}")
         if bool((batch["labels"][:, 1:] == IGNORED).all()):
             warnings.warn(
                 f"a batch of your own has no label that counts: all are {IGNORED}", stacklevel=4
@@ -135,7 +135,7 @@ class OwnBatches:
 
     @contextlib.contextmanager
     def _own_random(self) -> Iterator[None]:
-        """Exchange PyTorch's random state in the block for that of the data."""
+        """Exchange PyTorch's random state in the block for the data's own."""
         before = torch.get_rng_state()
         torch.set_rng_state(self._random)
         try:

@@ -163,7 +163,7 @@ class RecordEpoch(Epoch):
 def cut_texts(
     starts: NDArray[np.int64], lengths: NDArray[np.int64], seq_len: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Cut documents longer than `seq_len` into pieces of that length; those of one token are left out."""
+    """Cut documents longer than `seq_len` into pieces of that length; pieces of one token are left out."""
     counts = -(-lengths // seq_len)
     number = np.arange(counts.sum()) - np.repeat(
         np.cumsum(counts) - counts, counts
@@ -243,7 +243,7 @@ def repeats(weights: NDArray[np.float64], epoch: int) -> NDArray[np.int64]:
     """Return how often each of some documents or chunks occurs in an epoch.
 
     Args:
-        weights: float64 [D], the average number of times per epoch; those of one source are equal and side by side.
+        weights: float64 [D], the average number of times per epoch; one source's are equal and side by side.
         epoch: counted from 0.
 
     Returns:

@@ -19,7 +19,7 @@ from te_models.data.formats import Document
 from te_models.errors import DataError
 
 PYTHON_DOCSTRINGS = "python-docstrings"  # its name in --data
-PYTHON_DOCS = "python-docs"  # that of the texts which are the default of presets
+PYTHON_DOCS = "python-docs"  # the name of the texts that are the default of presets
 DOCSTRING_CHARACTERS = range(20, 401)
 MAX_SOURCE_CHARACTERS = 1500
 EVAL_FRACTION = 0.08
@@ -50,7 +50,7 @@ def read_documents(data: str, columns: str = "", bad: BadRecords | None = None) 
     """Return the documents at a path; of PYTHON_DOCSTRINGS, the modules that training does not see.
 
     PYTHON_DOCS are Python's own documentation and sources.
-    `columns` are those of DataConfig, and `bad` may skip records that cannot be read.
+    `columns` are as in DataConfig, and `bad` may skip records that cannot be read.
     """
     if data == PYTHON_DOCSTRINGS:
         return python_docstrings()[1]
@@ -69,18 +69,18 @@ def python_docstrings() -> tuple[list[Document], list[Document]]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     source = f"Python {sysconfig.get_python_version()} standard library"
-    found: dict[str, Document] = {}
+    documents: dict[str, Document] = {}
     for file in _source_files(root):
         module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         for name, prompt, docstring in read_pairs(
             file.read_text(encoding="utf-8-sig", errors="replace")
         ):
-            found.setdefault(docstring, Document(docstring, prompt, f"{module}.{name}", source))
-    if not found:
+            documents.setdefault(docstring, Document(docstring, prompt, f"{module}.{name}", source))
+    if not documents:
         raise DataError(
             f"--data {PYTHON_DOCSTRINGS}: {root} has no Python sources: install Python's standard library"
         )
-    return _split_by_module(list(found.values()))
+    return _split_by_module(list(documents.values()))
 
 
 def read_pairs(source: str) -> Iterator[tuple[str, str, str]]:
@@ -133,12 +133,12 @@ def _split_by_module(pairs: Sequence[Document]) -> tuple[list[Document], list[Do
     for pair in pairs:
         top = _top_level(pair)
         sizes[top] = sizes.get(top, 0) + 1
-    wanted = EVAL_FRACTION * len(pairs)
+    remaining = EVAL_FRACTION * len(pairs)
     held_out = set()
     for top in sorted(sizes, key=lambda name: hashlib.blake2b(name.encode()).digest()):
-        if wanted > 0 and sizes[top] <= MAX_EVAL_SHARE * len(pairs):
+        if remaining > 0 and sizes[top] <= MAX_EVAL_SHARE * len(pairs):
             held_out.add(top)
-            wanted -= sizes[top]
+            remaining -= sizes[top]
     sides: tuple[list[Document], list[Document]] = ([], [])
     for pair in pairs:
         sides[_top_level(pair) in held_out].append(pair)
@@ -152,8 +152,8 @@ def _top_level(pair: Document) -> str:
 
 def _source_files(root: Path) -> list[Path]:
     """Return the modules of the standard library that are read, sorted."""
-    found = [Path(file) for file in walk(str(root), _NOT_READ) if file.endswith(".py")]
-    names = ((file, file.relative_to(root).as_posix()) for file in found)
+    files = [Path(file) for file in walk(str(root), _NOT_READ) if file.endswith(".py")]
+    names = ((file, file.relative_to(root).as_posix()) for file in files)
     return sorted(
         file for file, name in names if not name.startswith(("config-", "ctypes/macholib/"))
     )

@@ -44,7 +44,7 @@ from te_models.files.formats import collecting_later
 
 # The group of a range that is not of Parquet.
 TEXT, JSON_LINES, JSON_ARRAY, TABLE, HUB_ROWS, BINARY = range(-1, -7, -1)
-Columns = Mapping[str, str]  # your names -> those of the formats
+Columns = Mapping[str, str]  # your names -> the formats'
 Row = Mapping[str, object] | DataError  # a record, or why it cannot be read
 
 _SNIFFED = 8000  # bytes at the start of a file that identify its kind
@@ -252,10 +252,10 @@ def _table_rows(file: IO[bytes], path: str) -> Iterator[tuple[Row, str]]:
                 continue
             place = f"{path}:{rows.line_num}"
             if len(row) != len(names):
-                said = (
+                problem = (
                     f"{len(row)} cells, but {len(names)} columns: quote cells that hold separators"
                 )
-                yield DataError(f"{place}: {said}"), place
+                yield DataError(f"{place}: {problem}"), place
                 continue
             yield dict(zip(names, row, strict=True)), place
     except csv.Error as error:
@@ -267,17 +267,17 @@ def _table_rows(file: IO[bytes], path: str) -> Iterator[tuple[Row, str]]:
 def _column_names(header: list[str], path: str) -> list[str]:
     """Return the names in the first row of a table; a DataError if another character separates its cells."""
     names = [name.strip() for name in header]
-    own, right = (
+    separator, right = (
         ("\t", "tabs")
         if file_format(path) == "TSV"
         else (",", "commas, or with tabs in a .tsv file")
     )
     marks = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
     mistakes: dict[str, object] = {
-        f"{path}:1: the columns are separated by {said}: save the table with {right}": mark
+        f"{path}:1: the columns are separated by {mark_name}: save the table with {right}": mark
         in names[0]
-        and mark != own
-        for mark, said in marks.items()
+        and mark != separator
+        for mark, mark_name in marks.items()
         if len(names) == 1
     }
     for name in names:
@@ -323,9 +323,9 @@ def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Row, str]
             raise DataError(
                 misspelled(columns, fields, part.path) or unrecognized(fields, part.path)
             )
-        wanted = [name for name in names if name in ROW_COLUMNS or name in columns]
-        unread = dict.fromkeys((name for name in names if name not in wanted), UNREAD)
-        batches = table.iter_batches(batch_size=1024, row_groups=[part.group], columns=wanted)
+        read_columns = [name for name in names if name in ROW_COLUMNS or name in columns]
+        unread = dict.fromkeys((name for name in names if name not in read_columns), UNREAD)
+        batches = table.iter_batches(batch_size=1024, row_groups=[part.group], columns=read_columns)
         at = 0
         for batch in batches:  # rows before the range are decoded, but never become Python objects
             first = max(part.start - at, 0)

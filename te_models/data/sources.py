@@ -37,7 +37,7 @@ class Source:
         format: its format, recognized by its first record: a key of te_models.data.formats, or "text files".
         talks: True if the first record is a conversation, which needs a chat template.
         first: the first record of a file.
-        documents: those of records in memory; None: they are in the files.
+        documents: of records in memory; None: they are in the files.
     """
 
     path: str
@@ -87,18 +87,21 @@ def open_sources(
     """
     sources = []
     renamed = False
-    for given in paths:
-        path, weight = (given, None) if os.path.lexists(given) else split_weight(given)
+    for path_and_weight in paths:
+        path = path_and_weight
+        weight = None
+        if not os.path.lexists(path):
+            path, weight = split_weight(path_and_weight)
         if weight is not None and not 0 < weight <= MAX_WEIGHT:
             raise UsageError(
-                f"{given}: the weight {weight:g} is out of range: give above 0 and at most {MAX_WEIGHT:,}"
+                f"{path_and_weight}: the weight {weight:g} is out of range: give above 0 and at most {MAX_WEIGHT:,}"
             )
         system, files = find_files(path)
         kind, row, first = _first_row(system, files, path, columns, skip_bad)
         renamed = renamed or not columns.keys().isdisjoint((*row, *_turn_fields(row)))
         talks = first is not None and first.conversation is not None
-        found = Source(path, weight or 1.0, tuple(files), system, kind, talks, first=first)
-        sources.append(found)
+        source = Source(path, weight or 1.0, tuple(files), system, kind, talks, first=first)
+        sources.append(source)
     if required and columns and not renamed:
         shown = ", ".join(map(repr, columns))
         raise UsageError(
@@ -160,7 +163,7 @@ def _first_document(
 
 def _first_range(system: AbstractFileSystem | None, file: str) -> FileRange | None:
     with readable_errors(file):
-        return next((found for found, _ in file_ranges(system, file, sys.maxsize)), None)
+        return next((part for part, _ in file_ranges(system, file, sys.maxsize)), None)
 
 
 def _has_text(part: FileRange) -> bool:
@@ -197,9 +200,9 @@ def read_records(
 ) -> Source:
     """Return the source of records, which are read once, as a whole; it has their documents and no files.
 
-    `columns` are those of te_models.config.data.parse_columns, `name` that of the data in messages. `formatting` makes
-    of each record a text, a list of messages, or a dict with the fields of a format. `bad` may skip records that cannot
-    be read.
+    `columns` come from te_models.config.data.parse_columns, and `name` stands for the data in messages. `formatting`
+    makes of each record a text, a list of messages, or a dict with the fields of a format. `bad` may skip records that
+    cannot be read.
     """
     bad = bad or BadRecords()
     if isinstance(data, Mapping):
@@ -228,15 +231,15 @@ def read_records(
     return Source(name, 1.0, (), None, kind, talks, documents)
 
 
-def _formatted(made: object, place: str, by_function: bool) -> dict[str, object]:
+def _formatted(row: object, place: str, by_function: bool) -> dict[str, object]:
     """Return the fields of a record; a list of messages, and a text that a function made, get the names of theirs."""
-    if isinstance(made, Mapping):
-        return {name: without_nulls(value) for name, value in made.items()}
-    if isinstance(made, list):
-        return {"messages": made}
-    if isinstance(made, str) and by_function:
-        return {"text": made}
-    kind = type(made).__name__
+    if isinstance(row, Mapping):
+        return {name: without_nulls(value) for name, value in row.items()}
+    if isinstance(row, list):
+        return {"messages": row}
+    if isinstance(row, str) and by_function:
+        return {"text": row}
+    kind = type(row).__name__
     advice = (
         "return a text, a list of messages, or a dict such as {'prompt': ..., 'completion': ...}"
     )

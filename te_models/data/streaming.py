@@ -71,7 +71,7 @@ class StreamingDataset:
         tokenizer, seq_len, batch_size, seed, truncate, rank, world_size: as for TokenDataset.
         packing: "stream", "documents" to keep attention inside each document, or "none". Under the last two, documents
             that are records stay whole if any source has them; "none" gives each a window of its own.
-        columns: your column names -> those of the formats (te_models.config.data.parse_columns).
+        columns: your column names -> the formats' (te_models.config.data.parse_columns).
         records: True or False refuses a document that is no record with an answer, or one that is.
         skip_bad: leaves out records that cannot be read.
         shuffle: False keeps the order of the files, in one lane.
@@ -262,7 +262,7 @@ class StreamingDataset:
         """
         share = self.reader.eval_fraction
         reader = replace(self.reader, eval_fraction=0.0)  # which leaves out none
-        found: list[Document] = []
+        documents: list[Document] = []
         size = 0
         lowest = 2**64
         seen = set()
@@ -272,27 +272,27 @@ class StreamingDataset:
                 empty = False
                 place = reader.place(document) if share else 0
                 if place < share * 2**64 or not share:
-                    found.append(document)
+                    documents.append(document)
                     size += (
                         len(document.text)
                         + len(document.prompt or "")
                         + len(document.conversation or "")
                     )
-                elif at_least_one and not found:
+                elif at_least_one and not documents:
                     lowest = min(lowest, place)
                     seen.update([place] if len(seen) < 2 else [])
             if size >= 8 * num_tokens:  # a token is seldom longer than 8 characters
                 break
-        if not found and len(seen) == 2:
+        if not documents and len(seen) == 2:
             self.reader.eval_fraction = (lowest + 2**12) / 2**64  # more than a double rounds
             return self.held_out(num_tokens)
         check_text(self.chunks.source, not empty)
-        if not found:
+        if not documents:
             raise DataError(
                 f"{self.chunks.source}: none of its documents is reserved for evaluation (a share of {share:g}): leave "
                 "out --streaming or give more data"
             )
-        return found
+        return documents
 
     def close(self) -> None:
         """End the worker processes; the iterator may continue, which starts them again."""
@@ -319,7 +319,7 @@ class StreamingDataset:
         return self._lanes[number]
 
     def _position(self, number: int) -> Position:
-        """Return the position of a lane after all windows up to now, including those of other ranks."""
+        """Return the position of a lane after all windows up to now, other ranks' included."""
         lane = self._lane(number)
         lane.skip_to(_windows_before(self._next_window, number, self.num_lanes))
         return [lane.epoch, lane.place, lane.taken]
@@ -486,11 +486,11 @@ def merge_states(states: list[Fields]) -> Fields:
     }
 
 
-def _count_lanes(chunks: Chunks, wanted: int | None) -> int:
+def _count_lanes(chunks: Chunks, lanes: int | None) -> int:
     """Return the number of lanes: no more than there are chunks in an average epoch, so that none stays empty."""
-    if wanted is None:
-        wanted = min(MAX_LANES, max(1, LANE_BYTES // max(1, int(chunks.sizes.max()))))
-    return min(wanted, len(chunks), max(1, int(chunks.weights.sum())))
+    if lanes is None:
+        lanes = min(MAX_LANES, max(1, LANE_BYTES // max(1, int(chunks.sizes.max()))))
+    return min(lanes, len(chunks), max(1, int(chunks.weights.sum())))
 
 
 def _windows_before(window: int, lane: int, num_lanes: int) -> int:

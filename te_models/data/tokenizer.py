@@ -553,7 +553,7 @@ class HuggingFaceTokenizer(Tokenizer):
     ) -> list[tuple[NDArray[np.integer], int]]:
         """Encode each pair as one text: a tokenizer like SentencePiece's begins every text with a space."""
         texts = [prompt + completion for prompt, completion in pairs]
-        found: list[tuple[NDArray[np.integer], int]] = []
+        encoded: list[tuple[NDArray[np.integer], int]] = []
         parts = self._in_parts(self._backend.encode_batch, texts, 256)
         for encoding, (prompt, _) in zip(parts, pairs, strict=True):
             length = encoding.char_to_token(len(prompt)) if prompt else 0
@@ -562,8 +562,8 @@ class HuggingFaceTokenizer(Tokenizer):
             ):  # no token holds that character, such as a space that the places leave out
                 places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
                 length = first_token_after(places, len(prompt))
-            found.append((np.array(encoding.ids, dtype=np.int32), length))
-        return found
+            encoded.append((np.array(encoding.ids, dtype=np.int32), length))
+        return encoded
 
     def encode_rendered(
         self, texts: Sequence[str]
@@ -609,9 +609,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def marks(self) -> Mapping[int, bool]:
         """Return the added tokens of tokenizer.json, and the special tokens in use."""
         added = self._backend.get_added_tokens_decoder()
-        found = {number: bool(token.special) for number, token in added.items()}
-        own = (self.bos_token_id, self.eos_token_id, self.pad_token_id)
-        return found | {number: True for number in own if number is not None}
+        special = {number: bool(token.special) for number, token in added.items()}
+        special_ids = (self.bos_token_id, self.eos_token_id, self.pad_token_id)
+        return special | {number: True for number in special_ids if number is not None}
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, also without special tokens that tokenizer.json does not mark as special."""
@@ -654,13 +654,13 @@ def _special_id(
         elif isinstance(number, list):
             number = number[0] if number else None
         if not isinstance(token, str | None) or not (number is None or type(number) is int):
-            wrong, wanted = (
+            wrong, advice = (
                 ("token", "the text of one token")
                 if token is not None
                 else ("token_id", "a whole number")
             )
-            given = token if token is not None else number
-            raise DataError(f"{role}_{wrong} is {json.dumps(given)[:60]}: give {wanted}")
+            value = token if token is not None else number
+            raise DataError(f"{role}_{wrong} is {json.dumps(value)[:60]}: give {advice}")
         if number is not None and number >= 0:
             return number
     return None

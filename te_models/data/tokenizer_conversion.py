@@ -40,7 +40,7 @@ def convert_tokenizer(folder: Path) -> tuple[object, dict[str, str]] | None:
         f"{folder} has {sources[0].name} and no tokenizer.json, which", "transformers", "5.0", "hf"
     ):
         import transformers  # noqa: PLC0415
-    wanted = _sentencepiece_ids(sources[0])
+    expected_ids = _sentencepiece_ids(sources[0])
     reasons = []
     files = [
         read_json_object(folder / name) or {} for name in ("tokenizer_config.json", "config.json")
@@ -52,7 +52,7 @@ def convert_tokenizer(folder: Path) -> tuple[object, dict[str, str]] | None:
     ]
     kinds = (
         ["AutoTokenizer", *names[:1]]
-        if names or wanted is None
+        if names or expected_ids is None
         else ["AutoTokenizer", "LlamaTokenizer"]
     )
     for kind in kinds:
@@ -62,13 +62,18 @@ def convert_tokenizer(folder: Path) -> tuple[object, dict[str, str]] | None:
             options = dict(trust_remote_code=False, local_files_only=True)
             maker: Any = getattr(transformers, kind)
             with _without_cache():
-                made = maker.from_pretrained(folder, **options)
-            if wanted is not None and made.encode(PROBE, add_special_tokens=False) != wanted:
+                tokenizer = maker.from_pretrained(folder, **options)
+            if (
+                expected_ids is not None
+                and tokenizer.encode(PROBE, add_special_tokens=False) != expected_ids
+            ):
                 raise ValueError("the result has other ids than the sentencepiece library")
             tokens = dict(
-                bos_token=made.bos_token, eos_token=made.eos_token, pad_token=made.pad_token
+                bos_token=tokenizer.bos_token,
+                eos_token=tokenizer.eos_token,
+                pad_token=tokenizer.pad_token,
             )
-            document = json.loads(made.backend_tokenizer.to_str())
+            document = json.loads(tokenizer.backend_tokenizer.to_str())
             return document, {name: token for name, token in tokens.items() if token is not None}
         except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
             raise
@@ -101,9 +106,13 @@ def _check_class(transformers: Any, name: str) -> None:
     AutoTokenizer calls from_pretrained of any class that a file names, and a model's would load the folder's weights.
     """
     # The name comes from a file, which may leave out "Fast", or name what transformers does not have.
-    found = getattr(transformers, name, None) or getattr(transformers, f"{name}Fast", None)
+    tokenizer_class = getattr(transformers, name, None) or getattr(
+        transformers, f"{name}Fast", None
+    )
     bases = (transformers.PreTrainedTokenizerBase, transformers.AutoTokenizer)
-    if found is not None and not (isinstance(found, type) and issubclass(found, bases)):
+    if tokenizer_class is not None and not (
+        isinstance(tokenizer_class, type) and issubclass(tokenizer_class, bases)
+    ):
         raise ValueError(f"{name} is no tokenizer")
 
 

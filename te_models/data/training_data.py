@@ -79,8 +79,8 @@ def open_data(
         DataError: the data cannot be read, is of no known format, or is too short.
     """
     tokenizer = as_tokenizer(tokenizer)
-    settings, own = _settings(data, options)
-    if formatting is not None and not own:
+    settings, in_memory = _settings(data, options)
+    if formatting is not None and not in_memory:
         raise UsageError(
             "formatting is for records in memory: give a list or a datasets.Dataset, or for files columns"
         )
@@ -94,7 +94,7 @@ def open_data(
     built_in = settings.data in ((), (PYTHON_DOCSTRINGS,))
     bad = BadRecords(skip=settings.on_bad_record == "skip")
     opened = {}
-    for name, records in own.items():
+    for name, records in in_memory.items():
         opened[name] = [read_records(records, columns, formatting, name, bad)]
     sources = opened.get(OWN, [])
     if not sources and not built_in:
@@ -103,7 +103,7 @@ def open_data(
         settings.eval_data, columns, required=False, skip_bad=bad.skip
     )
     packing = _packing(settings, sources)
-    streaming = _streams(settings, sources, whole=built_in or OWN in own)
+    streaming = _streams(settings, sources, whole=built_in or OWN in in_memory)
     about_template: list[str] = []
     if tokens := split_names(settings.special_tokens):
         tokenizer.add_special_tokens(tokens)
@@ -129,17 +129,17 @@ def open_data(
 def _settings(data: Data, options: Fields) -> tuple[DataConfig, dict[str, Iterable[object]]]:
     """Return the settings that `data` and options of open_data give, and the records in memory among them, by name."""
     eval_data = options.pop("eval_data", ())
-    given = {OWN: data, OWN_EVALUATION: eval_data}
-    own = {
+    by_option = {OWN: data, OWN_EVALUATION: eval_data}
+    in_memory = {
         name: cast(Iterable[object], records)
-        for name, records in given.items()
+        for name, records in by_option.items()
         if is_records(records)
     }
     if isinstance(data, DataConfig):
-        return data, own
-    paths: object = OWN if OWN in own else data
-    evaluated: object = OWN_EVALUATION if OWN_EVALUATION in own else eval_data
-    return DataConfig(data=paths, eval_data=evaluated, **options), own
+        return data, in_memory
+    paths: object = OWN if OWN in in_memory else data
+    evaluated: object = OWN_EVALUATION if OWN_EVALUATION in in_memory else eval_data
+    return DataConfig(data=paths, eval_data=evaluated, **options), in_memory
 
 
 def _packing(settings: DataConfig, sources: Sequence[Source]) -> str:
@@ -164,7 +164,7 @@ def _streams(settings: DataConfig, sources: Sequence[Source], whole: bool) -> bo
 
 
 def steps_of(dataset: TokenDataset | StreamingDataset, config: TrainConfig) -> int:
-    """Return the steps of a run: those of the config, or as many as `config.epochs` takes, rounded up.
+    """Return the steps of a run: as many as the config says, or as `config.epochs` takes, rounded up.
 
     Raises:
         UsageError: epochs of streamed data, whose size is not known.
@@ -219,11 +219,11 @@ class _Opening:
         documents, weights, held_out = self._load()
         remarks = [source.describe() for source in self.sources] + self._template()
         remarks += ignored_lines([*documents, *held_out])
-        kept = refuse_mixture(documents, self.records(self.sources), self.bad)
-        if len(kept) < len(documents):
-            in_kind = {id(document) for document in kept}
+        fitting = refuse_mixture(documents, self.records(self.sources), self.bad)
+        if len(fitting) < len(documents):
+            in_kind = {id(document) for document in fitting}
             weights = weights[[id(document) in in_kind for document in documents]]
-            documents = kept
+            documents = fitting
         cut = self.evaluates and not held_out
         if len(documents) == 1 and cut and not documents[0].is_record:
             documents, held_out = split_documents(
@@ -234,10 +234,10 @@ class _Opening:
         encoded = encode_documents(documents, self.tokenizer, whole, self.bad)
         if whole:
             size = self.config.seq_len
-            how = self.settings.truncate
-            kept, encoded, left_out = keep_fitting(encoded, self.tokenizer, size, how)
-            documents = [documents[i] for i in kept]
-            weights = weights[kept]
+            truncate = self.settings.truncate
+            fitting, encoded, left_out = keep_fitting(encoded, self.tokenizer, size, truncate)
+            documents = [documents[i] for i in fitting]
+            weights = weights[fitting]
             remarks += left_out
         evaluated = None
         if held_out:
@@ -258,13 +258,13 @@ class _Opening:
             weights=weights if (weights != 1).any() else None,
             sources=sorted({document.source for document in documents} - {""}),
         )
-        said, batches = self._evaluation(evaluated)
+        evaluation_remarks, batches = self._evaluation(evaluated)
         dataset.remarks = [
             *remarks,
             *self.bad.describe(),
             *_counted(encoded),
             *self._shortage(dataset.windows_in(1)),
-            *said,
+            *evaluation_remarks,
         ]
         return dataset, batches
 
@@ -287,7 +287,7 @@ class _Opening:
             ranks=self.ranks,
             skip_bad=self.bad.skip,
         )
-        wanted = (
+        eval_tokens = (
             self.config.eval_batches
             * self.config.batch_size
             * self.config.seq_len
@@ -295,9 +295,9 @@ class _Opening:
         )
         evaluation = None
         if settings.eval_data:
-            evaluation = self._load_evaluation(wanted)
+            evaluation = self._load_evaluation(eval_tokens)
         elif self.evaluates:
-            evaluation = dataset.held_out(wanted, True)
+            evaluation = dataset.held_out(eval_tokens, True)
         if dataset.whole:
             number, fit, padding, ignored = dataset.sample()
             remarks += ignored
@@ -310,12 +310,12 @@ class _Opening:
         evaluated = None
         if evaluation is not None:
             evaluated = encode_documents(evaluation, self.tokenizer, dataset.whole, self.bad)
-        said, batches = self._evaluation(evaluated)
-        dataset.remarks = [*remarks, *said]
+        evaluation_remarks, batches = self._evaluation(evaluated)
+        dataset.remarks = [*remarks, *evaluation_remarks]
         return dataset, batches
 
     def _load(self) -> tuple[list[Document], NDArray[np.float64], list[Document]]:
-        """Return all documents, their weights, and those of --eval-data or of built-in data that are for evaluation."""
+        """Return all documents, their weights, and the documents to evaluate on, from --eval-data or built in."""
         held_out = self._load_evaluation(None) if self.settings.eval_data else []
         if not self.sources:
             pairs = self.settings.data == (PYTHON_DOCSTRINGS,)
@@ -347,11 +347,13 @@ class _Opening:
                 columns=self.columns,
                 skip_bad=self.bad.skip,
             )
-            found = sample.held_out(num_tokens)
+            documents = sample.held_out(num_tokens)
         else:
-            found = [document for source in sources for document in self._documents(source)]
+            documents = [document for source in sources for document in self._documents(source)]
         on_texts = self.records(self.sources) is False
-        return refuse_mixture(found, False if on_texts else self.records(self.evaluated), self.bad)
+        return refuse_mixture(
+            documents, False if on_texts else self.records(self.evaluated), self.bad
+        )
 
     def _template(self) -> list[str]:
         """Give the tokenizer a chat template if there are conversations and it has none; say so."""
@@ -363,8 +365,8 @@ class _Opening:
             ]
         only_for_tools = self.tokenizer.template_source() is None
         marks = self.tokenizer.chat_template(tools=only_for_tools).marks_answers
-        how = "by the chat template's marks" if marks else "by rendering the turns before each"
-        return [f"answers found {how}", *self.about_template]
+        method = "by the chat template's marks" if marks else "by rendering the turns before each"
+        return [f"answers found {method}", *self.about_template]
 
     @property
     def evaluates(self) -> bool:

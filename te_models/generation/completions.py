@@ -214,7 +214,7 @@ class Completions:
         return {**self._base(request, stream=False), "choices": choices, "usage": usage}
 
     def _answers(self, request: Request) -> Iterator[tuple[int, Sequence[int], int | None]]:
-        """Yield the index of each choice, its prompt, and its seed, which differs among those of a prompt."""
+        """Yield the index of each choice, its prompt, and its seed, which differs among the choices of a prompt."""
         seed = request.options.get("seed")
         index = 0
         for prompt in request.prompts:
@@ -255,8 +255,8 @@ def _take(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> Any
         return default
     allowed = (int, float) if kind is float else kind
     if not isinstance(value, allowed) or mistyped(value, kind):
-        words = {list: "a list", dict: "an object"}.get(kind) or mistyped(None, kind)
-        raise UsageError(f"{name} is of a wrong type: give {words}")
+        expected = {list: "a list", dict: "an object"}.get(kind) or mistyped(None, kind)
+        raise UsageError(f"{name} is of a wrong type: give {expected}")
     return value
 
 

@@ -86,7 +86,7 @@ class Conversation:
         Args:
             text: the user's message.
             max_new_tokens: limit on the tokens of the answer, which the model's longest sequence may lower.
-            options: those of `te_models.generation.text.stream_text`, as are the errors.
+            options: as for `te_models.generation.text.stream_text`, and so are the errors.
         """
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
@@ -110,7 +110,7 @@ class Conversation:
         limit = self.model.config.longest_sequence
         before = self.messages[: len(self.messages) - len(self.turns())]
         turns = self.turns()
-        wanted = min(max_new_tokens, limit // LEAST_ROOM)
+        reserved = min(max_new_tokens, limit // LEAST_ROOM)
         first = 0
         while True:
             ids = self.tokenizer.apply_chat_template([*before, *turns[first:]], **self.variables)
@@ -118,7 +118,7 @@ class Conversation:
             later = [
                 number for number in range(first + 1, len(turns)) if turns[number]["role"] == "user"
             ]
-            if room >= wanted or not later:
+            if room >= reserved or not later:
                 self.forgotten = first
                 return ids, max(room, 1)  # if one message is too long, the model says so
             first = later[0]

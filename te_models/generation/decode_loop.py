@@ -138,9 +138,9 @@ class DecodeLoop:
     def _start_anew(self, step: int) -> None:
         """Compute all keys and values once more, with the angles that apply from this token on."""
         self.cache.clear()
-        made = self.made[:step].T
+        new_ids = self.made[:step].T
         mask = None if self.mask is None else torch.nn.functional.pad(self.mask, (0, step), value=1)
-        self._forward(torch.cat((self.ids, made), dim=1), mask, first=False)
+        self._forward(torch.cat((self.ids, new_ids), dim=1), mask, first=False)
 
     def tokens(self, step: int) -> Tensor:
         """Wait for a launched step and return its tokens, int64 [B] on the host."""

@@ -41,8 +41,8 @@ def generate(
 ) -> Tensor:
     """Continue each prompt by up to `max_new_tokens`; return int64 [B, S + new], prompts included.
 
-    Arguments and errors are those of `stream`. Finished rows are padded with the pad token (without one, the stop
-    token), and the loop ends when every row has finished.
+    Arguments and errors are the same as for `stream`. Finished rows are padded with the pad token (without one, the
+    stop token), and the loop ends when every row has finished.
     """
     ids, mask = batch_of(model, input_ids, attention_mask)
     new = list(stream(model, ids, max_new_tokens, mask, tokenizer, **options))
@@ -103,14 +103,16 @@ def stream(
         else:
             steps = recomputed_tokens(model, ids, mask, max_new_tokens, pick)
         with contextlib.closing(steps):
-            for made, new in enumerate(steps, start=1):
+            for new_tokens, new in enumerate(steps, start=1):
                 new = new.masked_fill(ended, filler)
                 ended = ended | torch.isin(new, stops)
                 if tokenizer is not None and settings.endings:
                     for row, token in zip(rows, new.tolist(), strict=True):
                         row.append(token)
-                    found = [_has_ended(row, made, settings.endings, tokenizer) for row in rows]
-                    ended |= torch.tensor(found)
+                    stopped = [
+                        _has_ended(row, new_tokens, settings.endings, tokenizer) for row in rows
+                    ]
+                    ended |= torch.tensor(stopped)
                 yield new
                 if (len(stops) or settings.endings) and bool(ended.all()):
                     return
@@ -166,9 +168,9 @@ def stop_ids(model: Decoder, eos_token_id: int | Iterable[int] | str | None) -> 
 
 def pad_id(model: Decoder, stops: Tensor | None) -> int:
     """Return the id that pads rows: the model's pad token, else the first stop token, else 0."""
-    own = model.pad_token_id
-    if own is not None and 0 <= own < model.config.vocab_size:
-        return own
+    pad = model.pad_token_id
+    if pad is not None and 0 <= pad < model.config.vocab_size:
+        return pad
     return int(stops[0]) if stops is not None and len(stops) else 0
 
 
@@ -208,8 +210,10 @@ def _with_graph(model: Decoder, settings: GenerationSettings) -> bool:
     return possible if settings.cuda_graph == "auto" else bool(settings.cuda_graph)
 
 
-def _has_ended(row: list[int], made: int, endings: Sequence[str], tokenizer: Tokenizer) -> bool:
-    """Return whether a stop string is among the newest of the `made` new tokens; each is at least one byte of text."""
-    newest = min(made, max(len(end.encode()) for end in endings) + 4)
-    text = text_after(tokenizer, row[:-newest], row[-newest:])
+def _has_ended(
+    row: list[int], new_tokens: int, endings: Sequence[str], tokenizer: Tokenizer
+) -> bool:
+    """Return whether a stop string is among the last `new_tokens` tokens; each is at least one byte of text."""
+    tail = min(new_tokens, max(len(end.encode()) for end in endings) + 4)
+    text = text_after(tokenizer, row[:-tail], row[-tail:])
     return any(end in text for end in endings)

@@ -105,12 +105,14 @@ class GenerationSettings:
             raise UsageError(problem)
 
     def _problems(self) -> Iterator[str]:
-        """Yield what is wrong, each with what to do."""
+        """Yield a line for each mistake, with its remedy."""
         values = field_values(self)
         for name in ("temperature", "top_k", "top_p", "min_p"):
             value = values[name]
-            if value is not None and (wanted := mistyped(value, int if name == "top_k" else float)):
-                yield f"{name}={value!r} is of a wrong type: give {wanted}"
+            if value is not None and (
+                expected := mistyped(value, int if name == "top_k" else float)
+            ):
+                yield f"{name}={value!r} is of a wrong type: give {expected}"
             elif value not in (None, 1) and not self.do_sample and value > 0:
                 advice = "give do_sample=True too (no --greedy), or leave it out"
                 yield f"{name}={value} does not change which token is likeliest: {advice}"
@@ -149,7 +151,7 @@ def complete(options: GenerationOptions) -> GenerationSettings:
     for name in options:
         if name in OF_TRANSFORMERS:
             raise UsageError(
-                f"{name} is an option of transformers' generate: call that of TEModelsForCausalLM.wrap(model)"
+                f"{name} is an option of transformers' generate: call TEModelsForCausalLM.wrap(model).generate"
             )
         check_known("option of generation", name, known)
     return GenerationSettings(**options)

@@ -37,18 +37,18 @@ def stream_text(
     `tokenizer` is what `load_tokenizer` returns or takes, or a tokenizer of transformers. `outcome` is filled in
     meanwhile.
 
-    It ends before the end-of-text token of tokenizer or model and before a stop string. Options and errors are those of
+    It ends before the end-of-text token of tokenizer or model and before a stop string. Options and errors are as for
     `te_models.generation.generate.stream`.
     """
     tokenizer = as_tokenizer(tokenizer)
     outcome = Outcome() if outcome is None else outcome
     ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
-    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    options.setdefault("eos_token_id", sorted({*stop_ids(model, "config"), *own}))
+    text_end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    options.setdefault("eos_token_id", sorted({*stop_ids(model, "config"), *text_end}))
     settings = complete(options)
     stops = set(stop_ids(model, settings.eos_token_id))
     endings = settings.endings
-    made: list[int] = []
+    new_ids: list[int] = []
     text = ""
     sent = 0
     for tokens in stream(model, [ids], max_new_tokens, tokenizer=tokenizer, **options):
@@ -56,8 +56,8 @@ def stream_text(
         if int(tokens[0]) in stops:
             outcome.ended = True
         else:
-            made.append(int(tokens[0]))
-        text = text_after(tokenizer, ids, made)
+            new_ids.append(int(tokens[0]))
+        text = text_after(tokenizer, ids, new_ids)
         cut = min((text.find(end) for end in endings if end in text), default=None)
         certain = _certain(text, endings) if cut is None else cut
         if certain > sent:

@@ -57,7 +57,7 @@ class Measured:
         low, _, high = (
             statistics.quantiles(self.ms, n=4) if len(self.ms) > 1 else (middle, middle, middle)
         )
-        found = dict(
+        row = dict(
             name=self.name,
             ms=middle,
             ms_quartiles=[low, high],
@@ -68,8 +68,8 @@ class Measured:
             speed=statistics.median(reference.ms) / middle * self.flops / reference.flops,
         )
         if floor is not None:
-            found["of_roofline"] = floor.total / middle * self.flops / reference.flops
-        return found
+            row["of_roofline"] = floor.total / middle * self.flops / reference.flops
+        return row
 
 
 def parse(recipe: str) -> tuple[str, Fields]:
@@ -104,18 +104,18 @@ def builders(
     ids: torch.Tensor,
     **options: object,
 ) -> dict[str, Callable[[], StepFunction]]:
-    """Return name -> function that builds the step of that variant, peers first. `options` are those of CausalLM."""
-    made: dict[str, Callable[[], StepFunction]] = {}
+    """Return name -> function that builds the step of that variant, peers first. `options` are CausalLM's."""
+    steps: dict[str, Callable[[], StepFunction]] = {}
     for name in peers:
         if name not in PEERS:
             raise unknown("peer", name, [*PEERS, "none"])
-        made[name] = lambda name=name: peer_step(PEERS[name](config, ids.device), ids)
+        steps[name] = lambda name=name: peer_step(PEERS[name](config, ids.device), ids)
     for text in recipes:
         recipe, ways = parse(text)
-        own = {name: value for name, value in options.items() if _applies(name, recipe)}
-        given: Fields = {**own, **ways, "device": ids.device, "recipe": recipe}
-        made[f"te-models {text}"] = lambda given=given: model_step(ids, config, **given)
-    return made
+        recipe_options = {name: value for name, value in options.items() if _applies(name, recipe)}
+        given: Fields = {**recipe_options, **ways, "device": ids.device, "recipe": recipe}
+        steps[f"te-models {text}"] = lambda given=given: model_step(ids, config, **given)
+    return steps
 
 
 def _applies(option: str, recipe: str) -> bool:
@@ -128,8 +128,8 @@ def _applies(option: str, recipe: str) -> bool:
     scheme = (
         "none" if recipe == AUTO else get_recipe(recipe).scheme
     )  # which of them auto is, is not known yet
-    own = {*EDGES} - ({"precision"} if scheme == "none" else set())
-    return option in {*own, *SCHEMES[scheme].fields}
+    precision_fields = {*EDGES} - ({"precision"} if scheme == "none" else set())
+    return option in {*precision_fields, *SCHEMES[scheme].fields}
 
 
 def bench(

@@ -45,7 +45,7 @@ def bench_table(result: Fields) -> Table:
 
 
 def _conditions(result: Document) -> str:
-    """Return the size of a step and what it ran on."""
+    """Return the size of a step, and the device and versions that it ran on."""
     settings = result["settings"]
     environment = result["environment"]
     place = environment.get("gpu", "CPU: the emulated engine's numbers, not a GPU's speed")

@@ -1,4 +1,4 @@
-"""A look at data as a run would learn it: the first records as text with what is learned, lengths, what is left out."""
+"""A preview of data as a run would learn it: the first records with the learned parts marked, lengths, and losses."""
 
 import dataclasses
 import itertools
@@ -87,8 +87,8 @@ class PreviewRecord:
 
     def title(self) -> str:
         """Return a line about the record."""
-        said = f"{self.name}: {plural(self.tokens, 'token')}, {self.learned:,} learned"
-        return f"{said}; left out: {self.left_out}" if self.left_out else said
+        title = f"{self.name}: {plural(self.tokens, 'token')}, {self.learned:,} learned"
+        return f"{title}; left out: {self.left_out}" if self.left_out else title
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Preview(Printable):
     """The part of some data that a run would learn. Print it; `to_dict` returns plain JSON values.
 
     Attributes:
-        lines: about the data: sources, format, template, what is left out, cut, skipped and ignored.
+        lines: about the data: sources, format, template, and records that are left out, cut, skipped or ignored.
         records: the first ones.
         count: the records that were read.
         seq_len: the length of a window.
@@ -162,14 +162,14 @@ def preview(
     records: int = RECORDS,
     limit: int = LIMIT,
 ) -> Preview:
-    """Read data as a run would, and return what it would learn of it.
+    """Read data as a run would, and return the parts of it that would be learned.
 
     Args:
         settings: where the data is, and how it becomes sequences.
         tokenizer: gets the chat template and special tokens of `settings`, as in a run.
         seq_len: tokens per window.
         records: how many are returned as text.
-        limit: the most records to read; those of several sources have equal shares.
+        limit: the most records to read; several sources have equal shares of them.
 
     Raises:
         DataError: a record cannot be read, unless `settings` skips those; or there is none.
@@ -196,11 +196,11 @@ def preview(
     whole = any(document.is_record for document in documents)
     encoded = encode_documents(documents, tokenizer, begin_prompts=whole, bad=bad)
     unfitted = encoded.tokens.copy()  # fit_records may write a bos token over others
-    kept, fitted, fit = fit_records(encoded, seq_len, settings.truncate, tokenizer.bos_token_id)
+    fitting, fitted, fit = fit_records(encoded, seq_len, settings.truncate, tokenizer.bos_token_id)
     encoded = dataclasses.replace(encoded, tokens=unfitted)
     lines += fit.describe(int(encoded.records.sum()), seq_len, settings.truncate)
     lines += bad.describe()
-    places = dict(zip(kept.tolist(), range(len(kept)), strict=True))
+    places = dict(zip(fitting.tolist(), range(len(fitting)), strict=True))
     shown = []
     for index in range(min(records, len(documents))):
         place = places.get(index)
@@ -318,8 +318,8 @@ def _counted(encoded: Encoded, index: int) -> np.ndarray:
 def _parts(ids: Sequence[int], kinds: Sequence[str], tokenizer: Tokenizer) -> Iterator[TextPart]:
     """Yield the text of tokens in runs of one kind.
 
-    A run is what it adds to the text of the tokens before it, since decoders like SentencePiece's drop the space at the
-    start of a text, and a character may take several tokens.
+    The text of a run is the difference that it makes to the text before it, since decoders like SentencePiece's drop
+    the space at the start of a text, and a character may take several tokens.
     """
     before = ""
     at = 0

@@ -21,7 +21,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums } td, th {
 
 
 def preview_html(preview: Preview) -> str:
-    """Return a page with the lines, the records with what is learned marked, and the lengths."""
+    """Return a page with the lines, the records with the learned parts marked, and the lengths."""
     lines = "\n".join(f"<li>{_text(line)}</li>" for line in preview.lines)
     records = "\n".join(_record(record) for record in preview.records)
     names = "".join(f"<th>{_text(name)}</th>" for name in preview.quantiles)

@@ -12,16 +12,16 @@ from te_models.training.run_file import versions
 
 def environment() -> dict[str, str]:
     """Return date, GPU with driver or CPU, and package versions of this process."""
-    found = {"date": datetime.date.today().isoformat(), **versions()}
+    facts = {"date": datetime.date.today().isoformat(), **versions()}
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found["gpu"] = torch.cuda.get_device_name()
-        found["driver"] = subprocess.run(
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["driver"] = subprocess.run(
             query, capture_output=True, text=True, check=True
         ).stdout.split()[0]
     else:
-        found["cpu"] = platform.processor() or platform.machine()
-    return found
+        facts["cpu"] = platform.processor() or platform.machine()
+    return facts
 
 
 def require_gpu() -> None:

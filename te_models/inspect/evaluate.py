@@ -137,11 +137,11 @@ class Evaluation(Printable):
 
     def _score_table(self) -> Table:
         recipes = dict.fromkeys(score.recipe for score in self.scores)
-        found = {(score.task, score.metric, score.recipe): str(score) for score in self.scores}
+        cells = {(score.task, score.metric, score.recipe): str(score) for score in self.scores}
         table = _table("task", *recipes)
         for task, metric in dict.fromkeys((score.task, score.metric) for score in self.scores):
             table.add_row(
-                f"{task}, {metric}", *(found.get((task, metric, recipe), "-") for recipe in recipes)
+                f"{task}, {metric}", *(cells.get((task, metric, recipe), "-") for recipe in recipes)
             )
         return table
 
@@ -170,7 +170,7 @@ def evaluate_recipes(
     Args:
         load: builds the model under one of `recipes`, names or TOML files; None for its own.
         model: its name, for the title.
-        data: its path, as for finetune; None for scores only. `columns` and `on_bad_record` are those of DataConfig.
+        data: its path, as for finetune; None for scores only. `columns` and `on_bad_record` are as in DataConfig.
         score: runs tasks on a model.
         progress: called with a line per stage.
         sizes: keywords of `make_batches`.
@@ -218,7 +218,7 @@ def make_batches(
     truncate: str = "drop",
     bad: BadRecords | None = None,
 ) -> tuple[list[Batch], list[str]]:
-    """Return batches in which attention stays inside each document, and lines about what is left out.
+    """Return batches in which attention stays inside each document, and lines about records that are left out.
 
     Conversations are put into the tokenizer's chat template; a tokenizer without one gets the plain one.
 

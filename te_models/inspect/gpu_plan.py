@@ -51,8 +51,10 @@ class GpuPlan(Printable):
         major, minor = self.gpu.capability
         gpu = f"{self.gpu.name}, {self.gpu.generation}, compute capability {major}.{minor}"
         table = Table("recipe", "runs", "how", box=None, pad_edge=False)
-        for name, how in self.recipes.items():
-            table.add_row(name, "no" if name in self.reasons else "yes", how or self.reasons[name])
+        for name, status in self.recipes.items():
+            table.add_row(
+                name, "no" if name in self.reasons else "yes", status or self.reasons[name]
+            )
         lines = [f"recipe auto: {self.auto} ({self.why})"]
         if self.fit:
             lines.append(self.fit)

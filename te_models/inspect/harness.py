@@ -33,7 +33,7 @@ def find_tasks(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
     manager = TaskManager(
         include_path=folders, include_defaults=len(folders) + len(files) < len(names)
     )
-    found: list[str] = []
+    tasks: list[str] = []
     for name in names:
         known = (
             TaskManager(include_path=name, include_defaults=False).all_subtasks
@@ -50,8 +50,8 @@ def find_tasks(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
             if name in folders:
                 problem = f"--tasks {name}: no YAML file in this folder describes a task: write `task: NAME` in one"
             raise UsageError(problem)
-        found += known or [name]
-    return manager, found
+        tasks += known or [name]
+    return manager, tasks
 
 
 def score_tasks(
@@ -71,12 +71,14 @@ def score_tasks(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
-        words = PreTrainedTokenizerFast.from_pretrained(folder)
+        hf_tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     sizes = dict(batch_size=batch_size, max_length=model.config.max_position_embeddings)
-    wrapped = HFLM(pretrained=TEModelsForCausalLM.wrap(model).eval(), tokenizer=words, **sizes)
+    wrapped = HFLM(
+        pretrained=TEModelsForCausalLM.wrap(model).eval(), tokenizer=hf_tokenizer, **sizes
+    )
     examples = dict(tasks=list(tasks), task_manager=manager, limit=limit, num_fewshot=few_shot)
     try:
-        found = lm_eval.simple_evaluate(
+        results = lm_eval.simple_evaluate(
             wrapped, **examples, bootstrap_iters=0, log_samples=False, verbosity=None
         )
     except (TeModelsError, RuntimeError, MemoryError):
@@ -86,7 +88,7 @@ def score_tasks(
         raise DataError(
             f"--tasks {','.join(tasks)}: a task or its examples cannot be read ({reason}): check file or network"
         ) from error
-    return list(_scores(model.recipe.name, found["results"]))
+    return list(_scores(model.recipe.name, results["results"]))
 
 
 def _scores(recipe: str, results: dict[str, dict[str, object]]) -> Iterable[Score]:

@@ -179,14 +179,17 @@ MULTIPLIERS = (
 
 def _check(config: ModelConfig) -> None:
     """Raise for features that the peers lack, rather than time another model."""
-    own = {"attention_bias": config.attention_bias, "sliding_window": config.sliding_window}
-    own |= {"attention_sinks": config.attention_sinks}
-    own |= {
+    missing_in_peers = {
+        "attention_bias": config.attention_bias,
+        "sliding_window": config.sliding_window,
+    }
+    missing_in_peers |= {"attention_sinks": config.attention_sinks}
+    missing_in_peers |= {
         f"{part.name} of its kind": type(part) not in (AttentionSpec, MLPSpec)
         for part in config.parts
     }
-    own |= {name: True for part in config.parts for name in part.obstacles}
-    own |= {
+    missing_in_peers |= {name: True for part in config.parts for name in part.obstacles}
+    missing_in_peers |= {
         "qk_norm": config.qk_norm,
         "partial_rotary_factor": config.partial_rotary_factor != 1,
         "rope_interleaved": config.rope_interleaved,
@@ -194,14 +197,16 @@ def _check(config: ModelConfig) -> None:
         "query_scale_beta": config.query_scale_beta is not None,
         "attention_gate_activation": config.attention_gate_activation != "sigmoid",
     }
-    own |= {
+    missing_in_peers |= {
         "norm_position": config.norm_position != "pre",
         "attention_output_bias": config.attention_output_bias,
     }
     fields = config.to_dict()
-    own |= {name: fields[name] not in (1, None) for name in MULTIPLIERS}
-    if found := [name for name, value in own.items() if value]:
-        raise UsageError(f"the peers have no {found[0]}: choose a gated-* preset, or --peers none")
+    missing_in_peers |= {name: fields[name] not in (1, None) for name in MULTIPLIERS}
+    if present := [name for name, value in missing_in_peers.items() if value]:
+        raise UsageError(
+            f"the peers have no {present[0]}: choose a gated-* preset, or --peers none"
+        )
 
 
 def _need_cuda(device: torch.device, name: str) -> None:

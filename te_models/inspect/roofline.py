@@ -35,7 +35,7 @@ class Roofline(NamedTuple):
 
 
 class Product(NamedTuple):
-    """The GEMM of a te.Linear over the rows of a step, those of all experts together."""
+    """The GEMM of a te.Linear over the rows of a step, all experts' together."""
 
     rows: int
     inputs: int
@@ -62,14 +62,14 @@ def model_flops(config: ModelConfig, batch: int, seq: int, gated: bool = True) -
 def products(
     layer: LayerSpec, depth: int, tokens: int, precision: Mapping[str, Precision]
 ) -> list[Product]:
-    """Return the forward GEMMs of a layer over `tokens` tokens; `precision` is that of each te.Linear."""
-    found = []
+    """Return the forward GEMMs of a layer over `tokens` tokens; `precision` says how each te.Linear runs."""
+    gemms = []
     for part in layer.parts:
         for linear in part.linears:
             fp8 = precision[f"layers.{depth}.{part.name}.{linear.name}"].recipe is not None
             rows = part.rows_of(linear, tokens)
-            found.append(Product(rows, linear.inputs, linear.outputs, fp8))
-    return found
+            gemms.append(Product(rows, linear.inputs, linear.outputs, fp8))
+    return gemms
 
 
 def roofline(
@@ -79,7 +79,7 @@ def roofline(
     precision: Mapping[str, Precision],
     device: torch.device,
 ) -> Roofline:
-    """Measure the roofline on `device`, a CUDA device with FP8 units; `precision` is that of each te.Linear.
+    """Measure the roofline on `device`, a CUDA device with FP8 units; `precision` says how each te.Linear runs.
 
     What the description of a layer counts beside its te.Linears is measured with the kernel that computes it, or taken
     at the rate of the head's GEMM where there is none.

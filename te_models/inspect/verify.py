@@ -102,9 +102,9 @@ class Verification(Printable):
 
     def ran(self, gemm: Verified) -> bool:
         """Return whether a linear ran below BF16 in every GEMM for which the recipe asks so, by all evidence."""
-        wanted = gemm.differs[:1] if gemm.override == "high_precision" else gemm.differs
+        shown = gemm.differs[:1] if gemm.override == "high_precision" else gemm.differs
         saved = gemm.saved_fp8 or gemm.override == "high_precision"
-        return all(wanted) and saved and len(gemm.quantizers) == len(GEMMS)
+        return all(shown) and saved and len(gemm.quantizers) == len(GEMMS)
 
     def ran_in(self, gemm: Verified, number: int) -> str:
         """Return the precision that GEMM `number` (an index into `GEMMS`) of a linear ran in."""
@@ -140,10 +140,10 @@ class Verification(Printable):
                 after += gemm.in_fp8 * gemm.milliseconds["recipe"]
         if not before:
             return ["Nothing was timed: the emulated engine has the numbers of FP8, not its speed."]
-        said = f"These linears take {before:.2f} ms per step in BF16 and {after:.2f} ms under {self.recipe.name!r}"
+        line = f"These linears take {before:.2f} ms per step in BF16 and {after:.2f} ms under {self.recipe.name!r}"
         if after < before:
-            return [f"{said}: {before / after:.2f}x as fast."]
-        return [f"{said}: FP8 does not pay at this size on this GPU. {ADVICE}"]
+            return [f"{line}: {before / after:.2f}x as fast."]
+        return [f"{line}: FP8 does not pay at this size on this GPU. {ADVICE}"]
 
     def _estimate(self) -> list[str]:
         """Estimate the speed-up on an H200 if nothing could be measured."""
@@ -226,8 +226,8 @@ class Verification(Printable):
             modules.setdefault(names, []).append(gemm.module)
         modules.pop("", None)
         of = {
-            names: f" in {', '.join(found)}" if len(modules) > 1 else ""
-            for names, found in modules.items()
+            names: f" in {', '.join(quantizers)}" if len(modules) > 1 else ""
+            for names, quantizers in modules.items()
         }
         return [f"Quantizers of x, w and dy{where}: {names}." for names, where in of.items()]
 
@@ -370,9 +370,9 @@ def _verified(
 
 def _copy(model: CausalLM, linear: Any) -> nn.Module:
     """Return a linear with the same parameters and its own FP8 state."""
-    own = dict(linear.named_parameters())
+    parameters = dict(linear.named_parameters())
     te = model.te
-    bias = any(name.startswith("bias") for name in own)
+    bias = any(name.startswith("bias") for name in parameters)
     make = te.Linear
     if isinstance(linear, te.GroupedLinear):
         make = functools.partial(te.GroupedLinear, linear.num_gemms)
@@ -385,7 +385,7 @@ def _copy(model: CausalLM, linear: Any) -> nn.Module:
     )
     with torch.no_grad():
         for name, parameter in copy.named_parameters():
-            parameter.copy_(own[name])
+            parameter.copy_(parameters[name])
     return copy
 
 

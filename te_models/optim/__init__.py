@@ -75,8 +75,8 @@ def _with_rest(build: Callable[[float, Options, Groups], torch.optim.Optimizer])
             for group in parameters
             if not group["matrices"]
         ]
-        made = [build(lr, options, hidden)] if hidden else []
-        return made + (OPTIMIZERS[options["rest"]].build(lr, options, rest) if rest else [])
+        optimizers = [build(lr, options, hidden)] if hidden else []
+        return optimizers + (OPTIMIZERS[options["rest"]].build(lr, options, rest) if rest else [])
 
     return both
 

@@ -1,8 +1,8 @@
 """AdamW on many tensors in one kernel, which reads every gradient, master and moment once and writes the rest once.
 
-The arithmetic is that of PyTorch's fused AdamW on a GPU: products and sums of the moments in FP64, each rounded once
-to FP32, then the update in FP32. Beside it the kernel clips the gradient, which may be BF16, and rounds the new master
-into the parameter: 28 bytes per BF16 parameter, where separate passes move 48.
+The arithmetic is the same as in PyTorch's fused AdamW on a GPU: products and sums of the moments in FP64, each rounded
+once to FP32, then the update in FP32. Beside it the kernel clips the gradient, which may be BF16, and rounds the new
+master into the parameter: 28 bytes per BF16 parameter, where separate passes move 48.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """The numbers of a step, with those of Entry number i at place i.
+    """The numbers of a step; at place i they belong to Entry number i.
 
     Attributes:
         decay: FP64 scalar, the learning rate times the weight decay.
@@ -71,7 +71,7 @@ class Launch:
         self._addresses: list[list[int]] = []
 
     def _locate(self, entries: Sequence[Entry]) -> None:
-        """Copy a new table of places to the device if a tensor has moved; those of a replayed step have not."""
+        """Copy a new table of places to the device if a tensor has moved, which none has in a replayed step."""
         addresses = [
             [0 if tensor is None else tensor.data_ptr() for tensor in entry] for entry in entries
         ]
@@ -143,12 +143,12 @@ def _adamw_kernel(
     gradient, master, first, second, parameter, places, counts, begins, owners, decay, sizes, roots, factor, bad,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    own = tl.program_id(0)
-    entry = tl.load(owners + own)
+    program = tl.program_id(0)
+    entry = tl.load(owners + program)
     count = tl.load(counts + entry)
     if bad is not None:
         count = tl.where(tl.load(bad) == 1.0, 0, count)
-    at = (own - tl.load(begins + entry)) * BLOCK + tl.arange(0, BLOCK)
+    at = (program - tl.load(begins + entry)) * BLOCK + tl.arange(0, BLOCK)
     places += entry * 5
     gradient_at = tl.load(places)
     master_at = tl.load(places + 1)

@@ -1,4 +1,4 @@
-"""Where an optimizer finds the gradients of a step, their norm, and clipping.
+"""The gradients of a step as an optimizer finds them, their norm, and clipping.
 
 After one micro-batch they are in `parameter.grad`, in the dtype of the parameter. BF16 cannot sum many micro-batches:
 it has 8 significant bits, so a sum stops growing once it is 256 times as large as each addend. `GradientSums`
@@ -110,7 +110,7 @@ class GradientSums(Gradients):
         self._full = 0  # the first bucket that waits
         # The reductions under way, of the first len(_works) buckets.
         self._works: list[dist.Work] = []
-        self._complete = False  # whether the sums are those of all micro-batches and processes
+        self._complete = False  # whether the sums are over all micro-batches and processes
 
     def _divided(self) -> Iterator[list[nn.Parameter]]:
         """Yield the parameters of each bucket, about in the order of the backward pass."""
@@ -209,7 +209,7 @@ class GradientSums(Gradients):
         self._begun.update(self._sums)
 
     def _end(self) -> None:
-        """Make the sums those of all processes, if they are not yet."""
+        """Sum over all processes, if that has not been done yet."""
         if self.group is None or self._complete:
             return
         self._clear_unused()

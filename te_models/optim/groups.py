@@ -41,14 +41,14 @@ def parts(model: nn.Module) -> list[ParameterRows]:
     for module in model.modules():
         for parameter, rows in _structure(module):
             roles.setdefault(id(parameter), rows)
-    found: list[ParameterRows] = []
+    all_parts: list[ParameterRows] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             rows = roles.get(
                 id(parameter), [("head" if parameter.dim() > 1 else "vector", len(parameter))]
             )
-            found += _split(parameter, rows)
-    return found
+            all_parts += _split(parameter, rows)
+    return all_parts
 
 
 def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[Group]:
@@ -57,13 +57,13 @@ def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[Group]
     With `matrices`, the hidden matrices are a separate group with one part per logical matrix; without, each
     parameter is one part.
     """
-    found = parts(model)
+    all_parts = parts(model)
     if not matrices:
-        whole = {id(part.parameter): ParameterRows(part.parameter, part.role) for part in found}
-        found = list(whole.values())
-    hidden = [part for part in found if matrices and part.role == "hidden"]
-    rest = [part for part in found if not matrices or part.role != "hidden"]
-    made = [
+        whole = {id(part.parameter): ParameterRows(part.parameter, part.role) for part in all_parts}
+        all_parts = list(whole.values())
+    hidden = [part for part in all_parts if matrices and part.role == "hidden"]
+    rest = [part for part in all_parts if not matrices or part.role != "hidden"]
+    made_groups = [
         {"params": hidden, "weight_decay": weight_decay, "matrices": True},
         {
             "params": [p for p in rest if p.role in DECAYING],
@@ -76,7 +76,7 @@ def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[Group]
             "matrices": False,
         },
     ]
-    return [group for group in made if group["params"]]
+    return [group for group in made_groups if group["params"]]
 
 
 def _structure(module: nn.Module) -> Iterator[tuple[Tensor, list[tuple[Role, int]]]]:

@@ -132,11 +132,11 @@ def _round_alike(optimizer: LowBit) -> None:
     parameters, continue where the last one ended. The caller's state of the generator is restored.
     """
     number = -1
-    own = torch.get_rng_state()
+    state = torch.get_rng_state()
     callers: list[Tensor] = []
 
     def begin(optimizer: LowBit, *arguments: object) -> None:
-        nonlocal number, own
+        nonlocal number, state
         steps = [
             optimizer.state[p].get("step", 0)
             for p, _ in _parameters(optimizer)
@@ -147,13 +147,13 @@ def _round_alike(optimizer: LowBit) -> None:
         callers.append(torch.get_rng_state())
         if (now := int(steps[0])) != number:
             number = now
-            own = torch.default_generator.manual_seed(_seed(now, 0)).get_state()
-        torch.set_rng_state(own)
+            state = torch.default_generator.manual_seed(_seed(now, 0)).get_state()
+        torch.set_rng_state(state)
 
     def end(optimizer: LowBit, *arguments: object) -> None:
-        nonlocal own
+        nonlocal state
         if callers:
-            own = torch.get_rng_state()
+            state = torch.get_rng_state()
             torch.set_rng_state(callers.pop())
 
     optimizer.register_step_pre_hook(begin)

@@ -132,12 +132,12 @@ def _update_kernel(
 @functools.cache
 def _tables(device: torch.device) -> list[Tensor]:
     """Return values and middles of the signed map, then of the unsigned one, FP32 [256]; middles[0] is unused."""
-    found = []
+    tables = []
     for signed in (True, False):
         values = torch.tensor(create_dynamic_map(signed))
         middles = torch.cat([values[:1], (values[1:] + values[:-1]) / 2])
-        found += [values.to(device), middles.to(device)]
-    return found
+        tables += [values.to(device), middles.to(device)]
+    return tables
 
 
 @dataclass(frozen=True)

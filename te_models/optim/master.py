@@ -263,8 +263,8 @@ class MasterWeights:
             return [
                 self.owners.of(parameter) for parameter in compress(self.parameters, self._copied)
             ]
-        found = {id(view): p for p in self.parameters for _, view in self._views[id(p)]}
-        return [self.owners.of(found[id(view)]) for _, _, view in self._stateful()]
+        parameter_of = {id(view): p for p in self.parameters for _, view in self._views[id(p)]}
+        return [self.owners.of(parameter_of[id(view)]) for _, _, view in self._stateful()]
 
     @torch.no_grad()
     def load_state_dict(self, state: State) -> None:
@@ -326,7 +326,7 @@ class MasterWeights:
     def masters_by_id(self) -> dict[int, Tensor]:
         """Return the FP32 values of each parameter by its id.
 
-        With owners, only those of FP8 weights, as shards in their nominal dtype.
+        With owners, only the masters of FP8 weights, as shards in their nominal dtype.
         """
         if self.owners is None:
             return dict(zip(map(id, self.parameters), self.masters, strict=True))
@@ -334,8 +334,10 @@ class MasterWeights:
             (p, m) for p, m in zip(self.parameters, self.masters, strict=True) if is_quantized(p)
         ]
         parameters = [p for p, _ in fp8]
-        own = self.owners.distribute(parameters, [m for _, m in fp8], [p.dtype for p in parameters])
-        return {id(p): from_shard(values, p) for p, values in zip(parameters, own, strict=True)}
+        shards = self.owners.distribute(
+            parameters, [m for _, m in fp8], [p.dtype for p in parameters]
+        )
+        return {id(p): from_shard(values, p) for p, values in zip(parameters, shards, strict=True)}
 
     def _stateful(self) -> Iterator[tuple[torch.optim.Optimizer, Group, Tensor]]:
         """Yield every tensor that an optimizer updates, with the optimizer and its group."""
@@ -363,9 +365,9 @@ def _master(parameter: nn.Parameter, keep: bool, offload: bool) -> Tensor:
 def _owned_master(parameter: nn.Parameter, keep: bool, owners: Owners) -> Tensor:
     """Return the whole master on the rank that owns the parameter, a placeholder on the others."""
     dtype = torch.float32 if keep else parameter.dtype
-    own = local(_master(parameter, keep, offload=False)).detach()
-    (found,) = owners.collect([parameter], [own])
-    return placeholder(parameter.shape, dtype, own.device) if found is None else found
+    shard = local(_master(parameter, keep, offload=False)).detach()
+    (whole,) = owners.collect([parameter], [shard])
+    return placeholder(parameter.shape, dtype, shard.device) if whole is None else whole
 
 
 def set_group_rate(group: Group, rate: float) -> None:

@@ -5,7 +5,7 @@ orthogonal matrix, by five Newton-Schulz iterations. The momentum is stored as I
 elements, scale = absmax / 127. An update is computed from the momentum before it is rounded, so rounding reaches the
 weights only through later steps.
 
-The arithmetic is that of torch.optim.Muon. Matrices of one shape are orthogonalized together in batched GEMMs.
+The arithmetic is torch.optim.Muon's. Matrices of one shape are orthogonalized together in batched GEMMs.
 """
 
 import functools

@@ -2,8 +2,8 @@
 
 Each parameter has an owner, the only rank with its whole master weight and optimizer state. Shards of the gradient
 travel to the owner, which runs the optimizer as a single process would, and the new values travel back. So Muon sees
-whole matrices, blocks of 8-bit moments are those of a single process, and a checkpoint does not depend on the number of
-ranks. Every rank sends and receives 1/N of the gradients and 1/N of the values, in all-to-alls of at most
+whole matrices, blocks of 8-bit moments are the same as in a single process, and a checkpoint does not depend on the
+number of ranks. Every rank sends and receives 1/N of the gradients and 1/N of the values, in all-to-alls of at most
 EXCHANGE_CHUNK bytes, so that beside the whole tensors themselves an exchange takes three times that.
 
 Owners are as in Muon's first distributed versions (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), but
@@ -70,7 +70,7 @@ class Owners:
     ) -> list[Tensor | None]:
         """Send this rank's shards `own` to the owners; return the whole tensors of its own parameters, or None.
 
-        They travel as they are, and the whole tensors have these `dtypes`; None: those of the shards.
+        They travel as they are, and the whole tensors have these `dtypes`; None: the shards'.
         """
         dtypes = [shard.dtype for shard in own] if dtypes is None else dtypes
         wholes = [
@@ -117,10 +117,14 @@ class Owners:
 
         Tensors that another rank owns become placeholders of their shape and dtype; `fetch` brings the values.
         """
-        own = {
+        own_entries = {
             str(i): _describe(entry) for i, entry in enumerate(entries) if owners[i] == self.rank
         }
-        known = {int(i): entry for found in self.ranks.gather(own) for i, entry in found.items()}
+        known = {
+            int(i): entry
+            for entries_of_rank in self.ranks.gather(own_entries)
+            for i, entry in entries_of_rank.items()
+        }
         return [
             entry if owners[i] == self.rank else _as_placeholders(known[i])
             for i, entry in enumerate(entries)
@@ -168,11 +172,11 @@ class Owners:
                 ),
             ]
         )
-        found = torch.empty(sum(received), dtype=torch.uint8, device=self.device)
-        dist.all_to_all_single(found, data, received, sent, group=self.group)
+        buffer = torch.empty(sum(received), dtype=torch.uint8, device=self.device)
+        dist.all_to_all_single(buffer, data, received, sent, group=self.group)
         del data
         for (transfer, part), piece in zip(
-            incoming, found.split([_size(*each) for each in incoming]), strict=True
+            incoming, buffer.split([_size(*each) for each in incoming]), strict=True
         ):
             assert transfer.target is not None
             transfer.target[part].copy_(

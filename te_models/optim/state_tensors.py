@@ -27,7 +27,7 @@ _NOT_NEGATIVE = frozenset({"step", "exp_avg_sq", "scale", "scales", "scale_inv"}
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An optimizer that says what it keeps, so that saved state is checked before anything live is written."""
+    """An optimizer that describes its state, so that saved state is checked before anything live is written."""
 
     def expected_state(self, view: Tensor, group: Group) -> State:
         """Return the state of the tensor `view` after a step, as a template for `check_values`."""
@@ -59,7 +59,7 @@ def unpack(value: Any, name: str, parameter: Tensor, group: Group) -> Any:
 
 
 def like(view: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor without values, of `shape` (that of `view` if empty) and of the dtype of `view` unless given."""
+    """Return a tensor without values, with the shape and dtype of `view` where no other is given."""
     return torch.empty(shape or view.shape, dtype=dtype or view.dtype, device="meta")
 
 
@@ -93,7 +93,7 @@ def check_values(saved: object, expected: Any, place: str) -> None:
 
 
 def _mistake(saved: object, expected: Any, negative: bool) -> str:
-    """Return what is wrong with a value, "" if nothing is; with `negative` it may be below zero."""
+    """Return the mistake in a value, "" if there is none; with `negative` it may be below zero."""
     if isinstance(expected, dict):
         return f"must have {', '.join(map(str, expected)) or 'no values'}"
     if expected is int:
@@ -103,12 +103,12 @@ def _mistake(saved: object, expected: Any, negative: bool) -> str:
         or saved.shape != expected.shape
         or saved.dtype != expected.dtype
     ):
-        found = (
+        shape = (
             f"{saved.dtype} {list(saved.shape)}"
             if isinstance(saved, Tensor)
             else type(saved).__name__
         )
-        return f"is {found} where {expected.dtype} {list(expected.shape)} belongs"
+        return f"is {shape} where {expected.dtype} {list(expected.shape)} belongs"
     values = local(saved)
     if all_finite(values) and (negative or not _has_negative(values)):
         return ""

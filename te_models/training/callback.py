@@ -1,4 +1,4 @@
-"""What a run calls: at the end of a step, after an evaluation and at a save."""
+"""Callbacks of a run: at the end of a step, after an evaluation and at a save."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ def check_random_state(state: object, rank: int, generator: torch.Generator, nam
             or not len(state)
         ):
             raise TypeError("it is not uint8 [bytes], or a row of that per rank")
-        own = (state if state.dim() == 1 else state[rank % len(state)]).clone()
-        generator.set_state(own)
-        return own
+        random = (state if state.dim() == 1 else state[rank % len(state)]).clone()
+        generator.set_state(random)
+        return random
 
 
 def read_random_states(
@@ -52,11 +52,11 @@ def read_random_states(
     )
 
 
-def random_states(own: Tensor, ranks: Ranks) -> Tensor:
+def random_states(random: Tensor, ranks: Ranks) -> Tensor:
     """Return the random states of all ranks, one per row; a single process's state is not in a row."""
     if ranks.world == 1:
-        return own
-    return torch.tensor(ranks.gather(own.tolist()), dtype=torch.uint8)
+        return random
+    return torch.tensor(ranks.gather(random.tolist()), dtype=torch.uint8)
 
 
 def check_structure(saved: Any, live: Any, name: str) -> None:
@@ -95,8 +95,8 @@ def gradient_factor(state: Mapping[str, Any], folder: Path, parallel: Parallel) 
     """Return how many times larger gradients were, in the run that saved a training state, than they are now.
 
     Up to November 2026 each process divided its loss by its own share of the tokens, and gradients were averages over
-    the processes that shared a batch: those of N were N times as large. Such a checkpoint does not record N; it has a
-    random state for each process, and run.toml, written when the run started, says how the batch was shared.
+    the processes that shared a batch: with N of them they were N times as large. Such a checkpoint does not record N;
+    it has a random state for each process, and run.toml, written when the run started, says how the batch was shared.
     """
     if "gradient_factor" in state:
         check_structure(state["gradient_factor"], 1, "gradient_factor")

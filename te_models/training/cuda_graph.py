@@ -316,7 +316,7 @@ class GraphedStep:
         return loss
 
     def _run(self, kind: Kind) -> tuple[Tensor, Tensor | None]:
-        """Run forward and backward eagerly; what is inside a capture is recorded."""
+        """Run forward and backward eagerly; inside a capture they are recorded instead."""
         return self.micro_batch(
             self.inputs, self.weight, self.router_weight, first=kind.first, last=kind.last
         )

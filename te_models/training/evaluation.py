@@ -13,7 +13,7 @@ from te_models.fp8.region import evaluating
 from te_models.model.inputs import invalid_token
 from te_models.model.targets import IGNORED, invalid_label, shifted
 
-KEPT = "The weights are those of the step before"  # of a run that diverged
+KEPT = "The weights are as before this step"  # in the line about a run that diverged
 Batch = dict[str, Tensor]  # "input_ids" and "labels", int64 [B, S], perhaps "document_ids"
 
 
@@ -65,15 +65,15 @@ def evaluate(
 @torch.no_grad()
 def first_bad_module(model: CausalLM, batch: Batch) -> str | None:
     """Return the name of the first module, in order of execution, with a NaN or infinite output or weight."""
-    found: list[str] = []
+    bad: list[str] = []
 
     def check(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: object, output: object) -> None:
             values = [output, *module.parameters(recurse=False)]
-            if not found and not all(
+            if not bad and not all(
                 bool(v.isfinite().all()) for v in values if isinstance(v, Tensor)
             ):
-                found.append(name)
+                bad.append(name)
 
         return hook
 
@@ -83,7 +83,7 @@ def first_bad_module(model: CausalLM, batch: Batch) -> str | None:
                 stack.enter_context(module.register_forward_hook(check(name)))
         stack.callback(model.train, model.training)
         model.eval()(**to_device(batch, model.device))
-    return found[0] if found else None
+    return bad[0] if bad else None
 
 
 def diagnosis(
@@ -106,11 +106,11 @@ def diagnosis(
     mistake = next(filter(None, sum(ranks.gather(checked), [])), None)
     if mistake is not None:
         return f"step {step}: {mistake}. {KEPT}"
-    what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
-    own = [
+    quantity, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
+    bad_modules = [
         first_bad_module(model, batch) for batch in micro_batches
     ]  # all: every rank must take part
-    where = next(filter(None, sum(ranks.gather(own), [])), None)
+    where = next(filter(None, sum(ranks.gather(bad_modules), [])), None)
     place = (
         f"the first layer with such values is {where}" if where else "every forward value is finite"
     )
@@ -120,4 +120,4 @@ def diagnosis(
         advice += (
             f", --recipe {'bf16' if recipe.name == 'current' else 'current'}, or more BF16 layers"
         )
-    return f"step {step}: the {what} is {value}; {place}. {KEPT}: {advice}"
+    return f"step {step}: the {quantity} is {value}; {place}. {KEPT}: {advice}"

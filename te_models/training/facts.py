@@ -20,7 +20,7 @@ LOSSES = ("loss", "first_eval_loss", "eval_loss", "best_eval_loss")
 
 
 def facts_at_start(trainer: Trainer, about: Document) -> Fields:
-    """Return the facts that are known before the first step: `about`, and those of the model's origin."""
+    """Return the facts that are known before the first step: `about`, and what the model's origin says."""
     origin = trainer.model.origin
     facts: Fields = dict(about)
     base_model = base_on_hub(origin)
@@ -44,8 +44,8 @@ def resumed_facts(facts: Fields, saved: Document | None) -> Fields:
     if saved is None:
         return facts
     inherited = {name: saved[name] for name in INHERITED if name in saved}
-    own = {name: value for name, value in facts.items() if name not in INHERITED}
-    return {**own, **inherited}
+    new_facts = {name: value for name, value in facts.items() if name not in INHERITED}
+    return {**new_facts, **inherited}
 
 
 def facts_now(trainer: Trainer) -> Fields:

@@ -1,4 +1,4 @@
-"""What a run that fails leaves: a checkpoint of its last whole step, and never one with a NaN."""
+"""The end of a run that fails: a checkpoint of its last whole step, and never one with a NaN."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def broken_tensor(tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> 
         for name, tensor in members.items():
             if broken is None and not all_finite(local(tensor)):
                 broken = name
-    found = [name for name in ranks.gather(broken) if name is not None]
-    return found[0] if found else None
+    names = [name for name in ranks.gather(broken) if name is not None]
+    return names[0] if names else None
 
 
 def broken_line(name: str, step: int, checkpoints: Checkpoints) -> str:
     """Return the line about a checkpoint that was not written, since the tensor of this name is broken."""
-    newest = checkpoints.latest()
-    kept = "there is no earlier one" if newest is None else f"{newest} is the newest"
-    return f"after step {step} {name} has a NaN or an infinity, so no checkpoint of it was written; {kept}"
+    latest = checkpoints.latest()
+    earlier = "there is no earlier one" if latest is None else f"{latest} is the newest"
+    return f"after step {step} {name} has a NaN or an infinity, so no checkpoint of it was written; {earlier}"
 
 
 @contextlib.contextmanager
@@ -76,11 +76,11 @@ def save_failed_run(trainer: Trainer, error: Exception, metrics: MetricsLog) -> 
     with contextlib.suppress(SaveError):  # logged when it happened
         trainer.checkpoints.wait()
     step = trainer.result.step
-    newest = trainer.checkpoints.latest()
+    latest = trainer.checkpoints.latest()
     if not step:
         return
     outcome = f"step {step} is saved in {trainer.out}, and --resume continues from it"
-    if newest is None or newest.name != f"step-{step:08d}":
+    if latest is None or latest.name != f"step-{step:08d}":
         if trainer.begun is not None:
             trainer.starts.put_back(trainer.begun)
         trainer.result.interrupted = True

@@ -52,12 +52,12 @@ def parallel(
         alone = None if device is None else choose_device(device)
         yield Parallel(config=config, device=alone, frozen=frozen)
         return
-    own = choose_device(device)
-    check_place(gpus=torch.cuda.device_count() if own.type == "cuda" else 0)
-    if own.type == "cuda":
-        own = torch.device("cuda", number("LOCAL_RANK", 0))
-        torch.cuda.set_device(own)
-    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
+    chosen_device = choose_device(device)
+    check_place(gpus=torch.cuda.device_count() if chosen_device.type == "cuda" else 0)
+    if chosen_device.type == "cuda":
+        chosen_device = torch.device("cuda", number("LOCAL_RANK", 0))
+        torch.cuda.set_device(chosen_device)
+    backend = "cpu:gloo,cuda:nccl" if chosen_device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.collective_timeout)
     try:
         store, rank, world = next(rendezvous("env://", timeout=timeout))
@@ -68,10 +68,10 @@ def parallel(
         yield Parallel(
             kind=config.parallel,
             ranks=Ranks(control),
-            device=own,
+            device=chosen_device,
             config=config,
             frozen=frozen,
-            **meshes(config, own),
+            **meshes(config, chosen_device),
         )
     except RuntimeError as error:
         if lost_peer(error):
@@ -151,20 +151,20 @@ def check_launch(config: TrainConfig) -> None:
 
 
 def meshes(config: TrainConfig, device: torch.device) -> Fields:
-    """Return how the processes are divided: those of `dp`, `tp`, `ep` and `replicas` of `Parallel` that there are."""
+    """Return how the processes are divided: those of `dp`, `tp`, `ep` and `replicas` that `config` asks for."""
     world = dist.get_world_size()
     sizes = {"dp": world}
     if config.parallel == "tp":
         sizes = {"tp": world}
     elif config.parallel == "fsdp+tp":
         sizes = {"dp": world // config.tensor_parallel_size, "tp": config.tensor_parallel_size}
-    found = _dimensions(device, sizes)
+    dimensions = _dimensions(device, sizes)
     if (
         config.parallel == "fsdp+ep"
     ):  # the processes that share experts have different parts of each batch
         size = config.expert_parallel_size or world
-        found |= _dimensions(device, {"replicas": world // size, "ep": size})
-    return found
+        dimensions |= _dimensions(device, {"replicas": world // size, "ep": size})
+    return dimensions
 
 
 def _dimensions(device: torch.device, sizes: Mapping[str, int]) -> dict[str, DeviceMesh]:

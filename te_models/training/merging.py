@@ -30,7 +30,7 @@ def save_adapters(
     adapters: LoraRun,
     content: Content,
     folder: Path,
-    words: Tokenizer,
+    tokenizer: Tokenizer,
     batches: list[Batch],
     result: Result,
 ) -> dict[str, str]:
@@ -42,7 +42,7 @@ def save_adapters(
     model = adapters.model
     lora = adapters.settings
     tensors, documents = content
-    documents = {**documents, "run": run_choices(model), **words.files()}
+    documents = {**documents, "run": run_choices(model), **tokenizer.files()}
     facts = as_facts(documents.get(TRAINED), folder / "adapter")
     origin = replace(model.origin, trained=facts)
     card = user_card(folder / "adapter") or adapter_card(model, origin, folder.name)
@@ -58,12 +58,14 @@ def save_adapters(
         folder / "adapter", base=adapters.base, **options
     )  # into weights that FP8 has not rounded
     tensors, documents = model_content(merged, merged.origin)
-    save_folder(folder / "merged", tensors, {**documents, **words.files()})
+    save_folder(folder / "merged", tensors, {**documents, **tokenizer.files()})
     del merged, tensors  # before it is loaded once more, where the run computes
     place: Fields = dict(engine=model.engine, device=model.device)
     loss = evaluate(CausalLM.from_pretrained(folder / "merged", **place), batches)
     trained = evaluate(model, batches)  # the run's last evaluation may be of several processes
-    said = merged_loss(loss, trained, result.first_eval_loss, str(dtype).removeprefix("torch."))
+    merged_line = merged_loss(
+        loss, trained, result.first_eval_loss, str(dtype).removeprefix("torch.")
+    )
     which = f"step {result.step}, the last"
     best = best_checkpoint(folder, result.best_step)
     if best is not None and result.best_eval_loss < result.eval_loss:
@@ -72,20 +74,20 @@ def save_adapters(
             f"--out {folder / 'merged-best'}"
         )
     written["merged"] = str(folder / "merged")
-    return {**written, "merged from": which, "eval loss merged": said}
+    return {**written, "merged from": which, "eval loss merged": merged_line}
 
 
 def merged_loss(loss: float, trained: float, before: float, dtype: str) -> str:
-    """Return a line about the loss of a merged model: beside that of the adapters, and the share of the gain it lost.
+    """Return a line about the loss of a merged model: beside the loss with adapters, and the share of the gain it lost.
 
     The gain is `before` - `trained`, the losses of the model without and with adapters.
     """
-    said = f"{loss:.4f} in {dtype}, {trained:.4f} with adapters"
+    line = f"{loss:.4f} in {dtype}, {trained:.4f} with adapters"
     gain = before - trained
     lost = loss - trained
     if not (gain >= LEAST_GAIN and lost >= LEAST_SHARE * gain):
-        return said
-    said += f": updates vanish in the rounding of the weights, and {100 * lost / gain:.0f} % of the gain with them"
-    return f"{said}; " + (
+        return line
+    line += f": updates vanish in the rounding of the weights, and {100 * lost / gain:.0f} % of the gain with them"
+    return f"{line}; " + (
         "use the adapters" if dtype == "float32" else "--merge-dtype float32 keeps more of it"
     )

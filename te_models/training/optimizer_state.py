@@ -1,4 +1,4 @@
-"""The state of an optimizer in a checkpoint: that of the whole model, whichever process has its parameters."""
+"""The state of an optimizer in a checkpoint: the state of the whole model, whichever process has its parameters."""
 
 from te_models.files.formats import Fields
 from te_models.model.decoder import Decoder

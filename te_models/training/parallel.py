@@ -16,8 +16,8 @@ A gradient has the size that it has in one process with all tokens of the step (
 scales mean the same for any number of processes.
 
 FP8: delayed scaling reduces the amaxes of all processes (`CausalLM.amax_group`), so scales are equal everywhere, as
-gathering FP8 shards needs; those of an expert, of the processes that have it. The other recipes scale each process's
-own activations, and weights after they are gathered, so nothing has to be reduced.
+gathering FP8 shards needs; an expert's are reduced over the processes that have it. The other recipes scale each
+process's own activations, and weights after they are gathered, so nothing has to be reduced.
 """
 
 import warnings
@@ -123,7 +123,7 @@ class Parallel:
 
     def build(self, config: ModelConfig, *, initialize: bool = True, **options: Any) -> CausalLM:
         """Build a CausalLM, with CausalLM's arguments, split over the processes; on the meta device it is whole."""
-        if options.get("device") == "meta":  # whose shapes are compared with those of a folder
+        if options.get("device") == "meta":  # whose shapes are compared with a folder's
             return CausalLM(config, **options, initialize=initialize)
         if self.device is not None:
             options["device"] = self.device
@@ -232,10 +232,10 @@ class Parallel:
         """
         if self.data_world == 1:
             return [count / max(1, sum(counts)) for count in counts]
-        own = _sent_to_device([*counts, sum(counts)], device)
-        total = own[-1].clone()
+        own_counts = _sent_to_device([*counts, sum(counts)], device)
+        total = own_counts[-1].clone()
         dist.all_reduce(total, group=self.data_group)
-        return list((own[:-1] / total.clamp(min=1)).float())
+        return list((own_counts[:-1] / total.clamp(min=1)).float())
 
     def router_weights(
         self, tokens: Sequence[int], device: torch.device
@@ -243,7 +243,7 @@ class Parallel:
         """Return the factor of the routers' losses of each micro-batch: its share of the step's tokens.
 
         Micro-batch i of this process has `tokens[i]` of them, targets or not. Its losses are this process's part of
-        those of micro-batch i of all processes.
+        the losses of micro-batch i over all processes.
         """
         if self.data_world == 1:
             return [count / max(1, sum(tokens)) for count in tokens]
@@ -332,8 +332,8 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
 
 def _sent_to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Return numbers as FP64 on the device, for which nothing waits."""
-    own = torch.tensor(numbers, dtype=torch.float64)
-    return (own.pin_memory() if device.type == "cuda" else own).to(device, non_blocking=True)
+    values = torch.tensor(numbers, dtype=torch.float64)
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def requantize_in_backward(model: CausalLM, requantize: bool) -> None:
@@ -359,7 +359,7 @@ def unreduced_gradients(model: nn.Module) -> list[tuple[Any, Tensor | None, Tens
 
     An entry is a parameter of FSDP2, the sum of its gradients in the dtype of the reduction, and that in its own dtype.
     """
-    found = []
+    gradients = []
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -368,15 +368,15 @@ def unreduced_gradients(model: nn.Module) -> list[tuple[Any, Tensor | None, Tens
         for group in filter(None, groups):
             for parameter in group.fsdp_params:
                 unsharded = getattr(parameter, "_unsharded_param", None)
-                own = None if unsharded is None else unsharded.grad
-                found.append((parameter, parameter.unsharded_accumulated_grad, own))
-    return found
+                own_dtype = None if unsharded is None else unsharded.grad
+                gradients.append((parameter, parameter.unsharded_accumulated_grad, own_dtype))
+    return gradients
 
 
-def restore_unreduced_gradients(found: list[tuple[Any, Tensor | None, Tensor | None]]) -> None:
+def restore_unreduced_gradients(gradients: list[tuple[Any, Tensor | None, Tensor | None]]) -> None:
     """Undo what a failed capture has done to the gradients that FSDP2 keeps: nothing of it was computed."""
-    for parameter, total, own in found:
+    for parameter, total, own_dtype in gradients:
         parameter.unsharded_accumulated_grad = total
         unsharded = getattr(parameter, "_unsharded_param", None)
         if unsharded is not None:
-            unsharded.grad = own
+            unsharded.grad = own_dtype

@@ -91,12 +91,12 @@ def plot_run(
 
 def recipes_of(rows: Sequence[Row]) -> list[tuple[int, str]]:
     """Return the recipes of a run in order, each with its first step; none of rows that name none."""
-    found: list[tuple[int, str]] = []
+    changes: list[tuple[int, str]] = []
     for row in rows:
         name = row.get("recipe")
-        if name is not None and (not found or found[-1][1] != name):
-            found.append((row["step"], name))
-    return found
+        if name is not None and (not changes or changes[-1][1] != name):
+            changes.append((row["step"], name))
+    return changes
 
 
 def _point(steps: Sequence[int]) -> dict[str, Any]:
@@ -185,17 +185,17 @@ def log_ticks(low: float, high: float) -> list[float]:
 
     The roundest come first, and others where there is room.
     """
-    found: list[float] = []
+    ticks: list[float] = []
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for digits in (1, 2, 5, 3, 4, 7, 6, 8, 1.5, 9, 2.5, 1.2):
         for decade in decades:
             tick = float(f"{digits}e{decade}")
             apart = all(
-                abs(math.log(tick / other)) > 0.08 * math.log(high / low) for other in found
+                abs(math.log(tick / other)) > 0.08 * math.log(high / low) for other in ticks
             )
             if low <= tick <= high and apart:
-                found.append(tick)
-    return sorted(found)
+                ticks.append(tick)
+    return sorted(ticks)
 
 
 def try_drawing(path: Path, draw: Callable[[], None]) -> str:

@@ -41,9 +41,7 @@ class MemoryCheck:
     device: torch.device
 
     def __str__(self) -> str:
-        about = (
-            "" if self.device.type == "cuda" else "about "
-        )  # the plan is that of a GPU's kernels
+        about = "" if self.device.type == "cuda" else "about "  # the plan describes a GPU's kernels
         most = sorted(self.plan.peak.parts().items(), key=lambda part: -part[1])[:3]
         parts = (
             f"{name.replace('_', ' ').replace('fp8', 'FP8')} {_gib(size)}"
@@ -82,7 +80,7 @@ def check_memory(
         lora_rank=0 if settings.lora is None else settings.lora.rank,
         lora_experts=settings.lora is not None and any(map(names_experts, settings.lora.targets)),
     )
-    if device.type != "cuda":  # what is moved to the host stays in the same memory
+    if device.type != "cuda":  # offloaded tensors stay in the same memory
         options |= dict.fromkeys(OFFLOADS, False)
 
     used = [recipe, *(recipe.followed_by(name) for _, name in config.recipe_changes)]
@@ -100,10 +98,10 @@ def check_memory(
     host = available_memory(torch.device("cpu")) // max(1, number("LOCAL_WORLD_SIZE", 1))
 
     def plan(**changes: Any) -> MemoryPlan:
-        found = plan_memory(shape, recipe, **{**options, **changes})
-        if changes and found.host > host:
+        changed = plan_memory(shape, recipe, **{**options, **changes})
+        if changes and changed.host > host:
             raise UsageError("more than the host's memory")
-        return replace(found, training=replace(found.training, cuda=device.type == "cuda"))
+        return replace(changed, training=replace(changed.training, cuda=device.type == "cuda"))
 
     found_plan = plan()
     check = MemoryCheck(found_plan, found_plan.peak.total, available_memory(device), device)
@@ -211,11 +209,11 @@ class _Refusal:
     def _change(
         self, plan: Any, options: Fields, fixed: set[str], processes: int = 1
     ) -> Change | None:
-        given = self.config.optimizer_options
+        optimizer_options = self.config.optimizer_options
         text = (
-            given
-            if isinstance(given, str)
-            else ",".join(f"{name}={value}" for name, value in given.items())
+            optimizer_options
+            if isinstance(optimizer_options, str)
+            else ",".join(f"{name}={value}" for name, value in optimizer_options.items())
         )
         return smallest_change(plan, options, self.check.available, fixed, processes, text)
 

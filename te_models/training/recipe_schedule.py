@@ -13,7 +13,7 @@ from te_models.training.resume import saved_choices
 
 
 class RecipeSchedule:
-    """The recipes of a run: `first`, and from certain steps on those of `config.recipe_schedule`."""
+    """The recipes of a run: `first`, and from certain steps on the recipes of `config.recipe_schedule`."""
 
     def __init__(self, model: CausalLM, first: Recipe, config: TrainConfig) -> None:
         self.model = model

@@ -118,9 +118,9 @@ def _linears(model: CausalLM) -> str:
     """Return how many linears run in FP8, by its formats, and how many in the model's dtype."""
     plan = model.plan()
     formats = dict.fromkeys(
-        found.recipe.formats
-        for found in model.precision.linears.values()
-        if found.recipe is not None
+        linear.recipe.formats
+        for linear in model.precision.linears.values()
+        if linear.recipe is not None
     )
     dtype = str(model.dtype).removeprefix("torch.")
     high = PRECISION_NAMES[dtype]
@@ -287,8 +287,8 @@ def print_outcome(
         )
     if result.best_step not in (0, result.step):
         best = best_checkpoint(folder, result.best_step)
-        kept = "not saved: --keep-best does" if best is None else f"saved in {best}"
-        rows["best eval loss"] = f"{result.best_eval_loss:.4f} at step {result.best_step}, {kept}"
+        saved = "not saved: --keep-best does" if best is None else f"saved in {best}"
+        rows["best eval loss"] = f"{result.best_eval_loss:.4f} at step {result.best_step}, {saved}"
     elif change < 0:
         rows["best eval loss"] = (
             f"{result.first_eval_loss:.4f}, before the first step: training made the model worse"

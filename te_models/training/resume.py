@@ -50,7 +50,7 @@ def torch_dtype(options: Document, default: torch.dtype = torch.bfloat16) -> tor
 
 
 def resumed_options(settings: RunSettings, saved: Document) -> Fields:
-    """Return the keywords of CausalLM of a resumed run: the choices in its checkpoint, then those of the user.
+    """Return the keywords of CausalLM of a resumed run: the choices in its checkpoint, then what the user gave.
 
     The engine is the one that was asked for, so that "auto" is native on a GPU wherever the run began.
     """
@@ -82,16 +82,16 @@ def run_choices(model: CausalLM) -> Fields:
     return {**{name: getattr(model, name) for name in RUN_CHOICES}, DTYPE: dtype}
 
 
-def saved_choices(newest: Path) -> Fields:
+def saved_choices(checkpoint: Path) -> Fields:
     """Return the recipe, dtype, engine, kind of weights and recompute mode of a checkpoint, as keywords of CausalLM.
 
     The engine is the one that ran, where it is known, and not the one that was asked for. Of a checkpoint of adapters
-    the fields of the config are among the keywords: those of their model, which the run may have changed.
+    the fields of the config are among the keywords: their model's, which the run may have changed.
     """
-    with offering_older(newest):
-        saved = load_folder(newest, ["recipe"], optional=["config", "run", BASE_CONFIG])
+    with offering_older(checkpoint):
+        saved = load_folder(checkpoint, ["recipe"], optional=["config", "run", BASE_CONFIG])
     fp8_params = any(
-        readable(newest).glob("fp8_weights*")
+        readable(checkpoint).glob("fp8_weights*")
     )  # checkpoints before "run" was part of them
     trained = saved.documents.get(BASE_CONFIG)  # older checkpoints of adapters have neither
     config = saved.documents.get("config", {})
@@ -101,7 +101,9 @@ def saved_choices(newest: Path) -> Fields:
         or not run.keys() <= {*RUN_CHOICES, DTYPE}
         or not isinstance(config, dict)
     ):
-        raise CheckpointError(f"{newest / 'run.json'} must have some of {', '.join(RUN_CHOICES)}")
+        raise CheckpointError(
+            f"{checkpoint / 'run.json'} must have some of {', '.join(RUN_CHOICES)}"
+        )
     # A checkpoint of adapters has no config, and one of an earlier version no dtype: their model is loaded in its own.
     # The dtype is checked with the weights.
     name = config.get("dtype") or run.get(DTYPE)
@@ -109,7 +111,7 @@ def saved_choices(newest: Path) -> Fields:
     run = {choice: value for choice, value in run.items() if choice != DTYPE}
     shape: Fields = {}
     if trained is not None:
-        model, dtype[DTYPE] = read_own_config(newest / f"{BASE_CONFIG}.json", trained)
+        model, dtype[DTYPE] = read_own_config(checkpoint / f"{BASE_CONFIG}.json", trained)
         shape = {name: getattr(model, name) for name in config_fields()}
     return {"recipe": read_recipe(saved), "fp8_params": fp8_params, **shape, **run, **dtype}
 

@@ -38,7 +38,7 @@ def weigh_losses(model: CausalLM, config: TrainConfig) -> None:
 
 
 def over_micro_batches(routed: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return RoutingReport.metrics of a step, from those of its micro-batches: this process's part of the losses [2],
+    """Return RoutingReport.metrics of a step, from its micro-batches': this process's part of the losses [2],
     and the shares [1 + E], which all processes have; both empty for a model without routers.
 
     Losses add up, as in the loss of the step, whose weights they have; shares are means.

@@ -18,7 +18,7 @@ from te_models.training.settings import RunSettings
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads.
+    """The data that a run reads.
 
     Attributes:
         tokenizer: with the chat template and the special tokens of the run.

@@ -34,7 +34,7 @@ from te_models.training.settings import (
 
 COMMENT = (
     "Every setting of this run. `te-models {command} run.toml --steps N` runs it again with a change, in a folder of\n"
-    "its own; `te-models {command} --resume FOLDER` continues it. Paths are those of the machine that ran it."
+    "its own; `te-models {command} --resume FOLDER` continues it. Paths are from the machine that ran it."
 )
 MAX_COMMAND = 4000  # characters of the command that are recorded
 
@@ -44,14 +44,14 @@ def run_document(
     model: CausalLM,
     dataset: TokenDataset | StreamingDataset,
     eval_batches: list[Batch],
-    shared: Parallel,
+    processes: Parallel,
     before: Mapping[str, Any] = MappingProxyType({}),
     recipe: Recipe | None = None,
 ) -> str:
     """Return run.toml of a run that is about to start; all processes call it.
 
-    `eval_batches` are this process's, `before` is the record of the run that this one resumes, and `recipe` that of the
-    first step (None: the model's).
+    `eval_batches` are this process's, `before` is the record of the run that this one resumes, and `recipe` the recipe
+    of the first step (None: the model's).
     """
     config = model.config.to_dict()
     shape = {
@@ -82,9 +82,9 @@ def run_document(
             if cuda
             else platform.processor() or platform.machine(),
             "engine": model.engine,
-            "processes": shared.describe() or "one",
+            "processes": processes.describe() or "one",
             "training_data": fingerprint(dataset),
-            "evaluation_data": eval_fingerprint(eval_batches, shared),
+            "evaluation_data": eval_fingerprint(eval_batches, processes),
             "data": dataset.describe(),
             "versions": versions(),
         },
@@ -119,7 +119,7 @@ def fingerprint(dataset: TokenDataset | StreamingDataset) -> str:
     return f"{dataset.state_dict()['fingerprint']}"
 
 
-def eval_fingerprint(batches: Iterable[Batch], shared: Parallel) -> str:
+def eval_fingerprint(batches: Iterable[Batch], processes: Parallel) -> str:
     """Return a hash of the evaluated sequences, the same for any number of processes: 16 hexadecimal digits.
 
     All processes call it. It is the sum of a hash per sequence that counts, so that their order does not matter.
@@ -132,7 +132,7 @@ def eval_fingerprint(batches: Iterable[Batch], shared: Parallel) -> str:
                     ids.numpy().tobytes() + labels.numpy().tobytes(), digest_size=8
                 )
                 total += int.from_bytes(digest.digest(), "big")
-    by_rank = shared.ranks.gather([str(total), shared.data_rank])
+    by_rank = processes.ranks.gather([str(total), processes.data_rank])
     by_share = {
         share: int(number) for number, share in by_rank
     }  # ranks that share a batch have the same one
@@ -141,7 +141,7 @@ def eval_fingerprint(batches: Iterable[Batch], shared: Parallel) -> str:
 
 def versions() -> Mapping[str, str]:
     """Return the versions of Python, te-models and the packages that numbers depend on."""
-    found = {
+    packages = {
         "python": platform.python_version(),
         "te-models": te_models.__version__,
         "torch": torch.__version__,
@@ -155,5 +155,5 @@ def versions() -> Mapping[str, str]:
         "numpy",
     ):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            packages[package] = importlib.metadata.version(package)
+    return packages

@@ -1,4 +1,4 @@
-"""The model of a run: what is known of it before any weight is read, and how it is built."""
+"""The model of a run: its source, known before any weight is read, and the way it is built."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ModelSource:
     """The model that a run trains, before it is built.
 
     Attributes:
-        settings: of the run; those of a new run name its dtype and its recipe, which may have been "auto".
+        settings: of the run; in a new run its dtype and its recipe are resolved, which may have been "auto".
         shape: the model's config.
         dtype: of its parameters.
         recipe: under which it is built; later ones of a schedule follow during the run.

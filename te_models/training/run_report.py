@@ -1,4 +1,4 @@
-"""What a run prints around its training: notes, the settings in force, the outcome, samples and the next commands."""
+"""The lines that a run prints around its training: notes, settings in force, outcome, samples and next commands."""
 
 from __future__ import annotations
 

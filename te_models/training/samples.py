@@ -49,19 +49,19 @@ def held_out_prompts(
     `batches` have input_ids and labels, int64 [B, S], perhaps document_ids; the end-of-text token of `tokenizer` ends a
     record; a prompt has at most `longest` tokens.
     """
-    found = [
+    all_prompts = [
         (whole, prompt)
         for batch in batches
         for whole, prompt in _prompts(batch, tokenizer.eos_token_id)
         if len(prompt.ids) <= longest
     ]
-    found = list(dict.fromkeys(found))  # a short evaluation repeats its records
-    choices = [[p for whole, p in found if whole and p.reference and len(p.ids) <= READABLE]]
+    all_prompts = list(dict.fromkeys(all_prompts))  # a short evaluation repeats its records
+    choices = [[p for whole, p in all_prompts if whole and p.reference and len(p.ids) <= READABLE]]
     choices += [
-        [p for whole, p in found if whole and p.reference],
-        [p for _, p in found if p.reference],
+        [p for whole, p in all_prompts if whole and p.reference],
+        [p for _, p in all_prompts if p.reference],
     ]
-    choices += [[p for whole, p in found if whole], [p for _, p in found]]
+    choices += [[p for whole, p in all_prompts if whole], [p for _, p in all_prompts]]
     chosen = next((prompts for prompts in choices if len(prompts) >= count), choices[-1])
     count = min(count, len(chosen))
     return [chosen[number * len(chosen) // count] for number in range(count)]
@@ -166,7 +166,7 @@ class Sampler:
                     return
 
     def answers(self, seconds: float) -> Iterator[tuple[Prompt, Iterator[str]]]:
-        """Yield each prompt with its answer in pieces, until `seconds` are over; see `Sampler` for what is left out."""
+        """Yield each prompt with its answer in pieces, until `seconds` are over; `Sampler` says which are left out."""
         self._end = time.monotonic() + seconds
         for number, prompt in enumerate(self.prompts):
             now = time.monotonic()

@@ -198,7 +198,7 @@ class RunSettings(Settings):
     Attributes:
         build: keywords of CausalLM, recipe and config that are given.
         lora: adapters to train in place of the model's weights; None: none.
-        given: names of the settings given on the command line, over those of `file`.
+        given: names of the settings given on the command line, which override `file`.
         file: the run.toml that the others come from.
         called: the command line, for the record.
     """
@@ -255,7 +255,7 @@ class RunSettings(Settings):
         return self.preset or Path(self.model or "model").name
 
     def tables(self) -> dict[str, dict[str, object]]:
-        """Return table of run.toml -> name -> value, of all settings but those of recipe and shape."""
+        """Return table of run.toml -> name -> value, of all settings but recipe and shape."""
         flat = dict(self.build)
         for part in (self, self.data, self.train, self.lora):
             flat |= {} if part is None else by_name(part)
@@ -265,8 +265,8 @@ class RunSettings(Settings):
         }
 
 
-def _named(*found: Setting) -> dict[str, Setting]:
-    return {one.name: one for one in found}
+def _named(*settings: Setting) -> dict[str, Setting]:
+    return {one.name: one for one in settings}
 
 
 _OWN = _named(*settings_of(RunSettings))
@@ -291,7 +291,7 @@ SETTINGS = {name: one for table in TABLES.values() for name, one in table.items(
 def run_settings(
     command: str, given: Mapping[str, object], file: Path | None = None, called: str = ""
 ) -> RunSettings:
-    """Return the settings of a run: those `given`, over those of `file`, over the defaults of `command`."""
+    """Return the settings of a run: what is `given`, else what `file` has, else the defaults of `command`."""
     saved = read_run_file(file) if file is not None else {}
     command = saved.get("command", command)
     flat = {**_over(saved, given), "command": command}
@@ -343,7 +343,7 @@ def _check_start(command: str, flat: Mapping[str, Any]) -> None:
 def resumed_settings(
     command: str, given: Mapping[str, Any], folder: Path | None = None, called: str = ""
 ) -> RunSettings:
-    """Return the settings of a run that is resumed: those of its run.toml with the changes `given`.
+    """Return the settings of a run that is resumed: its run.toml with the changes `given`.
 
     The command is that in run.toml. `folder` None means `out` in `given`, else the only run of the given model.
     """
@@ -436,8 +436,8 @@ def _outside(path: Path, name: str, in_yaml: bool) -> UsageError:
     if home := _table_of(name):
         return ConfigError(f"{path}: {name} belongs in a table: write {header(home)} above it")
     if name == "recipe":
-        given = "name: NAME" if in_yaml else "name = NAME"
-        return ConfigError(f"{path}: recipe is a table: write {header(name)}, and {given} below")
+        example = "name: NAME" if in_yaml else "name = NAME"
+        return ConfigError(f"{path}: recipe is a table: write {header(name)}, and {example} below")
     if name in TABLES:
         return ConfigError(
             f"{path}: {name} is a table: write {header(name)} and its settings below"
@@ -465,9 +465,9 @@ def changed_settings(
             continue
         without = name in TABLES["lora"] and not then.get("lora")
         if one.fixed or without:
-            kept = f"keeps its {name}" + (f", which is {before!r}" if name in then else "")
-            what = kept if one.fixed else "keeps its adapters, and this one has none"
-            raise UsageError(f"a resumed run {what}: leave out {one.flag}, or start a new run")
+            fixed_line = f"keeps its {name}" + (f", which is {before!r}" if name in then else "")
+            reason = fixed_line if one.fixed else "keeps its adapters, and this one has none"
+            raise UsageError(f"a resumed run {reason}: leave out {one.flag}, or start a new run")
         changed[name] = (before, now)
     return changed
 

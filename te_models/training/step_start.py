@@ -1,4 +1,4 @@
-"""What a step changes before it updates the weights, kept so that a run that fails within it can save the step before.
+"""The state that a step changes before it updates the weights. A run that fails within a step saves the one before it.
 
 A forward pass takes batches and random numbers, and under `delayed` records amaxes and changes scales: where the loss
 is NaN, these are NaN or far too large, and a checkpoint with them would be of no use.
@@ -34,7 +34,7 @@ class StepStart:
 
 
 class StepStarts:
-    """Takes the state at the start of each step, and gives the model that of one of the last two."""
+    """Copies of the state at the start of the last two steps, which the model can be given back."""
 
     def __init__(self, model: CausalLM, data: Data) -> None:
         self.model = model

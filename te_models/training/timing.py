@@ -58,7 +58,7 @@ class QueuedStep:
 
     `values` are loss, gradient norm, the numbers of processes that were asked to stop and that want a checkpoint, and
     RoutingReport.metrics with experts; the host may read them once `ready` is reached. `begun` is the state before the
-    step, `bounds` those of a loss and a gradient norm that are no spikes, and `recorded` the entry of a recorded step.
+    step, `bounds` the largest loss and gradient norm that are no spikes, and `recorded` the entry of a recorded step.
     `end` follows the optimizer's update; `row` then has the metrics, by name.
     """
 

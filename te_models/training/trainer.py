@@ -448,7 +448,7 @@ class Trainer(NamedFields):
         return queued
 
     def _draw(self, batches: Iterator[Batch]) -> Drawn:
-        """Return the micro-batches of the next step: new ones, or those of a step that is repeated."""
+        """Return the micro-batches of the next step: new ones, or the same ones again for a repeated step."""
         begun = self.starts.take()
         returned = self.guard.returned.pop(0) if self.guard.returned else None
         if returned is not None:
@@ -662,9 +662,9 @@ class Trainer(NamedFields):
 
     def _refuse_to_replace(self) -> None:
         """Raise UsageError if `out` has a run that a new one would replace."""
-        newest = self.checkpoints.latest()
-        if newest is not None:
-            steps = plural(int(newest.name.removeprefix("step-")), "step")
+        latest = self.checkpoints.latest()
+        if latest is not None:
+            steps = plural(int(latest.name.removeprefix("step-")), "step")
             raise UsageError(
                 f"{self.out} already holds a run of {steps}: continue it with run(resume=True), or give another out"
             )

@@ -148,7 +148,7 @@ def test_no_broken_checkpoint_is_written(save_every: int, place: str, tmp_path: 
 
 
 def test_a_first_step_that_fails_saves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(Diverged, match="The weights are those of the step before: try"):
+    with pytest.raises(Diverged, match="The weights are as before this step: try"):
         failing_in(trainer(tmp_path, "bf16", False), 1, spoil).run()
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
