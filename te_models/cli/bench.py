@@ -56,12 +56,10 @@ def bench(preset: str, recipes: str, peers: str, out: str | None, **options: obj
     device = choose_device(given.pop("device", None))
     terminal = console(160)
     with terminal.status("") as status:
-        variants = (
-            [name for name in split_names(text) if name != "none"] for text in (recipes, peers)
-        )
         result = run(
             config,
-            *variants,
+            [name for name in split_names(recipes) if name != "none"],
+            [name for name in split_names(peers) if name != "none"],
             device=device,
             progress=lambda line: status.update(Text(line)),
             **given,

@@ -56,12 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.NoSuchOption as error:
         options = []
         if error.ctx is not None:
-            options = [
-                name
-                for one in error.ctx.command.get_params(error.ctx)
-                for name in one.opts
-                if name.startswith("--")
-            ]
+            for parameter in error.ctx.command.get_params(error.ctx):
+                options += [name for name in parameter.opts if name.startswith("--")]
         return _fail(error, str(unknown("option", error.option_name, options, "--help-all")))
     except click.ClickException as error:
         return _fail(error, error.format_message())

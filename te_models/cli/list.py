@@ -36,9 +36,14 @@ def list_command(runs: bool, as_json: bool) -> None:
         "models that ship with te-models: weights and a tokenizer",
         {n: shipped_config(n) for n in list_shipped()},
     )
-    whole = (Column(name, no_wrap=True) for name in ("name", "scheme"))
     recipes = Table(
-        *whole, "native hardware", "description", title="recipes", title_justify="left", box=None
+        Column("name", no_wrap=True),
+        Column("scheme", no_wrap=True),
+        "native hardware",
+        "description",
+        title="recipes",
+        title_justify="left",
+        box=None,
     )
     for name in list_recipes():
         r = get_recipe(name)
@@ -77,14 +82,12 @@ def _settings(name: str) -> RunSettings:
 
 def _runs() -> Table:
     """Return a table with a row per run, of at most 80 columns."""
-    numbers = [
-        Column(title, justify="right", no_wrap=True) for title in ("size", "tokens/step", "steps")
-    ]
-    texts = [Column(title, no_wrap=True) for title in ("optimizer", "recipe")]
-    title = "runs: te-models pretrain --run NAME"
-    table = Table(
-        Column("name", no_wrap=True), *numbers, *texts, title=title, title_justify="left", box=None
-    )
+    table = Table(title="runs: te-models pretrain --run NAME", title_justify="left", box=None)
+    table.add_column("name", no_wrap=True)
+    for name in ("size", "tokens/step", "steps"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("optimizer", no_wrap=True)
+    table.add_column("recipe", no_wrap=True)
     for name in list_runs():
         settings = _settings(name)
         train = settings.train
@@ -115,13 +118,21 @@ def _shapes(title: str, configs: Mapping[str, ModelConfig]) -> Table:
 
     Beside the number of heads, in brackets, is the number of heads of keys and values.
     """
-    names = ("size", "vocab", "hidden", "layers", "heads", "MLP")
-    numbers = (Column(name, justify="right", no_wrap=True) for name in names)
-    name, gate = (Column(name, no_wrap=True) for name in ("name", "gate"))
-    table = Table(name, *numbers, gate, title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.collapse_padding = True
-    for name, c in configs.items():
-        sizes = (_size(c), f"{c.vocab_size}", f"{c.hidden_size}", f"{c.num_hidden_layers}")
-        heads = f"{c.num_attention_heads} ({c.num_key_value_heads})"
-        table.add_row(name, *sizes, heads, f"{c.intermediate_size}", c.attention_gate)
+    table.add_column("name", no_wrap=True)
+    for name in ("size", "vocab", "hidden", "layers", "heads", "MLP"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("gate", no_wrap=True)
+    for name, config in configs.items():
+        table.add_row(
+            name,
+            _size(config),
+            f"{config.vocab_size}",
+            f"{config.hidden_size}",
+            f"{config.num_hidden_layers}",
+            f"{config.num_attention_heads} ({config.num_key_value_heads})",
+            f"{config.intermediate_size}",
+            config.attention_gate,
+        )
     return table

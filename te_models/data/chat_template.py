@@ -94,17 +94,18 @@ class ChatTemplate:
         """
         default = {**self.tokens, "tools": None, "documents": None, "add_generation_prompt": False}
         process = self._process
-        if (
-            process.owner != os.getpid()
-        ):  # after a fork, both sides would write to it and read each other's texts
-            process = self._process = _Process(self.source)
-        answers = process.ask({"contexts": [{**default, **request} for request in requests]})
-        return [
-            answer["error"]
-            if "error" in answer
-            else Rendered(answer["text"], [(start, stop) for start, stop in answer["answers"]])
-            for answer in answers
-        ]
+        if process.owner != os.getpid():
+            # After a fork, both sides would write to it and read each other's texts.
+            process = _Process(self.source)
+            self._process = process
+        results: list[Rendered | str] = []
+        for answer in process.ask({"contexts": [{**default, **request} for request in requests]}):
+            if "error" in answer:
+                results.append(answer["error"])
+            else:
+                places = [(start, stop) for start, stop in answer["answers"]]
+                results.append(Rendered(answer["text"], places))
+        return results
 
 
 class _Process:
@@ -222,12 +223,12 @@ def config_templates(config: Mapping[str, object]) -> dict[str, str]:
 
 def template_tokens(config: Mapping[str, object]) -> dict[str, str]:
     """Return the special tokens in a tokenizer_config.json by the names that templates use."""
-    values = {name: value for name, value in config.items() if name.endswith("_token")}
-    values = {
-        name: value.get("content") if isinstance(value, dict) else value
-        for name, value in values.items()
-    }
-    return {name: value for name, value in values.items() if value and isinstance(value, str)}
+    tokens = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and text and isinstance(text, str):
+            tokens[name] = text
+    return tokens
 
 
 def memory_limit() -> int | None:

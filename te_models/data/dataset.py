@@ -222,26 +222,19 @@ class TokenDataset:
         count = min(max_batches, math.ceil(self.num_windows / (self.batch_size * self.world_size)))
         total = count * self.world_size * self.batch_size
         spread = max(self.num_windows, total)
-        firsts = [
-            (number * self.world_size + self.rank) * self.batch_size for number in range(count)
-        ]
-        places = [
-            [(first + i) * spread // total for i in range(self.batch_size)] for first in firsts
-        ]
         filled = {"input_ids": self._pad, "labels": IGNORED, "document_ids": PAD_DOCUMENT}
-        blank = {
-            name: np.full_like(value, filled[name])
-            for name, value in self._in_order.window(0).items()
-        }
-        return [
-            stack_windows(
-                [
-                    self._in_order.window(place) if place < self.num_windows else blank
-                    for place in batch
-                ]
-            )
-            for batch in places
-        ]
+        blank = {}
+        for name, value in self._in_order.window(0).items():
+            blank[name] = np.full_like(value, filled[name])
+        batches = []
+        for number in range(count):
+            first = (number * self.world_size + self.rank) * self.batch_size
+            windows = []
+            for i in range(self.batch_size):
+                place = (first + i) * spread // total
+                windows.append(self._in_order.window(place) if place < self.num_windows else blank)
+            batches.append(stack_windows(windows))
+        return batches
 
     def state_dict(self) -> dict[str, int]:
         """Return the position of the iterator; it is the same on every rank.

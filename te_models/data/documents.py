@@ -59,15 +59,12 @@ def load_documents(
     if path is None:
         return _python_corpus()
     system, files = find_files(str(path))
-    ranges = (
-        part_range for file in files for part_range, _ in file_ranges(system, file, sys.maxsize)
-    )
-    documents = [
-        document
-        for part in ranges
-        for document in read_range(part, str(path), columns or {}, bad)
-        if has_text(document)
-    ]
+    documents = []
+    for file in files:
+        for part, _ in file_ranges(system, file, sys.maxsize):
+            for document in read_range(part, str(path), columns or {}, bad):
+                if has_text(document):
+                    documents.append(document)
     if not documents and bad is not None:
         bad.refuse_all(str(path))
     check_text(str(path), documents)

@@ -68,10 +68,9 @@ def find_files(path: str) -> tuple[AbstractFileSystem | None, list[str]]:
     with readable_errors(path):
         system, root = fsspec.core.url_to_fs(path)
         if not isinstance(system, LocalFileSystem):
-            files = [
-                system.unstrip_protocol(file) if "://" in path else file
-                for file in _find(system, root)
-            ]
+            files = _find(system, root)
+            if "://" in path:
+                files = [system.unstrip_protocol(file) for file in files]
         elif os.path.isdir(root):
             files = sorted(walk(root, skip={"__pycache__"}))
         else:
@@ -79,12 +78,12 @@ def find_files(path: str) -> tuple[AbstractFileSystem | None, list[str]]:
         check_text(path, files or not os.path.isdir(root))
         if not files:
             raise DataUnavailable(f"{path}: no such file or folder; {HELP}")
-        data_files = [
-            file
-            for file in files
-            if PurePosixPath(file).name.split(".")[0].lower() not in _ABOUT_DATA
-        ]
-        files = data_files if any(file_format(file) != "text" for file in data_files) else files
+        data_files = []
+        for file in files:
+            if PurePosixPath(file).name.split(".")[0].lower() not in _ABOUT_DATA:
+                data_files.append(file)
+        if any(file_format(file) != "text" for file in data_files):
+            files = data_files
         for file in files:
             if isinstance(system, LocalFileSystem) and not stat.S_ISREG(os.stat(file).st_mode):
                 raise DataError(f"{file}: not a regular file; {HELP}")
@@ -234,15 +233,12 @@ def _find(system: AbstractFileSystem, root: str) -> list[str]:
         return [root]
     if not system.isdir(root):
         return _matching(system, root)
-    below = {
-        file: PurePosixPath(file.removeprefix(root).lstrip("/")).parts
-        for file in map(str, system.find(root))
-    }
-    return sorted(
-        file
-        for file, parts in below.items()
-        if not any(p[0] == "." or p == "__pycache__" for p in parts)
-    )
+    files = []
+    for file in map(str, system.find(root)):
+        parts = PurePosixPath(file.removeprefix(root).lstrip("/")).parts
+        if not any(part[0] == "." or part == "__pycache__" for part in parts):
+            files.append(file)
+    return sorted(files)
 
 
 def _matching(system: AbstractFileSystem, pattern: str) -> list[str]:

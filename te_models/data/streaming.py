@@ -210,12 +210,13 @@ class StreamingDataset:
             for lane in self._own_lanes:
                 self._lane(lane)
         first = self._next_window + self.rank
-        windows = [
-            divmod(first + i * self.world_size, self.num_lanes) for i in range(self.batch_size)
-        ]
-        rows = [self._lane(lane).window(index) for index, lane in windows]
+        windows = []
+        for i in range(self.batch_size):
+            index, lane = divmod(first + i * self.world_size, self.num_lanes)
+            tokens, flags = self._lane(lane).window(index)
+            windows.append(pack_window(tokens, flags, self.packing))
         self._next_window += self.batch_size * self.world_size
-        return stack_windows([pack_window(*row, self.packing) for row in rows])
+        return stack_windows(windows)
 
     def state_dict(self) -> dict[str, object]:
         """Return the position of the iterators of all ranks; every rank must call it, since they exchange positions.
@@ -410,10 +411,9 @@ class StreamingDataset:
         digest = hashlib.blake2b(
             json.dumps([kind, names]).encode(), digest_size=6
         )  # exact in a JSON double
-        files = tokenizer.documents()
-        raw = {
-            name: file.decode() if isinstance(file, bytes) else file for name, file in files.items()
-        }
+        raw = {}
+        for name, file in tokenizer.documents().items():
+            raw[name] = file.decode() if isinstance(file, bytes) else file
         digest.update(json.dumps(raw, sort_keys=True).encode())
         for array in (chunks.ranges, chunks.bounds, chunks.sizes):
             digest.update(np.ascontiguousarray(array).data)
@@ -460,13 +460,13 @@ class Lane:
         """Return the rest of the chunk at the position, or the next chunk that has tokens."""
         for _ in range(64 + 16 * len(self.data.chunks)):
             if self._chunk is None:
-                self._chunk = (
-                    self.ahead or self.data.request(self.number, self.epoch, self.place)
-                )()
-                self.ahead = self.data.request(self.number, *self._next_place())
+                wait = self.ahead or self.data.request(self.number, self.epoch, self.place)
+                self._chunk = wait()
+                epoch, place = self._next_place()
+                self.ahead = self.data.request(self.number, epoch, place)
             if self.taken < self._chunk.shape[1]:
                 return self._chunk[:, self.taken :]
-            (self.epoch, self.place) = self._next_place()
+            self.epoch, self.place = self._next_place()
             self.taken = 0
             self._chunk = None
         raise DataError(
@@ -480,10 +480,10 @@ class Lane:
 
 def merge_states(states: list[Fields]) -> Fields:
     """Combine the states of all ranks into one."""
-    return {
-        **states[0],
-        "lanes": {lane: at for state in states for lane, at in state["lanes"].items()},
-    }
+    lanes: Fields = {}
+    for state in states:
+        lanes |= state["lanes"]
+    return {**states[0], "lanes": lanes}
 
 
 def _count_lanes(chunks: Chunks, lanes: int | None) -> int:

@@ -84,19 +84,19 @@ def stream(
     generator = torch.Generator(device=model.device)
     if settings.do_sample:
         generator.manual_seed(_drawn_seed() if settings.seed is None else settings.seed)
-    s = settings
-    draw = partial(
-        sample,
-        generator=generator,
-        temperature=s.temperature,
-        top_k=s.top_k,
-        top_p=s.top_p,
-        min_p=s.min_p,
-    )
-    pick = draw if settings.do_sample else partial(torch.argmax, dim=-1)
+    pick = partial(torch.argmax, dim=-1)
+    if settings.do_sample:
+        pick = partial(
+            sample,
+            generator=generator,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            min_p=settings.min_p,
+        )
     ended = torch.zeros(len(ids), dtype=torch.bool)
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-    rows = [[int(i) for i in row[keep]] for row, keep in zip(ids, real, strict=True)]
+    rows = [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
     with evaluating(model, model.te, model.recipe):
         if settings.use_cache:
             steps = cached_tokens(model, ids, mask, max_new_tokens, pick, generator, graph)

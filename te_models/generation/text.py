@@ -72,7 +72,9 @@ def stream_text(
 
 def _certain(text: str, endings: Sequence[str]) -> int:
     """Return the length of `text` that is final: without an incomplete character or stop string at its end."""
-    begun = max(
-        (n for end in endings for n in range(len(end)) if text.endswith(end[:n])), default=0
-    )
+    begun = 0  # characters of a stop string that may go on
+    for end in endings:
+        for length in range(len(end)):
+            if text.endswith(end[:length]):
+                begun = max(begun, length)
     return len(text.rstrip("\ufffd")) - begun

@@ -4,7 +4,7 @@ import functools
 import json
 from pathlib import Path
 
-from rich.table import Column, Table
+from rich.table import Table
 
 from te_models.files.atomic import replace_text
 from te_models.files.formats import Document, Fields
@@ -16,12 +16,16 @@ def bench_table(result: Fields) -> Table:
     """Return a result of te_models.inspect.bench as a table."""
     title = f"forward + backward, {_conditions(result)}"
     columns = ["ms", "spread", "tokens/s", "TFLOP/s", "speed"]
-    columns += ["of roofline"] if result["roofline"] else []
+    if result["roofline"]:
+        columns.append("of roofline")
     peaks = [row["peak_gib"] * 2**30 for row in result["rows"] if row["peak_gib"] is not None]
     unit, size = unit_for(max(peaks, default=0))
-    columns += [f"peak {unit}"] if peaks else []
-    numbers = (Column(name, justify="right") for name in (*columns, "loss"))
-    table = Table("", *numbers, title=title, title_justify="left", box=None, pad_edge=False)
+    if peaks:
+        columns.append(f"peak {unit}")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for name in (*columns, "loss"):
+        table.add_column(name, justify="right")
     table.caption = (
         f"spread: between the quartiles; speed: relative to {result['reference']} at equal FLOPs"
     )
@@ -32,9 +36,12 @@ def bench_table(result: Fields) -> Table:
         spread = f"{100 * (high - low) / row['ms']:.1f} %"
         cells = [name, f"{row['ms']:.2f}", spread, f"{row['tokens_per_second']:,.0f}"]
         cells += [f"{row['model_tflops']:.1f}", f"{row['speed']:.2f}x"]
-        cells += [f"{row['of_roofline']:.2f}"] if result["roofline"] else []
-        cells += [f"{row['peak_gib'] * 2**30 / size:.2f}"] if row["peak_gib"] is not None else []
-        table.add_row(*cells, f"{row['loss']:.3f}")
+        if result["roofline"]:
+            cells.append(f"{row['of_roofline']:.2f}")
+        if row["peak_gib"] is not None:
+            cells.append(f"{row['peak_gib'] * 2**30 / size:.2f}")
+        cells.append(f"{row['loss']:.3f}")
+        table.add_row(*cells)
     if result["roofline"]:
         floor = {
             name: part for name, part in result["roofline"].items() if name != "total" and part
@@ -71,8 +78,13 @@ def plot_bench(path: Path, result: Document, title: str) -> None:
     axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
     names = [row["name"] for row in rows]
     colors = ["C0" if name.startswith("te-models") else "0.6" for name in names]
-    spread = [[abs(row["ms"] - row["ms_quartiles"][side]) for row in rows] for side in (0, 1)]
-    bars = axes[0].barh(names, [row["ms"] for row in rows], xerr=spread, color=colors)
+    below = []
+    above = []
+    for row in rows:
+        low, high = row["ms_quartiles"]
+        below.append(abs(row["ms"] - low))
+        above.append(abs(row["ms"] - high))
+    bars = axes[0].barh(names, [row["ms"] for row in rows], xerr=[below, above], color=colors)
     axes[0].bar_label(bars, [f"{row['ms']:.1f}" for row in rows], padding=4, fontsize=8)
     axes[0].set(xlabel="forward + backward (ms)")
     figure.suptitle(f"{title}\n{_conditions(result)}", x=0.01, ha="left", fontsize=10)

@@ -414,8 +414,11 @@ def _trial(te: Any, linear: Any, inputs: tuple[Any, ...], dy: Tensor, recipe: An
 
 def _milliseconds(variants: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Return the median milliseconds of each variant, from CUDA events, in rounds that alternate them."""
-    rounds = [{name: timed(run) for name, run in variants.items()} for _ in range(ROUNDS + WARM_UP)]
-    return {name: statistics.median(times[name] for times in rounds[WARM_UP:]) for name in variants}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(ROUNDS + WARM_UP):
+        for name, run in variants.items():
+            times[name].append(timed(run))
+    return {name: statistics.median(measured[WARM_UP:]) for name, measured in times.items()}
 
 
 def sqnr_db(reference: Tensor, got: Tensor) -> float:

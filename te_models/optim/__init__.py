@@ -36,12 +36,12 @@ Build = Callable[[float, Options, Groups], Built]
 
 # Options and their defaults; a tuple lists the choices, the default first. The betas are the usual ones for language
 # models (Touvron et al. 2023, arXiv 2307.09288).
-ADAM: Options = dict(beta1=0.9, beta2=0.95, eps=1e-8)
-LOWBIT: Options = dict(**ADAM, stochastic_rounding=False)
-REST: Options = dict(rest=("adamw", "adamw8bit", "adamwfp8"), rest_lr=1.0, **ADAM)
+ADAM: Options = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+LOWBIT: Options = ADAM | {"stochastic_rounding": False}
+REST: Options = {"rest": ("adamw", "adamw8bit", "adamwfp8"), "rest_lr": 1.0} | ADAM
 ADJUST = ("match_rms_adamw", "original")
-MUON: Options = dict(momentum=0.95, nesterov=True, ns_steps=5, adjust_lr=ADJUST, **REST)
-GALORE: Options = dict(rank=128, refresh=200, scale=1.0, **REST)
+MUON: Options = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr": ADJUST} | REST
+GALORE: Options = {"rank": 128, "refresh": 200, "scale": 1.0} | REST
 
 
 class Muon(torch.optim.Muon):
@@ -59,9 +59,8 @@ def adamw(lr: float, options: Options, parameters: Groups) -> Built:
 
 def _lowbit(name: str, lr: float, options: Options, parameters: Groups) -> Built:
     with needs(f"optimizer {name!r}", "torchao", "0.17", "optim"):
-        lowbit = importlib.import_module(
-            "te_models.optim.lowbit"
-        )  # torchao takes two seconds to import
+        # torchao takes two seconds to import.
+        lowbit = importlib.import_module("te_models.optim.lowbit")
     return lowbit.lowbit_adamw(name, parameters, lr, {"stochastic_rounding": False, **options})
 
 
@@ -69,14 +68,19 @@ def _with_rest(build: Callable[[float, Options, Groups], torch.optim.Optimizer])
     """Use `build` for hidden matrices and the optimizer that option `rest` names for everything else."""
 
     def both(lr: float, options: Options, parameters: Groups) -> Built:
-        hidden = [group for group in parameters if group["matrices"]]
-        rest = [
-            {**group, "lr_scale": options["rest_lr"]}
-            for group in parameters
-            if not group["matrices"]
-        ]
-        optimizers = [build(lr, options, hidden)] if hidden else []
-        return optimizers + (OPTIMIZERS[options["rest"]].build(lr, options, rest) if rest else [])
+        hidden = []
+        rest = []
+        for group in parameters:
+            if group["matrices"]:
+                hidden.append(group)
+            else:
+                rest.append({**group, "lr_scale": options["rest_lr"]})
+        optimizers = []
+        if hidden:
+            optimizers.append(build(lr, options, hidden))
+        if rest:
+            optimizers += OPTIMIZERS[options["rest"]].build(lr, options, rest)
+        return optimizers
 
     return both
 
@@ -84,13 +88,26 @@ def _with_rest(build: Callable[[float, Options, Groups], torch.optim.Optimizer])
 def _muon(
     kind: type[Muon | Muon8bit], lr: float, options: Options, hidden: Groups
 ) -> torch.optim.Optimizer:
-    fields = {name: options[name] for name in ("momentum", "nesterov", "ns_steps")}
-    return kind(hidden, lr=lr, adjust_lr_fn=options["adjust_lr"], **fields)
+    return kind(
+        hidden,
+        lr=lr,
+        momentum=options["momentum"],
+        nesterov=options["nesterov"],
+        ns_steps=options["ns_steps"],
+        adjust_lr_fn=options["adjust_lr"],
+    )
 
 
 def _galore(lr: float, options: Options, hidden: Groups) -> torch.optim.Optimizer:
-    fields = {name: options[name] for name in ("rank", "refresh", "scale", "eps")}
-    return GaLore(hidden, lr=lr, betas=(options["beta1"], options["beta2"]), **fields)
+    return GaLore(
+        hidden,
+        lr=lr,
+        betas=(options["beta1"], options["beta2"]),
+        eps=options["eps"],
+        rank=options["rank"],
+        refresh=options["refresh"],
+        scale=options["scale"],
+    )
 
 
 @dataclass(frozen=True)
@@ -160,9 +177,9 @@ def resolve_options(name: str, options: str | Mapping[str, object]) -> Options:
     """Return all options of the optimizer `name`: the defaults updated with `options`, in the types of the defaults."""
     check_known("optimizer", name, OPTIMIZERS)
     known = OPTIMIZERS[name].options
-    values = {
-        key: default[0] if isinstance(default, tuple) else default for key, default in known.items()
-    }
+    values = {}
+    for key, default in known.items():
+        values[key] = default[0] if isinstance(default, tuple) else default
     if isinstance(options, Mapping):
         given = dict(options)
     else:
@@ -179,16 +196,13 @@ def resolve_options(name: str, options: str | Mapping[str, object]) -> Options:
 
 def _checked(key: str, value: Any, default: object) -> object:
     """Return `value`, which may be text, in the type of `default` or as one of its choices."""
-    if isinstance(default, (tuple, bool)):
-        text = str(value).lower()
-        known = (
-            {choice: choice for choice in default}
-            if isinstance(default, tuple)
-            else {"true": True, "false": False}
-        )
-        given = value if isinstance(default, tuple) else {"1": "true", "0": "false"}.get(text, text)
-        check_known(f"value of {key}", given, known)
-        return known[given]
+    if isinstance(default, tuple):
+        check_known(f"value of {key}", value, default)
+        return value
+    if isinstance(default, bool):
+        text = {"1": "true", "0": "false"}.get(str(value).lower(), str(value).lower())
+        check_known(f"value of {key}", text, ("true", "false"))
+        return text == "true"
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -53,29 +53,31 @@ class AdamW(torch.optim.AdamW):
         bad: Tensor | None = getattr(self, "found_inf", None)
         of_master = {id(update.master): update for update in updates}
         for group in self.param_groups:
-            found = [of_master[id(p)] for p in group["params"] if id(p) in of_master]
-            if not found:
+            in_group = [of_master[id(p)] for p in group["params"] if id(p) in of_master]
+            if not in_group:
                 continue
-            states = [self._state_of(update.master) for update in found]
+            states = [self._state_of(update.master) for update in in_group]
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1.0 if bad is None else 1.0 - bad)
-            entries = [
-                kernel.Entry(
-                    local(update.gradient).contiguous(),
-                    local(update.master),
-                    local(state["exp_avg"]),
-                    local(state["exp_avg_sq"]),
-                    None if update.parameter is None else local(update.parameter),
+            entries = []
+            for update, state in zip(in_group, states, strict=True):
+                parameter = update.parameter
+                entries.append(
+                    kernel.Entry(
+                        local(update.gradient).contiguous(),
+                        local(update.master),
+                        local(state["exp_avg"]),
+                        local(state["exp_avg_sq"]),
+                        None if parameter is None else local(parameter),
+                    )
                 )
-                for update, state in zip(found, states, strict=True)
-            ]
             places: dict[object, list[int]] = {}
             for place, entry in enumerate(entries):
                 if entry.master.numel():  # else this process has no row of it
                     places.setdefault(kernel.kind(entry), []).append(place)
-            for own in places.values():
-                together = [entries[place] for place in own]
-                numbers = _numbers(kernel, group, torch.stack([steps[place] for place in own]))
+            for members in places.values():
+                together = [entries[place] for place in members]
+                numbers = _numbers(kernel, group, torch.stack([steps[place] for place in members]))
                 launch = self._launch(kernel, together)
                 launch.run(together, numbers, group["betas"], group["eps"], factor, bad)
 

@@ -54,8 +54,16 @@ class GaLore(torch.optim.Optimizer):
         for name, value in (("rank", rank), ("refresh", refresh)):
             if value < 1:
                 raise UsageError(f"{name}={value} is out of range: give 1 or more")
-        fields = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, dict(**fields, rank=rank, refresh=refresh, scale=scale))
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            rank=rank,
+            refresh=refresh,
+            scale=scale,
+        )
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure

@@ -67,9 +67,12 @@ def lowbit_adamw(
     warnings.filterwarnings(
         "ignore", message=r"OptimState\w+ does not implement _stable_hash"
     )  # on a CPU, torch's
-    fields = dict(betas=(options["beta1"], options["beta2"]), eps=options["eps"])
     optimizer = CLASSES[name](
-        groups, lr=lr, bf16_stochastic_round=options["stochastic_rounding"], **fields
+        groups,
+        lr=lr,
+        betas=(options["beta1"], options["beta2"]),
+        eps=options["eps"],
+        bf16_stochastic_round=options["stochastic_rounding"],
     )
     optimizer.register_step_pre_hook(_update_on_gpu)
     if options["stochastic_rounding"]:
@@ -107,17 +110,23 @@ def _update(optimizer: LowBit, parameter: Tensor, group: Group, place: int) -> N
     number = int(state["step"])
     beta1, beta2 = group["betas"]
     step = kernel.AdamWStep(
-        number,
-        _seed(number, place),
-        float(group["lr"]),
-        beta1,
-        beta2,
-        group["eps"],
-        group["weight_decay"],
+        number=number,
+        seed=_seed(number, place),
+        lr=float(group["lr"]),
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
     )
     assert parameter.grad is not None
-    tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-    kernel.update(*map(local, tensors), step, optimizer.bf16_stochastic_round)
+    kernel.update(
+        local(parameter),
+        local(parameter.grad),
+        local(state["exp_avg"]),
+        local(state["exp_avg_sq"]),
+        step,
+        stochastic=optimizer.bf16_stochastic_round,
+    )
 
 
 def _seed(step: int, place: int) -> int:

@@ -70,7 +70,9 @@ class MasterWeights:
         gradients: Gradients | None = None,
         norm: Norm = gradient_norm,
     ) -> None:
-        parts: list[ParameterRows] = [part for group in groups for part in group["params"]]
+        parts: list[ParameterRows] = []
+        for group in groups:
+            parts += group["params"]
         self.kind = kind
         self.gradients = gradients or Gradients()
         self.norm = norm
@@ -83,10 +85,13 @@ class MasterWeights:
         else:
             self.masters = [_owned_master(p, keep, self.owners) for p in self.parameters]
         # Which masters have bits that their parameters lack, so that both are saved.
-        self._copied = [
-            m is not p if self.owners is None else is_quantized(p) or m.dtype != p.dtype
-            for p, m in zip(self.parameters, self.masters, strict=True)
-        ]
+        self._copied: list[bool] = []
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if self.owners is None:
+                copied = master is not parameter
+            else:
+                copied = is_quantized(parameter) or master.dtype != parameter.dtype
+            self._copied.append(copied)
         masters = dict(zip(map(id, self.parameters), self.masters, strict=True))
         views = {part: part.of(masters[id(part.parameter)]) for part in parts}
         self._views: dict[int, list[tuple[ParameterRows, Tensor]]] = {
@@ -94,9 +99,10 @@ class MasterWeights:
         }
         for part, view in views.items():
             self._views[id(part.parameter)].append((part, view))
-        self.optimizers = build(
-            [{**group, "params": [views[part] for part in group["params"]]} for group in groups]
-        )
+        view_groups = []
+        for group in groups:
+            view_groups.append({**group, "params": [views[part] for part in group["params"]]})
+        self.optimizers = build(view_groups)
         self._clip: Tensor | None = None  # factor of the gradients in the next step
         fused = all(
             isinstance(o, torch.optim.AdamW) and o.defaults["fused"] for o in self.optimizers
@@ -215,23 +221,18 @@ class MasterWeights:
             return chunk
         parameters = [p for p, _ in chunk]
         dtypes = [torch.float32 if is_quantized(p) else p.dtype for p in parameters]
-        return list(
-            zip(
-                parameters,
-                self.owners.distribute(parameters, [m for _, m in chunk], dtypes),
-                strict=True,
-            )
-        )
+        shards = self.owners.distribute(parameters, [m for _, m in chunk], dtypes)
+        return list(zip(parameters, shards, strict=True))
 
     def state_dict(self) -> State:
         """Return the optimizers' state as plain tensors and the masters that are copies, in the order of the groups.
 
         Tensors that another rank owns are placeholders: `fetch` brings their values.
         """
-        state = [
-            {name: pack(value) for name, value in optimizer.state.get(view, {}).items()}
-            for optimizer, _, view in self._stateful()
-        ]
+        state = []
+        for optimizer, _, view in self._stateful():
+            values = optimizer.state.get(view, {})
+            state.append({name: pack(value) for name, value in values.items()})
         if self.owners is not None:
             state = self.owners.completed(state, self._owners_of("state"))
         return {
@@ -250,11 +251,9 @@ class MasterWeights:
 
     def fetch(self, kind: str, index: int, tensor: Tensor) -> Tensor:
         """Return a tensor of `state_dict()[kind][index]` with its values; `kind` is "state" or "masters"."""
-        return (
-            tensor
-            if self.owners is None
-            else self.owners.fetch(tensor, self._owners_of(kind)[index])
-        )
+        if self.owners is None:
+            return tensor
+        return self.owners.fetch(tensor, self._owners_of(kind)[index])
 
     def _owners_of(self, kind: str) -> list[int]:
         """Return the owner of each entry of `state_dict()[kind]`."""
@@ -263,7 +262,10 @@ class MasterWeights:
             return [
                 self.owners.of(parameter) for parameter in compress(self.parameters, self._copied)
             ]
-        parameter_of = {id(view): p for p in self.parameters for _, view in self._views[id(p)]}
+        parameter_of = {}
+        for parameter in self.parameters:
+            for _, view in self._views[id(parameter)]:
+                parameter_of[id(view)] = parameter
         return [self.owners.of(parameter_of[id(view)]) for _, _, view in self._stateful()]
 
     @torch.no_grad()
@@ -279,10 +281,11 @@ class MasterWeights:
             for parameter, master, copied in zip(
                 self.parameters, self.masters, self._copied, strict=True
             ):
-                (found,) = (
-                    (None,) if copied else self.owners.collect([parameter], [local(parameter)])
-                )
-                master.copy_(found) if found is not None else None
+                if copied:
+                    continue
+                (whole,) = self.owners.collect([parameter], [local(parameter)])
+                if whole is not None:  # this process owns it
+                    master.copy_(whole)
         for (optimizer, group, view), saved in self._own(self._stateful(), state["state"], "state"):
             optimizer.state[view] = {
                 name: unpack(value, name, view, group) for name, value in saved.items()

@@ -46,14 +46,15 @@ class Muon8bit(torch.optim.Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str = "match_rms_adamw",
     ) -> None:
-        fields = dict(
+        defaults = dict(
             lr=lr,
             weight_decay=weight_decay,
             momentum=momentum,
             nesterov=nesterov,
             ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
         )
-        super().__init__(params, dict(**fields, adjust_lr_fn=adjust_lr_fn))
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
@@ -63,7 +64,8 @@ class Muon8bit(torch.optim.Optimizer):
                 updates = orthogonalize(
                     torch.stack([self._momentum(p, group) for p in batch]), group["ns_steps"]
                 )
-                rate = group["lr"] * rate_factor(group["adjust_lr_fn"], *batch[0].shape)
+                rows, columns = batch[0].shape
+                rate = group["lr"] * rate_factor(group["adjust_lr_fn"], rows, columns)
                 torch._foreach_mul_(batch, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(batch, list(updates.to(batch[0].dtype)), alpha=-rate)
 

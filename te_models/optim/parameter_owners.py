@@ -73,10 +73,12 @@ class Owners:
         They travel as they are, and the whole tensors have these `dtypes`; None: the shards'.
         """
         dtypes = [shard.dtype for shard in own] if dtypes is None else dtypes
-        wholes = [
-            torch.empty(p.shape, dtype=dtype, device=self.device) if self.mine(p) else None
-            for p, dtype in zip(parameters, dtypes, strict=True)
-        ]
+        wholes: list[Tensor | None] = []
+        for parameter, dtype in zip(parameters, dtypes, strict=True):
+            whole = None
+            if self.mine(parameter):
+                whole = torch.empty(parameter.shape, dtype=dtype, device=self.device)
+            wholes.append(whole)
         transfers = []
         for parameter, shard, whole in zip(parameters, own, wholes, strict=True):
             for rank, part in enumerate(_parts(parameter)):
@@ -120,15 +122,15 @@ class Owners:
         own_entries = {
             str(i): _describe(entry) for i, entry in enumerate(entries) if owners[i] == self.rank
         }
-        known = {
-            int(i): entry
-            for entries_of_rank in self.ranks.gather(own_entries)
-            for i, entry in entries_of_rank.items()
-        }
-        return [
-            entry if owners[i] == self.rank else _as_placeholders(known[i])
-            for i, entry in enumerate(entries)
-        ]
+        known: dict[int, Any] = {}
+        for entries_of_rank in self.ranks.gather(own_entries):
+            for i, entry in entries_of_rank.items():
+                known[int(i)] = entry
+        completed: list[Any] = []
+        for i, entry in enumerate(entries):
+            mine = owners[i] == self.rank
+            completed.append(entry if mine else _as_placeholders(known[i]))
+        return completed
 
     def fetch(self, tensor: Tensor, owner: int) -> Tensor:
         """Return the owner's values of a tensor, on every rank; the others pass one of its shape and dtype."""
@@ -149,29 +151,22 @@ class Owners:
 
     def _send(self, pieces: list[tuple[Transfer, slice]]) -> None:
         """Send pieces of transfers in one all-to-all, as bytes, since they may have several dtypes."""
-        outgoing = sorted(
-            (piece for piece in pieces if piece[0].sender == self.rank), key=lambda p: p[0].receiver
-        )
-        incoming = sorted(
-            (piece for piece in pieces if piece[0].receiver == self.rank), key=lambda p: p[0].sender
-        )
+        outgoing = [piece for piece in pieces if piece[0].sender == self.rank]
+        outgoing.sort(key=lambda piece: piece[0].receiver)
+        incoming = [piece for piece in pieces if piece[0].receiver == self.rank]
+        incoming.sort(key=lambda piece: piece[0].sender)
         sent = [0] * self.world
         received = [0] * self.world
         for transfer, part in outgoing:
             sent[transfer.receiver] += _size(transfer, part)
         for transfer, part in incoming:
             received[transfer.sender] += _size(transfer, part)
-        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        data = torch.cat(
-            [
-                nothing,
-                *(
-                    _bytes(t.source[part].to(t.kind))
-                    for t, part in outgoing
-                    if t.source is not None
-                ),
-            ]
-        )
+        sent_bytes = [torch.empty(0, dtype=torch.uint8, device=self.device)]  # there may be nothing
+        for transfer, part in outgoing:
+            if transfer.source is not None:
+                sent_bytes.append(_bytes(transfer.source[part].to(transfer.kind)))
+        data = torch.cat(sent_bytes)
+        del sent_bytes
         buffer = torch.empty(sum(received), dtype=torch.uint8, device=self.device)
         dist.all_to_all_single(buffer, data, received, sent, group=self.group)
         del data

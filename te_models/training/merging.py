@@ -36,8 +36,8 @@ def save_adapters(
 ) -> dict[str, str]:
     """Save the adapters in the folder adapter/ and, with --merge, the model that has them in its weights in merged/.
 
-    `content` is what `adapters.content(live=False)` returned, which several processes may have to call; `batches` are
-    those that the run evaluates on, of this process. Return what was written and where, and the merged model's loss.
+    `content` is what `adapters.content(live=False)` returned, which several processes may have to call; the run
+    evaluates on `batches` of this process. Return the files by what they are, and the merged model's loss.
     """
     model = adapters.model
     lora = adapters.settings
@@ -53,15 +53,21 @@ def save_adapters(
     if not lora.merge:
         return written
     dtype = DTYPES[lora.merge_dtype] if lora.merge_dtype else model.dtype
-    options: Fields = dict(recipe=model.recipe, engine="emulated", device="cpu", dtype=dtype)
+    # On the emulated engine, into weights that FP8 has not rounded.
     merged = load_merged(
-        folder / "adapter", base=adapters.base, **options
-    )  # into weights that FP8 has not rounded
+        folder / "adapter",
+        base=adapters.base,
+        recipe=model.recipe,
+        engine="emulated",
+        device="cpu",
+        dtype=dtype,
+    )
     tensors, documents = model_content(merged, merged.origin)
     save_folder(folder / "merged", tensors, {**documents, **tokenizer.files()})
     del merged, tensors  # before it is loaded once more, where the run computes
-    place: Fields = dict(engine=model.engine, device=model.device)
-    loss = evaluate(CausalLM.from_pretrained(folder / "merged", **place), batches)
+    place: Fields = {"engine": model.engine, "device": model.device}
+    reloaded = CausalLM.from_pretrained(folder / "merged", **place)
+    loss = evaluate(reloaded, batches)
     trained = evaluate(model, batches)  # the run's last evaluation may be of several processes
     merged_line = merged_loss(
         loss, trained, result.first_eval_loss, str(dtype).removeprefix("torch.")
@@ -88,6 +94,6 @@ def merged_loss(loss: float, trained: float, before: float, dtype: str) -> str:
     if not (gain >= LEAST_GAIN and lost >= LEAST_SHARE * gain):
         return line
     line += f": updates vanish in the rounding of the weights, and {100 * lost / gain:.0f} % of the gain with them"
-    return f"{line}; " + (
-        "use the adapters" if dtype == "float32" else "--merge-dtype float32 keeps more of it"
-    )
+    if dtype == "float32":
+        return f"{line}; use the adapters"
+    return f"{line}; --merge-dtype float32 keeps more of it"

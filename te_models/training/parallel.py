@@ -276,43 +276,45 @@ class Parallel:
         norms = torch._foreach_norm(
             [local(gradient) for gradient in gradients], 2, dtype=torch.float32
         )
-        copies = [  # tensor_parallel marks parameters that differ between its ranks
-            (1 if isinstance(p, DTensor) else self.data_world)
-            * (1 if getattr(p, "tp_sharded", False) else layers)
-            for p in parameters
-        ]
-        squares = torch.stack(
-            [norm.square() / count for norm, count in zip(norms, copies, strict=True)]
-        ).sum()
-        dist.all_reduce(squares)
-        return squares.sqrt()
+        squares = []
+        for parameter, norm in zip(parameters, norms, strict=True):
+            copies = 1  # processes with the same elements of this gradient
+            if not isinstance(parameter, DTensor):
+                copies *= self.data_world
+            if not getattr(
+                parameter, "tp_sharded", False
+            ):  # tensor_parallel marks what differs between its ranks
+                copies *= layers
+            squares.append(norm.square() / copies)
+        total = torch.stack(squares).sum()
+        dist.all_reduce(total)
+        return total.sqrt()
 
 
 def shard(model: CausalLM, parallel: Parallel) -> None:
     """Shard `model` over the data-parallel processes: each block is a unit of FSDP2, and the rest another."""
     config = parallel.config
     policy = MixedPrecisionPolicy(reduce_dtype=DTYPES[config.reduce_dtype])
-    options: dict[str, Any] = dict(mesh=parallel.dp, mp_policy=policy)
+    mesh: Any = parallel.dp
     resharded = config.reshard_after_forward
     blocks: list[Any] = list(model.layers)
     grouped = [module for module in model.modules() if isinstance(module, model.te.GroupedLinear)]
     for experts in grouped if parallel.replicas is not None else []:
-        expert_options = options | {"mesh": parallel.replicas}
-        unit = fully_shard(experts, **expert_options, reshard_after_forward=resharded)
+        unit = fully_shard(
+            experts, mesh=parallel.replicas, mp_policy=policy, reshard_after_forward=resharded
+        )
         # They have the gradients of the tokens of all processes, which are to be averaged like all others.
         unit.set_gradient_divide_factor(float(parallel.data_world))
     for block in blocks:
-        fully_shard(block, reshard_after_forward=resharded, **options)
-    fully_shard(model, reshard_after_forward=False, **options)
-    warnings.filterwarnings(
-        "ignore", "FSDP2-wrapped module .* returned a view"
-    )  # nobody changes it in place
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=resharded)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    # Nobody changes such a view in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     for number, block in enumerate(blocks):
-        inside = [
-            module
-            for module in block.modules()
-            if isinstance(module, FSDPModule) and module is not block
-        ]
+        inside = []
+        for module in block.modules():
+            if isinstance(module, FSDPModule) and module is not block:
+                inside.append(module)
         if config.prefetch_blocks:
             after = blocks[number + 1 :]
             before = blocks[:number][::-1]
@@ -322,9 +324,8 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
     if parallel.device.type == "cpu":
         for module in model.modules():
             alone = parallel.replicas is not None and parallel.replicas.size() == 1
-            if isinstance(module, FSDPModule) and not (
-                alone and isinstance(module, model.te.GroupedLinear)
-            ):
+            experts_alone = alone and isinstance(module, model.te.GroupedLinear)
+            if isinstance(module, FSDPModule) and not experts_alone:
                 # gloo has no average; of a unit on one rank FSDP2 would divide twice.
                 module.set_force_sum_reduction_for_comms(True)
     requantize_in_backward(model, resharded)

@@ -134,7 +134,8 @@ def _draw_loss(
     evaluated = [value for _, value in points]
     if points:
         axes.plot(
-            *zip(*points, strict=True),
+            [step for step, _ in points],
+            evaluated,
             "o-",
             color=EVAL,
             linewidth=1,
@@ -176,8 +177,15 @@ def _draw_loss(
         axes.set_ylim(low - margin, high + margin)
     axes.set_ylabel("loss (nats per token)", fontsize=9, color=MUTED)
     # Below the axes, where it covers neither a curve nor a number.
-    place = dict(loc="upper right", bbox_to_anchor=(1, -0.07), ncols=3, borderaxespad=0)
-    axes.legend(frameon=False, fontsize=9, labelcolor=INK, **place)
+    axes.legend(
+        frameon=False,
+        fontsize=9,
+        labelcolor=INK,
+        loc="upper right",
+        bbox_to_anchor=(1, -0.07),
+        ncols=3,
+        borderaxespad=0,
+    )
 
 
 def log_ticks(low: float, high: float) -> list[float]:

@@ -42,12 +42,11 @@ class MemoryCheck:
 
     def __str__(self) -> str:
         about = "" if self.device.type == "cuda" else "about "  # the plan describes a GPU's kernels
-        most = sorted(self.plan.peak.parts().items(), key=lambda part: -part[1])[:3]
-        parts = (
-            f"{name.replace('_', ' ').replace('fp8', 'FP8')} {_gib(size)}"
-            for name, size in most
-            if size
-        )
+        largest = sorted(self.plan.peak.parts().items(), key=lambda part: -part[1])[:3]
+        parts = []
+        for name, size in largest:
+            if size:
+                parts.append(f"{name.replace('_', ' ').replace('fp8', 'FP8')} {_gib(size)}")
         free = f"{_gib(self.available)} free on {self.device}"
         return f"{about}{_gib(self.needed)} at the peak ({', '.join(parts)}), {free}"
 

@@ -106,22 +106,20 @@ def _recipe(model: CausalLM) -> str:
     recipe = model.recipe
     if recipe.scheme == "none":
         return recipe.name
-    fields = ", ".join(
-        f"{name}={value}"
-        for name, value in recipe.to_dict().items()
-        if name not in ("name", "scheme")
-    )
-    return f"{recipe.name} ({recipe.scheme}: {fields})"
+    fields = recipe.to_dict()
+    scheme = fields.pop("scheme")
+    del fields["name"]
+    listed = ", ".join(f"{name}={value}" for name, value in fields.items())
+    return f"{recipe.name} ({scheme}: {listed})"
 
 
 def _linears(model: CausalLM) -> str:
     """Return how many linears run in FP8, by its formats, and how many in the model's dtype."""
     plan = model.plan()
-    formats = dict.fromkeys(
-        linear.recipe.formats
-        for linear in model.precision.linears.values()
-        if linear.recipe is not None
-    )
+    formats: dict[str, None] = {}  # as an ordered set
+    for linear in model.precision.linears.values():
+        if linear.recipe is not None:
+            formats[linear.recipe.formats] = None
     dtype = str(model.dtype).removeprefix("torch.")
     high = PRECISION_NAMES[dtype]
     return f"{plan.count('FP8')} in {' and '.join(formats) or 'FP8'}, {plan.count(high)} in {high}"
@@ -153,18 +151,19 @@ def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Call
     Evaluations have a line each. If the output is not a terminal, so do a few other steps: about LINES of the run, and
     one a minute.
     """
-    columns = (
+    time_left = TimeLeft(config, start)
+    every = max(1, math.ceil((config.steps - start) / LINES))
+    printed = time.monotonic()
+    with Progress(
         TextColumn("step"),
         MofNCompleteColumn(),
         BarColumn(),
         TextColumn("loss {task.fields[loss]}"),
         TextColumn("{task.fields[speed]} tokens/s"),
         TimeRemainingColumn(),
-    )
-    time_left = TimeLeft(config, start)
-    every = max(1, math.ceil((config.steps - start) / LINES))
-    printed = time.monotonic()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        console=console,
+        disable=not console.is_terminal,
+    ) as bar:
         task = bar.add_task("train", total=config.steps, completed=start, loss="-", speed="-")
 
         def show(row: Row) -> None:
@@ -241,9 +240,14 @@ def duration(seconds: float) -> str:
 
 def table_of(rows: Mapping[str, str], title: str | None = None) -> Table:
     """Return names and values as a table; a long path is wrapped rather than cut."""
-    columns = "", Column(overflow="fold")
     table = Table(
-        *columns, title=title, title_justify="left", title_style="bold", box=None, show_header=False
+        "",
+        Column(overflow="fold"),
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        show_header=False,
     )
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), value)
@@ -417,10 +421,8 @@ def _conversations(tokenizer: Tokenizer, prompts: list[Prompt]) -> bool:
 
 def _example(tokenizer: Tokenizer, prompts: list[Prompt]) -> str:
     """Return the first line of a prompt, shortened; spaces at its end belong to what the model was trained on."""
-    lines = [
-        line
-        for prompt in prompts
-        for line in tokenizer.decode(prompt.ids).splitlines()
-        if line.strip()
-    ]
-    return lines[0].lstrip()[:PROMPT] if lines else "Once"
+    for prompt in prompts:
+        for line in tokenizer.decode(prompt.ids).splitlines():
+            if line.strip():
+                return line.lstrip()[:PROMPT]
+    return "Once"

@@ -49,20 +49,22 @@ def held_out_prompts(
     `batches` have input_ids and labels, int64 [B, S], perhaps document_ids; the end-of-text token of `tokenizer` ends a
     record; a prompt has at most `longest` tokens.
     """
-    all_prompts = [
-        (whole, prompt)
-        for batch in batches
-        for whole, prompt in _prompts(batch, tokenizer.eos_token_id)
-        if len(prompt.ids) <= longest
+    is_whole: dict[Prompt, bool] = {}  # each prompt once: a short evaluation repeats its records
+    for batch in batches:
+        for whole, prompt in _prompts(batch, tokenizer.eos_token_id):
+            if len(prompt.ids) <= longest:
+                is_whole[prompt] = whole or is_whole.get(prompt, False)
+    prompts = list(is_whole)
+    whole_prompts = [prompt for prompt in prompts if is_whole[prompt]]
+    whole_answered = [prompt for prompt in whole_prompts if prompt.reference]
+    choices = [  # the best first
+        [prompt for prompt in whole_answered if len(prompt.ids) <= READABLE],
+        whole_answered,
+        [prompt for prompt in prompts if prompt.reference],
+        whole_prompts,
+        prompts,
     ]
-    all_prompts = list(dict.fromkeys(all_prompts))  # a short evaluation repeats its records
-    choices = [[p for whole, p in all_prompts if whole and p.reference and len(p.ids) <= READABLE]]
-    choices += [
-        [p for whole, p in all_prompts if whole and p.reference],
-        [p for _, p in all_prompts if p.reference],
-    ]
-    choices += [[p for whole, p in all_prompts if whole], [p for _, p in all_prompts]]
-    chosen = next((prompts for prompts in choices if len(prompts) >= count), choices[-1])
+    chosen = next((choice for choice in choices if len(choice) >= count), prompts)
     count = min(count, len(chosen))
     return [chosen[number * len(chosen) // count] for number in range(count)]
 

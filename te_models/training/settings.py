@@ -8,7 +8,7 @@ makes the tree of them; there `recipe` is a name, a path or a table of a recipe'
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -259,33 +259,35 @@ class RunSettings(Settings):
         flat = dict(self.build)
         for part in (self, self.data, self.train, self.lora):
             flat |= {} if part is None else by_name(part)
-        titles = TABLES.keys() - {"recipe", "shape"}
-        return {
-            title: {name: flat[name] for name in TABLES[title] if name in flat} for title in titles
-        }
+        tables = {}
+        for title in TABLES.keys() - {"recipe", "shape"}:
+            tables[title] = {name: flat[name] for name in TABLES[title] if name in flat}
+        return tables
 
 
-def _named(*settings: Setting) -> dict[str, Setting]:
+def _named(settings: Iterable[Setting]) -> dict[str, Setting]:
     return {one.name: one for one in settings}
 
 
-_OWN = _named(*settings_of(RunSettings))
+_OWN = _named(settings_of(RunSettings))
 # Table of run.toml -> its settings by name.
 TABLES: dict[str, dict[str, Setting]] = {
     "run": {
         name: _OWN[name] for name in ("command", "preset", "model", "out", "sample_tokens", "log")
     },
-    "model": _named(*settings_of(BuildSettings)),
-    "recipe": _named(_OWN["recipe"], *RECIPE_FIELDS.values()),
-    # Without a default, which is what the preset or the model has.
+    "model": _named(settings_of(BuildSettings)),
+    "recipe": _named([_OWN["recipe"], *RECIPE_FIELDS.values()]),
+    # Without a default: the preset or the model has one.
     "shape": _named(
-        *(replace(one, default=None, group=SHAPE, fixed=True) for one in settings_of(ModelConfig))
+        replace(one, default=None, group=SHAPE, fixed=True) for one in settings_of(ModelConfig)
     ),
-    "data": _named(*settings_of(DataConfig), _OWN["tokenizer"]),
-    "training": _named(*settings_of(TrainConfig)),
-    "lora": _named(*settings_of(LoraSettings)),
+    "data": _named([*settings_of(DataConfig), _OWN["tokenizer"]]),
+    "training": _named(settings_of(TrainConfig)),
+    "lora": _named(settings_of(LoraSettings)),
 }
-SETTINGS = {name: one for table in TABLES.values() for name, one in table.items()}
+SETTINGS: dict[str, Setting] = {}
+for _table in TABLES.values():
+    SETTINGS |= _table
 
 
 def run_settings(
@@ -296,17 +298,16 @@ def run_settings(
     command = saved.get("command", command)
     flat = {**_over(saved, given), "command": command}
     SETTINGS["command"].check(command)
-    twice = "steps" in given and given.get("epochs")
-    if twice:
+    if "steps" in given and given.get("epochs"):
         raise UsageError("--steps and --epochs say the same in two ways: give one of them")
     _check_start(command, flat)
     recipe = flat.pop("recipe", "auto")
     lora = _lora(flat)
     defaults = {"learning_rate": LEARNING_RATE["lora" if lora else command], "parallel": "auto"}
     build = by_name(BuildSettings(**as_fields(BuildSettings, flat)))
-    build |= {
-        name: flat[name] for title in ("recipe", "shape") for name in TABLES[title] if name in flat
-    }
+    for name in (*TABLES["recipe"], *TABLES["shape"]):
+        if name in flat:
+            build[name] = flat[name]
     return RunSettings(
         **as_fields(RunSettings, flat),
         recipe=_recipe(recipe) if isinstance(recipe, Mapping) else recipe,
@@ -378,12 +379,8 @@ def _only_run(given: Mapping[str, Any]) -> Path:
     label = Path(name).name if name else ""
     if label and given.get("recipe", "auto") != "auto":
         return Path("runs", f"{label}-{get_recipe(given['recipe']).name}")
-    runs = [
-        folder.parent
-        for folder in sorted(
-            Path("runs").glob(f"{label}-*/checkpoints" if label else "*/checkpoints")
-        )
-    ]
+    pattern = f"{label}-*/checkpoints" if label else "*/checkpoints"
+    runs = [folder.parent for folder in sorted(Path("runs").glob(pattern))]
     of = f"of {label} " if label else ""
     if len(runs) > 1:
         raise UsageError(
@@ -551,4 +548,7 @@ def _recipe_values(saved: Mapping[str, Any]) -> dict[str, Any]:
     table = saved.get("recipe")
     if not isinstance(table, Mapping):
         return {}
-    return {"recipe" if name == "name" else name: value for name, value in table.items()}
+    values = dict(table)
+    if "name" in values:
+        values["recipe"] = values.pop("name")
+    return values

@@ -184,10 +184,12 @@ class Trainer(NamedFields):
         self.checkpoints = self.new_checkpoints(self.out / "checkpoints", config.keep_last)
         self.best = self.new_checkpoints(self.out / "best" / "checkpoints", keep_last=1)
         # Serializing a tokenizer takes about a second: do it once.
-        self.documents = {
-            name: document if isinstance(document, bytes) else render_json(document, name)
-            for name, document in self.documents.items()
-        }
+        rendered: Fields = {}
+        for name, document in self.documents.items():
+            rendered[name] = (
+                document if isinstance(document, bytes) else render_json(document, name)
+            )
+        self.documents = rendered
         self.starts = StepStarts(self.model, self.data)
         self.begun: StepStart | None = None  # of the step that has begun and has changed no weight
         self.drawn: Drawn | None = None  # the newest step
@@ -507,7 +509,8 @@ class Trainer(NamedFields):
             result.eval_loss = self._evaluate()
             row["eval_loss"] = result.eval_loss
         if self.config.save_every and len(self.speeds) == 1 and self.parallel.ranks.world == 1:
-            self.checkpoints.reserve(*self._content())
+            tensors, documents = self._content()
+            self.checkpoints.reserve(tensors, documents)
         return row
 
     def _evaluate(self) -> float:
