@@ -19,7 +19,8 @@ from te_models.data.formats import ALPACA, MESSAGES, PAIRS, SHAREGPT, TEXT, reco
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-CURRENT = [page for page in PAGES if page.name != "LOG.md"]  # the log names things as they were
+LOG = {ROOT / "docs/LOG.md", *(ROOT / "docs/log").glob("*.md")}
+CURRENT = [page for page in PAGES if page not in LOG]  # the log names things as they were
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

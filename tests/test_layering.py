@@ -69,7 +69,7 @@ def _imports(path: Path, at_run_time: bool = False) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: use absolute imports"
+            assert node.level == 0 and node.module is not None, f"{path}: use absolute imports"
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 # A module that is named through its package is no import of what the package itself defines.

@@ -120,7 +120,8 @@ def texts() -> list[Path]:
         for folder in ("te_models", "tests", "examples", "benchmarks")
         for path in (ROOT / folder).rglob("*.py")
     ]
-    return [path for path in pages + code if path.name not in ("LOG.md", "CHANGELOG.md")]
+    log = {ROOT / "docs/LOG.md", *(ROOT / "docs/log").glob("*.md")}
+    return [path for path in pages + code if path not in log and path.name != "CHANGELOG.md"]
 
 
 def exists(dotted: str) -> bool:

@@ -3,7 +3,7 @@
 PyTorch's wheels include cuDNN, and Transformer Engine prefers the system's if there is one. cuDNN is a family of
 libraries that load each other by name, so parts of one version then serve calls of the other. With 9.14 and 9.19 mixed,
 the backward of attention writes to wrong addresses at sequence lengths that are not multiples of 128: an illegal memory
-access in a CUDA graph, silently wrong gradients elsewhere (docs/LOG.md, 2026-11-22).
+access in a CUDA graph, silently wrong gradients elsewhere (docs/log/2026-11.md, 2026-11-22).
 """
 
 import ctypes

@@ -46,7 +46,7 @@ def windows(batches: list[Batch]) -> list[tuple[list[int], list[int]]]:
     ]
 
 
-def expected(document: Document) -> tuple[tuple[int, int], ...]:
+def expected(document: Document) -> tuple[tuple[Any, Any], ...]:
     prompt, text = (document.prompt or "").encode(), document.text.encode()
     learned = document.prompt is None or document.text  # an empty completion is no answer
     return tuple(
@@ -66,7 +66,7 @@ def long_enough(documents: list[Document], seq_len: int) -> list[Document]:
     return [*documents, Document("-" * seq_len)]
 
 
-def cut(documents: list[Document], seq_len: int) -> list[tuple[list[int], list[int]]]:
+def cut(documents: list[Document], seq_len: int) -> list[tuple[list[Any], list[Any]]]:
     """The documents back to back in windows, the last one padded."""
     pairs = [pair for document in documents for pair in expected(document)]
     pairs += [(PADDING, IGNORED)] * (-len(pairs) % seq_len)

@@ -336,6 +336,7 @@ def with_bos() -> Tokenizer:
 
     class Begins(ByteTokenizer):
         def encode_prompt(self, text: str) -> list[int]:
+            assert self.bos_token_id is not None
             return [self.bos_token_id, *self.encode(text)]
 
     return Begins()

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def records(batches: list[dict]) -> list[tuple[tuple[int, ...], tuple[int, ...]]
     return found
 
 
-def expected(document: Document) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def expected(document: Document) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     prompt, text = (document.prompt or "").encode(), document.text.encode()
     return (*prompt, *text, END), (*[IGNORED] * len(prompt), *text, END)
 

@@ -7,6 +7,7 @@ import json
 import sys
 import types
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +262,7 @@ def test_columns(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     """The calls of a `datasets` package that has one dataset."""
     datasets = pytest.importorskip("datasets")
     calls: list[tuple] = []

@@ -1,5 +1,6 @@
 """One cuDNN per process: which one is loaded is read from the process's memory map."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ OTHER = "7f04-7f05 r-xp 0 0:1 4 /venv/nvidia/cublas/lib/libcublas.so.13"
 
 
 @pytest.fixture
-def maps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def maps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     lines = [OTHER]
     monkeypatch.setattr(Path, "read_text", lambda self: "\n".join(lines))
     cudnn._is_sound.cache_clear()

@@ -53,7 +53,7 @@ def test_an_autocast_is_reusable_but_not_nested_in_itself() -> None:
             with pytest.raises(RuntimeError, match=message), context:
                 pass
     with pytest.raises(TypeError):
-        context(lambda: None)
+        context(lambda: None)  # type: ignore[operator]
 
 
 def test_the_deprecated_name() -> None:

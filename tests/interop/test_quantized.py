@@ -297,6 +297,7 @@ def test_weights_of_the_recipes_format_are_kept_as_fp8(
         [f"model.layers.0.self_attn.{n}_proj." for n in "qkv"],
         ["model.layers.1.mlp.down_proj."],
     )
+    values = torch.empty(0)
     for weight, names in zip(
         (attention.qkvg_proj.weight, mlp.down_proj.weight), prefixes, strict=True
     ):

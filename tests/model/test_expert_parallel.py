@@ -31,7 +31,9 @@ SHAPE: dict[str, Any] = dict(
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, router_aux_loss_coef=0.0)
 CONFIG = ModelConfig(**SHAPE, moe=MOE)
 # Only experts in FP8: their amaxes are over the tokens of all ranks, as in one process; those of attention are not.
-FP8 = dict(recipe="current", num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+FP8: dict[str, Any] = dict(
+    recipe="current", num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0
+)
 FP8["precision"] = {"*.self_attn.*": "bf16"}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -117,6 +117,7 @@ def test_rows_go_to_their_experts_and_back(alignment: int, dtype: torch.dtype) -
     logits[:, 4] = -9.0  # an expert without tokens
     chosen = choose(logits, None, None, moe)
     where = places(chosen, 7, alignment)
+    assert isinstance(where.rows, list)
     x = torch.randn(count, 8, dtype=dtype, requires_grad=True)
     weights = weights_of(logits, chosen, moe).requires_grad_()
     rows = dispatch(x, where.token, where.row)

@@ -13,6 +13,7 @@ def reference(
     """Algorithm 2 of arXiv 2403.03507: Adam on P^T G with P of the gradient's SVD, and decoupled decay."""
     rate, (beta1, beta2), eps, decay = 1e-2, (0.9, 0.95), 1e-8, 0.1
     m = v = torch.zeros(rank, matrix.shape[1])
+    basis = torch.empty(0)
     for step, gradient in enumerate(gradients, start=1):
         if (step - 1) % refresh == 0:
             basis = torch.linalg.svd(gradient).U[:, :rank]

@@ -103,7 +103,8 @@ def test_a_change_of_recipe_that_diverges_saves_the_recipe_before(
 def test_the_line_says_what_is_saved(tmp_path: Path) -> None:
     run = failing_in(trainer(tmp_path, "bf16", False), GOOD + 1, spoil)
     with pytest.raises(
-        Diverged, match=f"step before; step {GOOD} is saved in .*--resume continues from it: try a"
+        Diverged,
+        match=f"before this step; step {GOOD} is saved in .*--resume continues from it: try a",
     ):
         run.run()
 

@@ -278,7 +278,7 @@ def test_a_bad_value_stops_the_run_and_names_step_and_layer(
     "recipe, fields", [("delayed", {}), ("bf16", dict(gradient_accumulation=2, save_every=3))]
 )
 def test_reading_a_step_late_changes_nothing(
-    recipe: str, fields: dict[str, Any], tmp_path: Path
+    recipe: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host reads results a step late, as on a GPU, where it must not wait."""
     runs = []
@@ -286,10 +286,12 @@ def test_reading_a_step_late_changes_nothing(
         run = trainer(tmp_path / str(ahead), recipe, eval_every=4, **fields)
         run.ahead, order = ahead, []
         launch, run.on_step = run._queue, lambda row, order=order: order.append(row["step"])
-        run._queue = lambda step, *rest, order=order, launch=launch: (
-            order.append(-step),
-            launch(step, *rest),
-        )[1]
+
+        def queue(step: int, *rest: Any, order: list[int] = order, launch: Any = launch) -> Any:
+            order.append(-step)
+            return launch(step, *rest)
+
+        monkeypatch.setattr(run, "_queue", queue)
         run.run()
         runs.append((run, order))
     (plain, one_by_one), (late, order) = runs
