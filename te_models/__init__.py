@@ -9,6 +9,7 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from te_models.entry_points import load_entry_points as _load_entry_points
 from te_models.huggingface.registration import (
     register_with_transformers as _register_with_transformers,
 )
@@ -24,6 +25,12 @@ if _TYPE_CHECKING:
     from te_models.data.tokenizer import load_tokenizer
     from te_models.data.training_data import open_data
     from te_models.engine import get_engine
+    from te_models.extensions import (
+        register_family,
+        register_mixer,
+        register_mlp,
+        register_preset,
+    )
     from te_models.generation.text import stream_text
     from te_models.huggingface.config import TEModelsConfig
     from te_models.huggingface.modeling import TEModelsForCausalLM
@@ -50,6 +57,7 @@ _NAMES = {  # module below te_models -> its public names
     "data.tokenizer": "load_tokenizer",
     "data.training_data": "open_data",
     "engine": "get_engine",
+    "extensions": "register_family register_mixer register_mlp register_preset",
     "generation.text": "stream_text",
     "huggingface.config": "TEModelsConfig",
     "huggingface.modeling": "TEModelsForCausalLM",
@@ -94,6 +102,10 @@ __all__ = [
     "parity",
     "plan",
     "read_record",
+    "register_family",
+    "register_mixer",
+    "register_mlp",
+    "register_preset",
     "replay",
     "save_lora",
     "stream_text",
@@ -111,3 +123,4 @@ def __dir__() -> list[str]:
 
 
 _register_with_transformers()
+_load_entry_points()

@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = (  # packages and modules at the top, lowest first
-    "errors", "config", "planning", "files", "distributed", "device", "numerics", "kernels", "recorder", "engine",
-    "fp8", "model", "interop", "saving", "optim", "data", "serving", "generation", "causal_lm", "adapters",
-    "huggingface", "training", "inspect", "cli", "__main__",
+    "errors", "entry_points", "config", "planning", "files", "distributed", "device", "numerics", "kernels",
+    "recorder", "engine", "fp8", "model", "interop", "extensions", "saving", "optim", "data", "serving",
+    "generation", "causal_lm", "adapters", "huggingface", "training", "inspect", "cli", "__main__",
 )  # fmt: skip
 # Packages that may import a library, and those that run without torch.
 ONLY_IN = {

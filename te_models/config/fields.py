@@ -84,6 +84,11 @@ class ModelFields(Settings):
         False,
         "Layers without a window have no projection of values: keys before norm and RoPE are those (Gemma 4).",
     )
+    kind_options: Scaling | None = setting(
+        None,
+        "Options of the kinds of layers that other packages register, by names of theirs.",
+        hash=False,
+    )
     attention_gate: str = setting(
         "elementwise",
         "Gate of the attention output: elementwise, headwise or none.",

@@ -75,6 +75,7 @@ class ConfigOptions(TypedDict, total=False):
     latent_attention: LatentConfig | Mapping[str, float | None] | None
     sliding_heads: HeadSizes | Mapping[str, int] | None
     keys_as_values: bool
+    kind_options: Scaling | None
     attention_gate: str
     attention_gate_activation: str
     attention_bias: bool

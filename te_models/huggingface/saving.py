@@ -17,7 +17,7 @@ from te_models.files.formats import Fields, list_some, read_json
 from te_models.fp8.extra_state import EXTRA, extra_states
 from te_models.fp8.primary_weights import plain
 from te_models.huggingface.adapters import is_adapted
-from te_models.interop.hf_families import BESIDE_TEXT, without_others
+from te_models.interop.hf_families import beside_text, without_others
 from te_models.saving.folder import MANIFEST, save_folder
 from te_models.saving.load_model import WRAPPED
 from te_models.saving.pretrained import model_content, read_tokenizer
@@ -108,7 +108,7 @@ def add_prefix(model: nn.Module, state: Fields, prefix: str, *others: object) ->
                 break
         if not bare.startswith(WRAPPED):
             state[prefix + WRAPPED + bare] = state.pop(name)
-    beside = tuple(prefix + other for other in BESIDE_TEXT)
+    beside = tuple(prefix + other for other in beside_text())
     if left_out := [name for name in state if name.startswith(beside)]:
         warnings.warn(without_others(name.removeprefix(prefix) for name in left_out), stacklevel=2)
         for name in left_out:

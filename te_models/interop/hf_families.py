@@ -187,7 +187,8 @@ _QWEN3_5_MOE: Fields = {
     "ignored": _QWEN3_5["ignored"] | experts.IGNORED,
 }  # fmt: skip
 
-FAMILIES = (
+# The last one expresses what the others do not; te_models.extensions adds others before it.
+FAMILIES = [
     Family(
         model_type="llama", architecture="LlamaForCausalLM", models="Llama 2, 3, 3.1, 3.2", layer=places.LAYER,
         parts=(ropes.ROPE, ACT, ALL_BIASES), constants=UNGATED, defaults=_LLAMA, accepts=whole_heads, only=NO_DROPOUT,
@@ -506,20 +507,18 @@ FAMILIES = (
         layer=places.OWN_LAYER, parts=(parts.OWN,), code=True,
         note="all that the others do not express; transformers needs the code in the folder (`trust_remote_code=True`)",
     ),
-)  # fmt: skip
+]  # fmt: skip
 
 
-# Prefixes of the names of other models beside the text model, in folders and in adapters.
-BESIDE_TEXT = tuple(
-    dict.fromkeys(
-        prefix for family in FAMILIES for own in family.aside for prefix in prefixes_of(own)
-    )
-)
+def beside_text() -> tuple[str, ...]:
+    """Return prefixes of the names of other models beside the text model, in folders and in adapters."""
+    found = (prefix for family in FAMILIES for own in family.aside for prefix in prefixes_of(own))
+    return tuple(dict.fromkeys(found))
 
 
 def without_others(names: Iterable[str]) -> str:
     """Return what to say of tensors of adapters that belong to other models than the text model."""
-    found = [prefix for name in names for prefix in BESIDE_TEXT if name.startswith(prefix)]
+    found = [prefix for name in names for prefix in beside_text() if name.startswith(prefix)]
     parts = ", ".join(f"{prefix}*" for prefix in dict.fromkeys(found))
     return f"{len(found)} tensors of the adapter are of other models than the text model ({parts}) and left out"
 
@@ -548,7 +547,7 @@ def family_of(config: Values) -> Family:
 
 def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
     """Return the first family, starting with `preferred`, whose config.json can express all of `config`."""
-    for family in ((preferred,) if preferred else ()) + FAMILIES:
+    for family in (*((preferred,) if preferred else ()), *FAMILIES):
         if family is not preferred and not (family.written and family.accepts(config)):
             continue
         if not family.has_places(config):

@@ -22,7 +22,7 @@ from te_models.files.formats import read_json
 from te_models.files.tensors import check_finite, read_safetensors
 from te_models.fp8.primary_weights import plain
 from te_models.interop.hf_expert_families import dropped_by_peft
-from te_models.interop.hf_families import BESIDE_TEXT, without_others
+from te_models.interop.hf_families import beside_text, without_others
 from te_models.interop.tensor_places import Place
 from te_models.saving.folder import MANIFEST, Folder, load_folder, match
 from te_models.training.lora_config import read_config, wanted_adapters, whole_modules
@@ -79,7 +79,7 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
     tensors = {
         modules.as_stored(name): tensor for name, tensor in saved.tensors["adapter_model"].items()
     }
-    others = [name for name in tensors if name.removeprefix(PREFIX).startswith(BESIDE_TEXT)]
+    others = [name for name in tensors if name.removeprefix(PREFIX).startswith(beside_text())]
     if others:
         warnings.warn(without_others(name.removeprefix(PREFIX) for name in others), stacklevel=3)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in others}

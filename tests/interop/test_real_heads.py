@@ -44,7 +44,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     ),
     "mistral4": LATENT,
     "youtu": RANKS,
-    "gemma4_text": dict(hidden_size_per_layer_input=0),
+    "gemma4_text": dict(
+        hidden_size_per_layer_input=0, num_experts=4, top_k_experts=2, moe_intermediate_size=96
+    ),
     "glm4_moe_lite": {**RANKS, "q_lora_rank": 96, "mlp_layer_types": ["dense"] * LAYERS},
     "qwen3_next": dict(num_experts=0, layer_types=[FULL] * LAYERS),
     "afmoe": DENSE_AFMOE,
@@ -74,6 +76,7 @@ def read(family: Family) -> ModelConfig:
         max_position_embeddings=256, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
     marks = dict(headwise_attn_output_gate=True) if family.marks else {}
+    marks |= {key: values[0] for key, values in family.when.items()}
     config = family.read(fields | marks | NEEDED.get(family.model_type, {}))
     if config.moe is None:
         return config
@@ -91,7 +94,9 @@ def own(size: int, gate: str) -> ModelConfig:
 
 
 CASES = {
-    f"{f.model_type}{'-gated' if f.marks else ''}": f for f in FAMILIES if not (f.code or f.inner)
+    f"{f.model_type}{'-gated' if f.marks else ''}{' '.join(f' {values[0]}' for values in f.when.values())}": f
+    for f in FAMILIES
+    if not (f.code or f.inner)
 }
 
 
