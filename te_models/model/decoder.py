@@ -149,39 +149,48 @@ class Decoder(nn.Module):
         # None can only mean the default of these.
         dtype = torch.bfloat16 if dtype is None else dtype
         compile = True if compile is None else compile
-        fp8_params, activation_offload = bool(fp8_params), bool(activation_offload)
         self.config = config
         # The factors of the routers' losses in training; a run may have others.
         self.router_losses = config.moe
-        self.router_group: ProcessGroup | None = (
-            None  # the processes over whose tokens a run balances experts
-        )
-        self.tp = TensorParallel(tp_mesh, sequence_parallel)
+        # The processes over whose tokens a run balances experts.
+        self.router_group: ProcessGroup | None = None
+        self.tp = TensorParallel(mesh=tp_mesh, sequence=sequence_parallel)
         self.ep = ExpertParallel(ep_mesh, config, ep_fp8, ep_replicas)
         self.specs = self.ep.local(self.tp.local(config))
         self.activation_checkpointing = check_mode(activation_checkpointing)
-        self.activation_offload, self.host_memory = activation_offload, HostMemory()
+        self.activation_offload = bool(activation_offload)
+        self.host_memory = HostMemory()
         if dtype not in DTYPES:
             raise UsageError(
                 f"dtype={dtype!r} is not supported: give {', '.join(map(str, DTYPES))}"
             )
         device = choose_device(device)
         _, self.engine, self.engine_reason = get_engine(engine, device)
-        self.fp8_params = fp8_params
+        self.fp8_params = bool(fp8_params)
         chosen, self.recipe_reason = self._choose(recipe, recipe_options, device, dtype)
         self.precision = self._checked(chosen)
-        if fp8_params:
+        if self.fp8_params:
             check_recipe(self.recipe)
         self.compile_mode = compile_mode(compile)
         self.amax_group = amax_group
 
         where = device if materialize else torch.device("meta")
-        fp8_weights = self.precision.te_recipes if fp8_params else {}
-        norms = (config.rms_norm_eps, config.zero_centered_norm)
-        self._make_modules(Factory(self.te, self.tp, self.ep, *norms, where, dtype, fp8_weights))
-        movable = not activation_offload or offload_allows_fused(self.activation_checkpointing)
-        fast = device.type == "cuda" and movable if fused is None else fused
-        self.fused = fast and self.tp.size == 1
+        factory = Factory(
+            te=self.te,
+            tp=self.tp,
+            ep=self.ep,
+            eps=config.rms_norm_eps,
+            zero_centered=config.zero_centered_norm,
+            device=where,
+            dtype=dtype,
+            fp8_weights=self.precision.te_recipes if self.fp8_params else {},
+        )
+        self._make_modules(factory)
+        if fused is None:
+            fused = device.type == "cuda"
+            if self.activation_offload:
+                fused = fused and offload_allows_fused(self.activation_checkpointing)
+        self.fused = fused and self.tp.size == 1
         self.kernels = get_kernels(self.te, device, compile=self.compile_mode, fused=self.fused)
         if initialize and where.type != "meta":
             self.init_weights()
@@ -218,20 +227,20 @@ class Decoder(nn.Module):
                 if name.startswith("layers."):
                     _, layer, rest = name.split(".", 2)
                     cast(Block, self.layers[int(layer)]).initialize(rest, values, std, residual)
-                    if values.ndim > 1 and (
-                        linear := self.config.linears.get(name.rpartition(".")[0])
-                    ):
-                        for section, rows in zip(
-                            linear.sections, values.split(linear.rows), strict=True
-                        ):
-                            rows[section.used :] = (
-                                0  # padding, as in a loaded model: it may not decide a scale
-                            )
+                    self._clear_padding(name, values)
                 elif name == "norm.weight":
                     values.fill_(0.0 if self.config.zero_centered_norm else 1.0)
                 else:
                     values.normal_(0.0, std)
         self.tp.mark(self, self.config)
+
+    def _clear_padding(self, name: str, values: Tensor) -> None:
+        """Set the rows of a weight that only pad it to 0, as in a loaded model: they may not decide a scale."""
+        linear = self.config.linears.get(name.rpartition(".")[0])
+        if linear is None or values.ndim == 1:
+            return
+        for section, rows in zip(linear.sections, values.split(linear.rows), strict=True):
+            rows[section.used :] = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; raise a UsageError for more or fewer blocks, as peft's layer_replication would have them.
@@ -399,42 +408,48 @@ class Decoder(nn.Module):
         alignment: int,
     ) -> ForwardContext:
         """Describe the pass over ids [B, S] or vectors [B, S, D] that begins, whose rows are padded to `alignment`."""
-        count = len(self.layers)
-        offload = (
-            Offload(self.host_memory, count, tokens.device) if self.activation_offload else None
+        offload = None
+        if self.activation_offload:
+            offload = Offload(self.host_memory, len(self.layers), tokens.device)
+        recompute = Recompute(
+            self.activation_checkpointing,
+            te=self.te,
+            te_recipe=self.te_recipe,
+            layers=len(self.layers),
+            first_microbatch=first_microbatch,
+            offload=offload,
+            fp8_weights=self.fp8_params,
+            lock=self.te.region_lock(self, self.recipe.quantized),
+            mixed=bool(self.precision.others),
         )
-        lock = self.te.region_lock(self, self.recipe.quantized)
-        how = (first_microbatch, offload, self.fp8_params, lock, bool(self.precision.others))
-        recompute = Recompute(self.activation_checkpointing, self.te, self.te_recipe, count, *how)
-        others = {
-            self.get_submodule(name): (
-                self.precision.te_recipes[name],
-                self.ep.amax_group(name, self.amax_group),
-            )
-            for name in self.precision.others
-        }
-        autocasts = Autocasts(self.te, self.te_recipe, self.amax_group, others)
-        visible = (cache, request.attention_mask, request.document_ids)
-        passed = (
-            recompute,
-            self.kernels,
-            self.fp8_layers,
-            self.dtype,
-            autocasts,
-            alignment,
+        # The te.Linears that run in something else than their surroundings.
+        others = {}
+        for name in self.precision.others:
+            group = self.ep.amax_group(name, self.amax_group)
+            others[self.get_submodule(name)] = (self.precision.te_recipes[name], group)
+        return forward_context(
+            self.specs,
+            tokens,
+            cache=cache,
+            real=request.attention_mask,
+            documents=request.document_ids,
+            recompute=recompute,
+            kernels=self.kernels,
+            fp8_layers=self.fp8_layers,
+            dtype=self.dtype,
+            autocasts=Autocasts(self.te, self.te_recipe, self.amax_group, others),
+            alignment=alignment,
         )
-        return forward_context(self.specs, tokens, *visible, *passed)
 
     def _decode(self, tokens: Tensor, context: ForwardContext, request: OutputRequest) -> Output:
         """Pass ids [B, S] or vectors [B, S, D] through all blocks and the head."""
         fp8 = self.fp8_layers
         x = self.tp.scatter(self._padded(self._embedded(tokens, context), context))
         x = self._run(range(fp8.start), x, context)
-        with (
-            context.autocasts.layers()
-            if fp8 or self.recipe.head_in_fp8
-            else contextlib.nullcontext()
-        ):
+        autocast: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if fp8 or self.recipe.head_in_fp8:
+            autocast = context.autocasts.layers()
+        with autocast:
             x = self._run(fp8, x, context)
             if self.recipe.head_in_fp8:
                 return self._output(x, context, request)
@@ -443,9 +458,10 @@ class Decoder(nn.Module):
 
     def _embedded(self, tokens: Tensor, context: ForwardContext) -> Tensor:
         """Return ids [B, S] or vectors [B, S, D] as [B*S, D], zero at padding."""
-        x = (
-            self.kernels.embedding(self.embed_tokens, tokens) if tokens.dim() == 2 else tokens
-        ).flatten(0, 1)
+        x = tokens
+        if tokens.dim() == 2:
+            x = self.kernels.embedding(self.embed_tokens, tokens)  # [B, S, D]
+        x = x.flatten(0, 1)  # [B*S, D]
         if self.embedding_multiplier != 1:
             x = x * rounded(self.embedding_multiplier, self.dtype)
         return x if context.real is None else x * context.real
@@ -488,9 +504,14 @@ class Decoder(nn.Module):
         """Return the loss of h [N, D], of which the rows after len(targets) are padding."""
         weight = self.lm_head.get_parameter("weight").to(h.dtype)
         h = h if len(h) == len(targets) else h[: len(targets)]  # the gradient of a slice is a copy
-        scaling = (self.config.logits_scaling, self.config.final_logit_softcapping)
-        kernel = with_scaled_logits(self.kernels.loss_and_gradient, *scaling)
-        return linear_cross_entropy(h, weight, targets, None, kernel, self.kernels.multiply)
+        kernel = with_scaled_logits(
+            self.kernels.loss_and_gradient,
+            divisor=self.config.logits_scaling,
+            cap=self.config.final_logit_softcapping,
+        )
+        return linear_cross_entropy(
+            h, weight, targets, kernel=kernel, multiply=self.kernels.multiply
+        )
 
     def _newest(self, h: Tensor, context: ForwardContext, count: int) -> Tensor:
         """Return the rows of h [N, D] of the newest `count` positions of each sequence, padded."""
@@ -517,7 +538,8 @@ class Decoder(nn.Module):
     @contextlib.contextmanager
     def unfused(self) -> Iterator[None]:
         """Inside, run the model with plain kernels, which pass BF16 between its modules."""
-        before, self.kernels = self.kernels, PLAIN
+        before = self.kernels
+        self.kernels = PLAIN
         try:
             yield
         finally:
@@ -580,8 +602,15 @@ class Decoder(nn.Module):
         """Return the recipe that is asked for, and for "auto" the reason for the choice, which is logged; else ""."""
         if recipe != AUTO:
             return suit_to_gpu(get_recipe(recipe, **fields), self.engine), ""
-        how = dict(layers=self.specs, dtype=dtype, fp8_params=self.fp8_params)
-        chosen, reason = auto_recipe(self.config, self.engine, device, **how, **fields)
+        chosen, reason = auto_recipe(
+            self.config,
+            self.engine,
+            device,
+            layers=self.specs,
+            dtype=dtype,
+            fp8_params=self.fp8_params,
+            **fields,
+        )
         say(f"recipe auto: {chosen.name} ({reason})")
         return chosen, reason
 
