@@ -119,7 +119,8 @@ def checked_sliding_rope(rope: Scaling, head_dim: int) -> Scaling:
     proportional = _kind(scaling) == "proportional"  # whose share belongs to the scaling
     names = [name for name in _SLIDING if not (proportional and name == "partial_rotary_factor")]
     own = {name: scaling.pop(name) for name in names if name in scaling}
-    refuse(() if "rope_theta" in own else ["sliding_rope lacks rope_theta"], ConfigError)
+    if "rope_theta" not in own:
+        raise ConfigError("sliding_rope lacks rope_theta")
     for name, value in own.items():
         _SLIDING[name].check(value)
     if own.get("partial_rotary_factor") == 1.0:
@@ -128,26 +129,27 @@ def checked_sliding_rope(rope: Scaling, head_dim: int) -> Scaling:
         scaling = {name: value for name, value in scaling.items() if name not in KIND}
     share = own.get("partial_rotary_factor", 1.0)
     refuse(rotary_mistakes(head_dim, share), ConfigError)
-    return {**own, **(checked_scaling(scaling, int(head_dim * share) // 2) if scaling else {})}
+    if scaling:
+        pairs = int(head_dim * share) // 2
+        own |= checked_scaling(scaling, pairs)
+    return own
 
 
 def checked_scaling(scaling: Scaling, pairs: int) -> Scaling:
     """Return `rope_scaling` with exactly the fields of its type; a ConfigError names a field that is not supported."""
-    given = {
-        name: value for name, value in scaling.items() if name not in KIND and value is not None
-    }
-    given = {
-        name: value
-        for name, value in given.items()
-        if not (name.startswith("mscale") and value == 0)
-    }  # as None
+    given = {}
+    for name, value in scaling.items():
+        absent = value is None or (name.startswith("mscale") and value == 0)
+        if name not in KIND and not absent:
+            given[name] = value
     kind = _kind(scaling)
     refuse(_scaling_mistakes(kind, given, pairs), ConfigError)
     required, optional = ROPE_SCALINGS[kind]
-    return {
-        "rope_type": kind,
-        **{name: given[name] for name in required + optional if name in given},
-    }
+    checked = {"rope_type": kind}
+    for name in required + optional:
+        if name in given:
+            checked[name] = given[name]
+    return checked
 
 
 KIND = ("rope_type", "type")  # names of the field that says which scaling it is

@@ -58,8 +58,10 @@ class ModelPrecision:
 
     def quantizes_weights_as(self, other: ModelPrecision) -> bool:
         """Return whether both quantize the weight of every te.Linear in the same way."""
-        pairs = ((own.recipe, other.linears[name].recipe) for name, own in self.linears.items())
-        return all(quantize_weights_alike(*pair) for pair in pairs)
+        return all(
+            quantize_weights_alike(precision.recipe, other.linears[name].recipe)
+            for name, precision in self.linears.items()
+        )
 
 
 def take_scales(
@@ -80,7 +82,11 @@ def take_scales(
         recipe = now.recipe_of(name)
         return recipe is not None and SCHEMES[recipe.scheme].stateful
 
-    taken = {name: tensor for name, tensor in state.items() if stateful(name.rsplit(".", 2)[0])}
+    taken = {}
+    for name, tensor in state.items():
+        module = name.rsplit(".", 2)[0]  # <module>.scaling_fwd.scale
+        if stateful(module):
+            taken[name] = tensor
     load_fp8_state(model, taken, now.te_recipe_of)
     if taken:
         convert_scales(model, lambda name: then[now.known(name)].recipe, now.recipe_of)
@@ -97,20 +103,29 @@ def model_precision(
 
     `divided(name)`: whether other processes than the model's share the amaxes of a te.Linear.
     """
-    found = precisions(recipe, layers)
+    linears = precisions(recipe, layers)
     # One object per recipe, since modules compare it with the one that they ran under before.
-    built = {known.name: known.build(te) for known in recipe.in_use}
-    te_recipes = {
-        name: None if of.recipe is None else built[of.recipe.name] for name, of in found.items()
-    }
+    built = {one.name: one.build(te) for one in recipe.in_use}
     te_recipe = built.get(recipe.name)
-    inside = recipe.fp8_layers(len(layers))
+    fp8_layers = recipe.fp8_layers(len(layers))
 
-    def around(name: str) -> EngineRecipe | None:
-        within = recipe.head_in_fp8 if name == HEAD else int(name.split(".")[1]) in inside
-        return te_recipe if within else None
-
-    others = tuple(
-        n for n in found if te_recipes[n] is not around(n) or (recipe.stateful and divided(n))
+    te_recipes: dict[str, EngineRecipe | None] = {}
+    others = []
+    for name, precision in linears.items():
+        own = None if precision.recipe is None else built[precision.recipe.name]
+        te_recipes[name] = own
+        if name == HEAD:
+            inside = recipe.head_in_fp8
+        else:
+            inside = int(name.split(".")[1]) in fp8_layers  # layers.<number>.<linear>
+        around = te_recipe if inside else None
+        if own is not around or (recipe.stateful and divided(name)):
+            others.append(name)
+    return ModelPrecision(
+        recipe=recipe,
+        te_recipe=te_recipe,
+        linears=linears,
+        te_recipes=te_recipes,
+        layers=fp8_layers,
+        others=tuple(others),
     )
-    return ModelPrecision(recipe, te_recipe, found, te_recipes, inside, others)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +50,8 @@ class Place:
     def save(self, parameter: Tensor) -> Tensor:
         """Return their tensor: a view where it is one block."""
         pieces = self.pieces(parameter)
-        rows = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).flatten(0, 1)
+        grouped = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        rows = grouped.flatten(0, 1)
         return rows[None] if self.leading else rows
 
 
@@ -60,26 +61,31 @@ def tensor_places(
     """Return their tensor's name -> its place in ours, in their order; `shapes` are our parameters'."""
     found: dict[str, Place] = {}
 
-    def place(
+    def note(
         theirs: str,
-        module: str,
-        blocks: list[tuple[int, int]],
-        groups: int,
+        ours: str,
+        blocks: Sequence[tuple[int, int]] = (),
+        groups: int = 1,
         expert: str = "",
         leading: bool = False,
     ) -> None:
-        """Note the place of their weight and bias: these blocks of rows (none: all), which alternate `groups` times.
+        """Note the places of the weight and the bias of their module in our module (or parameter) `ours`.
 
-        `module` may also be a parameter itself.
+        `blocks` of rows, (first row, rows) each, alternate `groups` times in their tensor; none: all rows.
         """
         for kind in (".weight", ".bias", ""):
-            ours = f"{module}{kind}{expert}"
-            if ours in shapes:
-                ranges = blocks or [(0, shapes[ours][0])]
-                shape = (sum(rows for _, rows in ranges), *shapes[ours][1:])
-                pieces = tuple((at, n // groups) for at, n in ranges)
-                shape = (1, *shape) if leading else shape
-                found[f"{theirs}{kind}"] = Place(ours, pieces, groups, shape, leading)
+            name = f"{ours}{kind}{expert}"
+            if name not in shapes:
+                continue
+            ranges = blocks or [(0, shapes[name][0])]
+            shape = (sum(rows for _, rows in ranges), *shapes[name][1:])
+            found[f"{theirs}{kind}"] = Place(
+                name=name,
+                blocks=tuple((start, rows // groups) for start, rows in ranges),
+                groups=groups,
+                shape=(1, *shape) if leading else shape,
+                leading=leading,
+            )
 
     modules: dict[str, set[str]] = defaultdict(set)  # of each layer, those that have parameters
     for name in shapes:
@@ -88,10 +94,10 @@ def tensor_places(
             modules[f"layers.{depth}"].add(".".join(path[:-1]))
     for theirs, module in TOP.items():
         if theirs != "lm_head":
-            last = module == "norm"
-            place(family.root + (family.norm if last else module), module, [], 1)
+            name = family.norm if module == "norm" else module
+            note(family.root + name, module)
         elif not config.tie_word_embeddings:
-            place(family.head, module, [], 1)
+            note(family.head, module)
     for depth, layer in enumerate(config.layers):
         counts = layer.divided
         own = modules[f"layers.{depth}"]
@@ -104,15 +110,22 @@ def tensor_places(
             blocks = [ranges.get(block, (0, 0)) for block in rows.blocks]
             if rows.blocks and not any(used for _, used in blocks):
                 continue  # a model without a gate, or a layer of another kind
-            groups = (
-                1 if rows.per is None else blocks[0][1] if rows.per == "row" else counts[rows.per]
-            )
-            for expert in range(linear.experts) if linear and linear.experts else ("",):
-                theirs, ours = (
+            if rows.per is None:
+                groups = 1
+            elif rows.per == "row":
+                groups = blocks[0][1]
+            else:
+                groups = counts[rows.per]
+            experts = range(linear.experts) if linear and linear.experts else ("",)
+            for expert in experts:
+                note(
                     f"{family.root}layers.{depth}.{name.format(expert)}",
                     f"layers.{depth}.{rows.module}",
+                    blocks=blocks,
+                    groups=groups,
+                    expert=str(expert),
+                    leading=rows.leading,
                 )
-                place(theirs, ours, blocks, groups, str(expert), rows.leading)
     return found
 
 

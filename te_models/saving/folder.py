@@ -107,14 +107,12 @@ class _Source:
             raise CheckpointError(
                 f"{self.folder} is incomplete: it lacks {file}, which was saved"
             ) from None
-        regular = stat.S_ISREG(found.st_mode)
-        if not regular or size not in (None, found.st_size):
-            problem = (
-                f"damaged: {found.st_size} bytes where {size} were saved"
-                if regular
-                else "not a regular file"
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{path} is not a regular file")
+        if size is not None and size != found.st_size:
+            raise CheckpointError(
+                f"{path} is damaged: {found.st_size} bytes where {size} were saved"
             )
-            raise CheckpointError(f"{path} is {problem}")
         return path
 
     def read(self, file: str, parsed: bool = True) -> Value:
@@ -240,38 +238,52 @@ def match(
 
 def prepare(tensors: TensorGroups, documents: Document) -> Content:
     """Check the content to save, find tied tensors and render the documents; see `save_folder` for the arguments."""
-    kept: dict[str, dict[str, Tensor]] = {}
-    aliases: dict[str, dict[str, str]] = {}
-    for name in (
-        *tensors,
-        *(name for name, document in documents.items() if not _is_file(name, document)),
-    ):
+    json_names = [name for name, document in documents.items() if not _is_file(name, document)]
+    for name in (*tensors, *json_names):
         if not _NAME.fullmatch(name) or name == "manifest":
             raise UsageError(
                 f"{name!r} cannot name a file of saved state; use a-z, 0-9 and _, and not 'manifest'"
             )
+    untied: dict[str, dict[str, Tensor]] = {}
+    aliases: dict[str, dict[str, str]] = {}
     for group, members in tensors.items():
-        kept[group], aliases[group], first = {}, {}, {}
-        for name, tensor in members.items():
-            check_savable(name, tensor)
-            storage = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-            view = (*storage, tensor.shape, tensor.stride(), tensor.dtype)
-            twin = first.setdefault(view, name) if tensor.numel() else name
-            if twin == name:
-                kept[group][name] = tensor.detach()
-            else:
-                aliases[group][name] = twin
-    rendered = {
-        name: document if isinstance(document, bytes) else render_json(document, name)
-        for name, document in documents.items()
-    }
-    return Content(kept, {group: ties for group, ties in aliases.items() if ties}, rendered)
+        untied[group], ties = _without_ties(members)
+        if ties:
+            aliases[group] = ties
+    rendered = {}
+    for name, document in documents.items():
+        rendered[name] = document if isinstance(document, bytes) else render_json(document, name)
+    return Content(untied, aliases, rendered)
+
+
+def _without_ties(members: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return each tensor once, under its first name, and further name -> first name of the same view of a storage."""
+    untied: dict[str, Tensor] = {}
+    ties: dict[str, str] = {}
+    first_names: dict[object, str] = {}
+    for name, tensor in members.items():
+        check_savable(name, tensor)
+        first = name
+        if tensor.numel():  # empty tensors have no address
+            view = (
+                tensor.untyped_storage().data_ptr(),
+                tensor.storage_offset(),
+                tensor.shape,
+                tensor.stride(),
+                tensor.dtype,
+            )
+            first = first_names.setdefault(view, name)
+        if first == name:
+            untied[name] = tensor.detach()
+        else:
+            ties[name] = first
+    return untied, ties
 
 
 def write_content(path: Path, content: Content, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write prepared content as the folder `path`; see `save_folder`."""
     path = Path(os.path.realpath(path))
-    refuse_strangers(path)
+    refuse_foreign_files(path)
     with replacing_folder(path) as folder:
         files: dict[str, Fields] = {}
         for group, tensors in content.tensors.items():
@@ -280,9 +292,8 @@ def write_content(path: Path, content: Content, max_shard_bytes: int = MAX_SHARD
             for file, members in shards.items():
                 files[file] = entry(*write_safetensors(folder / file, members))
             places = {name: file for file, members in shards.items() for name in members}
-            files |= write_index(
-                folder, group, places, sum(tensor.nbytes for tensor in tensors.values())
-            )
+            total = sum(tensor.nbytes for tensor in tensors.values())
+            files |= write_index(folder, group, places, total)
         finish_folder(folder, files, content)
 
 
@@ -290,9 +301,9 @@ def write_index(folder: Path, group: str, places: Mapping[str, str], total: int)
     """Write the index of a group of `total` bytes, tensor name -> file, if it has several files; return its entry."""
     if len(set(places.values())) < 2:
         return {}
-    return {
-        group + INDEX: entry(*write_file(folder / (group + INDEX), render_index(places, total)))
-    }
+    file = group + INDEX
+    size, sha256 = write_file(folder / file, render_index(places, total))
+    return {file: entry(size, sha256)}
 
 
 def finish_folder(folder: Path, files: Mapping[str, Document], content: Content) -> None:
@@ -317,28 +328,33 @@ def entry(size: int, sha256: str) -> dict[str, int | str]:
     return {"size": size, "sha256": sha256}
 
 
-def refuse_strangers(path: Path) -> None:
+def refuse_foreign_files(path: Path) -> None:
     """Raise UsageError if replacing `path` would delete files that no save wrote."""
-    strangers = [path.name] if path.exists() else []
+    foreign = []
     if path.is_dir():
-        try:
-            saved = {MANIFEST, *_read_manifest(path).files}
-        except (CheckpointError, OSError):
-            saved = set()
-        inside = {
-            name.partition("/")[0]
-            for name in saved
-            if "/" in name and (path / name).parent.is_dir()
-        }
-        present = {
-            *os.listdir(path),
-            *(f"{folder}/{name}" for folder in inside for name in os.listdir(path / folder)),
-        }
-        strangers = sorted(present - saved - inside)
-    if strangers:
+        foreign = _foreign_files(path)
+    elif path.exists():
+        foreign = [path.name]
+    if foreign:
         raise UsageError(
-            f"{path} holds what te-models did not save ({list_some(strangers)}); choose another folder"
+            f"{path} holds what te-models did not save ({list_some(foreign)}); choose another folder"
         )
+
+
+def _foreign_files(path: Path) -> list[str]:
+    """Return the files in a folder that its manifest does not list; without a readable manifest all of them."""
+    try:
+        saved = {MANIFEST, *_read_manifest(path).files}
+    except (CheckpointError, OSError):
+        saved = set()
+    folders = set()  # inside, that hold listed files
+    for name in saved:
+        if "/" in name and (path / name).parent.is_dir():
+            folders.add(name.partition("/")[0])
+    present = set(os.listdir(path))
+    for folder in folders:
+        present |= {f"{folder}/{name}" for name in os.listdir(path / folder)}
+    return sorted(present - saved - folders)
 
 
 def _is_file(name: str, document: object) -> bool:
@@ -349,9 +365,8 @@ def _is_file(name: str, document: object) -> bool:
 def _load(source: _Source, names: Iterable[str] | None, optional: Iterable[str]) -> Folder:
     groups, documents = source.names()
     known = groups | documents
-    wanted = dict.fromkeys(
-        (*(sorted(known) if names is None else names), *known.intersection(optional))
-    )
+    asked = sorted(known) if names is None else list(names)
+    wanted = dict.fromkeys([*asked, *known.intersection(optional)])
     for name in wanted:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, 1)
@@ -374,12 +389,13 @@ def _read_groups(source: _Source, groups: Iterable[str]) -> dict[str, dict[str, 
     for group in groups:
         index = group + INDEX
         single = f"{group}.safetensors"
-        maps[group] = weight_map = (
-            None
-            if single in source.files
-            else parse_index(source.read(index), source.folder / index)
-        )
-        shards[group] = [single] if weight_map is None else sorted(set(weight_map.values()))
+        if single in source.files:
+            maps[group] = None
+            shards[group] = [single]
+        else:
+            weight_map = parse_index(source.read(index), source.folder / index)
+            maps[group] = weight_map
+            shards[group] = sorted(set(weight_map.values()))
     paths = {file: source.locate(file) for files in shards.values() for file in files}
     mapped = sum(path.stat().st_size for path in paths.values()) > _memory_share()
 

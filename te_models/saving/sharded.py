@@ -38,7 +38,7 @@ from te_models.saving.folder import (
     entry,
     finish_folder,
     prepare,
-    refuse_strangers,
+    refuse_foreign_files,
     write_index,
 )
 from te_models.saving.run_folder import MAX_FAILED_SAVES, Checkpoints
@@ -101,36 +101,36 @@ class ShardedCheckpoints(Checkpoints):
         return path
 
     def _save(self, path: Path, tensors: TensorGroups, documents: Document) -> None:
-        content: list[Content] = []
+        """Save as `save` does. Rank 0 alone runs the functions that `from_first` gets; the others get its result."""
+        content: list[Content] = []  # on rank 0
 
-        def plan() -> tuple[dict[str, dict[str, int]], object]:
-            content.append(
-                prepare(
-                    {g: {n: local(t) for n, t in m.items()} for g, m in tensors.items()}, documents
-                )
-            )
-            return self._assign_files(tensors, content[0].aliases), content[0].aliases
+        def plan() -> FilePlan:
+            shards = {}
+            for group, members in tensors.items():
+                shards[group] = {name: local(tensor) for name, tensor in members.items()}
+            content.append(prepare(shards, documents))
+            return self._assign_files(tensors, content[0].aliases)
 
-        files, _ = self.ranks.from_first(plan, UsageError)
+        files = self.ranks.from_first(plan, UsageError)
         with ExitStack() as stack:
 
             def begin() -> str:
                 real = Path(os.path.realpath(path))
-                refuse_strangers(real)
+                refuse_foreign_files(real)
                 self.sweep()
                 return str(stack.enter_context(replacing_folder(real)))
 
             folder = Path(self.ranks.from_first(begin, SaveError))
             totals: dict[str, int] = {}
-            records = self._write(folder, files, tensors, totals)
+            entries = self._write(folder, files, tensors, totals)
 
             def finish() -> None:
                 for group, numbers in files.items():
-                    places = {
-                        name: _file(group, number, numbers) for name, number in numbers.items()
-                    }
-                    records.update(write_index(folder, group, places, totals.get(group, 0)))
-                finish_folder(folder, records, content[0])
+                    places = {}
+                    for name, number in numbers.items():
+                        places[name] = _file(group, number, numbers)
+                    entries.update(write_index(folder, group, places, totals.get(group, 0)))
+                finish_folder(folder, entries, content[0])
                 stack.close()
                 self.publish(path)
 
@@ -140,26 +140,27 @@ class ShardedCheckpoints(Checkpoints):
         """Assign the largest tensor first, each to the emptiest file, within the limit of a file's size."""
         plan: FilePlan = {}
         for group, members in tensors.items():
-            own = {
-                name: t.numel() * t.itemsize
-                for name, t in members.items()
-                if name not in aliases.get(group, {})
-            }
-            count = max(
-                min(self.ranks.world, len(own)), -(-sum(own.values()) // self.max_shard_bytes), 1
-            )
-            plan[group] = dict(zip(own, share_out(list(own.values()), count), strict=True))
+            sizes = {}
+            for name, tensor in members.items():
+                if name not in aliases.get(group, {}):
+                    sizes[name] = tensor.numel() * tensor.itemsize
+            # One file per process, or as many as their largest size asks for.
+            needed = -(-sum(sizes.values()) // self.max_shard_bytes)
+            count = max(min(self.ranks.world, len(sizes)), needed, 1)
+            plan[group] = dict(zip(sizes, share_out(list(sizes.values()), count), strict=True))
         return plan
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         """Return the whole tensor, from its shards (FSDP), its parts (tensor parallelism) or the rank of the expert."""
         tensor = whole(tensor)
-        found = _OPTIMIZER.match(name)
         model = self.model
-        if found:
-            tensor = self.fetch(found[1], int(found[2]), tensor)
-        if found and (model.tp.size > 1 or model.ep.size > 1):
-            name = self.names[int(found[2])] if tensor.dim() else name
+        entry_of = _OPTIMIZER.match(name)
+        if entry_of:
+            number = int(entry_of[2])
+            tensor = self.fetch(entry_of[1], number, tensor)
+            # A tensor of the optimizer is divided like its parameter.
+            if tensor.dim() and (model.tp.size > 1 or model.ep.size > 1):
+                name = self.names[number]
         tensor = gather_state({name: tensor}, model.config, model.tp)[name]
         return model.ep.fetch(name, tensor, model.device)
 
@@ -171,43 +172,44 @@ class ShardedCheckpoints(Checkpoints):
         The processes wait for each other's disks after each group, in the group of control messages: the next
         collective on tensors would take a process whose disk is slow for a dead one.
         """
-        everything: Fields = {}
+        all_entries: Fields = {}
         for group, files in plan.items():
-            written: Fields = {}
-            failure = None
-            mine: dict[int, dict[str, Tensor]] = {
-                n: {} for n in files.values() if n % self.ranks.world == self.ranks.rank
-            }
+            own_files: dict[int, dict[str, Tensor]] = {}
+            for number in files.values():
+                if number % self.ranks.world == self.ranks.rank:
+                    own_files[number] = {}
             for name, number in files.items():
                 # A collective: on all processes.
                 full = self._whole(name, tensors[group][name].detach())
                 totals[group] = totals.get(group, 0) + full.numel() * full.itemsize
-                if number in mine:
-                    mine[number][name] = full.cpu()
+                if number in own_files:
+                    own_files[number][name] = full.cpu()
+            entries: Fields = {}
+            failure = None
             try:
-                for number, members in mine.items():
+                for number, members in own_files.items():
                     file = _file(group, number, files)
-                    written[file] = entry(*write_safetensors(folder / file, members))
+                    entries[file] = entry(*write_safetensors(folder / file, members))
             except OSError as error:
                 failure = f"rank {self.ranks.rank}: {first_line(error)}"
             failures = []
-            for entries, problem in self.ranks.gather((written, failure)):
-                everything |= entries
-                failures += [problem] if problem else []
+            for their_entries, their_failure in self.ranks.gather((entries, failure)):
+                all_entries |= their_entries
+                if their_failure:
+                    failures.append(their_failure)
             if failures:
                 raise SaveError(
                     f"could not save {folder.name}: {failures[0]}; earlier checkpoints are intact"
                 )
-        return everything
+        return all_entries
 
 
 def _file(group: str, number: int, files: Mapping[str, int]) -> str:
+    """Return the name of a file of a group, given the file of each tensor of the group."""
     count = max(files.values()) + 1
-    return (
-        f"{group}.safetensors"
-        if count == 1
-        else f"{group}-{number + 1:05d}-of-{count:05d}.safetensors"
-    )
+    if count == 1:
+        return f"{group}.safetensors"
+    return f"{group}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def cut_optimizer_state(
@@ -221,17 +223,19 @@ def cut_optimizer_state(
         CheckpointError: it is of other parameters.
     """
 
-    def kept(values: Sequence[T]) -> list[T]:
-        return (
-            [value for _, value in model.ep.own(zip(names, values, strict=True))] if values else []
-        )
+    def on_this_rank(values: Sequence[T]) -> list[T]:
+        """Return the values, of which there is one per parameter of the whole model, of this rank's parameters."""
+        if not values:
+            return []
+        return [value for _, value in model.ep.own(zip(names, values, strict=True))]
 
-    def own(index: int, value: Value) -> Value:
+    def cut(index: int, value: Value) -> Value:
+        """Return this rank's shard of a value of its parameter number `index`."""
         if not isinstance(value, Tensor) or not value.dim():
             return value
         return shard_like(shard(own_names[index], value, model.config, model.tp), masters[index])
 
-    own_names = kept(names)
+    own_names = on_this_rank(names)
     with reraising(
         "the optimizer's state is of other parameters",
         AttributeError,
@@ -240,15 +244,13 @@ def cut_optimizer_state(
         TypeError,
         ValueError,
     ):
-        found = [
-            {key: own(i, value) for key, value in values.items()}
-            for i, values in enumerate(kept(state["state"]))
-        ]
-        return {
-            **state,
-            "state": found,
-            "masters": [own(i, value) for i, value in enumerate(kept(state["masters"]))],
-        }
+        entries = []
+        for index, values in enumerate(on_this_rank(state["state"])):
+            entries.append({key: cut(index, value) for key, value in values.items()})
+        own_masters = []
+        for index, master in enumerate(on_this_rank(state["masters"])):
+            own_masters.append(cut(index, master))
+        return {**state, "state": entries, "masters": own_masters}
 
 
 def whole_optimizer_state(state: Fields, model: Decoder, names: Sequence[str]) -> Fields:
@@ -257,17 +259,20 @@ def whole_optimizer_state(state: Fields, model: Decoder, names: Sequence[str]) -
     `names` are this rank's parameters; the entries of other ranks' are stand-ins, for `ShardedCheckpoints`.
     """
 
-    def every(values: Sequence[T], other: Callable[[T], T]) -> list[T]:
-        return (
-            [value for _, value in model.ep.every(zip(names, values, strict=True), other)]
-            if values
-            else []
-        )
+    def of_all_ranks(values: Sequence[T], other: Callable[[T], T]) -> list[T]:
+        """Return a value per parameter of the whole model; `other` makes a stand-in of a value of this rank's."""
+        if not values:
+            return []
+        return [value for _, value in model.ep.every(zip(names, values, strict=True), other)]
 
-    tensors = every(
-        state["state"], lambda entry: {key: stand_in(value) for key, value in entry.items()}
-    )
-    return {**state, "state": tensors, "masters": every(state["masters"], stand_in)}
+    def stand_in_entry(entry: dict[str, Any]) -> dict[str, Any]:
+        return {key: stand_in(value) for key, value in entry.items()}
+
+    return {
+        **state,
+        "state": of_all_ranks(state["state"], stand_in_entry),
+        "masters": of_all_ranks(state["masters"], stand_in),
+    }
 
 
 @torch.no_grad()
