@@ -19,6 +19,7 @@ from te_models.fp8.primary_weights import is_quantized
 from te_models.fp8.scaling_state import (
     WIDTHS,
     DelayedRecipe,
+    DelayedState,
     delayed_states,
     fp8_max,
     gemms_of,
@@ -41,7 +42,8 @@ class Probe:
     """
 
     def __init__(self, module: nn.Module, amaxes: Tensor, starts: list[Tensor]) -> None:
-        self.amaxes, self.starts = amaxes, starts
+        self.amaxes = amaxes
+        self.starts = starts
         self.rows: list[int] | None = None  # of each GEMM; None: there is one, for all rows
         self.hooks = [
             module.register_forward_pre_hook(self.before),
@@ -95,10 +97,10 @@ class Measurement:
     """The amaxes of te.Linear and te.GroupedLinear modules, FP32 [GEMMs, 5] each."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
-        self.modules, self.starts = modules, list[Tensor]()
-        self.amaxes = [
-            torch.zeros(gemms_of(module), sum(WIDTHS.values()), device=device) for module in modules
-        ]
+        self.modules = modules
+        self.starts: list[Tensor] = []
+        width = sum(WIDTHS.values())
+        self.amaxes = [torch.zeros(gemms_of(module), width, device=device) for module in modules]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -118,45 +120,38 @@ class Measurement:
         self.starts.clear()
 
     @torch.no_grad()
-    def set_scales(self, how: Sequence[ModuleScaling]) -> None:
+    def set_scales(self, scalings: Sequence[ModuleScaling]) -> None:
         """Give the modules the scales and histories that they would have after a step with these amaxes.
 
-        `how` has a row per module. All processes that share amaxes call this.
+        `scalings` has one per module. All processes that share amaxes call this.
         """
-        states = []
-        for module, (_, built, _) in zip(self.modules, how, strict=True):
-            make_state(module, built)
-            states.append([delayed_states(module)[f".{direction}"] for direction in WIDTHS])
-        for group in dict.fromkeys(own.group for own in how):
-            chosen = [
-                rows
-                for rows in zip(states, self.amaxes, how, strict=True)
-                if rows[2].group is group
-            ]
-            mine = []
-            for own, amaxes, _ in chosen:
-                # Transformer Engine's amax ignores NaN too.
-                parts = amaxes.nan_to_num(nan=0.0, posinf=torch.inf).split(
-                    list(WIDTHS.values()), dim=1
+        # Group -> (state of one direction of a module, its direction, how the module is scaled, its own amaxes).
+        rows: dict[
+            dist.ProcessGroup | None, list[tuple[DelayedState, str, ModuleScaling, Tensor]]
+        ] = {}
+        for module, amaxes, scaling in zip(self.modules, self.amaxes, scalings, strict=True):
+            make_state(module, scaling.built)
+            states = delayed_states(module)
+            # Transformer Engine's amax ignores NaN too.
+            finite = amaxes.nan_to_num(nan=0.0, posinf=torch.inf)
+            parts = finite.split(list(WIDTHS.values()), dim=1)  # [GEMMs, 3] and [GEMMs, 2]
+            for direction, part in zip(WIDTHS, parts, strict=True):
+                state = states[f".{direction}"]
+                own = torch.maximum(part.flatten(), state.amax_history[0])
+                rows.setdefault(scaling.group, []).append((state, direction, scaling, own))
+        for group, members in rows.items():
+            reduced = largest([own for *_, own in members], group)
+            for (state, direction, scaling, own), shared in zip(members, reduced, strict=True):
+                history, scale = delayed_update(
+                    state.amax_history,
+                    state.scale,
+                    shared if scaling.built.reduce_amax else own,
+                    algorithm=scaling.built.amax_compute_algo,
+                    margin=scaling.built.margin,
+                    fp8_max=fp8_max(scaling.recipe, direction),
                 )
-                mine += [
-                    torch.maximum(p.flatten(), s.amax_history[0])
-                    for p, s in zip(parts, own, strict=True)
-                ]
-            amax_of = iter(zip(mine, largest(mine, group), strict=True))
-            for own, _, (recipe, built, _) in chosen:
-                for state, direction in zip(own, WIDTHS, strict=True):
-                    amax = next(amax_of)[built.reduce_amax]
-                    history, scale = delayed_update(
-                        state.amax_history,
-                        state.scale,
-                        amax,
-                        algorithm=built.amax_compute_algo,
-                        margin=built.margin,
-                        fp8_max=fp8_max(recipe, direction),
-                    )
-                    state.amax_history.copy_(history)
-                    state.scale.copy_(scale)
+                state.amax_history.copy_(history)
+                state.scale.copy_(scale)
 
 
 def _any_gradient(modules: Sequence[nn.Module], group: dist.ProcessGroup | None) -> bool:

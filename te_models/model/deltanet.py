@@ -109,10 +109,14 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         stored = {} if state is None else state.read()
         tail = stored.get("tail")
         before = stored.get("matrix")
-        parts = (sizes.key_size, sizes.key_size, sizes.value_size)
-        how = dict(sizes=parts, activation=self.spec.activation)
-        # [B, S, Kd or Vd]
-        q, k, v = kernels.mixed_parts(mixed, tail, self.conv1d.weight, context.documents, **how)
+        q, k, v = kernels.mixed_parts(
+            mixed,
+            tail,
+            self.conv1d.weight,
+            context.documents,
+            sizes=(sizes.key_size, sizes.key_size, sizes.value_size),
+            activation=self.spec.activation,
+        )  # [B, S, Kd], [B, S, Kd], [B, S, Vd]
         real = None if counts is None else torch.arange(seq, device=counts.device) < counts[:, None]
         g, beta = kernels.delta_gates(ba, self.A_log, self.dt_bias, real)
         q, k = (t.unflatten(-1, (-1, sizes.key_head_dim)) for t in (q, k))

@@ -140,8 +140,13 @@ class ForwardContext(NamedTuple):
         if module in self.autocasts.others:
             self.recompute.check_restored(self.autocasts.te_recipe_of(module))
         with self.autocasts.linear(module):
-            how = dict(is_first_microbatch=self.recompute.first_microbatch, route=route)
-            return self.kernels.grouped(module, x, rows, **how)
+            return self.kernels.grouped(
+                module,
+                x,
+                rows,
+                is_first_microbatch=self.recompute.first_microbatch,
+                route=route,
+            )
 
 
 def forward_context(

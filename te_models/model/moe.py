@@ -92,7 +92,7 @@ class Experts(Feedforward[MoESpec]):
         return self.get_submodule("expert_input_norm")(residual), routed * x.shape[1] ** -0.5
 
     def _hidden(self, x: Tensor, routed: Tensor, shared: Tensor, context: ForwardContext) -> Routed:
-        """Return the input of down_proj from those of experts, router and shared expert, each [N, D]."""
+        """Return the input of down_proj from the inputs of experts, router and shared expert, each [N, D]."""
         moe = self.spec.experts
         count = context.batch * context.seq
         if self.jitters and self.training:
@@ -112,10 +112,18 @@ class Experts(Feedforward[MoESpec]):
             bias = self.expert_bias if moe.expert_bias else None
             chosen = choose(logits, bias, context.routed, moe, kernels)
             if self.ep.size == 1:
-                how = (context.alignment, on_device, kernels)
-                return chosen, places(chosen, moe.num_experts, *how), None
-            sent = places(chosen, moe.num_experts, 1, True, kernels)
-            return chosen, *self.ep.exchange(sent, context.alignment, kernels)
+                own = places(
+                    chosen,
+                    moe.num_experts,
+                    context.alignment,
+                    on_device=on_device,
+                    kernels=kernels,
+                )
+                return chosen, own, None
+            # The rows that go to other ranks need no padding; the ranks pad what arrives.
+            sent = places(chosen, moe.num_experts, alignment=1, on_device=True, kernels=kernels)
+            where, exchange = self.ep.exchange(sent, context.alignment, kernels)
+            return chosen, where, exchange
 
         (chosen, where, exchange), first = context.recompute.decided_once(self.layer, route)
         # A recompute has to save what the first pass did.
@@ -129,18 +137,21 @@ class Experts(Feedforward[MoESpec]):
             rows = tokens if exchange is None else exchange.to_experts(dispatch(tokens, *route))
         else:
             rows = self._separate(tokens, own, exchange, route, context)
+        weights = self._weights(logits, chosen)
+        shared_hidden, shared_gate = self._shared(shared, context)
         return Routed(
-            rows,
-            joint,
-            self._weights(logits, chosen),
-            where,
-            exchange,
-            len(x),
-            *self._shared(shared, context),
+            hidden=rows,
+            joint=joint,
+            weights=weights,
+            places=where,
+            exchange=exchange,
+            count=len(x),
+            shared=shared_hidden,
+            gate=shared_gate,
         )
 
     def _weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        """Return the weights of the chosen experts, FP32 [T, k]; those of padding mean nothing."""
+        """Return the weights of the chosen experts, FP32 [T, k]; at padding they mean nothing."""
         weights = weights_of(logits, chosen, self.spec.experts)
         if not self.spec.experts.separate_norms:
             return weights

@@ -349,19 +349,26 @@ class Float8BlockQuantizer(_BlockQuantizer):
         self.block_scaling_dim = block_scaling_dim
 
     def _cast(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        how = (
+        scale = scale_from_amax(
+            block_amax(x, block),
             FP8_MAX[self.dtype],
-            self.force_pow_2_scales,
-            self.amax_epsilon,
-            torch.finfo(x.dtype).max,
+            power_of_2=self.force_pow_2_scales,
+            epsilon=self.amax_epsilon,
+            infinite=torch.finfo(x.dtype).max,
         )
-        scale = scale_from_amax(block_amax(x, block), *how)
         return cast_fp8_blocks(x, scale, block, self.dtype), scale.reciprocal()
 
     def _copies(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
         if fused.active(x):
-            how = self.dtype, self.block_scaling_dim == 2, rowwise, columnwise
-            return fused.cast_blocks(x, *how, self.force_pow_2_scales, self.amax_epsilon)
+            return fused.cast_blocks(
+                x,
+                self.dtype,
+                two_d=self.block_scaling_dim == 2,
+                rowwise=rowwise,
+                columnwise=columnwise,
+                power_of_2=self.force_pow_2_scales,
+                epsilon=self.amax_epsilon,
+            )
         if self.block_scaling_dim == 2:
             data, scale = self._cast(x, (BLOCK, BLOCK))
             return data, pad_to(scale, 1, 4), data, pad_to(scale.t(), 1, 4) if columnwise else scale
