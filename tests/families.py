@@ -831,6 +831,43 @@ FAMILY_CASES["granitemoehybrid"] = {
         dense_attention=dict(num_local_experts=0, layer_types=[FULL] * 3),
     ),
 }
+_KIMI = {key: value for key, value in LATENT_SIZES.items() if key != "first_k_dense_replace"}
+_KIMI |= dict(
+    linear_num_heads=3,
+    linear_head_dim=10,
+    layer_types=[LINEAR_LAYER, FULL, LINEAR_LAYER],
+    mlp_layer_types=["dense", "sparse", "sparse"],
+    q_lora_rank=None,
+)
+_KIMI["num_experts"] = _KIMI.pop("n_routed_experts")
+FAMILY_CASES["kimi_linear"] = {
+    name: {**_KIMI, **case}
+    for name, case in dict(
+        plain={},
+        odd=dict(
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            hidden_size=36,
+            kv_lora_rank=7,
+            linear_num_heads=5,
+        ),
+        latent=dict(q_lora_rank=5, attention_bias=True, v_head_dim=24),
+        groups=dict(
+            num_experts=6, n_group=3, topk_group=2, num_experts_per_tok=3, n_shared_experts=2
+        ),
+        one=dict(num_experts_per_tok=1, norm_topk_prob=False, linear_conv_kernel_dim=2),
+        all=dict(num_experts_per_tok=5, routed_scaling_factor=1.0, mlp_layer_types=["sparse"] * 3),
+        two=dict(
+            num_hidden_layers=2,
+            layer_types=[LINEAR_LAYER, FULL],
+            mlp_layer_types=["dense", "sparse"],
+        ),
+        gelu=dict(hidden_act="gelu"),
+        attention=dict(layer_types=[FULL] * 3),
+        numbered=dict(layer_types=None, num_hidden_layers=6, mlp_layer_types=None, v_head_dim=20),
+        dense=dict(mlp_layer_types=["dense"] * 3, layer_types=[LINEAR_LAYER, LINEAR_LAYER, FULL]),
+    ).items()
+}
 CASES = {
     f"{family}-{name}": (family, case)
     for family, cases in FAMILY_CASES.items()

@@ -124,6 +124,13 @@ KINDS = {
         ),
         rounds=2.0,
     ),
+    "Kimi Delta Attention": Kind(
+        dict(
+            **LATENT, latent_attention=ALIKE, layer_types=("kda", "latent_attention", "kda"),
+            no_rope_layers=(0, 0, 0), kda=dict(num_heads=6, head_dim=16, gate_rank=16),
+        ),
+        rounds=2.0,
+    ),
     "short convolution": Kind(dict(layer_types=("short_conv", "full_attention", "short_conv")), registered),
     "no attention": Kind(dict(layer_types=("short_conv",) * 3), registered),
 }  # fmt: skip

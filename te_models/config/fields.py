@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass
 
 from te_models.config.attention import HeadSizes
 from te_models.config.deltanet import DeltaNetConfig
+from te_models.config.kda import KDAConfig
 from te_models.config.kinds import MIXERS, MLPS
 from te_models.config.latent import LatentConfig
 from te_models.config.mamba2 import Mamba2Config
@@ -61,7 +62,7 @@ class ModelFields(Settings):
     layer_types: tuple[str, ...] | None = setting(
         None,
         'One entry per layer, "full_attention", "sliding_attention", "linear_attention", "latent_attention", '
-        '"conv" or "mamba2"; None: the window applies to all, or all are latent.',
+        '"conv", "mamba2" or "kda"; None: the window applies to all, or all are latent.',
         choices=MIXERS,
     )
     linear_attention: DeltaNetConfig | None = setting(
@@ -70,6 +71,9 @@ class ModelFields(Settings):
     latent_attention: LatentConfig | None = setting(
         None,
         "Sizes of multi-head latent attention, whose keys and values come from a latent (DeepSeek-V3).",
+    )
+    kda: KDAConfig | None = setting(
+        None, "Sizes of the kda layers, Kimi Delta Attention (Kimi Linear, Ling 3)."
     )
     mamba2: Mamba2Config | None = setting(
         None, "Sizes of the mamba2 layers, state spaces (Nemotron-H, Granite 4, Falcon-H1)."

@@ -187,6 +187,11 @@ class PartSpec(ABC):
         return MappingProxyType({})
 
     @property
+    def vector_rows(self) -> Mapping[str, tuple[Section, ...]]:
+        """Module among `vectors`, such as "conv1d" -> the sections of the rows of its weight, if there are several."""
+        return MappingProxyType({})
+
+    @property
     def obstacles(self) -> tuple[str, ...]:
         """The fields of ModelConfig whose values the fused kernels do not compute."""
         return ()
@@ -323,6 +328,15 @@ class LayerSpec:
             f"{part.name}.{name}": LinearSpec(name, 1, sections, "column")
             for part in self.parts
             for name, sections in part.divided_vectors.items()
+        }
+
+    @property
+    def vector_rows(self) -> dict[str, LinearSpec]:
+        """Name in the block, such as "kda.conv1d" -> the parameters of it that have several sections of rows."""
+        return {
+            f"{part.name}.{name}": LinearSpec(name, 1, sections)
+            for part in self.parts
+            for name, sections in part.vector_rows.items()
         }
 
     @property

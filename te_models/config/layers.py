@@ -11,6 +11,7 @@ import math
 from te_models.config.attention import AttentionSpec, Heads
 from te_models.config.deltanet import DeltaNetSpec
 from te_models.config.fields import ModelFields
+from te_models.config.kda import KDASpec
 from te_models.config.kinds import MIXERS, MLPS
 from te_models.config.latent import LatentAttentionSpec
 from te_models.config.layer import LayerSpec
@@ -41,7 +42,6 @@ def attention(config: ModelFields, layer: int) -> AttentionSpec:
     """Return the attention of this layer."""
     slides = config.layer_types is None or config.layer_types[layer] == "sliding_attention"
     window = config.sliding_window if slides else None
-    rotates = config.no_rope_layers is None or bool(config.no_rope_layers[layer])
     rope = config.rope if window is None else config.window_rope
     sizes = config if window is None or config.sliding_heads is None else config.sliding_heads
     return AttentionSpec(
@@ -65,7 +65,7 @@ def attention(config: ModelFields, layer: int) -> AttentionSpec:
         sinks=config.attention_sinks,
         query_scale=_query_scale(config),
         window=window,
-        rope=rope if rotates else None,
+        rope=rope if _rotates(config, layer) else None,
     )
 
 
@@ -88,9 +88,14 @@ def latent_attention(config: ModelFields, layer: int) -> LatentAttentionSpec:
         output_bias=config.attention_output_bias,
         multiplier=multiplier,
         query_scale=_query_scale(config),
-        rope=config.rope,
+        rope=config.rope if _rotates(config, layer) else None,
         sizes=sizes,
     )
+
+
+def _rotates(config: ModelFields, layer: int) -> bool:
+    """Return whether this layer has RoPE."""
+    return config.no_rope_layers is None or bool(config.no_rope_layers[layer])
 
 
 def _query_scale(config: ModelFields) -> tuple[float, int] | None:
@@ -118,6 +123,12 @@ def short_convolution(config: ModelFields, layer: int) -> ShortConvSpec:
         channels=config.hidden_size,
         sizes=config.short_conv,
     )
+
+
+def kda(config: ModelFields, layer: int) -> KDASpec:
+    """Return the Kimi Delta Attention of this layer."""
+    assert config.kda is not None
+    return KDASpec(hidden_size=config.hidden_size, sizes=config.kda, activation=config.hidden_act)
 
 
 def mamba2(config: ModelFields, layer: int) -> Mamba2Spec:
@@ -154,6 +165,7 @@ MIXERS.update(
     latent_attention=latent_attention,
     conv=short_convolution,
     mamba2=mamba2,
+    kda=kda,
 )
 MLPS.update(
     dense=dense,

@@ -35,7 +35,6 @@ NOT_LATENT = {
     "attention_sinks": False,
     "attn_logit_softcapping": None,
     "sliding_window": None,
-    "no_rope_layers": None,
     "partial_rotary_factor": 1.0,
 }
 
@@ -226,7 +225,7 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
     for name in PER_LAYER:
         if values[name] is not None and len(values[name]) != layers:
             yield f"{name} has {len(values[name])} entries for num_hidden_layers={layers}"
-    needs = {kind: kind for kind in ("linear_attention", "latent_attention", "mamba2")} | {
+    needs = {kind: kind for kind in ("linear_attention", "latent_attention", "mamba2", "kda")} | {
         "sliding_attention": "sliding_window",
         "conv": "short_conv",
     }

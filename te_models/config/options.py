@@ -10,6 +10,7 @@ from typing_extensions import TypedDict
 
 from te_models.config.attention import HeadSizes
 from te_models.config.deltanet import DeltaNetConfig
+from te_models.config.kda import KDAConfig
 from te_models.config.latent import LatentConfig
 from te_models.config.mamba2 import Mamba2Config
 from te_models.config.moe import MoEConfig
@@ -70,6 +71,7 @@ class ConfigOptions(TypedDict, total=False):
     sliding_window: int | None
     layer_types: tuple[str, ...] | None
     linear_attention: DeltaNetConfig | None
+    kda: KDAConfig | Mapping[str, int | float | None] | None
     mamba2: Mamba2Config | Mapping[str, int | float | str | bool | None] | None
     short_conv: ShortConvConfig | Mapping[str, int | bool] | None
     latent_attention: LatentConfig | Mapping[str, float | None] | None

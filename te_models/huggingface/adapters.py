@@ -142,10 +142,12 @@ def _sort(part: nn.Module, names: list[str]) -> None:
 
 def _add(part: nn.Module, name: str, make: Callable[[], nn.Module]) -> None:
     """Add a module below `part` unless it is there, and those between."""
-    above, _, leaf = name.rpartition(".")
-    if above and not hasattr(part, above):
-        part.add_module(above, nn.Module())
-    owner = part.get_submodule(above)
+    *above, leaf = name.split(".")
+    owner = part
+    for step in above:
+        if not hasattr(owner, step):
+            owner.add_module(step, nn.Module())
+        owner = owner.get_submodule(step)
     if not hasattr(owner, leaf):
         owner.add_module(leaf, make())
 

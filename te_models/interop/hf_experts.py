@@ -278,6 +278,39 @@ def _write_granite_hybrid(config: ModelConfig) -> Fields:
 GRANITE_HYBRID_EXPERTS = ConfigKeys(
     _GRANITE_HYBRID.keys, _read_granite_hybrid, _write_granite_hybrid
 )
+_KIMI = {
+    "num_experts_per_tok": "num_experts_per_token",
+    "norm_topk_prob": "moe_renormalize",
+    "moe_intermediate_size": "moe_intermediate_size",
+    "routed_scaling_factor": "routed_scaling_factor",
+    "n_group": "num_expert_group",
+    "topk_group": "topk_group",
+}
+
+
+def _kimi_types(theirs: Values) -> list[bool]:
+    """Return which layers are dense, by default the first, or as many as `first_k_dense_replace` says."""
+    if types := theirs.get("mlp_layer_types"):
+        return [kind == "dense" for kind in types]
+    first = theirs.get("first_k_dense_replace", 1)
+    return [layer < first for layer in range(theirs["num_hidden_layers"])]
+
+
+KIMI_EXPERTS = aliased(
+    experts(
+        Layout(("mlp_layer_types", "first_k_dense_replace"), _kimi_types, TYPES.write),
+        _KIMI,
+        shared="num_shared_experts",
+        without={},
+        router_fp32=True,
+        router_aux_loss_coef=0.0,
+        **_SIGMOID,
+    ),
+    num_experts_per_tok="num_experts_per_token",
+    norm_topk_prob="moe_renormalize",
+    n_group="num_expert_group",
+    n_shared_experts="num_shared_experts",
+)
 LFM2_EXPERTS = experts(
     first_dense("num_dense_layers"),
     {

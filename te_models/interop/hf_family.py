@@ -21,6 +21,7 @@ class Family:
         norm: their name of the last norm, below `root`.
         layer: their name below "model.layers.<i>." -> its place in ours, for weights and biases.
         parts: keys that need more than copying.
+        spellings: names among those of `layer` -> others that some folders have instead.
         constants: values of our fields that all models of the family share.
         defaults: the values that transformers uses for absent keys.
         only: their keys -> the values that te-models supports; any other is refused.
@@ -68,6 +69,7 @@ class Family:
     flat: tuple[str, ...] = ()
     text_type: str = ""
     copied: Mapping[str, str] = field(default_factory=dict)
+    spellings: Mapping[str, str] = field(default_factory=dict)
     norm: str = "norm"
     root: str = "model."
     head: str = "lm_head"
@@ -150,8 +152,13 @@ class Family:
         ]
         heads = [head for head in dict.fromkeys((self.head, *HEADS)) if f"{head}.weight" in names]
         aside = [prefix for own in self.aside for prefix in prefixes_of(own)]
+        ends = tuple(f".{other}.weight" for other in self.spellings.values())
+        layer = self.layer
+        if ends and any(name.endswith(ends) for name in names):
+            layer = {self.spellings.get(name, name): rows for name, rows in layer.items()}
         return replace(
             self,
+            layer=layer,
             root=(stored or [self.root])[0],
             head=(heads or [self.head])[0],
             aside=tuple(aside),

@@ -14,7 +14,8 @@ class Rows:
     Several blocks alternate in their tensor, once per unit of `per` (a count in ModelConfig): for instance, the gate
     of each head after the queries of that head; "row" is one row of each block. With `experts`, `module` is a
     te.GroupedLinear, and {} in the name of their tensor the number of the expert. With `leading`, their tensor has a
-    dimension of 1 before ours. In layers without `module` the tensor is in `otherwise`.
+    dimension of 1 before ours; `form` is the shape of their tensor, -1 for the rows. In layers without
+    `module` the tensor is in `otherwise`.
     """
 
     module: str
@@ -27,6 +28,7 @@ class Rows:
     ) = None
     experts: bool = False
     leading: bool = False
+    form: tuple[int, ...] = ()
     otherwise: Rows | None = None
 
     @property
@@ -284,6 +286,32 @@ GRANITE_HYBRID_LAYER = {
         otherwise=Rows("mlp.gate_up_proj", ("gate", "up")),
     ),
     "shared_mlp.output_linear": Rows("mlp.shared_down_proj", otherwise=Rows("mlp.down_proj")),
+}
+# Kimi Delta Attention in some layers, latent attention in the others.
+_KDA = "kda.qkvg_proj"
+KIMI_LAYER = {
+    **LATENT_LAYER,
+    "self_attn.q_proj": Rows("self_attn.qkv_a_proj", ("q",), otherwise=Rows(_KDA, ("q",))),
+    "self_attn.k_proj": Rows(_KDA, ("k",)),
+    "self_attn.v_proj": Rows(_KDA, ("v",)),
+    **{f"self_attn.{name}_conv1d": Rows("kda.conv1d", (name,)) for name in ("q", "k", "v")},
+    "self_attn.f_a_proj": Rows("kda.fb_proj", ("f",)),
+    "self_attn.f_b_proj": Rows("kda.f_up_proj"),
+    "self_attn.A_log": Rows("kda.A_log", form=(1, 1, -1, 1)),
+    "self_attn.dt_bias": Rows("kda.dt_bias"),
+    "self_attn.b_proj": Rows("kda.fb_proj", ("b",)),
+    "self_attn.g_a_proj": Rows(_KDA, ("g",)),
+    "self_attn.g_b_proj": Rows("kda.g_up_proj"),
+    "self_attn.o_norm": Rows("kda.o_norm"),
+    "self_attn.o_proj": Rows("self_attn.o_proj", otherwise=Rows("kda.o_proj")),
+}
+KIMI_EXPERTS = {
+    **_experts(
+        ("block_sparse_moe.experts.{}", "w1", "w3", "w2"),
+        "block_sparse_moe.gate",
+        shared="block_sparse_moe.shared_experts",
+    ),
+    "block_sparse_moe.gate.e_score_correction_bias": Rows("mlp.expert_bias"),
 }
 # Outside the layers: their name -> ours, below the prefix of a family where it begins with "model.".
 TOP = {"model.embed_tokens": "embed_tokens", "model.norm": "norm", "lm_head": "lm_head"}

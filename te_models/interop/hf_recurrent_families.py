@@ -6,7 +6,8 @@ from te_models.interop import hf_parts as parts
 from te_models.interop import hf_places as places
 from te_models.interop import hf_recurrent_parts as recurrent
 from te_models.interop import hf_rope_parts as ropes
-from te_models.interop.hf_family import UNGATED, Family
+from te_models.interop.hf_family import NO_DROPOUT, UNGATED, Family
+from te_models.interop.hf_hybrid_parts import LATENT, ROTATED_HEAD_DIM
 from te_models.interop.hf_parts import Fields
 
 ACT = parts.activation()
@@ -23,6 +24,14 @@ _LFM2_SIZES: Fields = {
 def _granite4(config: ModelConfig) -> bool:
     """Return whether a model with experts has one for all tokens, which this family always has."""
     return config.moe is None or config.moe.shared_expert_intermediate_size > 0
+
+
+def _kimi(config: ModelConfig) -> bool:
+    """Return whether decays and output gates of Kimi Delta Attention have the rank of a head, and no bound."""
+    sizes = config.kda
+    if sizes is None:
+        return config.latent_attention is not None
+    return sizes.gate_rank == sizes.head_dim and sizes.decay_bound is None
 
 
 RECURRENT_FAMILIES = (
@@ -60,5 +69,24 @@ RECURRENT_FAMILIES = (
                   "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False},
         ignored=experts.IGNORED | {"attention_dropout"},
         note="Mamba 2 in most layers, attention without RoPE in the others; experts beside one for all tokens",
+    ),
+    Family(
+        model_type="kimi_linear", architecture="KimiLinearForCausalLM", models="Kimi Linear 48B-A3B",
+        layer={**places.KIMI_LAYER, **places.KIMI_EXPERTS}, constants=UNGATED,
+        copied={"max_position_embeddings": "model_max_length"},
+        spellings={f"mlp.{name}_proj": f"block_sparse_moe.{name}_proj" for name in ("gate", "up", "down")},
+        parts=(recurrent.KIMI_LAYERS, recurrent.KIMI_LENGTH, LATENT, ROTATED_HEAD_DIM, ACT, parts.biases(),
+               experts.KIMI_EXPERTS),
+        renamed={".block_sparse_moe.": ".mlp.", ".self_attn.f_a_proj.": ".self_attn.forget_gate.f_a_proj.",
+                 ".self_attn.f_b_proj.": ".self_attn.forget_gate.f_b_proj."},
+        defaults={"intermediate_size": 9216, "moe_intermediate_size": 1024, "num_attention_heads": 32,
+                  "num_shared_experts": 1, "routed_scaling_factor": 2.446, "kv_lora_rank": 512, "q_lora_rank": None,
+                  "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128, "num_expert_group": 1,
+                  "topk_group": 1, "num_experts_per_token": 8, "moe_renormalize": True, "num_experts": 256,
+                  "model_max_length": 1048576, "rms_norm_eps": 1e-5, "pad_token_id": 163839, "bos_token_id": 163584,
+                  "eos_token_id": 163586, "rope_interleave": False, "linear_head_dim": 128, "linear_num_heads": 32,
+                  "linear_conv_kernel_dim": 4},
+        accepts=_kimi, only=NO_DROPOUT, ignored=experts.IGNORED | {"qk_head_dim"},
+        note="Kimi Delta Attention in most layers, latent attention without RoPE in the others; experts as DeepSeek-V3",
     ),
 )  # fmt: skip

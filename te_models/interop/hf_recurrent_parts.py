@@ -5,6 +5,7 @@ Facts: the configuration and modeling files of transformers 5.24.
 
 import math
 
+from te_models.config.kda import KDAConfig
 from te_models.config.mamba2 import Mamba2Config
 from te_models.config.model import ModelConfig
 from te_models.config.short_conv import ShortConvConfig
@@ -151,6 +152,63 @@ def _write_granite_layers(config: ModelConfig) -> Fields:
     return {**found, **write_mamba(sizes), "mamba_expand": expand}
 
 
+# Sizes of Kimi Delta Attention -> the keys of transformers, and those in `linear_attn_config` of the release.
+_KDA = {
+    "num_heads": ("linear_num_heads", "num_heads"),
+    "head_dim": ("linear_head_dim", "head_dim"),
+    "conv_kernel_dim": ("linear_conv_kernel_dim", "short_conv_kernel_size"),
+}
+
+
+def _read_kimi_layers(theirs: Values) -> Fields:
+    """Read which layers have Kimi Delta Attention, and its sizes; the others have latent attention without RoPE."""
+    count = theirs["num_hidden_layers"]
+    stated = theirs.get("linear_attn_config") or {}
+    sizes = {ours: stated.get(short, theirs[key]) for ours, (key, short) in _KDA.items()}
+    types = theirs.get("layer_types")
+    if types is None and "full_attn_layers" in stated:
+        full = [layer - 1 for layer in stated["full_attn_layers"]]  # which are counted from 1
+        types = ["full_attention" if n in full else "linear_attention" for n in range(count)]
+    if types is None:
+        types = ["full_attention" if n and n % 4 == 0 else "linear_attention" for n in range(count)]
+    ours = {"full_attention": "latent_attention", "linear_attention": "kda"}
+    for kind in types:
+        if kind not in ours:
+            raise ConfigError(
+                f"layer_types holds {kind!r}, which is not supported: te-models reads linear_attention (Kimi Delta "
+                "Attention) and full_attention"
+            )
+    found: Fields = {"layer_types": [ours[kind] for kind in types], "no_rope_layers": [0] * count}
+    if "linear_attention" in types:
+        found["kda"] = {**sizes, "gate_rank": sizes["head_dim"]}
+    else:
+        found["layer_types"] = None
+    return found
+
+
+def _write_kimi_layers(config: ModelConfig) -> Fields:
+    sizes = config.kda or KDAConfig(gate_rank=KDAConfig.head_dim)
+    types = config.layer_types or ("latent_attention",) * config.num_hidden_layers
+    theirs = {"kda": "linear_attention", "latent_attention": "full_attention"}
+    return {
+        **{key: vars(sizes)[ours] for ours, (key, _) in _KDA.items()},
+        "layer_types": [theirs.get(kind, kind) for kind in types],
+    }
+
+
+KIMI_LAYERS = ConfigKeys(
+    ("layer_types", "linear_attn_config", *(key for key, _ in _KDA.values())),
+    _read_kimi_layers,
+    _write_kimi_layers,
+)
+# Another name that transformers reads as `model_max_length`.
+KIMI_LENGTH = ConfigKeys(
+    ("max_position_embeddings",),
+    lambda theirs: {
+        "max_position_embeddings": theirs.get("max_position_embeddings", theirs["model_max_length"])
+    },
+    lambda config: {},
+)
 GRANITE_LAYERS = ConfigKeys(
     (
         "layer_types",

@@ -1,5 +1,6 @@
 """Hugging Face folders written: a model as transformers loads it, with its tokenizer, card and own config.json."""
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -81,15 +82,15 @@ def write_hugging_face(
     """
     folder = Path(os.path.realpath(folder))
     _refuse_strangers(folder)
-    family, aside, order = _family_and_others(model, origin, folder, quantize is None)
-    places = tensor_places(family, model.config, {name: p.shape for name, p in parameters.items()})
+    family, aside, stored = _family_and_others(model, origin, folder, quantize is None)
+    places = tensor_places(stored, model.config, {name: p.shape for name, p in parameters.items()})
     config = _config_document(model, origin, family)
     if quantize is None:
         tensors = {name: place.save(parameters[place.name]) for name, place in places.items()}
     else:
         tensors, config = quantize(places, parameters, config)
     if family.stacked:
-        stacks = stacked(tensors, order)
+        stacks = stacked(tensors, stored.stacked)
         tensors = {family.as_stored(name): tensor for name, tensor in stacks.items()}
     files = {
         "config.json": render_json(config, "config.json"),
@@ -135,19 +136,19 @@ def _refuse_strangers(folder: Path) -> None:
 
 def _family_and_others(
     model: Decoder, origin: Origin, folder: Path, whole: bool
-) -> tuple[Family, Mapping[str, Tensor], str]:
+) -> tuple[Family, Mapping[str, Tensor], Family]:
     """Return the family that the model is written as, and the tensors of other models to write with it, if `whole`.
 
-    The last is the order of dimensions of stacked experts, `Family.stacked`, as the folder with those tensors has it.
+    The last is the family with the order of stacked experts, and the names in a layer, that the model's own folder has.
     """
     if not origin.config:
         family = family_for(model.config)
-        return family, {}, family.stacked
+        return family, {}, family
     preferred = family_of(origin.config)
     found: Mapping[str, Tensor] | None = {}
-    order = preferred.stacked
+    stored = preferred
     if whole:
-        found, order = _tensors_beside(origin, order)
+        found, stored = _tensors_beside(origin, preferred)
     alone = bool(preferred.aside) and not found
     others = preferred.prefixes_aside(origin.config)
     if whole and (alone or (found is None and others)):
@@ -157,7 +158,7 @@ def _family_and_others(
             stacklevel=6,
         )
     family = family_for(model.config, None if alone else preferred)
-    return family, found or {}, order if family is preferred else family.stacked
+    return family, found or {}, stored if family is preferred else family
 
 
 def _generation(model: Decoder, origin: Origin) -> Document:
@@ -173,11 +174,11 @@ def _generation(model: Decoder, origin: Origin) -> Document:
     return {"_from_model_config": True, **ids}
 
 
-def _tensors_beside(origin: Origin, order: str) -> tuple[dict[str, Tensor] | None, str]:
+def _tensors_beside(origin: Origin, family: Family) -> tuple[dict[str, Tensor] | None, Family]:
     """Return the tensors beside the text model in the folder of the origin, or in its `beside`.
 
-    None: it is not, or no longer, a folder of Hugging Face. The other value is the order of dimensions of its stacked
-    experts, `order` where there is no such folder.
+    None: it is not, or no longer, a folder of Hugging Face. The other value is `family` with the order of stacked
+    experts and the names in a layer that this folder has.
 
     Raises:
         UsageError: `beside` was given and has none.
@@ -187,12 +188,13 @@ def _tensors_beside(origin: Origin, order: str) -> tuple[dict[str, Tensor] | Non
     if folder is not None and documents is not None:
         with open_hugging_face(folder, documents) as opened:
             found = opened.tensors_aside()
-            order = opened.family.stacked or order
+            order = opened.family.stacked or family.stacked
+            family = dataclasses.replace(family, stacked=order, layer=opened.family.layer)
     if origin.beside is not None and not found:
         raise UsageError(
             f"{origin.beside} has no tensors that belong beside this model: leave out beside"
         )
-    return found, order
+    return found, family
 
 
 def _say_what_loads(model: Decoder, family: Family, name: str) -> None:

@@ -24,6 +24,7 @@ class Place:
     groups: int
     shape: tuple[int, ...]  # of their tensor
     leading: bool = False  # whether that begins with a dimension of 1
+    form: bool = False  # whether that has other dimensions than ours, with the same numbers in the same order
 
     @classmethod
     def whole(cls, name: str, shape: Iterable[int]) -> Place:
@@ -43,6 +44,7 @@ class Place:
         """Copy their tensor into its rows; the dtype is converted on the device."""
         sizes = [rows for _, rows in self.blocks if rows]
         tensor = tensor.squeeze(0) if self.leading else tensor
+        tensor = tensor.reshape(-1, *parameter.shape[1:]) if self.form else tensor
         tensor = tensor.to(parameter.device).unflatten(0, (self.groups, sum(sizes)))
         for piece, values in zip(self.pieces(parameter), tensor.split(sizes, dim=1), strict=True):
             piece.copy_(values)
@@ -52,6 +54,7 @@ class Place:
         pieces = self.pieces(parameter)
         grouped = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
         rows = grouped.flatten(0, 1)
+        rows = rows.reshape(self.shape) if self.form else rows
         return rows[None] if self.leading else rows
 
 
@@ -68,6 +71,7 @@ def tensor_places(
         groups: int = 1,
         expert: str = "",
         leading: bool = False,
+        form: tuple[int, ...] = (),
     ) -> None:
         """Note the places of the weight and the bias of their module in our module (or parameter) `ours`.
 
@@ -79,12 +83,15 @@ def tensor_places(
                 continue
             ranges = blocks or [(0, shapes[name][0])]
             shape = (sum(rows for _, rows in ranges), *shapes[name][1:])
+            if form:
+                shape = tuple(shape[0] if size < 0 else size for size in form)
             found[f"{theirs}{kind}"] = Place(
                 name=name,
                 blocks=tuple((start, rows // groups) for start, rows in ranges),
                 groups=groups,
                 shape=(1, *shape) if leading else shape,
                 leading=leading,
+                form=bool(form),
             )
 
     modules: dict[str, set[str]] = defaultdict(set)  # of each layer, those that have parameters
@@ -106,7 +113,8 @@ def tensor_places(
             linear = layer.linears.get(rows.module)
             if rows.experts != bool(linear and linear.experts):
                 continue  # of a dense layer, or of one with experts
-            ranges = linear.row_ranges if rows.blocks and linear else {}
+            sections = linear or layer.vector_rows.get(rows.module)
+            ranges = sections.row_ranges if rows.blocks and sections else {}
             blocks = [ranges.get(block, (0, 0)) for block in rows.blocks]
             if rows.blocks and not any(used for _, used in blocks):
                 continue  # a model without a gate, or a layer of another kind
@@ -125,6 +133,7 @@ def tensor_places(
                     groups=groups,
                     expert=str(expert),
                     leading=rows.leading,
+                    form=rows.form,
                 )
     return found
 

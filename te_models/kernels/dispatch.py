@@ -50,6 +50,7 @@ class Kernels:
     clamped_swiglu_backward: Callable[..., Tensor] = elementwise.clamped_swiglu_backward
     mixed_parts: Callable[..., tuple[Tensor, ...]] = from_inputs(elementwise.mixed_parts)
     gated_conv: Callable[..., Tensor] = from_inputs(elementwise.gated_conv)
+    channel_gates: Callable[..., tuple[Tensor, Tensor]] = from_inputs(elementwise.channel_gates)
     time_steps: Callable[..., Tensor] = from_inputs(elementwise.time_steps)
     gated_norm: Callable[..., Tensor] = from_inputs(elementwise.gated_norm)
     delta_gates: Callable[..., tuple[Tensor, Tensor]] = from_inputs(elementwise.delta_gates)
@@ -109,6 +110,7 @@ def compiled_kernels(mode: str) -> Kernels:
         clamped_swiglu_backward=fused(elementwise.clamped_swiglu_backward),
         mixed_parts=from_inputs(elementwise.mixed_parts, fused),
         gated_conv=from_inputs(elementwise.gated_conv, fused),
+        channel_gates=from_inputs(elementwise.channel_gates, fused),
         time_steps=from_inputs(elementwise.time_steps, fused),
         gated_norm=from_inputs(elementwise.gated_norm, fused),
         delta_gates=fused(elementwise.delta_gates),

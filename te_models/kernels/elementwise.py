@@ -180,6 +180,30 @@ def delta_gates(
     return (g, beta) if real is None else (g * real[..., None], beta * real[..., None])
 
 
+def channel_gates(
+    f: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    real: Tensor | None,
+    *,
+    bound: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the logarithms of decay and the writing strengths of Kimi Delta Attention, FP32.
+
+    They are [B, S, heads, C / heads] and [B, S, heads], from logits f [B, S, C] and b [B, S, heads]; a_log [heads],
+    dt_bias [C]. With `bound` a logarithm lies between -bound and 0. Where `real`, bool [B, S], is False the state stays
+    as it is.
+    """
+    rate = a_log.float().exp()[:, None]  # [heads, 1]
+    f = (f.float() + dt_bias.float()).unflatten(-1, (a_log.shape[0], -1))
+    g = -rate * F.softplus(f) if bound is None else -bound * torch.sigmoid(rate * f)
+    beta = b.float().sigmoid()
+    if real is None:
+        return g, beta
+    return g * real[..., None, None], beta * real[..., None]
+
+
 def time_steps(
     logits: Tensor, dt_bias: Tensor, real: Tensor | None, *, low: float, high: float
 ) -> Tensor:

@@ -65,12 +65,11 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         """Return queries [B, S, A, M + P], rotated, from q [N, A*(M + P)]."""
         sizes = self.spec.sizes
         rope = self.spec.rope
-        assert rope is not None
         q = q[: context.batch * context.seq].unflatten(0, (context.batch, context.seq))
-        plain, turned = q.unflatten(-1, (self.spec.heads.query, -1)).split(
-            (sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), dim=-1
-        )
-        q = torch.cat((plain, context.rotated(turned, rope)), dim=-1)
+        q = q.unflatten(-1, (self.spec.heads.query, -1))
+        if rope is not None:
+            plain, turned = q.split((sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), dim=-1)
+            q = torch.cat((plain, context.rotated(turned, rope)), dim=-1)
         if self.spec.query_scale is None:
             return q
         return q * context.query_scales[self.spec.query_scale][..., None, None]
@@ -82,10 +81,11 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         sizes = self.spec.sizes
         rope = self.spec.rope
         count = context.batch * context.seq
-        assert rope is not None
         kv = self.get_submodule("kv_a_layernorm")(kv[:count].contiguous())
         kv, k_rope = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (kv, k_rope))
-        k_rope = context.rotated(k_rope[:, :, None], rope).transpose(1, 2)  # [B, 1, S, P]
+        k_rope = k_rope[:, :, None]  # [B, S, 1, P]
+        k_rope = k_rope if rope is None else context.rotated(k_rope, rope)
+        k_rope = k_rope.transpose(1, 2)  # [B, 1, S, P]
         kv = kv[:, None]  # [B, 1, S, R]
         if context.cache is not None:
             kv, k_rope = context.cache.append(self.layer, kv, k_rope)

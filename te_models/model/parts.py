@@ -2,6 +2,7 @@
 
 from te_models.config.attention import AttentionSpec
 from te_models.config.deltanet import DeltaNetSpec
+from te_models.config.kda import KDASpec
 from te_models.config.latent import LatentAttentionSpec
 from te_models.config.layer import FeedforwardSpec, MixerSpec
 from te_models.config.mamba2 import Mamba2Spec
@@ -10,6 +11,7 @@ from te_models.config.moe import MoESpec
 from te_models.config.short_conv import ShortConvSpec
 from te_models.model.attention import GatedAttention
 from te_models.model.deltanet import GatedDeltaNet
+from te_models.model.kda import KimiDeltaAttention
 from te_models.model.latent import LatentAttention
 from te_models.model.mamba2 import Mamba2
 from te_models.model.mlp import MLP
@@ -23,5 +25,6 @@ MIXERS: dict[type[MixerSpec], type[Mixer]] = {
     LatentAttentionSpec: LatentAttention,
     ShortConvSpec: ShortConv,
     Mamba2Spec: Mamba2,
+    KDASpec: KimiDeltaAttention,
 }
 MLPS: dict[type[FeedforwardSpec], type[Feedforward]] = {MLPSpec: MLP, MoESpec: Experts}

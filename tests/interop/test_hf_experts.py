@@ -60,7 +60,7 @@ LATENT += ["glm4_moe_lite-plain", "glm4_moe_lite-width"]
 OTHERS += LATENT
 RECURRENT = [
     f"{family}-{name}"
-    for family in ("lfm2", "lfm2_moe", "granitemoehybrid")
+    for family in ("lfm2", "lfm2_moe", "granitemoehybrid", "kimi_linear")
     for name in FAMILY_CASES[family]
 ]
 FEW = (
@@ -117,7 +117,7 @@ def test_losses_and_gradients_are_those_of_transformers(case: str, tmp_path: Pat
         assert whole.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
     expected.loss.backward()
     whole.loss.backward()
-    family = family_of(document_of(tmp_path))
+    family = family_of(document_of(tmp_path)).stored_as(tensors_of(tmp_path))
     theirs = gradients_of(judge, tmp_path / "gradients", family)
     parameters = dict(model.named_parameters())
     places = tensor_places(family, model.config, {n: p.shape for n, p in parameters.items()})

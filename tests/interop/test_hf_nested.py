@@ -216,7 +216,7 @@ def test_experts_of_qwen3_vl_as_releases_have_them(tmp_path: Path) -> None:
         ("minimax", "recurrence", "qwen3_next"),
         ("phimoe", "experts", "qwen3_moe"),
         ("longcat_flash", "latent", "deepseek_v3"),
-        ("kimi_linear", "recurrence", "qwen3_next"),
+        ("jamba", "recurrence", "qwen3_next"),
         ("falcon_h1", "recurrence", "qwen3_next"),
         ("mamba2", "recurrence", "qwen3_next"),
         ("stablelm", "LayerNorm", "llama"),

@@ -21,6 +21,7 @@ from te_models import CausalLM, get_preset, list_presets
 from te_models.kernels.elementwise import gate
 from te_models.model.convolution import Taps
 from te_models.model.deltanet import GatedDeltaNet
+from te_models.model.kda import KimiDeltaAttention
 from te_models.model.mamba2 import GroupNorm, Mamba2
 from te_models.model.moe import Experts
 
@@ -58,7 +59,7 @@ def small(preset: str, engine: str, recipe: str = "bf16", **options: Any) -> Cau
 
 # Modules of recurrent layers with taps, decays and a norm that is one operation with its gate; and experts with
 # numbers for their choice.
-BESIDE = (Experts, GatedDeltaNet, GroupNorm, Mamba2, Taps)
+BESIDE = (Experts, GatedDeltaNet, GroupNorm, KimiDeltaAttention, Mamba2, Taps)
 
 
 def owners(model: CausalLM) -> dict[str, nn.Module]:

@@ -1,0 +1,173 @@
+"""Kimi Delta Attention as data: the delta rule with a decay per channel (Kimi Team 2025, arXiv 2510.26692). No torch.
+
+    qkvg_proj.weight  [q: C | k: C | v: C | g: R]
+    fb_proj.weight    [f: R | b: heads, and rows of padding]
+    f_up_proj.weight  [C, R]
+    g_up_proj.weight  [C, R]
+    conv1d.weight     [3 C, 1, taps], of q, k and v
+    o_proj.weight     [D, C]
+
+C is the channels of all heads. Decays (f) and output gates (g) come from R channels each; without `gate_rank` R is C,
+and there are no projections up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+
+from te_models.config.chunk_sizes import FP32
+from te_models.config.layer import FEATURE_ALIGNMENT, LinearSpec, MixerSpec, Section, Step, Tape
+from te_models.config.settings import Settings, count, positive
+
+CHUNK = 16  # tokens that te_models.kernels.kda computes at once; their decays are a tensor [C, C, channels]
+KERNEL_CHUNK = 64  # tokens that flash-linear-attention's kernels compute at once
+
+
+@dataclass(frozen=True)
+class KDAConfig(Settings):
+    """The sizes of layers of Kimi Delta Attention.
+
+    Raises:
+        ConfigError: a size is no positive whole number.
+    """
+
+    prefix = "kda."
+    num_heads: int = count(32, "Heads.")
+    head_dim: int = count(128, "Channels per head of queries, keys and values.")
+    conv_kernel_dim: int = count(4, "Tokens that the causal convolution sees.")
+    gate_rank: int | None = count(
+        None, "Rank of the projections of decays and output gates; default: they are whole."
+    )
+    decay_bound: float | None = positive(
+        None,
+        "Largest decay of a token as a logarithm, of which it is then a share; default: none (Ling 3: 5).",
+    )
+
+    @property
+    def inner_size(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class KDASpec(MixerSpec):
+    """o_proj(RMSNorm(o) * sigmoid(g)), o the output of the delta rule with a decay per channel on act(conv(q, k, v)).
+
+    Attributes:
+        sizes: of the heads.
+        activation: of the convolution's output, as ModelConfig.hidden_act.
+    """
+
+    sizes: KDAConfig
+    activation: str = "silu"
+
+    name: ClassVar[str] = "kda"
+    title: ClassVar[str] = "Kimi Delta Attention"
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        inner, heads = self.sizes.inner_size, self.sizes.num_heads
+        rank = self.sizes.gate_rank or inner
+        into = (*self._mixed, Section("g", rank, rank))
+        # Decays and writing strengths are kept in high precision: their error grows with the length.
+        padding = -(rank + heads) % FEATURE_ALIGNMENT
+        gates = (Section("f", rank, rank), Section("b", heads, heads + padding, "gate"))
+        up = () if self.sizes.gate_rank is None else (("f_up_proj", False), ("g_up_proj", True))
+        out = (Section("o", self.hidden_size, self.hidden_size),)
+        return (
+            LinearSpec("qkvg_proj", self.hidden_size, into),
+            LinearSpec("fb_proj", self.hidden_size, gates, fp8=False),
+            *(LinearSpec(name, rank, (Section("up", inner, inner),), fp8=fp8) for name, fp8 in up),
+            LinearSpec("o_proj", inner, out, residual=True),
+        )
+
+    @property
+    def _mixed(self) -> tuple[Section, ...]:
+        inner = self.sizes.inner_size
+        return tuple(Section(name, inner, inner) for name in ("q", "k", "v"))
+
+    @property
+    def vectors(self) -> Mapping[str, int]:
+        """The convolution's taps, the two parameters of the decay, and the norm of each head."""
+        sizes = self.sizes
+        taps = 3 * sizes.inner_size * sizes.conv_kernel_dim
+        return MappingProxyType(
+            {
+                "conv1d": taps,
+                "A_log": sizes.num_heads,
+                "dt_bias": sizes.inner_size,
+                "o_norm": sizes.head_dim,
+            }
+        )
+
+    @property
+    def vector_rows(self) -> Mapping[str, tuple[Section, ...]]:
+        return MappingProxyType({"conv1d": self._mixed})
+
+    @property
+    def features(self) -> Mapping[str, int]:
+        found = {"hidden_size": self.hidden_size, "num_heads * head_dim": self.sizes.inner_size}
+        rank = self.sizes.gate_rank
+        return found if rank is None else {**found, "gate_rank": rank}
+
+    def parallel_obstacle(self, sequence: bool) -> str:
+        return (
+            "tensor parallelism does not divide Kimi Delta Attention: use FSDP2 (--parallel fsdp)"
+        )
+
+    def flops(self, tokens: int, length: int) -> float:
+        """Return those of the te.Linears, of the convolution, and of the delta rule in chunks.
+
+        As for Gated DeltaNet: per token and head a chunk of C tokens has C (3 d + d + d) and 3 d^2 multiplications.
+        """
+        sizes = self.sizes
+        chunk = min(KERNEL_CHUNK, length)
+        rule = chunk * 4 * sizes.head_dim + 3 * sizes.head_dim**2
+        conv = 3 * sizes.inner_size * sizes.conv_kernel_dim
+        return super().flops(tokens, length) + 2.0 * tokens * (conv + sizes.num_heads * rule)
+
+    def state_bytes(self, batch: int, slots: int, element: int) -> int:
+        """Return the bytes of the convolution's last inputs, and of the FP32 state; the length changes nothing."""
+        sizes = self.sizes
+        tail = (sizes.conv_kernel_dim - 1) * 3 * sizes.inner_size * element
+        return batch * (tail + sizes.inner_size * sizes.head_dim * FP32)
+
+    # The memory of a training step. T tokens, N rows.
+
+    def steps(self, tape: Tape) -> list[Step]:
+        """Return the projections, the convolution, the gates, the delta rule, the norm, the output gate and o_proj."""
+        into, gates, *up, out = self.linears
+        sizes = self.sizes
+        inner = tape.tokens * sizes.inner_size * tape.element
+        decays = tape.tokens * (sizes.inner_size + sizes.num_heads) * FP32
+        whole, logits = (tape.rows * linear.outputs * tape.element for linear in (into, gates))
+        weights = {name: size * tape.element for name, size in self.vectors.items()}
+        raised = inner if up else logits  # the logits of decays
+        first = tape.linear(into, shared=True)
+        first = first._replace(produces=0, scratch=first.scratch + first.produces)
+        return [
+            first,
+            tape.linear(gates),
+            Step("split of q, k, v, g, f, b", consumes=4 * inner, produces=whole + logits),
+            *(tape.linear(linear) for linear in up),
+            Step("convolution", whole, consumes=3 * inner, weights=weights["conv1d"]),
+            Step(
+                "gates",
+                raised + (logits if up else 0),
+                consumes=decays,
+                weights=weights["A_log"] + weights["dt_bias"],
+            ),
+            Step("delta rule", 3 * inner + decays, consumes=inner, produces=3 * inner + decays),
+            Step(
+                "norm",
+                inner + tape.tokens * sizes.num_heads * FP32,
+                consumes=inner,
+                produces=inner,
+                weights=weights["o_norm"],
+            ),
+            Step("output gate", 2 * inner, consumes=inner, produces=2 * inner),
+            tape.linear(out),
+        ]
