@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from te_models.adapters.low_rank import Part, add_updates
+from te_models.adapters.low_rank import Part, add_expert_updates, add_updates, expert_factors
 from te_models.adapters.merged import MergedWeight, forget_merges, merged_weight
+from te_models.adapters.parameters import Shown, Stack
 from te_models.adapters.rows import NamedRows
 from te_models.errors import needs
-from te_models.kernels.grouped_product import low_rank_product
 from te_models.kernels.groups import Groups
 from te_models.kernels.handover import grouped
 
@@ -32,7 +32,39 @@ with needs("te_models.training.lora", "peft", "0.19", "lora"):
     from peft.tuners.tuners_utils import check_adapters_to_merge
 
 
-class LoraLinear(peft_layer.Linear):
+class ExactMerges:
+    """The merges of a layer of peft, each made from the weight before, rounded once and undone to the bit."""
+
+    merged_adapters: list[str]
+    lora_A: Any
+    active_adapters: list[str]
+
+    def merged_weight(self) -> MergedWeight:
+        """Return what puts adapters into the weight of the te module, shared by all layers that are on it."""
+        raise NotImplementedError
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add adapters (None: all active ones) to the weight, rounding once; `unmerge` restores the weight.
+
+        Raises:
+            UsageError: with `safe_merge`, the sum is not finite; the weight is then unchanged.
+        """
+        layer: Any = self
+        known = check_adapters_to_merge(layer, adapter_names) or ()
+        names = [name for name in known if name in self.lora_A]
+        if names:
+            merged = [*self.merged_adapters, *names]
+            self.merged_weight().merge(layer, merged, safe_merge)
+            self.merged_adapters = merged
+
+    def unmerge(self) -> None:
+        """Take the adapters out of the weight; without any it is the one from before, bit for bit."""
+        layer: Any = self
+        self.merged_weight().unmerge(layer)
+        self.merged_adapters = []
+
+
+class LoraLinear(ExactMerges, peft_layer.Linear):
     """A frozen te.Linear, or rows of one, with low-rank updates: base(x) + B(A(dropout(x))) * scaling.
 
     Under DoRA (Liu et al. 2024, arXiv 2402.09353) the rows of the updated weight have lengths that are trained too.
@@ -139,31 +171,18 @@ class LoraLinear(peft_layer.Linear):
         return merged_weight(base.linear if isinstance(base, NamedRows) else base)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add adapters (None: all active ones) to the weight, rounding once; `unmerge` restores the weight.
-
-        Raises:
-            UsageError: with `safe_merge`, the sum is not finite; the weight is then unchanged.
-        """
-        if not self.low_rank:
+        """Add adapters (None: all active ones) to the weight; see ExactMerges."""
+        if self.low_rank:
             super().merge(safe_merge, adapter_names)
-            return
-        names = [
-            name
-            for name in check_adapters_to_merge(self, adapter_names) or ()
-            if name in self.lora_A
-        ]
-        if names:
-            merged = [*self.merged_adapters, *names]
-            self.merged_weight().merge(self, merged, safe_merge)
-            self.merged_adapters = merged
+        else:
+            peft_layer.Linear.merge(self, safe_merge, adapter_names)
 
     def unmerge(self) -> None:
-        """Take the adapters out of the weight; without any it is the one from before, bit for bit."""
-        if not self.low_rank:
+        """Take the adapters out of the weight; see ExactMerges."""
+        if self.low_rank:
             super().unmerge()
-            return
-        self.merged_weight().unmerge(self)
-        self.merged_adapters = []
+        else:
+            peft_layer.Linear.unmerge(self)
 
     def add_to(self, values: Tensor, gemm: int, adapters: Sequence[str]) -> None:
         """Add the updates of `adapters` to the FP32 weight [out, in] of a GEMM; see MergedWeight."""
@@ -186,30 +205,10 @@ class LoraLinear(peft_layer.Linear):
         """Return the base layer, with the adapters in it if they are to be merged; peft calls it."""
         if merge:
             self.merge(safe_merge, adapter_names)
-        elif self.merged:
-            self.unmerge()
         base = self.get_base_layer()
         if not isinstance(base, NamedRows):
             forget_merges(base)
         return base
-
-
-def adopt(model: nn.Module) -> None:
-    """Put a LoraLinear in the place of each of peft's own layers on a te.Linear or on rows of one.
-
-    peft makes those where a user's LoraConfig does not say otherwise. The parameters stay the same objects.
-    """
-    for name, module in list(model.named_modules()):
-        if type(module) not in (peft_layer.Linear, TeLinear) or module.merged:
-            continue
-        base = module.get_base_layer()
-        if not (isinstance(base, NamedRows) or hasattr(base, "fp8_meta")):
-            continue
-        adopted = LoraLinear.__new__(LoraLinear)
-        adopted.__dict__.update(module.__dict__)
-        adopted.fan_in_fan_out = adopted.is_target_conv_1d_layer = False
-        parent, _, leaf = name.rpartition(".")
-        model.get_submodule(parent)._modules[leaf] = adopted
 
 
 class _Dora(DoraLinearVariant):
@@ -262,12 +261,7 @@ class LoraExperts(LoraLinear):
         if self.disable_adapters and self.merged:
             self.unmerge()
         result = run(self.base_layer, x, *rows, **options)
-        for adapter in self.active_adapters:
-            if Part(self).has(adapter):
-                a, b = self._factors(adapter, result.dtype)
-                dropped = self.lora_dropout[adapter](x.to(result.dtype))
-                result = result + low_rank_product(dropped, a, b, self.scaling[adapter], *rows)
-        return result
+        return add_expert_updates(result, x, [Part(self)], self._experts, *rows)
 
     def __getattr__(self, name: str) -> Any:
         """Return the weight of an expert by its name, as peft's layers do for `weight`."""
@@ -275,14 +269,67 @@ class LoraExperts(LoraLinear):
             return self.base_layer.get_parameter(name)
         return super().__getattr__(name)
 
-    def _factors(self, adapter: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return A [E, r, in] and B [E, out, r] of an adapter."""
-        a = self.lora_A[adapter].get_parameter("weight").to(dtype)
-        b = self.lora_B[adapter].get_parameter("weight").to(dtype)
-        rank = self.r[adapter]
-        return a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
-
     def get_delta_weight(self, adapter: str, gemm: int = 0) -> Tensor:
         """Return the adapter's update of an expert's weight, FP32 [out, in]."""
-        a, b = self._factors(adapter, torch.float32)
+        a, b = expert_factors(self, adapter, self._experts, torch.float32)
         return self.scaling[adapter] * (b[gemm] @ a[gemm])
+
+
+class ParamWrapper(ExactMerges, peft_layer.ParamWrapper):
+    """peft's layer around a parameter of experts or of a router, with exact merges. peft knows the class by its name.
+
+    AdaptedWeight adds its updates where the te module computes.
+    """
+
+    @property
+    def stack(self) -> Stack:
+        """The rows of our weights that the parameter is."""
+        return cast(Shown, self.get_base_layer()).stacks[self.parameter_name]
+
+    def merged_weight(self) -> MergedWeight:
+        """Return what puts adapters into the weights of the te module."""
+        return merged_weight(self.stack.owner)
+
+    def add_to(self, values: Tensor, gemm: int, adapters: Sequence[str]) -> None:
+        """Add the updates of `adapters` to the FP32 weight [out, in] of a GEMM; see MergedWeight."""
+        rows = self.stack.place.save(values).clone()
+        for adapter in adapters:
+            a, b = expert_factors(self, adapter, self.num_experts, torch.float32)
+            rows += self.scaling[adapter] * (b[gemm] @ a[gemm])
+        self.stack.place.load(values, rows)
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> nn.Module:
+        """Return the module of the parameter, with the adapters in its values if they are to be merged."""
+        base = super().unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
+        for stack in cast(Shown, self.get_base_layer()).stacks.values():
+            forget_merges(stack.owner)
+        return base
+
+
+def adopt(model: nn.Module) -> None:
+    """Put layers of this module in the place of peft's own on te.Linears, on rows of them, and on parameters.
+
+    peft makes those where a user's LoraConfig does not say otherwise. The parameters stay the same objects.
+    """
+    for name, module in list(model.named_modules()):
+        if type(module) in (peft_layer.Linear, TeLinear):
+            base = module.get_base_layer()
+            if not isinstance(base, NamedRows) and not hasattr(base, "fp8_meta"):
+                continue
+            kind: type[nn.Module] = LoraLinear
+        elif type(module) is peft_layer.ParamWrapper:
+            if not isinstance(module.get_base_layer(), Shown):
+                continue
+            kind = ParamWrapper
+        else:
+            continue
+        if module.merged:
+            continue  # by peft, which has to take it back
+        adopted: Any = object.__new__(kind)
+        adopted.__dict__.update(module.__dict__)
+        if kind is LoraLinear:
+            adopted.fan_in_fan_out = adopted.is_target_conv_1d_layer = False
+        parent, _, leaf = name.rpartition(".")
+        model.get_submodule(parent)._modules[leaf] = adopted

@@ -8,7 +8,7 @@ a model that loads them in FP32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +16,9 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from te_models.kernels.grouped_product import low_rank_product
+from te_models.kernels.groups import Groups
 
 
 class LoraLayer(Protocol):
@@ -64,6 +67,50 @@ class Part:
         if self.columns is None:
             return weight
         return weight.new_zeros(outputs, weight.shape[1]).index_copy(0, self.columns, weight)
+
+
+def expert_factors(
+    layer: LoraLayer, adapter: str, experts: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return A [E, r, in] and B [E, out, r] of the experts, which an adapter has side by side as files have them.
+
+    Its A [E * r, in] has those of the experts one after the other; in its B [out, r * E] column j * E + e is column j
+    of expert e.
+    """
+    a: Tensor = layer.lora_A[adapter].weight
+    b: Tensor = layer.lora_B[adapter].weight
+    a = a.to(dtype).unflatten(0, (experts, -1))
+    return a, b.to(dtype).unflatten(1, (-1, experts)).permute(2, 0, 1)
+
+
+def add_expert_updates(
+    result: Tensor,
+    x: Tensor,
+    parts: Iterable[Part],
+    experts: int,
+    *rows: list[int] | Groups,
+) -> Tensor:
+    """Return the output of a te.GroupedLinear with the updates of all active adapters of its experts.
+
+    Args:
+        result: its output of x [R, out].
+        x: its input [R, in].
+        parts: its layers with adapters.
+        experts: their number.
+        rows: how many rows each expert has.
+    """
+    dtype = result.dtype
+    for part in parts:
+        layer = part.layer
+        for adapter in layer.active_adapters:
+            if not part.has(adapter):
+                continue
+            a, b = expert_factors(layer, adapter, experts, dtype)
+            if part.columns is not None:
+                b = torch.zeros_like(b).index_copy(1, part.columns, b)
+            dropped = layer.lora_dropout[adapter](x.to(dtype))
+            result = result + low_rank_product(dropped, a, b, layer.scaling[adapter], *rows)
+    return result
 
 
 def add_updates(

@@ -9,33 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.adapters.low_rank import Part, add_expert_updates, add_updates
 from te_models.fp8.primary_weights import plain, write_weight
 from te_models.interop.tensor_places import Place
-from te_models.kernels.grouped_product import low_rank_product
 from te_models.kernels.groups import Groups
-
-
-class ParamWrapper(Protocol):
-    """What is read of peft's layer around the module of a parameter."""
-
-    parameter_name: str
-    num_experts: int
-    disable_adapters: bool
-    merged: bool
-    active_adapters: list[str]
-    lora_A: nn.ModuleDict
-    lora_B: nn.ModuleDict
-    scaling: dict[str, float]
-
-    def unmerge(self) -> None: ...
-
-    def get_base_layer(self) -> nn.Module: ...
 
 
 class Values(Tensor):
@@ -158,10 +140,13 @@ class Stack:
         for name, part in zip(self.names, values if self.experts else [values], strict=True):
             write_rows(self.owner, name, self.place, part.mT if self.transposed else part)
 
-    def in_order(self, b: Tensor) -> Tensor:
-        """Return B with its rows, the first dimension, in the order of our weight."""
-        theirs = self.place.save(torch.arange(len(b), device=b.device))
-        return b[theirs.argsort()]
+    def columns(self) -> Tensor | None:
+        """Return which outputs of our weight the rows make, int64 [rows]; None: all of them in order."""
+        rows = self.place.shape[0]
+        if self.place == Place.whole(self.place.name, self.place.shape):
+            return None
+        device = self.owner.get_parameter(self.names[0]).device
+        return self.place.save(torch.arange(rows, device=device))
 
 
 class Shown(nn.Module):
@@ -207,41 +192,31 @@ class AdaptedWeight(nn.Module):
         **options: object,
     ) -> Tensor:
         """Map x [R, in] to [R, out]; `rows` are those of each expert, and `run` computes base_layer's forward."""
-        out = (
-            self.base_layer(x, *rows, **options)
-            if run is None
-            else run(self.base_layer, x, *rows, **options)
-        )
-        for a, b, scaling in self._updates():
-            a, b = a.to(out.dtype), b.to(out.dtype)
-            if rows:
-                out = out + low_rank_product(x.to(out.dtype), a, b, scaling, *rows)
-            else:
-                out = out + F.linear(F.linear(x.to(out.dtype), a[0]), b[0]) * scaling
-        return out
+        parts = self._parts()  # before the product: it takes out what is merged and switched off
 
-    def _updates(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """Yield A [E, r, in], B [E, out, r] and the scaling of each active adapter; E is 1 for a router."""
-        found = self.part[0].get_submodule(self.holder)
+        def base(x: Tensor) -> Tensor:
+            if run is None:
+                return self.base_layer(x, *rows, **options)
+            return run(self.base_layer, x, *rows, **options)
+
+        if rows:
+            experts: Any = self.base_layer.num_gemms
+            return add_expert_updates(base(x), x, parts, experts, *rows)
+        return add_updates(base(x), x, parts, base, None)
+
+    def _parts(self) -> list[Part]:
+        """Return the layers of peft around the parameter."""
+        layers: list[Any] = []
+        found: Any = self.part[0].get_submodule(self.holder)
         while not isinstance(found, Shown):
-            wrapper = cast(ParamWrapper, found)
+            if found.parameter_name == self.name:
+                layers.append(found)
             found = found.get_submodule("base_layer")
-            if wrapper.parameter_name != self.name:
-                continue
-            if wrapper.disable_adapters and wrapper.merged:
-                wrapper.unmerge()
-            if wrapper.disable_adapters or wrapper.merged:
-                continue
-            for adapter in wrapper.active_adapters:
-                if adapter not in wrapper.lora_A:
-                    continue
-                a, b = (
-                    part[adapter].get_parameter("weight")
-                    for part in (wrapper.lora_A, wrapper.lora_B)
-                )
-                stack = cast(Shown, wrapper.get_base_layer()).stacks[self.name]
-                b = stack.in_order(b).unflatten(1, (-1, wrapper.num_experts)).permute(2, 0, 1)
-                yield a.unflatten(0, (wrapper.num_experts, -1)), b, wrapper.scaling[adapter]
+        for layer in layers:
+            if layer.disable_adapters and layer.merged:
+                layer.unmerge()
+        columns = found.stacks[self.name].columns()
+        return [Part(layer, columns) for layer in layers]
 
     def unload_and_optionally_merge_module(self, **options: object) -> nn.Module:
         """Return the te module, into which peft merges the adapters of its parameters; peft calls it."""

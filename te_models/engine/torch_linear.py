@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,10 +22,10 @@ class TorchLinear(nn.Linear):
     @classmethod
     def of(cls, linear: nn.Module) -> TorchLinear:
         """Return a te.Linear as a module of this class, which takes its place: both have the same state."""
-        made: Any = cls.__new__(cls)
-        made.__dict__ = linear.__dict__
+        made = cls.__new__(cls)
+        object.__setattr__(made, "__dict__", linear.__dict__)
         if "bias" not in linear._parameters:
-            made.bias = None
+            made.__dict__["bias"] = None
         return made
 
 

@@ -349,10 +349,15 @@ def test_adapters_of_experts_and_routers_are_those_of_transformers(
     torch.testing.assert_close(
         lora.load_lora(inner, tmp_path / "again")(IDS).logits, expected, **CLOSE
     )
+    own = ours(input_ids=IDS).logits
     ours.merge_adapter(safe_merge=True)
     torch.testing.assert_close(ours(input_ids=IDS).logits, expected, **CLOSE)
+    with ours.disable_adapter():
+        switched_off = ours(input_ids=IDS).logits  # in the first pass that sees the switch
+    torch.testing.assert_close(switched_off, theirs(IDS).logits, **CLOSE)
+    ours.merge_adapter()
     ours.unmerge_adapter()
-    torch.testing.assert_close(copy.deepcopy(ours)(input_ids=IDS).logits, expected, **CLOSE)
+    assert torch.equal(copy.deepcopy(ours)(input_ids=IDS).logits, own)
     merged = ours.merge_and_unload()
     torch.testing.assert_close(merged(IDS).logits, expected, **CLOSE)
     assert set(merged.state_dict()) == set(load(tmp_path / "base").state_dict())
