@@ -267,7 +267,7 @@ class AttentionSpec(SoftmaxAttentionSpec):
 
     @property
     def copies_queries(self) -> bool:
-        """Whether norms or RoPE make queries and keys anew before attention runs on them."""
+        """True if norms or RoPE make new queries and keys before attention runs on them."""
         return self.rope is not None or self.qk_norm != "none"
 
     def _attention(self, tape: Tape) -> list[Step]:

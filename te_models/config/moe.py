@@ -196,7 +196,7 @@ class MoESpec(FeedforwardSpec):
         )
 
     def halves(self, tape: Tape) -> tuple[list[Step], list[Step]]:
-        """Return what is up to the inputs of the projections down, and those projections with the combination."""
+        """Return the operations up to the inputs of the projections down, and these with the combination."""
         e, element, rows = self.experts, tape.element, self.rows(tape)
         router, into, out, *shared = self.linears
         scores, chosen = tape.tokens * e.num_experts * FP32, tape.tokens * e.num_experts_per_tok

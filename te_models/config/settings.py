@@ -89,7 +89,7 @@ class Setting:
         return f"x{'>' if self.above else '>='}{least}"
 
     def wrong_type(self, value: SettingValue) -> str:
-        """Return what a value of this setting is, such as "a whole number", if this is none; else an empty text."""
+        """Return the kind of value that is missing, such as "a whole number", if `value` is of another; else ""."""
         if any(self._is_one(value, kind) for kind in self.kinds):
             return ""
         if self.several:

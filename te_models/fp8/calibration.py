@@ -86,7 +86,7 @@ def _by_gemm(tensor: Tensor, rows: list[int] | None) -> Sequence[Tensor]:
 
 
 class ModuleScaling(NamedTuple):
-    """How a module is scaled: its recipe, the engine's object of it, and the processes that share its amaxes."""
+    """The scaling of a module: its recipe, the engine's object of it, and the processes that share its amaxes."""
 
     recipe: Recipe
     built: DelayedRecipe

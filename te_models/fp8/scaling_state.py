@@ -237,7 +237,7 @@ class Fp8StateCopies:
         return copies
 
     def named(self, copies: Copies) -> dict[str, Tensor]:
-        """Return what `take` returned under the names of `fp8_state`."""
+        """Return the copies of `take` under the names of `fp8_state`."""
         return {
             f"{self.names[place]}.{direction}.{part}": tensor
             for (place, direction, part), tensor in copies.items()

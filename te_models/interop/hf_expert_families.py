@@ -295,7 +295,7 @@ _TAKEN = ("gate_proj", "up_proj", "down_proj")
 
 
 def dropped_by_peft(model_type: str, linears: Iterable[str]) -> str:
-    """Return what peft does to adapters on `linears` of a model in transformers, which it drops; "" if it does not."""
+    """Return why peft drops adapters on `linears` of a model in transformers; "" if it does not."""
     if model_type not in _CONVERTED or not any(name.endswith(_TAKEN) for name in linears):
         return ""
     return f"peft has no adapters on {', '.join(_TAKEN)} of {model_type} in transformers and drops them there"

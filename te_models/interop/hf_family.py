@@ -217,7 +217,7 @@ class Family:
         return all(layer.linears.keys() <= modules for layer in config.layers)
 
     def lacks(self, config: ModelConfig) -> list[str]:
-        """Return what this architecture cannot express of a model: te.Linears, and fields with their values."""
+        """Return what of a model this architecture cannot express: te.Linears, and fields with their values."""
         modules = {module for rows in self.layer.values() for module in rows.modules}
         linears = {name for layer in config.layers for name in layer.linears} - modules
         try:
@@ -285,7 +285,7 @@ class Family:
         return found + unread_rope_fields(text)
 
     def _unsupported(self, config: Values) -> list[str]:
-        """Return what is said of keys that transformers reads, with values that te-models does not compute."""
+        """Return a line on keys that transformers reads, with values that te-models does not compute."""
         problems = []
         known = self.known() | self.ignored
         for key, value in config.items():

@@ -43,7 +43,7 @@ def text_type(config: Mapping[str, Any]) -> str:
 
 
 def obstacle(config: Mapping[str, Any], types: Collection[str]) -> str:
-    """Return what of a model is missing in te-models, and the nearest of `types` that it reads; "" if nothing tells."""
+    """Return the part of a model that te-models lacks, and the nearest of `types` that it reads; "" if unknown."""
     kind, inside = str(config.get("model_type")), text_type(config)
     if inside:
         begins = sorted(filter(inside.startswith, types), key=len, reverse=True)

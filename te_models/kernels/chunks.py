@@ -22,7 +22,7 @@ class Decays(NamedTuple):
 
 
 def chunked_decays(g: Tensor, documents: Tensor | None, padding: int) -> Decays:
-    """Return what is left where, given the logarithms of decay g [B, H, n, C].
+    """Return the decays between the tokens of a chunk, given the logarithms of decay g [B, H, n, C].
 
     With `documents` int [B, S] nothing passes from one to another; the last `padding` tokens belong to the last.
     """

@@ -14,7 +14,7 @@ from te_models.device.autograd import Context
 
 
 class Softmax(NamedTuple):
-    """How scores become probabilities: the factor on the products of queries and keys, the cap, the sinks [N]."""
+    """The softmax of scores: the factor on the products of queries and keys, the cap, the sinks [N]."""
 
     scale: float
     cap: float | None

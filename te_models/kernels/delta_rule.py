@@ -177,7 +177,7 @@ def runs_on_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def delta_rule_kernel(device: torch.device, dtype: torch.dtype) -> str:
-    """Return what computes the delta rule of a training step on this device, in a few words."""
+    """Return the name of the kernels of the delta rule in a training step on this device, in a few words."""
     if runs_on_kernels(device, dtype):
         version = importlib.metadata.version("fla-core")
         return f"flash-linear-attention {version}, whose kernels are compiled in the first step"

@@ -246,7 +246,7 @@ def _rows_kernel(
     a, b, a_inv, b_inv, first, tiles, bias, out, width, depth, count, most, step_n, step_k, blocks,
     EXPERTS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    """As grouped_gemm_triton's; scales of b are step_n and step_k apart, experts `blocks`."""
+    """Multiply as grouped_gemm_triton's kernel does; scales of b are step_n and step_k apart, experts `blocks`."""
     e, begin, rows, m, n = own_tile(first, tiles, width, count, EXPERTS, HIGH, WIDE, ABREAST)
     if e >= count:
         return
@@ -363,7 +363,7 @@ def hidden_blocks(gate_up: Tensor, groups: Groups, activation: Activation) -> Bl
 
 
 class BlockGradients(NamedTuple):
-    """Those of gate_up, the activation again, transposed or not there, and the sums of each expert's rows or None."""
+    """Gradients of gate_up, the recomputed activation, and the sums of each expert's rows or None."""
 
     of_gate_up: Blocks
     hidden: Blocks

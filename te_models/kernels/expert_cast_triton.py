@@ -137,7 +137,7 @@ def _group_amax_kernel(of_rows, data, source, factor, given, first, amax, ROWS: 
 
 @triton.jit
 def current_scale(amax, LARGEST: tl.constexpr):
-    """Return what brings `amax` to the largest number of the format: 1 for 0, infinity and NaN."""
+    """Return the factor from `amax` to the largest number of the format: 1 for 0, infinity and NaN."""
     counts = (amax > 0) & (amax < float("inf"))
     scale = tl.div_rn(tl.full((), LARGEST, tl.float32), tl.where(counts, amax, LARGEST))
     return tl.minimum(scale, 3.4028234663852886e38)

@@ -365,7 +365,7 @@ class _PlainGradient:
 
 
 class _FP8Gradient:
-    """The same as FP8 for qkvg_proj, data and transposed copy at once."""
+    """The gradient of qkvg written as FP8 for qkvg_proj, data and transposed copy at once."""
 
     def __init__(
         self, qkvg: Tensor, setting: AttentionSetting, target: CastTarget, fp8: FP8Operations
@@ -379,14 +379,14 @@ class _FP8Gradient:
         self.out = fp8.new(rows, columns, qkvg.device)
 
     def gate(self, dy: Tensor, mixed: Tensor, logits: Tensor) -> Tensor:
-        """As _PlainGradient.gate."""
+        """Do the work of _PlainGradient.gate."""
         at = (self.out, self.target.cast_scale, self.starts[3])
         return self.ops.gate_backward(*at, dy, mixed, logits, self.softplus)
 
     def heads(
         self, section: int, slope: Tensor, x: Tensor, norm: Norm | None, rotation: Rotation | None
     ) -> Tensor | None:
-        """As _PlainGradient.heads."""
+        """Do the work of _PlainGradient.heads."""
         at = (self.out, self.target.cast_scale, self.starts[section])
         if norm is not None:
             dweight = self.ops.norm_backward(*at, slope, x, norm, rotation)

@@ -148,7 +148,7 @@ def _rows_by_tma_kernel(
     DOWN: tl.constexpr, PRECISE: tl.constexpr, EXPERTS: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    """As `_rows_kernel`; a and b describe the rows of all experts, and their matrices below each other.
+    """Multiply as `_rows_kernel` does; a and b describe the rows of all experts, and their matrices below each other.
 
     A tile may contain rows of the next expert, which are not stored, and zeros behind the last column.
     """
@@ -329,7 +329,7 @@ def by_tma(*operands: Tensor) -> bool:
 
 
 def _described(data: Tensor, rows: int, columns: int, block: list[int]) -> TensorDescriptor:
-    """Return what the copy engine needs to know of a matrix [rows, columns] that begins with `data`."""
+    """Return the copy engine's description of a matrix [rows, columns] that begins with `data`."""
     return TensorDescriptor(data, [rows, columns], [columns, 1], block)
 
 

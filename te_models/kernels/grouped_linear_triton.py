@@ -37,7 +37,7 @@ E5M2 = torch.float8_e5m2
 
 
 class Casts(NamedTuple):
-    """How a recipe casts and multiplies: the format of gradients, and which of the sums are precise.
+    """The casts and products of a recipe: the format of gradients, and which of the sums are precise.
 
     The last four are delayed scaling's: scales of x, of the weights and of dy, and what follows backward.
     """

@@ -187,7 +187,7 @@ def packaged() -> tuple[str, Scan | None]:
 
 
 def state_space_kernel(device: torch.device, dtype: torch.dtype) -> str:
-    """Return what computes the state space of a training step on this device, in a few words."""
+    """Return the name of the kernels of the state space in a training step on this device, in a few words."""
     if device.type != "cuda" or dtype.itemsize != 2:
         return "plain PyTorch"
     package, scan = packaged()

@@ -38,7 +38,7 @@ class GatedAttention(Mixer[AttentionSpec]):
         self.sinks = factory.vector(spec.heads.query) if spec.sinks else None
 
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
-        """As in the base class; sinks are logits of the size of a new model's."""
+        """Set initial values as the base class does; sinks are logits of the size of a new model's."""
         if name == "sinks":
             values.normal_(0.0, std)
         else:

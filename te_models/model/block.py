@@ -102,13 +102,13 @@ class Block(nn.Module):
     def _mlp_hidden(
         self, x: Tensor, delta: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """Return what the second half of the MLP needs [N, F], and x + delta [N, D]."""
+        """Return the input of the second half of the MLP [N, F], and x + delta [N, D]."""
         mlp = self.feedforward
         h, x = self._normed(self.post_attention_layernorm, x, delta, mlp, context)
         return mlp.hidden_with_residual(h, x, context), x
 
     def _delta(self, norm: nn.Module | None, out: Tensor) -> Tensor:
-        """Return what the output of a part adds to the residual stream."""
+        """Return the contribution of a part's output to the residual stream."""
         out = out if norm is None else self.tp.norm(norm, out, self.tp.scatters)
         return out if self.residual_multiplier == 1 else out * self.residual_multiplier
 

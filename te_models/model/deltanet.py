@@ -42,7 +42,7 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         self.out_proj = factory.linear(out)
 
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
-        """As in the base class; decays cover a range of lengths, as in the paper's code."""
+        """Set initial values as the base class does; decays cover a range of lengths, as in the paper's code."""
         if name == "conv1d.weight":
             self.conv1d.initialize("weight", values)
         elif name == "A_log":

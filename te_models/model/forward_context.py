@@ -124,7 +124,7 @@ class ForwardContext(NamedTuple):
         return self.kernels.experts_join(*modules)
 
     def experts(self, *given: Any) -> Tensor:
-        """Return what two te.GroupedLinears and the operations between and around them do; see
+        """Return the result of two te.GroupedLinears and the operations between and around them; see
         te_models.kernels.handover.experts_join.
         """
         assert self.kernels.experts is not None

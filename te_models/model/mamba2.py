@@ -54,7 +54,7 @@ class Mamba2(Mixer[Mamba2Spec]):
         self.out_proj = factory.linear(out)
 
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
-        """As in the base class; decays cover a range of lengths, as in the paper's code."""
+        """Set initial values as the base class does; decays cover a range of lengths, as in the paper's code."""
         owner, _, kind = name.partition(".")
         if owner == "conv1d":
             self.conv1d.initialize(kind, values)

@@ -13,7 +13,7 @@ from te_models.config.recipe import RecipeLike
 
 
 class BuildOptions(RecipeOptions, total=False):
-    """How a model of a given shape is built; Decoder documents each."""
+    """Keywords that build a model of a given shape; Decoder documents each."""
 
     recipe: RecipeLike
     engine: Literal["auto", "native", "emulated"] | None
@@ -41,7 +41,7 @@ class ModelOptions(BuildOptions, ConfigOptions, total=False):
 
 
 class HubOptions(TypedDict, total=False):
-    """How a model is downloaded from the Hugging Face hub, as in transformers; ignored for a local folder.
+    """Keywords of a download from the Hugging Face hub, as in transformers; ignored for a local folder.
 
     revision: a branch, tag or commit.
     token: access token of an account that may read it; True for the stored one.
@@ -58,7 +58,7 @@ class HubOptions(TypedDict, total=False):
 
 
 class PushOptions(TypedDict, total=False):
-    """How CausalLM.push_to_hub uploads, as in transformers.
+    """Keywords of CausalLM.push_to_hub, as in transformers.
 
     token: access token of an account that may write; None or True for the stored one.
     private: whether a new repository is private; None: the account's default.

@@ -36,7 +36,7 @@ class BlockPart(nn.Module, ABC, Generic[Spec]):
         self.gain = factory.gain
 
     def remark(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return what `plan` says about how it runs there on activations of `dtype`; "" for nothing."""
+        """Return a remark for `plan` on the kernels that it runs there on activations of `dtype`; "" for none."""
         return ""
 
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
@@ -63,11 +63,11 @@ class Mixer(BlockPart[Spec]):
 
     @abstractmethod
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return what it adds to the residual stream [N, D], given its input x [N, D]."""
+        """Return its contribution to the residual stream [N, D], given its input x [N, D]."""
 
     @abstractmethod
     def new_state(self, batch: int, slots: int, device: torch.device, dtype: torch.dtype) -> State:
-        """Return what it keeps of `batch` rows of up to `slots` tokens while decoding, in the model's `dtype`."""
+        """Return its state while decoding `batch` rows of up to `slots` tokens, in the model's `dtype`."""
 
 
 class Feedforward(BlockPart[Spec]):
@@ -79,21 +79,21 @@ class Feedforward(BlockPart[Spec]):
 
     @abstractmethod
     def hidden(self, x: Tensor, context: ForwardContext) -> Any:
-        """Return what `output` needs, such as the input of the last projection [N, F], from x [N, D]."""
+        """Return the argument of `output`, such as the input of the last projection [N, F], from x [N, D]."""
 
     @abstractmethod
     def output(self, hidden: Any, context: ForwardContext) -> Tensor:
-        """Return what it adds to the residual stream [N, D]."""
+        """Return its contribution to the residual stream [N, D]."""
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return what it adds to the residual stream [N, D], given its input x [N, D]."""
+        """Return its contribution to the residual stream [N, D], given its input x [N, D]."""
         return self.output(self.hidden(x, context), context)
 
 
 def new_states(
     mixers: Sequence[Mixer], batch: int, max_length: int, device: torch.device, dtype: torch.dtype
 ) -> list[State]:
-    """Return what the mixers of all layers keep of `batch` rows of up to `max_length` tokens."""
+    """Return the states of the mixers of all layers for `batch` rows of up to `max_length` tokens."""
     slots = slots_for(max_length)
     try:
         return [mixer.new_state(batch, slots, device, dtype) for mixer in mixers]

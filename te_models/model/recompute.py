@@ -127,7 +127,7 @@ class Recompute:
         return contextlib.nullcontext()
 
     def decided_once(self, layer: int, decide: Callable[[], T]) -> tuple[T, bool]:
-        """Return what block number `layer` decides, and whether this is its first pass: a recompute decides the same.
+        """Return the decision of block number `layer`, and whether this is its first pass: a recompute repeats it.
 
         A router's choice would otherwise be made again, from logits that may differ in the last bit.
         """

@@ -18,7 +18,7 @@ from te_models.kernels.groups import Groups
 
 
 class LayerRouting(NamedTuple):
-    """What one layer's router did with the tokens of a pass, without padding."""
+    """The choices of one layer's router for the tokens of a pass, without padding."""
 
     counts: Tensor  # FP32 [2, E]: tokens of each expert, and those for which it is among the best by its logits alone
     probabilities: Tensor  # FP32 [E]: the softmax of the logits, summed over the tokens
@@ -27,7 +27,7 @@ class LayerRouting(NamedTuple):
 
 
 class RoutingReport(NamedTuple):
-    """What the routers of a pass did, of all layers together: two losses, FP32 [], and shares.
+    """A summary of the routers of a pass, all layers together: two losses, FP32 [], and shares.
 
     The balance loss is E * sum over experts of (tokens per token) * (mean probability), as in transformers (Fedus et
     al. 2021, arXiv 2101.03961, equations 4 to 6): k where the experts share equally. A token counts for the k experts
@@ -51,12 +51,12 @@ class RoutingReport(NamedTuple):
         return torch.cat([losses, shares.max()[None], shares.mean(0)])
 
     def loss(self, moe: MoEConfig) -> Tensor:
-        """Return what is added to the loss in training, FP32 []."""
+        """Return the routers' losses times their factors, which training adds to the loss, FP32 []."""
         return moe.router_aux_loss_coef * self.balance_loss + moe.router_z_loss_coef * self.z_loss
 
 
 class Routing:
-    """What the routers of a pass did, in the order of the layers. No tuple or list: hooks of FSDP2 copy those."""
+    """The choices of a pass's routers, in the order of the layers. A class: hooks of FSDP2 copy tuples and lists."""
 
     def __init__(self) -> None:
         self.layers: list[LayerRouting] = []
@@ -142,7 +142,7 @@ def _scores(logits: Tensor, moe: MoEConfig) -> Tensor:
 
 
 def describe(logits: Tensor, counts: Tensor, real: Tensor | None, moe: MoEConfig) -> LayerRouting:
-    """Return what the losses and the metrics need of a layer whose experts got `counts` tokens."""
+    """Return the statistics of a layer whose experts got `counts` tokens, for losses and metrics."""
     best = counts
     if moe.expert_bias or moe.n_group > 1:
         named = logits.detach().topk(moe.num_experts_per_tok, dim=1).indices

@@ -1,4 +1,4 @@
-"""How the te.Linear and te.RMSNorm of a model are made, with the options that all of them share."""
+"""The factory of a model's te.Linear and te.RMSNorm, with the options that all of them share."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from te_models.numerics.tensors import (
 
 
 class Quantizers(NamedTuple):
-    """Those of one GEMM in FP8 and of its gradients, and of the results that are to be quantized."""
+    """The quantizers of one GEMM in FP8, of its gradients, and of results that are to be quantized."""
 
     input: Quantizer
     weight: Quantizer
