@@ -15,7 +15,7 @@ Each window has a counted label. te_models.data.streaming reads a corpus larger 
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -196,6 +196,10 @@ class TokenDataset:
             size += f" with {self._shuffled(0).padding():.1%} padding"
         line = f"{size}, from {' and '.join(self._sources)}" if self._sources else size
         return "\n".join([line, *self.remarks])
+
+    def remark(self, lines: Iterable[str]) -> None:
+        """Add lines that `describe` ends with."""
+        self.remarks += lines
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Return the dataset itself: a second iterator continues where the first one stopped."""

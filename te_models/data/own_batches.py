@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_models.distributed.control import Ranks
-from te_models.errors import DataError, UsageError, plural, refuse
+from te_models.errors import DataError, UsageError, plural
 from te_models.model.targets import IGNORED
 
 REQUIRED = ("input_ids", "labels")
@@ -151,24 +151,27 @@ def checked_batch(batch: object, place: str) -> dict[str, Tensor]:
         raise DataError(
             f"{place} is a {type(batch).__name__}: give a dict of {' and '.join(REQUIRED)}"
         )
-    refuse(_mistakes(batch, place), DataError)
-    return dict(batch)
-
-
-def _mistakes(batch: Mapping[str, object], place: str) -> Iterator[str]:
-    for name in (*REQUIRED, *batch):
+    for name in REQUIRED:
         if name not in batch:
-            yield f"{place} has no {name!r}: give an int64 tensor [B, S]; labels may be the input_ids"
+            raise DataError(
+                f"{place} has no {name!r}: give an int64 tensor [B, S]; labels may be the input_ids"
+            )
+    ids = batch["input_ids"]
+    for name, tensor in batch.items():
         if name not in (*REQUIRED, *OPTIONAL):
-            yield f"{place} has {str(name)[:60]!r}: leave it out; known are {', '.join(REQUIRED + OPTIONAL)}"
-        first = batch["input_ids"]
-        tensor = batch[name]
-        if not (
-            isinstance(tensor, Tensor) and isinstance(first, Tensor) and tensor.shape == first.shape
-        ):
-            yield f"{place}: {name} is no tensor of the shape of input_ids: give an int64 tensor [B, S]"
-        elif tensor.dim() != 2:
-            yield f"{place}: {name} has shape {list(tensor.shape)}: give an int64 tensor [B, S], a row per sequence"
+            raise DataError(
+                f"{place} has {str(name)[:60]!r}: leave it out; known are {', '.join(REQUIRED + OPTIONAL)}"
+            )
+        alike = isinstance(tensor, Tensor) and isinstance(ids, Tensor) and tensor.shape == ids.shape
+        if not alike:
+            raise DataError(
+                f"{place}: {name} is no tensor of the shape of input_ids: give an int64 tensor [B, S]"
+            )
+        if tensor.dim() != 2:
+            raise DataError(
+                f"{place}: {name} has shape {list(tensor.shape)}: give an int64 tensor [B, S], a row per sequence"
+            )
+    return dict(batch)
 
 
 def _digest(batch: Mapping[str, Tensor]) -> int:

@@ -38,12 +38,13 @@ from te_models.data.formats import (
     unrecognized,
     without_nulls,
 )
-from te_models.errors import DataError, DataUnavailable, needs, refuse
+from te_models.errors import DataError, DataUnavailable, needs
 from te_models.files.atomic import first_line
 from te_models.files.formats import collecting_later
 
 # The group of a range that is not of Parquet.
 TEXT, JSON_LINES, JSON_ARRAY, TABLE, HUB_ROWS, BINARY = range(-1, -7, -1)
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}  # of columns
 Columns = Mapping[str, str]  # your names -> the formats'
 Row = Mapping[str, object] | DataError  # a record, or why it cannot be read
 
@@ -267,25 +268,22 @@ def _table_rows(file: IO[bytes], path: str) -> Iterator[tuple[Row, str]]:
 def _column_names(header: list[str], path: str) -> list[str]:
     """Return the names in the first row of a table; a DataError if another character separates its cells."""
     names = [name.strip() for name in header]
-    separator, right = (
-        ("\t", "tabs")
-        if file_format(path) == "TSV"
-        else (",", "commas, or with tabs in a .tsv file")
-    )
-    marks = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
-    mistakes: dict[str, object] = {
-        f"{path}:1: the columns are separated by {mark_name}: save the table with {right}": mark
-        in names[0]
-        and mark != separator
-        for mark, mark_name in marks.items()
-        if len(names) == 1
-    }
+    separator = ","
+    right = "commas, or with tabs in a .tsv file"
+    if file_format(path) == "TSV":
+        separator = "\t"
+        right = "tabs"
+    if len(names) == 1:
+        for mark, mark_name in SEPARATORS.items():
+            if mark in names[0] and mark != separator:
+                raise DataError(
+                    f"{path}:1: the columns are separated by {mark_name}: save the table with {right}"
+                )
     for name in names:
-        twice = name in ROW_COLUMNS and names.count(name) > 1
-        mistakes[f"{path}:1: {name!r} is the name of more than one column: rename all but one"] = (
-            twice
-        )
-    refuse(mistakes, DataError)
+        if name in ROW_COLUMNS and names.count(name) > 1:
+            raise DataError(
+                f"{path}:1: {name!r} is the name of more than one column: rename all but one"
+            )
     return names
 
 

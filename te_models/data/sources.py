@@ -22,7 +22,7 @@ from te_models.data.formats import (
 )
 from te_models.data.rows import TEXT as TEXT_FILE
 from te_models.data.rows import FileRange, file_ranges, first_rows
-from te_models.errors import DataError, UsageError, refuse
+from te_models.errors import DataError, UsageError
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,9 @@ def _first_document(
         try:
             if isinstance(row, DataError):
                 raise row
-            refuse(filter(None, [misspelled(columns, (*row, *_turn_fields(row)), place)]))
+            mistake = misspelled(columns, (*row, *_turn_fields(row)), place)
+            if mistake is not None:
+                raise UsageError(mistake)
             return row, row_document(row, columns, place, path, part.path)
         except DataError as error:
             bad.meet(error)
@@ -217,7 +219,9 @@ def read_records(
         try:
             row = _formatted(made, place, formatting is not None)
             if first is None:
-                refuse(filter(None, [misspelled(columns, row, place)]))
+                mistake = misspelled(columns, row, place)
+                if mistake is not None:
+                    raise UsageError(mistake)
             documents.append(row_document(row, columns, place, name))
         except DataError as error:
             bad.meet(error)

@@ -25,7 +25,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -167,6 +167,10 @@ class StreamingDataset:
         lanes = plural(self.num_lanes, "lane")
         line = f"{shown} of {chunks.format} in {files}, streamed in {lanes} from {chunks.source}"
         return "\n".join([line, *self.remarks])
+
+    def remark(self, lines: Iterable[str]) -> None:
+        """Add lines that `describe` ends with."""
+        self.remarks += lines
 
     def sample(self) -> tuple[int, Fit, float, list[str]]:
         """Read the first chunk with text.

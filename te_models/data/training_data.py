@@ -259,13 +259,11 @@ class _Opening:
             sources=sorted({document.source for document in documents} - {""}),
         )
         evaluation_remarks, batches = self._evaluation(evaluated)
-        dataset.remarks = [
-            *remarks,
-            *self.bad.describe(),
-            *_counted(encoded),
-            *self._shortage(dataset.windows_in(1)),
-            *evaluation_remarks,
-        ]
+        dataset.remark(remarks)
+        dataset.remark(self.bad.describe())
+        dataset.remark(_counted(encoded))
+        dataset.remark(self._shortage(dataset.windows_in(1)))
+        dataset.remark(evaluation_remarks)
         return dataset, batches
 
     def streamed(self) -> tuple[StreamingDataset, list[dict[str, Tensor]]]:
@@ -311,7 +309,7 @@ class _Opening:
         if evaluation is not None:
             evaluated = encode_documents(evaluation, self.tokenizer, dataset.whole, self.bad)
         evaluation_remarks, batches = self._evaluation(evaluated)
-        dataset.remarks = [*remarks, *evaluation_remarks]
+        dataset.remark([*remarks, *evaluation_remarks])
         return dataset, batches
 
     def _load(self) -> tuple[list[Document], NDArray[np.float64], list[Document]]:

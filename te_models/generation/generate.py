@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from te_models.config.settings import Setting
 from te_models.data.tokenizer import Tokenizer, text_after
-from te_models.errors import UsageError, refuse
+from te_models.errors import UsageError
 from te_models.fp8.region import evaluating
 from te_models.generation.decode_loop import cached_tokens, recomputed_tokens
 from te_models.generation.options import GenerationOptions, GenerationSettings, complete
@@ -201,13 +201,15 @@ def _with_graph(model: Decoder, settings: GenerationSettings) -> bool:
     """Return whether the steps are to be captured in a CUDA graph."""
     on_cuda = model.device.type == "cuda"
     reason = graph_obstacle(model)
-    mistakes = {
-        f"cuda_graph=True needs a CUDA device and the model is on {model.device}: leave it at 'auto'": not on_cuda,
-        f"cuda_graph=True is not possible: {reason}; leave it at 'auto'": reason,
-    }
-    refuse(mistakes if settings.cuda_graph is True else {})
-    possible = settings.use_cache and on_cuda and not reason
-    return possible if settings.cuda_graph == "auto" else bool(settings.cuda_graph)
+    if settings.cuda_graph == "auto":
+        return settings.use_cache and on_cuda and not reason
+    if settings.cuda_graph is True and not on_cuda:
+        raise UsageError(
+            f"cuda_graph=True needs a CUDA device and the model is on {model.device}: leave it at 'auto'"
+        )
+    if settings.cuda_graph is True and reason:
+        raise UsageError(f"cuda_graph=True is not possible: {reason}; leave it at 'auto'")
+    return bool(settings.cuda_graph)
 
 
 def _has_ended(

@@ -128,9 +128,9 @@ class Preview(Printable):
         legend.append("  ")
         legend.append("cut", STYLES[CUT])
         legend.append("  (without colours: \u27e6learned\u27e7, read only, [cut: ...])")
-        return Group(
-            *map(Text, self.lines), legend, *self.records, Text(), self._quantiles(), Text(), self._bars()
-        )  # fmt: skip
+        lines = [Text(line) for line in self.lines]
+        tables = [Text(), self._quantiles(), Text(), self._bars()]
+        return Group(*lines, legend, *self.records, *tables)
 
     def _quantiles(self) -> Table:
         table = Table(title="tokens per record", title_justify="left", box=None)

@@ -112,10 +112,27 @@ class Launch:
         base = entries[0]
         with torch.cuda.device_of(base.master):
             _adamw_kernel[(self.blocks,)](
-                *base, self.places, self.counts, self.begins, self.owners, *numbers, factor, bad,
-                BETA1=betas[0], BETA2=betas[1], EPS=eps, ALIGNED=aligned(base), BLOCK=BLOCK,
+                base.gradient,
+                base.master,
+                base.first,
+                base.second,
+                base.parameter,
+                self.places,
+                self.counts,
+                self.begins,
+                self.owners,
+                numbers.decay,
+                numbers.sizes,
+                numbers.roots,
+                factor,
+                bad,
+                BETA1=betas[0],
+                BETA2=betas[1],
+                EPS=eps,
+                ALIGNED=aligned(base),
+                BLOCK=BLOCK,
                 num_warps=WARPS,
-            )  # fmt: skip
+            )
 
 
 def kind(entry: Entry) -> tuple[object, ...]:
@@ -140,9 +157,26 @@ def _copy(table: Tensor, device: torch.device) -> Tensor:
 
 @triton.jit
 def _adamw_kernel(
-    gradient, master, first, second, parameter, places, counts, begins, owners, decay, sizes, roots, factor, bad,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    gradient,
+    master,
+    first,
+    second,
+    parameter,
+    places,
+    counts,
+    begins,
+    owners,
+    decay,
+    sizes,
+    roots,
+    factor,
+    bad,
+    BETA1: tl.constexpr,
+    BETA2: tl.constexpr,
+    EPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     program = tl.program_id(0)
     entry = tl.load(owners + program)
     count = tl.load(counts + entry)

@@ -7,6 +7,7 @@ and one load decides between two neighbors. Tensors too small for 8 bits are upd
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -106,10 +107,29 @@ def _stochastic_bf16(x, at, seed):
 
 @triton.jit(do_not_specialize=["seed"])
 def _update_kernel(
-    p, grad, first, first_scale, second, second_scale, signed, signed_middles, unsigned, unsigned_middles, seed, size,
-    decay, rate, beta1, beta2, root2, eps,
-    FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    p,
+    grad,
+    first,
+    first_scale,
+    second,
+    second_scale,
+    signed,
+    signed_middles,
+    unsigned,
+    unsigned_middles,
+    seed,
+    size,
+    decay,
+    rate,
+    beta1,
+    beta2,
+    root2,
+    eps,
+    FORMAT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     exists = row * BLOCK < size
@@ -171,26 +191,43 @@ def update(
     if not parameter.numel():
         return
     kind = "dynamic" if hasattr(first, "qmap") else "fp8" if hasattr(first, "codes") else "plain"
-    quantized = kind != "plain"
     stochastic = stochastic and parameter.dtype == torch.bfloat16
     device = parameter.device
-    pairs = [
-        (m.codes.view(torch.uint8), m.scale) if quantized else (m, parameter)
-        for m in (first, second)
-    ]
+    first_codes, first_scale = _stored(first, parameter)
+    second_codes, second_scale = _stored(second, parameter)
+    signed, signed_middles, unsigned, unsigned_middles = _tables(device)
     bias1 = 1 - step.beta1**step.number
     bias2 = 1 - step.beta2**step.number
-    numbers = (
-        step.lr * step.weight_decay,
-        step.lr / bias1,
-        step.beta1,
-        step.beta2,
-        bias2**-0.5,
-        step.eps,
-    )
     with torch.cuda.device_of(parameter):
         _update_kernel[(triton.cdiv(parameter.numel(), ROWS * BLOCK),)](
-            parameter, gradient.contiguous(), *pairs[0], *pairs[1], *_tables(device), step.seed, parameter.numel(),
-            *numbers,
-            FORMAT=kind, STOCHASTIC=stochastic, ROWS=ROWS, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+            parameter,
+            gradient.contiguous(),
+            first_codes,
+            first_scale,
+            second_codes,
+            second_scale,
+            signed,
+            signed_middles,
+            unsigned,
+            unsigned_middles,
+            step.seed,
+            parameter.numel(),
+            step.lr * step.weight_decay,
+            step.lr / bias1,
+            step.beta1,
+            step.beta2,
+            bias2**-0.5,
+            step.eps,
+            FORMAT=kind,
+            STOCHASTIC=stochastic,
+            ROWS=ROWS,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+
+
+def _stored(moment: Any, parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes of a moment as bytes, and its scales; of one that is not quantized its values."""
+    if hasattr(moment, "codes"):
+        return moment.codes.view(torch.uint8), moment.scale
+    return moment, parameter  # the kernel does not read the second

@@ -54,9 +54,10 @@ class MetricsLog:
                 self.file.write(json.dumps(dict(row)) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; nothing is written after that."""
         if self.file is not None:
             self.file.close()
+            self.file = None
 
 
 def read_metrics(path: Path) -> list[Row]:
