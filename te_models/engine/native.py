@@ -49,8 +49,15 @@ from transformer_engine.pytorch.quantization import (
 import te_models.kernels.handover_triton as handover_triton
 from te_models.device.autograd import Context
 from te_models.engine import native_experts
-from te_models.engine.native_observers import observe_quantizer, set_observers
+from te_models.engine.native_observers import (
+    give_observer,
+    observe,
+    observe_quantizer,
+    observer_of,
+    set_observers,
+)
 from te_models.engine.torch_linear import TorchLinear, padded_product
+from te_models.kernels.count_cast_triton import Counts
 from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.handover import CastScale
 from te_models.kernels.handover_triton import FP8Data
@@ -206,6 +213,12 @@ class QuantizerTarget(NamedTuple):
     quantizer: Float8Quantizer
 
     @property
+    def counts(self) -> Counts | None:
+        """Where the kernel counts what it casts; None where nothing is recorded."""
+        observer = observer_of(self.quantizer)
+        return None if observer is None else observer.counts
+
+    @property
     def cast_scale(self) -> CastScale:
         """The quantizer's own scale and amax."""
         return CastScale(
@@ -214,9 +227,12 @@ class QuantizerTarget(NamedTuple):
             e5m2=self.quantizer.dtype == DType.kFloat8E5M2,
         )
 
-    def tensor(self, fp8: FP8Data, dtype: torch.dtype) -> Tensor:
-        """Return Transformer Engine's tensor of FP8 data [N, K], with the nominal `dtype`."""
-        return Float8Tensor(
+    def tensor(self, fp8: FP8Data, dtype: torch.dtype, counted: bool = False) -> Tensor:
+        """Return Transformer Engine's tensor of FP8 data [N, K], with the nominal `dtype`.
+
+        Unless the kernel has `counted` what it cast, an observer counts the data, without the values before.
+        """
+        made = Float8Tensor(
             shape=fp8.transposed.shape[::-1],
             dtype=dtype,
             data=fp8.data,
@@ -226,6 +242,9 @@ class QuantizerTarget(NamedTuple):
             quantizer=self.quantizer,
             device=fp8.transposed.device,
         )
+        if not counted:
+            observe(self.quantizer, made)
+        return made
 
 
 def _quantizer(
@@ -247,6 +266,7 @@ def _quantizer(
         False  # autograd can pass on tensors, not Transformer Engine's bare storages
     )
     quantizer.set_usage(rowwise=True, columnwise=linear.weight.requires_grad)
+    give_observer(quantizer, linear, direction, operand)
     return quantizer
 
 
@@ -288,12 +308,15 @@ class _Norm(torch.autograd.Function):
         ctx.both = delta is not None
         if (target := _target(quantizer)) is not None:
             norm = (weight, module.eps, ctx.zero_centered)
-            fp8, total, inverse = handover_triton.norm(x, delta, *norm, *target.cast_scale)
-            y = target.tensor(fp8, x.dtype)
+            fp8, total, inverse = handover_triton.norm(
+                x, delta, *norm, *target.cast_scale, counts=target.counts
+            )
+            y = target.tensor(fp8, x.dtype, counted=True)
         else:
             total = (x if delta is None else x + delta).contiguous()  # rmsnorm_fwd reads no strides
             options = (TE_DType[x.dtype], 0, ctx.zero_centered)
             y, _, inverse = tex.rmsnorm_fwd(total, weight, module.eps, None, quantizer, *options)
+            observe(quantizer, y)
         ctx.save_for_backward(total, weight, inverse)
         return y, total.view_as(total) if delta is None else total
 
@@ -335,9 +358,11 @@ class _Activation(torch.autograd.Function):
         ctx.kind = kind
         save_input(ctx, gate_up, recompute=lambda: _activation_for_backward(quantizer, kind))
         if (target := _target(quantizer)) is not None:
-            fp8 = handover_triton.activate(gate_up, *target.cast_scale, *kind)
-            return target.tensor(fp8, gate_up.dtype)
-        return ACTIVATIONS[kind][0](gate_up, quantizer)
+            fp8 = handover_triton.activate(gate_up, *target.cast_scale, *kind, counts=target.counts)
+            return target.tensor(fp8, gate_up.dtype, counted=True)
+        y = ACTIVATIONS[kind][0](gate_up, quantizer)
+        observe(quantizer, y)
+        return y
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -347,9 +372,9 @@ class _Activation(torch.autograd.Function):
         dy = dy.contiguous()
         if ctx.gradient is not None:
             fp8 = handover_triton.activate_backward(
-                dy, gate_up, *ctx.gradient.cast_scale, *ctx.kind
+                dy, gate_up, *ctx.gradient.cast_scale, *ctx.kind, counts=ctx.gradient.counts
             )
-            return ctx.gradient.tensor(fp8, gate_up.dtype), None, None, None
+            return ctx.gradient.tensor(fp8, gate_up.dtype, counted=True), None, None, None
         return ACTIVATIONS[ctx.kind][1](dy, gate_up, None), None, None, None
 
 
@@ -369,7 +394,7 @@ def _activation_for_backward(
 
     def again(gate_up: Tensor) -> Tensor:
         fp8 = handover_triton.activate(gate_up, *repeated, *kind, rowwise=False)
-        return target.tensor(fp8, gate_up.dtype)
+        return target.tensor(fp8, gate_up.dtype, counted=True)  # in the forward pass
 
     return again
 
@@ -430,9 +455,8 @@ def _cast_weight(module: Linear) -> Float8Tensor | None:
     target = _target(_quantizer(module, "scaling_fwd", 1))
     if target is None or module.is_fsdp2:  # FSDP2 gathers and casts again in backward
         return None
-    return target.tensor(
-        handover_triton.cast(module.weight.detach(), *target.cast_scale), module.weight.dtype
-    )
+    fp8 = handover_triton.cast(module.weight.detach(), *target.cast_scale, counts=target.counts)
+    return target.tensor(fp8, module.weight.dtype, counted=True)
 
 
 handover = {

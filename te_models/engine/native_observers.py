@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 # The method by which te.Linear and te.GroupedLinear get their quantizers in each forward pass.
 _GETTER = "_get_quantizers"
+# Attributes of ours: of a module all its observers, of a copied quantizer its own.
+_OBSERVERS = "_te_models_observers"
+_OBSERVER = "_te_models_observer"
 _METHODS = ("quantize_impl", "update_quantized")
 
 
@@ -41,10 +44,23 @@ def set_observers(module: Module, observers: Sequence[Observers] | None) -> None
     _attach(module, observers)
 
 
-def observers_of(module: Any, gemm: int = 0) -> Observers | None:
-    """Return the observers of a GEMM of a te module, whose casts kernels of ours make; None without."""
-    found = vars(module).get("_te_models_observers", ())
-    return found[gemm] if found else None
+def give_observer(quantizer: Any, module: Module, direction: str, operand: int) -> None:
+    """Give a copy of a te.Linear's quantizer, by which kernels of ours cast, the observer of that operand."""
+    observers = vars(module).get(_OBSERVERS, ())
+    place = 2 if direction == "scaling_bwd" else operand
+    vars(quantizer)[_OBSERVER] = observers[0][place] if observers else None
+
+
+def observer_of(quantizer: Any) -> Observer | None:
+    """Return the observer that `give_observer` gave a quantizer."""
+    return None if quantizer is None else vars(quantizer).get(_OBSERVER)
+
+
+def observe(quantizer: Any, made: Any) -> None:
+    """Let the observer of a quantizer, if it has one, count data that a kernel cast from values not in memory."""
+    observer = observer_of(quantizer)
+    if observer is not None:
+        observer(None, made, known_scale(quantizer))
 
 
 def observe_quantizer(quantizer: Any, observer: Observer | None) -> None:
@@ -80,7 +96,7 @@ def known_scale(quantizer: Any) -> Tensor | None:
 
 
 def _attach(module: Any, observers: Sequence[Observers]) -> None:
-    vars(module)["_te_models_observers"] = observers
+    vars(module)[_OBSERVERS] = observers
     forward = module.quantizers.get("scaling_fwd", ())
     backward = module.quantizers.get("scaling_bwd", ())
     for gemm in range(len(forward) // 3):

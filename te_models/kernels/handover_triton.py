@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_models.kernels.count_cast_triton import Counts, count_tile
 from te_models.kernels.handover import CastScale
 from te_models.numerics.fp8_triton import encode_fp8
 
@@ -228,7 +229,8 @@ def _value(x, i, j, rows, columns, ACTIVATION: tl.constexpr, GATED: tl.constexpr
 
 @triton.jit
 def _cast_kernel(
-    x, data, transposed, scale, amax, scale_inv, rows, columns, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    x, data, transposed, scale, amax, scale_inv, rows, columns, counts, codes, flag, spread,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
@@ -241,6 +243,11 @@ def _cast_kernel(
     raise_amax(
         amax, store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, columns, E5M2)
     )
+    if counts is not None:
+        noted = tl.program_id(0) == 0
+        count_tile(
+            counts, codes, flag, spread, a, b, c, d, s, group, j, rows, columns, columns, 0, noted, E5M2
+        )  # fmt: skip
     note_inverse(s, scale_inv)
 
 
@@ -252,7 +259,8 @@ def _slope(dy, x, i, j, rows, columns, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _slope_kernel(
-    dy, x, data, transposed, scale, amax, scale_inv, rows, columns, ACTIVATION: tl.constexpr,
+    dy, x, data, transposed, scale, amax, scale_inv, rows, columns, counts, codes, flag, spread,
+    ACTIVATION: tl.constexpr,
     E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
@@ -265,6 +273,11 @@ def _slope_kernel(
     raise_amax(
         amax, store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, columns, E5M2)
     )
+    if counts is not None:
+        noted = tl.program_id(0) == 0
+        count_tile(
+            counts, codes, flag, spread, a, b, c, d, s, group, j, rows, columns, columns, 0, noted, E5M2
+        )  # fmt: skip
     note_inverse(s, scale_inv)
 
 
@@ -279,7 +292,8 @@ def _slopes(dy, gate_up, i, j, rows, columns, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gated_slope_kernel(
-    dy, gate_up, data, transposed, scale, amax, scale_inv, rows, columns, ACTIVATION: tl.constexpr,
+    dy, gate_up, data, transposed, scale, amax, scale_inv, rows, columns, counts, codes, flag, spread,
+    ACTIVATION: tl.constexpr,
     E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
@@ -295,12 +309,22 @@ def _gated_slope_kernel(
         e, f, g, h, s, group, j, rows, columns, data + columns, half, 2 * columns, E5M2
     )
     raise_amax(amax, tl.maximum(of_gate, of_up))
+    if counts is not None:
+        noted = tl.program_id(0) == 0
+        width = 2 * columns
+        count_tile(
+            counts, codes, flag, spread, a, b, c, d, s, group, j, rows, columns, width, 0, noted, E5M2
+        )  # fmt: skip
+        count_tile(
+            counts, codes, flag, spread, e, f, g, h, s, group, j, rows, columns, width, columns, False, E5M2
+        )  # fmt: skip
     note_inverse(s, scale_inv)
 
 
 @triton.jit
 def _norm_kernel(
     x, delta, total, weight, rstd, data, transposed, scale, amax, scale_inv, rows, columns, eps,
+    counts, codes, flag, spread,
     ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -334,14 +358,19 @@ def _norm_kernel(
         j = start + tl.arange(0, COLUMNS)
         gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)[None, :]
         gamma = 1 + gamma if ZERO_CENTERED else gamma
+        e = _load(source, i, j, rows, columns, columns) * a[:, None] * gamma
+        f = _load(source, i + 1, j, rows, columns, columns) * b[:, None] * gamma
+        g = _load(source, i + 2, j, rows, columns, columns) * c[:, None] * gamma
+        h = _load(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma
         found = store_fp8(
-            _load(source, i, j, rows, columns, columns) * a[:, None] * gamma,
-            _load(source, i + 1, j, rows, columns, columns) * b[:, None] * gamma,
-            _load(source, i + 2, j, rows, columns, columns) * c[:, None] * gamma,
-            _load(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma,
-            s, group, j, rows, columns, data, transposed, columns, E5M2,
+            e, f, g, h, s, group, j, rows, columns, data, transposed, columns, E5M2
         )  # fmt: skip
         largest = tl.maximum(largest, found)
+        if counts is not None:
+            noted = (tl.program_id(0) == 0) & (start == 0)
+            count_tile(
+                counts, codes, flag, spread, e, f, g, h, s, group, j, rows, columns, columns, 0, noted, E5M2
+            )  # fmt: skip
     raise_amax(amax, largest)
     note_inverse(s, scale_inv)
 
@@ -360,6 +389,7 @@ def _by_tiles(
     columns: int,
     cast_scale: CastScale,
     out: FP8Data,
+    counts: Counts | None,
     **options: bool | str | None,
 ) -> FP8Data:
     """Launch a kernel that writes `out`, one program per tile of [rows, columns].
@@ -369,18 +399,30 @@ def _by_tiles(
     inputs = tuple(tensor.contiguous() for tensor in inputs)
     kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](
         *inputs, out.data, out.transposed, cast_scale.scale, cast_scale.amax, out.scale_inv, rows, columns,
-        **options, E5M2=cast_scale.e5m2, ROWS=ROWS, COLUMNS=COLUMNS, BAND=BAND, num_warps=4,
+        *destination(counts), **options, E5M2=cast_scale.e5m2, ROWS=ROWS, COLUMNS=COLUMNS, BAND=BAND, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def cast(x: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> FP8Data:
-    """Cast x [N, K], of any float dtype: data [N, K], the bits of Transformer Engine's cast."""
+def destination(counts: Counts | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
+    """Return the arguments of a kernel that counts what it casts; without counts it has no code for that."""
+    if counts is None:
+        return None, None, None, 1
+    return counts.fields, counts.codes, counts.flag, len(counts.fields)
+
+
+def cast(
+    x: Tensor, scale: Tensor, amax: Tensor, e5m2: bool, counts: Counts | None = None
+) -> FP8Data:
+    """Cast x [N, K], of any float dtype: data [N, K], the bits of Transformer Engine's cast.
+
+    Here and below `counts` are where a recorder counts what the cast does to the values; None: it does not.
+    """
     rows, columns = x.shape
     out = new_fp8(rows, columns, x.device)
     cast_scale = CastScale(scale, amax, e5m2)
     return _by_tiles(
-        _cast_kernel, (x,), rows, columns, cast_scale, out, ACTIVATION=None, GATED=False
+        _cast_kernel, (x,), rows, columns, cast_scale, out, counts, ACTIVATION=None, GATED=False
     )
 
 
@@ -392,6 +434,7 @@ def activate(
     activation: str = "silu",
     gated: bool = True,
     rowwise: bool = True,
+    counts: Counts | None = None,
 ) -> FP8Data:
     """Compute elementwise.mlp_activation of gate_up [N, 2F], or [N, F] if not `gated`: data [N, F].
 
@@ -403,7 +446,15 @@ def activate(
     out = new_fp8(rows, columns, gate_up.device, rowwise)
     cast_scale = CastScale(scale, amax, e5m2)
     return _by_tiles(
-        _cast_kernel, (gate_up,), rows, columns, cast_scale, out, ACTIVATION=activation, GATED=gated
+        _cast_kernel,
+        (gate_up,),
+        rows,
+        columns,
+        cast_scale,
+        out,
+        counts,
+        ACTIVATION=activation,
+        GATED=gated,
     )
 
 
@@ -415,18 +466,21 @@ def activate_backward(
     e5m2: bool,
     activation: str = "silu",
     gated: bool = True,
+    counts: Counts | None = None,
 ) -> FP8Data:
     """Compute the gradient of gate_up for dy [N, F] of `activate`'s output: data of the shape of gate_up."""
     rows, columns = dy.shape
     out = new_fp8(rows, gate_up.shape[1], dy.device)
     cast_scale = CastScale(scale, amax, e5m2)
     kernel = _gated_slope_kernel if gated else _slope_kernel
-    return _by_tiles(kernel, (dy, gate_up), rows, columns, cast_scale, out, ACTIVATION=activation)
+    return _by_tiles(
+        kernel, (dy, gate_up), rows, columns, cast_scale, out, counts, ACTIVATION=activation
+    )
 
 
 def norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, scale: Tensor, amax: Tensor,
-    e5m2: bool,
+    e5m2: bool, counts: Counts | None = None,
 ) -> tuple[FP8Data, Tensor, Tensor]:  # fmt: skip
     """Compute RMSNorm of x + delta (None: of x) [N, D]: data [N, D], x + delta contiguous, and 1 / RMS, FP32 [N]."""
     rows, columns = x.shape
@@ -437,7 +491,7 @@ def norm(
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     _norm_kernel[(triton.cdiv(rows, NORM_ROWS), 1)](
         x, x if delta is None else delta, total, weight, rstd, out.data, out.transposed, scale, amax, out.scale_inv,
-        rows, columns, eps,
+        rows, columns, eps, *destination(counts),
         ADD=delta is not None, ZERO_CENTERED=zero_centered, E5M2=e5m2, ROWS=NORM_ROWS, COLUMNS=NORM_COLUMNS,
         num_warps=4,
     )  # fmt: skip

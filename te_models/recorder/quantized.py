@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.numerics.casts import decode_fp8
 from te_models.numerics.e8m0 import e8m0_to_float
-from te_models.numerics.formats import DType
-from te_models.numerics.nvfp4 import TOP, unpack
+from te_models.numerics.nvfp4 import TOP
 from te_models.numerics.tensors import BLOCK, MX_BLOCK, as_matrix, rows_first
 from te_models.recorder.statistics import E2M1, Cast
 
@@ -92,8 +90,7 @@ def _of_fp4_blocks(storage: Any) -> Cast | None:
     # A division by a Python number would be a product on a GPU.
     whole = storage._amax_rowwise / torch.full_like(storage._amax_rowwise, TOP)
     inverse = block_scales.view(torch.float8_e4m3fn).float() * whole
-    values = unpack(packed).float()
-    return Cast(codes, values, inverse, (1, FP4_BLOCK), E2M1)
+    return Cast(codes, inverse, (1, FP4_BLOCK), E2M1)
 
 
 def _fp8(
@@ -103,7 +100,4 @@ def _fp8(
     block: tuple[int, ...],
     scale: Tensor | None = None,
 ) -> Cast:
-    kind = DType.cast(dtype)
-    codes = codes.view(torch.uint8)
-    values = decode_fp8(codes, kind)
-    return Cast(codes, values, inverse, (block[0], block[1]), int(kind), scale)
+    return Cast(codes.view(torch.uint8), inverse, (block[0], block[1]), int(dtype), scale)

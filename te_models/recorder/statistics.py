@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from te_models.numerics.casts import decode_fp8
+from te_models.numerics.formats import DType
 from te_models.recorder.layout import FIELDS, INDEX
 
 E4M3, E5M2, E2M1 = 7, 8, 10  # Transformer Engine's numbers of the formats
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 TILE = 1 << 20  # elements that are counted at a time
 MIX = 0x9E3779B1
 # A count that nobody could make, since the values before the cast were not in memory. Sums with it stay unknown.
@@ -47,7 +50,6 @@ class Cast:
 
     Attributes:
         codes: the quantized data, uint8 [M, K]; of FP4 one element per byte.
-        values: its numbers before scaling, FP32 [M, K].
         inverse: inverse scales, FP32 [ceil(M / block[0]), ceil(K / block[1])].
         block: rows and columns that share a scale; (M, K) where the tensor has one.
         format: Transformer Engine's number of the format.
@@ -55,7 +57,6 @@ class Cast:
     """
 
     codes: Tensor
-    values: Tensor
     inverse: Tensor
     block: tuple[int, int]
     format: int
@@ -81,17 +82,25 @@ def count_cast(source: Tensor | None, cast: Cast) -> tuple[Tensor, Tensor]:
         return counts, codes
     occupied = []  # whether each block has a value other than 0, by rows of blocks
     for part in row_tiles(rows, columns, cast.block[0]):
-        values = cast.values[part]
+        values = decode(cast.codes[part], cast.format)
         inverse = _spread(cast.inverse, cast.block, part, columns)
         own = None if source is None else source[part]
         _count_tile(counts, own, values, inverse, LIMITS[cast.format])
         codes += hash_codes(cast.codes[part], first=part.start * columns)
         occupied.append(block_largest(values.abs(), cast.block) > 0)
     if source is None:
-        for name in ("zeros", "signal", "noise"):
+        for name in ("zeros", "flushed", "signal", "noise"):
             counts[INDEX[name]] = UNKNOWN
     _count_scales(counts, cast, torch.cat(occupied))
     return counts, codes
+
+
+def decode(codes: Tensor, format: int) -> Tensor:
+    """Return the numbers of codes, uint8, before scaling: FP32."""
+    if format != E2M1:
+        return decode_fp8(codes, DType.cast(format))
+    magnitudes = torch.tensor(E2M1_VALUES, device=codes.device)[(codes & 7).long()]
+    return torch.where(codes > 7, -magnitudes, magnitudes)
 
 
 def row_tiles(rows: int, columns: int, multiple: int) -> Iterator[slice]:

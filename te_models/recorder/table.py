@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,16 +15,24 @@ from torch import Tensor
 
 from te_models.recorder.layout import FIELDS, INDEX, LARGEST, SMALLEST, RecordedTensor
 from te_models.recorder.quantized import cast_of
-from te_models.recorder.statistics import Cast, count_cast
+from te_models.recorder.statistics import E2M1, E5M2, Cast, count_cast
 
+SPREAD = 16  # rows of fields per tensor on a GPU
+MOST_SPREAD = 4096  # tensors of a model that has them
 SUMMED = [name not in (*LARGEST, *SMALLEST) for name in FIELDS]
+
+
+def kernels() -> ModuleType:
+    """Return the module of the kernels that count; it needs Triton."""
+    return importlib.import_module("te_models.kernels.count_cast_triton")
 
 
 class Table:
     """The fields of every tensor in the step that is being recorded.
 
-    `values` float64 [tensors, fields] and `codes` int64 [tensors] stay where they are, so that the kernels of a CUDA
-    graph can add to them; `flag` int32 [1] tells these kernels whether the step is recorded.
+    `parts` float64 [tensors, spread, fields] and `codes` int64 [tensors] stay where they are, so that the kernels of a
+    CUDA graph can add to them; `flag` int32 [1] tells these kernels whether the step is recorded. A tensor has `spread`
+    rows of fields on a GPU, since programs that add to one address wait for each other.
 
     Args:
         tensors: the names of the rows, those of all ranks.
@@ -40,7 +51,11 @@ class Table:
         self.tensors = list(tensors)
         self.rows = {tensor: row for row, tensor in enumerate(self.tensors)}
         self.distributed = distributed
-        self.values = torch.zeros(len(tensors), len(FIELDS), dtype=torch.float64, device=device)
+        spread = SPREAD if device.type == "cuda" and len(tensors) <= MOST_SPREAD else 1
+        shape = (len(tensors), spread, len(FIELDS))
+        self.parts = torch.zeros(shape, dtype=torch.float64, device=device)
+        # Whether kernels count the casts, or operations of torch.
+        self.kernels = device.type == "cuda" and importlib.util.find_spec("triton") is not None
         self.codes = torch.zeros(len(tensors), dtype=torch.int64, device=device)
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         self.recording = False  # whether the step in progress is recorded, as the host knows it
@@ -52,13 +67,20 @@ class Table:
         self._empty[INDEX["scale_min"]] = math.inf
 
     @property
+    def values(self) -> Tensor:
+        """The fields of each tensor so far, float64 [tensors, fields]."""
+        sums = self.parts.sum(1)
+        largest = torch.where(self._largest, self.parts.amax(1), self.parts.amin(1))
+        return torch.where(self._summed, sums, largest)
+
+    @property
     def open(self) -> bool:
         """Whether casts add to the table: they do in a recorded step, and in a capture, whose kernels ask `flag`."""
-        return self.recording or (self.values.is_cuda and torch.cuda.is_current_stream_capturing())
+        return self.recording or (self.parts.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def begin(self) -> None:
         """Empty the table; the casts that follow are recorded."""
-        self.values.copy_(self._empty.expand_as(self.values))
+        self.parts.copy_(self._empty.expand_as(self.parts))
         self.codes.zero_()
         self.flag.fill_(1)
         self.recording = True
@@ -66,7 +88,7 @@ class Table:
 
     def set_scale_age(self, row: int, age: Tensor | float) -> None:
         """Set the age of a tensor's scale in steps, [] if it is a tensor."""
-        self.values[row, INDEX["scale_age"]] = age
+        self.parts[row, :, INDEX["scale_age"]] = age
 
     def stop(self) -> None:
         """Stop recording; the table keeps what it has."""
@@ -79,7 +101,7 @@ class Table:
         Several processes call this together.
         """
         self.stop()
-        values = self.values.clone()
+        values = self.values
         codes = self.codes.clone()
         if self.distributed:
             values, codes = self._over_ranks(values, codes)
@@ -113,8 +135,25 @@ class Table:
         if source is not None:
             source = source.detach().reshape(-1, source.shape[-1])
         cast = cast_of(storage, scale)
-        if cast is not None:
+        if cast is None:
+            return
+        if self.kernels and cast.format != E2M1:
+            one_scale = cast.inverse.numel() == 1
+            kernels().count_cast(
+                source,
+                cast.codes,
+                cast.inverse,
+                None if one_scale else cast.block,
+                cast.scale,
+                e5m2=cast.format == E5M2,
+                counts=self.counts(row),
+            )
+        else:
             self.add_cast(row, source, cast)
+
+    def counts(self, row: int) -> Any:
+        """Return where a kernel adds the counts of a tensor (te_models.kernels.count_cast_triton.Counts)."""
+        return kernels().Counts(self.parts[row], self.codes[row : row + 1], self.flag)
 
     def add_cast(self, row: int, source: Tensor | None, cast: Cast) -> None:
         """Count a cast, in plain PyTorch."""
@@ -125,11 +164,11 @@ class Table:
             on = self.flag != 0
             counts = torch.where(on, counts, self._empty)
             codes = torch.where(on[0], codes, 0)
-        before = self.values[row]
+        before = self.parts[row, 0]
         extremes = torch.where(
             self._largest, torch.maximum(before, counts), torch.minimum(before, counts)
         )
-        self.values[row] = torch.where(self._summed, before + counts, extremes)
+        self.parts[row, 0] = torch.where(self._summed, before + counts, extremes)
         self.codes[row] += codes
 
 
@@ -159,6 +198,11 @@ class Observer:
             return False
         # In backward the forward pass is computed again.
         return torch._C._current_graph_task_id() == -1
+
+    @property
+    def counts(self) -> Any:
+        """Where a kernel that casts adds its counts; None where the next cast is not counted, or nobody has kernels."""
+        return self.table.counts(self.row) if self.table.kernels and self.open else None
 
     def __call__(self, source: Tensor | None, storage: Any, scale: Tensor | None = None) -> None:
         """Count a cast; arguments as in Table.add."""

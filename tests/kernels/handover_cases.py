@@ -13,7 +13,10 @@ from torch import Tensor
 
 from te_models.config.mlp import HANDED_OVER
 from te_models.kernels import handover_triton
+from te_models.kernels.count_cast_triton import Counts
 from te_models.numerics.formats import FP8_MAX, DType
+from te_models.recorder.layout import FIELDS, INDEX
+from te_models.recorder.statistics import Cast, count_cast
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(64, 128), (48, 272), (16, 16)]  # whole tiles, and parts of them
@@ -138,3 +141,68 @@ def test_nan_stays_nan() -> None:
         handover_triton.activate(gate_up, given, amax, False).data.view(torch.float8_e4m3fn).float()
     )
     assert codes.isnan().sum() == 1 and codes[3, 5].isnan()
+
+
+def counted_by(kernel: Any, *arguments: Any, spread: int = 2) -> tuple[Any, dict[str, float], int]:
+    """The result of a kernel, and the fields and the hash that it counted."""
+    fields = torch.zeros(spread, len(FIELDS), dtype=torch.float64, device=DEVICE)
+    fields[:, INDEX["scale_min"]] = math.inf
+    codes = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    on = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    result = kernel(*arguments, counts=Counts(fields, codes, on))
+    found = dict(zip(FIELDS, fields.sum(0).tolist(), strict=True))
+    for name in ("amax", "scale_max", "format"):
+        found[name] = fields[:, INDEX[name]].amax().item()
+    found["scale_min"] = fields[:, INDEX["scale_min"]].amin().item()
+    return result, found, codes.item()
+
+
+def reference(values: Tensor, fp8: Any, scale: float, e5m2: bool) -> tuple[dict[str, float], int]:
+    """The same from the values and the data, in PyTorch."""
+    inverse = fp8.scale_inv.reshape(1, 1)
+    known = torch.full((1,), scale, device=DEVICE)
+    cast = Cast(fp8.data, inverse, tuple(fp8.data.shape), 8 if e5m2 else 7, known)
+    expected, codes = count_cast(values, cast)
+    return dict(zip(FIELDS, expected.tolist(), strict=True)), int(codes)
+
+
+COUNTED = {
+    "cast": lambda x, *place, **how: handover_triton.cast(x, *place, **how),
+    "activate": lambda x, *place, **how: handover_triton.activate(x, *place, **how),
+    "slope": lambda x, *place, **how: handover_triton.activate_backward(
+        x[:, : x.shape[1] // 2].contiguous(), x, *place, **how
+    ),
+    "plain slope": lambda x, *place, **how: handover_triton.activate_backward(
+        x, x, *place, "relu2", False, **how
+    ),
+    "norm": lambda x, *place, **how: handover_triton.norm(
+        x, None, torch.ones_like(x[0]), 1e-5, False, *place, **how
+    )[0],
+}
+
+
+@pytest.mark.parametrize("scale, e5m2", [(37.0, False), (2.0**18, True)])
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_kernel_counts_what_it_casts(name: str, scale: float, e5m2: bool) -> None:
+    """The bits are those without counts; the counts those of its data and of values within FP32's rounding."""
+    x = random(48, 144)
+    x[3] = 0
+    plain = COUNTED[name](x, *state(scale), e5m2)
+    fp8, found, codes = counted_by(COUNTED[name], x, *state(scale), e5m2)
+    assert torch.equal(plain.data, fp8.data) and torch.equal(plain.transposed, fp8.transposed)
+    if name == "cast":
+        expected, hashed = reference(x, fp8, scale, e5m2)
+        del expected["scale_age"], found["scale_age"]
+        assert found == pytest.approx(expected, rel=1e-6) and codes == hashed
+        return
+    # The values of a norm or an activation are in the kernel only: what the data say of them.
+    inverse = fp8.scale_inv
+    decoded = fp8.data.view(torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn).float() * inverse
+    expected, hashed = reference(decoded, fp8, scale, e5m2)
+    assert codes == hashed
+    for field in ("elements", "subnormal", "format", "scale_min", "nonfinite", "blocks"):
+        assert found[field] == expected[field], field
+    assert found["zeros"] + found["flushed"] == expected["zeros"]
+    if not found["saturated"]:
+        assert found["signal"] == pytest.approx(expected["signal"], rel=0.05)
+        assert 0 < found["noise"] < 0.02 * found["signal"]

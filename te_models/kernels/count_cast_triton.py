@@ -1,0 +1,368 @@
+"""Counts about an FP8 cast, added to a table on the device: saturated, flushed, subnormal and non-finite elements, the
+signal and the noise, and a hash of the codes (docs/internals/recorder.md).
+
+`count_cast` reads a cast that has been made. `count_tile` counts a tile inside a kernel that casts, where the values
+before the cast are in registers only. Both return at once in a step that is not recorded, which a flag on the device
+says, so that a CUDA graph may contain them.
+
+Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), against the counts in PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_models.numerics.fp8_triton import decode_fp8, encode_fp8
+
+# A tile has at most 2,048 elements, so that five counts of 12 bits fit into one integer, which one sum adds up.
+ROWS, COLUMNS = 16, 128
+SQUARE = 128  # rows of a square block, of which a program goes through all
+PROGRAMS = 528  # four per multiprocessor of an H100; each goes through many tiles
+# The fields of te_models.recorder.layout, in its order.
+_AMAX = tl.constexpr(0)
+_SCALE_MIN = tl.constexpr(1)
+_SCALE_MAX = tl.constexpr(2)
+_SCALE_AGE = tl.constexpr(3)
+_ELEMENTS = tl.constexpr(4)
+_ZEROS = tl.constexpr(5)
+_SATURATED = tl.constexpr(6)
+_FLUSHED = tl.constexpr(7)
+_SUBNORMAL = tl.constexpr(8)
+_NONFINITE = tl.constexpr(9)
+_SIGNAL = tl.constexpr(10)
+_NOISE = tl.constexpr(11)
+_BLOCKS = tl.constexpr(12)
+_BLOCK_LOG2 = tl.constexpr(13)
+_BLOCK_LOG2_SQUARES = tl.constexpr(14)
+_FORMAT = tl.constexpr(15)
+_WIDTH = tl.constexpr(16)
+_INF = tl.constexpr(float("inf"))
+_MIX = tl.constexpr(0x9E3779B1)
+_WORD = tl.constexpr(0xFFFFFFFF)
+_BITS = tl.constexpr(0xFFF)
+
+
+class Counts(NamedTuple):
+    """Where the counts of one tensor go.
+
+    Attributes:
+        fields: float64 [spread, fields]: programs add to different rows of it, which are summed later.
+        codes: int64 [1], the hash.
+        flag: int32 [1], other than 0 in a step that is recorded.
+    """
+
+    fields: Tensor
+    codes: Tensor
+    flag: Tensor
+
+
+@triton.jit
+def _finite(x):
+    return (x == x) & (tl.abs(x) != _INF)
+
+
+@triton.jit
+def _add(fields, place, value):
+    tl.atomic_add(fields + place, value.to(tl.float64), sem="relaxed")
+
+
+@triton.jit
+def _raise(fields, place, value):
+    """Raise a field to a value; numbers of 0 and more are ordered like their bits."""
+    bits = value.to(tl.float64).to(tl.int64, bitcast=True)
+    tl.atomic_max((fields + place).to(tl.pointer_type(tl.int64), bitcast=True), bits, sem="relaxed")
+
+
+@triton.jit
+def _lower(fields, place, value):
+    bits = value.to(tl.float64).to(tl.int64, bitcast=True)
+    tl.atomic_min((fields + place).to(tl.pointer_type(tl.int64), bitcast=True), bits, sem="relaxed")
+
+
+@triton.jit
+def _count(x, code, inverse, inside, index, E5M2: tl.constexpr, SOURCE: tl.constexpr):
+    """Return the counts of a tile packed into an integer, signal, noise, hash, and the largest magnitudes.
+
+    x are the values before the cast (without SOURCE: not read), code uint8 the data, inverse FP32 the inverse scales,
+    and index int64 the place of each element in the tensor.
+    """
+    largest: tl.constexpr = 57344.0 if E5M2 else 448.0
+    beyond: tl.constexpr = 61440.0 if E5M2 else 464.0
+    normal: tl.constexpr = 6.103515625e-05 if E5M2 else 0.015625
+    value = decode_fp8(code, E5M2)
+    size = tl.abs(value)
+    after = value * inverse
+    before = x if SOURCE else after
+    finite = _finite(before) & _finite(value)
+    saturated = (size == largest) & inside
+    zero = inside & (before == 0)
+    flushed = inside & finite & (before != 0) & (after == 0)
+    if SOURCE:
+        saturated = saturated & finite & (tl.abs(before) > beyond * inverse)
+    subnormal = inside & (value != 0) & (size < normal)
+    wrong = inside & (finite == 0)
+    packed = (
+        zero.to(tl.int64)
+        + (saturated.to(tl.int64) << 12)
+        + (flushed.to(tl.int64) << 24)
+        + (subnormal.to(tl.int64) << 36)
+        + (wrong.to(tl.int64) << 48)
+    )
+    exact = tl.where(finite & inside, before, 0.0).to(tl.float64)
+    change = tl.where(finite & inside, before.to(tl.float64) - after.to(tl.float64), 0.0)
+    mixed = ((index * _MIX) & _WORD) ^ (index >> 7)
+    hashed = tl.where(inside, (code.to(tl.int64) + 1) * mixed, 0)
+    magnitude = tl.where(inside & (before == before), tl.abs(before), 0.0)
+    return packed, exact * exact, change * change, hashed, magnitude
+
+
+@triton.jit
+def _add_counts(
+    fields, codes, zeros, saturated, flushed, subnormal, wrong, signal, noise, hashed, largest,
+    SOURCE: tl.constexpr,
+):  # fmt: skip
+    """Add the sums of one or more tiles."""
+    if SOURCE:
+        _add(fields, _ZEROS, zeros)
+        _add(fields, _FLUSHED, flushed)
+        _add(fields, _SIGNAL, signal)
+        _add(fields, _NOISE, noise)
+    _add(fields, _SATURATED, saturated)
+    _add(fields, _SUBNORMAL, subnormal)
+    _add(fields, _NONFINITE, wrong)
+    _raise(fields, _AMAX, largest)
+    tl.atomic_add(codes, hashed, sem="relaxed")
+
+
+@triton.jit
+def _note_tensor(
+    fields, elements, scale,
+    E5M2: tl.constexpr, SOURCE: tl.constexpr, BLOCKED: tl.constexpr,
+):  # fmt: skip
+    """Add what concerns the whole tensor, from one program: `scale` is the tensor's, which blocks do not have."""
+    _add(fields, _ELEMENTS, elements)
+    _raise(fields, _FORMAT, tl.full((), 8.0 if E5M2 else 7.0, tl.float64))
+    if not SOURCE:
+        unknown = tl.full((), float("nan"), tl.float64)
+        _add(fields, _ZEROS, unknown)
+        _add(fields, _FLUSHED, unknown)
+        _add(fields, _SIGNAL, unknown)
+        _add(fields, _NOISE, unknown)
+    if not BLOCKED:
+        logarithm = tl.log2(scale.to(tl.float32)).to(tl.float64)
+        _lower(fields, _SCALE_MIN, scale)
+        _raise(fields, _SCALE_MAX, scale)
+        _add(fields, _BLOCKS, tl.full((), 1.0, tl.float64))
+        _add(fields, _BLOCK_LOG2, logarithm)
+        _add(fields, _BLOCK_LOG2_SQUARES, logarithm * logarithm)
+
+
+@triton.jit
+def count_cast_kernel(
+    source, data, inverse, scale, fields, codes, flag, rows, columns,
+    source_stride, data_row, data_column, inverse_row, inverse_column, spread,
+    E5M2: tl.constexpr, SOURCE: tl.constexpr, SCALED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Count a cast of [rows, columns]: each program goes through units of HEIGHT rows and COLUMNS columns.
+
+    BLOCK_COLUMNS is 0 for a tensor with one scale. A unit has whole blocks: BLOCK_ROWS is 1, or HEIGHT.
+    """
+    if tl.load(flag) != 0:
+        own = fields + (tl.program_id(0) % spread) * _WIDTH
+        high = tl.cdiv(rows, HEIGHT)
+        wide = tl.cdiv(columns, COLUMNS)
+        zeros = tl.zeros((), tl.int64)
+        saturated = tl.zeros((), tl.int64)
+        flushed = tl.zeros((), tl.int64)
+        subnormal = tl.zeros((), tl.int64)
+        wrong = tl.zeros((), tl.int64)
+        hashed = tl.zeros((), tl.int64)
+        signal = tl.zeros((), tl.float64)
+        noise = tl.zeros((), tl.float64)
+        largest = tl.zeros((), tl.float32)
+        lowest = tl.full((), _INF, tl.float32)
+        highest = tl.zeros((), tl.float32)
+        blocks = tl.zeros((), tl.int64)
+        logarithms = tl.zeros((), tl.float64)
+        squares = tl.zeros((), tl.float64)
+        one_inverse = tl.load(inverse)
+        for unit in range(tl.program_id(0), high * wide, tl.num_programs(0)):
+            first = (unit // wide).to(tl.int64) * HEIGHT
+            j = (unit % wide).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+            in_block = tl.zeros((), tl.float32)  # the largest code of a square block
+            for start in range(0, HEIGHT, ROWS):
+                i = first + start + tl.arange(0, ROWS)
+                inside = (i < rows)[:, None] & (j < columns)[None, :]
+                code = tl.load(data + i[:, None] * data_row + j[None, :] * data_column, inside, 0)
+                if SOURCE:
+                    values = source + i[:, None] * source_stride + j[None, :]
+                    x = tl.load(values, inside, 0.0).to(tl.float32)
+                else:
+                    x = tl.zeros((ROWS, COLUMNS), tl.float32)
+                if BLOCK_COLUMNS == 0:
+                    factor = tl.zeros((ROWS, COLUMNS), tl.float32) + one_inverse
+                else:
+                    p = (i // BLOCK_ROWS)[:, None] * inverse_row
+                    q = (j // BLOCK_COLUMNS)[None, :] * inverse_column
+                    factor = tl.load(inverse + p + q, inside, 0.0)
+                index = i[:, None] * columns + j[None, :]
+                packed, exact, change, codes_of, magnitude = _count(
+                    x, code, factor, inside, index, E5M2, SOURCE
+                )
+                counts = tl.sum(tl.sum(packed, 1), 0)
+                zeros += counts & _BITS
+                saturated += (counts >> 12) & _BITS
+                flushed += (counts >> 24) & _BITS
+                subnormal += (counts >> 36) & _BITS
+                wrong += (counts >> 48) & _BITS
+                hashed += tl.sum(tl.sum(codes_of, 1), 0)
+                signal += tl.sum(tl.sum(exact, 1), 0)
+                noise += tl.sum(tl.sum(change, 1), 0)
+                largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
+                if BLOCK_COLUMNS > 0:
+                    size = tl.where(inside, (code & 0x7F).to(tl.float32), 0.0)
+                    if BLOCK_ROWS > 1:
+                        in_block = tl.maximum(in_block, tl.max(tl.max(size, 1), 0))
+                    else:
+                        parts: tl.constexpr = COLUMNS // BLOCK_COLUMNS
+                        filled = tl.max(tl.reshape(size, (ROWS, parts, BLOCK_COLUMNS)), 2) > 0
+                        part = (unit % wide).to(tl.int64) * parts + tl.arange(0, parts)
+                        places = i[:, None] * inverse_row + part[None, :] * inverse_column
+                        factors = tl.load(inverse + places, filled, 1.0)
+                        filled = filled & (factors > 0)
+                        divisors = tl.where(filled, factors, 1.0)
+                        own_scale = tl.div_rn(tl.full(divisors.shape, 1.0, tl.float32), divisors)
+                        logarithm = tl.log2(own_scale).to(tl.float64)
+                        blocks += tl.sum(tl.sum(filled.to(tl.int64), 1), 0)
+                        logarithms += tl.sum(tl.sum(logarithm, 1), 0)
+                        squares += tl.sum(tl.sum(logarithm * logarithm, 1), 0)
+                        low = tl.where(filled, own_scale, _INF)
+                        lowest = tl.minimum(lowest, tl.min(tl.min(low, 1), 0))
+                        high_scale = tl.where(filled, own_scale, 0.0)
+                        highest = tl.maximum(highest, tl.max(tl.max(high_scale, 1), 0))
+            if BLOCK_ROWS > 1:
+                above = (unit // wide).to(tl.int64) * inverse_row
+                square = tl.load(inverse + above + (unit % wide).to(tl.int64) * inverse_column)
+                if (in_block > 0) & (square > 0):
+                    block_scale = tl.div_rn(tl.full((), 1.0, tl.float32), square)
+                    logarithm = tl.log2(block_scale).to(tl.float64)
+                    blocks += 1
+                    logarithms += logarithm
+                    squares += logarithm * logarithm
+                    lowest = tl.minimum(lowest, block_scale)
+                    highest = tl.maximum(highest, block_scale)
+        _add_counts(own, codes, zeros, saturated, flushed, subnormal, wrong, signal, noise, hashed, largest,
+                    SOURCE)  # fmt: skip
+        if BLOCK_COLUMNS > 0:
+            _lower(own, _SCALE_MIN, lowest)
+            _raise(own, _SCALE_MAX, highest)
+            _add(own, _BLOCKS, blocks)
+            _add(own, _BLOCK_LOG2, logarithms)
+            _add(own, _BLOCK_LOG2_SQUARES, squares)
+        if tl.program_id(0) == 0:
+            if SCALED:
+                factor = tl.load(scale)
+            else:
+                factor = tl.div_rn(tl.full((), 1.0, tl.float32), one_inverse)
+            elements = tl.full((), 1.0, tl.float64) * rows * columns
+            _note_tensor(own, elements, factor, E5M2, SOURCE, BLOCK_COLUMNS > 0)
+
+
+def count_cast(
+    source: Tensor | None,
+    data: Tensor,
+    inverse: Tensor,
+    block: tuple[int, int] | None,
+    scale: Tensor | None,
+    e5m2: bool,
+    counts: Counts,
+) -> None:
+    """Add the counts of a cast to a table.
+
+    Args:
+        source: the values before the cast, [M, K] of any float dtype; None: they are not in memory.
+        data: uint8 [M, K], of any strides.
+        inverse: inverse scales, FP32, one per block, of any strides.
+        block: rows and columns that share a scale, (1, 32), (1, 128) or (128, 128); None: the tensor has one.
+        scale: the scale of the cast, FP32 [1], where it was known; None: it follows from `inverse`.
+        e5m2: whether the format is E5M2.
+        counts: where they go.
+    """
+    rows, columns = data.shape
+    if not rows * columns:
+        return
+    if source is not None and source.stride(1) != 1:
+        source = source.contiguous()
+    height = SQUARE if block is not None and block[0] > 1 else ROWS
+    units = triton.cdiv(rows, height) * triton.cdiv(columns, COLUMNS)
+    inverse = inverse.reshape(1, 1) if block is None else inverse
+    spread = len(counts.fields)
+    count_cast_kernel[(min(units, PROGRAMS),)](
+        data if source is None else source, data, inverse, inverse if scale is None else scale,
+        counts.fields, counts.codes, counts.flag, rows, columns,
+        0 if source is None else source.stride(0), data.stride(0), data.stride(1),
+        inverse.stride(0), inverse.stride(1), spread,
+        E5M2=e5m2, SOURCE=source is not None, SCALED=scale is not None,
+        BLOCK_ROWS=1 if block is None else block[0], BLOCK_COLUMNS=0 if block is None else block[1],
+        ROWS=ROWS, COLUMNS=COLUMNS, HEIGHT=height, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def count_tile(
+    fields, codes, flag, spread, a, b, c, d, scale, group, j, rows, columns, width, first, noted,
+    E5M2: tl.constexpr,
+):  # fmt: skip
+    """Count what `store_fp8` of handover_triton casts: four FP32 tiles, the rows of groups of four, with one scale.
+
+    The tile's columns j, of `columns`, lie at `first` + j of a tensor of `width` columns. The program for which `noted`
+    holds adds what concerns the whole tensor.
+    """
+    if tl.load(flag) != 0:
+        own = fields + (tl.program_id(0) % spread) * _WIDTH
+        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
+        zeros = tl.zeros((), tl.int64)
+        saturated = tl.zeros((), tl.int64)
+        flushed = tl.zeros((), tl.int64)
+        subnormal = tl.zeros((), tl.int64)
+        wrong = tl.zeros((), tl.int64)
+        hashed = tl.zeros((), tl.int64)
+        signal = tl.zeros((), tl.float64)
+        noise = tl.zeros((), tl.float64)
+        largest = tl.zeros((), tl.float32)
+        for row in tl.static_range(4):
+            if row == 0:
+                x = a
+            elif row == 1:
+                x = b
+            elif row == 2:
+                x = c
+            else:
+                x = d
+            i = 4 * group.to(tl.int64) + row
+            inside = (i < rows)[:, None] & (j < columns)[None, :]
+            code = encode_fp8(x * scale, E5M2)
+            index = i[:, None] * width + first + j.to(tl.int64)[None, :]
+            packed, exact, change, codes_of, magnitude = _count(
+                x, code, inverse, inside, index, E5M2, True
+            )
+            counts = tl.sum(tl.sum(packed, 1), 0)
+            zeros += counts & _BITS
+            saturated += (counts >> 12) & _BITS
+            flushed += (counts >> 24) & _BITS
+            subnormal += (counts >> 36) & _BITS
+            wrong += (counts >> 48) & _BITS
+            hashed += tl.sum(tl.sum(codes_of, 1), 0)
+            signal += tl.sum(tl.sum(exact, 1), 0)
+            noise += tl.sum(tl.sum(change, 1), 0)
+            largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
+        _add_counts(own, codes, zeros, saturated, flushed, subnormal, wrong, signal, noise, hashed, largest,
+                    True)  # fmt: skip
+        if noted:
+            elements = tl.full((), 1.0, tl.float64) * rows * width
+            _note_tensor(own, elements, scale, E5M2, True, False)

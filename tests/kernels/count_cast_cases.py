@@ -1,0 +1,118 @@
+"""Counts of a cast by Triton kernels, against those in PyTorch.
+
+Run by test_triton_kernels.py in Triton's interpreter and on a GPU.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_models.kernels import count_cast_triton
+from te_models.kernels.count_cast_triton import Counts, count_cast
+from te_models.numerics.formats import DType
+from te_models.numerics.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+)
+from te_models.recorder.layout import FIELDS, INDEX
+from te_models.recorder.quantized import cast_of
+from te_models.recorder.statistics import count_cast as reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
+
+
+def values(rows: int, columns: int) -> Tensor:
+    """Values of many sizes, zeros, rows of zeros, and some that are not finite."""
+    g = torch.Generator().manual_seed(rows + columns)
+    x = torch.randn(rows, columns, generator=g) * torch.logspace(-6, 1, columns)
+    x[1::7] = 0
+    x[:, 3] = 0
+    x[0, 0], x[2, 1], x[3, 2], x[4, 5] = math.nan, math.inf, -math.inf, 3000.0
+    return x.bfloat16().to(DEVICE)
+
+
+def quantizer(kind: str) -> Any:
+    if kind.startswith("delayed"):
+        scale, amax = torch.full((1,), 5.0, device=DEVICE), torch.zeros(1, device=DEVICE)
+        return Float8Quantizer(scale, amax, E5M2 if kind.endswith("5") else E4M3)
+    if kind.startswith("current"):
+        return Float8CurrentScalingQuantizer(E5M2 if kind.endswith("5") else E4M3)
+    if kind == "mx":
+        return MXFP8Quantizer(E4M3)
+    size = 2 if kind == "square" else 1
+    return Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=size)
+
+
+def table(spread: int) -> Counts:
+    fields = torch.zeros(spread, len(FIELDS), dtype=torch.float64, device=DEVICE)
+    fields[:, INDEX["scale_min"]] = math.inf
+    codes = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    return Counts(fields, codes, torch.ones(1, dtype=torch.int32, device=DEVICE))
+
+
+def summed(counts: Counts) -> dict[str, float]:
+    fields = counts.fields.cpu()
+    found = dict(zip(FIELDS, fields.sum(0).tolist(), strict=True))
+    for name in ("amax", "scale_max", "format"):
+        found[name] = fields[:, INDEX[name]].amax().item()
+    found["scale_min"] = fields[:, INDEX["scale_min"]].amin().item()
+    del found["scale_age"]
+    return found
+
+
+def test_the_kernels_know_the_order_of_the_fields() -> None:
+    for name, place in INDEX.items():
+        assert getattr(count_cast_triton, f"_{name.upper()}") == place
+    assert len(FIELDS) == count_cast_triton._WIDTH
+
+
+KINDS = ["delayed-4", "delayed-5", "current-4", "current-5", "row", "square", "mx"]
+
+
+@pytest.mark.parametrize("source", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_counts_are_those_of_pytorch(kind: str, source: bool) -> None:
+    shape = (64, 288) if kind != "square" else (160, 288)
+    x = values(*shape)
+    made = quantizer(kind)
+    x = torch.where(x.isfinite(), x, 0) if kind != "delayed-4" else x
+    result = made(x)
+    cast = cast_of(result, made.known_scale)
+    assert cast is not None
+    counts = table(3)
+    own = x if source else None
+    block = None if cast.inverse.numel() == 1 else cast.block
+    e5m2 = cast.format == 8
+    count_cast(own, cast.codes, cast.inverse, block, cast.scale, e5m2, counts)
+    expected, codes = reference(own, cast)
+    wanted = dict(zip(FIELDS, expected.tolist(), strict=True))
+    del wanted["scale_age"]
+    assert summed(counts) == pytest.approx(wanted, rel=1e-6, nan_ok=True)
+    assert counts.codes.item() == codes.item()
+
+
+def test_transposed_data_has_the_same_counts() -> None:
+    x = values(48, 160).nan_to_num(0, 1, 1)
+    cast = cast_of(quantizer("current-4")(x))
+    assert cast is not None
+    one, other = table(1), table(1)
+    count_cast(x, cast.codes, cast.inverse, None, None, False, one)
+    count_cast(x, cast.codes.t().contiguous().t(), cast.inverse, None, None, False, other)
+    assert summed(one) == pytest.approx(summed(other)) and torch.equal(one.codes, other.codes)
+
+
+def test_nothing_is_counted_in_a_step_that_is_not_recorded() -> None:
+    x = values(16, 128)
+    cast = cast_of(quantizer("delayed-4")(x))
+    assert cast is not None
+    counts = table(1)
+    counts.flag.zero_()
+    before = counts.fields.clone()
+    count_cast(x, cast.codes, cast.inverse, None, None, False, counts)
+    assert torch.equal(counts.fields, before) and not counts.codes.item()

@@ -1,0 +1,86 @@
+"""The recorder through Transformer Engine, in a CUDA graph: no bit of training changes, and a CPU replays the step."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from te_models import CausalLM, TrainConfig, Trainer, list_recipes
+from te_models.engine import get_engine
+from te_models.inspect.replay import replay
+from te_models.recorder.record import read_record
+from te_models.training.captures import Marks, write_marks
+from te_models.training.metrics import read_metrics
+
+pytestmark = pytest.mark.gpu
+STEPS, MARKED = 8, 7
+SHAPE: dict[str, Any] = dict(
+    hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4
+)
+SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=256)
+
+
+def finished(out: Path, recipe: str, record: int, fused: bool, **fields: Any) -> Trainer:
+    torch.manual_seed(1)
+    history = dict(amax_history_len=8) if recipe == "delayed" else {}
+    model = CausalLM.from_preset(
+        "gated-nano", recipe=recipe, device="cuda", engine="native", fused=fused, **history, **SHAPE
+    )
+    ids = torch.randint(0, 256, (STEPS + 1, 2, 128), generator=torch.Generator().manual_seed(0))
+    batches = [dict(input_ids=part, labels=part) for part in ids]
+    config = TrainConfig(
+        steps=STEPS, batch_size=2, seq_len=128, eval_every=0, record=record, deterministic=True, **fields
+    )  # fmt: skip
+    trainer = Trainer(model, batches, None, config, out)
+    trainer.run()
+    return trainer
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("recipe", [name for name in list_recipes() if name != "nvfp4"])
+def test_no_bit_changes_and_a_cpu_replays_the_step(
+    recipe: str, fused: bool, tmp_path: Path
+) -> None:
+    if recipe == "mxfp8" and not get_engine("native")[0].is_mxfp8_available():
+        pytest.skip("this GPU does not run MXFP8")
+    plain = finished(tmp_path / "plain", recipe, 0, fused)
+    write_marks(tmp_path / "recorded", Marks((MARKED,)))
+    recorded = finished(tmp_path / "recorded", recipe, 2, fused)
+    one, other = (
+        [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")]
+        for name in ("plain", "recorded")
+    )
+    assert one == other
+    for a, b in zip(plain.model.parameters(), recorded.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    record = read_record(tmp_path / "recorded")
+    assert record.steps == [2, 4, 6, MARKED, 8]
+    if recipe == "bf16":
+        assert not record.counted.any()
+        return
+    assert recorded.passes.graph is not None and recorded.passes.graph.captured
+    inner = np.array([tensor.layer in (1, 2) for tensor in record.tensors])
+    assert record.counted[1:, inner].all()  # the quantizers of most recipes are made in step 1
+    exact = record.sqnr()[:, inner]
+    assert (exact[np.isfinite(exact)] > 15).all()
+    found = replay(tmp_path / "recorded", MARKED, twice=False)
+    weights = [one for one in found.tensors if one.tensor.operand == "weight"]
+    assert weights and all(one.equal for one in weights)
+    inputs = [one for one in found.tensors if one.tensor.operand == "input"]
+    assert sum(one.within for one in inputs) >= 0.9 * len(inputs)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_graph_and_eager_steps_record_the_same(accumulation: int, tmp_path: Path) -> None:
+    records = []
+    for graph in (True, False):
+        out = tmp_path / f"{graph}"
+        finished(out, "delayed", 1, True, cuda_graph=graph, gradient_accumulation=accumulation)
+        records.append(read_record(out))
+    one, other = records
+    assert np.array_equal(one.codes, other.codes)
+    assert np.allclose(one.field("signal"), other.field("signal"), rtol=1e-5, equal_nan=True)
+    for name in ("amax", "scale_min", "elements", "saturated", "flushed", "subnormal"):
+        assert np.array_equal(one.field(name), other.field(name), equal_nan=True), name
