@@ -242,10 +242,10 @@ def same_folder(one: Path, other: Path) -> None:
     assert document_of(one) == document_of(other)
 
 
-def read_by_transformers(folder: Path) -> Any:
+def read_by_transformers(folder: Path, **options: Any) -> Any:
     """transformers' model of a folder, in which it misses no tensor and finds none too many."""
     kind = class_of(document_of(folder)["model_type"])
-    model, report = kind.from_pretrained(folder, output_loading_info=True)
+    model, report = kind.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(report.values()), report
     return model.eval()
 

@@ -165,7 +165,6 @@ class AttentionSpec(SoftmaxAttentionSpec):
             "query_scale_beta": partial and self.query_scale is not None,
             "head_dim": self.heads.dim > WIDEST_FLASH,
             "keys_as_values": self.heads.keys_as_values,
-            "qk_norm_weights": self.qk_norm != "none" and not self.norm_weights,
             "qk_norm_after_rope": self.qk_norm != "none" and self.norm_after_rope,
             "value_norm": self.value_norm,
         }

@@ -152,6 +152,15 @@ class ModelFields(Settings):
         choices=MLPS,
     )
     embedding_multiplier: float = positive(1.0, "Factor on the embeddings (Granite, Gemma).")
+    embedding_norm: bool = setting(
+        False, "RMSNorm without weights on the embeddings (Muse-Glimmer)."
+    )
+    post_norm_eps: float | None = positive(
+        None, "Epsilon of the norms after attention and MLP; default: rms_norm_eps (Muse-Glimmer)."
+    )
+    plain_final_norm: bool = setting(
+        False, "The last norm stores gamma also where zero_centered_norm is set (Muse-Glimmer)."
+    )
     layer_scale: bool = setting(
         False,
         "Multiply the output of each layer by a stored number, which is not trained (Gemma 4).",

@@ -297,12 +297,14 @@ class LayerSpec:
     Attributes:
         norm_position: "pre", "post" or "both", as in ModelConfig.
         scaled: whether the output of the block is multiplied by a stored number.
+        post_norm_eps: the epsilon of the norms after mixer and MLP; None: as of all others.
     """
 
     mixer: MixerSpec
     mlp: FeedforwardSpec
     norm_position: str = "pre"
     scaled: bool = False
+    post_norm_eps: float | None = None
 
     @property
     def parts(self) -> tuple[PartSpec, PartSpec]:

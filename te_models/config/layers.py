@@ -33,6 +33,7 @@ def describe_layers(config: ModelFields) -> tuple[LayerSpec, ...]:
             MLPS[mlp](config, layer),
             config.norm_position,
             config.layer_scale,
+            config.post_norm_eps,
         )
         for layer, (mixer, mlp) in enumerate(zip(mixers, mlps, strict=True))
     )

@@ -100,6 +100,9 @@ class ConfigOptions(TypedDict, total=False):
     moe: MoEConfig | Mapping[str, float | str] | None
     mlp_layer_types: tuple[str, ...] | None
     embedding_multiplier: float
+    embedding_norm: bool
+    post_norm_eps: float | None
+    plain_final_norm: bool
     layer_scale: bool
     residual_multiplier: float
     logits_scaling: float

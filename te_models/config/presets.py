@@ -122,6 +122,25 @@ def _gemma3(
     )
 
 
+def _gemma4(
+    hidden: int, intermediate: int, layers: int, heads: tuple[int, int, int], **fields: Any
+) -> PresetFields:
+    """Return a Gemma 4; `heads` are those of queries, of keys under a window, and of keys without one."""
+    query, windowed, full = heads
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    sliding = dict(num_attention_heads=query, num_key_value_heads=windowed, head_dim=256)
+    return dict(
+        vocab_size=262144, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=query, num_key_value_heads=full, head_dim=512, sliding_heads=sliding,
+        layer_types=tuple(kinds[layer % 6] for layer in range(layers)), sliding_window=1024, keys_as_values=True,
+        rope_theta=1e6, rope_scaling=dict(rope_type="proportional", partial_rotary_factor=0.25),
+        sliding_rope=dict(rope_theta=1e4), max_position_embeddings=262144, rms_norm_eps=1e-6, attention_gate="none",
+        attention_multiplier=1.0, qk_norm=True, value_norm=True, norm_position="both", layer_scale=True,
+        hidden_act="gelu_pytorch_tanh", embedding_multiplier=hidden**0.5, final_logit_softcapping=30.0,
+        tie_word_embeddings=True, bos_token_id=2, eos_token_id=1, pad_token_id=0, **fields,
+    )  # fmt: skip
+
+
 def _hybrid(
     hidden: int,
     intermediate: int,
@@ -312,13 +331,34 @@ PRESETS: dict[str, PresetFields] = {
     "gemma3-4b": _gemma3(2560, 10240, 34, 8, 4),
     "gemma3-12b": _gemma3(3840, 15360, 48, 16, 8),
     "gemma3-27b": _gemma3(5376, 21504, 62, 32, 16, head_dim=128, attention_multiplier=168**-0.5),
-    # Muse-Glimmer-30B's text model, with weights in the norms of q and k, one epsilon, and no norm of the embeddings.
-    "muse-like-30b": dict(
+    "gemma4-31b": _gemma4(5376, 21504, 60, heads=(32, 16, 4)),
+    "gemma4-26b-a4b": _gemma4(
+        2816, 2112, 30, heads=(16, 8, 2),
+        moe=dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=704, separate_norms=True,
+                 shared_expert_intermediate_size=2112, router_aux_loss_coef=0.0),
+    ),
+    "muse-glimmer-30b": dict(
         vocab_size=202048, hidden_size=6656, intermediate_size=19968, **_layers(52, 4, 3), num_attention_heads=32,
         num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rope_theta=500000.0, sliding_window=2048,
         no_rope_layers=(1, 1, 1, 0) * 13, attention_gate="elementwise", attention_multiplier=3.87 * 128**-0.5,
-        qk_norm=True, norm_position="both", zero_centered_norm=True, logits_scaling=26**0.5,
+        qk_norm=True, qk_norm_weights=False, embedding_norm=True, norm_position="both", post_norm_eps=1e-8,
+        zero_centered_norm=True, plain_final_norm=True, logits_scaling=1 / 0.19611613513818404,
         final_logit_softcapping=20.0, bos_token_id=200000, eos_token_id=200001,
+    ),
+    "ernie-4.5-21b-a3b": dict(
+        vocab_size=103424, hidden_size=2560, intermediate_size=12288, num_hidden_layers=28, num_attention_heads=20,
+        num_key_value_heads=4, max_position_embeddings=131072, rope_theta=500000.0, rope_interleaved=True,
+        attention_gate="none", tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        mlp_layer_types=("dense", *["sparse"] * 27),
+        moe=dict(num_experts=64, num_experts_per_tok=6, moe_intermediate_size=1536, router_fp32=True,
+                 shared_expert_intermediate_size=3072, expert_bias=True),
+    ),
+    "flexolmo-7x7b": dict(
+        vocab_size=100352, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+        max_position_embeddings=4096, rope_theta=500000.0, rms_norm_eps=1e-6, attention_gate="none", qk_norm=True,
+        qk_norm_scope="all_heads", norm_position="post", eos_token_id=100257, pad_token_id=100277,
+        moe=dict(num_experts=7, num_experts_per_tok=5, moe_intermediate_size=11008, norm_topk_prob=False,
+                 router_aux_loss_coef=0.01),
     ),
     "qwen3.5-0.8b": _hybrid(1024, 3584, 24, 8, 2, tie_word_embeddings=True),
     "qwen3.5-2b": _hybrid(2048, 6144, 24, 8, 2, tie_word_embeddings=True),

@@ -4,6 +4,7 @@ Those of RoPE and of windows are in hf_rope_parts. No torch. Facts: the configur
 transformers 5.23.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -157,12 +158,44 @@ INITIAL_RANGE = ConfigKeys(
     lambda config: {},
 )
 MULTIPLIERS = same("embedding_multiplier", "residual_multiplier", "logits_scaling")
-# Multiplied, where ours divides.
-LOGIT_FACTOR = ConfigKeys(
-    ("logits_scaling",),
-    lambda theirs: {"logits_scaling": 1 / theirs.get("logits_scaling", 1.0)},
-    lambda config: {"logits_scaling": 1 / config.logits_scaling},
+
+
+def inverted(value: float, function: Callable[[float], float], near: float) -> float:
+    """Return the number at `near` of which `function` is `value` in every bit, so that it is read as it was."""
+    for candidate in (near, math.nextafter(near, math.inf), math.nextafter(near, 0.0)):
+        if function(candidate) == value:
+            return candidate
+    return near
+
+
+def logit_factor(key: str) -> ConfigKeys:
+    """Return the part of the key of a factor on the logits, by which ours divides."""
+    return ConfigKeys(
+        (key,),
+        lambda theirs: {"logits_scaling": 1 / theirs.get(key, 1.0)},
+        lambda config: {
+            key: inverted(
+                config.logits_scaling, lambda factor: 1 / factor, 1 / config.logits_scaling
+            )
+        },
+    )
+
+
+def _write_query_factor(config: ModelConfig) -> Fields:
+    root = config.head_dim**-0.5
+    multiplier = _write_multiplier(config)
+    return {
+        "qk_scale_factor": inverted(multiplier, lambda factor: factor * root, multiplier / root)
+    }
+
+
+# On top of the root of the width of heads.
+QUERY_FACTOR = ConfigKeys(
+    ("qk_scale_factor",),
+    lambda theirs: {"attention_multiplier": theirs["qk_scale_factor"] * theirs["head_dim"] ** -0.5},
+    _write_query_factor,
 )
+LOGIT_FACTOR = logit_factor("logits_scaling")
 POST_NORMS_BY_FLAG = ConfigKeys(
     ("use_post_norm",),
     lambda theirs: {"norm_position": "both" if theirs["use_post_norm"] else "pre"},
@@ -194,6 +227,7 @@ OWN_OPTIONS = (
     "query_scale_length", "qk_norm", "qk_norm_scope", "qk_norm_weights", "qk_norm_after_rope", "value_norm",
     "norm_position", "zero_centered_norm", "hidden_act", "mlp_gate",
     "mlp_bias", "embedding_multiplier", "residual_multiplier", "logits_scaling", "final_logit_softcapping",
+    "embedding_norm", "post_norm_eps", "plain_final_norm",
 )  # fmt: skip
 _AUTO_MAP = {
     "AutoConfig": "configuration_te_models.TEModelsDecoderConfig",

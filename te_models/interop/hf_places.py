@@ -99,6 +99,10 @@ def both_normed(layer: Mapping[str, Rows], names: tuple[str, str, str]) -> dict[
     }
 
 
+MUSE_LAYER = {
+    **both_normed(LAYER, GEMMA_NORMS),
+    "self_attn.gate_proj": Rows("self_attn.qkvg_proj", ("g",)),
+}
 GEMMA4_LAYER = both_normed(NORMED_LAYER, GEMMA_NORMS) | _alike("layer_scalar")
 
 

@@ -370,6 +370,23 @@ def _write_layer_thetas(config: ModelConfig) -> Fields:
     return {**_write_rope(config), **_write_window(config), "layer_rope_theta": thetas}
 
 
+def _muse_full(theirs: Values, layer: int) -> bool:
+    """Return whether a layer is one of every fourth from the last, by default without window and RoPE."""
+    return (theirs["num_hidden_layers"] - 1 - layer) % 4 == 0
+
+
+def _read_muse_layers(theirs: Values) -> Fields:
+    """Read which layers have a window, and which have no RoPE; the base is one for all others."""
+    types = _types(theirs, _muse_full)
+    thetas = theirs.get("layer_rope_theta")
+    if thetas is None:
+        rotated = [not _muse_full(theirs, layer) for layer in range(len(types))]
+    else:
+        rotated = [bool(theta) for theta in thetas]
+    found = {**_window(types, theirs.get("sliding_window")), **_read_whole_rope(theirs)}
+    return found if all(rotated) else {**found, "no_rope_layers": [int(one) for one in rotated]}
+
+
 def rope_parameters(rope: Rope, partial: bool = False) -> Fields:
     """Return RoPE in the form of transformers 5."""
     share = {"partial_rotary_factor": rope.share} if partial else {}
@@ -573,6 +590,7 @@ def rotary_channels(theirs: Values) -> Values:
     return {**theirs, "partial_rotary_factor": size / theirs["head_dim"]}
 
 
+MUSE_LAYERS = ConfigKeys(LAYER_THETAS.keys, _read_muse_layers, _write_layer_thetas)
 MINIMAX_ROPE = ConfigKeys(
     (*_ROPE_KEYS, "rotary_dim"),
     lambda theirs: read_rope(rotary_channels(theirs)),

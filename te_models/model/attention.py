@@ -81,7 +81,10 @@ class GatedAttention(Mixer[AttentionSpec]):
         assert not isinstance(spans, Tensor)
         q_weight = k_weight = None
         norms: dict[str, Any] = {}
-        if spec.qk_norm != "none":
+        if spec.qk_norm != "none" and not spec.norm_weights:
+            q_weight = k_weight = qkvg.new_ones(spec.heads.dim)
+            norms = dict(eps=self.eps, zero_centered=False)
+        elif spec.qk_norm != "none":
             q_weight = self.tp.partial_weight(self.q_norm)
             k_weight = self.tp.partial_weight(self.k_norm)
             norms = dict(eps=self.q_norm.eps, zero_centered=self.q_norm.zero_centered_gamma)

@@ -54,11 +54,11 @@ class Block(nn.Module):
         self.input_layernorm = factory.norm(width) if before else None
         mixer = factory.inside(f"layers.{layer}.{spec.mixer.name}.")
         self.add_module(spec.mixer.name, MIXERS[type(spec.mixer)](spec.mixer, layer, mixer))
-        self.attention_output_norm = factory.norm(width) if after else None
+        self.attention_output_norm = factory.norm(width, eps=spec.post_norm_eps) if after else None
         self.post_attention_layernorm = factory.norm(width) if before else None
         mlp = factory.inside(f"layers.{layer}.{spec.mlp.name}.")
         self.add_module(spec.mlp.name, MLPS[type(spec.mlp)](spec.mlp, layer, mlp))
-        self.mlp_output_norm = factory.norm(width) if after else None
+        self.mlp_output_norm = factory.norm(width, eps=spec.post_norm_eps) if after else None
         self.layer_scalar = None
         if spec.scaled:
             self.layer_scalar = factory.vector(1).requires_grad_(False)

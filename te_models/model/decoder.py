@@ -35,6 +35,7 @@ from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
 from te_models.kernels.elementwise import rounded, scaled_logits
 from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
+from te_models.kernels.unit_norm import unit_norm
 from te_models.model.block import Block
 from te_models.model.expert_parallel import ExpertParallel, scratch
 from te_models.model.forward_context import ForwardContext, forward_context
@@ -207,7 +208,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList()
         for layer, spec in enumerate(self.specs):
             self.layers.append(Block(spec, layer, factory, config.residual_multiplier))
-        self.norm = factory.norm(config.hidden_size)
+        plain = False if config.plain_final_norm else None
+        self.norm = factory.norm(config.hidden_size, zero_centered=plain)
         self.lm_head = factory.linear(config.head, fp8_weight=not config.tie_word_embeddings)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -462,6 +464,8 @@ class Decoder(nn.Module):
         if tokens.dim() == 2:
             x = self.kernels.embedding(self.embed_tokens, tokens)  # [B, S, D]
         x = x.flatten(0, 1)  # [B*S, D]
+        if self.config.embedding_norm:
+            x = unit_norm(x, self.config.rms_norm_eps)
         if self.embedding_multiplier != 1:
             x = x * rounded(self.embedding_multiplier, self.dtype)
         return x if context.real is None else x * context.real

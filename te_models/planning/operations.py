@@ -399,11 +399,20 @@ class Tape:
         table = c.vocab_size * c.hidden_size * self.element
         tied = c.tie_word_embeddings  # then its gradient is added to lm_head's
         lora = self.training.lora_rank > 0
+        normed = Step(
+            "embedding_norm",
+            self.tokens * (c.hidden_size * self.element + FP32),
+            consumes=self.stream,
+            produces=self.stream,
+        )
         embedding = Step(
             "embedding", self.tokens * INT64 * (not lora) + rotary, consumes=self.stream
         )
         yield Region(
-            [embedding._replace(scratch=table) if tied else embedding._replace(weights=table)]
+            [
+                embedding._replace(scratch=table) if tied else embedding._replace(weights=table),
+                *([normed] if c.embedding_norm else []),
+            ]
         )
         for layer in range(c.num_hidden_layers):
             attention, hidden, down = self.block(layer)

@@ -217,6 +217,9 @@ class Layer(nn.Module):
             raise UsageError(
                 "te-models' plugin serves attention with dense MLPs: vLLM's own models have the others"
             )
+        for name in ("embedding_norm", "post_norm_eps", "plain_final_norm"):
+            if getattr(build.config, name):
+                raise UsageError(f"{name} is not served by te-models' plugin")
         if spec.scaled:
             raise UsageError(
                 "layer_scale is served only in the families of Hugging Face that have it: gemma4"

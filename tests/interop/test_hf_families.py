@@ -36,7 +36,14 @@ def test_every_new_family_has_ten_shapes() -> None:
         "these have others in hf_models.py, and hybrids in hybrids.py"
     )
     others = {"mistral", "qwen2", "qwen3_5_text", "qwen3_5", "qwen3_5_moe", "te_models_decoder"}
-    others |= {"gemma3", "gemma4", "gemma4_unified", "mistral3", "kimi_k2"}  # in test_hf_nested.py
+    others |= {
+        "gemma3",
+        "gemma4",
+        "gemma4_unified",
+        "muse_glimmer",
+        "mistral3",
+        "kimi_k2",
+    }  # in test_hf_nested.py
     others |= {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
     assert set(FAMILY_CASES) | others == {family.model_type for family in FAMILIES}
 
@@ -51,7 +58,8 @@ def test_presets_have_the_parameters_of_transformers_models(name: str) -> None:
         kind = written.pop("model_type")
         judge = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **written))
     numbers = {n: p.numel() for n, p in judge.named_parameters()}
-    numbers |= {n: b.numel() for n, b in judge.named_buffers() if n.endswith("expert_bias")}
+    stored = ("expert_bias", "layer_scalar")
+    numbers |= {n: b.numel() for n, b in judge.named_buffers() if n.endswith(stored)}
     assert sum(numbers.values()) == config.num_parameters
 
 

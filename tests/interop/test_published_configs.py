@@ -230,8 +230,8 @@ def test_gpt_oss_has_the_parameters_that_its_paper_counts(
         ("phi-4", dict(model_type="mistral3"), "it lacks text_config"),
         (
             "phi-4",
-            dict(model_type="muse_glimmer"),
-            "unknown architecture (model_type) 'muse_glimmer'",
+            dict(model_type="muse_spark"),
+            "unknown architecture (model_type) 'muse_spark'",
         ),
     ],
 )

@@ -35,6 +35,9 @@ DEFAULTS: dict[str, Any] = {
     # Norms: before attention and MLP ("pre"), after ("post"), or "both"; gamma - 1 as the weight.
     "norm_position": "pre",
     "zero_centered_norm": False,
+    "post_norm_eps": None,  # of the norms after attention and MLP; None: rms_norm_eps
+    "plain_final_norm": False,  # gamma itself as the weight of the last norm
+    "embedding_norm": False,  # without weights
     "hidden_act": "silu",  # or "gelu", "gelu_pytorch_tanh", "relu2"
     "mlp_gate": True,
     "mlp_bias": False,

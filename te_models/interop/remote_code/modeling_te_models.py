@@ -71,9 +71,13 @@ def choose(table: dict[str, Any], option: str, value: str) -> Any:
 class TEModelsRMSNorm(nn.Module):
     """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), computed in FP32; the weight may be gamma - 1."""
 
-    def __init__(self, config: TEModelsDecoderConfig, size: int) -> None:
+    def __init__(
+        self, config: TEModelsDecoderConfig, size: int, eps: float | None = None, last: bool = False
+    ) -> None:
         super().__init__()
-        self.eps, self.zero_centered = config.rms_norm_eps, config.options["zero_centered_norm"]
+        self.eps = config.rms_norm_eps if eps is None else eps
+        plain = last and config.options["plain_final_norm"]
+        self.zero_centered = config.options["zero_centered_norm"] and not plain
         self.weight = nn.Parameter(torch.zeros(size) if self.zero_centered else torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -416,19 +420,20 @@ class TEModelsDecoderLayer(nn.Module):
         places = {"pre": (True, False), "post": (False, True), "both": (True, True)}
         before, after = choose(places, "norm_position", options["norm_position"])
         self.multiplier = options["residual_multiplier"]
+        post_eps = options["post_norm_eps"]
         self.input_layernorm = (
             TEModelsRMSNorm(config, config.hidden_size) if before else nn.Identity()
         )
         self.self_attn = TEModelsAttention(config, layer)
         self.attention_output_norm = (
-            TEModelsRMSNorm(config, config.hidden_size) if after else nn.Identity()
+            TEModelsRMSNorm(config, config.hidden_size, post_eps) if after else nn.Identity()
         )
         self.post_attention_layernorm = (
             TEModelsRMSNorm(config, config.hidden_size) if before else nn.Identity()
         )
         self.mlp = TEModelsMLP(config)
         self.mlp_output_norm = (
-            TEModelsRMSNorm(config, config.hidden_size) if after else nn.Identity()
+            TEModelsRMSNorm(config, config.hidden_size, post_eps) if after else nn.Identity()
         )
 
     def forward(self, x: Tensor, *attention: Tensor | None) -> Tensor:
@@ -474,7 +479,7 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
         self.layers = nn.ModuleList(
             TEModelsDecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
         )
-        self.norm = TEModelsRMSNorm(config, config.hidden_size)
+        self.norm = TEModelsRMSNorm(config, config.hidden_size, last=True)
         self.ropes = {sliding: RoPE(config, sliding) for sliding in (False, True)}
         self.gradient_checkpointing = False
         self.post_init()
@@ -503,6 +508,8 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
         use_cache = (self.config.use_cache if use_cache is None else use_cache) and not recompute
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         options, multiplier = self.config.options, self.config.options["embedding_multiplier"]
+        if options["embedding_norm"]:
+            x = unit_norm(x, self.config.rms_norm_eps)
         if multiplier != 1:  # rounded to the dtype of the activations
             x = x * torch.tensor(multiplier, dtype=x.dtype, device=x.device)
         if use_cache and cache is None:
