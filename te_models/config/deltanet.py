@@ -80,7 +80,9 @@ class DeltaNetSpec(MixerSpec):
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        keys, values, heads = self.sizes.key_size, self.sizes.value_size, self.sizes.num_value_heads
+        keys = self.sizes.key_size
+        values = self.sizes.value_size
+        heads = self.sizes.num_value_heads
         mixed = Section("q", keys, keys), Section("k", keys, keys), Section("v", values, values)
         # Logits of gates, one per head, which are kept in high precision: their error grows with the length.
         logits = Section("b", heads, heads, "gate"), Section("a", heads, heads, "gate")
@@ -96,7 +98,8 @@ class DeltaNetSpec(MixerSpec):
     @property
     def vectors(self) -> Mapping[str, int]:
         """The convolution's taps, the two parameters of the decay, and the norm of each value head."""
-        sizes, heads = self.sizes, self.sizes.num_value_heads
+        sizes = self.sizes
+        heads = self.sizes.num_value_heads
         taps = sizes.mixed_size * sizes.conv_kernel_dim
         return MappingProxyType(
             {"conv1d": taps, "A_log": heads, "dt_bias": heads, "norm": sizes.value_head_dim}
@@ -115,7 +118,8 @@ class DeltaNetSpec(MixerSpec):
         return {"linear_attention.num_key_heads": self.sizes.num_key_heads}
 
     def local(self, ranks: int) -> DeltaNetSpec:
-        keys, values = self.sizes.num_key_heads // ranks, self.sizes.num_value_heads // ranks
+        keys = self.sizes.num_key_heads // ranks
+        values = self.sizes.num_value_heads // ranks
         return dataclasses.replace(
             self, sizes=dataclasses.replace(self.sizes, num_key_heads=keys, num_value_heads=values)
         )
@@ -135,7 +139,9 @@ class DeltaNetSpec(MixerSpec):
         multiplications.
         """
         sizes = self.sizes
-        chunk, k, v = min(CHUNK, length), sizes.key_head_dim, sizes.value_head_dim
+        chunk = min(CHUNK, length)
+        k = sizes.key_head_dim
+        v = sizes.value_head_dim
         rule = chunk * (2 * k + (k + v) / 2 + v) + 3 * k * v
         conv = sizes.mixed_size * sizes.conv_kernel_dim
         return super().flops(tokens, length) + 2.0 * tokens * (conv + sizes.num_value_heads * rule)
@@ -153,7 +159,8 @@ class DeltaNetSpec(MixerSpec):
     def steps(self, tape: Tape) -> list[Step]:
         """Return qkvz_proj, ba_proj, the convolution, the gates, the delta rule, norm, output gate and out_proj."""
         into, ba, out = self.linears
-        sizes, heads = self.sizes, self.sizes.num_value_heads
+        sizes = self.sizes
+        heads = self.sizes.num_value_heads
         whole, logits = (tape.rows * linear.outputs * tape.element for linear in (into, ba))
         mixed, value = (
             tape.tokens * size * tape.element for size in (sizes.mixed_size, sizes.value_size)
@@ -197,7 +204,8 @@ class DeltaNetSpec(MixerSpec):
         tensors like the values, four like the keys of all value heads, one like the keys and one like the gates. The
         plain version computes all of a row in FP32.
         """
-        sizes, heads = self.sizes, self.sizes.num_value_heads
+        sizes = self.sizes
+        heads = self.sizes.num_value_heads
         mixed, value = (
             tape.tokens * size * tape.element for size in (sizes.mixed_size, sizes.value_size)
         )

@@ -197,7 +197,8 @@ class ModelFields(Settings):
         if self.sliding_rope is None:
             return dataclasses.replace(self.rope, head_dim=dim)
         scaling = dict(self.sliding_rope)
-        theta, share = scaling.pop("rope_theta"), scaling.pop("partial_rotary_factor", 1.0)
+        theta = scaling.pop("rope_theta")
+        share = scaling.pop("partial_rotary_factor", 1.0)
         return dataclasses.replace(
             self.rope, theta=theta, head_dim=dim, share=share, stretching=frozen(scaling)
         )

@@ -69,7 +69,8 @@ class KDASpec(MixerSpec):
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        inner, heads = self.sizes.inner_size, self.sizes.num_heads
+        inner = self.sizes.inner_size
+        heads = self.sizes.num_heads
         rank = self.sizes.gate_rank or inner
         into = (*self._mixed, Section("g", rank, rank))
         # Decays and writing strengths are kept in high precision: their error grows with the length.

@@ -65,10 +65,12 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        s, heads = self.sizes, self.heads.query
+        s = self.sizes
+        heads = self.heads.query
         q = _section("q", heads * s.qk_head_dim)
         first = q if s.q_lora_rank is None else _section("q_a", s.q_lora_rank)
-        used, rotated = first.used + s.kv_lora_rank, s.qk_rope_head_dim
+        used = first.used + s.kv_lora_rank
+        rotated = s.qk_rope_head_dim
         padding = -(used + rotated) % FEATURE_ALIGNMENT
         into = (
             first,
@@ -95,7 +97,8 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
 
     @property
     def features(self) -> Mapping[str, int]:
-        s, heads = self.sizes, self.heads.query
+        s = self.sizes
+        heads = self.heads.query
         found = {
             "hidden_size": self.hidden_size,
             "q_lora_rank": s.q_lora_rank,
@@ -160,7 +163,8 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
         It saves queries, keys, values and its output, all of one width, and one FP32 per query and head. Values that
         need no wider heads are a view of the output of kv_b_proj, which then lives as long as they.
         """
-        s, heads = self.sizes, self.heads.query
+        s = self.sizes
+        heads = self.heads.query
         per_head = tape.tokens * heads
         wide = per_head * s.width
         kv = per_head * (s.qk_nope_head_dim + s.v_head_dim) * tape.element

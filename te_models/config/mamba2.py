@@ -79,7 +79,8 @@ class Mamba2Config(Settings):
     @property
     def time_step_limits(self) -> tuple[float, float]:
         """The bounds of the time step."""
-        low, high = self.time_step_min, self.time_step_max
+        low = self.time_step_min
+        high = self.time_step_max
         return 0.0 if low is None else low, math.inf if high is None else high
 
 
@@ -99,7 +100,8 @@ class Mamba2Spec(MixerSpec):
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
         sizes = self.sizes
-        inner, group = sizes.inner_size, sizes.group_size
+        inner = sizes.inner_size
+        group = sizes.group_size
         used = 2 * inner + 2 * group + sizes.num_heads
         into = (
             Section("z", inner, inner),
@@ -117,7 +119,8 @@ class Mamba2Spec(MixerSpec):
     @property
     def vectors(self) -> Mapping[str, int]:
         """The convolution's taps and bias, the decay and the bias of the time step, the skip, and the norm."""
-        sizes, heads = self.sizes, self.sizes.num_heads
+        sizes = self.sizes
+        heads = self.sizes.num_heads
         taps = sizes.mixed_size * (sizes.conv_kernel_dim + sizes.conv_bias)
         found = {"conv1d": taps, "A_log": heads, "dt_bias": heads, "D": heads}
         if sizes.norm != "none":
@@ -155,7 +158,8 @@ class Mamba2Spec(MixerSpec):
     def steps(self, tape: Tape) -> list[Step]:
         """Return zxbcdt_proj, the convolution, the time steps, the state space, the gated norm and out_proj."""
         into, out = self.linears
-        sizes, heads = self.sizes, self.sizes.num_heads
+        sizes = self.sizes
+        heads = self.sizes.num_heads
         whole = tape.rows * into.outputs * tape.element
         mixed, inner = (
             tape.tokens * size * tape.element for size in (sizes.mixed_size, sizes.inner_size)

@@ -62,7 +62,8 @@ class ModelConfig(ModelFields):
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.head_dim is None:
-            latent, filled = self.latent_attention, self.hidden_size // self.num_attention_heads
+            latent = self.latent_attention
+            filled = self.hidden_size // self.num_attention_heads
             object.__setattr__(
                 self, "head_dim", filled if latent is None else latent.qk_rope_head_dim
             )
@@ -252,11 +253,9 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
 
 def _mistakes(config: ModelConfig) -> Iterator[str]:
     """Yield lines about values that do not fit each other."""
-    heads, shared, gate = (
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.attention_gate_activation,
-    )
+    heads = config.num_attention_heads
+    shared = config.num_key_value_heads
+    gate = config.attention_gate_activation
     if heads % shared:
         yield f"num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}"
     if config.latent_attention is not None:

@@ -23,7 +23,8 @@ from te_models.config.settings import Settings, count, positive, setting
 from te_models.errors import ConfigError, refuse
 
 MISSING = dataclasses.MISSING
-FP32, INT64 = 4, 8
+FP32 = 4
+INT64 = 8
 # te.RMSNorms with `separate_norms`, of the input and of the sum of the chosen experts, and of the shared one's output.
 SEPARATE_NORMS = ("expert_input_norm", "expert_output_norm", "shared_output_norm")
 MANY_RANKS = 8  # whose experts are not all listed
@@ -123,7 +124,8 @@ class MoESpec(FeedforwardSpec):
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
         """The router, the experts' projections, and the shared expert's."""
-        e, d = self.experts, self.hidden_size
+        e = self.experts
+        d = self.hidden_size
         logits = (Section("experts", e.num_experts, e.num_experts, "gate"),)
         found = [LinearSpec("router", d, logits, bias=e.bias, fp8=False)]
         found += _projections("", d, e.moe_intermediate_size, e.num_experts // self.ranks, e.bias)
@@ -140,7 +142,8 @@ class MoESpec(FeedforwardSpec):
     @property
     def vectors(self) -> Mapping[str, int]:
         """The experts' numbers for the choice and factors of their weights, and the norms."""
-        e, width = self.experts, self.hidden_size
+        e = self.experts
+        width = self.hidden_size
         found = {"expert_bias": e.num_experts} if e.expert_bias else {}
         if e.separate_norms:
             found |= {"router_scale": width, "expert_scale": e.num_experts}
@@ -197,11 +200,16 @@ class MoESpec(FeedforwardSpec):
 
     def halves(self, tape: Tape) -> tuple[list[Step], list[Step]]:
         """Return the operations up to the inputs of the projections down, and these with the combination."""
-        e, element, rows = self.experts, tape.element, self.rows(tape)
+        e = self.experts
+        element = tape.element
+        rows = self.rows(tape)
         router, into, out, *shared = self.linears
-        scores, chosen = tape.tokens * e.num_experts * FP32, tape.tokens * e.num_experts_per_tok
-        stream, width = tape.rows * self.hidden_size * element, rows * self.hidden_size * element
-        choosing, widened = tape.linear(router), e.router_fp32 and element != FP32
+        scores = tape.tokens * e.num_experts * FP32
+        chosen = tape.tokens * e.num_experts_per_tok
+        stream = tape.rows * self.hidden_size * element
+        width = rows * self.hidden_size * element
+        choosing = tape.linear(router)
+        widened = e.router_fp32 and element != FP32
         saves_input = choosing.saved > 0  # a frozen router does not
         if widened:
             choosing = choosing._replace(

@@ -56,7 +56,8 @@ def _by_edges(recipe: Recipe, layers: int, name: str) -> Precision:
     if name == HEAD:
         inside = recipe.lm_head == "fp8"
         return Precision(own if inside else None, f"lm_head = {recipe.lm_head!r}", not inside)
-    depth, inner = int(name.split(".")[1]), recipe.inner_layers(layers)
+    depth = int(name.split(".")[1])
+    inner = recipe.inner_layers(layers)
     if depth not in inner:
         end = "start" if depth < inner.start else "end"
         field = f"num_layers_at_{end}_in_bf16"

@@ -29,7 +29,9 @@ from te_models.config.toml import read_toml
 from te_models.errors import ConfigError, UsageError, refuse, unknown
 
 FIELDS = "Recipe fields"  # heading of the help
-MOST_PATTERNS, LONGEST_PATTERN = 256, 200  # of a table `precision`
+# Limits of a table `precision`: how many patterns, and the length of each.
+MOST_PATTERNS = 256
+LONGEST_PATTERN = 200
 
 
 def _field(name: str, kind: type, text: str, **about: Any) -> tuple[str, Setting]:
@@ -224,7 +226,8 @@ class Recipe:
     @property
     def edges(self) -> dict[str, Any]:
         """The fields of EDGES, by name; without `precision` if it is empty."""
-        start, end = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
+        start = self.num_layers_at_start_in_bf16
+        end = self.num_layers_at_end_in_bf16
         found = dict(
             num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end, lm_head=self.lm_head
         )

@@ -13,7 +13,9 @@ MODES = ("none", "selective", "full")
 # Under "selective", one block in this many stores the output of gate_up_proj, since recomputing it costs a GEMM. The
 # numbers keep activations within 0.70 of the bytes of "none" (tests/model/test_selective_recompute.py). More blocks may
 # store it where no block stores SwiGLU's output, which is cheap to recompute.
-KEPT_IN_BF16, KEPT_IN_FP8, KEPT_WITH_FP8_WEIGHTS = 2, 5, 4
+KEPT_IN_BF16 = 2
+KEPT_IN_FP8 = 5
+KEPT_WITH_FP8_WEIGHTS = 4
 
 
 def check_mode(mode: str | int | None) -> str | int:

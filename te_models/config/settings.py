@@ -80,10 +80,8 @@ class Setting:
         """Its numbers as the help writes them, such as "0<=x<1"; "" where another class checks them."""
         if self.kinds[0] not in (int, float) or not self.field:
             return ""
-        least, above = (
-            f"{self.least:g}",
-            "" if self.below in (MOST, math.inf) else f"<{self.below:g}",
-        )
+        least = f"{self.least:g}"
+        above = "" if self.below in (MOST, math.inf) else f"<{self.below:g}"
         if above:
             return f"{least}{'<' if self.above else '<='}x{above}"
         return f"x{'>' if self.above else '>='}{least}"
@@ -161,7 +159,8 @@ positive = functools.partial(setting, above=True)  # a number above 0
 @functools.cache
 def settings_of(owner: type[Settings]) -> tuple[Setting, ...]:
     """Return the settings that a dataclass declares, in its order."""
-    hints, found = get_type_hints(owner), []
+    hints = get_type_hints(owner)
+    found = []
     for one in dataclasses.fields(owner):
         if "about" in one.metadata:
             kinds, members = kinds_of(hints[one.name])

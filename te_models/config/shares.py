@@ -19,7 +19,8 @@ def share_of(share: float, whole: int) -> Fraction:
 
 def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
     """Return the owner of each tensor of these sizes, a number below `ranks`: the largest first, to whom has least."""
-    owners, owned = [0] * len(sizes), [0] * ranks
+    owners = [0] * len(sizes)
+    owned = [0] * ranks
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
         owners[place] = owned.index(min(owned))
         owned[owners[place]] += sizes[place]

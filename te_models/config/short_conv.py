@@ -47,7 +47,8 @@ class ShortConvSpec(MixerSpec):
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        width, bias = self.channels, self.sizes.bias
+        width = self.channels
+        bias = self.sizes.bias
         into = tuple(Section(name, width, width) for name in ("b", "c", "x"))
         out = (Section("out", self.hidden_size, self.hidden_size),)
         return (

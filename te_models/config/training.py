@@ -19,8 +19,10 @@ REDUCE_DTYPES = ("float32", "bfloat16")
 ON_NAN = ("stop", "skip", "demote", "rewind")
 SPIKE_BOUND = 20.0  # where a guard that goes on is given no bound of its own
 # Headings of the help.
-TRAINING, OPTIMIZER = "Training", "Optimizer"
-EVALUATION, PROCESSES = "Evaluation and checkpoints", "Several processes"
+TRAINING = "Training"
+OPTIMIZER = "Optimizer"
+EVALUATION = "Evaluation and checkpoints"
+PROCESSES = "Several processes"
 _training, _optimizer, _evaluation, _processes = (
     functools.partial(setting, group=group)
     for group in (TRAINING, OPTIMIZER, EVALUATION, PROCESSES)
@@ -221,7 +223,8 @@ class TrainConfig(Settings):
         The last step has `final_learning_rate` times the peak, except under "constant". "warmup-stable-decay" (Hu et
         al. 2024, arXiv 2404.06395) stays at the peak until the last `decay_steps`, over which it falls linearly.
         """
-        warmup, decay = self._count(self.warmup_steps), self._count(self.decay_steps)
+        warmup = self._count(self.warmup_steps)
+        decay = self._count(self.decay_steps)
         if step <= warmup:
             return self.learning_rate * step / warmup
         if self.schedule == "constant":

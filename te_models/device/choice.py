@@ -21,7 +21,8 @@ def choose_device(device: torch.device | str | None = None) -> torch.device:
     if found.type != "cuda":
         return found
     reason = "PyTorch sees no GPU" if torch.version.cuda else "this build of PyTorch has no CUDA"
-    missing, last = f"device {str(device)!r} is not available", torch.cuda.device_count() - 1
+    missing = f"device {str(device)!r} is not available"
+    last = torch.cuda.device_count() - 1
     if not torch.cuda.is_available():
         raise UsageError(f"{missing}, because {reason}: leave it out, or give cpu")
     if (found.index or 0) > last:

@@ -64,7 +64,8 @@ def _packing_is_exact() -> bool:
     """Return whether this CPU has products of packed weights, with the bits of `matmul`."""
     if not _has_units(torch.bfloat16):
         return False
-    generator, equal = torch.Generator().manual_seed(0), []
+    generator = torch.Generator().manual_seed(0)
+    equal = []
     for rows, inputs, outputs in ((1, 192, 512), (4, 512, 192), (PACKED_ROWS, 2048, 40)):
         x, weight = (
             torch.randn(n, inputs, generator=generator).bfloat16() for n in (rows, outputs)

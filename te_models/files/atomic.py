@@ -81,7 +81,8 @@ def write_file(path: Path, content: bytes) -> tuple[int, str]:
 
 def make_durable(path: Path) -> tuple[int, str]:
     """Wait until a file that was just written is on the disk; return its size and SHA-256, without the GIL."""
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with open(path, "r+b") as file:  # Windows syncs no file that is open for reading only
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)

@@ -143,7 +143,8 @@ def render_json(value: Value, name: str) -> bytes:
     Raises:
         UsageError: it has NaN, infinities, tuples, keys that are not strings or other types, or is too large.
     """
-    wrong, advice = (TypeError, ValueError, RecursionError), "; flatten_state makes it so"
+    wrong = (TypeError, ValueError, RecursionError)
+    advice = "; flatten_state makes it so"
     with reraising(f"{name} is not plain JSON", *wrong, error=UsageError, advice=advice):
         text = json.dumps(value, indent=2, allow_nan=False).encode()
     if len(text) > MAX_FILE_BYTES:

@@ -30,7 +30,8 @@ def locked(folder: Path) -> Iterator[None]:
         SaveError: the lock file cannot be written, since the disk is full.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path, own = folder / LOCK, {"process": os.getpid(), "host": socket.gethostname()}
+    path = folder / LOCK
+    own = {"process": os.getpid(), "host": socket.gethostname()}
     descriptor = _acquire(path)
     if (before := _owner(descriptor)) is not None:
         logging.getLogger(__name__).warning(

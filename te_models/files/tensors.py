@@ -153,7 +153,8 @@ def all_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     if (limit := _FP8_LIMITS.get(tensor.dtype)) is not None:
-        signed, unsigned = tensor.view(torch.int8).aminmax(), tensor.view(torch.uint8).aminmax()
+        signed = tensor.view(torch.int8).aminmax()
+        unsigned = tensor.view(torch.uint8).aminmax()
         return int(signed.max) < limit and int(unsigned.max) < limit + 128
     low, high = tensor.aminmax()  # NaN comes out as both
     return bool(low.isfinite() & high.isfinite())

@@ -28,7 +28,9 @@ from te_models.fp8.scaling_state import (
 from te_models.numerics.scale_rules import delayed_update
 
 # Of the amaxes of a module, forward and then backward, those that are measured; results of its GEMMs are not quantized.
-INPUT, WEIGHT, GRADIENT = 0, 1, WIDTHS["scaling_fwd"]
+INPUT = 0
+WEIGHT = 1
+GRADIENT = WIDTHS["scaling_fwd"]
 
 
 Inputs = tuple[Any, ...]  # x, and the rows of each GEMM where there are several

@@ -94,7 +94,8 @@ class FP8Shard(torch.Tensor):
         te.Linear makes the transposed copy that some GPUs need in backward, and drops it under FSDP2.
         """
         whole = _empty(self.fp8, gathered[0], dtype) if out is None else out
-        whole._data, whole._scale_inv = gathered[0], scale_inv
+        whole._data = gathered[0]
+        whole._scale_inv = scale_inv
         whole.update_usage(columnwise_usage=False)  # the copy of the data before
         return (FP8Shard(whole), ()) if out is None else None
 
@@ -126,7 +127,8 @@ def reduce_amax_over(quantizer: object, group: ProcessGroup | None) -> None:
     Quantizers of delayed scaling, which have a scale already, stay as they are.
     """
     if isinstance(quantizer, _ReducesAmax):
-        quantizer.with_amax_reduction, quantizer.amax_reduction_group = group is not None, group
+        quantizer.with_amax_reduction = group is not None
+        quantizer.amax_reduction_group = group
 
 
 def amax_group(quantizer: object) -> ProcessGroup | None:

@@ -293,7 +293,8 @@ def make_shards(
                 f"the {len(weight)} rows of {name}.weight cannot be divided evenly among {weight.device_mesh.size()} "
                 "processes, as FP8 primary weights have to be: change the number of processes, or leave fp8_params out"
             )
-        quantizer, own = _weight_quantizer(module, gemm, built(name)), local(weight)
+        quantizer = _weight_quantizer(module, gemm, built(name))
+        own = local(weight)
         quantizer.set_usage(rowwise=True, columnwise=False)
         fp8 = quantizer.make_empty(own.shape, dtype=own.dtype, device=own.device)
         reduce_amax_over(fp8._quantizer, group)

@@ -129,10 +129,8 @@ def saving(model: nn.Module) -> Iterator[None]:
     """
     own = threading.current_thread()
     with _LOCK:
-        trainer, training = (
-            _TRAINERS.get(model),
-            model.training or _EVALUATING.get(model, (0, False))[1],
-        )
+        trainer = _TRAINERS.get(model)
+        training = model.training or _EVALUATING.get(model, (0, False))[1]
         if training and trainer is not None and trainer is not own and trainer.is_alive():
             raise EngineError(
                 f"thread {trainer.name!r} trains the model, and a save beside it would mix two steps: save in that "
@@ -187,7 +185,10 @@ class Autocasts:
         group: ProcessGroup | None,
         others: Others,
     ) -> None:
-        self.te, self.te_recipe, self.group, self.others = te, te_recipe, group, others
+        self.te = te
+        self.te_recipe = te_recipe
+        self.group = group
+        self.others = others
         self.first = True  # whether the flag is still to be taken
 
     @contextlib.contextmanager
@@ -244,7 +245,8 @@ def _discarding_amaxes_of_a_failure(model: nn.Module) -> Iterator[None]:
     except BaseException:
         with torch.no_grad():
             for name, state in delayed_states(model, ("scaling_fwd",)).items():
-                step, weights = state.amax_history[0], slice(1, None, WIDTHS["scaling_fwd"])
+                step = state.amax_history[0]
+                weights = slice(1, None, WIDTHS["scaling_fwd"])
                 before = step[weights].clone()
                 step.zero_()
                 own = dict(

@@ -93,7 +93,8 @@ def _mistakes(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -
         owner, direction, part = (name.rsplit(".", 2) + ["", ""])[:3]
         if not hasattr(modules.get(owner), "fp8_meta"):
             yield f"the FP8 state is of another model: this one has no FP8 module {owner[:80]!r}"
-        width, dims = WIDTHS.get(direction), {"scale": 1, "amax_history": 2}.get(part)
+        width = WIDTHS.get(direction)
+        dims = {"scale": 1, "amax_history": 2}.get(part)
         partner = f"{owner}.{direction}.{'scale' if dims == 2 else 'amax_history'}"
         if width is None or dims is None or partner not in tensors:
             yield f"the FP8 state does not fit the model at {name!r}: it is no scale with its history"
@@ -166,7 +167,8 @@ def convert_scales(
         if not name.endswith(".scale"):
             continue
         owner, direction, _ = name.rsplit(".", 2)
-        before, now = old(owner), new(owner)
+        before = old(owner)
+        now = new(owner)
         if before is None or now is None or before == now:
             continue
         seen = (scale != 1) | (live[name.removesuffix("scale") + "amax_history"].amax(0) > 0)
@@ -221,7 +223,8 @@ class Fp8StateCopies:
         owners = {
             name: module for name, module in model.named_modules() if "fp8_meta" in vars(module)
         }
-        self.names, self.modules = list(owners), list(owners.values())
+        self.names = list(owners)
+        self.modules = list(owners.values())
         self.directions = directions
 
     def take(self, into: Copies | None = None) -> Copies:

@@ -85,13 +85,12 @@ def show_linears(model: CausalLM) -> Placed:
     places, family = _places(model)
     linears = model.config.linears
     for theirs, place in places.items():
-        ours, name = (
-            place.name.removesuffix(".weight"),
-            theirs.removesuffix(".weight").removeprefix("model."),
-        )
+        ours = place.name.removesuffix(".weight")
+        name = theirs.removesuffix(".weight").removeprefix("model.")
         if ours not in linears or linears[ours].name == "router":
             continue  # an expert, or no linear in transformers
-        linear, parent = model.get_submodule(ours), ours.rpartition(".")[0]
+        linear = model.get_submodule(ours)
+        parent = ours.rpartition(".")[0]
         if name == ours:
             _show_whole(model, ours)
             order.setdefault(parent, []).append(ours.rpartition(".")[2])
@@ -115,7 +114,8 @@ def show_linears(model: CausalLM) -> Placed:
 
 def show_embedding(model: CausalLM) -> None:
     """Let a model's embedding scale its rows where transformers' does: vectors in their place are scaled too then."""
-    family, embedding = _places(model)[1], model.embed_tokens
+    family = _places(model)[1]
+    embedding = model.embed_tokens
     if family is not None and family.scaled_vectors and type(embedding) is nn.Embedding:
         factor = model.config.embedding_multiplier
         model.embed_tokens = ScaledEmbedding.of(embedding, factor)
@@ -162,7 +162,8 @@ def _show_parameters(model: CausalLM, places: Mapping[str, Place], family: Famil
         str, tuple[str, str, Stack]
     ] = {}  # te module -> its parameter: of which module, its name, its values
     for name, place in expert_places("", model.config, _shapes(model), places, mlp).items():
-        ours, leaf = place.name.removesuffix(".weight"), name.rpartition(".")[2]
+        ours = place.name.removesuffix(".weight")
+        leaf = name.rpartition(".")[2]
         shown[ours] = (
             f"{beside}experts",
             leaf,
@@ -195,7 +196,8 @@ def _shapes(model: CausalLM) -> dict[str, torch.Size]:
 
 def _places(model: CausalLM) -> tuple[dict[str, Place], Family | None]:
     """Return the family of transformers, if there is one, and its name of each tensor -> its rows."""
-    shapes, config = _shapes(model), model.origin.config
+    shapes = _shapes(model)
+    config = model.origin.config
     try:
         family = family_for(model.config, family_of(config) if config else None)
     except ConfigError:

@@ -142,7 +142,10 @@ class CacheView:
         documents: Tensor | None = None,
     ) -> None:
         self.documents = documents
-        self.config, self.past, self.positions, self.device = config, past, positions, device
+        self.config = config
+        self.past = past
+        self.positions = positions
+        self.device = device
         self.whole = mask if mask is not None and mask.dim() == 4 else None
         self.mask = None if mask is None or mask.dim() == 4 or masks_nothing(mask) else mask.bool()
         self.length = 0 if past is None else seen_before(past)

@@ -340,10 +340,9 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         mask = None if mask is None else mask.to(tokens.device)
         positions = None if positions is None else positions.to(tokens.device).expand(batch, seq)
         if past is None and (mask is None or mask.dim() == 2):
-            plain, traced = (
-                dict(attention_mask=mask),
-                torch.compiler.is_compiling(),
-            )  # which has no values to compare
+            # A traced graph has no values to compare.
+            plain = dict(attention_mask=mask)
+            traced = torch.compiler.is_compiling()
             if positions is None:
                 return plain
             if mask is None:
@@ -436,10 +435,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             UsageError: it does, and `ids` are not all of its tokens, from which the keys would be computed again.
         """
-        original, seen = (
-            context_before_long_angles(self.model.config.rope),
-            seen_before(past),
-        )
+        original = context_before_long_angles(self.model.config.rope)
+        seen = seen_before(past)
         if original is None or not seen:
             return False
         total = max(given.shape[1] for given in (ids, mask, positions) if given is not None)
@@ -531,7 +528,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> nn.Embedding:
         """Return the embedding if it already has this many rows; raise a UsageError otherwise."""
         rows = self.model.config.vocab_size
-        wanted, step = rows if new_num_tokens is None else new_num_tokens, pad_to_multiple_of or 1
+        wanted = rows if new_num_tokens is None else new_num_tokens
+        step = pad_to_multiple_of or 1
         if (wanted := -(-wanted // step) * step) != rows:
             raise UsageError(f"the vocabulary has {rows} tokens and cannot be resized to {wanted}")
         return self.model.embed_tokens
@@ -616,7 +614,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             )
         if is_main_process:
             self._note_outputs()
-            generation, size = self.generation_config.to_diff_dict(), parse_size(max_shard_size)
+            generation = self.generation_config.to_diff_dict()
+            size = parse_size(max_shard_size)
             with saving(self.model):
                 save_model(
                     self.model,

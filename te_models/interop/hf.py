@@ -47,7 +47,8 @@ SCALES = (
     "blocks",
 )  # endings of names that hold no values of a model
 MANY_ROWS = 4096  # of an embedding, compared at a time
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def hugging_face_documents(folder: Path) -> Fields | None:
@@ -55,7 +56,8 @@ def hugging_face_documents(folder: Path) -> Fields | None:
 
     None: the folder has no config.json, or one of our model type.
     """
-    file, generation = folder / "config.json", folder / "generation_config.json"
+    file = folder / "config.json"
+    generation = folder / "generation_config.json"
     if not file.is_file():
         return None
     config = as_object(read_json(file), file)
@@ -268,7 +270,8 @@ class HuggingFaceFolder(Opened):
         for file, name, values in self._values(self.places):
             check_finite({name: values}, file.path)
             place = self.places[name]
-            whole, shape = values, self.shapes[place.name]
+            whole = values
+            shape = self.shapes[place.name]
             if len(place.blocks) > 1 or place.groups > 1 or values.shape != shape:
                 whole = begun.setdefault(
                     place.name, torch.zeros(shape, dtype=like.dtype, device=like.device)

@@ -22,7 +22,8 @@ class Layout:
 
 def _read_steps(theirs: Values) -> list[bool]:
     """Read Qwen's keys: one layer of each step has experts, except those listed."""
-    step, listed = theirs.get("decoder_sparse_step", 1), theirs.get("mlp_only_layers") or ()
+    step = theirs.get("decoder_sparse_step", 1)
+    listed = theirs.get("mlp_only_layers") or ()
     return [
         bool((layer + 1) % step) or layer in listed for layer in range(theirs["num_hidden_layers"])
     ]
@@ -60,7 +61,8 @@ def _types_or_first_dense(theirs: Values) -> list[bool]:
 def _ernie_layout(theirs: Values) -> list[bool]:
     """Read the first and the last layer that may have experts, and at which distance they have."""
     count = theirs["num_hidden_layers"]
-    start, end = theirs["moe_layer_start_index"], theirs["moe_layer_end_index"]
+    start = theirs["moe_layer_start_index"]
+    end = theirs["moe_layer_end_index"]
     end = count - 1 if end == -1 else end
     interval = theirs["moe_layer_interval"]
     return [bool((layer + 1) % interval) or not start <= layer <= end for layer in range(count)]

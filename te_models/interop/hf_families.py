@@ -39,11 +39,13 @@ def _internlm(config: ModelConfig) -> bool:
 
 def _phi(config: ModelConfig) -> bool:
     """Return whether RoPE is one of Phi-3's, whose rotated channels are counted as if the heads filled the width."""
-    scaling, filled = config.rope_scaling or {}, config.hidden_size // config.num_attention_heads
+    scaling = config.rope_scaling or {}
+    filled = config.hidden_size // config.num_attention_heads
     return not scaling or (scaling["rope_type"] == "longrope" and config.head_dim == filled)
 
 
-ACT, GELU = parts.activation(), parts.activation("hidden_activation")
+ACT = parts.activation()
+GELU = parts.activation("hidden_activation")
 ALL_BIASES = parts.biases(mlp="mlp_bias")
 POST_NORM = {**UNGATED, "qk_norm": True, "norm_position": "post"}
 GEMMA = {**UNGATED, "norm_position": "both", "zero_centered_norm": True}

@@ -181,7 +181,8 @@ class Family:
         They belong to other models, and to the layers after the last that predict later tokens.
         """
         text = self.text(config)
-        given, last = text.get("num_nextn_predict_layers"), text["num_hidden_layers"]
+        given = text.get("num_nextn_predict_layers")
+        last = text["num_hidden_layers"]
         later = min(given, last) if isinstance(given, int) else 0
         return (*self.aside, *self.later, *(f"{self.root}layers.{last + n}." for n in range(later)))
 
@@ -201,7 +202,8 @@ class Family:
 
     def rewritten(self, own: Values, config: ModelConfig) -> Fields:
         """Return the config.json `own` of a model that now has the shape `config`."""
-        new, known = self.write(config), self.known()
+        new = self.write(config)
+        known = self.known()
         if not self.inner:
             return {key: value for key, value in own.items() if key not in known} | new
         if self.flat and self.inner not in own:

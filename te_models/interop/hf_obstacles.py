@@ -44,7 +44,8 @@ def text_type(config: Mapping[str, Any]) -> str:
 
 def obstacle(config: Mapping[str, Any], types: Collection[str]) -> str:
     """Return the part of a model that te-models lacks, and the nearest of `types` that it reads; "" if unknown."""
-    kind, inside = str(config.get("model_type")), text_type(config)
+    kind = str(config.get("model_type"))
+    inside = text_type(config)
     if inside:
         begins = sorted(filter(inside.startswith, types), key=len, reverse=True)
         nearest = begins or difflib.get_close_matches(inside, types, n=1, cutoff=0.5) or ["llama"]

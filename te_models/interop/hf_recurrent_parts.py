@@ -40,7 +40,8 @@ def _write_convolutions(config: ModelConfig) -> Fields:
 def _read_adjusted_width(theirs: Values) -> Fields:
     """Read the width of LFM2's MLPs: two thirds of what is given, times a factor, rounded up to a multiple."""
     size = theirs.get("block_ff_dim", theirs["intermediate_size"])
-    factor, multiple = theirs.get("block_ffn_dim_multiplier"), theirs["block_multiple_of"]
+    factor = theirs.get("block_ffn_dim_multiplier")
+    multiple = theirs["block_multiple_of"]
     if theirs["block_auto_adjust_ff_dim"]:
         size = int(2 * size / 3)
         if factor is not None:
@@ -122,7 +123,8 @@ def write_mamba(sizes: Mamba2Config) -> Fields:
     values = vars(sizes)
     found = {key: values[ours] for ours, key in _MAMBA.items()}
     if sizes.time_step_min is not None or sizes.time_step_max is not None:
-        low, high = sizes.time_step_min or 0.0, sizes.time_step_max or _INFINITE
+        low = sizes.time_step_min or 0.0
+        high = sizes.time_step_max or _INFINITE
         found["time_step_limit"] = [low, high]
     return found
 

@@ -272,7 +272,8 @@ def window_with_rope(full: SeesAll, *keys: str, unless_none: bool = False) -> Co
     """
 
     def read(theirs: Values) -> Fields:
-        types, window = _types(theirs, full), theirs.get("sliding_window")
+        types = _types(theirs, full)
+        window = theirs.get("sliding_window")
         if window is None and unless_none:
             return _window(types, window)
         rope = [int(kind == "sliding_attention") for kind in types]
@@ -299,7 +300,8 @@ def rope_by_type(
     one = read_rope if partial else _read_whole_rope
 
     def read(theirs: Values) -> Fields:
-        types, given = _types(theirs, full), theirs.get("rope_parameters") or {}
+        types = _types(theirs, full)
+        given = theirs.get("rope_parameters") or {}
         types = [*types[:-1], "full_attention"] if last else types
         local = {"rope_theta": theirs["rope_local_base_freq"]}
         other = {"rope_theta": theirs["rope_theta"], **(theirs.get("rope_scaling") or {})}
@@ -395,7 +397,8 @@ def rope_parameters(rope: Rope, partial: bool = False) -> Fields:
 
 
 def _rope_layers(theirs: Values) -> list[int]:
-    count, interval = theirs["num_hidden_layers"], theirs["no_rope_layer_interval"]
+    count = theirs["num_hidden_layers"]
+    interval = theirs["no_rope_layer_interval"]
     return theirs.get("no_rope_layers") or [
         int((layer + 1) % interval != 0) for layer in range(count)
     ]
@@ -427,10 +430,8 @@ _MISTRAL4 = {
 def _read_query_scale(theirs: Values) -> Fields:
     """Read the RoPE of Ministral 3, whose parameters include the scale of queries."""
     values = {**(theirs.get("rope_scaling") or theirs.get("rope_parameters") or _MINISTRAL3)}
-    beta, length = (
-        values.pop("llama_4_scaling_beta", None),
-        values.get("original_max_position_embeddings"),
-    )
+    beta = values.pop("llama_4_scaling_beta", None)
+    length = values.get("original_max_position_embeddings")
     values.pop("max_position_embeddings", None)
     if values.get("rope_type", values.get("type")) in ("default", "linear", "dynamic"):
         values.pop("original_max_position_embeddings", None)

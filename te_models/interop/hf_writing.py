@@ -183,7 +183,8 @@ def _tensors_beside(origin: Origin, family: Family) -> tuple[dict[str, Tensor] |
     Raises:
         UsageError: `beside` was given and has none.
     """
-    folder, found = origin.beside or origin.folder, None
+    folder = origin.beside or origin.folder
+    found = None
     documents = None if folder is None else hugging_face_documents(folder)
     if folder is not None and documents is not None:
         with open_hugging_face(folder, documents) as opened:

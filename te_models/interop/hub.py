@@ -129,7 +129,8 @@ def push_folder(folder: Path, repo_id: str, options: Document) -> str:
     """
     with needs("push_to_hub", "huggingface_hub", "0.26", "hf"):
         from huggingface_hub import HfApi  # noqa: PLC0415
-    api, revision = HfApi(token=options.get("token")), options.get("revision")
+    api = HfApi(token=options.get("token"))
+    revision = options.get("revision")
     with _answering(f"the Hugging Face hub did not take {repo_id}"):
         repository = api.create_repo(repo_id, private=options.get("private"), exist_ok=True).repo_id
         if revision is not None and not options.get("create_pr"):
@@ -154,7 +155,8 @@ def split_options(options: Document) -> tuple[Fields, Fields]:
         UsageError: an unknown keyword (the nearest one is named), or one without an equivalent in
         te-models, with the reason.
     """
-    known, of_hub = LoadOptions.__annotations__, HubOptions.__annotations__
+    known = LoadOptions.__annotations__
+    of_hub = HubOptions.__annotations__
     rest = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
     for name, value in list(rest.items()):
         if name in REFUSED and value not in (None, False, ""):
@@ -164,7 +166,8 @@ def split_options(options: Document) -> tuple[Fields, Fields]:
         elif name not in known:
             raise unknown_option("keyword", name, known, "te_models.model.options.LoadOptions")
     hub = {name: rest.pop(name) for name in of_hub if name in rest}
-    place, kernel = rest.pop("device_map", None), rest.pop("attn_implementation", None)
+    place = rest.pop("device_map", None)
+    kernel = rest.pop("attn_implementation", None)
     both = place is not None and rest.get("device") is not None
     if both or kernel not in (None, "sdpa", OUR_ATTENTION):
         wrong = (

@@ -197,7 +197,8 @@ def _under(recipes: Sequence[Sequence[Any]]) -> str:
 
 def _rows(model: Decoder, config: Document) -> Fields:
     """Return the card's rows about recipe, engine and shape."""
-    recipe, linears = model.recipe, model.precision.linears.values()
+    recipe = model.recipe
+    linears = model.precision.linears.values()
     low = sum(linear.recipe is not None for linear in linears)
     fields = {
         key: value for key, value in recipe.to_dict().items() if key not in ("name", "scheme")

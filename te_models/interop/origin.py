@@ -139,7 +139,8 @@ def read_own_config(
         check_sizes(path, document, tensors)
     try:
         values = {} if not isinstance(document, Mapping) else dict(document)
-        kind, name = values.pop("model_type", None), values.pop("dtype", None)
+        kind = values.pop("model_type", None)
+        name = values.pop("dtype", None)
         if kind != MODEL_TYPE:
             raise ValueError(
                 f"a model of type {list_some([repr(kind)])}, and this version reads {MODEL_TYPE!r}"
@@ -172,7 +173,8 @@ def check_sizes(path: Path, values: object, tensors: Mapping[str, Tensor], root:
     """
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{path} is not an object of names and values")
-    layers, embedding = f"{root}layers.", f"{root}embed_tokens.weight"
+    layers = f"{root}layers."
+    embedding = f"{root}embed_tokens.weight"
     numbers = {
         name.removeprefix(layers).split(".")[0] for name in tensors if name.startswith(layers)
     }

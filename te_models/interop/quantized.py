@@ -82,7 +82,8 @@ NVFP4 = WeightStorage((1, 16), "nvfp4", data="weight_packed", scale_dtypes=(E4M3
 MXFP4 = WeightStorage(
     (1, 32), "none", data="blocks", scales=("scales",), scale_dtypes=(torch.uint8,)
 )
-GLOBAL_SCALE, INPUT_GLOBAL_SCALE = "weight_global_scale", "input_global_scale"
+GLOBAL_SCALE = "weight_global_scale"
+INPUT_GLOBAL_SCALE = "input_global_scale"
 INPUT_SCALES = ("input_scale", "activation_scale")
 UNREAD = (
     "k_scale",
@@ -173,7 +174,8 @@ def _compressed_storage(values: Document) -> WeightStorage:
 
 def _compressed_group(group: Document, format: object) -> WeightStorage:
     _refuse_unknown(group, ("targets", "weights", "input_activations", "format"))
-    weights, inputs = group["weights"], group.get("input_activations")
+    weights = group["weights"]
+    inputs = group.get("input_activations")
     _require(weights, "type", "float")
     _require(weights, "symmetric", True, None)
     _require(weights, "dynamic", False, None)
@@ -284,7 +286,9 @@ class _Weights:
     """The quantized weights among the tensors of a folder, by their names and shapes."""
 
     def __init__(self, folder: Path, storage: WeightStorage, found: Mapping[str, Tensor]) -> None:
-        self.folder, self.storage, self.found = folder, storage, found
+        self.folder = folder
+        self.storage = storage
+        self.found = found
         dtype = torch.uint8 if storage.packed else E4M3
         suffix = f".{storage.data}"
         self.modules = [
@@ -305,7 +309,8 @@ class _Weights:
             one,
             f"{module} is quantized {list(data.shape)} and has {len(names)} of {self.storage.scales}",
         )
-        scale, shape = self.found[names[0]], self.shape(module)
+        scale = self.found[names[0]]
+        shape = self.shape(module)
         grid = self.storage.grid(shape)
         squeezed = [size for size in scale.shape if size != 1]
         fits = squeezed == [size for size in grid if size != 1] and scale.dim() <= 4
@@ -339,7 +344,8 @@ class _Weights:
         """Return the weights with their scales, once all of these are known to be numbers."""
         stored = StoredWeights(self.storage, dict(self.found))
         for module in self.modules:
-            weight, shape = f"{module}.weight", self.shape(module)
+            weight = f"{module}.weight"
+            shape = self.shape(module)
             stored.data[f"{module}.{self.storage.data}"] = weight
             scales = self._numbers(self.scale_names[module], read).reshape(self.storage.grid(shape))
             if self.storage.packed:

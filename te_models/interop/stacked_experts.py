@@ -21,7 +21,8 @@ from te_models.numerics import nvfp4
 from te_models.numerics.e8m0 import e8m0_to_float
 
 STACK = re.compile(r"(.+\.experts\.)([a-z_]+?)(_bias|_blocks|_scales|)")
-INPUTS_FIRST, OUTPUTS_FIRST = "inputs first", "outputs first"
+INPUTS_FIRST = "inputs first"
+OUTPUTS_FIRST = "outputs first"
 DIMENSIONS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 ALONE = re.compile(r"(.+\.experts\.)(\d+)\.([a-z_]+)\.(weight|bias)")
 

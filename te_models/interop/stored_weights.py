@@ -114,7 +114,8 @@ def _fused_scales(
         return None
     rows, columns = shape
     grid = -(-columns // block[1]) if block[1] else None
-    by_row, used = None, torch.zeros(rows, 1)
+    by_row = None
+    used = torch.zeros(rows, 1)
     for part in parts:
         own = (places[part].shape[0], places[part].shape[1])
         values = spread(stored.scales[part], stored.storage.steps(own), own, block[1])

@@ -127,9 +127,11 @@ def _rotated(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
     sin = rotation.sin[..., None, :half].float()
     if inverse:
         sin = -sin
-    first, second = (slice(0, size, 2), slice(1, size, 2))
+    first = slice(0, size, 2)
+    second = slice(1, size, 2)
     if not rotation.interleaved:
-        first, second = (slice(0, half), slice(half, size))
+        first = slice(0, half)
+        second = slice(half, size)
     out = x.clone()
     out[..., first] = x[..., first] * cos - x[..., second] * sin
     out[..., second] = x[..., second] * cos + x[..., first] * sin

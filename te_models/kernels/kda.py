@@ -118,7 +118,9 @@ def chunked(
     total = g.cumsum(-2)  # log of the decay since before the chunk
 
     seen = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
-    since, until, passed = total.exp(), (total[..., -1:, :] - total).exp(), total[..., -1, :].exp()
+    since = total.exp()
+    until = (total[..., -1:, :] - total).exp()
+    passed = total[..., -1, :].exp()
     if documents is not None:
         own = F.pad(documents.double(), (0, padding), mode="replicate").unflatten(1, (1, -1, size))
         seen = seen & (own[..., :, None] == own[..., None, :])  # [B, 1, n, C, C]

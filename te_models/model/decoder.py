@@ -478,7 +478,8 @@ class Decoder(nn.Module):
 
     def _output(self, x: Tensor, context: ForwardContext, request: OutputRequest) -> Output:
         """Return norm, head and loss of the last hidden states x [N, D]."""
-        batch, seq = context.batch, context.seq
+        batch = context.batch
+        seq = context.seq
         h = self.tp.gather(self.tp.norm(self.norm, x, self.tp.scatters))  # the rows of all ranks
         if request.labels is None:
             count = seq if request.logits_to_keep is None else min(request.logits_to_keep, seq)
@@ -564,7 +565,8 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, self.te.LINEARS):
                 self.te.reset_fp8_state(module)
-        self.precision, self.recipe_reason = new, reason
+        self.precision = new
+        self.recipe_reason = reason
         relink(self, new.te_recipe_of)
         if keep:
             self.take_fp8_state(keep, old)

@@ -202,7 +202,8 @@ def arrivals(counts: Tensor, known: list[int], alignment: int) -> Places:
     """
     experts = counts.shape[1]
     padded = [-(-sum(known[e::experts]) // alignment) * alignment for e in range(experts)]
-    most, total = sum(padded), sum(known)
+    most = sum(padded)
+    total = sum(known)
     of_each = counts.sum(0)
     sizes = (of_each + alignment - 1) // alignment * alignment
     first = sizes.cumsum(0) - sizes  # the first row of each expert

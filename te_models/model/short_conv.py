@@ -66,7 +66,8 @@ class ShortConv(Mixer[ShortConvSpec]):
             )
         if state is not None:
             tail = state.read()["tail"]
-        taps, bias = self.conv.weight, self.conv.bias
+        taps = self.conv.weight
+        bias = self.conv.bias
         out = context.kernels.gated_conv(parts, tail, taps, bias, context.documents)
         if state is not None and tail is not None:
             b, _, x = parts.chunk(3, dim=-1)

@@ -44,7 +44,8 @@ def shifted(
     """Return the target of each position, int64 [B, S], -100 where there is none; arguments as above."""
     targets = labels[:, 1:]  # [B, S - 1]
     if document_ids is not None:
-        before, after = document_ids[:, :-1], document_ids[:, 1:]
+        before = document_ids[:, :-1]
+        after = document_ids[:, 1:]
         targets = targets.masked_fill((before != after) | (before < 0), IGNORED)
     if attention_mask is not None:
         targets = targets.masked_fill(attention_mask[:, :-1] == 0, IGNORED)

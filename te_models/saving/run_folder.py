@@ -144,7 +144,8 @@ class Checkpoints:
         """
         self._join()
         if (error := self._error) is not None:
-            self._error, self._failed_saves = None, 0
+            self._error = None
+            self._failed_saves = 0
             raise error
 
     def _join(self) -> None:
@@ -242,7 +243,8 @@ class Checkpoints:
                 time.sleep(pause)
         else:
             save()
-        self._error, self._failed_saves = None, 0
+        self._error = None
+        self._failed_saves = 0
         self.seconds = time.monotonic() - begun
 
     def _commit(self, path: Path, content: Content) -> None:

@@ -50,7 +50,8 @@ from te_models.serving.survival import Survival, WeightChange, change_of
 # E4M3 with the largest power of two for a scale rounds this to 2^128, which is infinite in FP32.
 TOO_LARGE = 31 * 2.0**123
 # Without data, NVFP4's divisor comes from random tokens, with this much room for larger inputs.
-RANDOM_TOKENS, HEADROOM = (4, 256), 4.0
+RANDOM_TOKENS = (4, 256)
+HEADROOM = 4.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ def export(
             )
         model.tp.wait()
     notes = (*writer.notes, *_notes(format, writer.shapes))
-    quantized, ignored = tuple(writer.quantized), tuple(writer.ignored)
+    quantized = tuple(writer.quantized)
+    ignored = tuple(writer.ignored)
     return Export(Path(folder), format, quantized, ignored, notes, writer.survival())
 
 
@@ -151,7 +153,10 @@ class _Writer:
         rounding: str,
         base: Decoder | None,
     ) -> None:
-        self.model, self.name, self.format, self.source = model, format, FORMATS[format], source
+        self.model = model
+        self.name = format
+        self.format = FORMATS[format]
+        self.source = source
         self.rounding = rounding
         self.generator = torch.Generator().manual_seed(SEED)
         self.base = None if base is None or self.format.storage is None else weights(base)
@@ -429,7 +434,8 @@ def _input_scales(
             "fp8-tensor stores one scale per input, which recipe 'delayed' learns in training, and this model "
             f"{why}: give calibration=token ids (--data PATH), or choose fp8-channel"
         )
-    batch, length = RANDOM_TOKENS[0], min(RANDOM_TOKENS[1], model.config.longest_sequence)
+    batch = RANDOM_TOKENS[0]
+    length = min(RANDOM_TOKENS[1], model.config.longest_sequence)
     tokens = torch.randint(
         model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0)
     )

@@ -137,7 +137,8 @@ def encode_mxfp8(weight: Tensor, options: WeightOptions) -> Parts:
             DType.kFloat8E4M3, columnwise=False, with_2d_quantization=options.square
         )
         made = quantizer(_with_rows(weight, 32))
-        data, scale = made._rowwise_data[:rows], made._rowwise_scale_inv[:rows, : columns // 32]
+        data = made._rowwise_data[:rows]
+        scale = made._rowwise_scale_inv[:rows, : columns // 32]
     else:
         bits = block_amax(weight, MXFP8.block).view(torch.int32)
         scale = ((bits + 0x200000 >> 23) - 8).clamp_(0, 254).to(torch.uint8)
@@ -157,7 +158,8 @@ def encode_nvfp4(weight: Tensor, options: WeightOptions, whole: Tensor | None = 
     if options.scheme == "NVFP4BlockScaling":
         quantizer = NVFP4Quantizer(columnwise=False, with_2d_quantization=options.square)
         made = quantizer(_with_rows(weight, 16))
-        data, whole = made._rowwise_data[:rows], global_scale(made._amax_rowwise)
+        data = made._rowwise_data[:rows]
+        whole = global_scale(made._amax_rowwise)
         scale = made._rowwise_scale_inv[:rows, : columns // 16].contiguous().view(E4M3)
     else:
         amax = block_amax(weight, NVFP4.block)

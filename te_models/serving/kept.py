@@ -52,10 +52,8 @@ def stored_inputs(
     largest = torch.minimum if divides else torch.maximum
     for theirs, place in tensor_places(folder.family, model.config, shapes).items():
         if theirs in folder.stored.inputs:
-            ours, scale = (
-                place.name.rpartition(".")[0],
-                folder.stored.inputs[theirs].reshape([1] if divides else []),
-            )
+            ours = place.name.rpartition(".")[0]
+            scale = folder.stored.inputs[theirs].reshape([1] if divides else [])
             found[ours] = largest(found[ours], scale) if ours in found else scale
     return found
 

@@ -178,7 +178,8 @@ def _row(
                 raise
             return Difference(name, reason=str(error))
         survival = written.survival
-        share, least = None, None
+        share = None
+        least = None
         if survival is not None and survival.worst is not None:
             share = survival.share
             least = (survival.worst.name, survival.worst.share)
@@ -209,16 +210,15 @@ def compare(
             f"the served model has vocab_size={served.config.vocab_size}, the trained one {trained.config.vocab_size}: "
             "they are two models"
         )
-    sums, count = torch.zeros(4, dtype=torch.float64), 0
+    sums = torch.zeros(4, dtype=torch.float64)
+    count = 0
     largest = torch.zeros(2, dtype=torch.float64)
     was_training = trained.training
     trained.eval()
     for batch in batches:
         for row in range(len(batch["input_ids"])):  # the logits of one sequence at a time
-            ids, counted = (
-                batch["input_ids"][row : row + 1].to(trained.device),
-                _counted(batch)[row],
-            )
+            ids = batch["input_ids"][row : row + 1].to(trained.device)
+            counted = _counted(batch)[row]
             if not bool(counted.any()):
                 continue
             targets = batch["labels"][row, 1:][counted].to(trained.device)

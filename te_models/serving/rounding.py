@@ -42,9 +42,13 @@ def round_stochastically(
     values = torch.where(divisors > 0, weight.float() / divisors, 0.0)
     # Neighbors are 2^(exponent - fraction bits) apart; numbers below the smallest normal one like those above it.
     if storage.packed:
-        largest, fraction_bits, least_exponent = FP4_MAX, 1, 0
+        largest = FP4_MAX
+        fraction_bits = 1
+        least_exponent = 0
     else:
-        largest, fraction_bits, least_exponent = FP8_MAX[DType.kFloat8E4M3], 3, -6
+        largest = FP8_MAX[DType.kFloat8E4M3]
+        fraction_bits = 3
+        least_exponent = -6
     values = values.clamp_(-largest, largest)
     exponents = (torch.frexp(values).exponent - 1).clamp_(min=least_exponent)
     spacing = torch.ldexp(torch.ones_like(values), exponents - fraction_bits)

@@ -80,7 +80,9 @@ class Builder:
     """Makes the layers of one model of this shape, for a server with vLLM's config `vllm`."""
 
     def __init__(self, vllm: VllmConfig, config: ModelConfig) -> None:
-        self.config, self.cache, self.quantization = config, vllm.cache_config, vllm.quant_config
+        self.config = config
+        self.cache = vllm.cache_config
+        self.quantization = vllm.quant_config
         self.length: int = vllm.model_config.max_model_len
         self.ranks: int = get_tensor_model_parallel_world_size()
 
@@ -106,7 +108,9 @@ class GatedAttention(nn.Module):
 
     def __init__(self, spec: AttentionSpec, build: Builder, prefix: str) -> None:
         super().__init__()
-        self.spec, width, heads = spec, spec.hidden_size, spec.heads
+        self.spec = spec
+        width = spec.hidden_size
+        heads = spec.heads
         reason = spec.parallel_obstacle(sequence=False) if build.ranks > 1 else ""
         if spec.sinks:
             raise UsageError(
@@ -142,7 +146,8 @@ class GatedAttention(nn.Module):
             build.norm(spec.vectors[name]) if name in spec.vectors else None
             for name in ("q_norm", "k_norm")
         )
-        self.query, self.key = heads.query // build.ranks, max(1, heads.key // build.ranks)
+        self.query = heads.query // build.ranks
+        self.key = max(1, heads.key // build.ranks)
         self.rope = (
             None
             if spec.rope is None
@@ -162,7 +167,8 @@ class GatedAttention(nn.Module):
             [self.query * dim, self.key * dim, self.key * dim], dim=-1
         )
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
+            q = self._normed(self.q_norm, q)
+            k = self._normed(self.k_norm, k)
         if self.rope is not None:
             q, k = self.rope(positions, q.contiguous(), k.contiguous())
         if self.spec.query_scale is not None:
@@ -187,7 +193,8 @@ class MLP(nn.Module):
     def __init__(self, spec: MLPSpec, build: Builder, prefix: str) -> None:
         super().__init__()
         self.spec = spec
-        width, size = spec.hidden_size, spec.intermediate_size
+        width = spec.hidden_size
+        size = spec.intermediate_size
         kind, into = (
             (MergedColumnParallelLinear, [size, size])
             if spec.gate
@@ -224,8 +231,10 @@ class Layer(nn.Module):
             raise UsageError(
                 "layer_scale is served only in the families of Hugging Face that have it: gemma4"
             )
-        width, self.multiplier = spec.mixer.hidden_size, build.config.residual_multiplier
-        before, after = spec.norm_position != "post", spec.norm_position != "pre"
+        width = spec.mixer.hidden_size
+        self.multiplier = build.config.residual_multiplier
+        before = spec.norm_position != "post"
+        after = spec.norm_position != "pre"
         self.input_layernorm = build.norm(width) if before else nn.Identity()
         self.self_attn = GatedAttention(spec.mixer, build, f"{prefix}.self_attn")
         self.attention_output_norm = build.norm(width) if after else nn.Identity()
@@ -368,7 +377,8 @@ class TEModelsDecoderForCausalLM(nn.Module):
             }
             yield f"{ {**top, self.family.head: 'lm_head'}[path] }.{kind}", None, tensor
             return
-        depth, rows = int(found[1]), self.family.layer[found[2]]
+        depth = int(found[1])
+        rows = self.family.layer[found[2]]
         if not rows.blocks:
             yield f"model.layers.{depth}.{rows.module}.{kind}", None, tensor
             return

@@ -90,7 +90,9 @@ def _backward(
     ctx: Context, experts: list[tuple[_Expert, int]], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
-    inputs, weights, biases = [], [], []
+    inputs = []
+    weights = []
+    biases = []
     # dy is [rows, O].
     for (expert, count), dy in zip(experts, as_matrix(grad).split(ctx.rows), strict=True):
         expert.saved_tensors = tensors[:count]

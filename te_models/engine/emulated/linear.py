@@ -409,7 +409,8 @@ class Linear(TransformerEngineBaseModule):
 
         To prepare one anew takes longer than a small product. None: something may have changed.
         """
-        weight, recipe = self._fp8_workspaces.get("weight"), self.fp8_meta.get("recipe")
+        weight = self._fp8_workspaces.get("weight")
+        recipe = self.fp8_meta.get("recipe")
         state = FP8GlobalStateManager.quantization_state
         if weight is None or not weight.is_caching or recipe is None:
             return None
