@@ -270,7 +270,8 @@ def adapter_file(
     values |= their_targets(wanted, modules, own.use_rslora) | {
         "modules_to_save": list(whole) or None
     }
-    # Tensors have the names of files, which transformers renames as it reads them, and the config those of modules.
+    # As peft saves them: by the names of modules, also where files of the model have others.
+    tensors = {modules.in_transformers(name): tensor for name, tensor in tensors.items()}
     values["target_modules"] = [modules.in_transformers(name) for name in values["target_modules"]]
     for field in ("rank_pattern", "alpha_pattern"):
         patterns = values[field]

@@ -31,7 +31,7 @@ from te_models.training.lora import AdaptedModel, adapter_content, add_lora, loa
 from te_models.training.resume import saved_choices
 from te_models.training.settings import RUN_FILE, LoraSettings, read_run_file
 
-LIVE = "adapters"  # the group of tensors that are trained
+LIVE = "adapters"  # the group of tensors that are trained, and of frozen ones of adapters
 Content = tuple[dict[str, dict[str, Tensor]], dict[str, object]]  # tensors by group, and documents
 
 
@@ -53,7 +53,7 @@ class SavedAdapters:
         tensors, documents = adapter_content(self.adapted, of_run=True)
         if live:
             tensors[LIVE] = {
-                name: parameter.detach() for name, parameter in trained(self.model).items()
+                name: parameter.detach() for name, parameter in saved_live(self.model).items()
             }
         return tensors, documents
 
@@ -65,7 +65,11 @@ class SavedAdapters:
         """
         with offering_older(folder):
             saved = load_folder(folder, ["recipe", "training", LIVE], optional=["fp8_state"])
-        live = trained(self.model)
+        live = saved_live(self.model)
+        for name, parameter in list(live.items()):
+            # A checkpoint up to November 2026 has what was trained alone.
+            if not parameter.requires_grad and name not in saved.tensors[LIVE]:
+                del live[name]
         match(live, saved.tensors[LIVE])
         self._check_shape(folder)
         state = training_document(saved)
@@ -97,8 +101,9 @@ class SavedAdapters:
     def _write(
         self, tensors: Mapping[str, Tensor], scales: dict[str, Tensor], recipe: Recipe
     ) -> None:
-        for name, parameter in trained(self.model).items():
-            parameter.copy_(tensors[name])
+        live = saved_live(self.model)
+        for name, tensor in tensors.items():
+            live[name].copy_(tensor)
         self.model.take_fp8_state(scales, recipe)
 
     def _live_names(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -133,6 +138,16 @@ class LoraRun(SavedAdapters):
         for name, parameter in trained(model).items():
             if "lora_magnitude" not in name:
                 parameter.data = parameter.data.to(model.dtype)
+
+
+def saved_live(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return name -> parameter of those that a checkpoint holds: what a run trains, and all of the adapters."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        of_adapter = ".lora_" in name or ".modules_to_save." in name
+        if parameter.requires_grad or of_adapter:
+            found[name] = parameter
+    return found
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

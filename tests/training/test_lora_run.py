@@ -147,6 +147,35 @@ def test_adapters_need_random_numbers_only_for_dropout(
         assert [may_draw(block) for block in run.model.layers] == [dropout > 0] * 3
 
 
+def test_frozen_parts_of_adapters_are_resumed(tmp_path: Path) -> None:
+    """From another seed; and a run that trains other parts than before is refused in one line."""
+
+    def run(frozen: str, steps: int, seed: int) -> Trainer:
+        model = tiny_model()
+        torch.manual_seed(seed)
+        adapted = add_lora(model, r=2)
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                parameter.requires_grad_(frozen not in name)
+        ids = torch.arange(32)[None]
+        config = TrainConfig(steps=steps, seq_len=32, batch_size=1, learning_rate=0.1)
+        batches = [dict(input_ids=ids, labels=ids)] * 4
+        return Trainer(adapted, batches, eval_batches=None, config=config, out=tmp_path / "run")
+
+    run("lora_A", 1, seed=1).run()
+    resumed = run("lora_A", 2, seed=2)
+    assert resumed.run(resume=True).step == 2
+    model = tiny_model()
+    torch.manual_seed(1)
+    again = add_lora(model, r=2)
+    for name, parameter in again.named_parameters():
+        if "lora_A" in name:
+            own = resumed.model.get_parameter(name.removeprefix("base_model.model."))
+            assert torch.equal(parameter, own), name
+    with pytest.raises(UsageError, match="trained then and not now, .* frozen then and not now"):
+        run("lora_B", 3, seed=1).run(resume=True)
+
+
 def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path, "bf16", steps=1).run()
     for lora in ({"rank": 8}, {"targets": ("o_proj",)}):
