@@ -868,6 +868,53 @@ FAMILY_CASES["kimi_linear"] = {
         dense=dict(mlp_layer_types=["dense"] * 3, layer_types=[LINEAR_LAYER, LINEAR_LAYER, FULL]),
     ).items()
 }
+_NEMOTRON = dict(
+    layers_block_type=[LINEAR_LAYER, "moe", FULL, "mlp"],
+    ssm_state_size=10,
+    mamba_num_heads=4,
+    mamba_head_dim=12,
+    n_groups=2,
+    n_routed_experts=5,
+    num_experts_per_tok=2,
+    moe_intermediate_size=20,
+    moe_shared_expert_intermediate_size=28,
+    time_step_min=1e-6,
+)
+FAMILY_CASES["nemotron_h"] = {
+    name: {**_NEMOTRON, **case}
+    for name, case in dict(
+        plain={},
+        odd=dict(
+            hidden_size=36,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            head_dim=12,
+            mamba_num_heads=6,
+            mamba_head_dim=10,
+            n_groups=3,
+            conv_kernel=3,
+        ),
+        latent=dict(moe_latent_size=24),
+        groups=dict(
+            n_routed_experts=6,
+            n_group=3,
+            topk_group=2,
+            num_experts_per_tok=3,
+            routed_scaling_factor=2.5,
+        ),
+        one=dict(
+            num_experts_per_tok=1, norm_topk_prob=False, num_key_value_heads=1, moe_latent_size=16
+        ),
+        all=dict(num_experts_per_tok=5, layers_block_type=["moe", LINEAR_LAYER, "moe", FULL]),
+        dense=dict(layers_block_type=[LINEAR_LAYER, "mlp", FULL, "mlp"], mlp_bias=True),
+        biases=dict(
+            use_bias=True, use_conv_bias=False, layers_block_type=[LINEAR_LAYER, "mlp", FULL]
+        ),
+        silu=dict(mlp_hidden_act="silu", mamba_hidden_act="gelu", n_groups=1),
+        mamba=dict(layers_block_type=[LINEAR_LAYER, "mlp", LINEAR_LAYER, FULL, LINEAR_LAYER]),
+        steps=dict(time_step_min=0.01),
+    ).items()
+}
 CASES = {
     f"{family}-{name}": (family, case)
     for family, cases in FAMILY_CASES.items()
@@ -881,6 +928,9 @@ def make_config(case: str) -> Any:
 
     family, changes = CASES[case]
     fields = copy.deepcopy({**SIZES, **changes})  # transformers changes what it is given
+    if family == "nemotron_h":
+        del fields["num_hidden_layers"]
+        fields["layer_norm_epsilon"] = fields.pop("rms_norm_eps")
     if family in ("lfm2", "lfm2_moe"):
         fields.setdefault("norm_eps", fields.pop("rms_norm_eps"))
     if family in ("phi3", "mistral4"):  # take no other head_dim

@@ -131,6 +131,16 @@ KINDS = {
         ),
         rounds=2.0,
     ),
+    "one part per layer": Kind(
+        dict(
+            layer_types=("mamba2", "mlp", "full_attention"), mlp_layer_types=("none", "sparse", "none"),
+            attention_gate="none", no_rope_layers=(0, 0, 0), hidden_act="relu2", mlp_gate=False,
+            mamba2=dict(num_heads=8, head_dim=16, state_dim=32, num_groups=4, time_step_min=0.001),
+            moe=EXPERTS | dict(latent_size=32, shared_expert_intermediate_size=96, router_scores="sigmoid",
+                               expert_bias=True, router_fp32=True),
+        ),
+        chooses=True, rounds=2.0,
+    ),
     "short convolution": Kind(dict(layer_types=("short_conv", "full_attention", "short_conv")), registered),
     "no attention": Kind(dict(layer_types=("short_conv",) * 3), registered),
 }  # fmt: skip

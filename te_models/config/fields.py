@@ -62,7 +62,7 @@ class ModelFields(Settings):
     layer_types: tuple[str, ...] | None = setting(
         None,
         'One entry per layer, "full_attention", "sliding_attention", "linear_attention", "latent_attention", '
-        '"conv", "mamba2" or "kda"; None: the window applies to all, or all are latent.',
+        '"conv", "mamba2", "kda", or "mlp" without a mixer; None: the window applies to all, or all are latent.',
         choices=MIXERS,
     )
     linear_attention: DeltaNetConfig | None = setting(
@@ -148,7 +148,7 @@ class ModelFields(Settings):
     moe: MoEConfig | None = setting(None, "Experts in place of MLPs.")
     mlp_layer_types: tuple[str, ...] | None = setting(
         None,
-        'One entry per layer, "dense" or "sparse" (experts); None: all sparse with moe, else all dense.',
+        'One entry per layer, "dense", "sparse" (experts) or "none"; None: all sparse with moe, else all dense.',
         choices=MLPS,
     )
     embedding_multiplier: float = positive(1.0, "Factor on the embeddings (Granite, Gemma).")

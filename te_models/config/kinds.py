@@ -12,7 +12,7 @@ from te_models.config.layer import FeedforwardSpec, MixerSpec
 
 # An entry of `layer_types` -> the function that describes the mixer of such a layer. It takes the fields of the config
 # (te_models.config.fields.ModelFields) and the number of the layer.
-MIXERS: dict[str, Callable[[Any, int], MixerSpec]] = {}
+MIXERS: dict[str, Callable[[Any, int], MixerSpec | None]] = {}
 
 # The same for `mlp_layer_types` and the MLP.
-MLPS: dict[str, Callable[[Any, int], FeedforwardSpec]] = {}
+MLPS: dict[str, Callable[[Any, int], FeedforwardSpec | None]] = {}

@@ -292,7 +292,7 @@ class FeedforwardSpec(PartSpec):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One block: its mixer, its MLP and its norms.
+    """One block: its mixer, its MLP, or both, and their norms.
 
     Attributes:
         norm_position: "pre", "post" or "both", as in ModelConfig.
@@ -300,16 +300,21 @@ class LayerSpec:
         post_norm_eps: the epsilon of the norms after mixer and MLP; None: as of all others.
     """
 
-    mixer: MixerSpec
-    mlp: FeedforwardSpec
+    mixer: MixerSpec | None
+    mlp: FeedforwardSpec | None
     norm_position: str = "pre"
     scaled: bool = False
     post_norm_eps: float | None = None
 
     @property
-    def parts(self) -> tuple[PartSpec, PartSpec]:
-        """The mixer and the MLP."""
-        return self.mixer, self.mlp
+    def parts(self) -> tuple[PartSpec, ...]:
+        """The mixer and the MLP, or the one of them that there is."""
+        return tuple(part for part in (self.mixer, self.mlp) if part is not None)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.parts[0].hidden_size
 
     @property
     def linears(self) -> dict[str, LinearSpec]:
@@ -344,14 +349,14 @@ class LayerSpec:
     @property
     def num_norms(self) -> int:
         """RMSNorms of the residual stream's width."""
-        return 4 if self.norm_position == "both" else 2
+        return len(self.parts) * (2 if self.norm_position == "both" else 1)
 
     @property
     def num_parameters(self) -> int:
         """Parameters that outputs depend on."""
         return (
             sum(part.num_parameters for part in self.parts)
-            + self.num_norms * self.mixer.hidden_size
+            + self.num_norms * self.hidden_size
             + self.scaled
         )
 
@@ -373,7 +378,11 @@ class LayerSpec:
 
     def local(self, ranks: int) -> LayerSpec:
         """Return one rank's share under tensor parallelism."""
-        return dataclasses.replace(self, mixer=self.mixer.local(ranks), mlp=self.mlp.local(ranks))
+        return dataclasses.replace(
+            self,
+            mixer=None if self.mixer is None else self.mixer.local(ranks),
+            mlp=None if self.mlp is None else self.mlp.local(ranks),
+        )
 
 
 def named_linears(layers: tuple[LayerSpec, ...]) -> Iterator[tuple[str, LinearSpec]]:

@@ -138,6 +138,10 @@ def mamba2(config: ModelFields, layer: int) -> Mamba2Spec:
     return Mamba2Spec(hidden_size=config.hidden_size, sizes=config.mamba2)
 
 
+def nothing(config: ModelFields, layer: int) -> None:
+    """Return None: this layer has no such part."""
+
+
 def dense(config: ModelFields, layer: int) -> MLPSpec:
     """Return the MLP of this layer."""
     return MLPSpec(
@@ -156,6 +160,7 @@ def sparse(config: ModelFields, layer: int) -> MoESpec:
         hidden_size=config.hidden_size,
         experts=config.moe,
         activation=config.hidden_act,
+        gate=config.mlp_gate,
     )
 
 
@@ -167,8 +172,10 @@ MIXERS.update(
     conv=short_convolution,
     mamba2=mamba2,
     kda=kda,
+    mlp=nothing,
 )
 MLPS.update(
     dense=dense,
     sparse=sparse,
+    none=nothing,
 )

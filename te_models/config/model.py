@@ -235,8 +235,15 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
             yield f"layer_types asks for {kind}: give {field}"
     if "sparse" in (config.mlp_layer_types or ()) and config.moe is None:
         yield "mlp_layer_types asks for sparse layers: give moe, their experts"
-    if config.moe is not None and (config.mlp_bias or not config.mlp_gate):
-        yield "experts have a gate, and a bias by moe.bias: leave out mlp_bias and mlp_gate"
+    if config.moe is not None and config.mlp_bias:
+        yield "experts have a bias by moe.bias: leave out mlp_bias"
+    if config.moe is not None and config.moe.swiglu_limit is not None and not config.mlp_gate:
+        yield "moe.swiglu_limit clamps SwiGLU, which has a gate: leave out mlp_gate"
+    mixers = config.layer_types or ("full_attention",) * layers
+    mlps = config.mlp_layer_types or ("dense",) * layers
+    for number, kinds in enumerate(zip(mixers, mlps, strict=False)):
+        if kinds == ("mlp", "none"):
+            yield f"layer {number} has neither a mixer nor an MLP: change layer_types or mlp_layer_types"
     if (
         config.moe is not None
         and config.moe.swiglu_limit is not None

@@ -69,6 +69,10 @@ class MoEConfig(Settings):
     n_group: int = count(1, "Groups of experts.")
     topk_group: int = count(1, "Groups of which a token's experts may come.")
     group_scores: int = count(2, "Scores of a group whose sum ranks it; 1 in DeepSeek-V2.")
+    latent_size: int | None = count(
+        None,
+        "Width to which tokens are projected for the chosen experts; default: none (Nemotron 3).",
+    )
     bias: bool = setting(
         False, "Biases on the router and on the chosen experts' projections (gpt-oss)."
     )
@@ -116,6 +120,7 @@ class MoESpec(FeedforwardSpec):
 
     experts: MoEConfig
     activation: str = "silu"
+    gate: bool = True
     ranks: int = 1  # that share the experts; the router and the shared expert are on each of them
 
     name: ClassVar[str] = "mlp"
@@ -128,9 +133,16 @@ class MoESpec(FeedforwardSpec):
         d = self.hidden_size
         logits = (Section("experts", e.num_experts, e.num_experts, "gate"),)
         found = [LinearSpec("router", d, logits, bias=e.bias, fp8=False)]
-        found += _projections("", d, e.moe_intermediate_size, e.num_experts // self.ranks, e.bias)
+        width = e.latent_size or d
+        own = e.num_experts // self.ranks
+        found += self._projections("", width, e.moe_intermediate_size, own, e.bias)
         if e.shared_expert_intermediate_size:
-            found += _projections("shared_", d, e.shared_expert_intermediate_size, 0)
+            found += self._projections("shared_", d, e.shared_expert_intermediate_size, 0)
+        if e.latent_size is not None:
+            found += [
+                LinearSpec("latent_in_proj", d, (Section("latent", width, width),)),
+                LinearSpec("latent_out_proj", width, (Section("out", d, d),), residual=True),
+            ]
         if e.shared_expert_gate:
             found.append(LinearSpec("shared_gate", d, (Section("gate", 1, 1, "gate"),), fp8=False))
         return tuple(found)
@@ -156,6 +168,7 @@ class MoESpec(FeedforwardSpec):
         e = self.experts
         found = {
             "hidden_act": self.activation != "silu",
+            "mlp_gate": not self.gate,
             "moe.swiglu_limit": e.swiglu_limit,
             "moe.bias": e.bias,
         }
@@ -172,6 +185,8 @@ class MoESpec(FeedforwardSpec):
             "hidden_size": self.hidden_size,
             "moe_intermediate_size": self.experts.moe_intermediate_size,
         }
+        if self.experts.latent_size is not None:
+            found["latent_size"] = self.experts.latent_size
         return found | ({"shared_expert_intermediate_size": shared} if shared else {})
 
     def parallel_obstacle(self, sequence: bool) -> str:
@@ -203,11 +218,13 @@ class MoESpec(FeedforwardSpec):
         e = self.experts
         element = tape.element
         rows = self.rows(tape)
-        router, into, out, *shared = self.linears
+        router, into, out, *others = self.linears
+        latents = [linear for linear in others if linear.name.startswith("latent_")]
+        shared = [linear for linear in others if linear not in latents]
         scores = tape.tokens * e.num_experts * FP32
         chosen = tape.tokens * e.num_experts_per_tok
         stream = tape.rows * self.hidden_size * element
-        width = rows * self.hidden_size * element
+        width = rows * (e.latent_size or self.hidden_size) * element
         choosing = tape.linear(router)
         widened = e.router_fp32 and element != FP32
         saves_input = choosing.saved > 0  # a frozen router does not
@@ -219,7 +236,9 @@ class MoESpec(FeedforwardSpec):
         kept = tape.rows * e.num_experts * FP32 + 2 * scores + tape.tokens * FP32 + chosen * INT64
         kept += (chosen + tape.tokens) * FP32 * e.norm_topk_prob
         gathered = tape.gathers(into) and self.ranks == 1
-        if gathered and (widened or not saves_input):  # then nothing else saves the tokens
+        if gathered and latents:  # of which nothing else saves the projections
+            kept += tape.rows * latents[0].outputs * element
+        elif gathered and (widened or not saves_input):  # then nothing else saves the tokens
             kept += stream
         first = [
             choosing,
@@ -261,6 +280,11 @@ class MoESpec(FeedforwardSpec):
         if e.shared_expert_gate:
             both = stream + tape.rows * element
             second.append(Step("shared gate", both, consumes=stream, produces=both))
+        if latents:  # the projections of tokens before and after the chosen experts
+            second.append(tape.linear(latents[1]))
+            first.insert(
+                2, tape.linear(latents[0], shared=bool(shared) or (saves_input and not widened))
+            )
         if e.separate_norms:
             second += [self._norm(tape, name) for name in SEPARATE_NORMS[1:]]
         return first, second
@@ -273,16 +297,28 @@ class MoESpec(FeedforwardSpec):
             name, stream + tape.rows * FP32, consumes=stream, produces=stream, weights=weights
         )
 
-    @staticmethod
-    def _swiglu(tape: Tape, rows: int, size: int) -> Step:
+    def _swiglu(self, tape: Tape, rows: int, size: int) -> Step:
         hidden = rows * size * tape.element
+        both = hidden * (2 if self.gate else 1)
         return Step(
             "swiglu",
-            2 * hidden,
+            both,
             consumes=hidden,
-            produces=2 * hidden,
-            scratch=0 if tape.compiled else 2 * hidden,
+            produces=both,
+            scratch=0 if tape.compiled else both,
         )
+
+    def _projections(
+        self, prefix: str, hidden: int, size: int, experts: int, bias: bool = False
+    ) -> list[LinearSpec]:
+        """Return the projections to and from `size` channels: of one linear, or of each expert."""
+        names = ("gate", "up") if self.gate else ("up",)
+        into = tuple(Section(name, size, size) for name in names)
+        out = (Section("down", hidden, hidden),)
+        return [
+            LinearSpec(f"{prefix}gate_up_proj", hidden, into, bias=bias, experts=experts),
+            LinearSpec(f"{prefix}down_proj", size, out, bias=bias, residual=True, experts=experts),
+        ]
 
 
 def with_local_experts(layers: tuple[LayerSpec, ...], ranks: int) -> tuple[LayerSpec, ...]:
@@ -318,14 +354,3 @@ def places_of_experts(layers: tuple[LayerSpec, ...], ranks: int) -> str:
     held = [f"{rank * each} to {(rank + 1) * each - 1} on rank {rank}" for rank in range(ranks)]
     shown = held if ranks <= MANY_RANKS else [*held[:2], "...", held[-1]]
     return f"{', '.join(shown)} of every {ranks}"
-
-
-def _projections(
-    prefix: str, hidden: int, size: int, experts: int, bias: bool = False
-) -> list[LinearSpec]:
-    into = (Section("gate", size, size), Section("up", size, size))
-    out = (Section("down", hidden, hidden),)
-    return [
-        LinearSpec(f"{prefix}gate_up_proj", hidden, into, bias=bias, experts=experts),
-        LinearSpec(f"{prefix}down_proj", size, out, bias=bias, residual=True, experts=experts),
-    ]

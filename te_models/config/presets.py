@@ -197,6 +197,18 @@ def _granite4(
     return _shape(hidden, intermediate, 40, heads, kv_heads, **own, **fields)
 
 
+def _nemotron(pattern: str, **fields: Any) -> PresetFields:
+    """Return the fields of a Nemotron: one part per layer, M Mamba 2, E experts, - an MLP, * attention."""
+    mixers = {"M": "mamba2", "*": "full_attention", "E": "mlp", "-": "mlp"}
+    mlps = {"M": "none", "*": "none", "E": "sparse", "-": "dense"}
+    return dict(
+        num_hidden_layers=len(pattern), layer_types=tuple(mixers[letter] for letter in pattern),
+        mlp_layer_types=tuple(mlps[letter] for letter in pattern), no_rope_layers=(0,) * len(pattern),
+        vocab_size=131072, head_dim=128, hidden_act="relu2", mlp_gate=False, attention_gate="none", bos_token_id=1,
+        eos_token_id=2, pad_token_id=0, **fields,
+    )  # fmt: skip
+
+
 _LFM2_ATTENTION = (2, 5, 8, 10, 12, 14)
 
 # QwQZh/gated_attention; the elementwise model pays for its gate with a narrower MLP.
@@ -383,6 +395,15 @@ PRESETS: dict[str, PresetFields] = {
         4096, 768, 32, 8, logits_scaling=16.0,
         moe=dict(num_experts=72, num_experts_per_tok=10, moe_intermediate_size=768,
                  shared_expert_intermediate_size=1536, router_aux_loss_coef=0.0),
+    ),
+    # NVIDIA-Nemotron-3-Nano-30B-A3B.
+    "nemotron-3-nano-30b-a3b": _nemotron(
+        "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", hidden_size=2688, intermediate_size=1856,
+        num_attention_heads=32, num_key_value_heads=2, max_position_embeddings=262144,
+        mamba2=dict(num_heads=64, head_dim=64, state_dim=128, num_groups=8, time_step_min=0.001),
+        moe=dict(num_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856, router_scores="sigmoid",
+                 shared_expert_intermediate_size=3712, expert_bias=True, router_fp32=True, routed_scaling_factor=2.5,
+                 router_aux_loss_coef=0.0),
     ),
     "qwen-gated-1b-elementwise": dict(**_QWEN_GATED, intermediate_size=5504, attention_gate="elementwise"),
     "qwen-gated-1b-headwise": dict(**_QWEN_GATED, intermediate_size=6144, attention_gate="headwise"),

@@ -102,6 +102,8 @@ def add_cache_layers(config: ModelConfig) -> None:
     Its own kinds add themselves to the same tables (`_layer_type` in transformers.cache_utils).
     """
     for kind, layer in zip(config.layer_types or (), config.layers, strict=False):
+        if layer.mixer is None:  # transformers keeps nothing for a layer of the kind "mlp"
+            continue
         recurrent = layer.mixer.keeps == "a recurrent state"
         DYNAMIC_LAYER_TYPE_MAPPING.setdefault(kind, RecurrentLayer if recurrent else DynamicLayer)
         STATIC_LAYER_TYPE_MAPPING.setdefault(kind, RecurrentLayer if recurrent else StaticLayer)

@@ -249,7 +249,7 @@ class HuggingFaceFolder(Opened):
     @property
     def names_of_ends(self) -> tuple[str, str]:
         """The names of the embedding and of the head."""
-        return f"{self.family.root}embed_tokens.weight", f"{self.family.head}.weight"
+        return f"{self.family.root}{self.family.embedding}.weight", f"{self.family.head}.weight"
 
     def has_own_head(self) -> bool:
         """Return whether the head is tied by config.json and stored with other values than the embedding."""

@@ -313,6 +313,35 @@ KIMI_EXPERTS = aliased(
     n_group="num_expert_group",
     n_shared_experts="num_shared_experts",
 )
+_NEMOTRON = {
+    **_GROUPED,
+    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    "latent_size": "moe_latent_size",
+}
+
+
+def _read_nemotron(theirs: Values) -> Fields:
+    """Read the experts of Nemotron-H, if a layer has them; which ones is not in keys of experts."""
+    if "moe" not in theirs["layers_block_type"]:
+        return {}
+    moe = {ours: theirs[key] for ours, key in _NEMOTRON.items() if key in theirs}
+    constants: Fields = dict(router_fp32=True, router_aux_loss_coef=0.0, **_SIGMOID)
+    return {"moe": {**constants, "num_experts": theirs["n_routed_experts"], **moe}}
+
+
+def _write_nemotron(config: ModelConfig) -> Fields:
+    if config.moe is None:
+        return {}
+    values = field_values(config.moe)
+    return {
+        "n_routed_experts": config.moe.num_experts,
+        **{key: values[ours] for ours, key in _NEMOTRON.items()},
+    }
+
+
+NEMOTRON_EXPERTS = ConfigKeys(
+    ("n_routed_experts", "n_shared_experts", *_NEMOTRON.values()), _read_nemotron, _write_nemotron
+)
 LFM2_EXPERTS = experts(
     first_dense("num_dense_layers"),
     {

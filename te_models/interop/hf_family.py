@@ -18,7 +18,8 @@ class Family:
         model_type, architecture: as in config.json.
         models: the published models, for people.
         copied: our fields among COPIED that their config.json has under another key -> that key.
-        norm: their name of the last norm, below `root`.
+        norm, embedding: their names of the last norm and of the embedding, below `root`.
+        stated: returns a config.json with the keys that follow from others of it.
         layer: their name below "model.layers.<i>." -> its place in ours, for weights and biases.
         parts: keys that need more than copying.
         spellings: names among those of `layer` -> others that some folders have instead.
@@ -71,6 +72,8 @@ class Family:
     copied: Mapping[str, str] = field(default_factory=dict)
     spellings: Mapping[str, str] = field(default_factory=dict)
     norm: str = "norm"
+    embedding: str = "embed_tokens"
+    stated: Callable[[Values], Values] = lambda config: config
     root: str = "model."
     head: str = "lm_head"
     aside: tuple[str, ...] = ()
@@ -130,7 +133,7 @@ class Family:
     def text(self, config: Values) -> Values:
         """Return the part of a config.json that describes the text model."""
         if not self.inner:
-            return config
+            return self.stated(config)
         found = config.get(self.inner)
         if found is None and self.flat:
             return {key: value for key, value in config.items() if key not in self.flat}

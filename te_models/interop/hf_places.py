@@ -317,5 +317,27 @@ KIMI_EXPERTS = {
     ),
     "block_sparse_moe.gate.e_score_correction_bias": Rows("mlp.expert_bias"),
 }
+# Layers of one part: Mamba 2, attention, an MLP or experts.
+NEMOTRON_LAYER = {
+    "norm": Rows("input_layernorm", otherwise=Rows("post_attention_layernorm")),
+    **{
+        name.replace("mamba", "mixer"): rows for name, rows in MAMBA.items() if name != "mamba.norm"
+    },
+    "mixer.norm": Rows("mamba.norm"),
+    "mixer.q_proj": Rows("self_attn.qkvg_proj", ("q",)),
+    "mixer.k_proj": Rows("self_attn.qkvg_proj", ("k",)),
+    "mixer.v_proj": Rows("self_attn.qkvg_proj", ("v",)),
+    "mixer.o_proj": Rows("self_attn.o_proj"),
+    "mixer.up_proj": Rows("mlp.gate_up_proj", ("up",)),
+    "mixer.down_proj": Rows("mlp.down_proj"),
+    "mixer.gate": Rows("mlp.router"),
+    "mixer.gate.e_score_correction_bias": Rows("mlp.expert_bias"),
+    "mixer.experts.{}.up_proj": Rows("mlp.gate_up_proj", ("up",), experts=True),
+    "mixer.experts.{}.down_proj": Rows("mlp.down_proj", experts=True),
+    "mixer.shared_experts.up_proj": Rows("mlp.shared_gate_up_proj", ("up",)),
+    "mixer.shared_experts.down_proj": Rows("mlp.shared_down_proj"),
+    "mixer.fc1_latent_proj": Rows("mlp.latent_in_proj"),
+    "mixer.fc2_latent_proj": Rows("mlp.latent_out_proj"),
+}
 # Outside the layers: their name -> ours, below the prefix of a family where it begins with "model.".
 TOP = {"model.embed_tokens": "embed_tokens", "model.norm": "norm", "lm_head": "lm_head"}

@@ -34,6 +34,21 @@ def _kimi(config: ModelConfig) -> bool:
     return sizes.gate_rank == sizes.head_dim and sizes.decay_bound is None
 
 
+def _nemotron(config: ModelConfig) -> bool:
+    """Return whether each layer has one part, and experts have one for all tokens beside them."""
+    alone = all(len(layer.parts) == 1 for layer in config.layers)
+    shared = config.moe is None or config.moe.shared_expert_intermediate_size > 0
+    return alone and shared
+
+
+NEMOTRON_UNUSED = frozenset(
+    ("attention_bias", "hidden_dropout", "mamba_proj_bias", "sliding_window", "mtp_layers_block_type",
+     "mtp_hybrid_override_pattern", "time_step_max", "time_step_floor", "time_step_limit", "expand", "chunk_size",
+     "rescale_prenorm_residual", "use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
+     "num_logits_to_keep", "mamba_expand", "mamba_dt_max", "mamba_dt_limit", "mamba_dt_init_floor", "mamba_chunk_size")
+)  # fmt: skip
+
+
 RECURRENT_FAMILIES = (
     Family(
         model_type="lfm2", architecture="Lfm2ForCausalLM", models="LFM2", layer=places.LFM2_LAYER, **_LFM2,
@@ -88,5 +103,25 @@ RECURRENT_FAMILIES = (
                   "linear_conv_kernel_dim": 4},
         accepts=_kimi, only=NO_DROPOUT, ignored=experts.IGNORED | {"qk_head_dim"},
         note="Kimi Delta Attention in most layers, latent attention without RoPE in the others; experts as DeepSeek-V3",
+    ),
+    Family(
+        model_type="nemotron_h", architecture="NemotronHForCausalLM", models="Nemotron-H, Nemotron Nano 2, Nemotron 3",
+        layer=places.NEMOTRON_LAYER, constants={**UNGATED, "mlp_gate": False}, root="backbone.", norm="norm_f",
+        embedding="embeddings", copied={"rms_norm_eps": "layer_norm_epsilon"}, mlp="mixer",
+        stated=recurrent.state_nemotron_layers,
+        parts=(recurrent.NEMOTRON_LAYERS, parts.activation("mlp_hidden_act"), parts.renamed(mlp_bias="mlp_bias"),
+               experts.NEMOTRON_EXPERTS),
+        defaults={"intermediate_size": 21504, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+                  "max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5, "pad_token_id": 0, "bos_token_id": 1,
+                  "eos_token_id": 2, "mlp_hidden_act": "relu2", "ssm_state_size": 128, "mamba_num_heads": 128,
+                  "mamba_head_dim": 64, "mamba_hidden_act": "silu", "n_groups": 8, "conv_kernel": 4,
+                  "use_conv_bias": True, "use_bias": False, "time_step_min": 0.001, "n_routed_experts": 8,
+                  "n_shared_experts": 1, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
+                  "moe_latent_size": None, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "n_group": 1,
+                  "topk_group": 1, "norm_topk_prob": True},
+        accepts=_nemotron, only={**NO_DROPOUT, "residual_in_fp32": (False,)},
+        ignored=experts.IGNORED | NEMOTRON_UNUSED, later=("mtp.",),
+        note="one part per layer: Mamba 2, attention without RoPE, an MLP without a gate, or experts of such; "
+             "experts on a projection of the tokens (Nemotron 3 Super)",
     ),
 )  # fmt: skip

@@ -203,6 +203,93 @@ KIMI_LAYERS = ConfigKeys(
     _read_kimi_layers,
     _write_kimi_layers,
 )
+# Kinds of layers of Nemotron-H, in lists and in its older pattern -> our kinds of mixer and MLP.
+_NEMOTRON_KINDS = {
+    "linear_attention": ("mamba2", "none"),
+    "full_attention": ("full_attention", "none"),
+    "moe": ("mlp", "sparse"),
+    "mlp": ("mlp", "dense"),
+}
+_PATTERN = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+_NEMOTRON_DEFAULT = ["linear_attention", "moe", "full_attention", "mlp"]
+_NEMOTRON_MAMBA = {
+    "num_heads": "mamba_num_heads",
+    "head_dim": "mamba_head_dim",
+    "state_dim": "ssm_state_size",
+    "num_groups": "n_groups",
+    "conv_kernel_dim": "conv_kernel",
+    "conv_bias": "use_conv_bias",
+    "bias": "use_bias",
+    "time_step_min": "time_step_min",
+}
+
+
+# Other names that transformers reads -> those of its config.
+_NEMOTRON_ALIASES = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_min": "time_step_min",
+    "num_local_experts": "n_routed_experts",
+}
+
+
+def state_nemotron_layers(config: Values) -> Values:
+    """Return a config.json with the kinds of layers as a list, and their number, and each key under one name."""
+    config = {
+        **config,
+        **{k: config[name] for name, k in _NEMOTRON_ALIASES.items() if name in config},
+    }
+    types = config.get("layers_block_type") or config.get("layer_types")
+    if types is None and config.get("hybrid_override_pattern"):
+        types = [_PATTERN.get(letter, letter) for letter in config["hybrid_override_pattern"]]
+    types = [_LEGACY_TYPES.get(kind, kind) for kind in types or _NEMOTRON_DEFAULT]
+    return {**config, "layers_block_type": types, "num_hidden_layers": len(types)}
+
+
+def _read_nemotron_layers(theirs: Values) -> Fields:
+    types = theirs["layers_block_type"]
+    for kind in types:
+        if kind not in _NEMOTRON_KINDS:
+            raise ConfigError(
+                f"layers_block_type holds {kind!r}, which is not supported: te-models reads "
+                f"{', '.join(_NEMOTRON_KINDS)}"
+            )
+    mixers, mlps = zip(*(_NEMOTRON_KINDS[kind] for kind in types), strict=True)
+    found: Fields = {"layer_types": mixers, "mlp_layer_types": mlps}
+    if "linear_attention" in types:
+        sizes = {ours: theirs[key] for ours, key in _NEMOTRON_MAMBA.items()}
+        activation = theirs["mamba_hidden_act"]
+        sizes["activation"] = ALIASES.get(activation, activation)
+        found["mamba2"] = {**sizes, "time_step_min": sizes["time_step_min"] or None}
+    return {**found, "no_rope_layers": [0] * len(types)}
+
+
+def _write_nemotron_layers(config: ModelConfig) -> Fields:
+    count = config.num_hidden_layers
+    mixers = config.layer_types or ("full_attention",) * count
+    mlps = config.mlp_layer_types or ("dense",) * count
+    kinds = {ours: theirs for theirs, ours in _NEMOTRON_KINDS.items()}
+    types = [kinds.get(pair, pair[0]) for pair in zip(mixers, mlps, strict=True)]
+    sizes = config.mamba2 or Mamba2Config(time_step_min=1e-3)
+    values = {key: vars(sizes)[ours] for ours, key in _NEMOTRON_MAMBA.items()}
+    low = sizes.time_step_min or 0.0
+    kept = {**values, "time_step_min": low, "mamba_hidden_act": sizes.activation}
+    return {**kept, "layers_block_type": types}
+
+
+NEMOTRON_LAYERS = ConfigKeys(
+    (
+        "layers_block_type",
+        "layer_types",
+        "hybrid_override_pattern",
+        "mamba_hidden_act",
+        *_NEMOTRON_ALIASES,
+        *_NEMOTRON_MAMBA.values(),
+    ),
+    _read_nemotron_layers,
+    _write_nemotron_layers,
+)
 # Another name that transformers reads as `model_max_length`.
 KIMI_LENGTH = ConfigKeys(
     ("max_position_embeddings",),

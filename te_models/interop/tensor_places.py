@@ -101,7 +101,7 @@ def tensor_places(
             modules[f"layers.{depth}"].add(".".join(path[:-1]))
     for theirs, module in TOP.items():
         if theirs != "lm_head":
-            name = family.norm if module == "norm" else module
+            name = family.norm if module == "norm" else family.embedding
             note(family.root + name, module)
         elif not config.tie_word_embeddings:
             note(family.head, module)

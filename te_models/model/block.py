@@ -28,7 +28,8 @@ class Block(nn.Module):
         x -+- RMSNorm - mixer -+-> + -+- RMSNorm - MLP -+-> +
            +-------------------+      +-----------------+
 
-    With `norm_position` "post" each RMSNorm comes after instead, under other names; with "both" there are all four.
+    A block may have one of the two alone. With `norm_position` "post" each RMSNorm comes after instead, under other
+    names; with "both" there are all four.
 
     Args:
         spec: the description of this rank's share.
@@ -47,37 +48,44 @@ class Block(nn.Module):
         self.residual_multiplier = residual_multiplier
         self.gain = factory.gain
         self.fp8_enabled = factory.te.FP8GlobalStateManager.is_fp8_enabled
-        width = spec.mixer.hidden_size
+        width = spec.hidden_size
         before = spec.norm_position != "post"
         after = spec.norm_position != "pre"
 
-        self.input_layernorm = factory.norm(width) if before else None
-        mixer = factory.inside(f"layers.{layer}.{spec.mixer.name}.")
-        self.add_module(spec.mixer.name, MIXERS[type(spec.mixer)](spec.mixer, layer, mixer))
-        self.attention_output_norm = factory.norm(width, eps=spec.post_norm_eps) if after else None
-        self.post_attention_layernorm = factory.norm(width) if before else None
-        mlp = factory.inside(f"layers.{layer}.{spec.mlp.name}.")
-        self.add_module(spec.mlp.name, MLPS[type(spec.mlp)](spec.mlp, layer, mlp))
-        self.mlp_output_norm = factory.norm(width, eps=spec.post_norm_eps) if after else None
+        mixer = spec.mixer
+        mlp = spec.mlp
+        post_eps = spec.post_norm_eps
+        self.input_layernorm = factory.norm(width) if before and mixer else None
+        if mixer is not None:
+            inside = factory.inside(f"layers.{layer}.{mixer.name}.")
+            self.add_module(mixer.name, MIXERS[type(mixer)](mixer, layer, inside))
+        self.attention_output_norm = factory.norm(width, eps=post_eps) if after and mixer else None
+        self.post_attention_layernorm = factory.norm(width) if before and mlp else None
+        if mlp is not None:
+            inside = factory.inside(f"layers.{layer}.{mlp.name}.")
+            self.add_module(mlp.name, MLPS[type(mlp)](mlp, layer, inside))
+        self.mlp_output_norm = factory.norm(width, eps=post_eps) if after and mlp else None
         self.layer_scalar = None
         if spec.scaled:
             self.layer_scalar = factory.vector(1).requires_grad_(False)
 
     @property
-    def mixer(self) -> Mixer:
-        """The part that mixes tokens."""
-        return cast(Mixer, self._modules[self.spec.mixer.name])
+    def token_mixer(self) -> Mixer | None:
+        """The part that mixes tokens, if there is one. "mixer" is a name in transformers, which adapters need."""
+        spec = self.spec.mixer
+        return None if spec is None else cast(Mixer, self._modules[spec.name])
 
     @property
-    def feedforward(self) -> Feedforward:
-        """The MLP, of whatever kind."""
-        return cast(Feedforward, self._modules[self.spec.mlp.name])
+    def feedforward(self) -> Feedforward | None:
+        """The MLP, of whatever kind, if there is one."""
+        spec = self.spec.mlp
+        return None if spec is None else cast(Feedforward, self._modules[spec.name])
 
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
         """Set the initial values of the parameter `name`; see te_models.model.part.BlockPart.initialize."""
         owner, _, rest = name.partition(".")
-        for part in (self.mixer, self.feedforward):
-            if owner == part.spec.name:
+        for part in (self.token_mixer, self.feedforward):
+            if part is not None and owner == part.spec.name:
                 return part.initialize(rest, values, std, residual_std)
         values.fill_(1.0 if name == "layer_scalar" else self.gain)
 
@@ -91,12 +99,17 @@ class Block(nn.Module):
         return self._forward(x, context)
 
     def _forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        mixer = self.mixer
+        mixer = self.token_mixer
         mlp = self.feedforward
-        h, x = self._normed(self.input_layernorm, x, None, mixer, context)
-        delta = self._delta(self.attention_output_norm, mixer(h, context))
-        hidden, x = context.recompute.run_mlp(self, mlp, self._mlp_hidden, x, delta, context)
-        x = x + self._delta(self.mlp_output_norm, mlp.output(hidden, context))
+        delta = None
+        if mixer is not None:
+            h, x = self._normed(self.input_layernorm, x, None, mixer, context)
+            delta = self._delta(self.attention_output_norm, mixer(h, context))
+        if mlp is not None:
+            hidden, x = context.recompute.run_mlp(self, mlp, self._mlp_hidden, x, delta, context)
+            delta = self._delta(self.mlp_output_norm, mlp.output(hidden, context))
+        assert delta is not None  # a block has at least one of the two
+        x = x + delta
         return x if self.layer_scalar is None else x * self.layer_scalar
 
     def _mlp_hidden(
@@ -104,6 +117,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the input of the second half of the MLP [N, F], and x + delta [N, D]."""
         mlp = self.feedforward
+        assert mlp is not None
         h, x = self._normed(self.post_attention_layernorm, x, delta, mlp, context)
         return mlp.hidden_with_residual(h, x, context), x
 

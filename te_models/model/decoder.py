@@ -536,7 +536,7 @@ class Decoder(nn.Module):
         Raises:
             OutOfMemory: it does not fit on the device.
         """
-        mixers = [cast(Block, block).mixer for block in self.layers]
+        mixers = [cast(Block, block).token_mixer for block in self.layers]
         states = new_states(mixers, batch, max_length, self.device, self.dtype)
         return DecodingCache(states, batch, max_length, self.device, self.dtype)
 

@@ -100,7 +100,10 @@ class Experts(Feedforward[MoESpec]):
                 1 - moe.router_jitter_noise, 1 + moe.router_jitter_noise
             )
             routed = shared = x
-        tokens = x[:count]
+        if moe.latent_size is None:
+            tokens = x[:count]
+        else:
+            tokens = context.linear(self.get_submodule("latent_in_proj"), x)[:count]  # [T, L]
         logits = self.router_logits(self._logits(routed, context)[:count])  # FP32 [T, E]
 
         kernels = context.kernels.expert_rows
@@ -132,7 +135,8 @@ class Experts(Feedforward[MoESpec]):
             context.routing.layers.append(routing)
         own = exchange.places if exchange else where
         route = Route(where.token, where.row, kernels)
-        joint = context.experts_join(gate_up, down) and self.spec.activation == "silu"
+        swiglu = self.spec.activation == "silu" and self.spec.gate
+        joint = swiglu and context.experts_join(gate_up, down)
         if joint:
             rows = tokens if exchange is None else exchange.to_experts(dispatch(tokens, *route))
         else:
@@ -203,6 +207,8 @@ class Experts(Feedforward[MoESpec]):
         if exchange is not None or not joint:
             out = combine(out, weights, *route)
         out = pad_rows(out, count)
+        if self.spec.experts.latent_size is not None:
+            out = context.linear(self.get_submodule("latent_out_proj"), out)
         if shared is not None:
             own = context.linear(self.get_submodule("shared_down_proj"), shared)
             if self.spec.experts.separate_norms:
@@ -240,7 +246,7 @@ class Experts(Feedforward[MoESpec]):
         if e.swiglu_limit is None:
             forward = kernels.mlp_activation
             backward = kernels.mlp_activation_backward
-            how = (self.spec.activation, True)
+            how = (self.spec.activation, self.spec.gate)
         else:
             forward = kernels.clamped_swiglu
             backward = kernels.clamped_swiglu_backward

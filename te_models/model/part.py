@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from te_models.config.layer import PartSpec
 from te_models.errors import OutOfMemory
 from te_models.model.forward_context import ForwardContext
-from te_models.model.kv_cache import State, slots_for
+from te_models.model.kv_cache import RecurrentState, State, slots_for
 from te_models.model.te_modules import Factory
 
 Spec = TypeVar("Spec", bound=PartSpec)
@@ -91,14 +91,25 @@ class Feedforward(BlockPart[Spec]):
 
 
 def new_states(
-    mixers: Sequence[Mixer], batch: int, max_length: int, device: torch.device, dtype: torch.dtype
+    mixers: Sequence[Mixer | None],
+    batch: int,
+    max_length: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> list[State]:
-    """Return the states of the mixers of all layers for `batch` rows of up to `max_length` tokens."""
+    """Return the states of the mixers of all layers for `batch` rows of up to `max_length` tokens.
+
+    A layer without a mixer has an empty one.
+    """
     slots = slots_for(max_length)
     try:
-        return [mixer.new_state(batch, slots, device, dtype) for mixer in mixers]
+        return [
+            RecurrentState() if mixer is None else mixer.new_state(batch, slots, device, dtype)
+            for mixer in mixers
+        ]
     except torch.OutOfMemoryError:
-        size = sum(mixer.spec.state_bytes(batch, slots, dtype.itemsize) for mixer in mixers) / 2**30
+        each = (m.spec.state_bytes(batch, slots, dtype.itemsize) for m in mixers if m is not None)
+        size = sum(each) / 2**30
         raise OutOfMemory(
             f"a KV cache for {batch} rows of {max_length} positions takes {size:.2f} GiB, which {device} does not have "
             "free: lower the batch or max_new_tokens"

@@ -103,7 +103,7 @@ class Recompute:
         mlp: nn.Module,
         function: Callable[..., T],
         x: Tensor,
-        delta: Tensor,
+        delta: Tensor | None,
         *args: object,
     ) -> T:
         """Return function(x, delta, *args): the MLP of the current block, up to the output of SwiGLU.
@@ -112,9 +112,8 @@ class Recompute:
         """
         if recomputes_mlp(self.mode, self.layer, self.layers, self._fp8, self.fp8_weights):
             # A norm of the block is part of the function, and may be another library's.
-            return self.recomputed(
-                mlp, function, x + delta, None, *args, restore_random=may_draw(block)
-            )
+            x = x if delta is None else x + delta
+            return self.recomputed(mlp, function, x, None, *args, restore_random=may_draw(block))
         return function(x, delta, *args)
 
     def discarding(self, hidden: Tensor, fp8: bool) -> AbstractContextManager[None]:

@@ -261,17 +261,21 @@ class Tape:
     def block(self, depth: int) -> tuple[list[Step], list[Step], list[Step]]:
         """Return a block in three parts: the mixer, the MLP up to what recompute may discard, and the rest of it."""
         layer = self.config.layers[depth]
-        self._part = f"layers.{depth}.{layer.mixer.name}."
-        mixer = self._after_norm(layer, "input_layernorm", layer.mixer.steps(self))
-        self._part = f"layers.{depth}.{layer.mlp.name}."
-        hidden, output = layer.mlp.halves(self)
+        mixer: list[Step] = []
+        hidden: list[Step] = []
+        output: list[Step] = []
+        if layer.mixer is not None:
+            self._part = f"layers.{depth}.{layer.mixer.name}."
+            mixer = self._after_norm(layer, "input_layernorm", layer.mixer.steps(self))
+            mixer = self._into_residual(layer, "attention_output_norm", mixer)
+        if layer.mlp is not None:
+            self._part = f"layers.{depth}.{layer.mlp.name}."
+            hidden, output = layer.mlp.halves(self)
+            hidden = self._after_norm(layer, "post_attention_layernorm", hidden)
+            output = self._into_residual(layer, "mlp_output_norm", output)
         self._part = ""
         scale = [Step("layer_scalar", produces=self.stream)] if layer.scaled else []
-        return (
-            self._into_residual(layer, "attention_output_norm", mixer),
-            self._after_norm(layer, "post_attention_layernorm", hidden),
-            self._into_residual(layer, "mlp_output_norm", output) + scale,
-        )
+        return mixer, hidden, output + scale
 
     def _after_norm(self, layer: LayerSpec, name: str, steps: list[Step]) -> list[Step]:
         """Return a part after its norm; without one, its input's gradient is added to the residual's at once."""
@@ -420,6 +424,11 @@ class Tape:
             place = (layer, self.training.activation_offload and layer < c.num_hidden_layers - 1)
             fp8 = layer in self.fp8_layers
             spec = c.layers[layer].mlp
+            if spec is None:
+                yield Region(
+                    attention, self.stream if recomputes_block(mode, layer) else None, *place
+                )
+                continue
             last = self.precisions[f"layers.{layer}.{spec.name}.{spec.last.name}"].recipe
             # Where SwiGLU writes the FP8 input of down_proj itself, it can also recompute it; an adapter saves its
             # output.
@@ -433,8 +442,10 @@ class Tape:
             if (
                 lora and layer == 0 and c.norm_position != "post"
             ):  # nothing before it has a gradient
-                attention[0] = attention[0]._replace(saved=0)
-            yield Region(attention, None, *place)
+                begin = attention or hidden
+                begin[0] = begin[0]._replace(saved=0)
+            if attention:
+                yield Region(attention, None, *place)
             mlp_input = (
                 self.stream
                 if recomputes_mlp(mode, layer, c.num_hidden_layers, fp8, fp8_weights)

@@ -94,6 +94,7 @@ PUBLISHED = {
     "gemma3-12b": 11_766_034_176,
     "gemma3-27b": 27_009_346_304,
     "granite-4.0-h-micro": 3_191_396_096,
+    "nemotron-3-nano-30b-a3b": 31_577_940_288,
     "granite-4.0-h-tiny": 6_939_037_248,
     "granite-4.0-h-small": 32_207_337_984,
     "lfm2-350m": 354_483_968,

@@ -135,9 +135,9 @@ ALL = [
 
 
 # In transformers the bias of a projection makes padding a token that the convolution after it reads.
-PADDING_READ = ("lfm2-biases", "lfm2_moe-biases", "granitemoehybrid-biases")
+PADDING_READ = ("lfm2-biases", "lfm2_moe-biases", "granitemoehybrid-biases", "nemotron_h-biases")
 # Its steps of one token leave out the bounds of Mamba's time steps.
-UNBOUNDED = ("granitemoehybrid-limits",)
+UNBOUNDED = ("granitemoehybrid-limits", "nemotron_h-steps")
 
 
 @pytest.mark.parametrize("case", ALL)
