@@ -721,6 +721,22 @@ FAMILY_CASES["hunyuan_v1_dense"] = {
         rope_parameters=dict(rope_type="dynamic", factor=1.0, alpha=50.0, rope_theta=1000.0)
     ),
 }
+FAMILY_CASES["granitemoe_swa"] = _experts(
+    {**_EVEN, **_GRANITE, "sliding_window": 6},
+    "num_local_experts",
+    "one-key",
+    "all-keys",
+    "untied",
+    "llama3",
+    "gelu",
+    tied=dict(tie_word_embeddings=True, shared_intermediate_size=20),
+    shared=dict(shared_intermediate_size=28, attention_bias=True),
+    thetas=dict(layer_types=[FULL, SLIDING, SLIDING], layer_rope_theta=[500.0, 10000.0, 10000.0]),
+    no_rope=dict(
+        **WINDOWS["window"], layer_rope_theta=[10000.0, 0, 10000.0], residual_multiplier=1.0
+    ),
+    full=dict(layer_types=[FULL] * 3),
+)
 FAMILY_CASES["hunyuan_v1_moe"] = {
     name: {key: value for key, value in case.items() if key != "num_experts_per_tok"}
     | {"moe_topk": case["num_experts_per_tok"]}

@@ -194,6 +194,18 @@ EXPERT_FAMILIES = (
         note="norms of q and k after RoPE; experts and one for all tokens of the same width",
     ),
     Family(
+        model_type="granitemoe_swa", architecture="GraniteMoeSWAForCausalLM", models="Granite Swash 3B-A600M",
+        layer={**{name: rows for name, rows in places.SINKS_LAYER.items() if "mlp" not in name},
+               **places.GRANITE_SWA_MOE},
+        parts=(ropes.LAYER_THETAS, ACT, parts.biases(), parts.ATTENTION_MULTIPLIER, parts.MULTIPLIERS,
+               experts.GRANITE_SWA_EXPERTS),
+        constants={**UNGATED, "attention_sinks": True}, stacked="outputs first", mlp="block_sparse_moe",
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2,
+                  "attention_multiplier": 1.0, "sliding_window": 128, "num_local_experts": 8,
+                  "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "shared_intermediate_size": 0},
+        only=NO_DROPOUT, ignored=experts.IGNORED, note="Granite Swash with experts, and perhaps one for all tokens",
+    ),
+    Family(
         model_type="ernie4_5_moe", architecture="Ernie4_5_MoeForCausalLM", models="ERNIE 4.5 21B-A3B, 300B-A47B",
         layer={**places.LAYER, **places.ERNIE_EXPERTS},
         parts=(ropes.ROPE, ACT, experts.ERNIE_EXPERTS), constants={**UNGATED, "rope_interleaved": True},

@@ -401,6 +401,16 @@ def _write_gemma4(config: ModelConfig) -> Fields:
 
 
 GEMMA4_EXPERTS = ConfigKeys((*_GEMMA4.keys, "enable_moe_block"), _read_gemma4, _write_gemma4)
+GRANITE_SWA_EXPERTS = experts(
+    ALL_SPARSE,
+    {
+        **_CHOSEN,
+        **_LOSS,
+        **_SAME_SIZE,
+        "shared_expert_intermediate_size": "shared_intermediate_size",
+    },
+    number="num_local_experts",
+)
 _HUNYUAN = experts(
     ALL_SPARSE,
     {"num_experts_per_tok": "moe_topk", **_SAME_SIZE},

@@ -13,9 +13,8 @@ class Rows:
 
     Several blocks alternate in their tensor, once per unit of `per` (a count in ModelConfig): for instance, the gate
     of each head after the queries of that head; "row" is one row of each block. With `experts`, `module` is a
-    te.GroupedLinear, and {} in the name of their tensor the number of the expert. With `leading`, their tensor has a
-    dimension of 1 before ours; `form` is the shape of their tensor, -1 for the rows. In layers without
-    `module` the tensor is in `otherwise`.
+    te.GroupedLinear, and {} in the name of their tensor the number of the expert. `form` is
+    the shape of their tensor, -1 for the rows. In layers without `module` the tensor is in `otherwise`.
     """
 
     module: str
@@ -27,7 +26,6 @@ class Rows:
         | None
     ) = None
     experts: bool = False
-    leading: bool = False
     form: tuple[int, ...] = ()
     otherwise: Rows | None = None
 
@@ -186,10 +184,19 @@ GEMMA4_EXPERTS = {
     "post_feedforward_layernorm_1": Rows("mlp.shared_output_norm"),
     "post_feedforward_layernorm_2": Rows("mlp.expert_output_norm"),
 }
+GRANITE_SWA_MOE = {
+    "block_sparse_moe.router": Rows("mlp.router"),
+    "block_sparse_moe.experts.{}.gate_up_proj": Rows(
+        "mlp.gate_up_proj", ("gate", "up"), experts=True
+    ),
+    "block_sparse_moe.experts.{}.down_proj": Rows("mlp.down_proj", experts=True),
+    "shared_mlp.input_linear": Rows("mlp.shared_gate_up_proj", ("gate", "up")),
+    "shared_mlp.output_linear": Rows("mlp.shared_down_proj"),
+}
 HUNYUAN_EXPERTS = _experts(_ONE_EXPERT, "mlp.gate.wg", shared="mlp.shared_mlp")
 ERNIE_EXPERTS = {
     **DEEPSEEK_V2_EXPERTS,
-    "mlp.moe_statics.e_score_correction_bias": Rows("mlp.expert_bias", leading=True),
+    "mlp.moe_statics.e_score_correction_bias": Rows("mlp.expert_bias", form=(1, -1)),
 }
 EXAONE_EXPERTS = {**DEEPSEEK_V2_EXPERTS, "mlp.e_score_correction_bias": Rows("mlp.expert_bias")}
 AFMOE_EXPERTS = {

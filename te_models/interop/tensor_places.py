@@ -23,7 +23,6 @@ class Place:
     blocks: tuple[tuple[int, int], ...]
     groups: int
     shape: tuple[int, ...]  # of their tensor
-    leading: bool = False  # whether that begins with a dimension of 1
     form: bool = False  # whether that has other dimensions than ours, with the same numbers in the same order
 
     @classmethod
@@ -43,7 +42,6 @@ class Place:
     def load(self, parameter: Tensor, tensor: Tensor) -> None:
         """Copy their tensor into its rows; the dtype is converted on the device."""
         sizes = [rows for _, rows in self.blocks if rows]
-        tensor = tensor.squeeze(0) if self.leading else tensor
         tensor = tensor.reshape(-1, *parameter.shape[1:]) if self.form else tensor
         tensor = tensor.to(parameter.device).unflatten(0, (self.groups, sum(sizes)))
         for piece, values in zip(self.pieces(parameter), tensor.split(sizes, dim=1), strict=True):
@@ -54,8 +52,7 @@ class Place:
         pieces = self.pieces(parameter)
         grouped = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
         rows = grouped.flatten(0, 1)
-        rows = rows.reshape(self.shape) if self.form else rows
-        return rows[None] if self.leading else rows
+        return rows.reshape(self.shape) if self.form else rows
 
 
 def tensor_places(
@@ -70,7 +67,6 @@ def tensor_places(
         blocks: Sequence[tuple[int, int]] = (),
         groups: int = 1,
         expert: str = "",
-        leading: bool = False,
         form: tuple[int, ...] = (),
     ) -> None:
         """Note the places of the weight and the bias of their module in our module (or parameter) `ours`.
@@ -89,8 +85,7 @@ def tensor_places(
                 name=name,
                 blocks=tuple((start, rows // groups) for start, rows in ranges),
                 groups=groups,
-                shape=(1, *shape) if leading else shape,
-                leading=leading,
+                shape=shape,
                 form=bool(form),
             )
 
@@ -132,7 +127,6 @@ def tensor_places(
                     blocks=blocks,
                     groups=groups,
                     expert=str(expert),
-                    leading=rows.leading,
                     form=rows.form,
                 )
     return found

@@ -18,6 +18,7 @@ from te_models.interop.tensor_places import tensor_places
 
 # The families whose loss transformers computes, with a case of each kind of choice.
 ROUTED = [
+    "granitemoe_swa-shared", "granitemoe_swa-no_rope",
     "qwen3_moe-one-key", "qwen3_moe-all-keys", "qwen3_moe-tied", "qwen3_moe-normed", "qwen2_moe-odd",
     "qwen2_moe-normed", "qwen2_moe-steps", "mixtral-all-keys", "mixtral-window", "olmoe-all-keys", "olmoe-normed",
     "gpt_oss-odd", "gpt_oss-all-keys", "gpt_oss-untied", "gpt_oss-untruncated", "gpt_oss-window", "gpt_oss-plain",

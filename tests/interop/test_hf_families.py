@@ -204,7 +204,8 @@ TEXTS = [
     "qwen3_5_moe_text-one-key", "lfm2-one-key", "lfm2_moe-one-key",
     "granite_swa-no-rope", "hyperclovax-biases", "mellum-ropes", "minimax_m2-half",
     "flex_olmo-normed", "dots1-window", "exaone_moe-mixed", "solar_open-groups", "ernie4_5_moe-interval",
-    "hunyuan_v1_dense-one-key", "hunyuan_v1_moe-untied", "gemma4_text-one", "gemma4_text-wide",
+    "granitemoe_swa-no_rope", "hunyuan_v1_dense-one-key", "hunyuan_v1_moe-untied", "gemma4_text-one",
+    "gemma4_text-wide",
     "gemma4_text-experts-untied",
     "sarvam_mla-mscale", "mistral4-mscale", "youtu-yarn", *HYBRIDS,
 ]  # fmt: skip
