@@ -37,6 +37,8 @@ LATENT = RANKS | dict(first_k_dense_replace=LAYERS)
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "kimi_k2": LATENT,
+    "kimi_linear": LATENT,
+    "bailing_hybrid": LATENT,
     "deepseek_v2": LATENT,
     "sarvam_mla": LATENT,
     "dots1": dict(
