@@ -23,7 +23,7 @@ from te_models.optim import build_optimizer, lowbit, lowbit_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16 = torch.bfloat16
-STEP = lowbit_triton.Step(
+STEP = lowbit_triton.AdamWStep(
     number=3, seed=17, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1
 )
 NAMES = list(lowbit.CLASSES)
