@@ -313,7 +313,8 @@ def adopt(model: nn.Module) -> None:
 
     peft makes those where a user's LoraConfig does not say otherwise. The parameters stay the same objects.
     """
-    for name, module in list(model.named_modules()):
+    modules: list[tuple[str, Any]] = list(model.named_modules())
+    for name, module in modules:
         if type(module) in (peft_layer.Linear, TeLinear):
             base = module.get_base_layer()
             if not isinstance(base, NamedRows) and not hasattr(base, "fp8_meta"):

@@ -21,18 +21,29 @@ from te_models.kernels.grouped_product import low_rank_product
 from te_models.kernels.groups import Groups
 
 
-class LoraLayer(Protocol):
+class AdapterFactors(Protocol):
+    """The A and B of a layer's adapters, by the adapter's name."""
+
+    lora_A: Any
+    lora_B: Any
+
+
+class LoraLayer(AdapterFactors, Protocol):
     """What is read of a layer with low-rank adapters, te_models.adapters.layers.LoraLinear."""
 
     training: bool
-    disable_adapters: bool
-    merged: bool
-    active_adapters: list[str]
-    lora_A: Any
-    lora_B: Any
     lora_dropout: Any
     lora_magnitude_vector: Any
     scaling: dict[str, float]
+
+    @property
+    def disable_adapters(self) -> bool: ...
+
+    @property
+    def merged(self) -> bool: ...
+
+    @property
+    def active_adapters(self) -> list[str]: ...
 
     def length_factors(self, adapter: str) -> Tensor: ...
 
@@ -70,7 +81,7 @@ class Part:
 
 
 def expert_factors(
-    layer: LoraLayer, adapter: str, experts: int, dtype: torch.dtype
+    layer: AdapterFactors, adapter: str, experts: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return A [E, r, in] and B [E, out, r] of the experts, which an adapter has side by side as files have them.
 

@@ -227,7 +227,7 @@ class QuantizerTarget(NamedTuple):
             e5m2=self.quantizer.dtype == DType.kFloat8E5M2,
         )
 
-    def tensor(self, fp8: FP8Data, dtype: torch.dtype, counted: bool = False) -> Tensor:
+    def tensor(self, fp8: FP8Data, dtype: torch.dtype, counted: bool = False) -> Float8Tensor:
         """Return Transformer Engine's tensor of FP8 data [N, K], with the nominal `dtype`.
 
         Unless the kernel has `counted` what it cast, an observer counts the data, without the values before.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -114,8 +114,12 @@ def _joint_casts(te_recipe: recipe.Recipe) -> Casts | None:
     )
     if any(plan.power_2_scale or plan.amax_epsilon for plan in plans):
         return None
-    products = (te_recipe.fp8_gemm_fprop, te_recipe.fp8_gemm_dgrad, te_recipe.fp8_gemm_wgrad)
-    return Casts(gradient, *(product.use_split_accumulator for product in products))
+    return Casts(
+        gradient,
+        output=te_recipe.fp8_gemm_fprop.use_split_accumulator,
+        input_gradient=te_recipe.fp8_gemm_dgrad.use_split_accumulator,
+        weight_gradient=te_recipe.fp8_gemm_wgrad.use_split_accumulator,
+    )
 
 
 def _with_scales(module: GroupedLinear, casts: Casts, x: Tensor) -> Casts:
@@ -213,9 +217,10 @@ def _cast_experts(
     """Return the FP8 weights of a te.GroupedLinear: those it has, those that it caches, or its own cast."""
     data = weights.tensors
     if data[0].dtype == torch.uint8:
-        inverses = [
-            module.get_parameter(f"weight{expert}")._scale_inv for expert in range(len(data))
-        ]
+        inverses = []
+        for expert in range(len(data)):
+            weight: Any = module.get_parameter(f"weight{expert}")
+            inverses.append(weight._scale_inv)
         return Stored(data, weights.at, torch.cat(inverses))
     return _cached(
         module, is_first_microbatch, lambda turn: weights.cast(casts.of_weights, turn=turn)

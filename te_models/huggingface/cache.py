@@ -7,6 +7,7 @@ values and says which slots it returns; the masks are made here. The state of a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +89,7 @@ class RecurrentLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Leave the state on its device, where `offload` has left it."""
 
-    def lazy_initialization(self, *tensors: Tensor) -> None:
+    def lazy_initialization(self, *tensors: Tensor) -> None:  # type: ignore[override]
         """Do nothing: the model makes the state."""
 
     def update(self, *tensors: Tensor, **options: object) -> tuple[Tensor, Tensor]:
@@ -101,12 +102,14 @@ def add_cache_layers(config: ModelConfig) -> None:
 
     Its own kinds add themselves to the same tables (`_layer_type` in transformers.cache_utils).
     """
+    dynamic: dict[str, Any] = DYNAMIC_LAYER_TYPE_MAPPING
+    static: dict[str, Any] = STATIC_LAYER_TYPE_MAPPING
     for kind, layer in zip(config.layer_types or (), config.layers, strict=False):
         if layer.mixer is None:  # transformers keeps nothing for a layer of the kind "mlp"
             continue
         recurrent = layer.mixer.keeps == "a recurrent state"
-        DYNAMIC_LAYER_TYPE_MAPPING.setdefault(kind, RecurrentLayer if recurrent else DynamicLayer)
-        STATIC_LAYER_TYPE_MAPPING.setdefault(kind, RecurrentLayer if recurrent else StaticLayer)
+        dynamic.setdefault(kind, RecurrentLayer if recurrent else DynamicLayer)
+        static.setdefault(kind, RecurrentLayer if recurrent else StaticLayer)
 
 
 def seen_before(past: Cache) -> int:
