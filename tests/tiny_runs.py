@@ -34,11 +34,11 @@ PRETRAIN += [
 ]
 
 
-def tiny_model(recipe: str = "bf16", **options: Any) -> CausalLM:
+def tiny_model(recipe: str = "bf16", preset: str = "gated-nano", **options: Any) -> CausalLM:
     torch.manual_seed(5)
     history = dict(amax_history_len=8) if recipe == "delayed" else {}
     return CausalLM.from_preset(
-        "gated-nano", **{**TINY, **history, **options, "recipe": recipe, "device": "cpu"}
+        preset, **{**TINY, **history, **options, "recipe": recipe, "device": "cpu"}
     )
 
 

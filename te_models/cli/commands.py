@@ -19,6 +19,7 @@ from te_models.cli.bench import bench
 from te_models.cli.chat import chat
 from te_models.cli.convert import convert
 from te_models.cli.data import data
+from te_models.cli.doctor import doctor, report
 from te_models.cli.evaluate import evaluate
 from te_models.cli.export import export
 from te_models.cli.generate import generate
@@ -134,6 +135,8 @@ COMMANDS = (
     parity,
     capture,
     replay,
+    report,
+    doctor,
 )
 for _command in COMMANDS:
     cli.add_command(_command)

@@ -121,7 +121,7 @@ def test_help_shows_defaults_and_ranges(
 
 def test_the_surface_is_what_the_documents_promise(capsys: pytest.CaptureFixture) -> None:
     names = "list data plan verify pretrain finetune generate chat serve evaluate bench convert"
-    names += " export parity capture replay"
+    names += " export parity capture replay report doctor"
     assert set(cli.commands) == set(names.split())
     main(["finetune", "--help-all"])
     text = capsys.readouterr().out

@@ -1,0 +1,512 @@
+"""Advice from the record of a run: rules that look at its statistics, each with a cause and a change to try.
+
+`te-models doctor` prints what they find, the report of a run shows it, and docs/guide/troubleshooting.md lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Group
+from rich.text import Text
+
+from te_models.config.recipe import Recipe, recipe_from_dict
+from te_models.config.toml import read_toml
+from te_models.errors import DataError, plural
+from te_models.numerics.formats import FP8_MAX, DType
+from te_models.planning.printable import Printable
+from te_models.recorder.layout import INDEX, RecordedTensor
+from te_models.recorder.record import Floats, Record, has_record, read_record
+from te_models.training.metrics import read_events, read_metrics
+from te_models.training.settings import RUN_FILE
+from te_models.training.timing import Row
+
+METRICS = "metrics.jsonl"
+# A share of saturated elements that no healthy run has: a scale of the tensor's own amax saturates nothing, and one of
+# the step before only the few elements that grew (2.1 % at the most in the first steps of a tiny model).
+SATURATED = 0.03
+# A share of elements that became zero or subnormal; of numbers of a normal distribution a hundredth does.
+LOST = 0.3
+UNUSED_BITS = 3.0  # powers of two that a scale may leave unused above a tensor's largest magnitude
+JUMP_BITS = 3.0  # by which a scale may not change from one step to the next while the amax stays
+DEAD_STEPS = 3
+# dB below which a cast is worth a word, by format: 9 below what numbers of a normal distribution have.
+LEAST_SQNR = {DType.kFloat8E4M3: 22.0, DType.kFloat8E5M2: 16.0, DType.kFloat4E2M1: 11.0}
+LOSS_RISE = 0.5  # of the way from its lowest value back to its first one
+WEIGHT_GROWTH = 1.5  # of the root mean square of half of the weights
+
+Steps = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found.
+
+    Attributes:
+        rule: the key of the rule.
+        tensor: the tensor that it is about, the worst of several; "" if it is about the run.
+        step: the first step in which it shows.
+        message: what was seen, with figures, and the likely cause.
+        change: what to change.
+        tensors: the names of all tensors that show it.
+    """
+
+    rule: str
+    tensor: str
+    step: int
+    message: str
+    change: str
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass
+class RunFacts:
+    """What the rules look at: the record of a run, its metrics and its recipe."""
+
+    record: Record
+    rows: list[Row]
+    events: list[Row]
+    recipe: Recipe
+    engine: str = ""
+    found: set[int] = field(default_factory=set)  # tensors that a rule has explained
+
+    @property
+    def steps(self) -> Steps:
+        """The recorded steps, int64 [steps]."""
+        return np.array(self.record.steps, np.int64)
+
+    @property
+    def tensors(self) -> list[RecordedTensor]:
+        """The recorded tensors."""
+        return self.record.tensors
+
+    def headroom(self) -> Floats:
+        """Return the powers of two between each tensor's largest magnitude and the format's, [steps, tensors].
+
+        Negative where the largest magnitude saturates; NaN for blocks, which have scales of their own.
+        """
+        largest = np.full_like(self.record.field("amax"), np.nan)
+        formats = self.record.field("format")
+        for number, value in FP8_MAX.items():
+            largest[formats == int(number)] = value
+        scaled = self.record.field("amax") * self.record.field("scale_min")
+        with np.errstate(divide="ignore", invalid="ignore"):
+            room = np.log2(largest / scaled)
+        one_scale = self.record.field("blocks") == 1
+        return np.where(one_scale & np.isfinite(room), room, np.nan)
+
+    def rms(self) -> Floats:
+        """Return the root mean square of each tensor before its cast, [steps, tensors]."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.sqrt(self.record.field("signal") / self.record.field("elements"))
+
+    def operand(self, *names: str) -> Mask:
+        """Return which tensors are of these operands, bool [tensors]."""
+        return np.array([tensor.operand in names for tensor in self.tensors], bool)
+
+    def first_computed(self, tensors: Sequence[int] | Steps) -> int:
+        """Return which of these tensors a step computes first: inputs and weights forward, then gradients backward."""
+        forward = [int(one) for one in tensors if self.tensors[one].operand != "grad_output"]
+        return forward[0] if forward else int(tensors[-1])
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule.
+
+    Attributes:
+        key: its name.
+        symptom: what it looks for, for the documentation.
+        change: what to change.
+        look: yields what it finds in a run.
+    """
+
+    key: str
+    symptom: str
+    change: str
+    look: Callable[[RunFacts, Rule], Iterator[Finding]]
+
+
+def over(
+    facts: RunFacts,
+    rule: Rule,
+    where: Mask,
+    size: Floats,
+    say: Callable[[int, int], str],
+    origin: bool = False,
+) -> Iterator[Finding]:
+    """Yield one finding about the tensors that another rule has not explained.
+
+    Args:
+        facts: the run.
+        rule: the rule that looks.
+        where: in which steps each tensor shows it, bool [steps, tensors].
+        size: how much of it, [steps, tensors]; the tensor with the most is named.
+        say: returns the message for (index of the step, index of the tensor) of its worst step.
+        origin: name the tensor from which it spreads instead: of those in the first step, the first in the order of
+            the forward pass, or for gradients of the backward pass.
+    """
+    where = where.copy()
+    where[:, list(facts.found)] = False
+    if not where.any():
+        return
+    shown = np.flatnonzero(where.any(0))
+    first = int(np.flatnonzero(where.any(1))[0])
+    sizes = np.where(where, np.nan_to_num(size, nan=-np.inf), -np.inf)
+    if origin:
+        named = facts.first_computed(np.flatnonzero(where[first]))
+    else:
+        named = int(np.unravel_index(int(sizes.argmax()), sizes.shape)[1])
+    facts.found.update(int(one) for one in shown)
+    names = tuple(facts.tensors[one].name for one in shown)
+    others = ""
+    if len(names) > 1:
+        others = f" (and in {plural(len(names) - 1, 'other tensor')})"
+    message = say(int(sizes[:, named].argmax()), named) + others
+    step = int(facts.steps[first])
+    yield Finding(rule.key, facts.tensors[named].name, step, message, rule.change, names)
+
+
+def _nonfinite(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    for event in facts.events:
+        if event["event"] != "nonfinite" or not event.get("tensor"):
+            continue
+        name = str(event["tensor"])
+        facts.found.update(i for i, tensor in enumerate(facts.tensors) if tensor.name == name)
+        message = f"{name}: the first NaN or infinite value of step {event['step']} is here"
+        yield Finding(rule.key, name, int(event["step"]), message, rule.change, (name,))
+        return
+    counts = facts.record.field("nonfinite")
+    where = counts > 0
+    if not where.any():
+        return
+    first = int(np.flatnonzero(where.any(1))[0])
+    order = np.flatnonzero(where[first])
+    worst = facts.first_computed(order)
+    names = tuple(facts.tensors[i].name for i in order)
+    facts.found.update(int(i) for i in np.flatnonzero(where.any(0)))
+    name = facts.tensors[worst].name
+    number = int(counts[first, worst])
+    message = f"{name}: {number:,} values are NaN or infinite in step {facts.steps[first]}, the first that has any"
+    yield Finding(rule.key, name, int(facts.steps[first]), message, rule.change, names)
+
+
+def _uncalibrated(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    if facts.recipe.scheme != "DelayedScaling":
+        return
+    never_measured = facts.record.counted & (facts.record.values[:, :, INDEX["scale_age"]] < 0)
+    lost = facts.record.share("flushed") + facts.record.share("subnormal")
+    saturated = facts.record.share("saturated")
+    where = never_measured & ((lost > LOST) | (saturated > SATURATED))
+
+    def say(step: int, tensor: int) -> str:
+        return (
+            f"{facts.tensors[tensor].name}: {_worse(lost, saturated, step, tensor)} in step {facts.steps[step]}, "
+            "with a scale that was never measured"
+        )
+
+    yield from over(facts, rule, where, np.maximum(lost, saturated), say)
+
+
+def _jumped(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    """Scales that no longer fit, though the tensors did not change: of most tensors in one step."""
+    room = facts.headroom()
+    if len(room) < 2:
+        return
+    with np.errstate(divide="ignore", invalid="ignore"):
+        grown = np.abs(np.diff(np.log2(facts.record.field("amax")), axis=0))
+    wrong = (
+        (np.abs(np.diff(room, axis=0)) > JUMP_BITS) & (grown < 1) & (np.abs(room[1:]) > JUMP_BITS)
+    )
+    counted = np.isfinite(room[1:])
+    many = wrong.sum(1) >= np.maximum(counted.sum(1) / 2, 1)
+    where = np.zeros_like(room, bool)
+    where[1:] = wrong & many[:, None]
+
+    def say(step: int, tensor: int) -> str:
+        factor = 2.0 ** abs(room[step, tensor] - room[step - 1, tensor])
+        return (
+            f"{facts.tensors[tensor].name}: its scale changed by a factor of {factor:.3g} before step "
+            f"{facts.steps[step]}, and its values did not"
+        )
+
+    yield from over(facts, rule, where, np.abs(room), say)
+
+
+def _gradient_saturates(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    yield from _saturates_in(facts, rule, facts.operand("grad_output"))
+
+
+def _saturates(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    yield from _saturates_in(facts, rule, facts.operand("input", "weight"))
+
+
+def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Finding]:
+    share = facts.record.share("saturated")
+    ages = facts.record.field("scale_age")
+    amax = facts.record.field("amax")
+
+    def say(step: int, tensor: int) -> str:
+        age = ages[step, tensor]
+        begun = int(np.flatnonzero(share[:, tensor] > SATURATED)[0])
+        seen = f"{facts.tensors[tensor].name}: {share[step, tensor]:.1%} saturates in step {facts.steps[step]}"
+        since = (
+            f", and more than {SATURATED:.1%} since step {facts.steps[begun]}"
+            if begun < step
+            else ""
+        )
+        old = "that of this step" if age == 0 else f"{plural(int(age), 'step')} old"
+        return f"{seen}{since}; its scale is {old}, its amax {amax[step, tensor]:.3g}"
+
+    yield from over(facts, rule, (share > SATURATED) & operands, share, say, origin=True)
+
+
+def _stale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    """Scales of an amax long past, under delayed scaling with the largest amax of the history."""
+    if facts.recipe.scheme != "DelayedScaling":
+        return
+    room = facts.headroom()
+    ages = facts.record.field("scale_age")
+    lost = facts.record.share("flushed") + facts.record.share("subnormal")
+
+    def say(step: int, tensor: int) -> str:
+        return (
+            f"{facts.tensors[tensor].name}: {lost[step, tensor]:.1%} is flushed to zero or subnormal in step "
+            f"{facts.steps[step]}; its scale is {plural(int(ages[step, tensor]), 'step')} old and leaves "
+            f"{room[step, tensor]:.0f} of the format's powers of two unused"
+        )
+
+    yield from over(facts, rule, (room > UNUSED_BITS) & (ages > 1) & (lost > LOST), lost, say)
+
+
+def _outlier(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    """Few values far above the others, which take the scale of all: it fits, and most values are too small for it."""
+    room = facts.headroom()
+    lost = facts.record.share("flushed") + facts.record.share("subnormal")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        peak = facts.record.field("amax") / facts.rms()
+
+    def say(step: int, tensor: int) -> str:
+        return (
+            f"{facts.tensors[tensor].name}: {lost[step, tensor]:.0%} is flushed to zero or subnormal in step "
+            f"{facts.steps[step]} though the scale fits; the largest value is {peak[step, tensor]:.3g} times the root "
+            "mean square"
+        )
+
+    yield from over(facts, rule, (np.abs(room) <= UNUSED_BITS) & (lost > LOST), lost, say)
+
+
+def _dead(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    elements = facts.record.field("elements")
+    zero = (facts.record.field("amax") == 0) & (elements > 0)
+    if len(zero) < DEAD_STEPS:
+        return
+    # Steps of a streak that lasts to the end.
+    always = np.logical_and.accumulate(zero[::-1], axis=0)[::-1]
+    always &= always.sum(0) >= DEAD_STEPS
+
+    def say(step: int, tensor: int) -> str:
+        count = int(always[:, tensor].sum())
+        return (
+            f"{facts.tensors[tensor].name}: every value is zero in the last {count} recorded steps"
+        )
+
+    # The deepest linear is nearest to the cause of missing gradients, the first one to that of missing inputs.
+    depth = np.arange(zero.shape[1], dtype=float)[None]
+    yield from over(facts, rule, always, np.where(facts.operand("grad_output"), depth, -depth), say)
+
+
+def _learning_rate(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    """A loss that goes back up while the weights grow."""
+    losses = np.array([row["loss"] for row in facts.rows], float)
+    if len(losses) < 4:
+        return
+    width = max(1, len(losses) // 10)
+    smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
+    lowest = int(np.nanargmin(smooth)) if np.isfinite(smooth).any() else 0
+    fell = smooth[0] - smooth[lowest]
+    rose = smooth[-1] - smooth[lowest]
+    diverged = not np.isfinite(losses[-1]) or rose > max(
+        LOSS_RISE * fell, 0.05 * abs(smooth[lowest])
+    )
+    weights = facts.rms()[:, facts.operand("weight")]
+    weights = weights[:, np.isfinite(weights).all(0)]
+    if not diverged or not weights.size:
+        return
+    with np.errstate(divide="ignore", invalid="ignore"):
+        growth = float(np.nanmedian(weights[-1] / weights[0]))
+    if growth < WEIGHT_GROWTH:
+        return
+    step = int(facts.rows[min(lowest + width - 1, len(facts.rows) - 1)]["step"])
+    message = (
+        f"the loss rose from {smooth[lowest]:.4g} after step {step} to {smooth[-1]:.4g}, while half of the weights "
+        f"grew by a factor of {growth:.2f} or more"
+    )
+    yield Finding(rule.key, "", step, message, rule.change)
+
+
+def _inexact(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    if not len(facts.steps):
+        return
+    sqnr = facts.record.sqnr()
+    formats = facts.record.field("format")
+    least = np.full_like(sqnr, np.nan)
+    for number, value in LEAST_SQNR.items():
+        least[formats == int(number)] = value
+    below = least - sqnr
+    # In most steps, so that one odd step says nothing.
+    often = (below > 0).sum(0) > np.isfinite(sqnr).sum(0) / 2
+
+    def say(step: int, tensor: int) -> str:
+        return (
+            f"{facts.tensors[tensor].name}: the cast leaves a signal of {sqnr[step, tensor]:.0f} dB over its noise in "
+            f"step {facts.steps[step]}, where this format usually leaves {least[step, tensor] + 9:.0f}"
+        )
+
+    yield from over(facts, rule, (below > 0) & often[None], below, say)
+
+
+def _worse(lost: Floats, saturated: Floats, step: int, tensor: int) -> str:
+    if saturated[step, tensor] > SATURATED:
+        return f"{saturated[step, tensor]:.1%} saturates"
+    return f"{lost[step, tensor]:.1%} is flushed to zero or subnormal"
+
+
+# In this order; a tensor that one rule explains is left out by those that follow.
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "nonfinite",
+        "a NaN or an infinity in a tensor",
+        "look at this linear's weights and data; --on-nan demote keeps its layer in BF16 and goes on, --on-nan skip "
+        "leaves out the data; if it comes back under --recipe bf16, FP8 is not the cause",
+        _nonfinite,
+    ),
+    Rule(
+        "uncalibrated",
+        "values saturate or vanish under a scale that was never measured (`delayed`)",
+        "calibrate the first scales: leave out --no-calibrate, in a loop of your own call model.calibrate(batch) "
+        "before the first step; or take --recipe current",
+        _uncalibrated,
+    ),
+    Rule(
+        "wrong-scale",
+        "most scales jump between two steps, and the tensors do not, as after a resume with other FP8 state",
+        "resume from a checkpoint with its own fp8_state.safetensors, calibrate again, or take --recipe current, which "
+        "has no state",
+        _jumped,
+    ),
+    Rule(
+        "stale-scale",
+        "a scale from an old, larger amax leaves the values too small (`delayed`)",
+        "shorten --amax-history-len, take --amax-compute-algo most_recent, or --recipe current",
+        _stale,
+    ),
+    Rule(
+        "gradient-overflow",
+        "gradients saturate",
+        "--recipe current takes the scale from the gradient itself; or --margin 1 for headroom, a lower "
+        "--learning-rate, or a longer --warmup-steps",
+        _gradient_saturates,
+    ),
+    Rule(
+        "saturation",
+        "an input or a weight saturates",
+        "--recipe current takes the scale from the tensor itself; or --margin 1 for headroom, or --amax-compute-algo "
+        "most_recent, whose scales are one step old",
+        _saturates,
+    ),
+    Rule(
+        "outlier",
+        "few values are far above all others and take the scale with them",
+        "scales per block keep an outlier to its block: --recipe blockwise on Hopper, mxfp8 on Blackwell; or keep this "
+        "linear in BF16 through the recipe's table precision",
+        _outlier,
+    ),
+    Rule(
+        "dead",
+        "a tensor is zero in every recorded step of late",
+        "this is no matter of FP8: look at the weights between this linear and the loss (a matrix of zeros, a gate "
+        "that is closed, frozen parameters)",
+        _dead,
+    ),
+    Rule(
+        "learning-rate",
+        "the loss rises again while the weights grow",
+        "lower --learning-rate, or warm up longer (--warmup-steps); try --recipe bf16 for a few steps to see that FP8 "
+        "is not the cause",
+        _learning_rate,
+    ),
+    Rule(
+        "inexact",
+        "a cast is less exact than its format usually is",
+        "finer scales (--recipe blockwise on Hopper, mxfp8 on Blackwell), or BF16 for this linear through the recipe's "
+        "table precision",
+        _inexact,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Diagnosis(Printable):
+    """What the rules found in a run, the most specific first. Print it, or take `to_dict`."""
+
+    width: ClassVar[int] = 100
+    steps: int
+    tensors: int
+    findings: tuple[Finding, ...]
+
+    def __rich__(self) -> Group:
+        """Return a paragraph per finding."""
+        lines: list[Text] = []
+        for finding in self.findings:
+            lines.append(Text(f"step {finding.step}, {finding.rule}", "bold"))
+            lines.append(Text(f"  {finding.message}"))
+            lines.append(Text(f"  try: {finding.change}"))
+            lines.append(Text())
+        if not lines:
+            lines.append(
+                Text(f"nothing stands out in {self.steps} recorded steps of {self.tensors} tensors")
+            )
+        return Group(*lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        findings = [asdict(finding) for finding in self.findings]
+        return {"steps": self.steps, "tensors": self.tensors, "findings": findings}
+
+
+def read_facts(run: str | Path) -> RunFacts:
+    """Return what the rules look at in the folder of a run.
+
+    Raises:
+        DataError: the run has no record.
+    """
+    folder = Path(run)
+    if not has_record(folder):
+        raise DataError(f"{run} has no record: run it with --record")
+    file = folder / RUN_FILE
+    document = read_toml(file) if file.is_file() else {}
+    recipe = recipe_from_dict(document.get("recipe", {"name": "bf16", "scheme": "none"}))
+    metrics = folder / METRICS
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    events = read_events(metrics) if metrics.is_file() else []
+    engine = str(document.get("record", {}).get("engine", ""))
+    return RunFacts(read_record(folder), rows, events, recipe, engine)
+
+
+def diagnose(facts: RunFacts, rules: Sequence[Rule] = RULES) -> Diagnosis:
+    """Return what the rules find in a run."""
+    facts.found.clear()
+    findings: list[Finding] = []
+    if facts.record.steps:
+        for rule in rules:
+            findings += rule.look(facts, rule)
+    findings.sort(key=lambda finding: finding.step)
+    counted = int(facts.record.counted.any(0).sum())
+    return Diagnosis(len(facts.record.steps), counted, tuple(findings))

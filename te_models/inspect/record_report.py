@@ -1,0 +1,222 @@
+"""The report of a recorded run: one HTML file with a heat map of every statistic, which needs no network."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from te_models.errors import SaveError
+from te_models.files.atomic import replace_text, reraising
+from te_models.inspect.advice import Diagnosis, RunFacts, diagnose
+from te_models.planning.printable import Printable
+from te_models.recorder.record import FOLDER, Floats, Record
+
+TEMPLATE = Path(__file__).with_name("record_page.html")
+FILE = "report.html"  # in the folder record/ of a run
+MOST_COLUMNS = 400  # of the map: recorded steps, or the worst of several
+MOST_ROWS = 3000  # beyond them, experts of a linear share a row
+LEAST_SHARE = 1e-6  # the light end of the scale of shares
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A statistic of the report.
+
+    Attributes:
+        key, label, unit: its name, and how it is shown.
+        values: returns it from a record, [steps, tensors].
+        kind: "share" of the elements, or "number".
+        log: whether its colors follow its logarithm.
+        worst: np.fmax or np.fmin: what is worse, for several steps or experts in one cell.
+    """
+
+    key: str
+    label: str
+    unit: str
+    values: Callable[[Record], Floats]
+    kind: str = "number"
+    log: bool = False
+    worst: Any = np.fmax
+
+
+STATISTICS = (
+    Statistic("saturated", "share saturated", "", lambda r: r.share("saturated"), "share", True),
+    Statistic("flushed", "share flushed to zero", "", lambda r: r.share("flushed"), "share", True),
+    Statistic("subnormal", "share subnormal", "", lambda r: r.share("subnormal"), "share", True),
+    Statistic("sqnr", "SQNR of the cast", "dB", lambda r: r.sqnr(), worst=np.fmin),
+    Statistic("amax", "amax", "", lambda r: r.field("amax"), log=True),
+    Statistic("scale", "scale", "", lambda r: r.field("scale_min"), log=True, worst=np.fmin),
+    Statistic("scale_age", "age of the scale", "steps", lambda r: r.field("scale_age")),
+    Statistic("nonfinite", "NaN or infinite values", "", lambda r: r.field("nonfinite"), log=True),
+    Statistic("block_spread", "spread of log2(scale) over blocks", "", lambda r: r.block_spread()),
+)
+
+
+def report_data(facts: RunFacts, diagnosis: Diagnosis, title: str) -> dict[str, Any]:
+    """Return the data of the page as plain JSON values."""
+    record = facts.record
+    shown = np.flatnonzero(record.counted.any(0))
+    groups, rows = _rows(record, shown)
+    columns = _columns(len(record.steps))
+    statistics = []
+    for statistic in STATISTICS:
+        grid = _folded(statistic.values(record), groups, columns, statistic.worst)
+        low, high = _range(grid, statistic)
+        statistics.append(
+            {
+                "key": statistic.key,
+                "label": statistic.label,
+                "unit": statistic.unit,
+                "kind": statistic.kind,
+                "log": statistic.log,
+                "reversed": statistic.worst is np.fmin and statistic.key == "sqnr",
+                "low": low,
+                "high": high,
+                "values": base64.b64encode(grid.astype("<f4").tobytes()).decode(),
+            }
+        )
+    steps = record.steps
+    return {
+        "title": title,
+        "about": f"recipe {facts.recipe.name}, {len(steps)} recorded steps, {len(shown)} tensors",
+        "columns": [[steps[part.start], steps[part.stop - 1]] for part in columns],
+        "rows": rows,
+        "stats": statistics,
+        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "events": [_event(row) for row in facts.events],
+        "metrics": {
+            "steps": [row["step"] for row in facts.rows],
+            "loss": [_finite(row.get("loss")) for row in facts.rows],
+            "grad_norm": [_finite(row.get("grad_norm")) for row in facts.rows],
+        },
+    }
+
+
+def _rows(record: Record, shown: Any) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Return the tensors of each row of the map, and the row's names; many experts of a linear share one."""
+    merge = len(shown) > MOST_ROWS
+    members: dict[str, list[int]] = {}
+    for place in shown:
+        tensor = record.tensors[place]
+        name = f"{tensor.linear}.{tensor.operand}" if merge else tensor.name
+        members.setdefault(name, []).append(int(place))
+    rows = []
+    for name, places in members.items():
+        first = record.tensors[places[0]]
+        rows.append({"name": name, "layer": first.layer, "operand": first.operand})
+    return list(members.values()), rows
+
+
+def _columns(steps: int) -> list[slice]:
+    """Return the recorded steps of each column of the map."""
+    count = min(steps, MOST_COLUMNS)
+    bounds = [round(i * steps / count) for i in range(count + 1)] if count else [0]
+    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def _folded(values: Floats, groups: list[list[int]], columns: list[slice], worst: Any) -> Floats:
+    """Return the worst value of each row's tensors and each column's steps, [rows, columns]."""
+    grid = np.full((len(groups), len(columns)), np.nan)
+    for i, places in enumerate(groups):
+        rows = worst.reduce(values[:, places], axis=1)
+        for j, part in enumerate(columns):
+            grid[i, j] = worst.reduce(rows[part])
+    return grid
+
+
+def _range(grid: Floats, statistic: Statistic) -> tuple[float, float]:
+    """Return the ends of the scale of colors, of the logarithm where that is shown."""
+    if statistic.kind == "share":
+        return math.log10(LEAST_SHARE), 0.0
+    known = grid[np.isfinite(grid)]
+    if statistic.log:
+        known = np.log10(known[known > 0])
+    if not known.size:
+        return 0.0, 1.0
+    return float(known.min()), float(known.max())
+
+
+def _event(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "step": row["step"],
+        "event": row["event"],
+        "action": str(row.get("action", "")),
+        "message": str(row.get("message") or row["event"]),
+    }
+
+
+def _finite(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def render(data: dict[str, Any]) -> str:
+    """Return the page."""
+    # A name in the data must not end the script that holds it.
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    return TEMPLATE.read_text(encoding="utf-8").replace("@DATA@", text)
+
+
+def write_report(run: str | Path, facts: RunFacts, out: str | Path | None = None) -> Path:
+    """Write the report of a recorded run; return its file, record/report.html in the run's folder by default.
+
+    Raises:
+        SaveError: it cannot be written.
+    """
+    path = Path(run) / FOLDER / FILE if out is None else Path(out)
+    name = Path(run).resolve().name
+    page = render(report_data(facts, diagnose(facts), f"FP8 record of {name}"))
+    with reraising(path, OSError, error=SaveError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, page)
+    return path
+
+
+@dataclass(frozen=True)
+class WorstTensors(Printable):
+    """The tensors of a run that stand out by each statistic, for a terminal."""
+
+    facts: RunFacts
+    count: int = 5
+
+    def __rich__(self) -> Table:
+        """Return a table: statistic, tensor, its worst value and the step of it."""
+        table = Table("statistic", "tensor", "worst", "step", box=None, pad_edge=False)
+        for row in self.to_dict()["worst"]:
+            share = row["worst"]
+            shown = f"{share:.2%}" if row["unit"] == "" else f"{share:.1f} {row['unit']}"
+            table.add_row(row["statistic"], row["tensor"], shown, str(row["step"]))
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        record = self.facts.record
+        rows = []
+        for statistic in STATISTICS[:4]:
+            values = statistic.values(record)
+            lowest = statistic.worst is np.fmin
+            worst = statistic.worst.reduce(values, axis=0)
+            order = np.argsort(worst if lowest else -worst)
+            known = [int(i) for i in order if np.isfinite(worst[i])]
+            for place in known[: self.count]:
+                if not lowest and worst[place] == 0:
+                    break
+                column = values[:, place]
+                step = int(np.nanargmin(column) if lowest else np.nanargmax(column))
+                rows.append(
+                    {
+                        "statistic": statistic.label,
+                        "tensor": record.tensors[place].name,
+                        "worst": float(worst[place]),
+                        "unit": statistic.unit,
+                        "step": record.steps[step],
+                    }
+                )
+        return {"worst": rows}

@@ -1,0 +1,113 @@
+"""The advice about a run: healthy runs get none, and each planted failure is named, explained and healed."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from planted import BEGIN, FAILURES, NATIVE_RECIPES, run_planted
+
+from te_models.cli import main
+from te_models.errors import DataError
+from te_models.inspect.advice import RULES, diagnose, read_facts
+from te_models.recorder.layout import FIELDS, INDEX
+
+WITHIN = 5  # steps in which the right tensor is named
+# A failure and the recipe under which it is planted; the others of each failure are long tests.
+PAIRS = [(name, failure.recipes[0]) for name, failure in FAILURES.items()]
+OTHERS = [(name, recipe) for name, failure in FAILURES.items() for recipe in failure.recipes[1:]]
+
+
+@pytest.mark.parametrize("recipe", NATIVE_RECIPES)
+def test_a_healthy_run_gets_no_advice(recipe: str, tmp_path: Path) -> None:
+    diagnosis = diagnose(read_facts(run_planted(tmp_path, recipe, None)))
+    assert not diagnosis.findings and diagnosis.steps == 14 and diagnosis.tensors == 12
+    assert "nothing stands out" in str(diagnosis)
+
+
+def check_named(name: str, recipe: str, folder: Path) -> None:
+    failure = FAILURES[name]
+    diagnosis = diagnose(read_facts(run_planted(folder / "ill", recipe, failure)))
+    found = {finding.rule: finding for finding in diagnosis.findings}
+    assert failure.rule in found, diagnosis
+    finding = found[failure.rule]
+    assert failure.tensors in finding.tensor
+    begun = {"stale-scale": 2, "uncalibrated": 1, "learning-rate": 1}
+    first = begun.get(failure.rule, BEGIN)
+    assert first <= finding.step <= first + WITHIN
+    if any(failure.heal):
+        run_planted(folder / "healed", recipe, failure, healed=True)
+        healed = diagnose(read_facts(folder / "healed"))
+        assert failure.rule not in {finding.rule for finding in healed.findings}, healed
+
+
+@pytest.mark.parametrize(("name", "recipe"), PAIRS, ids=lambda value: str(value).replace(" ", "-"))
+def test_a_planted_failure_is_named_and_the_advice_heals_it(
+    name: str, recipe: str, tmp_path: Path
+) -> None:
+    check_named(name, recipe, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "recipe"), OTHERS, ids=lambda value: str(value).replace(" ", "-"))
+def test_so_it_is_under_the_other_recipes(name: str, recipe: str, tmp_path: Path) -> None:
+    check_named(name, recipe, tmp_path)
+
+
+def test_every_rule_is_planted_or_looked_at_here() -> None:
+    planted = {failure.rule for failure in FAILURES.values()}
+    assert {rule.key for rule in RULES} - planted == {"saturation", "inexact"}
+    assert len({rule.key for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize(
+    ("rule", "field", "value", "operand"),
+    [
+        ("saturation", "saturated", 0.05, "input"),
+        ("gradient-overflow", "saturated", 0.05, "grad_output"),
+        ("inexact", "noise", 0.05, "weight"),
+        ("nonfinite", "nonfinite", 0.001, "input"),
+    ],
+)
+def test_a_rule_from_the_numbers_of_a_record(
+    rule: str, field: str, value: float, operand: str, tmp_path: Path
+) -> None:
+    facts = read_facts(run_planted(tmp_path, "current", None))
+    assert not diagnose(facts).findings
+    place = next(
+        i
+        for i, tensor in enumerate(facts.tensors)
+        if tensor.operand == operand and facts.record.counted[0, i]
+    )
+    values = facts.record.values
+    base = "signal" if field == "noise" else "elements"
+    values[4:, place, INDEX[field]] = value * values[4:, place, INDEX[base]]
+    findings = diagnose(facts).findings
+    assert [finding.rule for finding in findings] == [rule]
+    assert findings[0].tensor == facts.tensors[place].name
+    assert findings[0].step == facts.record.steps[4]
+    if field == "saturated":
+        assert "5.0% saturates" in findings[0].message
+
+
+def test_counts_that_nobody_could_make_say_nothing(tmp_path: Path) -> None:
+    facts = read_facts(run_planted(tmp_path, "delayed", None))
+    for name in ("zeros", "signal", "noise", "flushed", "subnormal"):
+        facts.record.values[:, :, INDEX[name]] = -1
+    assert not diagnose(facts).findings
+    facts.record.values[:, :, INDEX["elements"]] = 0
+    del facts.record.__dict__["counted"]  # which was cached
+    assert not diagnose(facts).findings
+    assert len(FIELDS) == facts.record.values.shape[2] and np.isnan(facts.headroom()).all()
+
+
+def test_the_command_prints_the_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_planted(tmp_path / "run", "current", FAILURES["NaN in one linear"])
+    assert main(["doctor", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "step 6, nonfinite" in shown and "layers.1.mlp.down_proj.weight" in shown
+    assert main(["doctor", str(run), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["findings"][0]["rule"] == "nonfinite"
+    with pytest.raises(DataError, match="has no record: run it with --record"):
+        read_facts(tmp_path)
