@@ -176,17 +176,14 @@ class ModelConfig(ModelFields):
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, resolved, as plain JSON values; those that a subclass adds are not saved with a model."""
-        values = field_values(self)
-        values |= {
-            name: field_values(value)
-            for name, value in values.items()
-            if isinstance(value, Settings)
-        }
-        plain = {name: copy.deepcopy(values[name]) for name in config_fields()}
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in plain.items()
-        }
+        plain = {}
+        for name in config_fields():
+            value = getattr(self, name)
+            if isinstance(value, Settings):
+                value = field_values(value)
+            value = copy.deepcopy(value)
+            plain[name] = list(value) if isinstance(value, tuple) else value
+        return plain
 
     def document(self) -> dict[str, Any]:
         """Return the fields as config.json has them.

@@ -17,7 +17,6 @@ from te_models.config.layer import (
     Section,
     Step,
     Tape,
-    distinct,
 )
 from te_models.config.settings import Settings, count, positive, setting
 from te_models.errors import ConfigError, refuse
@@ -323,25 +322,22 @@ class MoESpec(FeedforwardSpec):
 
 def with_local_experts(layers: tuple[LayerSpec, ...], ranks: int) -> tuple[LayerSpec, ...]:
     """Return the layers as each of `ranks` ranks has them that share the experts."""
-    local = {
-        spec: dataclasses.replace(spec, ranks=ranks)
-        for spec in distinct(layer.mlp for layer in layers if isinstance(layer.mlp, MoESpec))
-    }
-    mistakes = {
-        "expert parallelism divides the experts of a model, and this one has none: use fsdp": not local
-    }
-    for number in (spec.experts.num_experts for spec in local):
-        advice = f"give an expert-parallel size that divides {number}"
-        mistakes[f"num_experts={number} cannot be divided between {ranks} ranks: {advice}"] = (
-            number % ranks > 0
+    if not any(isinstance(layer.mlp, MoESpec) for layer in layers):
+        raise ConfigError(
+            "expert parallelism divides the experts of a model, and this one has none: use fsdp"
         )
-    refuse(mistakes, ConfigError)
-    return tuple(
-        dataclasses.replace(layer, mlp=local[layer.mlp])
-        if isinstance(layer.mlp, MoESpec)
-        else layer
-        for layer in layers
-    )
+    local = []
+    for layer in layers:
+        if isinstance(layer.mlp, MoESpec):
+            number = layer.mlp.experts.num_experts
+            if number % ranks:
+                raise ConfigError(
+                    f"num_experts={number} cannot be divided between {ranks} ranks: give an expert-parallel size that "
+                    f"divides {number}"
+                )
+            layer = dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, ranks=ranks))
+        local.append(layer)
+    return tuple(local)
 
 
 def places_of_experts(layers: tuple[LayerSpec, ...], ranks: int) -> str:

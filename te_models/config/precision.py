@@ -32,22 +32,24 @@ class Precision(NamedTuple):
 def precisions(recipe: Recipe, layers: tuple[LayerSpec, ...]) -> dict[str, Precision]:
     """Return the precision of every te.Linear by its name in the model, "lm_head" among them, in forward order."""
     linears = dict(named_linears(layers))
-    found = {name: _by_edges(recipe, len(layers), name) for name in (*linears, HEAD)}
-    able = {name for name in found if name == HEAD or linears[name].fp8}
+    names = [*linears, HEAD]
+    chosen_for = {name: _by_edges(recipe, len(layers), name) for name in names}
+    always_bf16 = {name for name in linears if not linears[name].fp8}
     for pattern, value in recipe.precision.items():
-        matches = [name for name in found if fnmatchcase(name, pattern)]
+        matches = [name for name in names if fnmatchcase(name, pattern)]
         chosen = Precision(recipe.called(value), f"pattern {pattern!r}")
         chosen = chosen._replace(stays=chosen.recipe is None)
         if not matches:
             raise _unknown_pattern(pattern, linears)
-        if chosen.recipe is not None and not able.intersection(matches):
+        if chosen.recipe is not None and always_bf16.issuperset(matches):
             raise ConfigError(
                 f"precision[{pattern!r}]={value!r}: {matches[0]} is BF16 under every recipe: leave it out"
             )
-        found |= dict.fromkeys(matches, chosen)
-    return found | {
-        name: Precision(None, "under every recipe", True) for name in found if name not in able
-    }
+        for name in matches:
+            chosen_for[name] = chosen
+    for name in always_bf16:
+        chosen_for[name] = Precision(None, "under every recipe", True)
+    return chosen_for
 
 
 def _by_edges(recipe: Recipe, layers: int, name: str) -> Precision:

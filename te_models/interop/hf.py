@@ -187,28 +187,25 @@ class HuggingFaceFolder(Opened):
         only_head = head in self.stored.tensors and embedding not in self.stored.tensors
         if self.config.tie_word_embeddings and only_head:
             self.places[head] = self.places.pop(embedding)
-        own = {
-            name: tensor
-            for name, tensor in self.stored.tensors.items()
-            if not name.startswith(self.aside)
-        }
-        # A tied head may be there too.
-        optional = {f"{self.family.head}.weight"} if self.config.tie_word_embeddings else set()
-        unread = {name for name in own if name in optional or name.endswith("rotary_emb.inv_freq")}
-        known = {name: tensor for name, tensor in own.items() if name in self.places}
-        different = [
-            f"{name} has shape {list(tensor.shape)}, not {list(self.places[name].shape)}"
-            for name, tensor in known.items()
-            if tuple(tensor.shape) != self.places[name].shape
-        ]
-        different += [
-            f"{name} is {tensor.dtype}"
-            for name, tensor in known.items()
-            if not tensor.is_floating_point()
-        ]
+        text = {}  # the tensors of the text model
+        for name, tensor in self.stored.tensors.items():
+            if not name.startswith(self.aside):
+                text[name] = tensor
+        unexpected = []
+        different = []
+        for name, tensor in sorted(text.items()):
+            place = self.places.get(name)
+            if place is None:
+                tied = self.config.tie_word_embeddings and name == f"{self.family.head}.weight"
+                if not tied and not name.endswith("rotary_emb.inv_freq"):
+                    unexpected.append(name)
+            elif tuple(tensor.shape) != place.shape:
+                different.append(f"{name} has shape {list(tensor.shape)}, not {list(place.shape)}")
+            elif not tensor.is_floating_point():
+                different.append(f"{name} is {tensor.dtype}")
         problems = {
-            "missing": sorted(self.places.keys() - own),
-            "unexpected": sorted(own.keys() - self.places - unread),
+            "missing": sorted(self.places.keys() - text),
+            "unexpected": unexpected,
             "different": different,
         }
         if problems["missing"] == [head]:
@@ -237,7 +234,7 @@ class HuggingFaceFolder(Opened):
                 stacklevel=2,
             )
         aside = family.prefixes_aside(document)
-        if others := len(self.stored.tensors) - len(own):
+        if others := len(self.stored.tensors) - len(text):
             log.warning(
                 "%s: the text model is read; %s tensors of other parts (%s) are not: save_pretrained(format='hf') "
                 "copies them from there, and exports for servers leave them out",

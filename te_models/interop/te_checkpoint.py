@@ -104,31 +104,29 @@ def read_te_checkpoint(
     ours: dict[str, Tensor] = {}
     fields: Fields = {}
     for file in files:
-        for theirs, value in (
-            _read_pt(file) if file.suffix in SUFFIXES else read_safetensors(file)
-        ).items():
+        content = _read_pt(file) if file.suffix in SUFFIXES else read_safetensors(file)
+        for theirs, value in content.items():
             name = rename(theirs) if rename is not None else theirs
             if not name.endswith(EXTRA):
                 weights[name] = value
             elif isinstance(value, Tensor) and value.is_floating_point():  # of a CausalLM
                 ours[name.removesuffix(f".{EXTRA}")] = value
                 fields = fields or {"amax_history_len": len(value) - 1}
-            elif value is not None and (found := read_extra_state(value)):
+            elif value is not None and (extra := read_extra_state(value)):
                 module = name.removesuffix(EXTRA)
-                state |= {
-                    module + name: found[part] for part, name in _PARTS.items() if part in found
-                }
-                fields = fields or found["recipe"]
-    for owner, value in ours.items():  # a te.GroupedLinear has weight0, weight1, ...
-        state |= read_extra_tensor(
-            owner, value, sum(name.startswith(f"{owner}.weight") for name in weights) or 1
-        )
+                for part, own_name in _PARTS.items():
+                    if part in extra:
+                        state[module + own_name] = extra[part]
+                fields = fields or extra["recipe"]
+    for owner, value in ours.items():
+        # A te.GroupedLinear has weight0, weight1, ...
+        gemms = sum(name.startswith(f"{owner}.weight") for name in weights) or 1
+        state |= read_extra_tensor(owner, value, gemms)
     check_finite(weights, path)
-    known = {
-        name: fields[name]
-        for name in SCHEMES["DelayedScaling"].fields
-        if fields.get(name) is not None
-    }
+    known = {}
+    for name in SCHEMES["DelayedScaling"].fields:
+        if fields.get(name) is not None:
+            known[name] = fields[name]
     return TECheckpoint(weights, state, known)
 
 

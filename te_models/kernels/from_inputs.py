@@ -42,15 +42,13 @@ def gradients(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of the `inputs` of the function that are `needed`, from the gradients of its outputs."""
 
-    def of(*leaves: Tensor) -> Result:
+    def of_needed(*leaves: Tensor) -> Result:
         given = iter(leaves)
-        return function(
-            *(next(given) if need else x for x, need in zip(inputs, needed, strict=True)), **options
-        )
+        arguments = [next(given) if need else x for x, need in zip(inputs, needed, strict=True)]
+        return function(*arguments, **options)
 
-    outputs, pull, *_ = torch.func.vjp(
-        of, *(x for x, need in zip(inputs, needed, strict=True) if need)
-    )
+    leaves = [x for x, need in zip(inputs, needed, strict=True) if need]
+    outputs, pull, *_ = torch.func.vjp(of_needed, *leaves)
     return pull(grads if isinstance(outputs, tuple) else grads[0], retain_graph=False)
 
 

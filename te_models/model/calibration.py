@@ -48,18 +48,18 @@ def calibrate(
         return
     weights = [1 / len(batches)] * len(batches) if weights is None else weights
     router_weights = weights if router_weights is None else router_weights
-    found = Measurement(modules, model.device)
+    measurement = Measurement(modules, model.device)
     device = model.device
     # Else the head and its loss run in chunks, which only a head in BF16 does.
     whole = model.precision.head.recipe is not None
     random = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with _in_bf16(model), found.running(), random, torch.enable_grad():
+    with _in_bf16(model), measurement.running(), random, torch.enable_grad():
         for batch, weight, router_weight in zip(batches, weights, router_weights, strict=True):
             inputs = {name: value.to(device) for name, value in batch.items()}
             output = model(**inputs, return_logits=whole)
             factors = model.router_losses if model.training else None
-            found.backward(step_loss(output, weight, router_weight, factors))
-    found.set_scales([delayed[module] for module in modules])
+            measurement.backward(step_loss(output, weight, router_weight, factors))
+    measurement.set_scales([delayed[module] for module in modules])
 
 
 def _calibrate_inference(
@@ -69,11 +69,11 @@ def _calibrate_inference(
     delayed: Mapping[nn.Module, ModuleScaling],
 ) -> None:
     """Measure the scales of inputs and weights alone; inference uses no scales of gradients, which stay at 1."""
-    found = Measurement(modules, model.device)
-    with _in_bf16(model), found.running(), torch.no_grad():
+    measurement = Measurement(modules, model.device)
+    with _in_bf16(model), measurement.running(), torch.no_grad():
         for batch in batches:
             model(**{name: value.to(model.device) for name, value in batch.items()})
-    found.set_scales([delayed[module] for module in modules])
+    measurement.set_scales([delayed[module] for module in modules])
 
 
 def _delayed(model: Decoder) -> dict[nn.Module, ModuleScaling]:

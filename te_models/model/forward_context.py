@@ -173,7 +173,9 @@ def forward_context(
     attentions = distinct(
         layer.mixer for layer in layers if isinstance(layer.mixer, SoftmaxAttentionSpec)
     )
-    positions = cache.extend(seq, padded) if cache else None
+    positions = None  # of a cache that has tokens already
+    if cache:
+        positions = cache.extend(seq, padded)
     masks: dict[int | None, Visible] = {}
     for spec in attentions:
         if spec.window in masks:
@@ -184,24 +186,28 @@ def forward_context(
             masks[spec.window] = _mask(spec, seq, padded, documents, kernels, ids.device, dtype)
     if positions is None:
         positions = _positions(seq, padded, documents, ids.device)
-    real = None if padded is None else padded.reshape(-1, 1)
+    real = None if padded is None else padded.reshape(-1, 1)  # [B*S, 1]
+    routed = real if documents is None else documents.reshape(-1, 1) >= 0  # [B*S, 1]
+    if cache:
+        documents = cache.documents
+    rotary = {}
+    for rope in distinct(spec.rope for spec in attentions):
+        rotary[rope] = rotary_tables(rope, positions, dtype, documents)
+    query_scales = {}
+    for scale in distinct(spec.query_scale for spec in attentions):
+        beta, length = scale
+        query_scales[scale] = _query_scale(beta, length, positions, dtype)
     return ForwardContext(
         batch=batch,
         seq=seq,
         positions=positions,
-        rotary={
-            rope: rotary_tables(rope, positions, dtype, cache.documents if cache else documents)
-            for rope in distinct(spec.rope for spec in attentions)
-        },
-        query_scales={
-            scale: _query_scale(*scale, positions, dtype)
-            for scale in distinct(spec.query_scale for spec in attentions)
-        },
+        rotary=rotary,
+        query_scales=query_scales,
         cache=cache,
         masks=masks,
         real=real,
-        routed=real if documents is None else documents.reshape(-1, 1) >= 0,
-        documents=cache.documents if cache else documents,
+        routed=routed,
+        documents=documents,
         recompute=recompute,
         kernels=kernels,
         fp8_layers=fp8_layers,

@@ -275,9 +275,11 @@ def _addresses(module: nn.Module, shared: object) -> set[int]:
     for child in module.modules():
         # The te layers of either engine have such attributes.
         tensors += getattr(child, "_fp8_workspaces", {}).values()
-    parts = [
-        part
-        for t in tensors
-        for part in (t.get_data_tensors() if hasattr(t, "get_data_tensors") else (t,))
-    ]
-    return {local(part).untyped_storage().data_ptr() for part in parts if part is not None}
+    addresses = set()
+    for tensor in tensors:
+        # A quantized tensor consists of several, some of which may be None.
+        parts = tensor.get_data_tensors() if hasattr(tensor, "get_data_tensors") else (tensor,)
+        for part in parts:
+            if part is not None:
+                addresses.add(local(part).untyped_storage().data_ptr())
+    return addresses

@@ -88,11 +88,10 @@ class Recompute:
     def run_block(self, block: nn.Module, layer: int, x: Tensor, *args: object) -> Tensor:
         """Return block(x, *args), which backward recomputes if the mode asks for it in block number `layer`."""
         self.layer = layer
-        with (
-            contextlib.nullcontext()
-            if self.offload is None
-            else self.offload.block(layer, block, args)
-        ):
+        offloaded: AbstractContextManager[None] = contextlib.nullcontext()
+        if self.offload is not None:
+            offloaded = self.offload.block(layer, block, args)
+        with offloaded:
             if recomputes_block(self.mode, layer):
                 return self.recomputed(block, block, x, *args, restore_random=may_draw(block))
             return block(x, *args)
@@ -232,21 +231,19 @@ class Recompute:
         with self.lock:
             states = forward_states(owner)
             first = self.first_microbatch
-            kept = [(own, own["_fp8_workspaces"]) for own, _ in caches]
+            present = [(attributes, attributes["_fp8_workspaces"]) for attributes, _ in caches]
             self.first_microbatch = None if first is None else False
-            for own, cache in caches:
-                own["_fp8_workspaces"] = cache
-            now = [
-                tensor
-                for state in states.values()
-                for tensor in (state.scale, state.amax_history[0])
-            ]
+            for attributes, weights in caches:
+                attributes["_fp8_workspaces"] = weights
+            live: list[Tensor] = []
+            for state in states.values():
+                live += [state.scale, state.amax_history[0]]
             with torch.no_grad():
-                before = copies(now)
+                before = copies(live)
                 known = [name for name in states if name in scales]
                 overwrite([states[name].scale for name in known], [scales[name] for name in known])
                 for name in states.keys() - scales.keys():
-                    states[name].scale.fill_(1.0)
+                    states[name].scale.fill_(1.0)  # of a module that had not run yet
             self.restored = True
             try:
                 with (
@@ -259,9 +256,9 @@ class Recompute:
             finally:
                 self.restored = False
                 self.first_microbatch = first
-                for own, cache in kept:
-                    own["_fp8_workspaces"] = cache
-                overwrite(now, before)
+                for attributes, weights in present:
+                    attributes["_fp8_workspaces"] = weights
+                overwrite(live, before)
 
 
 def may_draw(owner: nn.Module) -> bool:
@@ -270,18 +267,17 @@ def may_draw(owner: nn.Module) -> bool:
     Restoring their state takes the host longer than the recompute's launches, so it is left out where nothing can need
     it.
     """
-    return any(
-        not all(
-            map(
-                _draws_nothing,
-                (*module._forward_hooks.values(), *module._forward_pre_hooks.values()),
-            )
-        )
-        or (isinstance(module, nn.Dropout) and module.p > 0)
-        or bool(vars(module).get("jitters"))
-        or not _draws_nothing(type(module))
-        for module in owner.modules()
-    )
+    return any(_module_may_draw(module) for module in owner.modules())
+
+
+def _module_may_draw(module: nn.Module) -> bool:
+    """Return whether random numbers could be drawn in the forward of one module or in its hooks."""
+    if isinstance(module, nn.Dropout) and module.p > 0:
+        return True
+    if vars(module).get("jitters"):  # of a router (te_models.model.moe)
+        return True
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return not all(_draws_nothing(source) for source in (type(module), *hooks))
 
 
 def _draws_nothing(source: object) -> bool:

@@ -65,20 +65,20 @@ class OwnFolder(Opened):
         live = quantized_weights(model)
         with reraising(self.path / "recipe.json", ConfigError):
             then = precisions(self.recipe, model.specs)
-        alike = {
-            name
-            for name in then
-            if quantize_weights_alike(then[name].recipe, now.linears[name].recipe)
-        }
-        saved = self.fp8_weights.items()
-        fitting = {
-            name: tensor for name, tensor in saved if name in live and now.known(name) in alike
-        }
-        owners = {name.rsplit(".", 1)[0] for name in fitting}
-        match(
-            {name: tensor for name, tensor in live.items() if name.rsplit(".", 1)[0] in owners},
-            fitting,
-        )
+        fitting = {}
+        for name, tensor in self.fp8_weights.items():
+            if name not in live:
+                continue
+            linear = now.known(name)
+            if quantize_weights_alike(then[linear].recipe, now.linears[linear].recipe):
+                fitting[name] = tensor
+        # A weight has several tensors, data and scales, and all of them must be there.
+        weights = {name.rsplit(".", 1)[0] for name in fitting}
+        expected = {}
+        for name, tensor in live.items():
+            if name.rsplit(".", 1)[0] in weights:
+                expected[name] = tensor
+        match(expected, fitting)
         for name, tensor in fitting.items():
             if name.endswith("data"):
                 check_finite({name: tensor.view(torch.float8_e4m3fn)}, self.path)
@@ -296,23 +296,22 @@ def read_training_state(model: Decoder, folder: Path) -> TrainingState:
     source = opened(saved)
     then = source.config.to_dict()
     now = model.config.to_dict()
-    for key in (key for key in now if then.get(key) != now[key]):
-        raise CheckpointError(
-            f"{folder} was trained with {key}={then.get(key)!r}, not {now[key]!r}: resume with the same config, or "
-            "start a new run from it with --model"
-        )
+    for key in now:
+        if then.get(key) != now[key]:
+            raise CheckpointError(
+                f"{folder} was trained with {key}={then.get(key)!r}, not {now[key]!r}: resume with the same config, or "
+                "start a new run from it with --model"
+            )
     recipe = read_recipe(saved)
-    changes = {
-        key: value
-        for key, value in model.recipe.to_dict().items()
-        if recipe.to_dict().get(key) != value
-    }
-    changes |= {"precision": {}} if recipe.precision and not model.recipe.precision else {}
-    changes |= (
-        {"fp8_params": model.fp8_params}
-        if model.fp8_params != ("fp8_weights" in saved.tensors)
-        else {}
-    )
+    saved_fields = recipe.to_dict()
+    changes: Fields = {}
+    for key, value in model.recipe.to_dict().items():
+        if saved_fields.get(key) != value:
+            changes[key] = value
+    if recipe.precision and not model.recipe.precision:
+        changes["precision"] = {}
+    if model.fp8_params != ("fp8_weights" in saved.tensors):
+        changes["fp8_params"] = model.fp8_params
     state = training_document(saved)
     write = prepare_restore(model, source)
     if changes:

@@ -292,11 +292,12 @@ def _reshaped(build: Callable[..., Decoder], source: Opened, overrides: Document
         return wanted
     allowed = {name: after[name] for name in ("attention_gate", "attention_gate_activation")}
     allowed["vocab_size"] = max(config.vocab_size, wanted.vocab_size)
-    shapes = [
-        {name: tuple(p.shape) for name, p in build(shape, **SKETCH).named_parameters()}
-        for shape in (dataclasses.replace(config, **allowed), wanted)
-    ]
-    if shapes[0] != shapes[1]:
+
+    def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        sketch = build(config, **SKETCH)
+        return {name: tuple(parameter.shape) for name, parameter in sketch.named_parameters()}
+
+    if shapes(dataclasses.replace(config, **allowed)) != shapes(wanted):
         given = ", ".join(f"{name}={after[name]!r}" for name in changed)
         raise UsageError(
             f"the weights in {source.path} do not fit {given}: a model that has weights keeps their shape"

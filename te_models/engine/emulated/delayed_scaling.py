@@ -112,31 +112,32 @@ def _update(states: list[DelayedScalingRecipeState], amaxes: Tensor | None) -> N
     recipe = states[0].recipe
     fp8_max = FP8_MAX[fp8_dtype(recipe.fp8_format, states[0].forward)]
     if fused.active(states[0].scale):
-        latest = recipe.amax_compute_algo == "most_recent"
         fused.update(
-            [(s.amax_history, s.scale) for s in states], amaxes, latest, recipe.margin, fp8_max
+            [(state.amax_history, state.scale) for state in states],
+            amaxes,
+            most_recent=recipe.amax_compute_algo == "most_recent",
+            margin=recipe.margin,
+            fp8_max=fp8_max,
         )
         return
     if amaxes is None:
         amaxes = torch.cat([state.amax_history[0] for state in states])
-    split = amaxes.split([s.scale.numel() for s in states])
-    # Loaded histories may have another length than the recipe's: one pass per length.
-    for length in {s.amax_history.shape[0] for s in states}:
-        pairs = [
-            (s, a) for s, a in zip(states, split, strict=True) if s.amax_history.shape[0] == length
-        ]
-        same = [s for s, _ in pairs]
+    # Loaded histories may have another length than the recipe's: one update per length.
+    by_length: dict[int, list[tuple[DelayedScalingRecipeState, Tensor]]] = {}
+    split = amaxes.split([state.scale.numel() for state in states])
+    for state, amax in zip(states, split, strict=True):
+        by_length.setdefault(len(state.amax_history), []).append((state, amax))
+    for members in by_length.values():
         history, scale = delayed_update(
-            torch.cat([s.amax_history for s in same], 1),
-            torch.cat([s.scale for s in same]),
-            torch.cat([a for _, a in pairs]),
+            torch.cat([state.amax_history for state, _ in members], 1),
+            torch.cat([state.scale for state, _ in members]),
+            torch.cat([amax for _, amax in members]),
             algorithm=recipe.amax_compute_algo,
             margin=recipe.margin,
             fp8_max=fp8_max,
         )
-        widths = [s.scale.numel() for s in same]
-        for state, rows, values in zip(
-            same, history.split(widths, 1), scale.split(widths), strict=True
-        ):
-            state.amax_history.copy_(rows)
-            state.scale.copy_(values)
+        widths = [state.scale.numel() for state, _ in members]
+        new = zip(history.split(widths, 1), scale.split(widths), strict=True)
+        for (state, _), (own_history, own_scale) in zip(members, new, strict=True):
+            state.amax_history.copy_(own_history)
+            state.scale.copy_(own_scale)
