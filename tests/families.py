@@ -931,6 +931,33 @@ FAMILY_CASES["nemotron_h"] = {
         steps=dict(time_step_min=0.01),
     ).items()
 }
+_LFM3_ROPES = dict(
+    full_attention=dict(rope_type="proportional", rope_theta=1000.0, partial_rotary_factor=0.5),
+    sliding_attention=DEFAULT,
+)
+_LFM3 = dict(layer_types=["conv", FULL, SLIDING], sliding_window=5, rope_parameters=_LFM3_ROPES)
+FAMILY_CASES["lfm3"] = {
+    name: {**_LFM3, **case}
+    for name, case in dict(
+        plain={},
+        odd=dict(
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            head_dim=12,
+            hidden_size=30,
+            intermediate_size=17,
+        ),
+        one_key=dict(num_key_value_heads=1, head_dim=8),
+        ungated=dict(use_attention_gate=False, conv_L_cache=3),
+        pre=dict(use_sandwich_norm=False, layer_types=[SLIDING, "conv", FULL]),
+        biases=dict(conv_bias=True, conv_L_cache=2),
+        untied=dict(tie_word_embeddings=False, norm_eps=1e-6, sliding_window=3),
+        ropes=dict(rope_parameters=dict(full_attention=LLAMA3, sliding_attention=LINEAR)),
+        whole=dict(rope_parameters=dict(full_attention=DEFAULT, sliding_attention=DEFAULT)),
+        attention=dict(layer_types=[FULL, FULL, SLIDING]),
+        turns=dict(layer_types=None, num_hidden_layers=6),
+    ).items()
+}
 CASES = {
     f"{family}-{name}": (family, case)
     for family, cases in FAMILY_CASES.items()
@@ -947,7 +974,7 @@ def make_config(case: str) -> Any:
     if family == "nemotron_h":
         del fields["num_hidden_layers"]
         fields["layer_norm_epsilon"] = fields.pop("rms_norm_eps")
-    if family in ("lfm2", "lfm2_moe"):
+    if family in ("lfm2", "lfm2_moe", "lfm3"):
         fields.setdefault("norm_eps", fields.pop("rms_norm_eps"))
     if family in ("phi3", "mistral4"):  # take no other head_dim
         del fields["head_dim"]

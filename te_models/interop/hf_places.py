@@ -275,6 +275,15 @@ LFM2_EXPERTS = {
     **_experts(("feed_forward.experts.{}", "w1", "w3", "w2"), "feed_forward.gate"),
     "feed_forward.expert_bias": Rows("mlp.expert_bias"),
 }
+LFM3_LAYER = {
+    **{name: rows for name, rows in NORMED_LAYER.items() if "self_attn" in name},
+    "operator_norm": Rows("input_layernorm"),
+    "post_operator_norm": Rows("attention_output_norm"),
+    "ffn_norm": Rows("post_attention_layernorm"),
+    "post_ffn_norm": Rows("mlp_output_norm"),
+    "self_attn.gate_proj": Rows("self_attn.qkvg_proj", ("g",)),
+    **{name: rows for name, rows in LFM2_LAYER.items() if name.startswith(("conv.", "feed_"))},
+}
 # State spaces in some layers.
 MAMBA = {
     "mamba.in_proj": Rows("mamba.zxbcdt_proj", ("z", "x", "b", "c", "dt")),

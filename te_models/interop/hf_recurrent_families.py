@@ -124,4 +124,21 @@ RECURRENT_FAMILIES = (
         note="one part per layer: Mamba 2, attention without RoPE, an MLP without a gate, or experts of such; "
              "experts on a projection of the tokens (Nemotron 3 Super)",
     ),
+    Family(
+        model_type="lfm3", architecture="Lfm3ForCausalLM", models="LFM3", layer=places.LFM3_LAYER,
+        constants={"qk_norm": True}, copied={"rms_norm_eps": "norm_eps"}, norm="embedding_norm",
+        parts=(recurrent.LFM3_LAYERS, recurrent.LFM3_OPTIONS, recurrent.LFM3_EPSILON),
+        renamed={".self_attn.gate_proj.": ".self_attn.g_proj."},
+        defaults={"max_position_embeddings": 128000, "num_key_value_heads": 4, "norm_eps": 1e-5, "head_dim": 128,
+                  "sliding_window": 256, "conv_L_cache": 7, "conv_bias": False, "tie_word_embeddings": True,
+                  "pad_token_id": 124893, "bos_token_id": 124894, "eos_token_id": 124900,
+                  "use_sandwich_norm": True, "use_attention_gate": True, "rope_theta": 1000000.0,
+                  "rope_local_base_freq": 10000.0,
+                  "rope_parameters": {
+                      "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5,
+                                         "rope_theta": 1000000.0},
+                      "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+        only={**NO_DROPOUT, "attention_bias": (False,)},
+        note="as LFM2, with a gate per head, four norms per layer, and a RoPE per kind of attention",
+    ),
 )  # fmt: skip

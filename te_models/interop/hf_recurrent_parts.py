@@ -11,6 +11,7 @@ from te_models.config.model import ModelConfig
 from te_models.config.short_conv import ShortConvConfig
 from te_models.errors import ConfigError
 from te_models.interop.hf_parts import ALIASES, ConfigKeys, Fields, Values
+from te_models.interop.hf_rope_parts import MELLUM_ROPE
 
 
 def _read_convolutions(theirs: Values) -> Fields:
@@ -289,6 +290,62 @@ NEMOTRON_LAYERS = ConfigKeys(
     ),
     _read_nemotron_layers,
     _write_nemotron_layers,
+)
+
+
+def _lfm3_types(theirs: Values) -> list[str]:
+    """Return the kinds of layers of LFM3, by default convolutions and two kinds of attention by turns."""
+    kinds = {0: "sliding_attention", 2: "full_attention"}
+    every = range(theirs["num_hidden_layers"])
+    default = [kinds.get(layer % 4, "conv") if layer else "conv" for layer in every]
+    return list(theirs.get("layer_types") or default)
+
+
+def _read_lfm3_layers(theirs: Values) -> Fields:
+    types = _lfm3_types(theirs)
+    attention = ["full_attention" if kind == "conv" else kind for kind in types]
+    found = MELLUM_ROPE.read({**theirs, "layer_types": attention})
+    if "conv" in types:
+        sizes = {"kernel_dim": theirs["conv_L_cache"], "bias": theirs["conv_bias"]}
+        found |= {"layer_types": types, "short_conv": sizes}
+    return found
+
+
+def _write_lfm3_layers(config: ModelConfig) -> Fields:
+    found = MELLUM_ROPE.write(config)
+    sizes = config.short_conv or ShortConvConfig()
+    own = config.layer_types or found["layer_types"]
+    types = [
+        "conv" if kind == "conv" else attention
+        for kind, attention in zip(own, found["layer_types"], strict=True)
+    ]
+    return {
+        **found,
+        "layer_types": types,
+        "conv_L_cache": sizes.kernel_dim,
+        "conv_bias": sizes.bias,
+    }
+
+
+LFM3_LAYERS = ConfigKeys(
+    (*MELLUM_ROPE.keys, "conv_L_cache", "conv_bias"), _read_lfm3_layers, _write_lfm3_layers
+)
+# Another name that transformers reads as `norm_eps`.
+LFM3_EPSILON = ConfigKeys(
+    ("rms_norm_eps",),
+    lambda theirs: {"rms_norm_eps": theirs.get("rms_norm_eps", theirs["norm_eps"])},
+    lambda config: {},
+)
+LFM3_OPTIONS = ConfigKeys(
+    ("use_sandwich_norm", "use_attention_gate"),
+    lambda theirs: {
+        "norm_position": "both" if theirs["use_sandwich_norm"] else "pre",
+        "attention_gate": "headwise" if theirs["use_attention_gate"] else "none",
+    },
+    lambda config: {
+        "use_sandwich_norm": config.norm_position == "both",
+        "use_attention_gate": config.attention_gate == "headwise",
+    },
 )
 # Another name that transformers reads as `model_max_length`.
 KIMI_LENGTH = ConfigKeys(

@@ -61,7 +61,7 @@ LATENT += ["glm4_moe_lite-plain", "glm4_moe_lite-width"]
 OTHERS += LATENT
 RECURRENT = [
     f"{family}-{name}"
-    for family in ("lfm2", "lfm2_moe", "granitemoehybrid", "kimi_linear", "nemotron_h")
+    for family in ("lfm2", "lfm2_moe", "granitemoehybrid", "kimi_linear", "nemotron_h", "lfm3")
     for name in FAMILY_CASES[family]
 ]
 FEW = (

@@ -135,7 +135,13 @@ ALL = [
 
 
 # In transformers the bias of a projection makes padding a token that the convolution after it reads.
-PADDING_READ = ("lfm2-biases", "lfm2_moe-biases", "granitemoehybrid-biases", "nemotron_h-biases")
+PADDING_READ = (
+    "lfm2-biases",
+    "lfm2_moe-biases",
+    "granitemoehybrid-biases",
+    "nemotron_h-biases",
+    "lfm3-biases",
+)
 # Its steps of one token leave out the bounds of Mamba's time steps.
 UNBOUNDED = ("granitemoehybrid-limits", "nemotron_h-steps")
 
