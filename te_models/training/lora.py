@@ -271,7 +271,10 @@ def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel
         parts = [name] if name in modules.theirs else modules.parts_of(module_of(one.place))
         wanted |= dict.fromkeys(parts, one)
     targets = their_targets(wanted, modules, config.use_rslora)
-    return get_peft_model(model, dataclasses.replace(config, **targets, task_type="CAUSAL_LM"))
+    config = dataclasses.replace(config, **targets, task_type="CAUSAL_LM")
+    # peft's own layer for Transformer Engine's linears refuses DoRA.
+    config._register_custom_module({NamedRows: LoraLinear, model.model.te.Linear: LoraLinear})
+    return get_peft_model(model, config)
 
 
 def save_lora(adapted: AdaptedModel, folder: str | Path, adapter_name: str | None = None) -> None:

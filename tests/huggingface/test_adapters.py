@@ -218,6 +218,32 @@ def test_adapters_by_the_default_path(
     assert min(losses) < losses[0] - 0.1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
+def test_dora_and_merges_on_transformer_engine_itself(
+    recipe: str, build: Callable[..., CausalLM]
+) -> None:
+    """peft's own layer for Transformer Engine's linears has neither."""
+    model = TEModelsForCausalLM.wrap(build(recipe, initializer_range=0.2, **PLACE)).eval()
+    targets = ["q_proj", "o_proj", "up_proj", "down_proj"]
+    ours = lora.add_lora(model, r=4, target_modules=targets, use_dora=True)
+    ids = IDS.to(model.device)
+    layers = [module for module in ours.modules() if hasattr(module, "lora_A")]
+    assert {type(layer) for layer in layers} == {lora.LoraLinear}
+    loss = ours.train()(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert all(bool(p.grad.isfinite().all()) for p in trainable(ours).values())
+    with torch.no_grad():
+        for layer in layers:
+            layer.lora_B["default"].weight.normal_(std=0.1)
+    tuned = ours.eval()(input_ids=ids).logits.float()
+    ours.merge_adapter()
+    merged = ours(input_ids=ids).logits.float()
+    assert (merged - tuned).norm() < 0.15 * tuned.norm(), "two FP8 noises of about 20 dB apart"
+    ours.unmerge_adapter()
+    assert torch.equal(ours(input_ids=ids).logits.float(), tuned)
+
+
 def test_a_merge_into_fp8_weights(build: Callable[..., CausalLM]) -> None:
     edges = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
     ours = peft.get_peft_model(
