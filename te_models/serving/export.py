@@ -208,7 +208,10 @@ class _Writer:
 
     def _config(self, config: Document) -> Fields:
         """Return the config.json of the folder, with what servers read of the model and transformers does not."""
-        config = {**family_of(config).served(self.model.config), **config}
+        config = dict(config)
+        for key, value in family_of(config).served(self.model.config).items():
+            if config.get(key) is None:
+                config[key] = value
         if self.format.storage is None:
             return {
                 key: "bfloat16" if key in ("dtype", "torch_dtype") else value

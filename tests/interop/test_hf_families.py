@@ -1,5 +1,6 @@
 """Every family of decoders in ten odd shapes: transformers' own models, small and random, are the judge."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hf_models import (
     close,
     document_of,
     load,
+    make_theirs,
     prompts,
     read_by_transformers,
     same_folder,
@@ -22,11 +24,13 @@ from hf_models import (
 )
 from hybrids import HYBRIDS
 from judge import CACHE, AutoModelForCausalLM, transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers.models.auto import tokenization_auto
 
 from te_models import CausalLM, ModelConfig, get_preset, list_presets
 from te_models.errors import CheckpointError, ConfigError
 from te_models.interop.hf import describe
-from te_models.interop.hf_families import FAMILIES, family_for, family_of
+from te_models.interop.hf_families import FAMILIES, SPLIT_AS_QWEN, family_for, family_of
 from te_models.interop.origin import Origin
 
 
@@ -244,3 +248,36 @@ def test_numbers_that_divide_by_zero_are_one_line(tmp_path: Path) -> None:
         describe(
             tmp_path, {"config": {**sizes, "model_type": "gemma2", "query_pre_attn_scalar": 0}}
         )
+
+
+def test_a_model_keeps_its_tokenizer_where_its_family_changes(tmp_path: Path) -> None:
+    """Seed-OSS has no windows. Qwen2 has, but AutoTokenizer splits any text in its folders as Qwen does."""
+    make_theirs("seed_oss-odd", tmp_path / "base")
+    text = "In 2026: 12345 tokens"
+    letters = sorted(set(text))
+    words = Tokenizer(models.BPE({letter: at for at, letter in enumerate(letters)}, []))
+    words.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_next")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "base")
+    wanted = words.encode(text).ids
+    for options in ({}, dict(sliding_window=7)):
+        model = CausalLM.from_pretrained(
+            tmp_path / "base", recipe="bf16", device="cpu", engine="emulated", **options
+        )
+        folder = tmp_path / f"out{len(options)}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # needs its own code in transformers
+            model.save_pretrained(folder, format="hf")
+        read = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+        assert read.encode(text, add_special_tokens=False) == wanted
+        again = CausalLM.from_pretrained(folder, recipe="bf16", device="cpu", engine="emulated")
+        assert again.config == model.config
+
+
+def test_families_in_whose_folders_qwens_tokenizer_is_taken_are_known() -> None:
+    generic = (None, "TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast")
+    forced = {
+        name
+        for name in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+        if tokenization_auto.TOKENIZER_MAPPING_NAMES.get(name) not in generic
+    }
+    assert forced & {family.model_type for family in FAMILIES} == set(SPLIT_AS_QWEN)

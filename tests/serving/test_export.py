@@ -789,3 +789,25 @@ def test_an_export_says_how_experts_are_chosen(case: str, tmp_path: Path) -> Non
     assert sparse == [False] * first + [True] * (len(sparse) - first)
     again = CausalLM.from_pretrained(tmp_path / "export", recipe="bf16", device="cpu")
     assert again.config == model.config
+
+
+@pytest.mark.parametrize(
+    "case, keys",
+    [
+        ("afmoe-experts", dict(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1)),
+        ("deepseek_v2-odd", dict(topk_method="greedy", n_group=1, topk_group=1)),
+    ],
+)
+def test_an_export_has_the_keys_without_which_vllm_stops(
+    case: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """transformers writes none of AFMoE's, and no number of groups for DeepSeek-V2 where it has none."""
+    make_theirs(case, tmp_path / "theirs")
+    model = CausalLM.from_pretrained(tmp_path / "theirs", recipe="bf16", device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of who reads the folder
+        model.export(tmp_path / "export", format="bf16")
+        found = document_of(tmp_path / "export")
+        assert {key: found[key] for key in keys} == keys
+        again = CausalLM.from_pretrained(tmp_path / "export", recipe="bf16", device="cpu")
+    assert again.config == model.config
