@@ -90,7 +90,7 @@ def _backward(
     ctx: Context, experts: list[tuple[_Expert, int]], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
-    inputs = []
+    inputs: list[Any] = []
     weights = []
     biases = []
     # dy is [rows, O].
