@@ -355,6 +355,10 @@ def run_step(capture: Capture, recipe: Recipe, place: dict[str, Any]) -> StepRun
     )
     if not same:
         _scales_of(model)
+    # A model with adapters is loaded to be used, and its run trains them alone.
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.requires_grad_(True)
     weigh_losses(model, config)
     parallel = Parallel()
     count = len(capture.micro_batches)

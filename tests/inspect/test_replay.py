@@ -39,6 +39,13 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulation": dict(recipe="delayed", gradient_accumulation=2),
     "recompute": dict(recipe="delayed", build=dict(activation_checkpointing="full")),
     "fp8-weights": dict(recipe="current", build=dict(fp8_params=True)),
+    "experts": dict(
+        recipe="current",
+        build=dict(
+            moe=dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32), qk_norm=True
+        ),
+        balance_loss=0.5,
+    ),
 }
 
 
@@ -60,6 +67,24 @@ def test_a_step_comes_out_bit_for_bit(case: str, tmp_path: Path) -> None:
             [one.replayed.amax, one.replayed.scale, one.replayed.sqnr],
             equal_nan=True,
         )
+
+
+def test_a_step_of_a_run_with_adapters_comes_out_bit_for_bit(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from te_models.training.lora_run import LoraRun  # noqa: PLC0415  needs peft
+    from te_models.training.settings import LoraSettings  # noqa: PLC0415
+
+    base = tmp_path / "base"
+    model = tiny_model("current")
+    model.save_pretrained(base)
+    adapters = LoraRun(model, LoraSettings(rank=4, alpha=8.0), str(base))
+    run = tmp_path / "run"
+    write_marks(run, Marks((MARKED,)))
+    sizes = dict(steps=MARKED, batch_size=2, seq_len=32, eval_every=0)
+    tiny_trainer(model, run, saved=adapters, **sizes).run()
+    found = replay(run, MARKED, twice=False)
+    assert found.first.loss == losses(run)[-1]
+    assert found.tensors and all(one.equal for one in found.tensors)
 
 
 def test_a_capture_changes_no_bit_of_the_run(tmp_path: Path) -> None:
