@@ -349,7 +349,6 @@ def run_step(capture: Capture, recipe: Recipe, place: dict[str, Any]) -> StepRun
     fields |= dict(parallel="none", cuda_graph=False, calibrate=not same, recipe_schedule="")
     fields |= dict(tensor_parallel_size=0, expert_parallel_size=0, fp8_dispatch=False)
     config = TrainConfig(**fields | {"sequence_parallel": False})
-    torch.manual_seed(config.seed)
     model = CausalLM.from_pretrained(
         capture.state, recipe=recipe, fp8_params=bool(choices["fp8_params"]) and same, **place
     )
@@ -366,7 +365,9 @@ def run_step(capture: Capture, recipe: Recipe, place: dict[str, Any]) -> StepRun
     recorder = Recorder(model, parallel, every=0, micro_batches=count)
     passes = StepPasses(model, gradients, parallel, config, recorder)
     recorder.begin()
-    loss = passes.run(capture.micro_batches, eager=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(capture.random)
+        loss = passes.run(capture.micro_batches, eager=True)
     entry = recorder.end(capture.step)
     entry.wait()
     recorder.detach()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 FOLDER = "captures"
 MARKS = "capture.json"  # in the folder of a run: the steps to capture
+RANDOM = "random"  # beside the micro-batches
 KEPT = 1_000_000  # captures are deleted by hand
 
 
@@ -177,13 +178,16 @@ class Captures:
         }
 
     def _whole_batch(self, micro_batches: list[Batch]) -> dict[str, Tensor]:
-        """Return the micro-batches of all shares of the data, "<number>.<name>" -> [B, S]."""
+        """Return the micro-batches of all shares of the data, "<number>.<name>" -> [B, S], and "random".
+
+        That is the state of the first process's random numbers, uint8, which stochastic rounding draws from.
+        """
         parallel = self.trainer.parallel
         own: list[Any] = [parallel.data_rank]
         for batch in micro_batches:
             own.append({name: tensor.tolist() for name, tensor in batch.items()})
         shares = {found[0]: found[1:] for found in parallel.ranks.gather(own)}
-        whole = {}
+        whole = {RANDOM: self._random_state()}
         for number, batch in enumerate(micro_batches):
             for name, tensor in batch.items():
                 rows: list[Any] = []
@@ -191,6 +195,13 @@ class Captures:
                     rows += shares[share][number][name]
                 whole[f"{number}.{name}"] = torch.tensor(rows, dtype=tensor.dtype)
         return whole
+
+    def _random_state(self) -> Tensor:
+        """Return the state of the first process's random numbers when the step began."""
+        begun = self.trainer.begun
+        own = torch.get_rng_state() if begun is None else begun.random
+        state: list[int] = self.trainer.parallel.ranks.gather(own.tolist())[0]
+        return torch.tensor(state, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -201,12 +212,14 @@ class Capture:
         step: its number.
         state: the folder of the model before it.
         micro_batches: its micro-batches, of all processes together.
+        random: the state of the random numbers on the CPU, uint8.
         about: the document "capture".
     """
 
     step: int
     state: Path
     micro_batches: list[Batch]
+    random: Tensor
     about: Fields
 
 
@@ -249,10 +262,14 @@ def read_capture(run: Path, step: int) -> Capture:
     if not isinstance(about, dict) or not isinstance(about.get("config"), dict):
         raise ConfigError(f"{capture_folder(run, step)} is no capture of this version")
     micro_batches: list[Batch] = [{} for _ in range(int(about["micro_batches"]))]
-    for name, tensor in found.tensors["batch"].items():
+    tensors = dict(found.tensors["batch"])
+    random = tensors.pop(RANDOM, None)
+    if random is None:
+        raise CheckpointError(f"{capture_folder(run, step)} has no state of random numbers")
+    for name, tensor in tensors.items():
         number, _, part = name.partition(".")
         micro_batches[int(number)][part] = tensor
-    return Capture(step, _state_of(run, step), micro_batches, about)
+    return Capture(step, _state_of(run, step), micro_batches, random, about)
 
 
 def device_name(device: torch.device) -> str:

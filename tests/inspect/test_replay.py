@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "current": {},
     "blockwise": {},
     "mxfp8": {},
+    "nvfp4": {},  # whose gradients are rounded at random
     "accumulation": dict(recipe="delayed", gradient_accumulation=2),
     "recompute": dict(recipe="delayed", build=dict(activation_checkpointing="full")),
     "fp8-weights": dict(recipe="current", build=dict(fp8_params=True)),
