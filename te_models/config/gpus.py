@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from te_models.config.recipe import SCHEMES, Recipe
-from te_models.errors import unknown
+from te_models.errors import UsageError, unknown
 
 MEASURED = "measured here"
 FROM_SOURCE = "from Transformer Engine's source, not measured here"
@@ -18,12 +18,17 @@ FROM_SOURCE = "from Transformer Engine's source, not measured here"
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU: its name, compute capability, memory as sold in 10^9 bytes, and generation."""
+    """A GPU: its name, compute capability, memory as sold in 10^9 bytes, and generation.
+
+    `bf16_tflops` are its dense BF16 products at most, 10^12 operations per second from NVIDIA's data sheet; 0 where no
+    figure is at hand.
+    """
 
     name: str
     capability: tuple[int, int]
     memory: int
     generation: str
+    bf16_tflops: float = 0.0
 
     @property
     def evidence(self) -> str:
@@ -34,15 +39,17 @@ class Gpu:
 GENERATIONS = ("Ampere", "Ada", "Hopper", "data-centre Blackwell", "consumer Blackwell")
 GPUS = (
     Gpu("RTX 3090", (8, 6), 24, "Ampere"),
-    Gpu("A100", (8, 0), 80, "Ampere"),
-    Gpu("RTX 4090", (8, 9), 24, "Ada"),
-    Gpu("L4", (8, 9), 24, "Ada"),
-    Gpu("L40S", (8, 9), 48, "Ada"),
+    Gpu("A100", (8, 0), 80, "Ampere", 312),
+    Gpu("RTX 4090", (8, 9), 24, "Ada", 165),
+    Gpu("L4", (8, 9), 24, "Ada", 121),
+    Gpu("L40S", (8, 9), 48, "Ada", 362),
     Gpu("RTX 6000 Ada", (8, 9), 48, "Ada"),
-    Gpu("H100", (9, 0), 80, "Hopper"),
-    Gpu("H200", (9, 0), 141, "Hopper"),
-    Gpu("GH200", (9, 0), 96, "Hopper"),
-    Gpu("B200", (10, 0), 180, "data-centre Blackwell"),
+    Gpu("H100", (9, 0), 80, "Hopper", 989),
+    Gpu("H100 PCIe", (9, 0), 80, "Hopper", 756),
+    Gpu("H100 NVL", (9, 0), 94, "Hopper", 835),
+    Gpu("H200", (9, 0), 141, "Hopper", 989),
+    Gpu("GH200", (9, 0), 96, "Hopper", 989),
+    Gpu("B200", (10, 0), 180, "data-centre Blackwell", 2250),
     Gpu("GB200", (10, 0), 186, "data-centre Blackwell"),
     Gpu("B300", (10, 3), 288, "data-centre Blackwell"),
     Gpu("RTX 5070 Ti", (12, 0), 16, "consumer Blackwell"),
@@ -70,6 +77,15 @@ def get_gpu(name: str) -> Gpu:
         if re.search(rf"(?<![a-z0-9]){re.escape(gpu.name.lower())}(?![a-z0-9])", name.lower()):
             return gpu
     raise unknown("GPU", name, [gpu.name for gpu in GPUS])
+
+
+def peak_bf16(name: str) -> float | None:
+    """Return the most dense BF16 operations per second of a GPU, by its name; None where no figure is at hand."""
+    try:
+        tflops = get_gpu(name).bf16_tflops
+    except UsageError:
+        return None
+    return tflops * 1e12 if tflops else None
 
 
 def _plain(name: str) -> str:

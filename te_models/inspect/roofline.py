@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from te_models.config.model import ModelConfig
 from te_models.config.precision import Precision
 from te_models.kernels.delta_rule import delta_rule
 from te_models.kernels.sdpa import causal_attention
+from te_models.planning.flops import training_flops
 
 
 class Roofline(NamedTuple):
@@ -52,11 +52,7 @@ def model_flops(config: ModelConfig, batch: int, seq: int, gated: bool = True) -
         config = dataclasses.replace(
             config, attention_gate="none", attention_gate_activation="sigmoid"
         )
-    tokens = batch * seq
-    blocks = sum(
-        count * layer.flops(tokens, seq) for layer, count in Counter(config.layers).items()
-    )
-    return 3 * (blocks + 2.0 * tokens * config.hidden_size * config.vocab_size)
+    return training_flops(config, batch * seq, seq)
 
 
 def products(

@@ -48,7 +48,8 @@ def copy_to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     return host, ready
 
 
-# A line of metrics.jsonl: step, loss, grad_norm, learning_rate, tokens_per_second, perhaps eval_loss.
+# A line of metrics.jsonl: step, loss, grad_norm, learning_rate, tokens_per_second, data_wait, and perhaps peak_memory,
+# mfu and eval_loss.
 Row = dict[str, Any]
 
 
@@ -58,8 +59,9 @@ class QueuedStep:
 
     `values` are loss, gradient norm, the numbers of processes that were asked to stop and that want a checkpoint, and
     RoutingReport.metrics with experts; the host may read them once `ready` is reached. `begun` is the state before the
-    step, `bounds` the largest loss and gradient norm that are no spikes, and `recorded` the entry of a recorded step.
-    `end` follows the optimizer's update; `row` then has the metrics, by name.
+    step, `bounds` the largest loss and gradient norm that are no spikes, `recorded` the entry of a recorded step, and
+    `data_wait` the seconds that the host waited for its data. `end` follows the optimizer's update; `row` then has the
+    metrics, by name.
     """
 
     step: int
@@ -73,3 +75,4 @@ class QueuedStep:
     row: Row = field(default_factory=dict)
     bounds: Bounds = field(default_factory=Bounds)
     recorded: RecordedStep | None = None
+    data_wait: float = 0.0

@@ -43,6 +43,7 @@ from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import divide_gradient_amaxes
 from te_models.optim import build_optimizer
 from te_models.optim.state_tensors import bytes_in
+from te_models.planning.flops import utilization
 from te_models.saving.adapters import facts_in
 from te_models.saving.load_model import read_training_state
 from te_models.saving.pretrained import model_content
@@ -172,6 +173,7 @@ class Trainer(NamedFields):
             norm=parallel.norm,
         )
         self.schedule = RecipeSchedule(self.model, self.recipe or self.model.recipe, config)
+        self.data_wait = 0.0  # seconds that the last step waited for its data
         self.recorder: Recorder | None = None
         if config.record:
             self.recorder = Recorder(
@@ -430,6 +432,7 @@ class Trainer(NamedFields):
             ready=ready,
             begun=drawn.begun,
             learning_rate=config.learning_rate_at(step),
+            data_wait=self.data_wait,
         )
         if before is not None:
             self._check(before)
@@ -458,9 +461,12 @@ class Trainer(NamedFields):
         self.begun = begun
         if returned is None:
             count = self.config.gradient_accumulation
+            begun_at = time.perf_counter()
             micro_batches = [next(batches) for _ in range(count)]
+            self.data_wait = time.perf_counter() - begun_at
         else:
             micro_batches = returned.micro_batches
+            self.data_wait = 0.0
         self.drawn = Drawn(begun, micro_batches)
         return self.drawn
 
@@ -499,9 +505,14 @@ class Trainer(NamedFields):
         result.step = step
         result.loss = row["loss"]
         result.tokens_per_second = statistics.median(self.speeds)
+        row["tokens_per_second"] = self.speeds[-1]
+        row["data_wait"] = queued.data_wait
         if self.device.type == "cuda":
             result.peak_memory = torch.cuda.max_memory_allocated(self.device)
-        row["tokens_per_second"] = self.speeds[-1]
+            row["peak_memory"] = result.peak_memory
+            speed = self.speeds[-1] / self.parallel.ranks.world
+            gpu = torch.cuda.get_device_name(self.device)
+            row["mfu"] = utilization(self.model.config, self.config.seq_len, speed, gpu)
         if queued.recorded is not None:
             self.guard.record(queued.recorded)
         due = self._due(self.config.eval_every, step) or step == self.config.steps

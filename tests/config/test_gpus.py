@@ -14,6 +14,7 @@ from te_models.config.recipe import SCHEMES, get_recipe, list_recipes
 from te_models.engine import check_support
 from te_models.errors import UsageError
 from te_models.model import recipe_fit
+from te_models.planning.flops import training_flops, utilization
 
 # Transformer Engine 2.20, pytorch/quantization.py: the functions that check a scheme, as conditions.
 CHECKS = {
@@ -44,6 +45,8 @@ def test_a_recipe_runs_where_the_check_of_transformer_engine_passes(name: str, g
         ("NVIDIA GeForce RTX 5090", "RTX 5090"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
         ("h100", "H100"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
@@ -123,3 +126,19 @@ def test_plan_answers_for_a_card_that_is_not_here(capsys: pytest.CaptureFixture[
     assert document["fits"] is True and document["largest_batch"] >= 4
     assert main([*words, "--recipe", "mxfp8"]) == 0
     assert "recipe mxfp8 on RTX 5090: does not run" in capsys.readouterr().out
+
+
+def test_the_share_of_the_peak() -> None:
+    config = get_preset("llama-3.1-8b")
+    tokens, length = 8192, 4096
+    flops = training_flops(config, tokens, length)
+    # Six per weight that multiplies and token, and attention's 6 B S^2 A H.
+    weights = config.num_parameters - config.vocab_size * config.hidden_size
+    attention = 6 * tokens * length * config.num_attention_heads * 128 * config.num_hidden_layers
+    assert flops == pytest.approx(6 * weights * tokens + attention, rel=1e-3)
+    per_token = training_flops(config, length, length) / length
+    speed = 989e12 / 2 / per_token
+    assert utilization(config, length, speed, "NVIDIA H100 80GB HBM3") == pytest.approx(0.5)
+    assert utilization(config, length, speed, "NVIDIA H100 PCIe") == pytest.approx(0.5 * 989 / 756)
+    assert utilization(config, length, speed, "NVIDIA GeForce RTX 5090") is None
+    assert utilization(config, length, speed, "Some other card") is None

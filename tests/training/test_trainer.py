@@ -234,7 +234,8 @@ def test_the_trainer_learns_and_logs_every_step(tmp_path: Path) -> None:
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 31))
     assert all(
-        {"step", "loss", "tokens_per_second", "grad_norm", "learning_rate"} <= row.keys()
+        {"step", "loss", "tokens_per_second", "grad_norm", "learning_rate", "data_wait"}
+        <= row.keys()
         for row in rows
     )
     assert [row["step"] for row in rows if "eval_loss" in row] == [*range(3, 31, 3)]
@@ -302,7 +303,10 @@ def test_reading_a_step_late_changes_nothing(
             "nothing else is queued before an evaluation or a save"
         )
     rows = [
-        [{**r, "tokens_per_second": 0} for r in read_metrics(run.out / "metrics.jsonl")]
+        [
+            {**r, "tokens_per_second": 0, "data_wait": 0}
+            for r in read_metrics(run.out / "metrics.jsonl")
+        ]
         for run in (plain, late)
     ]
     assert rows[0] == rows[1] and len(rows[0]) == 8
