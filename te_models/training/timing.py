@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from te_models.config.model import ModelConfig
+from te_models.planning.flops import utilization
 from te_models.training.evaluation import Batch
 from te_models.training.spikes import Bounds
 from te_models.training.step_start import StepStart
@@ -16,6 +18,9 @@ from te_models.training.step_start import StepStart
 if TYPE_CHECKING:
     from te_models.training.recording import RecordedStep
 
+# A line of metrics.jsonl: step, loss, grad_norm, learning_rate, tokens_per_second, data_wait, and perhaps peak_memory,
+# mfu and eval_loss.
+Row = dict[str, Any]
 Timestamp = torch.cuda.Event | float  # on a CUDA device an event in its queue, elsewhere seconds
 
 
@@ -37,6 +42,20 @@ def elapsed(start: Timestamp, end: Timestamp) -> float:
     return start.elapsed_time(event) / 1e3
 
 
+def device_metrics(
+    device: torch.device, config: ModelConfig, length: int, tokens_per_second: float
+) -> Row:
+    """Return the metrics of a GPU in a step: peak memory in bytes, and the share of its peak (MFU) where that is known.
+
+    `tokens_per_second` are of one GPU, `length` the tokens of a sequence. A CPU has none.
+    """
+    if device.type != "cuda":
+        return {}
+    row: Row = {"peak_memory": torch.cuda.max_memory_allocated(device)}
+    share = utilization(config, length, tokens_per_second, torch.cuda.get_device_name(device))
+    return row if share is None else {**row, "mfu": share}
+
+
 def copy_to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """Start a copy to the host; return it and the event that completes it, None if it is complete."""
     if not values.is_cuda:
@@ -46,11 +65,6 @@ def copy_to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     host.copy_(values, non_blocking=True)
     ready.record()
     return host, ready
-
-
-# A line of metrics.jsonl: step, loss, grad_norm, learning_rate, tokens_per_second, data_wait, and perhaps peak_memory,
-# mfu and eval_loss.
-Row = dict[str, Any]
 
 
 @dataclass

@@ -43,7 +43,6 @@ from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import divide_gradient_amaxes
 from te_models.optim import build_optimizer
 from te_models.optim.state_tensors import bytes_in
-from te_models.planning.flops import utilization
 from te_models.saving.adapters import facts_in
 from te_models.saving.load_model import read_training_state
 from te_models.saving.pretrained import model_content
@@ -86,7 +85,14 @@ from te_models.training.settings import RUN_FILE
 from te_models.training.step_passes import StepPasses
 from te_models.training.step_start import StepStart, StepStarts
 from te_models.training.stop_signals import stop_signals
-from te_models.training.timing import QueuedStep, Row, copy_to_host, elapsed, timestamp
+from te_models.training.timing import (
+    QueuedStep,
+    Row,
+    copy_to_host,
+    device_metrics,
+    elapsed,
+    timestamp,
+)
 
 if TYPE_CHECKING:
     from te_models.training.lora_run import SavedAdapters
@@ -507,12 +513,9 @@ class Trainer(NamedFields):
         result.tokens_per_second = statistics.median(self.speeds)
         row["tokens_per_second"] = self.speeds[-1]
         row["data_wait"] = queued.data_wait
-        if self.device.type == "cuda":
-            result.peak_memory = torch.cuda.max_memory_allocated(self.device)
-            row["peak_memory"] = result.peak_memory
-            speed = self.speeds[-1] / self.parallel.ranks.world
-            gpu = torch.cuda.get_device_name(self.device)
-            row["mfu"] = utilization(self.model.config, self.config.seq_len, speed, gpu)
+        speed = self.speeds[-1] / self.parallel.ranks.world
+        row |= device_metrics(self.device, self.model.config, self.config.seq_len, speed)
+        result.peak_memory = row.get("peak_memory", result.peak_memory)
         if queued.recorded is not None:
             self.guard.record(queued.recorded)
         due = self._due(self.config.eval_every, step) or step == self.config.steps
