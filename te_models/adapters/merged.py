@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from te_models.distributed.dtensor import whole
 from te_models.errors import UsageError
 from te_models.fp8.primary_weights import (
     E4M3_MAX,
@@ -89,10 +90,10 @@ class MergedWeight:
         """Return the values of a weight without adapters, FP32 [out, in]."""
         weight = self._weight(gemm)
         if not self.merges:
-            return plain(weight).float()
+            return whole(plain(weight)).float()
         merged = saved_weight(weight)
         restore_weight(weight, self.saved[gemm][0])
-        values = plain(weight).to(torch.float32, copy=True)
+        values = whole(plain(weight)).to(torch.float32, copy=True)
         restore_weight(weight, merged)
         return values
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.adapters.low_rank import Part, add_expert_updates, add_updates
+from te_models.distributed.dtensor import whole
 from te_models.fp8.primary_weights import plain, write_weight
 from te_models.interop.tensor_places import Place
 from te_models.kernels.groups import Groups
@@ -99,9 +100,9 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 def write_rows(owner: nn.Module, name: str, place: Place, values: Tensor) -> None:
     """Write the rows of a weight of `owner` that `place` describes."""
     weight = owner.get_parameter(name)
-    whole = plain(weight).clone()
-    place.load(whole, values.as_subclass(Tensor))
-    write_weight(weight, whole, for_master=False)
+    full = whole(plain(weight)).clone()
+    place.load(full, values.as_subclass(Tensor))
+    write_weight(weight, full, for_master=False)
 
 
 @dataclass(frozen=True)

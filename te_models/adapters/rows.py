@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from te_models.adapters.low_rank import Part, add_updates
 from te_models.adapters.merged import forget_merges
 from te_models.adapters.parameters import Alias, write_rows
+from te_models.distributed.dtensor import whole
 from te_models.engine import engine_module
 from te_models.engine.torch_linear import padded_product
 from te_models.fp8.primary_weights import plain
@@ -62,7 +64,17 @@ class NamedRows(nn.Linear):
             super().__setattr__(name, value)
 
     def _alias(self, name: str) -> Tensor:
-        values = self.place.save(plain(self.linear.get_parameter(name))).clone()
+        parameter = self.linear.get_parameter(name)
+        if isinstance(parameter, DTensor):
+            # A shard of FSDP2, which peft asks for its dtype and device alone: gathered where the values are read.
+            shape = (self.out_features, self.in_features)[: parameter.dim()]
+            like = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(shape)
+            return Alias(
+                like,
+                lambda: self.place.save(whole(plain(parameter))).clone(),
+                lambda new: write_rows(self.linear, name, self.place, new),
+            )
+        values = self.place.save(plain(parameter)).clone()
 
         def write(new: Tensor) -> None:
             values.copy_(new.as_subclass(Tensor))
@@ -135,14 +147,15 @@ class AdaptedRows(nn.Module):
                     layer.unmerge()
             parts = [Part(layer, layer.get_base_layer().columns()) for layer in layers]
             return add_updates(product(x), x, parts, product, self.bias)
-        whole = out = product(x)
+        base = product(x)
+        out = base
         for layer in layers:
             rows = base_of(layer)
             assert isinstance(rows, NamedRows)
             columns = rows.columns()
 
             def run(given: Tensor, columns: Tensor = columns) -> Tensor:
-                made = whole if given is x else product(given.to(x.dtype))
+                made = base if given is x else product(given.to(x.dtype))
                 return made.index_select(-1, columns)
 
             rows.run = run

@@ -9,6 +9,7 @@ from distributed_job import assert_same_checkpoints, by_one, start
 pytest.importorskip("peft")
 
 LORA = dict(rank=4, alpha=8.0)
+ROWS = dict(LORA, targets=("q_proj", "v_proj", "down_proj"), dora=True)
 ALL = dict(LORA, targets=("all-linear", "experts"))
 SOME = dict(clip_grad_norm=0.05, save_every=2)
 RUNS: dict[str, dict[str, Any]] = {
@@ -18,6 +19,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "in FP8": dict(
         parallel="fsdp", recipe="delayed", lora=LORA, fp8_params=True, gradient_accumulation=2
     ),
+    "rows": dict(parallel="fsdp", recipe="current", lora=ROWS, fp8_params=True),
     "sharded": dict(SOME, parallel="fsdp", recipe="bf16", lora=ALL, experts=True),
     "divided": dict(SOME, parallel="fsdp+ep", recipe="bf16", lora=LORA, experts=True, answers=True),
     "divided in FP8": dict(SOME, parallel="fsdp+ep", recipe="delayed", lora=LORA, experts=True),
