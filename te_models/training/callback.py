@@ -19,10 +19,10 @@ class Callback:
     """
 
     def on_step(self, trainer: Trainer, row: Row) -> None:
-        """Called with the metrics of a finished step, as in metrics.jsonl."""
+        """Take the metrics of a finished step, as in metrics.jsonl."""
 
     def on_eval(self, trainer: Trainer, row: Row) -> None:
-        """Called with the metrics of a step after which the model was evaluated, including "eval_loss"."""
+        """Take the metrics of a step after which the model was evaluated, including "eval_loss"."""
 
     def on_save(self, trainer: Trainer, folder: Path) -> None:
-        """Called with the folder of a checkpoint; before the end of the run it may still be incomplete."""
+        """Take the folder of a checkpoint; before the end of the run it may still be incomplete."""

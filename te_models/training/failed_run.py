@@ -83,9 +83,8 @@ def save_failed_run(trainer: Trainer, error: Exception, metrics: MetricsLog) -> 
     if latest is None or latest.name != f"step-{step:08d}":
         if trainer.begun is not None:
             trainer.starts.put_back(trainer.begun)
-        trainer.result.interrupted = True
         try:
-            trainer.save()
+            trainer.save(interrupted=True)
         except (TeModelsError, RuntimeError) as failure:
             outcome = str(failure)
     if diverged:

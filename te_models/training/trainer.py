@@ -545,11 +545,14 @@ class Trainer(NamedFields):
             retry_pauses=SAVE_RETRY_PAUSES,
         )
 
-    def save(self, blocking: bool = True) -> None:
+    def save(self, blocking: bool = True, interrupted: bool = False) -> None:
         """Write a checkpoint of everything that the next step depends on.
 
         With `blocking=False` a single process writes it in the background; several processes always save together.
+        `interrupted` says that the run ends here, before its last step.
         """
+        if interrupted:
+            self.result.interrupted = True
         with saving(self.model):
             tensors, documents = self._content()
             broken = broken_tensor(tensors, self.parallel.ranks)
