@@ -385,6 +385,16 @@ PRESETS: dict[str, PresetFields] = {
         moe=dict(num_experts=32, num_experts_per_tok=4, moe_intermediate_size=1792, router_scores="sigmoid",
                  expert_bias=True, norm_topk_eps=1e-6, router_aux_loss_coef=0.0),
     ),
+    # The defaults of transformers 5.24 for LiquidAI/LFM3-1.7B.
+    "lfm3-1.7b": _shape(
+        2048, 7680, 24, 16, 4, vocab_size=128000, head_dim=128, max_position_embeddings=128000, rope_theta=1000000.0,
+        rope_scaling=dict(rope_type="proportional", partial_rotary_factor=0.5),
+        sliding_rope=dict(rope_theta=10000.0), sliding_window=256, short_conv=dict(kernel_dim=7),
+        layer_types=("conv", "conv", "full_attention", "conv")
+        + ("sliding_attention", "conv", "full_attention", "conv") * 5,
+        attention_gate="headwise", qk_norm=True, norm_position="both", tie_word_embeddings=True, bos_token_id=124894,
+        eos_token_id=124900, pad_token_id=124893,
+    ),
     "granite-4.0-h-micro": _granite4(2048, 8192, 32, 8, logits_scaling=8.0),
     "granite-4.0-h-tiny": _granite4(
         1536, 512, 12, 4, logits_scaling=6.0,
