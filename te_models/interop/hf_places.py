@@ -281,7 +281,7 @@ LFM3_LAYER = {
     "post_operator_norm": Rows("attention_output_norm"),
     "ffn_norm": Rows("post_attention_layernorm"),
     "post_ffn_norm": Rows("mlp_output_norm"),
-    "self_attn.gate_proj": Rows("self_attn.qkvg_proj", ("g",)),
+    "self_attn.g_proj": Rows("self_attn.qkvg_proj", ("g",)),
     **{name: rows for name, rows in LFM2_LAYER.items() if name.startswith(("conv.", "feed_"))},
 }
 # State spaces in some layers.

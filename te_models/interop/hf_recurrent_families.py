@@ -130,7 +130,7 @@ RECURRENT_FAMILIES = (
         model_type="lfm3", architecture="Lfm3ForCausalLM", models="LFM3", layer=places.LFM3_LAYER,
         constants={"qk_norm": True}, copied={"rms_norm_eps": "norm_eps"}, norm="embedding_norm",
         parts=(recurrent.LFM3_LAYERS, recurrent.LFM3_OPTIONS, recurrent.LFM3_EPSILON),
-        renamed={".self_attn.gate_proj.": ".self_attn.g_proj."},
+        spellings={"self_attn.g_proj": "self_attn.gate_proj"},
         defaults={"max_position_embeddings": 128000, "num_key_value_heads": 4, "norm_eps": 1e-5, "head_dim": 128,
                   "sliding_window": 256, "conv_L_cache": 7, "conv_bias": False, "tie_word_embeddings": True,
                   "pad_token_id": 124893, "bos_token_id": 124894, "eos_token_id": 124900,
