@@ -5,9 +5,10 @@ from typing import Any
 import torch
 
 from te_models import CausalLM
+from te_models.config.attention import AttentionSpec
 from te_models.fp8.primary_weights import is_quantized
 from te_models.planning.memory_estimate import saved_bytes
-from te_models.planning.operations import Tape, Training
+from te_models.planning.training import Training
 
 
 def autograd_bytes(model: CausalLM, ids: torch.Tensor, logits: bool = True) -> int:
@@ -50,10 +51,27 @@ def planned_bytes(model: CausalLM, batch_size: int, seq_len: int, **how: Any) ->
         compile=False,
         cuda=False,
     )
-    training = Training(**own | how)
-    planned = saved_bytes(model.config, model.recipe, training)
-    if (
-        model.activation_checkpointing == "full"
-    ):  # the rotary tables are held by the recomputes, not by autograd
-        planned -= Tape(model.config, model.recipe, training).rotary_tables()
-    return planned
+    return saved_bytes(model.config, model.recipe, Training(**own | how))
+
+
+def assert_planned(planned: int, kept: int, model: CausalLM, seq_len: int) -> None:
+    """Assert that a plan is what autograd keeps, and what Python objects hold beside it until backward."""
+    held = held_bytes(model, seq_len)
+    assert kept <= planned <= kept + held, f"planned {planned}, kept {kept}, at most {held} held"
+
+
+def held_bytes(model: CausalLM, seq_len: int) -> int:
+    """Return the most bytes that Python objects hold of a pass, and autograd does not.
+
+    Those are the loss, flags and positions; of recomputes also the rotary tables of the pass; and of attention that is
+    composed of operations, its mask.
+    """
+    held = 64 + 8 * seq_len
+    mixers = [layer.mixer for layer in model.config.layers]
+    attention = [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]
+    if any(mixer.window or mixer.sinks or mixer.softcap for mixer in attention):
+        held += 2 * seq_len**2
+    if model.activation_checkpointing != "none":
+        ropes = {getattr(mixer, "rope", None) for mixer in mixers} - {None}
+        held += 8 * seq_len * len(ropes) * model.config.head_dim
+    return held

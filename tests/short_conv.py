@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config import kinds
-from te_models.config.chunk_sizes import FP32
 from te_models.config.fields import ModelFields
-from te_models.config.layer import LinearSpec, MixerSpec, Section, Step, Tape
+from te_models.config.layer import LinearSpec, MixerSpec, Section
 from te_models.model import parts
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState
@@ -66,23 +65,6 @@ class ShortConvSpec(MixerSpec):
 
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         return batch * (self.taps - 1) * self.hidden_size * element
-
-    def steps(self, tape: Tape) -> list[Step]:
-        into, out = self.linears
-        narrow, wide = (
-            tape.tokens * width * tape.element for width in (self.hidden_size, 2 * self.hidden_size)
-        )
-        # Of each tap the shifted x, and which tokens it has; then the sum of the taps and sigmoid(g).
-        conv = Step(
-            "convolution",
-            self.taps * (narrow + tape.tokens),
-            consumes=narrow,
-            produces=wide,
-            scratch=narrow,
-        )
-        gate = Step("gate", 2 * narrow, consumes=narrow, produces=2 * narrow)
-        norm = Step("norm", narrow + tape.tokens * FP32, consumes=narrow, produces=narrow)
-        return [tape.linear(into), conv, gate, norm, tape.linear(out)]
 
 
 class ShortConv(Mixer[ShortConvSpec]):

@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = (  # packages and modules at the top, lowest first
-    "errors", "entry_points", "config", "planning", "files", "distributed", "device", "numerics", "kernels",
-    "recorder", "engine", "fp8", "model", "interop", "extensions", "saving", "optim", "data", "serving",
-    "generation", "causal_lm", "adapters", "huggingface", "training", "inspect", "cli", "__main__",
+    "errors", "entry_points", "config", "files", "distributed", "device", "numerics", "kernels", "recorder", "engine",
+    "fp8", "model", "interop", "extensions", "saving", "optim", "planning", "data", "serving", "generation",
+    "causal_lm", "adapters", "huggingface", "training", "inspect", "cli", "__main__",
 )  # fmt: skip
 # Packages that may import a library, and those that run without torch.
 ONLY_IN = {
@@ -31,7 +31,7 @@ ONLY_IN = {
     "lm_eval": {"inspect"},
     "pickle": set(),
 }
-NO_TORCH = {"errors", "config", "planning"}
+NO_TORCH = {"errors", "config"}
 
 
 def _name(path: Path) -> str:
@@ -169,9 +169,17 @@ def _defined(path: Path) -> set[str]:
     return found
 
 
-# Names of Transformer Engine and of vLLM for a class that te-models has under the same name; the planned step and its
-# operation, as te_models.config sees them; a class that each engine has.
-NAMED_TWICE = {"GatedAttention", "LinearOfTorch", "MLP", "Recipe", "Tape"}
+# Names of Transformer Engine and of vLLM for a class that te-models has under the same name, and classes that engines
+# have in common.
+NAMED_TWICE = {
+    "GatedAttention",
+    "MLP",
+    "Recipe",
+    "Linear",
+    "GroupedLinear",
+    "LinearOfTorch",
+    "RMSNorm",
+}
 
 
 def test_no_two_classes_have_one_name() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import te_models
 from te_models.config.fields import ModelFields
-from te_models.config.layer import FeedforwardSpec, LinearSpec, MixerSpec, Section, Step, Tape
+from te_models.config.layer import FeedforwardSpec, LinearSpec, MixerSpec, Section
 from te_models.config.model import ModelConfig
 from te_models.interop import hf_places
 from te_models.interop.hf_family import Family
@@ -71,13 +71,6 @@ class TokenShiftSpec(MixerSpec):
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         """Return the bytes that decoding keeps: one token per row."""
         return batch * self.width * element
-
-    def steps(self, tape: Tape) -> list[Step]:
-        """Return the operations of a training step with the bytes that they save, for the memory plan."""
-        into, out = self.linears
-        width = tape.tokens * self.width * tape.element
-        shift = Step("shift", 3 * width, consumes=width, produces=2 * width, scratch=width)
-        return [tape.linear(into), shift, tape.linear(out)]
 
 
 class TokenShift(Mixer[TokenShiftSpec]):
@@ -167,13 +160,6 @@ class TanhMLPSpec(FeedforwardSpec):
 
     def parallel_obstacle(self, sequence: bool) -> str:
         return "an MLP with tanh is not divided between ranks: build the model without tp_mesh"
-
-    def halves(self, tape: Tape) -> tuple[list[Step], list[Step]]:
-        """Return the operations before and after what recompute may discard, the input of down_proj."""
-        up, down = self.linears
-        hidden = tape.rows * self.intermediate_size * tape.element
-        tanh = Step("tanh", hidden, consumes=hidden, produces=hidden)
-        return [tape.linear(up), tanh], [tape.linear(down)]
 
 
 class TanhMLP(Feedforward[TanhMLPSpec]):

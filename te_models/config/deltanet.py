@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from te_models.config.chunk_sizes import FP32
-from te_models.config.layer import LinearSpec, MixerSpec, Section, Step, Tape
+from te_models.config.layer import LinearSpec, MixerSpec, Section
 from te_models.config.settings import Settings, count
 from te_models.errors import ConfigError
 
@@ -153,78 +153,3 @@ class DeltaNetSpec(MixerSpec):
         return batch * (
             tail + sizes.num_value_heads * sizes.key_head_dim * sizes.value_head_dim * FP32
         )
-
-    # The memory of a training step. T tokens, N rows.
-
-    def steps(self, tape: Tape) -> list[Step]:
-        """Return qkvz_proj, ba_proj, the convolution, the gates, the delta rule, norm, output gate and out_proj."""
-        into, ba, out = self.linears
-        sizes = self.sizes
-        heads = self.sizes.num_value_heads
-        whole, logits = (tape.rows * linear.outputs * tape.element for linear in (into, ba))
-        mixed, value = (
-            tape.tokens * size * tape.element for size in (sizes.mixed_size, sizes.value_size)
-        )
-        gates = 2 * tape.tokens * heads * FP32
-        taps = sizes.mixed_size * sizes.conv_kernel_dim * tape.element
-        # ba_proj saves the input of both, unquantized under any recipe; the gradient of qkvz_proj is added to its own.
-        first = tape.linear(into, shared=True)
-        first = first._replace(produces=0, scratch=first.scratch + first.produces)
-        return [
-            first,
-            tape.linear(ba),
-            Step("split of q, k, v, z", consumes=mixed + value, produces=whole),
-            # The convolution reads q, k and v, the output gate z: views of the output of qkvz_proj.
-            Step("convolution", whole, consumes=mixed, produces=mixed, weights=taps),
-            Step(
-                "gates", logits, consumes=gates, produces=logits, weights=2 * heads * tape.element
-            ),
-            self._rule(tape),
-            Step(
-                "norm",
-                value + tape.tokens * heads * FP32,
-                consumes=value,
-                produces=value,
-                weights=sizes.value_head_dim * tape.element,
-            ),
-            Step(
-                "output gate",
-                value,
-                consumes=tape.rows * sizes.value_size * tape.element,
-                produces=2 * value,
-            ),
-            tape.linear(out),
-        ]
-
-    def _rule(self, tape: Tape) -> Step:
-        """Return the delta rule, which saves its inputs; on a GPU also what te_models.kernels.delta_rule calls saves.
-
-        That is the lengths of queries and keys, and per token, value head and token of its chunk an element of the
-        inverse of the chunk's system. Its backward makes the states [d_k, d_v] of all chunks and their gradients, three
-        tensors like the values, four like the keys of all value heads, one like the keys and one like the gates. The
-        plain version computes all of a row in FP32.
-        """
-        sizes = self.sizes
-        heads = self.sizes.num_value_heads
-        mixed, value = (
-            tape.tokens * size * tape.element for size in (sizes.mixed_size, sizes.value_size)
-        )
-        gates = 2 * tape.tokens * heads * FP32
-        chunk = min(CHUNK, tape.seq_len)
-        state = tape.tokens // chunk * heads * sizes.key_head_dim * sizes.value_head_dim
-        between = tape.tokens * heads * chunk
-        if tape.cuda and tape.element < FP32:
-            keys = tape.tokens * heads * sizes.key_head_dim * tape.element  # of each value head
-            saved = (
-                mixed
-                + gates
-                + 2 * tape.tokens * sizes.num_key_heads * FP32
-                + between * tape.element
-            )
-            own = tape.tokens * sizes.key_size * tape.element
-            scratch = 2 * state * tape.element + 3 * value + 4 * keys + own + gates
-        else:
-            width = 4 * sizes.key_head_dim + 4 * sizes.value_head_dim
-            saved = mixed + gates
-            scratch = (tape.tokens * heads * width + 4 * between + 2 * state) * FP32
-        return Step("delta rule", saved, consumes=value, produces=mixed + gates, scratch=scratch)

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from te_models.config.chunk_sizes import FP32
-from te_models.config.layer import FEATURE_ALIGNMENT, LinearSpec, MixerSpec, Section, Step, Tape
+from te_models.config.layer import FEATURE_ALIGNMENT, LinearSpec, MixerSpec, Section
 from te_models.config.settings import Settings, count, positive
 
 CHUNK = 16  # tokens that te_models.kernels.kda computes at once; their decays are a tensor [C, C, channels]
@@ -135,40 +135,3 @@ class KDASpec(MixerSpec):
         sizes = self.sizes
         tail = (sizes.conv_kernel_dim - 1) * 3 * sizes.inner_size * element
         return batch * (tail + sizes.inner_size * sizes.head_dim * FP32)
-
-    # The memory of a training step. T tokens, N rows.
-
-    def steps(self, tape: Tape) -> list[Step]:
-        """Return the projections, the convolution, the gates, the delta rule, the norm, the output gate and o_proj."""
-        into, gates, *up, out = self.linears
-        sizes = self.sizes
-        inner = tape.tokens * sizes.inner_size * tape.element
-        decays = tape.tokens * (sizes.inner_size + sizes.num_heads) * FP32
-        whole, logits = (tape.rows * linear.outputs * tape.element for linear in (into, gates))
-        weights = {name: size * tape.element for name, size in self.vectors.items()}
-        raised = inner if up else logits  # the logits of decays
-        first = tape.linear(into, shared=True)
-        first = first._replace(produces=0, scratch=first.scratch + first.produces)
-        return [
-            first,
-            tape.linear(gates),
-            Step("split of q, k, v, g, f, b", consumes=4 * inner, produces=whole + logits),
-            *(tape.linear(linear) for linear in up),
-            Step("convolution", whole, consumes=3 * inner, weights=weights["conv1d"]),
-            Step(
-                "gates",
-                raised + (logits if up else 0),
-                consumes=decays,
-                weights=weights["A_log"] + weights["dt_bias"],
-            ),
-            Step("delta rule", 3 * inner + decays, consumes=inner, produces=3 * inner + decays),
-            Step(
-                "norm",
-                inner + tape.tokens * sizes.num_heads * FP32,
-                consumes=inner,
-                produces=inner,
-                weights=weights["o_norm"],
-            ),
-            Step("output gate", 2 * inner, consumes=inner, produces=2 * inner),
-            tape.linear(out),
-        ]

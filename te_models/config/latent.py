@@ -16,8 +16,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from te_models.config.attention import SoftmaxAttentionSpec
-from te_models.config.chunk_sizes import FP32
-from te_models.config.layer import FEATURE_ALIGNMENT, LinearSpec, Section, Step, Tape
+from te_models.config.layer import FEATURE_ALIGNMENT, LinearSpec, Section
 from te_models.config.settings import Settings, count, positive
 
 
@@ -121,69 +120,6 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         """Return the bytes of the latent and of the rotated part of the key, which all heads share."""
         return batch * slots * (self.sizes.kv_lora_rank + self.sizes.qk_rope_head_dim) * element
-
-    # The memory of a training step. T tokens, N rows.
-
-    def steps(self, tape: Tape) -> list[Step]:
-        """Return qkv_a_proj, the norms and projections of the latents, attention and o_proj."""
-        into, *_, kv_b, out = self.linears
-        rank = self.sizes.q_lora_rank
-        whole = tape.rows * into.outputs * tape.element
-        first = rank if rank is not None else into.sections[0].used
-        latents = tape.rows * first + tape.tokens * self.sizes.kv_lora_rank
-        rotated = tape.tokens * self.sizes.qk_rope_head_dim
-        queries = (
-            []
-            if rank is None
-            else [self._norm(tape, "q_a", tape.rows, rank), tape.linear(self.linears[1])]
-        )
-        unpadded = tape.rows == tape.tokens and self.sizes.width == self.sizes.v_head_dim
-        return [
-            tape.linear(into),
-            Step("split of latents", consumes=(latents + rotated) * tape.element, produces=whole),
-            *queries,
-            self._norm(tape, "kv_a", tape.tokens, self.sizes.kv_lora_rank),
-            tape.linear(kv_b),
-            *self._attention(tape),
-            tape.linear(out, shared=unpadded and not self._copies(tape)),
-        ]
-
-    @staticmethod
-    def _norm(tape: Tape, name: str, rows: int, size: int) -> Step:
-        """Return the te.RMSNorm of a latent, which saves a contiguous copy of it and one FP32 per row."""
-        own = rows * size * tape.element
-        weights = size * tape.element
-        return Step(
-            f"{name}_layernorm", own + rows * FP32, consumes=own, produces=own, weights=weights
-        )
-
-    def _attention(self, tape: Tape) -> list[Step]:
-        """Return how heads are made of the projections, and attention on them.
-
-        It saves queries, keys, values and its output, all of one width, and one FP32 per query and head. Values that
-        need no wider heads are a view of the output of kv_b_proj, which then lives as long as they.
-        """
-        s = self.sizes
-        heads = self.heads.query
-        per_head = tape.tokens * heads
-        wide = per_head * s.width
-        kv = per_head * (s.qk_nope_head_dim + s.v_head_dim) * tape.element
-        made = per_head * s.qk_head_dim * tape.element + kv
-        element = FP32 if self._copies(tape) else tape.element
-        values = wide * element
-        if s.width == s.v_head_dim and not self._copies(tape):
-            values = kv * tape.rows // tape.tokens
-        grads = 3 * wide * tape.element
-        return [
-            Step("heads", consumes=grads, produces=made),
-            Step(
-                "attention",
-                3 * wide * element + values + per_head * FP32,
-                consumes=per_head * s.v_head_dim * element,
-                produces=grads,
-                scratch=wide * FP32,
-            ),
-        ]
 
 
 def _section(name: str, rows: int) -> Section:

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
-from typing import ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 from typing_extensions import Self
 
@@ -118,50 +118,6 @@ class LinearSpec:
             section.name: (start, section.used)
             for section, start in zip(self.sections, first, strict=True)
         }
-
-
-class Step(NamedTuple):
-    """One operation of a training step, in bytes: what its forward saves and what its backward allocates and frees."""
-
-    name: str
-    saved: int = 0  # saved by the forward, freed after the backward
-    copies: int = 0  # FP8 copies of its weight, saved and freed in the same way
-    consumes: int = 0  # gradients of its outputs, freed after the backward
-    produces: int = 0  # gradients of its inputs
-    scratch: int = 0  # allocated during its backward only
-    weights: int = 0  # gradients of its parameters
-    of_logits: bool = False  # whether `saved` is counted as logits
-
-
-class Tape(Protocol):
-    """A training step that is being planned (te_models.planning.operations.Tape), as descriptions see it."""
-
-    tokens: int  # T = B*S
-    rows: int  # N: tokens padded to the recipe's row alignment
-    seq_len: int  # S
-    alignment: int  # of the rows of each GEMM of the layer
-    element: int  # bytes of an activation
-    compiled: bool  # whether operations between the GEMMs are compiled
-    fused: bool  # whether fused kernels run
-    cuda: bool  # whether the step runs on a GPU
-
-    def linear(
-        self,
-        linear: LinearSpec,
-        *,
-        shared: bool = False,
-        rows: int | None = None,
-        gathered: bool = False,
-    ) -> Step:
-        """Return a te.Linear of `rows` rows (None: N); with `shared`, another operation saves its unquantized input.
-
-        With `gathered` they are rows of tokens, which experts take themselves.
-        """
-        ...
-
-    def gathers(self, linear: LinearSpec) -> bool:
-        """Return whether experts take rows of tokens themselves, instead of rows that were dispatched before."""
-        ...
 
 
 Item = TypeVar("Item", bound=Hashable)
@@ -269,25 +225,9 @@ class MixerSpec(PartSpec):
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         """Return the bytes that it keeps while decoding `batch` rows of up to `slots` tokens."""
 
-    @abstractmethod
-    def steps(self, tape: Tape) -> list[Step]:
-        """Return the operations of a training step in forward order."""
-
 
 class FeedforwardSpec(PartSpec):
     """A part that treats each token by itself."""
-
-    @property
-    def last(self) -> LinearSpec:
-        """The te.Linear whose input recompute may discard."""
-        return self.linears[-1]
-
-    @abstractmethod
-    def halves(self, tape: Tape) -> tuple[list[Step], list[Step]]:
-        """Return the operations of a training step in forward order.
-
-        The first half ends at a tensor that recompute may discard: the input of the te.Linear `last`.
-        """
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from te_models.config.chunk_sizes import FP32
-from te_models.config.layer import FEATURE_ALIGNMENT, LinearSpec, MixerSpec, Section, Step, Tape
+from te_models.config.layer import FEATURE_ALIGNMENT, LinearSpec, MixerSpec, Section
 from te_models.config.settings import Settings, count, positive, setting
 from te_models.errors import ConfigError
 
@@ -152,40 +152,3 @@ class Mamba2Spec(MixerSpec):
         sizes = self.sizes
         tail = (sizes.conv_kernel_dim - 1) * sizes.mixed_size * element
         return batch * (tail + sizes.inner_size * sizes.state_dim * FP32)
-
-    # The memory of a training step. T tokens, N rows.
-
-    def steps(self, tape: Tape) -> list[Step]:
-        """Return zxbcdt_proj, the convolution, the time steps, the state space, the gated norm and out_proj."""
-        into, out = self.linears
-        sizes = self.sizes
-        heads = self.sizes.num_heads
-        whole = tape.rows * into.outputs * tape.element
-        mixed, inner = (
-            tape.tokens * size * tape.element for size in (sizes.mixed_size, sizes.inner_size)
-        )
-        steps = tape.tokens * heads * FP32
-        rates = 2 * heads * FP32  # exp(A_log), and its negative
-        weights = {name: size * tape.element for name, size in self.vectors.items()}
-        return [
-            tape.linear(into),
-            Step("split of z, x, b, c, dt", consumes=mixed + inner, produces=whole),
-            Step("convolution", whole, consumes=mixed, produces=mixed, weights=weights["conv1d"]),
-            Step("time steps", consumes=steps, weights=2 * weights["dt_bias"]),
-            Step(
-                "state space",
-                mixed + steps + rates,
-                consumes=inner,
-                produces=mixed + steps,
-                scratch=8 * inner * FP32 // tape.element,
-                weights=weights["D"],
-            ),
-            Step(
-                "gated norm",
-                inner,
-                consumes=inner,
-                produces=2 * inner,
-                weights=weights.get("norm", 0),
-            ),
-            tape.linear(out),
-        ]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from te_models.config.layer import FeedforwardSpec, LinearSpec, Section, Step, Tape
+from te_models.config.layer import FeedforwardSpec, LinearSpec, Section
 
 # The activations that the kernels of an engine compute together with the FP8 input of down_proj, gated or not.
 HANDED_OVER = ("silu", "gelu_pytorch_tanh", "relu2")
@@ -64,14 +64,3 @@ class MLPSpec(FeedforwardSpec):
         if sequence and self.bias:
             return "sequence_parallel=True supports no mlp_bias: use sequence_parallel=False"
         return ""
-
-    def halves(self, tape: Tape) -> tuple[list[Step], list[Step]]:
-        """Return gate_up_proj and the activation, and down_proj."""
-        into, out = self.linears
-        hidden = tape.rows * self.intermediate_size * tape.element
-        width = tape.rows * into.outputs * tape.element
-        # Uncompiled, backward holds the gradients of both halves before it concatenates them.
-        swiglu = Step(
-            "swiglu", width, consumes=hidden, produces=width, scratch=0 if tape.compiled else width
-        )
-        return [tape.linear(into), swiglu], [tape.linear(out)]

@@ -15,15 +15,11 @@ from te_models.config.layer import (
     LayerSpec,
     LinearSpec,
     Section,
-    Step,
-    Tape,
 )
 from te_models.config.settings import Settings, count, positive, setting
 from te_models.errors import ConfigError, refuse
 
 MISSING = dataclasses.MISSING
-FP32 = 4
-INT64 = 8
 # te.RMSNorms with `separate_norms`, of the input and of the sum of the chosen experts, and of the shared one's output.
 SEPARATE_NORMS = ("expert_input_norm", "expert_output_norm", "shared_output_norm")
 MANY_RANKS = 8  # whose experts are not all listed
@@ -147,10 +143,6 @@ class MoESpec(FeedforwardSpec):
         return tuple(found)
 
     @property
-    def last(self) -> LinearSpec:
-        return self.linear("down_proj")
-
-    @property
     def vectors(self) -> Mapping[str, int]:
         """The experts' numbers for the choice and factors of their weights, and the norms."""
         e = self.experts
@@ -201,111 +193,6 @@ class MoESpec(FeedforwardSpec):
     def rows_of(self, linear: LinearSpec, tokens: int) -> int:
         """Return the rows of a te.Linear: each token goes through its own experts only."""
         return tokens * self.experts.num_experts_per_tok if linear.experts else tokens
-
-    def rows(self, tape: Tape) -> int:
-        """Return the rows of all experts of a step, padding included, if tokens are divided evenly among them."""
-        count = tape.tokens * self.experts.num_experts_per_tok
-        each = -(-count // self.experts.num_experts)
-        return (
-            count
-            if tape.alignment == 1
-            else self.experts.num_experts * -(-each // tape.alignment) * tape.alignment
-        )
-
-    def halves(self, tape: Tape) -> tuple[list[Step], list[Step]]:
-        """Return the operations up to the inputs of the projections down, and these with the combination."""
-        e = self.experts
-        element = tape.element
-        rows = self.rows(tape)
-        router, into, out, *others = self.linears
-        latents = [linear for linear in others if linear.name.startswith("latent_")]
-        shared = [linear for linear in others if linear not in latents]
-        scores = tape.tokens * e.num_experts * FP32
-        chosen = tape.tokens * e.num_experts_per_tok
-        stream = tape.rows * self.hidden_size * element
-        width = rows * (e.latent_size or self.hidden_size) * element
-        choosing = tape.linear(router)
-        widened = e.router_fp32 and element != FP32
-        saves_input = choosing.saved > 0  # a frozen router does not
-        if widened:
-            choosing = choosing._replace(
-                saved=(tape.rows * saves_input + e.num_experts) * self.hidden_size * FP32
-            )
-        # The logits, their softmax and the scores; logsumexp; the indices of the chosen, and what their division needs.
-        kept = tape.rows * e.num_experts * FP32 + 2 * scores + tape.tokens * FP32 + chosen * INT64
-        kept += (chosen + tape.tokens) * FP32 * e.norm_topk_prob
-        gathered = tape.gathers(into) and self.ranks == 1
-        if gathered and latents:  # of which nothing else saves the projections
-            kept += tape.rows * latents[0].outputs * element
-        elif gathered and (widened or not saves_input):  # then nothing else saves the tokens
-            kept += stream
-        first = [
-            choosing,
-            Step(
-                "scores", kept, consumes=chosen * FP32, produces=choosing.consumes, scratch=scores
-            ),
-            *([] if gathered else [Step("dispatch", consumes=width, produces=stream)]),
-            tape.linear(into, rows=rows, gathered=gathered),
-            self._swiglu(tape, rows, e.moe_intermediate_size),
-        ]
-        if shared:
-            size = e.shared_expert_intermediate_size
-            first += [
-                tape.linear(shared[0], shared=saves_input and not widened),
-                self._swiglu(tape, tape.rows, size),
-            ]
-        if e.shared_expert_gate:
-            first.append(tape.linear(shared[2], shared=True))
-        # Each of those that read the input but the last, which is the first in backward, adds its gradient to theirs.
-        added = [
-            router.name,
-            into.name if gathered else "dispatch",
-            *(linear.name for linear in shared[::2]),
-        ][:-1]
-        if (
-            e.separate_norms
-        ):  # the router's input is normed, and multiplied by its scale and by a number
-            normed = Step("router norm", 3 * stream + tape.rows * FP32, produces=stream)
-            first = [self._norm(tape, "expert_input_norm"), normed, *first]
-        first = [
-            step._replace(consumes=step.consumes + stream * (step.name in added)) for step in first
-        ]
-        places = (rows + chosen) * INT64 + chosen * FP32  # of tokens and rows, and the weights
-        consumed = stream * (not shared)  # else the shared expert's part needs it too
-        combine = Step("combine", width + places, consumes=consumed, produces=width + chosen * FP32)
-        second = [tape.linear(out, rows=rows), combine]
-        if shared:
-            second.append(tape.linear(shared[1]))
-        if e.shared_expert_gate:
-            both = stream + tape.rows * element
-            second.append(Step("shared gate", both, consumes=stream, produces=both))
-        if latents:  # the projections of tokens before and after the chosen experts
-            second.append(tape.linear(latents[1]))
-            first.insert(
-                2, tape.linear(latents[0], shared=bool(shared) or (saves_input and not widened))
-            )
-        if e.separate_norms:
-            second += [self._norm(tape, name) for name in SEPARATE_NORMS[1:]]
-        return first, second
-
-    def _norm(self, tape: Tape, name: str) -> Step:
-        """Return a te.RMSNorm of the tokens, which saves its input and one FP32 per row."""
-        stream = tape.rows * self.hidden_size * tape.element
-        weights = self.hidden_size * tape.element
-        return Step(
-            name, stream + tape.rows * FP32, consumes=stream, produces=stream, weights=weights
-        )
-
-    def _swiglu(self, tape: Tape, rows: int, size: int) -> Step:
-        hidden = rows * size * tape.element
-        both = hidden * (2 if self.gate else 1)
-        return Step(
-            "swiglu",
-            both,
-            consumes=hidden,
-            produces=both,
-            scratch=0 if tape.compiled else both,
-        )
 
     def _projections(
         self, prefix: str, hidden: int, size: int, experts: int, bias: bool = False

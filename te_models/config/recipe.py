@@ -17,13 +17,6 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Protocol
 
-from te_models.config.operand_layout import (
-    BLOCKS_OF_128,
-    MXFP8,
-    NVFP4,
-    PER_TENSOR,
-    OperandLayout,
-)
 from te_models.config.settings import Setting
 from te_models.config.toml import read_toml
 from te_models.errors import ConfigError, UsageError, refuse, unknown
@@ -74,10 +67,7 @@ EDGES = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "lm_head", 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Requirements of a Transformer Engine recipe class: `rows` and `features` of a GEMM must be multiples of these.
-
-    `layout` says how many bytes a quantized operand takes, for the memory plan.
-    """
+    """Requirements of a Transformer Engine recipe class: `rows` and `features` of a GEMM must be multiples of these."""
 
     # Name -> Transformer Engine's default.
     fields: Mapping[str, object] = field(default_factory=dict)
@@ -92,7 +82,6 @@ class Scheme:
         False  # scales and amax histories persist over steps and belong in a checkpoint
     )
     forward: str = "E4M3"
-    layout: OperandLayout = PER_TENSOR
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -107,16 +96,16 @@ SCHEMES: dict[str, Scheme] = {
     "Float8BlockScaling": Scheme(
         dict(fp8_format="E4M3", use_f32_scales=False, x_block_scaling_dim=1, w_block_scaling_dim=2,
              grad_block_scaling_dim=1, backward_override="none"),
-        scattered_rows=128, capability=(9, 0), available="is_fp8_block_scaling_available", layout=BLOCKS_OF_128,
+        scattered_rows=128, capability=(9, 0), available="is_fp8_block_scaling_available",
     ),
     "MXFP8BlockScaling": Scheme(
         dict(fp8_format="E4M3", enable_2d_quantization=False, backward_override="none"),
-        rows=32, features=32, capability=(10, 0), available="is_mxfp8_available", layout=MXFP8,
+        rows=32, features=32, capability=(10, 0), available="is_mxfp8_available",
     ),
     "NVFP4BlockScaling": Scheme(
         dict(disable_rht=False, disable_stochastic_rounding=False, disable_2d_quantization=False,
              backward_override="none"),
-        rows=128, features=32, capability=(10, 0), available="is_nvfp4_available", forward="E2M1", layout=NVFP4,
+        rows=128, features=32, capability=(10, 0), available="is_nvfp4_available", forward="E2M1",
     ),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
 
-from te_models.config.layer import LinearSpec, MixerSpec, Section, Step, Tape
+from te_models.config.layer import LinearSpec, MixerSpec, Section
 from te_models.config.settings import Settings, count, setting
 
 
@@ -92,16 +92,3 @@ class ShortConvSpec(MixerSpec):
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         """Return the bytes of the convolution's last inputs; the length changes nothing."""
         return batch * (self.sizes.kernel_dim - 1) * self.channels * element
-
-    def steps(self, tape: Tape) -> list[Step]:
-        """Return in_proj, the gated convolution, which saves its inputs, and out_proj."""
-        into, out = self.linears
-        whole = tape.rows * into.outputs * tape.element
-        conv = Step(
-            "convolution",
-            whole,
-            consumes=tape.rows * self.channels * tape.element,
-            produces=whole,
-            weights=self.vectors["conv"] * tape.element,
-        )
-        return [tape.linear(into), conv, tape.linear(out)]

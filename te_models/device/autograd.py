@@ -29,9 +29,11 @@ class Context:
 
 def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """Disable torch.autocast for the device of `tensor`, so that it does not narrow FP32 GEMMs."""
-    device = device_type(tensor)
-    return (
-        torch.autocast(device, enabled=False)
-        if torch.is_autocast_enabled(device)
-        else nullcontext()
-    )
+    if not autocast_enabled(tensor):
+        return nullcontext()
+    return torch.autocast(device_type(tensor), enabled=False)
+
+
+def autocast_enabled(tensor: Tensor) -> bool:
+    """Return whether torch.autocast is enabled for the device of `tensor`; on meta it never is."""
+    return not tensor.is_meta and torch.is_autocast_enabled(device_type(tensor))

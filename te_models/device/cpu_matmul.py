@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from te_models.device.allocations import on_gpu
 from te_models.device.measured import once
 
 # Rows that a packed weight multiplies at most, those of a step of generation. Of 33 AMX sums in another order.
@@ -22,7 +23,7 @@ def matmul(
     """
     dtype = dtype or a.dtype
     if out is not None:
-        return torch.mm(a, b, out=out) if a.is_cuda else out.copy_(matmul(a, b, bias, dtype))
+        return torch.mm(a, b, out=out) if on_gpu(a) else out.copy_(matmul(a, b, bias, dtype))
     if (
         a.dtype in (torch.bfloat16, torch.float16)
         and a.device.type == "cpu"
@@ -32,7 +33,7 @@ def matmul(
         return (out if bias is None else out + bias.float()).to(dtype)
     if bias is not None:
         return torch.addmm(bias, a, b).to(dtype)
-    if dtype == torch.float32 and a.is_cuda and a.dtype != dtype:
+    if dtype == torch.float32 and on_gpu(a) and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)
 
@@ -53,7 +54,7 @@ def packed_matmul(a: Tensor, weight: Tensor) -> Tensor:
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a [M, K] @ b [K, N] to `total` [M, N] in FP32; on a GPU the GEMM itself accumulates."""
-    if a.is_cuda and a.dtype != torch.float32:
+    if on_gpu(a) and a.dtype != torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += matmul(a, b, dtype=torch.float32)

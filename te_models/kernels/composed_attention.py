@@ -63,6 +63,11 @@ def _weights(
     return scores, weights / total, share / total
 
 
+def _rows(q: Tensor) -> range:
+    """Return the rows of the batch; without data they are all alike."""
+    return range(1 if q.is_meta else len(q))
+
+
 def _row(tensor: Tensor, row: int, heads: int) -> Tensor:
     """Return row `row` of q or of its gradient [B, N, S, H] as FP32 [K, N/K, S, H]."""
     return tensor[row].float().unflatten(0, (heads, -1))
@@ -87,7 +92,7 @@ class _ComposedAttention(torch.autograd.Function):
         ctx.mask = mask  # all layers share it
         ctx.numbers = (scale, cap)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for row in range(len(q)):
+        for row in _rows(q):
             own = _row(q, row, k.shape[1]), k[row].float(), v[row].float()
             out[row] = _attend(*own, _of_row(mask, row), Softmax(scale, cap, sinks))[0].flatten(
                 0, 1
@@ -106,7 +111,7 @@ class _ComposedAttention(torch.autograd.Function):
         dk = torch.empty_like(k)
         dv = torch.empty_like(v)
         dsinks = torch.zeros(q.shape[1], device=q.device)
-        for row in range(len(q)):
+        for row in _rows(q):
             own = _row(q, row, heads), k[row].float(), v[row].float()
             _, capped, weights, share = _attend(*own, _of_row(ctx.mask, row), how)
             slope = _row(dy, row, heads).flatten(1, 2)  # [K, N/K*S, H]

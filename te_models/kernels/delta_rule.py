@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.config.deltanet import CHUNK
+from te_models.device.allocations import on_gpu
+from te_models.device.autograd import Context
 from te_models.kernels.chunks import chunked_decays
 from te_models.kernels.from_inputs import from_inputs
 
@@ -55,6 +57,8 @@ def delta_rule(
     """
     if runs_on_kernels(q.device, q.dtype) and k.shape[3] <= WIDEST:
         return _by_kernels(q, k, v, g, beta, state, documents)
+    if q.is_meta and on_gpu(q) and q.dtype.itemsize == 2:
+        return kernels_without_data(q, k, v, g, beta), None
     if state is None:
         return _outputs(q, k, v, g, beta, documents), None
     if q.shape[1] == 1:
@@ -184,6 +188,41 @@ def delta_rule_kernel(device: torch.device, dtype: torch.dtype) -> str:
     if device.type != "cuda" or dtype.itemsize != 2:
         return "plain PyTorch"
     return "plain PyTorch, many times slower: te-models[hybrid] is missing"
+
+
+def kernels_without_data(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """Return the outputs of whole rows, on meta, with the memory of flash-linear-attention's kernels."""
+    return _KernelsWithoutData.apply(q, k, v, g, beta)
+
+
+class _KernelsWithoutData(torch.autograd.Function):
+    """The memory of flash-linear-attention's kernels for whole rows, on meta.
+
+    They save their inputs, the lengths of queries and keys, and per token, value head and token of its chunk an element
+    of the inverse of the chunk's system. Backward makes the states [d_k, d_v] of all chunks and their gradients, three
+    tensors like the values, four like the keys of all value heads, one like the keys and one like the gates.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        batch, seq, heads, _ = v.shape
+        lengths = [q.new_empty(q.shape[:3], dtype=torch.float32) for _ in "qk"]
+        inverse = v.new_empty(batch, seq, heads, min(CHUNK, seq))
+        ctx.save_for_backward(q, k, v, g, beta, inverse, *lengths)
+        return torch.empty_like(v)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, g, beta, *_ = ctx.saved_tensors
+        batch, seq, heads, width = v.shape
+        chunks = -(-seq // min(CHUNK, seq))
+        states = [v.new_empty(batch, chunks, heads, k.shape[3], width) for _ in "12"]
+        values = [torch.empty_like(v) for _ in "123"]
+        keys = [v.new_empty(batch, seq, heads, k.shape[3]) for _ in "1234"]
+        others = (torch.empty_like(k), torch.empty_like(g), torch.empty_like(beta))
+        found = tuple(torch.empty_like(x) for x in (q, k, v, g, beta))
+        del states, values, keys, others
+        return found
 
 
 def _by_kernels(

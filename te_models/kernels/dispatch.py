@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from te_models.config.recipe import EngineRecipe
 from te_models.errors import check_known
-from te_models.kernels import elementwise, expert_rows, gated_attention, handover, lm_head
+from te_models.kernels import elementwise, expert_rows, gated_attention, handover, lm_head, planned
 from te_models.kernels.from_inputs import from_inputs
 
 
@@ -94,7 +94,11 @@ def compile_status(mode: str | None, place: str) -> str:
 @functools.cache
 def compiled_kernels(mode: str) -> Kernels:
     """Return the plain operations, each compiled to one kernel forward and one backward (torch.compile)."""
-    fused = functools.partial(torch.compile, mode=COMPILE_MODES[mode])
+    return with_compiler(functools.partial(torch.compile, mode=COMPILE_MODES[mode]))
+
+
+def with_compiler(fused: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Kernels:
+    """Return the plain operations, each as the compiler `fused` makes it."""
     forward = fused(elementwise.mlp_activation)
     backward = fused(elementwise.mlp_activation_backward)
     return Kernels(
@@ -126,6 +130,16 @@ def get_kernels(
     if not fused:
         return kernels
     return replace(kernels, **fused_operations(device), **te.handover)
+
+
+def planned_kernels(te: ModuleType, *, compile: bool, fused: bool) -> Kernels:
+    """Return the kernels of a model without data, on meta (te_models.planning.measured)."""
+    kernels = with_compiler(planned.opaque) if compile else PLAIN
+    if not fused:
+        return replace(kernels, **te.unfused)
+    own = dict(attention=planned.ATTENTION, expert_rows=planned.ROWS)
+    loss = dict(loss_and_gradient=planned.LOSS, multiply=planned.MULTIPLY)
+    return replace(kernels, **own, **loss, **te.handover)
 
 
 def fused_operations(device: torch.device) -> dict[str, Any]:

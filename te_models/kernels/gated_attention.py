@@ -25,9 +25,10 @@ from torch import Tensor
 
 from te_models.config.attention import AttentionSpec, Heads
 from te_models.config.layer import first_rows
+from te_models.device.allocations import on_gpu
 from te_models.device.autograd import Context
 from te_models.kernels.handover import CastTarget, CastTargets
-from te_models.kernels.sdpa import suits_cudnn
+from te_models.kernels.sdpa import backward_workspace, suits_cudnn
 
 if TYPE_CHECKING:
     from te_models.kernels.handover_triton import FP8Data
@@ -48,7 +49,7 @@ def can_fuse(
         return True
     if spec.sinks or spec.softcap is not None:
         return False
-    return device.type != "cuda" or suits_cudnn(tokens, spec.heads.dim, dtype)
+    return device.type == "cpu" or suits_cudnn(tokens, spec.heads.dim, dtype)
 
 
 def split_heads(
@@ -423,7 +424,7 @@ def _attention(
     """Return the output of attention of [B, heads, S, H], in spans or causal, and what its backward needs."""
     if setting.spans is not None:
         return setting.spans.forward(q, k, v, setting.scale, sinks, setting.cap)
-    if q.is_cuda:
+    if on_gpu(q):
         return torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, True, False, scale=setting.scale
         )
@@ -451,12 +452,14 @@ def _attention_backward(
         return setting.spans.backward(
             dy, q, k, v, out, *kept, scale=scale, sinks=sinks, cap=setting.cap
         )
-    if q.is_cuda:
+    if on_gpu(q):
         log_sum, cum_q, cum_k, max_q, max_k, seed, offset, _ = kept
         lengths = (cum_q, cum_k, max_q, max_k)
+        workspace = backward_workspace(q)
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             dy, q, k, v, out, log_sum, seed, offset, None, *lengths, 0.0, True, scale=scale
         )
+        del workspace
         return *grads, None
     group = q.shape[1] // k.shape[1]
     wide = [t.float().repeat_interleave(group, 1) for t in (k, v)]

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_models.device.allocations import on_gpu
 from te_models.device.autograd import Context
 from te_models.kernels.groups import Groups
 
@@ -42,7 +43,7 @@ def low_rank_product(
     x: Tensor, a: Tensor, b: Tensor, scaling: float, rows: list[int] | Groups
 ) -> Tensor:
     """Return scaling * B(A(x)) of x [R, I] with the A and B of each row's expert, `a` [E, r, I] and `b` [E, O, r]."""
-    if extra := -a.shape[1] % RANKS * x.is_cuda:
+    if extra := -a.shape[1] % RANKS * on_gpu(x):
         a = F.pad(a, (0, 0, 0, extra))
         b = F.pad(b, (0, extra))
     return grouped_product(grouped_product(x, a, rows) * scaling, b.contiguous(), rows)
@@ -50,6 +51,8 @@ def low_rank_product(
 
 def _by_expert(x: Tensor, matrices: Tensor, rows: list[int] | Groups) -> Tensor:
     """Return the product of x [R, A] with the matrices [E, A, B], [R, B]."""
+    if x.is_meta:
+        return x.new_empty(len(x), matrices.shape[2])
     if isinstance(rows, Groups) or _in_one_launch(x, matrices.shape[2]):
         return F.grouped_mm(x, matrices, offs=_ends(rows, x.device))
     return torch.cat([part @ matrix for part, matrix in zip(x.split(rows), matrices, strict=True)])
@@ -57,6 +60,9 @@ def _by_expert(x: Tensor, matrices: Tensor, rows: list[int] | Groups) -> Tensor:
 
 def _sums(dy: Tensor, x: Tensor, rows: list[int] | Groups) -> Tensor:
     """Return for each expert the sum of the outer products of its rows of dy [R, O] and x [R, I]: [E, O, I]."""
+    if x.is_meta:
+        experts = rows.experts if isinstance(rows, Groups) else len(rows)
+        return x.new_empty(experts, dy.shape[1], x.shape[1])
     if isinstance(rows, list) and not _in_one_launch(x, dy.shape[1]):
         return torch.stack([a.t() @ b for a, b in zip(dy.split(rows), x.split(rows), strict=True)])
     ends = _ends(rows, x.device)

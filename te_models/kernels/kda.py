@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.config.kda import CHUNK
+from te_models.device.allocations import on_gpu
 from te_models.kernels.chunks import of_documents
-from te_models.kernels.delta_rule import EPSILON, FORGET
+from te_models.kernels.delta_rule import EPSILON, FORGET, kernels_without_data
 from te_models.kernels.from_inputs import from_inputs
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ def kimi_delta_rule(
         kernels = packaged()
         assert kernels is not None
         return by_linear_attention(*kernels, q, k, v, g, beta, state, documents)
+    if q.is_meta and on_gpu(q) and q.dtype.itemsize == 2:
+        return kernels_without_data(q, k, v, g, beta), None
     if state is None:
         return _outputs(q, k, v, g, beta, documents), None
     if q.shape[1] == 1:

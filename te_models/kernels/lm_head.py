@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from te_models.config.chunk_sizes import head_rows
+from te_models.device.allocations import on_gpu
 from te_models.device.autograd import Context
 from te_models.device.cpu_matmul import add_product, matmul
 from te_models.kernels.elementwise import scaled_logits
@@ -40,7 +41,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         count = (targets != -100).sum().clamp(min=1)
         total = torch.zeros((), dtype=torch.float32, device=x.device)
-        for start in range(0, len(x), chunk):
+        for start in _starts(x, chunk):
             part = slice(start, start + chunk)
             logits = matmul(x[part], weight.t())
             loss, dlogits = kernel(logits, targets[part], count, any(wants))
@@ -71,6 +72,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.multiply(slopes, grad)
         scaled = iter(slopes)
         return *(None if slope is None else next(scaled) for slope in saved), None, None, None, None
+
+
+def _starts(x: Tensor, chunk: int) -> Iterable[int]:
+    """Return the first row of each chunk of x [T, D]; without data all but the first and the last are alike."""
+    starts = range(0, len(x), chunk)
+    return (*starts[:2], *starts[2:][-1:]) if x.is_meta else starts
 
 
 def loss_and_gradient(
@@ -133,7 +140,5 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():
         x = x.detach()  # else needs_input_grad is True even here: two products in vain
         weight = weight.detach()
-    rows = chunk or head_rows(
-        len(x), weight.shape[0], weight.shape[1], x.device.type == "cuda", trained
-    )
+    rows = chunk or head_rows(len(x), weight.shape[0], weight.shape[1], on_gpu(x), trained)
     return _LinearCrossEntropy.apply(x, weight, targets, rows, kernel, multiply)

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from te_models.config.attention import CUDNN_DIMS, CUDNN_DIMS_ANYWHERE
+from te_models.device.allocations import on_gpu
+from te_models.device.autograd import Context
 from te_models.device.cudnn import cudnn_is_sound
 
 # cuDNN takes 0.5 to 0.9 of FlashAttention-2's time for every head dimension of CUDNN_DIMS, at all lengths that
@@ -78,6 +80,8 @@ def _decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: floa
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, order: list[SDPBackend], options: dict[str, Any]
 ) -> Tensor:
+    if q.is_meta:
+        return _without_data(q, k, v, options["attn_mask"])
     if q.is_cuda:
         with sdpa_kernel(order, set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, **options)
@@ -85,6 +89,41 @@ def _attention(
     if (mask := options["attn_mask"]) is not None and mask.is_floating_point():
         options = {**options, "attn_mask": mask.float()}
     return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
+
+
+class _WithoutData(torch.autograd.Function):
+    """The memory of PyTorch's kernels: they save q, k, v, the mask, their output, and one FP32 per query and head."""
+
+    @staticmethod
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
+        log_sum = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        out = out.transpose(1, 2)
+        ctx.save_for_backward(q, k, v, mask, out, log_sum)
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        workspace = backward_workspace(q)
+        made = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        del workspace
+        return *made, None
+
+
+def _without_data(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Run attention on meta, where PyTorch would compose it of operations."""
+    if on_gpu(q):
+        return _WithoutData.apply(q, k, v, None if mask is None else mask.to(q.dtype))
+    mask = None if mask is None else mask.float()
+    return _WithoutData.apply(q.float(), k.float(), v.float(), mask).to(q.dtype)
+
+
+def backward_workspace(q: Tensor) -> Tensor | None:
+    """Return the memory that a kernel takes in backward beside the gradients, on meta: dq is summed in FP32."""
+    if not (q.is_meta and on_gpu(q)):
+        return None
+    return torch.empty(q.shape, dtype=torch.float32, device=q.device)
 
 
 def attention_mask(

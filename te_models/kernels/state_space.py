@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.config.mamba2 import CHUNK
+from te_models.device.allocations import on_gpu
+from te_models.device.autograd import Context
 from te_models.kernels.chunks import chunked_decays
 from te_models.kernels.delta_rule import FORGET
 from te_models.kernels.from_inputs import from_inputs
@@ -57,11 +59,35 @@ def state_space(
     kernels = _kernels(x, b)
     if kernels is not None:
         return kernels(x, dt, a, b, c, d, state, documents)
+    if x.is_meta and on_gpu(x) and x.dtype.itemsize == 2:
+        return _KernelsWithoutData.apply(x, dt, a, b, c, d), None
     if state is None:
         return _outputs(x, dt, a, b, c, d, documents), None
     if x.shape[1] == 1:
         return recurrent(x, dt, a, b, c, d, state)
     return chunked(x, dt, a, b, c, d, state, documents)
+
+
+class _KernelsWithoutData(torch.autograd.Function):
+    """The memory of the kernels for whole rows, on meta: they save their inputs.
+
+    Backward makes the states [P, N] before all chunks, and their gradients, in FP32.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return torch.empty_like(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, ...]:
+        x, _, _, b, *_ = ctx.saved_tensors
+        chunks = -(-x.shape[1] // KERNEL_CHUNK)
+        shape = (x.shape[0], chunks, *x.shape[2:], b.shape[3])
+        states = [x.new_empty(shape, dtype=torch.float32) for _ in "12"]
+        found = tuple(torch.empty_like(value) for value in ctx.saved_tensors)
+        del states
+        return found
 
 
 @from_inputs

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
+from te_models.config.layer import LayerSpec
 from te_models.config.model import ModelConfig
 from te_models.config.options import RecipeOptions
 from te_models.config.precision import precisions
@@ -196,6 +197,9 @@ class Decoder(nn.Module):
         if initialize and where.type != "meta":
             self.init_weights()
 
+    def _make_block(self, spec: LayerSpec, layer: int, factory: Factory) -> nn.Module:
+        return Block(spec, layer, factory, self.config.residual_multiplier)
+
     def _make_modules(self, factory: Factory) -> None:
         """Make the embedding, the blocks, the norm and the head, without values."""
         config = self.config
@@ -207,7 +211,7 @@ class Decoder(nn.Module):
         self.embedding_multiplier = config.embedding_multiplier
         self.layers = nn.ModuleList()
         for layer, spec in enumerate(self.specs):
-            self.layers.append(Block(spec, layer, factory, config.residual_multiplier))
+            self.layers.append(self._make_block(spec, layer, factory))
         plain = False if config.plain_final_norm else None
         self.norm = factory.norm(config.hidden_size, zero_centered=plain)
         self.lm_head = factory.linear(config.head, fp8_weight=not config.tie_word_embeddings)

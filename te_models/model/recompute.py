@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from te_models.config.recipe import EngineRecipe
 from te_models.config.recompute_modes import recomputes_block, recomputes_mlp, recomputes_product
+from te_models.device.allocations import counted_as
 from te_models.errors import EngineError
 from te_models.fp8.scaling_state import DelayedState, delayed_states, overwrite
 from te_models.kernels.early_save import discarding
@@ -140,7 +141,8 @@ class Recompute:
     def _recompute(self) -> Iterator[None]:
         self.recomputing, before = True, self.recomputing
         try:
-            yield
+            with counted_as("recomputed"):
+                yield
         finally:
             self.recomputing = before
 

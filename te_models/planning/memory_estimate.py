@@ -1,22 +1,24 @@
-"""Predict the memory of a training step from the shapes alone, without a model or a GPU.
+"""Predict the memory of a training step, without a GPU and without data.
 
-Walking the operations of te_models/planning/operations.py forward and then backward gives the memory at every moment;
-the largest is the peak. tests/planning/test_memory_plan.py compares it with peaks measured on an H200.
+One block of each kind runs on the meta device (te_models/planning/measured.py). Going through all of them forward and
+then backward gives the memory at every moment; the largest is the peak. tests/planning/test_memory_plan.py compares it
+with peaks measured on GPUs.
 
-Not counted: CUDA's context (outside PyTorch's allocator), fragmentation, the up to 1 MiB by which the allocator rounds
-up a tensor, and temporaries of the forward, which are always smaller than those of the backward that follows.
+Not counted: CUDA's context (outside PyTorch's allocator), fragmentation, and the up to 1 MiB by which the allocator
+rounds up a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
 
 from te_models.config.chunk_sizes import EXCHANGE_CHUNK, UPDATE_CHUNK
 from te_models.config.model import ModelConfig
-from te_models.config.precision import HEAD, precisions
-from te_models.config.recipe import SCHEMES, Recipe
-from te_models.planning.operations import PER_TENSOR, Region, Tape, Training, operand_bytes
+from te_models.config.recipe import Recipe
+from te_models.planning.measured import PARTS, REST, MeasuredStep, Profile, Standing, Stretches
 from te_models.planning.parameter_bytes import (
     FP32,
     OPTIMIZERS,
@@ -24,6 +26,7 @@ from te_models.planning.parameter_bytes import (
     model_parameters,
     trained_parameters,
 )
+from te_models.planning.training import Training
 
 CUBLAS_WORKSPACE = (
     2**25 + 1024
@@ -61,101 +64,89 @@ class Memory:
         return Memory(self.moment if moment is None else moment, **{**parts, **grown})
 
 
-def fp8_saving(config: ModelConfig, recipe: Recipe, training: Training) -> int:
-    """Return the bytes that FP8 primary weights save over unquantized ones, in all layers together.
+def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> list[Memory]:
+    """Return the moments that can be the peak: the loss, the worst of backward, and the update."""
+    measured = MeasuredStep(config, recipe, training.setting)
+    run = measured.run(training.batch_size)
+    standing = _standing(config, training, measured, run.standing)
+    walk = _Walk(training.gpus)
+    walk.through("embedding", run.embedding)
+    moved = _moved(measured, run, training)
+    for depth, layer in enumerate(measured.same):
+        walk.through("forward", run.forward[layer])
+        if depth in moved:
+            walk.add(-moved[depth])
+    walk.through("loss", run.head)
+    walk.through("loss", run.loss)
+    for depth in reversed(range(len(measured.same))):
+        if depth - 1 in moved:  # the first backward of a block fetches the one below it
+            walk.add(moved[depth - 1])
+        walk.through(f"backward of layer {depth}", run.backward[measured.same[depth]])
+    walk.through("backward of the embedding", run.rest)
+    loss = walk.worst.pop("loss")
+    name, worst = max(walk.worst.items(), key=lambda item: int(item[1].sum()))
+    moments = [
+        standing.plus("loss", **dict(zip(PARTS, loss.tolist(), strict=True))),
+        standing.plus(name, **dict(zip(PARTS, worst.tolist(), strict=True))),
+    ]
+    if training.optimizer is not None and not training.lora_rank:
+        moments.append(
+            replace(standing, moment="optimizer step", gradients=_updated(config, training))
+        )
+    return moments
 
-    With one scale per tensor only their rowwise copy is stored (te_models.fp8.primary_weights.drop_transposed).
+
+class _Walk:
+    """The memory along the stretches of a step, in the columns of PARTS; `worst` has the worst moment by its name."""
+
+    def __init__(self, gpus: int) -> None:
+        # Under FSDP2 the shard of a gradient stays; whole ones are in buffers that `_standing` counts.
+        self.divisor = torch.tensor([gpus if name == "gradients" else 1 for name in PARTS])
+        self.now = torch.zeros(len(PARTS), dtype=torch.int64)
+        self.worst: dict[str, Tensor] = {}
+
+    def through(self, name: str, profile: Profile) -> None:
+        """Go through a stretch."""
+        moments = profile.moments // self.divisor + self.now
+        highest = moments[int(moments.sum(1).argmax())]
+        if name not in self.worst or highest.sum() > self.worst[name].sum():
+            self.worst[name] = highest
+        self.now = moments[-1]
+
+    def add(self, change: Tensor) -> None:
+        """Move tensors to the host, or back."""
+        self.now = self.now + change
+
+
+def _moved(measured: MeasuredStep, run: Stretches, training: Training) -> dict[int, Tensor]:
+    """Return what activation offload moves to the host: of all blocks but the last what their forward leaves.
+
+    FP8 copies of weights too, unless the next micro-batch uses them. Storages of up to 1 MiB, which
+    te_models/model/offload.py leaves on the device, are not told apart.
     """
-    if not training.fp8_params:
-        return 0
-    saved = 0
-    element = training.dtype_bytes
-    linears = {**config.linears, **({} if config.tie_word_embeddings else {HEAD: config.head})}
-    found = precisions(recipe, config.layers)
-    for name, linear in linears.items():
-        own = found[name].recipe
-        if own is not None:
-            copies = "rowwise" if own.scheme in PER_TENSOR else "both"
-            stored = operand_bytes(own, linear.outputs, linear.inputs, "w", copies)
-            saved += linear.gemms * (linear.outputs * linear.inputs * element - stored)
-    return saved
+    if not training.activation_offload:
+        return {}
+    stays = "fp8_weight_copies" if training.cached_weights else ""
+    goes = torch.tensor([name != stays for name in PARTS])
+    return {depth: run.forward[layer].end * goes for depth, layer in enumerate(measured.same[:-1])}
 
 
-def _after_forward(
-    now: Memory, region: Region, activations: bool = True, copies: bool = True
+def _standing(
+    config: ModelConfig, training: Training, measured: MeasuredStep, found: Standing
 ) -> Memory:
-    """Add what the region's forward saves, or one part of it."""
-    if region.recompute_input is not None:
-        return now.plus(activations=region.recompute_input * activations)
-    logits = sum(step.saved for step in region.steps if step.of_logits)
-    saved = sum(step.saved for step in region.steps) - logits
-    weights = sum(step.copies for step in region.steps)
-    return now.plus(
-        activations=saved * activations, logits=logits, fp8_weight_copies=weights * copies
-    )
-
-
-def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Memory]:
-    """Yield the memory during each step's backward, from the loss down to the embedding.
-
-    The first backward of an offloaded block fetches the block below it from the host. FP8 copies of weights are
-    offloaded too, unless the next micro-batch uses them.
-    """
-    shared = training.gradient_sums
-    on_host = {region.block for region in regions if region.offloaded}
-    for region in regions:
-        now = _after_forward(now, region, not region.offloaded, shared or not region.offloaded)
-    for region in reversed(regions):
-        if region.block is not None and (below := region.block - 1) in on_host:
-            on_host.remove(below)
-            for other in regions:
-                now = _after_forward(now, other, True, not shared) if other.block == below else now
-        where = "activations"
-        if region.recompute_input is not None:
-            where = "recomputed"
-            extra = sum(step.saved for step in region.steps) - region.recompute_input
-            now = now.plus(
-                recomputed=extra, fp8_weight_copies=sum(step.copies for step in region.steps)
-            )
-        for number, step in reversed(list(enumerate(region.steps))):
-            passing = step.produces + step.scratch
-            weights = 0 if training.lora_rank else step.weights
-            if training.gradient_sums:
-                yield now.plus(step.name, activation_gradients=passing + weights)
-            else:  # a new gradient stays; under FSDP2 its shard does, and whole gradients are in buffers counted above
-                now = now.plus(gradients=weights // training.gpus)
-                yield now.plus(step.name, activation_gradients=passing)
-            change = step.produces - step.consumes
-            now = now.plus(fp8_weight_copies=-step.copies, activation_gradients=change)
-            saved = step.saved
-            if (
-                region.recompute_input is not None and number == 0
-            ):  # saved since the forward, so not recomputed
-                now = now.plus(activations=-region.recompute_input)
-                saved = saved - region.recompute_input
-            now = now.plus(None, **{"logits" if step.of_logits else where: -saved})
-
-
-def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory:
     """Return the memory before the forward."""
     parameters = model_parameters(config)
     element = training.dtype_bytes
     gpus = training.gpus
-    every = sum(p.numel for p in parameters) * element - fp8_saving(config, recipe, training)
-    share = -(-every // gpus)
+    blocks = sum(found.weights[layer] for layer in measured.same)
+    share = -(-(blocks + found.weights[REST]) // gpus)
     gathered = 0
     whole = 0
-    if (
-        gpus > 1
-    ):  # FSDP2 gathers the running unit and the next; embedding, norm and head stay gathered
-        block = (
-            sum(p.numel for p in parameters if p.kind in ("hidden", "gate"))
-            // config.num_hidden_layers
-            * element
-        )
-        gathered = sum(p.numel for p in parameters if p.kind == "table") * element + 2 * block
-        whole = gathered
-        gathered -= 2 * fp8_saving(config, recipe, training) // config.num_hidden_layers
+    if gpus > 1:  # FSDP2 gathers the running unit and the next; embedding, norm and head stay
+        matrices = sum(p.numel for p in parameters if p.kind in ("hidden", "gate")) * element
+        tables = sum(p.numel for p in parameters if p.kind == "table") * element
+        whole = tables + 2 * (matrices // config.num_hidden_layers)
+        gathered = tables + 2 * (blocks // config.num_hidden_layers)
     trained = trained_parameters(config, training.lora_rank, training.lora_experts)
     own = sum(p.numel for p in trained) * element if training.lora_rank else 0
     state = 0
@@ -166,38 +157,14 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
         )
     summed = training.gradient_sums or (training.lora_rank > 0 and gpus > 1)
     sums = summed * FP32 * sum(p.numel for p in trained)
+    scales = found.states.get(REST, 0) + sum(found.states.get(n, 0) for n in measured.same)
     return Memory(
         weights=share + gathered + own,
         gradients=(own if training.lora_rank else whole) + sums,
         optimizer=state,
-        fp8_weight_copies=_delayed_state(config, recipe),
+        fp8_weight_copies=scales,
         workspace=CUBLAS_WORKSPACE if training.cuda else 0,
     )
-
-
-def _delayed_state(config: ModelConfig, recipe: Recipe) -> int:
-    """Return the bytes of FP32 scales and amax histories: three forward and two backward slots per linear."""
-    linears = {**config.linears, HEAD: config.head}
-    found = [
-        (linears[name].gemms, own.recipe) for name, own in precisions(recipe, config.layers).items()
-    ]
-    delayed = [
-        (gemms, own) for gemms, own in found if own is not None and SCHEMES[own.scheme].stateful
-    ]
-    return sum(g * 5 * FP32 * (own.fields["amax_history_len"] + 1) for g, own in delayed)
-
-
-def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> list[Memory]:
-    """Return the moments that can be the peak: backward of the loss, the worst of the rest, and the update."""
-    standing = _standing(config, recipe, training)
-    loss, *rest = _walk(list(Tape(config, recipe, training).regions()), standing, training)
-    worst = max(rest, key=lambda memory: memory.total)
-    moments = [replace(loss, moment="loss"), replace(worst, moment=f"backward of {worst.moment}")]
-    if training.optimizer is not None and not training.lora_rank:
-        moments.append(
-            replace(standing, moment="optimizer step", gradients=_updated(config, training))
-        )
-    return moments
 
 
 def _updated(config: ModelConfig, training: Training) -> int:
@@ -229,12 +196,12 @@ def _updated(config: ModelConfig, training: Training) -> int:
 def saved_bytes(
     config: ModelConfig, recipe: Recipe, training: Training, on_host: bool = False
 ) -> int:
-    """Return the bytes that autograd saves for backward: activations, logits and FP8 copies of weights.
+    """Return the bytes that a forward leaves for backward: activations, logits and FP8 copies of weights.
 
     With `on_host`, return only those that activation offload moves to the host.
     """
-    saved = Memory()
-    for region in Tape(config, recipe, training).regions():
-        if region.offloaded or not on_host:
-            saved = _after_forward(saved, region, copies=not (on_host and training.cached_weights))
-    return saved.total
+    measured = MeasuredStep(config, recipe, training.setting)
+    if not on_host:
+        return measured.kept(training.batch_size)
+    moved = _moved(measured, measured.run(training.batch_size), training)
+    return sum(int(part.sum()) for part in moved.values())

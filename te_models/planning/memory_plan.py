@@ -14,7 +14,6 @@ from te_models.config.recipe import Recipe
 from te_models.config.recompute_modes import MODES, check_mode
 from te_models.errors import check_known, refuse
 from te_models.planning.memory_estimate import Memory, memory_moments, saved_bytes
-from te_models.planning.operations import Training
 from te_models.planning.parameter_bytes import (
     DEFAULTS,
     OPTIMIZERS,
@@ -23,6 +22,7 @@ from te_models.planning.parameter_bytes import (
     trained_parameters,
 )
 from te_models.planning.printable import Printable
+from te_models.planning.training import Training
 
 GPUS = {"24 GB": 24, "48 GB": 48, "80 GB": 80, "141 GB": 141}  # sizes as sold: 10^9 bytes
 # The fraction left free covers the error of the prediction. CUDA's context fits in the memory that a GPU has beyond its
@@ -80,6 +80,7 @@ class MemoryPlan(Printable):
             return 0
         while above >= 0:
             further = most + 1 + int(1.05 * above * (most - least) / max(1.0, below - above))
+            further = min(further, 100 * most)  # the update may need more than two small batches
             least = most
             below = above
             most = further
@@ -251,7 +252,7 @@ def plan_memory(
     compile: bool = True,
     fused: bool = True,
 ) -> MemoryPlan:
-    """Predict the memory of a training step. Nothing is built and no GPU is needed.
+    """Predict the memory of a training step, for which the model runs without data; no GPU is needed.
 
     Args:
         config: the model's shape, for example from `te_models.get_preset`.

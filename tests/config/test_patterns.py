@@ -14,8 +14,9 @@ from te_models.config.precision import precisions
 from te_models.config.presets import get_preset
 from te_models.config.recipe import get_recipe, recipe_from_dict
 from te_models.errors import ConfigError, UsageError
-from te_models.planning.memory_estimate import _standing
-from te_models.planning.operations import Tape, Training, operand_bytes
+from te_models.planning.measured import PARTS, MeasuredStep
+from te_models.planning.memory_plan import plan_memory
+from te_models.planning.training import Training
 
 CONFIG = get_preset("gated-nano")  # six layers
 
@@ -136,25 +137,20 @@ def test_the_model_has_a_state_and_an_alignment_if_any_of_its_linears_has() -> N
 def test_the_memory_plan_counts_the_copies_of_each_linear() -> None:
     table = {"*.down_proj": "bf16", "layers.1.self_attn.*": "mxfp8"}
     recipe = get_recipe("delayed", amax_history_len=16, precision=table)
-    tape = Tape(CONFIG, recipe, Training(batch_size=2, seq_len=64, cuda=True, fused=False))
-    inside = ["qkvg_proj", "o_proj", "gate_up_proj"]
-    for depth, copied in ((0, []), (1, inside), (2, inside)):
-        steps = {step.name: step for part in tape.block(depth) for step in part}
+    setting = Training(batch_size=2, seq_len=64, fused=False).setting
+    run = MeasuredStep(CONFIG, recipe, setting).run(2)
+    inside = {"qkvg_proj", "o_proj", "gate_up_proj"}
+    for depth, copied in ((0, set()), (1, inside), (2, inside)):
+        expected = 0
         for name, linear in CONFIG.layers[depth].linears.items():
-            own = (
-                get_recipe("mxfp8")
-                if depth == 1 and name.startswith("self_attn")
-                else get_recipe("delayed")
-            )
-            step = steps[linear.name]
-            if linear.name in copied:
-                assert step.copies == operand_bytes(own, linear.outputs, linear.inputs, "w")
-                assert step.saved == operand_bytes(own, tape.rows, linear.inputs, "x", "columnwise")
-            else:
-                assert step.copies == 0 and step.saved in (
-                    0,
-                    tape.rows * linear.inputs * 2,
-                )  # 0: another has saved it
+            if linear.name not in copied:
+                continue
+            size = linear.inputs * linear.outputs
+            mx = depth == 1 and name.startswith("self_attn")
+            scales = size // 32  # a byte per 32 values of each copy
+            expected += 2 * (size + scales) if mx else 2 * size + 4
+        found = run.forward[depth].end.tolist()[PARTS.index("fp8_weight_copies")]
+        assert found == pytest.approx(expected, rel=0.01)
     delayed = 1 + 3 * 3  # gate_up_proj of layer 1, and three linears each of layers 2 to 4
-    standing = _standing(CONFIG, recipe, Training(batch_size=2, seq_len=64))
-    assert standing.fp8_weight_copies == delayed * 5 * 4 * 17
+    plan = plan_memory(CONFIG, recipe, batch_size=2, seq_len=64)
+    assert plan.moments[-1].fp8_weight_copies == delayed * 5 * 4 * 17

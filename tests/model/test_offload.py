@@ -31,7 +31,7 @@ from te_models.model import offload
 from te_models.model.offload import HostMemory
 from te_models.planning.memory_estimate import saved_bytes
 from te_models.planning.memory_plan import plan_memory
-from te_models.planning.operations import Training
+from te_models.planning.training import Training
 from te_models.training.parallel import Parallel
 from te_models.training.run_model import new_model
 from te_models.training.settings import RunSettings

@@ -26,7 +26,6 @@ from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import plain
 from te_models.kernels.grouped_product import grouped_product
 from te_models.kernels.groups import Groups
-from te_models.planning.operations import Tape, Training
 
 pytest.importorskip("peft")
 
@@ -195,7 +194,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_the_memory_plan_is_what_autograd_keeps(
     name: str, recipe: str, mode: str, experts: bool
 ) -> None:
-    """To the byte where every expert gets every token, so that the rows are known."""
+    """But for rows of padding, of which the plan has the most that there can be, and choices that recomputes hold."""
     recipe, fp8_params = recipe.split(",")[0], "FP8 weights" in recipe
     moe = dict(num_experts=3, num_experts_per_tok=3, moe_intermediate_size=64, **KINDS[name])
     place = dict(recipe=recipe, fp8_params=fp8_params, device="cpu", activation_checkpointing=mode)
@@ -207,21 +206,10 @@ def test_the_memory_plan_is_what_autograd_keeps(
         model, LoraSettings(rank=4, alpha=8.0, targets=(*targets, *["experts"] * experts)), None
     )
     how: dict[str, Any] = dict(logits=False, lora_rank=4, lora_experts=experts)
-    expected = planned_bytes(model, 2, 64, **how)
-    size = dict(batch_size=2, seq_len=64, compile=False, cuda=False, activation_checkpointing=mode)
-    for region in Tape(
-        model.config, model.recipe, Training(**how, **size, fp8_params=fp8_params)
-    ).regions():
-        down = [
-            step.saved
-            for step in region.steps
-            if step.name == "down_proj" and step.saved < step.produces
-        ]
-        if (
-            region.recompute_input is None
-        ):  # the hooks that discard its input hide what its adapter saves beside it
-            expected -= sum(down)
-    assert autograd_bytes(model, torch.randint(0, 288, (2, 64)), logits=False) == expected
+    planned = planned_bytes(model, 16, 64, **how)
+    held = 0 if mode == "none" else 16 * 64 * 3 * 8 * 8 * model.config.num_hidden_layers
+    kept = autograd_bytes(model, torch.randint(0, 288, (16, 64)), logits=False)
+    assert 0.99 * kept <= planned <= 1.04 * kept + held
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from te_models.device.autograd import autocast_enabled
 from te_models.device.cpu_matmul import packed
 from te_models.device.host import device_type
 from te_models.engine.emulated import recipe as recipes
@@ -360,9 +361,8 @@ class TransformerEngineBaseModule(EmptyExtraState):
 
     def set_activation_dtype(self, inp: Tensor) -> None:
         """Set the dtype of outputs: torch.autocast's, else the input's, which the parameters must then share."""
-        device = device_type(inp)
-        if torch.is_autocast_enabled(device):
-            self.activation_dtype = torch.get_autocast_dtype(device)
+        if autocast_enabled(inp):
+            self.activation_dtype = torch.get_autocast_dtype(device_type(inp))
             return
         if self.activation_dtype == inp.dtype:
             return

@@ -1,0 +1,289 @@
+"""Transformer Engine's modules without data, on the meta device: what they allocate and what they save for backward.
+
+The third engine. It runs real models for the memory plan (te_models.planning), where there is neither a GPU nor
+Transformer Engine. Recipes, autocasts, quantizers and the state of modules are those of the emulated engine; a cast
+makes the tensors that its quantizer makes, and a product its result. Sections are those of
+docs/internals/transformer_engine.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from te_models.device.allocations import counted_as
+from te_models.device.autograd import Context
+from te_models.engine import planned_experts
+from te_models.engine.emulated import (
+    DType,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    FP8GlobalStateManager,
+    MXFP8Quantizer,
+    autocast,
+    checkpoint,
+    drop_cached_weights,
+    fp8_autocast,
+    get_align_size_for_quantization,
+    get_default_recipe,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+    outside_autocast,
+    quantized_model_init,
+    recipe,
+    region_lock,
+    reset_fp8_state,
+    restored_recompute,
+    row_padding,
+    separate_copy,
+)
+from te_models.engine.planned_modules import (
+    GRADIENTS,
+    WEIGHT_COPIES,
+    GroupedLinear,
+    Linear,
+    RMSNorm,
+)
+from te_models.kernels.early_save import save_early, save_input, saved_input
+from te_models.kernels.planned import FP8Memory
+from te_models.numerics.quantizers import Quantizer
+from te_models.numerics.tensors import (
+    Float8Tensor,
+    QuantizedTensor,
+    QuantizedTensorStorage,
+)
+
+__all__ = [
+    "DType",
+    "FP8GlobalStateManager",
+    "Float8BlockQuantizer",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "GroupedLinear",
+    "LINEARS",
+    "Linear",
+    "MXFP8Quantizer",
+    "RMSNorm",
+    "autocast",
+    "checkpoint",
+    "drop_cached_weights",
+    "fp8_autocast",
+    "get_align_size_for_quantization",
+    "get_default_recipe",
+    "handover",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "outside_autocast",
+    "quantized_model_init",
+    "recipe",
+    "region_lock",
+    "reset_fp8_state",
+    "restored_recompute",
+    "row_padding",
+    "separate_copy",
+    "unfused",
+]
+
+# The layers that quantize.
+LINEARS = (Linear, GroupedLinear)
+
+
+# What engine/native.py hands over: its functions of these names explain them.
+
+
+class _Target(NamedTuple):
+    """native.Target: where a kernel writes FP8 for a te.Linear."""
+
+    quantizer: Quantizer
+    cast_scale: None = None
+
+    def tensor(self, fp8: FP8Memory, dtype: torch.dtype) -> Tensor:
+        """Return the FP8 data [N, K] as a tensor."""
+        return Float8Tensor(
+            shape=fp8.transposed.shape[::-1],
+            dtype=dtype,
+            data=fp8.data,
+            transpose=fp8.transposed,
+            scale_inv=fp8.scale_inv,
+            fp8_dtype=None,
+            quantizer=self.quantizer,
+            device=fp8.transposed.device,
+        )
+
+
+def _quantizer(linear: nn.Module | None, direction: str, operand: int = 0) -> Quantizer | None:
+    """native._quantizer."""
+    if not (isinstance(linear, Linear) and FP8GlobalStateManager.is_fp8_enabled()):
+        return None
+    linear.init_fp8_metadata()
+    own = linear.quantizers[direction][operand]
+    if not isinstance(own, (Float8Quantizer, Float8CurrentScalingQuantizer)):
+        return None
+    quantizer = own.copy()
+    quantizer.internal = False
+    quantizer.set_usage(rowwise=True, columnwise=linear.weight.requires_grad)
+    return quantizer
+
+
+def _target(quantizer: Quantizer | None) -> _Target | None:
+    """native._target: only delayed scaling knows its scale before the values."""
+    delayed = isinstance(quantizer, Float8Quantizer) and quantizer.columnwise_usage
+    return _Target(quantizer) if delayed and quantizer is not None else None
+
+
+def _targets(
+    producer: nn.Module | None, consumer: nn.Module | None
+) -> tuple[_Target | None, _Target | None]:
+    """native._targets."""
+    if not torch.is_grad_enabled():
+        return None, None
+    gradient = _target(_quantizer(producer, "scaling_bwd"))
+    if isinstance(producer, Linear) and producer.use_bias:
+        gradient = None
+    return gradient, _target(_quantizer(consumer, "scaling_fwd"))
+
+
+def _made(quantizer: Quantizer | None, shape: tuple[int, int], like: Tensor) -> Tensor:
+    """Return the result of a kernel for a te.Linear with this quantizer; None: in the dtype of `like`."""
+    if quantizer is None:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    with counted_as(None):
+        values = torch.empty(shape, dtype=like.dtype, device=like.device)
+    return quantizer(values)
+
+
+class _NormInto(torch.autograd.Function):
+    """native._Norm: RMSNorm that writes FP8, and whose backward adds the residual stream's gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: Tensor, delta: Tensor | None, weight: Tensor, quantizer: Quantizer | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.both = delta is not None
+        total = x if delta is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        inverse = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        y = _made(quantizer, x.shape, x)
+        ctx.save_for_backward(total, weight, inverse)
+        return y, total.view_as(total) if delta is None else total
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy, dtotal = grads
+        total, weight, _ = ctx.saved_tensors
+        dy = dy.contiguous()
+        dtotal = dtotal.contiguous()
+        dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
+        with counted_as(GRADIENTS):
+            dw = torch.empty_like(weight)
+        return dx, dx if ctx.both else None, dw, None
+
+
+def _norm(
+    module: RMSNorm, x: Tensor, delta: Tensor | None, consumer: nn.Module | None
+) -> tuple[Tensor, Tensor]:
+    """native._norm."""
+    if torch.is_grad_enabled():
+        return _NormInto.apply(x, delta, module.weight, _quantizer(consumer, "scaling_fwd"))
+    total = x if delta is None else x + delta
+    return module(total), total
+
+
+class _ActivationInto(torch.autograd.Function):
+    """native._Activation: the activation of an MLP that writes FP8, and whose backward does."""
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        gate_up: Tensor,
+        gradient: _Target | None,
+        quantizer: Quantizer | None,
+        gated: bool,
+    ) -> Tensor:
+        ctx.gradient = gradient
+        rows, columns = gate_up.shape
+        shape = (rows, columns // 2 if gated else columns)
+
+        def again(source: Tensor) -> Tensor:
+            made = _made(quantizer, shape, source)
+            if _target(quantizer) is not None and isinstance(made, QuantizedTensorStorage):
+                made.update_usage(rowwise_usage=False)
+            return made
+
+        save_input(ctx, gate_up, recompute=lambda: again)
+        return _made(quantizer, shape, gate_up)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up = saved_input(ctx)
+        grads[0].contiguous()
+        quantizer = None if ctx.gradient is None else ctx.gradient.quantizer
+        return _made(quantizer, gate_up.shape, gate_up), None, None, None
+
+
+def _activate(
+    gate_up: Tensor,
+    producer: nn.Module | None,
+    consumer: nn.Module | None,
+    activation: str = "silu",
+    gated: bool = True,
+) -> Tensor:
+    """native._activate."""
+    gate_up = save_early(gate_up)
+    gradient, _ = _targets(producer, consumer)
+    return _ActivationInto.apply(gate_up, gradient, _quantizer(consumer, "scaling_fwd"), gated)
+
+
+def _linear(module: nn.Module, x: Tensor, **options: bool | None) -> Tensor:
+    """native._linear: under delayed scaling a weight is cast outside, and only its transposed copy is saved."""
+    weight = _cast_weight(module) if options.get("is_first_microbatch") is None else None
+    if weight is None:
+        y = module(x, **options)
+    else:
+        cache: Any = module._fp8_workspaces
+        module._fp8_workspaces = {"weight": weight}  # type: ignore[assignment]
+        try:
+            y = module(x, **options | {"is_first_microbatch": False})
+        finally:
+            module._fp8_workspaces = cache
+        weight.update_usage(rowwise_usage=False, columnwise_usage=True)
+    trained = isinstance(module, Linear) and module.weight.requires_grad
+    if isinstance(x, QuantizedTensor) and trained:
+        x.update_usage(rowwise_usage=False, columnwise_usage=True)
+    return y
+
+
+def _cast_weight(module: nn.Module) -> QuantizedTensorStorage | None:
+    """native._cast_weight."""
+    if not (torch.is_grad_enabled() and isinstance(module, Linear)):
+        return None
+    if isinstance(module.weight, QuantizedTensor) or module._is_fsdp2:
+        return None
+    quantizer = _quantizer(module, "scaling_fwd", 1)
+    if _target(quantizer) is None or quantizer is None:
+        return None
+    with counted_as(WEIGHT_COPIES):
+        return quantizer(module.weight.detach())
+
+
+# Kernels of models that are not fused, and those that fused ones have beside.
+unfused: dict[str, Callable[..., Any]] = {
+    "counts_on_device": planned_experts.counts_on_device,
+}
+handover: dict[str, Callable[..., Any]] = {
+    "norm": _norm,
+    "activate": _activate,
+    "linear": _linear,
+    "targets": _targets,
+    "grouped": planned_experts.grouped,
+    "experts": planned_experts.experts,
+    "experts_join": planned_experts.experts_join,
+    "counts_on_device": planned_experts.counts_on_device,
+}

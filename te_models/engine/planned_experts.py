@@ -1,0 +1,281 @@
+"""Experts of the planned engine: what native_experts.py and the kernels that it calls keep and allocate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_models.device.allocations import counted_as
+from te_models.device.autograd import Context
+from te_models.engine.emulated import (
+    FP8GlobalStateManager,
+    recipe,
+)
+from te_models.engine.emulated.recipe import Recipe
+from te_models.engine.planned_modules import (
+    WEIGHT_COPIES,
+    GroupedLinear,
+    expert_gradients,
+)
+from te_models.kernels.expert_rows import Route, dispatch
+from te_models.kernels.groups import Groups
+from te_models.numerics.tensors import (
+    QuantizedTensor,
+)
+
+
+def _recipe() -> Recipe | None:
+    enabled = FP8GlobalStateManager.is_fp8_enabled()
+    return FP8GlobalStateManager.get_fp8_recipe() if enabled else None
+
+
+def counts_on_device(module: nn.Module, te_recipe: Recipe | None) -> bool:
+    """Return True: nothing waits for numbers of rows without data."""
+    return True
+
+
+def _joint(module: nn.Module, te_recipe: Recipe | None) -> bool:
+    """Return whether kernels cast and multiply all experts at once: native_experts.counts_on_device."""
+    if not isinstance(module, GroupedLinear) or module.weights[0].dtype != torch.bfloat16:
+        return False
+    if te_recipe is None:
+        return True
+    if te_recipe.backward_override:
+        return False
+    plans = (
+        [te_recipe.options(name) for name in ("fwd_inp", "fwd_weight", "bwd_grad")]
+        if not (te_recipe.delayed() or te_recipe.mxfp8() or te_recipe.nvfp4())
+        else []
+    )
+    if any(plan.amax_epsilon for plan in plans):
+        return False
+    if te_recipe.float8_block_scaling():
+        dims = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
+        usual = [getattr(te_recipe, name) for name in dims] == [1, 2, 1]
+        e4m3 = te_recipe.fp8_format == recipe.Format.E4M3
+        whole = not isinstance(module.weights[0], QuantizedTensor)
+        return usual and e4m3 and whole and all(plan.power_2_scale for plan in plans)
+    if te_recipe.delayed():
+        return True
+    return te_recipe.float8_current_scaling() and not any(plan.power_2_scale for plan in plans)
+
+
+def grouped(
+    module: nn.Module,
+    x: Tensor,
+    rows: Groups,
+    is_first_microbatch: bool | None = None,
+    route: Route | None = None,
+) -> Tensor:
+    """native_experts.grouped."""
+    te_recipe = _recipe()
+    joint = _joint(module, te_recipe) and te_recipe is not None
+    if route is not None and not joint:
+        x = dispatch(x, *route)
+        route = None
+    if not isinstance(module, GroupedLinear):
+        return module(x, rows, is_first_microbatch=is_first_microbatch, run=grouped)
+    if not joint:
+        return module(x, rows, is_first_microbatch=is_first_microbatch)
+    own = _ExpertCopies(module, is_first_microbatch)
+    return _JointLinear.apply(x, own, rows.most, route, *module.weights, *module.biases)
+
+
+class _ExpertCopies:
+    """The experts' weights in FP8, of a byte each: a rowwise copy, and a transposed one where they are kept."""
+
+    def __init__(self, module: GroupedLinear, is_first_microbatch: bool | None) -> None:
+        self.module = module
+        self.size = module.num_gemms * module.out_features * module.in_features
+        self.stored = isinstance(module.weights[0], QuantizedTensor)
+        keeps = is_first_microbatch is not None and not module._is_fsdp2
+        self.straight: Tensor | None = None
+        self.turned: Tensor | None = None
+        if self.stored:
+            return
+        with counted_as(WEIGHT_COPIES):
+            self.straight = _bytes(self.size)
+            self.turned = _bytes(self.size) if keeps else None
+        if keeps:
+            module._fp8_workspaces["experts"] = self  # type: ignore[assignment]
+
+    @property
+    def trained(self) -> bool:
+        """Whether the weights get gradients."""
+        return self.module.weights[0].requires_grad
+
+    def in_backward(self) -> Tensor:
+        """Return the transposed copy, made where there is none."""
+        return _bytes(self.size) if self.turned is None else self.turned
+
+
+def _bytes(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="meta")
+
+
+def _wide(rows: int, columns: int, like: Tensor) -> Tensor:
+    return torch.empty(rows, columns, dtype=like.dtype, device="meta")
+
+
+class _JointLinear(torch.autograd.Function):
+    """grouped_linear_triton._FP8, and grouped_blocks_triton._Blocks, which keeps as much."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: Tensor, own: _ExpertCopies, rows: int, route: Route | None, *_: Tensor
+    ) -> Tensor:
+        module = own.module
+        trained = ctx.needs_input_grad[4]
+        given = _bytes(rows * module.in_features)
+        turned = _bytes(rows * module.in_features) if trained and route is None else None
+        ctx.own = own
+        ctx.rows = rows
+        ctx.route = route
+        ctx.biases = len(module.biases)
+        ctx.save_for_backward(x if trained and route is not None else turned)
+        ctx.shape = x.shape
+        out = _wide(rows, module.out_features, x)
+        own.straight = None if own.turned is None else own.straight
+        del given
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy = grads[0].contiguous()
+        module: GroupedLinear = ctx.own.module
+        (x,) = ctx.saved_tensors
+        data = _bytes(dy.numel())
+        turned = None if x is None else _bytes(dy.numel())
+        dx = None
+        if ctx.needs_input_grad[0]:
+            weights = ctx.own.in_backward()
+            dx = _wide(ctx.rows, module.in_features, dy)
+            if ctx.route is not None:
+                dx = ctx.route.kernels.total(dx, ctx.route.row, None)
+            del weights
+        del data
+        rows = None
+        if x is not None and ctx.route is not None:
+            rows = _bytes(ctx.rows * module.in_features)
+        of_weights = expert_gradients(ctx, module, dy.dtype)
+        del rows, turned
+        return dx, None, None, None, *of_weights
+
+
+def experts_join(*modules: nn.Module) -> bool:
+    """native_experts.experts_join."""
+    te_recipe = _recipe()
+    return te_recipe is not None and all(_joint(module, te_recipe) for module in modules)
+
+
+class _UpOfExperts(torch.autograd.Function):
+    """joint_experts_triton._Up."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: Tensor, own: _ExpertCopies, rows: int, route: Route | None, passed: Any, *_: Tensor
+    ) -> Tensor:  # fmt: skip
+        module = own.module
+        given = _bytes(rows * module.in_features)
+        turned = None
+        if own.trained and route is None:
+            turned = _bytes(rows * module.in_features)
+        ctx.own = own
+        ctx.rows = rows
+        ctx.route = route
+        ctx.passed = passed
+        ctx.biases = len(module.biases)
+        ctx.save_for_backward(x if own.trained and route is not None else turned)
+        out = _wide(rows, module.out_features, x)
+        own.straight = None if own.turned is None else own.straight
+        del given
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dtype = grads[0].dtype
+        module: GroupedLinear = ctx.own.module
+        (x,) = ctx.saved_tensors
+        slopes, turned = ctx.passed.pop()
+        dx = None
+        if ctx.needs_input_grad[0]:
+            weights = ctx.own.in_backward()
+            dx = torch.empty(ctx.rows, module.in_features, dtype=dtype, device="meta")
+            if ctx.route is not None:
+                dx = ctx.route.kernels.total(dx, ctx.route.row, None)
+            del weights
+        del slopes
+        rows = None
+        if x is not None and ctx.route is not None:
+            rows = _bytes(ctx.rows * module.in_features)
+        of_weights = expert_gradients(ctx, module, dtype)
+        del rows, turned
+        return dx, None, None, None, None, *of_weights
+
+
+class _DownOfExperts(torch.autograd.Function):
+    """joint_experts_triton._Down."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, gate_up: Tensor, gates: Tensor | None, own: _ExpertCopies, route: Route | None,
+        passed: Any, trained_up: bool, *_: Tensor,
+    ) -> Tensor:  # fmt: skip
+        module = own.module
+        hidden = _bytes(len(gate_up) * module.in_features)
+        out = _wide(len(gate_up), module.out_features, gate_up)
+        own.straight = None if own.turned is None else own.straight
+        del hidden
+        ctx.own = own
+        ctx.route = route
+        ctx.passed = passed
+        ctx.trained_up = trained_up
+        ctx.biases = len(module.biases)
+        ctx.save_for_backward(gate_up, gates, None if route is None else out)
+        return out if route is None else route.kernels.total(out, route.row, gates)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy = grads[0].contiguous()
+        module: GroupedLinear = ctx.own.module
+        gate_up, gates, _ = ctx.saved_tensors
+        dgates = None if gates is None else torch.empty_like(gates)
+        size = len(gate_up) * module.out_features
+        data = _bytes(size)
+        turned = _bytes(size) if ctx.own.trained else None
+        weights = ctx.own.in_backward()
+        dh = _wide(len(gate_up), module.in_features, dy)
+        del data, weights
+        slopes = _bytes(gate_up.numel())
+        slopes_turned = _bytes(gate_up.numel()) if ctx.trained_up else None
+        hidden = _bytes(dh.numel()) if ctx.own.trained else None
+        del dh
+        of_weights = expert_gradients(ctx, module, dy.dtype)
+        del hidden, turned
+        ctx.passed.append((slopes, slopes_turned))
+        passed = gate_up.new_zeros(1).expand_as(gate_up)
+        return passed, dgates, None, None, None, None, *of_weights
+
+
+def experts(
+    up: GroupedLinear,
+    down: GroupedLinear,
+    x: Tensor,
+    gates: Tensor | None,
+    rows: Groups,
+    route: Route | None,
+    limit: float | None,
+    alpha: float,
+    padding: tuple[Tensor, int] | None,
+    is_first_microbatch: bool | None,
+) -> Tensor:
+    """native_experts.experts."""
+    passed: list[Any] = []
+    sides = [_ExpertCopies(module, is_first_microbatch) for module in (up, down)]
+    gate_up = _UpOfExperts.apply(x, sides[0], rows.most, route, passed, *up.weights, *up.biases)
+    trained = sides[0].trained
+    return _DownOfExperts.apply(
+        gate_up, gates, sides[1], route, passed, trained, *down.weights, *down.biases
+    )

@@ -1,0 +1,351 @@
+"""The modules of the planned engine (te_models.engine.planned): what each allocates and saves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.device.allocations import counted_as, fresh
+from te_models.device.autograd import Context
+from te_models.engine import emulated
+from te_models.engine.emulated.linear import Call, fp8_weight, new_calls
+from te_models.engine.emulated.module import TransformerEngineBaseModule
+from te_models.engine.emulated.parallel import Parallelism
+from te_models.engine.emulated.recipe import Recipe
+from te_models.numerics.quantizers import Quantizer
+from te_models.numerics.tensors import (
+    MaybeQuantized,
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    as_matrix,
+)
+
+WEIGHT_COPIES = "fp8_weight_copies"  # a part of te_models.planning.memory_estimate.Memory
+GRADIENTS = "gradients"
+
+
+class _PlannedQuantizer(Quantizer):
+    """A quantizer of the emulated engine whose casts allocate their results and nothing else.
+
+    Both copies have memory of their own, as on a GPU.
+    """
+
+    def _fields(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+        with counted_as(None):
+            fields = super()._fields(tensor, rowwise, columnwise)
+        return {name: fresh(value) for name, value in fields.items()}
+
+
+@functools.cache
+def _planned_class(kind: type[Quantizer]) -> type[Quantizer]:
+    return type(kind.__name__, (_PlannedQuantizer, kind), {})
+
+
+def _planned(quantizer: Quantizer) -> Quantizer:
+    made = object.__new__(_planned_class(type(quantizer)))
+    made.__dict__ = quantizer.__dict__
+    return made
+
+
+class _PlannedModule(TransformerEngineBaseModule):
+    """The FP8 side of a module, on meta."""
+
+    def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
+        """Make the state and the quantizers of one direction on meta; the plan counts the state by itself."""
+        with counted_as(None), torch.device("meta"):
+            super().set_meta_tensor(fwd, recipe)
+        direction = "scaling_fwd" if fwd else "scaling_bwd"
+        self.quantizers[direction] = [_planned(own) for own in self.quantizers[direction]]
+
+    def make_parameters(
+        self,
+        init: Callable[[Tensor], object] | None,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        """Make the parameters, in FP8 inside `quantized_model_init`."""
+        super().make_parameters(init, dtype, device)
+        if self.primary_weights_in_fp8:
+            self.preserve_high_precision_init_val = False
+            for gemm, name in enumerate(self.weight_names):
+                value = self.get_parameter(name).detach()
+                self.register_parameter(name, self._quantized_parameter(value, True, gemm))
+
+
+def _cast(
+    quantizer: Quantizer, value: Tensor, *, rowwise: bool, columnwise: bool
+) -> QuantizedTensorStorage:
+    """Return a matrix in FP8; one that another operation has written in FP8 is taken as it is."""
+    if isinstance(value, QuantizedTensorStorage):
+        return value
+    quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+    return quantizer(as_matrix(value))
+
+
+def _save(ctx: Context, *values: MaybeQuantized | None) -> None:
+    """Save operands for backward. Of a tensor in FP8, a copy that is dropped later is freed; see section 7.9."""
+    ctx.forms = []
+    tensors: list[Tensor | None] = []
+    for value in values:
+        if isinstance(value, QuantizedTensorStorage) and not isinstance(value, Tensor):
+            parts = value.get_data_tensors()
+            ctx.forms.append((value.with_data_tensors((None,) * len(parts)), len(parts)))
+            tensors += parts
+        else:
+            ctx.forms.append((None, 1))
+            tensors.append(value)
+    ctx.save_for_backward(*tensors)
+
+
+def _restore(ctx: Context) -> list[Any]:
+    """Return the operands that `_save` saved."""
+    tensors = list(ctx.saved_tensors)
+    found = []
+    for form, count in ctx.forms:
+        parts = tensors[:count]
+        del tensors[:count]
+        found.append(parts[0] if form is None else form.with_data_tensors(tuple(parts)))
+    ctx.forms = None
+    return found
+
+
+class _Linear(torch.autograd.Function):
+    """The product of te.Linear, whose backward holds dy in FP8 until its end."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, weight: Tensor, inp: Tensor, bias: Tensor | None, call: Call
+    ) -> Tensor:
+        wgrad = call.grad and weight.requires_grad
+        dgrad = call.grad and inp.requires_grad
+        x: MaybeQuantized = inp
+        w: MaybeQuantized = weight
+        if call.fp8 is not None:
+            columnwise = wgrad and call.override is None
+            x = _cast(call.fp8.input, inp, rowwise=True, columnwise=columnwise)
+            with counted_as(WEIGHT_COPIES):
+                w = fp8_weight(weight, call, call.fp8, dgrad)
+        out = torch.empty(*inp.shape[:-1], len(weight), dtype=call.dtype, device=weight.device)
+        ctx.call = call
+        ctx.shape = inp.shape
+        ctx.sizes = weight.shape
+        ctx.bias = bias is not None
+        if call.fp8 is not None and call.override == "high_precision":
+            x = inp
+            w = weight
+        elif call.fp8 is not None and call.override is None and call.module._is_fsdp2:
+            w = weight  # FSDP2 gathers it again in backward, which quantizes it again
+        if wgrad and x is not inp and isinstance(x, QuantizedTensorStorage):
+            kept = call.override is not None
+            x.update_usage(rowwise_usage=kept, columnwise_usage=not kept)
+        _save(ctx, x if wgrad else None, w if dgrad else None)
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        call: Call = ctx.call
+        x, w = _restore(ctx)
+        wgrad, dgrad = ctx.needs_input_grad[:2]
+        dx = dw = db = None
+        fp8 = call.fp8 if call.override is None else None
+        held: MaybeQuantized | None = None  # dy in FP8
+        if fp8 is not None:
+            held = _cast(fp8.grad_output, grad, rowwise=True, columnwise=ctx.bias or wgrad)
+        elif call.fp8 is not None:
+            x = None if x is None else _high_precision(x, call.dtype)
+            w = None if w is None else _high_precision(w, call.dtype)
+        if dgrad:
+            turned = None if fp8 is None else _turned(w, fp8.weight)
+            dx = torch.empty(ctx.shape, dtype=call.dtype, device=grad.device)
+            if isinstance(w, QuantizedTensor):  # a copy that FP8 weights have in backward only
+                del turned
+        if wgrad:
+            with counted_as(GRADIENTS):
+                dw = torch.empty(ctx.sizes, dtype=call.dtype, device=grad.device)
+        if ctx.bias and (wgrad or fp8 is not None):
+            with counted_as(GRADIENTS):
+                db = torch.empty(ctx.sizes[0], dtype=call.dtype, device=grad.device)
+        del held
+        return dw, dx, db, None
+
+
+def _turned(w: MaybeQuantized, quantizer: Quantizer) -> MaybeQuantized:
+    """Return the columnwise copy of a weight, which is made where the forward saved none."""
+    if not isinstance(w, QuantizedTensorStorage):  # FSDP2 has gathered it again
+        return _cast(quantizer, w, rowwise=True, columnwise=True)
+    if w.get_usages()["columnwise"]:
+        return w
+    return torch.empty(w._shape, dtype=torch.uint8, device="meta")
+
+
+def _high_precision(value: MaybeQuantized, dtype: torch.dtype) -> Tensor:
+    """Return a saved operand in high precision, which `backward_override` multiplies."""
+    if not isinstance(value, QuantizedTensorStorage):
+        return value
+    return torch.empty(value._shape, dtype=dtype, device="meta")
+
+
+class Linear(_PlannedModule, emulated.Linear):
+    """te.Linear on meta."""
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Tensor:
+        """Return `[..., out_features]` of `[..., in_features]`."""
+        self.prepare_forward(inp)
+        bias: Tensor | None = self.bias if self.use_bias else None
+        tracked = torch.is_grad_enabled()
+        try:
+            (call,) = new_calls(self, self.parallelism, is_first_microbatch, tracked)
+            return _Linear.apply(self.weight, inp, bias, call)
+        finally:
+            self.end_forward()
+
+
+class _Norm(torch.autograd.Function):
+    """te.RMSNorm: saves its input and one FP32 number per row."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, weight: Tensor) -> Tensor:
+        rows = x.numel() // weight.numel()
+        inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, inverse)
+        return torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        x, weight, _ = ctx.saved_tensors
+        dy = dy.contiguous()
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        with counted_as(GRADIENTS):
+            dw = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        return dx, dw
+
+
+class RMSNorm(emulated.RMSNorm):
+    """te.RMSNorm on meta."""
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Normalize a tensor whose trailing dimensions are the weight's."""
+        width = self.weight.shape
+        x = input_.reshape(-1, *width).contiguous()
+        return _Norm.apply(x, self.weight).view(input_.shape)
+
+
+class GroupedLinear(_PlannedModule, emulated.GroupedLinear):
+    """te.GroupedLinear on meta, which never needs the numbers of rows: its experts share them evenly."""
+
+    def forward(
+        self,
+        inp: Tensor,
+        m_splits: Any,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the experts' rows [R, out_features] of `inp` [R, in_features]."""
+        self.prepare_forward(inp)
+        biases = self.biases
+        tracked = torch.is_grad_enabled()
+        try:
+            call = new_calls(self, Parallelism(), is_first_microbatch, tracked)[0]
+            return _Grouped.apply(inp, self, call, *self.weights, *biases)
+        finally:
+            self.end_forward()
+
+
+class _Grouped(torch.autograd.Function):
+    """The products of all experts, each cast by itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, inp: Tensor, module: GroupedLinear, call: Call, *parameters: Tensor
+    ) -> Tensor:
+        experts = module.num_gemms
+        wgrad = call.grad and parameters[0].requires_grad
+        dgrad = call.grad and inp.requires_grad
+        sizes = (module.out_features, module.in_features)
+        kept: list[Tensor | None] = [inp if wgrad else None]
+        if call.fp8 is not None and call.override != "high_precision":
+            straight, turned = _copies(call.fp8.input, inp.shape, experts)
+            columnwise = wgrad and call.override is None
+            kept = [turned if columnwise else straight if wgrad else None]
+            kept += _expert_weights(module, call, sizes, dgrad)
+        out = torch.empty(len(inp), sizes[0], dtype=call.dtype, device=inp.device)
+        ctx.module = module
+        ctx.call = call
+        ctx.save_for_backward(*kept)
+        ctx.shape = inp.shape
+        ctx.biases = len(parameters) - experts
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        call: Call = ctx.call
+        module: GroupedLinear = ctx.module
+        held: list[Any] = [*ctx.saved_tensors]
+        sizes = (module.out_features, module.in_features)
+        if call.fp8 is not None and call.override is None:
+            held += _copies(call.fp8.grad_output, dy.shape, module.num_gemms)
+            if module._is_fsdp2 and not isinstance(module.weights[0], QuantizedTensor):
+                shape = (module.num_gemms * sizes[0], sizes[1])
+                held += _copies(call.fp8.weight, shape, module.num_gemms)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.empty(ctx.shape, dtype=call.dtype, device=dy.device)
+        return dx, None, None, *expert_gradients(ctx, module, call.dtype)
+
+
+def _expert_weights(
+    module: GroupedLinear, call: Call, sizes: tuple[int, int], dgrad: bool
+) -> list[Tensor | None]:
+    """Return what is saved of the experts' weights in FP8: both copies, unless they are FP8 or FSDP2 gathers them."""
+    quantized = isinstance(module.weights[0], QuantizedTensor)
+    if quantized or module._is_fsdp2 or not dgrad or call.fp8 is None:
+        return []
+    shape = (module.num_gemms * sizes[0], sizes[1])
+    with counted_as(WEIGHT_COPIES):
+        own = _copies(call.fp8.weight, shape, module.num_gemms)
+    if call.first_microbatch is not None:
+        module._fp8_workspaces["experts"] = own  # type: ignore[assignment]
+    return [*own] if call.override is None else [own[0]]
+
+
+def expert_gradients(
+    ctx: Context, module: GroupedLinear, dtype: torch.dtype
+) -> list[Tensor | None]:
+    """Return the gradients of the experts' weights, in one buffer, and of their biases."""
+    if not module.weights[0].requires_grad:
+        return [None] * (module.num_gemms + ctx.biases)
+    with counted_as(GRADIENTS):
+        shape = (module.num_gemms, module.out_features, module.in_features)
+        weights = torch.empty(shape, dtype=dtype, device="meta").unbind()
+        biases = [torch.empty(shape[1], dtype=dtype, device="meta") for _ in range(ctx.biases)]
+    return [*weights, *biases]
+
+
+def _copies(quantizer: Quantizer, shape: tuple[int, ...], experts: int) -> tuple[Tensor, Tensor]:
+    """Return memory for both copies of a matrix whose rows `experts` quantizers cast."""
+    own = quantizer.copy()
+    own.internal = True
+    own.set_usage(rowwise=True, columnwise=True)
+    rows = -(-shape[0] // experts // own._multiple) * own._multiple
+    with counted_as(None):
+        made = own(torch.empty(rows, shape[1], dtype=torch.bfloat16, device="meta"))
+    found = []
+    for names in made._copies:
+        parts = [getattr(made, name) for name in names]
+        size = sum(part.nbytes for part in parts if part is not None) * experts
+        found.append(torch.empty(size, dtype=torch.uint8, device="meta"))
+    return found[0], found[1]

@@ -1,0 +1,283 @@
+"""The compiled and fused operations without data, on the meta device: what each keeps for backward and allocates.
+
+A kernel is computed by nothing here. A compiled operation keeps those of its inputs that its backward needs, and
+allocates its results (`opaque`). The twins of Triton kernels below allocate what their wrappers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from te_models.device.allocations import counted_as, results_of
+from te_models.device.autograd import Context
+from te_models.kernels import gated_attention, lm_head
+from te_models.kernels.expert_rows import RowKernels
+from te_models.kernels.gated_attention import FP8Operations, Norm, Operations, Rotation
+from te_models.kernels.groups import Groups
+
+
+class FP8Memory(NamedTuple):
+    """A matrix in FP8 as a Triton kernel writes it (te_models.kernels.handover_triton.FP8Data)."""
+
+    data: Tensor | None
+    transposed: Tensor
+    scale_inv: Tensor
+
+
+def new_fp8(rows: int, columns: int, device: torch.device) -> Any:
+    """Return room for a matrix in FP8 and its transposed copy."""
+    data, turned = (torch.empty(rows * columns, dtype=torch.uint8, device=device) for _ in "12")
+    scale = torch.empty(1, dtype=torch.float32, device=device)
+    return FP8Memory(data.view(rows, columns), turned.view(columns, rows), scale)
+
+
+class _Opaque(torch.autograd.Function):
+    """An operation that keeps only inputs, and whose temporaries are registers."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, function: Callable[..., Any], kept: tuple[bool, ...], *inputs: Any
+    ) -> Any:
+        tensors = [x for x, keep in zip(inputs, kept, strict=True) if keep]
+        ctx.save_for_backward(*tensors)
+        ctx.sizes = [(x.shape, x.dtype) if isinstance(x, Tensor) else None for x in inputs]
+        return results_of(function)(*inputs)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found = []
+        for size, need in zip(ctx.sizes, ctx.needs_input_grad[2:], strict=True):
+            made = None
+            if need and size is not None:
+                made = torch.empty(size[0], dtype=size[1], device="meta")
+            found.append(made)
+        return None, None, *found
+
+
+def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function as torch.compile makes it: one kernel forward and one backward."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves, form = tree_flatten((args, kwargs))
+        tracked = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+        if not (tracked and torch.is_grad_enabled()):
+            return results_of(function)(*args, **kwargs)
+
+        def flat(*given: Any) -> Any:
+            own_args, own_kwargs = tree_unflatten(list(given), form)
+            return function(*own_args, **own_kwargs)
+
+        return _Opaque.apply(flat, _kept(flat, leaves), *leaves)
+
+    return call
+
+
+def _kept(function: Callable[..., Any], leaves: list[Any]) -> tuple[bool, ...]:
+    """Return which inputs backward reads: those that autograd saves, and all that an intermediate is made of.
+
+    The compiler makes a saved intermediate again in backward, from the inputs.
+    """
+    with counted_as(None), torch.enable_grad():
+        inputs = [
+            x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+            for x in leaves
+        ]
+        addresses = {
+            x.untyped_storage()._cdata: n for n, x in enumerate(inputs) if isinstance(x, Tensor)
+        }
+        saved: set[int] = set()
+        alive = []
+        intermediate = False
+
+        def pack(tensor: Tensor) -> None:
+            nonlocal intermediate
+            alive.append(tensor)
+            own = addresses.get(tensor.untyped_storage()._cdata)
+            if own is None:
+                intermediate = True
+            else:
+                saved.add(own)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
+            alive += tree_leaves(function(*inputs))
+        alive.clear()  # the graph of the results holds `pack`, and that the list
+    if intermediate:
+        saved |= {n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad}
+    return tuple(n in saved for n in range(len(leaves)))
+
+
+# Attention as one operation: the wrappers of gated_attention_triton.py and gated_attention_fp8_triton.py.
+
+
+def _rotate(x: Tensor, out: Tensor, rotation: Rotation, inverse: bool) -> None:
+    """Write into memory that is there."""
+
+
+def _norm(x: Tensor, norm: Norm, rotation: Rotation | None) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _norm_backward(
+    dy: Tensor, x: Tensor, norm: Norm, rotation: Rotation | None, dx: Tensor
+) -> Tensor:
+    return torch.empty(norm.weight.shape, dtype=torch.float32, device=x.device)
+
+
+def _copy(x: Tensor, out: Tensor) -> None:
+    """Write into memory that is there."""
+
+
+def _gate(x: Tensor, logits: Tensor, softplus: bool) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _gate_backward(
+    dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor, softplus: bool
+) -> Tensor:
+    return torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
+
+
+def _write_fp8(*_: Any) -> None:
+    """Write into memory that is there."""
+
+
+def _norm_backward_fp8(
+    out: FP8Memory, place: Any, first: int, dy: Tensor, x: Tensor, norm: Norm, rotation: Any
+) -> Tensor:
+    return torch.empty(norm.weight.shape, dtype=torch.float32, device=x.device)
+
+
+def _gate_backward_fp8(
+    out: FP8Memory, place: Any, first: int, dy: Tensor, x: Tensor, logits: Tensor, softplus: bool
+) -> Tensor:
+    return torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
+
+
+class SpanMemory(NamedTuple):
+    """Attention in spans of keys: span_attention_triton.Spans."""
+
+    window: int | None
+
+    def forward(self, q: Tensor, *_: Any) -> tuple[Tensor, ...]:
+        """Return the output [B, N, S, H], and the FP32 logarithms of the sums [B, N, S]."""
+        out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
+        log_sum = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        return out.transpose(1, 2), log_sum
+
+    def backward(
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        *_: Any,
+        sinks: Tensor | None = None,
+        **__: Any,
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v and sinks; one FP32 number per query and head is a temporary."""
+        grads = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)]
+        torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        return *grads, None if sinks is None else torch.empty_like(sinks)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+        cap: float | None = None,
+    ) -> Tensor:
+        """Return the output, differentiable."""
+        return _Spans.apply(q, k, v, sinks, self)
+
+
+class _Spans(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, own: SpanMemory
+    ) -> Tensor:
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        out, log_sum = own.forward(q)
+        ctx.own = own
+        ctx.save_for_backward(q, k, v, out, sinks, log_sum)
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        q, k, v, out, sinks, _ = ctx.saved_tensors
+        return *ctx.own.backward(dy, q, k, v, out, sinks=sinks), None
+
+
+def _spans(seq: int, window: int | None, documents: Tensor | None, device: torch.device) -> Any:
+    return SpanMemory(window)
+
+
+ATTENTION = Operations(
+    _rotate,
+    _norm,
+    _norm_backward,
+    _copy,
+    _gate,
+    _gate_backward,
+    FP8Operations(new_fp8, _write_fp8, _write_fp8, _norm_backward_fp8, _gate_backward_fp8),
+    _spans,
+)
+assert ATTENTION._fields == gated_attention.PLAIN._fields
+
+
+# The loss: lm_head_triton.py writes its gradient over the logits.
+
+
+def _loss_and_gradient(
+    logits: Tensor, targets: Tensor, count: Tensor, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    loss = torch.empty((), dtype=torch.float32, device=logits.device)
+    return loss, logits if gradient else None
+
+
+def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply in place."""
+
+
+# Rows of experts: expert_rows_triton.py and router_triton.py. Experts share the rows evenly.
+
+
+def _gather(
+    x: Tensor, token: Tensor, factor: Tensor | None = None, other: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    rows = torch.empty(len(token), x.shape[1], dtype=x.dtype, device=x.device)
+    if other is None:
+        return rows, None
+    return rows, torch.empty(len(token), dtype=torch.float32, device=x.device)
+
+
+def _total(rows: Tensor, row: Tensor, weights: Tensor | None = None) -> Tensor:
+    return torch.empty(len(row), rows.shape[1], dtype=rows.dtype, device=rows.device)
+
+
+def _choose(scores: Tensor, k: int, real: Tensor | None) -> Tensor:
+    return torch.empty(len(scores), k, dtype=torch.int64, device=scores.device)
+
+
+def _places(
+    chosen: Tensor, experts: int, alignment: int, most: int
+) -> tuple[Tensor, Tensor, Groups, Tensor]:
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int64, device=chosen.device)
+
+    rows = Groups(numbers(experts + 1), most)
+    return numbers(most), numbers(*chosen.shape), rows, numbers(experts)
+
+
+ROWS = RowKernels(_gather, _total, _choose, _places)
+LOSS: lm_head.LossKernel = _loss_and_gradient
+MULTIPLY: lm_head.Multiply = _multiply
+__all__ = ["ATTENTION", "LOSS", "MULTIPLY", "ROWS", "FP8Memory", "new_fp8", "opaque"]

@@ -1,0 +1,464 @@
+"""The memory of a training step, counted while the real model runs without data.
+
+A `Decoder` on the meta device, with the planned engine, runs one block of each kind, forward and backward, inside
+`te_models.device.allocations`. What each block's forward leaves behind, and what is alive at every moment of its
+forward and backward, is a `Profile`; te_models.planning.memory_estimate puts those of all blocks together. All sizes
+are affine in the batch, so that two batches give any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from te_models.config.chunk_sizes import head_rows
+from te_models.config.layer import LayerSpec, LinearSpec
+from te_models.config.model import ModelConfig
+from te_models.config.precision import HEAD, precisions
+from te_models.config.recipe import Recipe
+from te_models.config.recompute_modes import recomputes_block, recomputes_mlp
+from te_models.device.allocations import Allocations, active, counted_as
+from te_models.device.autograd import Context
+from te_models.fp8.precision import ModelPrecision, model_precision
+from te_models.fp8.scaling_state import fp8_state
+from te_models.kernels.dispatch import planned_kernels
+from te_models.kernels.grouped_product import low_rank_product
+from te_models.model.block import Block
+from te_models.model.decoder import Decoder
+from te_models.model.forward_context import ForwardContext
+from te_models.model.output import Output, OutputRequest
+from te_models.model.te_modules import Factory
+from te_models.numerics.tensors import QuantizedTensor
+from te_models.planning.training import StepSetting
+
+# Parts of te_models.planning.memory_estimate.Memory that the run counts, in the order of the columns of a Profile.
+PARTS = (
+    "activations",
+    "fp8_weight_copies",
+    "gradients",
+    "logits",
+    "activation_gradients",
+    "recomputed",
+)
+
+
+class Profile(NamedTuple):
+    """The memory of a stretch of a step, relative to its beginning: int64 [moments, PARTS]; the last is its end."""
+
+    moments: Tensor
+
+    @property
+    def end(self) -> Tensor:
+        """What the stretch leaves: int64 [PARTS]."""
+        return self.moments[-1]
+
+    def between(self, other: Profile, share: float) -> Profile | None:
+        """Return the profile of a batch at `share` of the way to that of `other`; None if they cannot be compared."""
+        if self.moments.shape != other.moments.shape:
+            return None
+        change = (other.moments - self.moments).double() * share
+        return Profile(self.moments + change.round().long())
+
+
+class Stretches(NamedTuple):
+    """The profiles of a step."""
+
+    embedding: Profile
+    forward: Mapping[int, Profile]  # layer -> profile, of one layer of each kind
+    head: Profile  # final norm, head and loss
+    loss: Profile  # their backward
+    backward: Mapping[int, Profile]
+    rest: Profile  # backward of the embedding
+    standing: Standing
+
+
+class Standing(NamedTuple):
+    """Bytes that are there before a step: of each measured layer, and under REST of everything else."""
+
+    weights: Mapping[int, int]
+    states: Mapping[int, int]  # scales and amax histories
+
+
+REST = -1
+
+
+class _Boundary(torch.autograd.Function):
+    """The identity, whose backward notes that it runs, and what its gradient is counted as."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, note: Callable[[Tensor], None]) -> Tensor:
+        ctx.note = note
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.note(grads[0])
+        return grads[0], None
+
+
+class _Adapted(nn.Module):
+    """A frozen te.Linear with an adapter: the products of te_models.training.lora_layer."""
+
+    def __init__(self, base: Any, spec: LinearSpec, rank: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.a = nn.Parameter(torch.empty(rank, spec.inputs, dtype=dtype, device="meta"))
+        self.b = nn.Parameter(torch.empty(spec.outputs, rank, dtype=dtype, device="meta"))
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """Return the base layer's output and the adapter's."""
+        result = self.base_layer(x, **options)
+        return torch.addmm(result, nn.functional.linear(x, self.a), self.b.t())
+
+
+class _AdaptedExperts(nn.Module):
+    """A frozen te.GroupedLinear whose experts have adapters, with their A below each other and their B interleaved."""
+
+    def __init__(self, base: Any, spec: LinearSpec, rank: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.rank = rank
+        width = spec.experts * rank
+        self.a = nn.Parameter(torch.empty(width, spec.inputs, dtype=dtype, device="meta"))
+        self.b = nn.Parameter(torch.empty(spec.outputs, width, dtype=dtype, device="meta"))
+
+    def forward(
+        self, x: Tensor, rows: Any, run: Callable[..., Tensor] | None = None, **options: Any
+    ) -> Tensor:
+        """Return the experts' rows and their adapters'."""
+        if run is None:
+            result = self.base_layer(x, rows, **options)
+        else:
+            result = run(self.base_layer, x, rows, **options)
+        a = self.a.unflatten(0, (-1, self.rank))
+        b = self.b.unflatten(1, (self.rank, -1)).permute(2, 0, 1)
+        return result + low_rank_product(x, a, b, 1.0, rows)
+
+
+class _PlannedDecoder(Decoder):
+    """A model on meta of which only some blocks exist; a pass notes where each begins and ends."""
+
+    def __init__(
+        self, config: ModelConfig, recipe: Recipe, setting: StepSetting, layers: tuple[int, ...]
+    ) -> None:
+        self.measured = layers
+        super().__init__(
+            config,
+            recipe=recipe,
+            engine="planned",
+            device="meta",
+            dtype=torch.float32 if setting.dtype_bytes == 4 else torch.bfloat16,
+            activation_checkpointing=setting.mode,
+            fp8_params=setting.fp8_params,
+            compile=False,
+            fused=False,
+            initialize=False,
+        )
+        self.kernels = planned_kernels(self.te, compile=setting.compile, fused=setting.fused)
+        for module in self.modules():
+            if setting.sharded and isinstance(module, self.te.LINEARS):
+                module._is_fsdp2 = True
+        self.marks: list[tuple[str, int, tuple[int, ...]]] = []
+        self.held: list[Tensor] = []
+
+    def _make_block(self, spec: LayerSpec, layer: int, factory: Factory) -> nn.Module:
+        return (
+            super()._make_block(spec, layer, factory) if layer in self.measured else nn.Identity()
+        )
+
+    def _checked(self, recipe: Recipe) -> ModelPrecision:
+        """Return the precision without the checks of a machine; sizes that a recipe cannot run are planned too."""
+        found = model_precision(self.te, recipe, self.specs, self.ep.divides)
+        there = {f"layers.{layer}" for layer in self.measured}
+        others = (n for n in found.others if n == HEAD or n.rsplit(".", 2)[0] in there)
+        return dataclasses.replace(found, others=tuple(others))
+
+    def note(self, name: str) -> None:
+        """Note where the pass is."""
+        found = active()
+        assert found is not None
+        self.marks.append((name, len(found.events), tuple(found.live)))
+
+    def _run(self, layers: range, x: Tensor, context: ForwardContext) -> Tensor:
+        self.held.append(x)  # as the caller does, but for all blocks alike
+        for layer in layers:
+            if layer not in self.measured:
+                continue
+            self.note(f"forward {layer}")
+            x = self._bounded(x, f"after {layer}")
+            x = super()._run(range(layer, layer + 1), x, context)
+            x = self._bounded(x, f"backward {layer}")
+        return x
+
+    def _bounded(self, x: Tensor, name: str) -> Tensor:
+        return _Boundary.apply(x, functools.partial(self._note_backward, name))
+
+    def _note_backward(self, name: str, gradient: Tensor) -> None:
+        found = active()
+        assert found is not None
+        found.move(gradient, "activation_gradients")  # of the head's it is part of its results
+        self.note(name)
+
+    def _output(self, x: Tensor, context: ForwardContext, request: OutputRequest) -> Output:
+        self.note("head")
+        self.held.clear()
+        return super()._output(self._bounded(x, "blocks"), context, request)
+
+    def _logits(self, h: Tensor, shape: tuple[int, int], context: ForwardContext) -> Tensor:
+        with counted_as("logits"):
+            return super()._logits(h, shape, context)
+
+    def _fused_loss(self, h: Tensor, targets: Tensor) -> Tensor:
+        with counted_as("logits"):
+            return super()._fused_loss(h, targets)
+
+
+def stretches(
+    config: ModelConfig, recipe: Recipe, setting: StepSetting, layers: tuple[int, ...], batch: int
+) -> Stretches:
+    """Run a step of `batch` rows through these layers, and return the profiles of its stretches.
+
+    In a thread of its own, where no autocast, scale or grad mode of the caller is.
+    """
+    with ThreadPoolExecutor(1) as own:
+        return own.submit(_run_step, config, recipe, setting, layers, batch).result()
+
+
+def _run_step(
+    config: ModelConfig, recipe: Recipe, setting: StepSetting, layers: tuple[int, ...], batch: int
+) -> Stretches:
+    model = _PlannedDecoder(config, recipe, setting, layers)
+    if setting.lora_rank:
+        _adapt(model, setting)
+    ids = torch.empty(batch, setting.seq_len, dtype=torch.int64, device="meta")
+    labels = torch.empty_like(ids)
+    with Allocations(PARTS, setting.cuda) as found:
+        parameters = [part for p in model.parameters() for part in _parts(p)]
+        found.leave_out([ids, labels, *parameters])
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    _drop if setting.gradient_sums else functools.partial(_keep, found)
+                )
+        model.note("embedding")
+        first = True if setting.cached_weights else None
+        loss = model(
+            ids, labels=labels, return_logits=setting.logits, is_first_microbatch=first
+        ).loss
+        assert loss is not None
+        model.note("loss")
+        with counted_as("activation_gradients"):
+            loss.backward()
+        del loss
+        model.note("end")
+    return _divided(model.marks, found.events, _standing(model))
+
+
+def _standing(model: nn.Module) -> Standing:
+    """Return the bytes of the parameters that are not adapters, and of the state of delayed scaling."""
+    weights: Counter[int] = Counter()
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        if not isinstance(model.get_submodule(owner), _Adapted | _AdaptedExperts):
+            weights[_layer(name)] += sum(part.nbytes for part in _parts(parameter))
+    states: Counter[int] = Counter()
+    for name, tensor in fp8_state(model).items():
+        states[_layer(name)] += tensor.nbytes
+    return Standing(weights, states)
+
+
+def _layer(name: str) -> int:
+    return int(name.split(".")[1]) if name.startswith("layers.") else REST
+
+
+def _parts(parameter: Tensor) -> list[Tensor]:
+    """Return the tensors that hold a parameter."""
+    if not isinstance(parameter, QuantizedTensor):
+        return [parameter]
+    return [part for part in parameter.get_data_tensors() if part is not None]
+
+
+def _drop(parameter: Tensor) -> None:
+    """Free a gradient, which is in an FP32 sum now."""
+    parameter.grad = None
+
+
+def _keep(found: Allocations, parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        found.move(parameter.grad, "gradients")
+
+
+def _adapt(model: Decoder, setting: StepSetting) -> None:
+    """Freeze the model, and give its linears adapters."""
+    model.requires_grad_(False)
+    for block in model.layers:
+        if not isinstance(block, Block):
+            continue
+        for part in filter(None, (block.token_mixer, block.feedforward)):
+            for spec in part.spec.linears:
+                kind = _Adapted if spec.adapted else None
+                if spec.experts and setting.lora_experts:
+                    kind = _AdaptedExperts
+                if kind is not None:
+                    base = part.get_submodule(spec.name)
+                    adapted = kind(base, spec, setting.lora_rank, model.dtype)
+                    part.add_module(spec.name, adapted)
+
+
+def _divided(
+    marks: list[tuple[str, int, tuple[int, ...]]], events: list[Any], standing: Standing
+) -> Stretches:
+    """Return the stretches between the marks of a step."""
+    profiles: dict[str, Profile] = {}
+    for (name, begin, before), (_, end, after) in zip(marks, marks[1:], strict=False):
+        moments = torch.tensor([*events[begin:end], after], dtype=torch.int64)
+        profiles[name] = Profile(moments - torch.tensor(before, dtype=torch.int64))
+    forward = {int(n.split()[1]): p for n, p in profiles.items() if n.startswith("forward ")}
+    backward = {int(n.split()[1]): p for n, p in profiles.items() if n.startswith("backward ")}
+    # Without a gradient of the embedding, the backward of the first block is the end.
+    rest = [p for n, p in profiles.items() if n.startswith("after ")][-1:]
+    nothing = Profile(torch.zeros(1, len(PARTS), dtype=torch.int64))
+    return Stretches(
+        embedding=profiles["embedding"],
+        forward=forward,
+        head=profiles["head"],
+        loss=profiles["loss"],
+        backward=backward,
+        rest=rest[0] if rest else nothing,
+        standing=standing,
+    )
+
+
+def kinds(config: ModelConfig, recipe: Recipe, setting: StepSetting) -> tuple[int, ...]:
+    """Return for each layer the first one that has the same memory."""
+    found = precisions(recipe, config.layers)
+    inside = recipe.fp8_layers(len(config.layers))
+    count = len(config.layers)
+    first: dict[object, int] = {}
+    same = []
+    for depth, layer in enumerate(config.layers):
+        recipes = tuple(found[f"layers.{depth}.{name}"].recipe for name in layer.linears)
+        fp8 = depth in inside
+        kind = (
+            layer,
+            tuple(None if own is None else own.name for own in recipes),
+            fp8,
+            recomputes_block(setting.mode, depth),
+            recomputes_mlp(setting.mode, depth, count, fp8, setting.fp8_params),
+            depth in (inside.start, inside.stop),  # whose input `Decoder._decode` holds
+            depth
+            == 0,  # likewise; nothing before it has a gradient, and nothing is after its backward
+        )
+        same.append(first.setdefault(kind, depth))
+    return tuple(same)
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """The profiles of a model under a setting, for any batch."""
+
+    config: ModelConfig
+    recipe: Recipe
+    setting: StepSetting
+
+    def __hash__(self) -> int:
+        return hash((self.config, repr(self.recipe), self.setting))
+
+    @functools.cached_property
+    def same(self) -> tuple[int, ...]:
+        """For each layer the one whose profiles it has."""
+        return kinds(self.config, self.recipe, self.setting)
+
+    def run(self, batch: int) -> Stretches:
+        """Return the profiles of a batch, from those of two small batches where their rows need no padding."""
+        unit = math.lcm(self.setting.seq_len, self.recipe.row_alignment) // self.setting.seq_len
+        layers = tuple(dict.fromkeys(self.same))
+        if batch % unit or batch <= 2 * unit:
+            return self._run(layers, batch)
+        scaled = self._scaled(layers, unit, batch)
+        return self._run(layers, batch) if scaled is None else scaled
+
+    def kept(self, batch: int) -> int:
+        """Return the bytes that a forward of a batch leaves for backward."""
+        run = self.run(batch)
+        blocks = sum(int(run.forward[layer].end.sum()) for layer in self.same)
+        return int(run.embedding.end.sum()) + blocks + int(run.head.end.sum())
+
+    def _scaled(self, layers: tuple[int, ...], unit: int, batch: int) -> Stretches | None:
+        """Return the profiles of a batch from those of one and of two units; None if they do different things."""
+        one = self._run(layers, unit)
+        two = self._run(layers, 2 * unit)
+        share = batch / unit - 1
+        found: dict[str, Any] = {}
+        for name in ("forward", "backward"):
+            profiles = {}
+            for layer, profile in getattr(one, name).items():
+                profiles[layer] = profile.between(getattr(two, name)[layer], share)
+            found[name] = profiles
+        for name in ("embedding", "head", "loss", "rest"):
+            found[name] = getattr(one, name).between(getattr(two, name), share)
+        own = ("embedding", "rest")
+        every = [*found["forward"].values(), *found["backward"].values(), *map(found.get, own)]
+        if any(profile is None for profile in every):
+            return None
+        whole = self._head_rows(batch) >= batch * self.setting.seq_len
+        if whole and found["head"] is not None and found["loss"] is not None:
+            return one._replace(**found)
+        head, loss = self._head_in_chunks(layers, unit, batch)
+        # What a head alone frees when the forward ends, and a block saves, such as rotary tables.
+        saved = [
+            run.head.end - self._head(layers, size).head.end
+            for run, size in ((one, unit), (two, 2 * unit))
+        ]
+        moments = head.moments.clone()
+        moments[-1] += saved[0] + ((saved[1] - saved[0]).double() * share).round().long()
+        return one._replace(**found | {"head": Profile(moments), "loss": loss})
+
+    def _head_rows(self, batch: int) -> int:
+        """Return the rows of logits that the head makes at a time."""
+        tokens = batch * self.setting.seq_len
+        sizes = (self.config.vocab_size, self.config.hidden_size)
+        return head_rows(tokens, *sizes, self.setting.cuda, not self.setting.lora_rank)
+
+    def _head(self, layers: tuple[int, ...], batch: int) -> Stretches:
+        """Return the profiles of the head alone; frozen, it would have nothing to differentiate."""
+        return self._run(layers[-1:] if self.setting.lora_rank else (), batch)
+
+    def _head_in_chunks(
+        self, layers: tuple[int, ...], unit: int, batch: int
+    ) -> tuple[Profile, Profile]:
+        """Return the profiles of a head that makes its logits in chunks, of which only few are measured."""
+        tokens = 3 * self._head_rows(batch)
+        few = -(-tokens // (unit * self.setting.seq_len)) * unit
+        if batch > few:
+            small = self._head(layers, few)
+            large = self._head(layers, 2 * few)
+            share = batch / few - 1
+            head = small.head.between(large.head, share)
+            loss = small.loss.between(large.loss, share)
+            if head is not None and loss is not None:
+                return head, loss
+        found = self._head(layers, batch)
+        return found.head, found.loss
+
+    def _run(self, layers: tuple[int, ...], batch: int) -> Stretches:
+        return _stretches(self, layers, batch)
+
+
+@functools.lru_cache(256)
+def _stretches(measured: MeasuredStep, layers: tuple[int, ...], batch: int) -> Stretches:
+    return stretches(measured.config, measured.recipe, measured.setting, layers, batch)
+
+
+def forget() -> None:
+    """Forget what was measured: what allocates has changed."""
+    _stretches.cache_clear()

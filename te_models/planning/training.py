@@ -1,0 +1,80 @@
+"""The settings of a training step that its memory depends on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from te_models.config.recompute_modes import offload_allows_fused
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSetting:
+    """The part of `Training` that changes what the blocks of a model allocate, beside the batch."""
+
+    seq_len: int
+    mode: str | int  # of activation checkpointing
+    dtype_bytes: int
+    fp8_params: bool
+    lora_rank: int
+    lora_experts: bool
+    gradient_sums: bool
+    cached_weights: bool
+    sharded: bool  # whether FSDP2 shards the weights
+    logits: bool
+    compile: bool
+    fused: bool
+    cuda: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Settings of a training step that its memory depends on; te_models.planning.memory_plan.plan_memory explains them.
+
+    Under gradient accumulation, FP32 sums of all gradients exist, which FSDP2 does not shard (`gradient_sums`), and FP8
+    copies of weights exist already (`cached_weights`). With `lora_rank`, all linears of blocks have an adapter of that
+    rank, with `lora_experts` experts too, and nothing else is trained. `compile`, `fused` and `cuda` say which kernels
+    run.
+    """
+
+    batch_size: int = 8  # per GPU and micro-batch
+    seq_len: int = 256
+    optimizer: str | None = "adamw"
+    optimizer_offload: bool = False
+    optimizer_options: Mapping[str, object] = field(default_factory=dict)
+    lora_rank: int = 0
+    lora_experts: bool = False
+    activation_checkpointing: str | int = "none"
+    activation_offload: bool = False
+    gpus: int = 1
+    gradient_sums: bool = False
+    cached_weights: bool = False
+    fp8_params: bool = False
+    logits: bool = True
+    compile: bool = True
+    fused: bool = True
+    cuda: bool = True
+    dtype_bytes: int = 2
+
+    @property
+    def fused_kernels(self) -> bool:
+        """Return whether fused kernels run, as model/decoder.py decides."""
+        allowed = not self.activation_offload or offload_allows_fused(self.activation_checkpointing)
+        return self.fused and self.cuda and allowed
+
+    @property
+    def setting(self) -> StepSetting:
+        """Return the part of it that a measurement depends on (te_models.planning.measured)."""
+        return StepSetting(
+            seq_len=self.seq_len,
+            mode=self.activation_checkpointing,
+            dtype_bytes=self.dtype_bytes,
+            fp8_params=self.fp8_params,
+            lora_rank=self.lora_rank,
+            lora_experts=self.lora_experts,
+            gradient_sums=self.gradient_sums,
+            cached_weights=self.cached_weights,
+            sharded=self.gpus > 1,
+            logits=self.logits,
+            compile=self.compile and self.cuda,
+            fused=self.fused_kernels,
+            cuda=self.cuda,
+        )
