@@ -20,6 +20,20 @@ from te_models.training.recording import experts_of, linear_name, quantizing_mod
 OUTPUT = "output"  # beside OPERANDS: the product of finite operands
 
 
+class Watcher:
+    """The observer of an operand's casts that looks for values that are not finite, before and after."""
+
+    counts = None  # it wants none from kernels (te_models.recorder.table.Observer)
+
+    def __init__(self, bad_tensors: BadTensors, tensor: RecordedTensor) -> None:
+        self.bad_tensors = bad_tensors
+        self.tensor = tensor
+
+    def __call__(self, source: Tensor | None, quantized: Any, scale: Tensor | None = None) -> None:
+        """Look at both sides of a cast."""
+        self.bad_tensors.note(self.tensor, source, quantized)
+
+
 class BadTensors:
     """Watches the te.Linears of a model, and notes the first tensor with a NaN or an infinity.
 
@@ -44,19 +58,15 @@ class BadTensors:
                 stack.callback(te.set_observers, module, None)
             yield
 
-    def _note(self, tensor: RecordedTensor, *values: object) -> None:
+    def note(self, tensor: RecordedTensor, *values: object) -> None:
         """Note a tensor if it is the first whose values are not all finite."""
         if self.first is None and not all(map(finite, values)):
             self.first = tensor
 
     def _observers(self, name: str, module: nn.Module) -> list[Any]:
-        """Return a function for each operand of each GEMM, to call with both sides of its casts."""
-
-        def observer(tensor: RecordedTensor) -> Callable[..., None]:
-            return lambda source, quantized, scale=None: self._note(tensor, source, quantized)
-
+        """Return what to call with both sides of each operand's casts, for each GEMM."""
         return [
-            tuple(observer(RecordedTensor(linear_name(name), o, expert)) for o in OPERANDS)
+            tuple(Watcher(self, RecordedTensor(linear_name(name), o, expert)) for o in OPERANDS)
             for expert in experts_of(self.model, name, module)
         ]
 
@@ -77,9 +87,9 @@ class BadTensors:
                 return
             parts = by_expert(inputs[0], rows_of(inputs))
             for expert, x in zip(experts, parts, strict=True):
-                self._note(named("input", expert), x)
+                self.note(named("input", expert), x)
             for expert, weight in zip(experts, weights_of(module), strict=True):
-                self._note(named("weight", expert), weight)
+                self.note(named("weight", expert), weight)
 
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if self.first is not None or in_backward():
@@ -87,7 +97,7 @@ class BadTensors:
             result = output[0] if isinstance(output, tuple) else output
             rows = rows_of(inputs)
             for expert, y in zip(experts, by_expert(result, rows), strict=True):
-                self._note(named(OUTPUT, expert), y)
+                self.note(named(OUTPUT, expert), y)
             if result.requires_grad:
                 result.register_hook(lambda gradient: at_gradient(gradient, rows))
 
@@ -95,7 +105,7 @@ class BadTensors:
             if self.first is None:
                 flat = gradient.reshape(-1, gradient.shape[-1]) if rows else gradient
                 for expert, dy in zip(experts, by_expert(flat, rows), strict=True):
-                    self._note(named("grad_output", expert), dy)
+                    self.note(named("grad_output", expert), dy)
 
         return before, after
 

@@ -9,6 +9,7 @@ import torch
 
 from te_models import CausalLM, TrainConfig, Trainer, list_recipes
 from te_models.engine import get_engine
+from te_models.errors import Diverged
 from te_models.inspect.replay import replay
 from te_models.recorder.record import read_record
 from te_models.training.captures import Marks, write_marks
@@ -84,3 +85,22 @@ def test_graph_and_eager_steps_record_the_same(accumulation: int, tmp_path: Path
     assert np.allclose(one.field("signal"), other.field("signal"), rtol=1e-5, equal_nan=True)
     for name in ("amax", "scale_min", "elements", "saturated", "flushed", "subnormal"):
         assert np.array_equal(one.field(name), other.field(name), equal_nan=True), name
+
+
+def test_a_bad_step_is_named_on_a_gpu(tmp_path: Path) -> None:
+    """A weight with a NaN, in fused steps under `delayed`: the run ends with the tensor's name."""
+    torch.manual_seed(1)
+    model = CausalLM.from_preset(
+        "gated-nano", recipe="delayed", device="cuda", engine="native", **SHAPE
+    )
+    ids = torch.randint(0, 256, (2, 128), generator=torch.Generator().manual_seed(0))
+    config = TrainConfig(steps=STEPS, batch_size=2, seq_len=128, eval_every=0, record=1)
+    trainer = Trainer(model, [dict(input_ids=ids, labels=ids)] * STEPS, None, config, tmp_path)
+
+    def poison(row: dict[str, Any]) -> None:
+        if row["step"] == MARKED - 2:
+            model.layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
+
+    trainer.on_step = poison
+    with pytest.raises(Diverged, match=r"first bad tensor is layers\.1\.mlp\.down_proj\.weight"):
+        trainer.run()
