@@ -459,3 +459,16 @@ def test_five_percent_of_a_gpu_stay_free() -> None:
     batch = plan.training.batch_size
     assert plan.largest_batch(gigabytes * (1 + 1e-9)) == batch
     assert plan.largest_batch(gigabytes * (1 - 1e-9)) == batch - 1
+
+
+def test_a_plan_changes_no_scale_of_a_model_in_training() -> None:
+    """Scales belong to the thread that trains; the plan runs a model beside, in a thread of its own."""
+    model = CausalLM.from_preset("gated-nano", **SHAPE, recipe="delayed", device="cpu")
+    ids = torch.randint(0, 288, (2, 64))
+    model(ids, labels=ids).loss.backward()
+    before = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
+    with torch.no_grad():
+        planned = model.plan_memory(batch_size=5, seq_len=32).peak.total
+    assert planned > 0 and before
+    for name, tensor in fp8_state(model).items():
+        assert torch.equal(tensor, before[name]), name
