@@ -139,6 +139,24 @@ def test_adapters_of_a_linear_and_of_its_parts(
     assert_same_bits("without", without(IDS).logits, plain_logits)
 
 
+@pytest.mark.parametrize("kind", ["linear", "cat", "svd"])
+def test_a_weighted_sum_of_adapters(kind: str, base: Path, tmp_path: Path) -> None:
+    """peft's tuner makes it of the layers, as it does of those on the model of transformers."""
+    adapted = lora.add_lora(ours(base), r=3, target_modules=PARTS).eval()
+    adapted.add_adapter("other", peft.LoraConfig(r=3, lora_alpha=5, target_modules=PARTS))
+    randomize_adapters(adapted)
+    adapted.save_pretrained(tmp_path)
+    judge = peft.PeftModel.from_pretrained(theirs(base), tmp_path)
+    judge.load_adapter(tmp_path / "other", "other")
+    found = []
+    for model in (judge, adapted):
+        sum_of = dict(adapters=["default", "other"], weights=[0.7, 0.4], adapter_name="sum")
+        model.add_weighted_adapter(**sum_of, combination_type=kind)
+        model.set_adapter("sum")
+        found.append(model.eval()(IDS).logits)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
 def test_merged_rows_of_an_fp8_weight_are_rounded_once(recipe: str) -> None:
     """However many parts are merged into a weight, one after the other: as if all came at once."""
