@@ -22,7 +22,13 @@ from te_models.config.short_conv import ShortConvConfig
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
 MAX_LAYERS = 10_000  # planning a model loops over its layers
-PER_LAYER = ("no_rope_layers", "layer_types", "mlp_layer_types")  # fields with one entry per layer
+PER_LAYER = (
+    "no_rope_layers",
+    "layer_types",
+    "mlp_layer_types",
+    "expert_limits",
+    "mlp_limits",
+)  # fields with one entry per layer
 
 
 @dataclass(kw_only=True, unsafe_hash=True)
@@ -150,6 +156,13 @@ class ModelFields(Settings):
         None,
         'One entry per layer, "dense", "sparse" (experts) or "none"; None: all sparse with moe, else all dense.',
         choices=MLPS,
+    )
+    expert_limits: tuple[float, ...] | None = setting(
+        None,
+        "One entry per layer: the bound of silu(gate) and |up| in its experts; 0: none (Step-3.7).",
+    )
+    mlp_limits: tuple[float, ...] | None = setting(
+        None, "The same for the MLPs and the shared experts."
     )
     embedding_multiplier: float = positive(1.0, "Factor on the embeddings (Granite, Gemma).")
     embedding_norm: bool = setting(

@@ -150,6 +150,7 @@ def dense(config: ModelFields, layer: int) -> MLPSpec:
         activation=config.hidden_act,
         gate=config.mlp_gate,
         bias=config.mlp_bias,
+        limit=_limit(config.mlp_limits, layer),
     )
 
 
@@ -161,7 +162,14 @@ def sparse(config: ModelFields, layer: int) -> MoESpec:
         experts=config.moe,
         activation=config.hidden_act,
         gate=config.mlp_gate,
+        limit=_limit(config.expert_limits, layer),
+        shared_limit=_limit(config.mlp_limits, layer),
     )
+
+
+def _limit(limits: tuple[float, ...] | None, layer: int) -> float | None:
+    """Return the bound of a layer, None without one."""
+    return None if limits is None else limits[layer] or None
 
 
 MIXERS.update(

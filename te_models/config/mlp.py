@@ -24,6 +24,7 @@ class MLPSpec(FeedforwardSpec):
     activation: str = "silu"
     gate: bool = True
     bias: bool = False
+    limit: float | None = None  # of silu(gate) and |up|
 
     name: ClassVar[str] = "mlp"
     title: ClassVar[str] = "MLP"
@@ -46,6 +47,7 @@ class MLPSpec(FeedforwardSpec):
         found = {
             "hidden_act": self.activation not in HANDED_OVER,
             "mlp_bias": self.bias,
+            "mlp_limits": self.limit is not None,
         }
         return tuple(name for name, given in found.items() if given)
 

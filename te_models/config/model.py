@@ -275,6 +275,11 @@ def _mistakes(config: ModelConfig) -> Iterator[str]:
         yield "query_scale_beta and query_scale_length belong together: give both or neither"
     if config.qk_norm_scope != "head" and not config.qk_norm:
         yield f"qk_norm_scope={config.qk_norm_scope!r} norms nothing without qk_norm=True"
+    limits = (*(config.expert_limits or ()), *(config.mlp_limits or ()))
+    if any(limits) and (config.hidden_act != "silu" or not config.mlp_gate or config.mlp_bias):
+        yield "expert_limits and mlp_limits bound SwiGLU without biases: leave out hidden_act, mlp_gate and mlp_bias"
+    if any(limit < 0 for limit in limits):
+        yield "expert_limits and mlp_limits are bounds: give numbers above 0, or 0 for none"
     if not config.qk_norm and (config.qk_norm_after_rope or not config.qk_norm_weights):
         yield "qk_norm_weights and qk_norm_after_rope belong to qk_norm: give qk_norm=True"
     if config.qk_norm_scope != "head" and config.qk_norm_after_rope:

@@ -116,6 +116,8 @@ class MoESpec(FeedforwardSpec):
     experts: MoEConfig
     activation: str = "silu"
     gate: bool = True
+    limit: float | None = None  # of silu(gate) and |up| in the chosen experts
+    shared_limit: float | None = None  # the same in the shared one
     ranks: int = 1  # that share the experts; the router and the shared expert are on each of them
 
     name: ClassVar[str] = "mlp"
@@ -162,6 +164,8 @@ class MoESpec(FeedforwardSpec):
             "mlp_gate": not self.gate,
             "moe.swiglu_limit": e.swiglu_limit,
             "moe.bias": e.bias,
+            "expert_limits": self.limit is not None,
+            "mlp_limits": self.shared_limit is not None,
         }
         return tuple(name for name, given in found.items() if given)
 

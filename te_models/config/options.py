@@ -99,6 +99,8 @@ class ConfigOptions(TypedDict, total=False):
     mlp_bias: bool
     moe: MoEConfig | Mapping[str, float | str] | None
     mlp_layer_types: tuple[str, ...] | None
+    expert_limits: tuple[float, ...] | None
+    mlp_limits: tuple[float, ...] | None
     embedding_multiplier: float
     embedding_norm: bool
     post_norm_eps: float | None

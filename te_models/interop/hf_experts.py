@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, field_values
 from te_models.interop.hf_parts import ConfigKeys, Fields, Values, renamed
+from te_models.interop.hf_rope_parts import modern_step
 
 
 @dataclass(frozen=True)
@@ -410,6 +411,29 @@ GRANITE_SWA_EXPERTS = experts(
         "shared_expert_intermediate_size": "shared_intermediate_size",
     },
     number="num_local_experts",
+)
+_STEP = experts(
+    TYPES,
+    {
+        **_CHOSEN,
+        **_SIZE,
+        "routed_scaling_factor": "moe_router_scaling_factor",
+        "shared_expert_intermediate_size": "share_expert_dim",
+    },
+    number="n_routed_experts",
+    without={},
+    router_aux_loss_coef=0.0,
+    **_SIGMOID,
+)
+STEP_EXPERTS = aliased(
+    ConfigKeys(
+        (*_STEP.keys, "moe_layers_enum"),
+        lambda theirs: _STEP.read(modern_step(theirs)),
+        _STEP.write,
+    ),
+    moe_num_experts="n_routed_experts",
+    moe_top_k="num_experts_per_tok",
+    share_expert_dims="share_expert_dim",
 )
 _HUNYUAN = experts(
     ALL_SPARSE,

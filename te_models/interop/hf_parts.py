@@ -212,7 +212,11 @@ ATTENTION_MULTIPLIER = ConfigKeys(
 )
 QUERY_SCALAR = ConfigKeys(
     ("query_pre_attn_scalar",),
-    lambda theirs: _multiplier(theirs, theirs["query_pre_attn_scalar"] ** -0.5),
+    lambda theirs: (
+        _multiplier(theirs, theirs["query_pre_attn_scalar"] ** -0.5)
+        if "query_pre_attn_scalar" in theirs
+        else {}
+    ),
     lambda config: {"query_pre_attn_scalar": round(_write_multiplier(config) ** -2)},
 )
 # Gemma scales embeddings by the root of their width, and has no key for it.

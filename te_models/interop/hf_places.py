@@ -193,6 +193,14 @@ GRANITE_SWA_MOE = {
     "shared_mlp.input_linear": Rows("mlp.shared_gate_up_proj", ("gate", "up")),
     "shared_mlp.output_linear": Rows("mlp.shared_down_proj"),
 }
+STEP_LAYER = {
+    **NORMED_LAYER,
+    "self_attn.g_proj": Rows("self_attn.qkvg_proj", ("g",)),
+    **_experts(
+        ("moe.experts.{}", "gate_proj", "up_proj", "down_proj"), "moe.gate", shared="share_expert"
+    ),
+    "moe.router_bias": Rows("mlp.expert_bias"),
+}
 HUNYUAN_EXPERTS = _experts(_ONE_EXPERT, "mlp.gate.wg", shared="mlp.shared_mlp")
 ERNIE_EXPERTS = {
     **DEEPSEEK_V2_EXPERTS,

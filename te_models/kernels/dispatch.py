@@ -48,6 +48,8 @@ class Kernels:
     mlp_activation_backward: Callable[..., Tensor] = elementwise.mlp_activation_backward
     clamped_swiglu: Callable[..., Tensor] = elementwise.clamped_swiglu
     clamped_swiglu_backward: Callable[..., Tensor] = elementwise.clamped_swiglu_backward
+    limited_swiglu: Callable[..., Tensor] = elementwise.limited_swiglu
+    limited_swiglu_backward: Callable[..., Tensor] = elementwise.limited_swiglu_backward
     mixed_parts: Callable[..., tuple[Tensor, ...]] = from_inputs(elementwise.mixed_parts)
     gated_conv: Callable[..., Tensor] = from_inputs(elementwise.gated_conv)
     channel_gates: Callable[..., tuple[Tensor, Tensor]] = from_inputs(elementwise.channel_gates)
@@ -112,6 +114,8 @@ def with_compiler(fused: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
         mlp_activation_backward=backward,
         clamped_swiglu=fused(elementwise.clamped_swiglu),
         clamped_swiglu_backward=fused(elementwise.clamped_swiglu_backward),
+        limited_swiglu=fused(elementwise.limited_swiglu),
+        limited_swiglu_backward=fused(elementwise.limited_swiglu_backward),
         mixed_parts=from_inputs(elementwise.mixed_parts, fused),
         gated_conv=from_inputs(elementwise.gated_conv, fused),
         channel_gates=from_inputs(elementwise.channel_gates, fused),

@@ -93,6 +93,27 @@ def clamped_swiglu_backward(dy: Tensor, gate_up: Tensor, limit: float, alpha: fl
     return torch.cat((dgate, dy * gate_half * opening * inside[1]), dim=-1).to(gate_up.dtype)
 
 
+def limited_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """Return silu(gate) * up [..., F] of gate_up [..., 2F] = [gate | up], silu(gate) at most `limit` and |up| too.
+
+    As Step-3.7 has it, where clamped_swiglu bounds the gate before its activation. Computed in FP32.
+    """
+    gate_half, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate_half).clamp(max=limit) * up.clamp(-limit, limit)).to(gate_up.dtype)
+
+
+def limited_swiglu_backward(dy: Tensor, gate_up: Tensor, limit: float) -> Tensor:
+    """Return the gradient of limited_swiglu's input [..., 2F] from the gradient `dy` [..., F] of its output."""
+    gate_half, up = gate_up.float().chunk(2, dim=-1)
+    opening = torch.sigmoid(gate_half)
+    opened = gate_half * opening
+    dy = dy.float()
+    slope = opening * (1 + gate_half * (1 - opening)) * (opened <= limit)
+    dgate = dy * up.clamp(-limit, limit) * slope
+    dup = dy * opened.clamp(max=limit) * (up.abs() <= limit)
+    return torch.cat((dgate, dup), dim=-1).to(gate_up.dtype)
+
+
 def causal_conv(
     x: Tensor,
     tail: Tensor | None,

@@ -33,6 +33,14 @@ class MLP(Feedforward[MLPSpec]):
         if not spec.obstacles:
             return context.kernels.activate(gate_up, *neighbours, spec.activation, spec.gate)
         kernels = context.kernels
+        limit = spec.limit
+        if limit is not None:
+            return handover.swiglu(
+                gate_up,
+                *neighbours,
+                lambda both: kernels.limited_swiglu(both, limit),
+                lambda dy, both: kernels.limited_swiglu_backward(dy, both, limit),
+            )
 
         def forward(gate_up: Tensor) -> Tensor:
             hidden = kernels.mlp_activation(gate_up, spec.activation, spec.gate)

@@ -135,7 +135,7 @@ class Experts(Feedforward[MoESpec]):
             context.routing.layers.append(routing)
         own = exchange.places if exchange else where
         route = Route(where.token, where.row, kernels)
-        swiglu = self.spec.activation == "silu" and self.spec.gate
+        swiglu = self.spec.activation == "silu" and self.spec.gate and self.spec.limit is None
         joint = swiglu and context.experts_join(gate_up, down)
         if joint:
             rows = tokens if exchange is None else exchange.to_experts(dispatch(tokens, *route))
@@ -243,7 +243,12 @@ class Experts(Feedforward[MoESpec]):
             return context.kernels.activate(gate_up, producer, consumer)
         kernels = context.kernels
         e = self.spec.experts
-        if e.swiglu_limit is None:
+        limit = self.spec.shared_limit if prefix else self.spec.limit
+        if limit is not None:
+            forward = kernels.limited_swiglu
+            backward = kernels.limited_swiglu_backward
+            how = (limit,)
+        elif e.swiglu_limit is None:
             forward = kernels.mlp_activation
             backward = kernels.mlp_activation_backward
             how = (self.spec.activation, self.spec.gate)

@@ -45,6 +45,7 @@ def test_every_new_family_has_ten_shapes() -> None:
         "gemma4",
         "gemma4_unified",
         "muse_glimmer",
+        "step3p7",
         "mistral3",
         "kimi_k2",
     }  # in test_hf_nested.py

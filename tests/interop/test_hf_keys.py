@@ -27,6 +27,7 @@ OTHER_PARTS = {
     "attention_context_left", "attention_context_right", "attention_invalid_logits_value", "attention_logit_cap",
     "audio_config", "audio_embed_dim", "audio_token_id", "conv_kernel_size", "gradient_clipping", "mm_embed_dim",
     "mm_posemb_size", "model_patch_size", "output_proj_dims", "pooling_kernel_size", "position_embedding_size",
+    "heads", "layer_scale_init_value", "layers", "ls_init_value", "num_channels", "pop", "projector_bias", "width",
     "merge_size", "patch_temporal", "pos_emb_height", "pos_emb_width", "projector_hidden_act", "projector_hidden_size",
     "residual_weight", "standardize", "subsampling_conv_channels", "use_clipped_linears",
     "fullatt_block_indexes", "mlp_ratio", "tokens_per_second", "window_size",

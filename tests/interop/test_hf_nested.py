@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILY_CASES, FULL, LINEAR, PAIRS, SIZES, SLIDING, YARN
+from families import DEFAULT, FAMILY_CASES, FULL, LINEAR, PAIRS, SIZES, SLIDING, YARN
 from hf_models import (
     close,
     document_of,
@@ -28,6 +28,15 @@ VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_att
               patch_size=14)  # fmt: skip
 MORE_VISION = {"Gemma3": {}, "Mistral3": dict(head_dim=16)}
 MORE_VISION["MuseGlimmer"] = dict(pos_emb_height=4, pos_emb_width=4)
+MORE_VISION["Step3p7"] = {}
+STEP: dict[str, Any] = dict(
+    num_sliding_attention_heads=4, layer_types=[FULL, SLIDING, FULL], sliding_window=5, n_routed_experts=5,
+    num_experts_per_tok=2, moe_intermediate_size=20, share_expert_dim=28, moe_router_scaling_factor=2.5,
+    mlp_layer_types=["dense", "sparse", "sparse"], swiglu_limits=[None, 0.05, 0.2],
+    swiglu_limits_shared=[0.1, 0.0, 0.07], rope_parameters=dict(
+        full_attention=dict(DEFAULT, partial_rotary_factor=0.5), sliding_attention=LINEAR
+    ),
+)  # fmt: skip
 MORE_VISION["Gemma4"] = dict(num_key_value_heads=2, head_dim=16, position_embedding_size=8)
 MORE_VISION["Gemma4Unified"] = dict(mm_embed_dim=24, mm_posemb_size=8, patch_size=4)
 MORE_VISION["Qwen2VL"] = dict(depth=1, num_heads=2, embed_dim=32, hidden_size=48)
@@ -118,6 +127,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         dict(MUSE, sliding_window=4, layer_types=[FULL, SLIDING, FULL], layer_rope_theta=[0, 9.0, 9.0]),
         dict(tie_word_embeddings=True),
     ),
+    "step3p7": ("Step3p7", STEP, dict(tie_word_embeddings=False)),
     "qwen2_vl": ("Qwen2VL", QWEN2_VL, dict(tie_word_embeddings=True)),
     "qwen2_5_vl": ("Qwen2_5_VL", QWEN2_VL, dict(tie_word_embeddings=False)),
 }  # fmt: skip
@@ -161,6 +171,8 @@ def test_the_text_of_a_folder_with_images(
     same_folder(tmp_path / "whole", tmp_path / "back")
     with pytest.raises(UsageError, match="has no tensors that belong beside"):
         native.save_pretrained(tmp_path / "none", format="hf", beside=tmp_path / "native")
+    if name == "Step3p7":  # no architecture has its text alone
+        return
     with pytest.warns(UserWarning, match="the text model alone"):
         native.save_pretrained(tmp_path / "text", format="hf")
     own = dict(trust_remote_code=True) if name == "MuseGlimmer" else {}  # which has no text class
@@ -216,6 +228,44 @@ def test_experts_of_qwen3_vl_as_releases_have_them(tmp_path: Path) -> None:
     close(model(ids).logits, judge(input_ids=ids).logits)
     model.save_pretrained(tmp_path / "back", format="hf")
     same_folder(tmp_path / "theirs", tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    "case", ["step3p7", "muse_glimmer-layers", "gemma4-experts", "qwen3_vl_moe"]
+)
+def test_gradients_of_a_text_model_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """Of all tensors together: a folder of transformers' gradients is read as a model of ours."""
+    judge = made(case, tmp_path / "theirs")
+    model, ids = load(tmp_path / "theirs"), torch.randint(11, SIZES["vocab_size"], (2, 33))
+    judge(input_ids=ids, labels=ids).loss.backward()
+    model(ids, labels=ids).loss.backward()
+    with torch.no_grad():
+        for parameter in judge.parameters():
+            grad = parameter.grad
+            parameter.copy_(torch.zeros_like(parameter) if grad is None else grad)
+    judge.save_pretrained(tmp_path / "gradients")
+    expected = dict(load(tmp_path / "gradients").named_parameters())
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            assert not parameter.requires_grad, name
+            continue
+        error = (parameter.grad - expected[name]).norm()
+        assert error <= 1e-3 * expected[name].norm() + 1e-7, f"{name}: {error:.2g}"
+
+
+def test_the_first_config_of_step_means_what_transformers_makes_of_it() -> None:
+    legacy = dict(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_attention_groups=2, head_dim=8, num_nextn_predict_layers=1, moe_num_experts=5, moe_top_k=2,
+        layer_types=[FULL, SLIDING, SLIDING, FULL], sliding_window=5, moe_layers_enum="1,2", share_expert_dims=12,
+        attention_other_setting=dict(num_attention_heads=6), rope_theta=[500.0, 100.0, 100.0, 500.0],
+        partial_rotary_factors=[0.5, 1.0, 1.0, 0.5], swiglu_limits=[0.0, 0.0, 7.0, 7.0],
+        swiglu_limits_shared=[0.0, 16.0, 0.0, 0.0], pad_token_id=1, max_position_embeddings=99,
+    )  # fmt: skip
+    modern = transformers.Step3p7Config(text_config=dict(legacy)).text_config.to_dict()
+    family = family_of(dict(model_type="step3p7"))
+    found = [family.read(dict(text_config=text)) for text in (legacy, modern)]
+    assert found[0] == found[1] and found[0].sliding_heads is not None
 
 
 @pytest.mark.parametrize(
