@@ -53,6 +53,13 @@ SHARED: dict[str, Any] = dict(
 )
 LATENT: dict[str, Any] = dict(attention_gate="none", num_key_value_heads=4, head_dim=16)
 BY_TURNS = ("sliding_attention", "full_attention", "sliding_attention")
+GEMMA4: dict[str, Any] = dict(
+    attention_gate="none", layer_types=("sliding_attention", "full_attention", "full_attention"), sliding_window=4,
+    sliding_heads=dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16), keys_as_values=True, qk_norm=True,
+    value_norm=True, layer_scale=True, norm_position="both", attention_multiplier=1.0, embedding_multiplier=8.0,
+    hidden_act="gelu_pytorch_tanh", rope_scaling=dict(rope_type="proportional", partial_rotary_factor=0.5),
+    sliding_rope=dict(rope_theta=100.0),
+)  # fmt: skip
 BIASED = dict(attention_bias=True, attention_output_bias=True)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 # Of latent attention: its values are narrower than its keys, wider, or as wide.
@@ -83,6 +90,14 @@ KINDS = {
         ),
         chooses=True,
     ),
+    "heads by kind of layer, keys as values": Kind(GEMMA4),
+    "norms without weights": Kind(  # as Muse-Glimmer
+        dict(
+            qk_norm=True, qk_norm_weights=False, embedding_norm=True, norm_position="both", post_norm_eps=1e-3,
+            zero_centered_norm=True, plain_final_norm=True,
+        )
+    ),
+    "norms after RoPE": Kind(dict(attention_gate="none", qk_norm=True, qk_norm_after_rope=True)),
     "linear attention": Kind(
         dict(
             layer_types=("linear_attention", "full_attention", "linear_attention"),

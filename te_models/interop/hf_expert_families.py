@@ -10,6 +10,7 @@ from te_models.interop import hf_rope_parts as ropes
 from te_models.interop.hf_family import LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
 from te_models.interop.hf_hybrid_parts import LATENT, ROTATED_HEAD_DIM, WHOLE_HEAD_DIM
 from te_models.interop.hf_parts import Fields
+from te_models.interop.hf_step_parts import STEP_LAYERS
 
 ACT = parts.activation()
 _SIZES = {
@@ -218,7 +219,7 @@ EXPERT_FAMILIES = (
         stacks={f"moe.{name}_proj.weight": f"moe.experts.{name}_proj" for name in ("gate", "up", "down")},
         renamed={".moe.gate.": ".mlp.gate.", ".moe.router_bias": ".mlp.gate.e_score_correction_bias",
                  ".share_expert.": ".mlp.shared_experts."},
-        parts=(ropes.STEP_LAYERS, ACT, parts.QUERY_SCALAR, experts.STEP_EXPERTS),
+        parts=(STEP_LAYERS, ACT, parts.QUERY_SCALAR, experts.STEP_EXPERTS),
         constants={"attention_gate": "headwise", "qk_norm": True, "zero_centered_norm": True},
         defaults={"max_position_embeddings": 128000, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "pad_token_id": 1, "num_experts_per_tok": 8, "n_routed_experts": 288, "share_expert_dim": 1280,

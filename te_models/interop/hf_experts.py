@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, field_values
 from te_models.interop.hf_parts import ConfigKeys, Fields, Values, renamed
-from te_models.interop.hf_rope_parts import modern_step
+from te_models.interop.hf_step_parts import modern_step
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,8 @@ def _by_pattern(key: str) -> SeesAll:
     return full
 
 
-def _all_full(theirs: Values, layer: int) -> bool:
+def all_full(theirs: Values, layer: int) -> bool:
+    """Return True: by default all layers see all keys."""
     return True
 
 
@@ -234,7 +235,7 @@ def window_by_flag(full: SeesAll) -> ConfigKeys:
 
     def read(theirs: Values) -> Fields:
         window = theirs.get("sliding_window") if theirs.get("use_sliding_window") else None
-        types = _types(theirs, full if window else _all_full)
+        types = _types(theirs, full if window else all_full)
         if window is None and "sliding_attention" in types:
             raise ConfigError("layer_types has sliding_attention, and use_sliding_window is false")
         return _window(types, window)
@@ -387,114 +388,6 @@ def _read_muse_layers(theirs: Values) -> Fields:
         rotated = [bool(theta) for theta in thetas]
     found = {**_window(types, theirs.get("sliding_window")), **_read_whole_rope(theirs)}
     return found if all(rotated) else {**found, "no_rope_layers": [int(one) for one in rotated]}
-
-
-def modern_step(theirs: Values) -> Fields:
-    """Return a config.json of Step-3.7 with the keys of transformers in place of those of its first files.
-
-    Those have lists with an entry per layer, also for the layers that predict later tokens.
-    """
-    found = dict(theirs)
-    count = theirs["num_hidden_layers"]
-    for key in ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"):
-        if isinstance(theirs.get(key), list):
-            found[key] = theirs[key][:count]
-    types = found.get("layer_types") or ["full_attention"] * count
-    found["layer_types"] = types
-    other = theirs.get("attention_other_setting")
-    if isinstance(other, Mapping) and theirs.get("num_sliding_attention_heads") is None:
-        found["num_sliding_attention_heads"] = other.get(
-            "num_attention_heads", theirs["num_attention_heads"]
-        )
-    if found.get("mlp_layer_types") is None:
-        named = theirs.get("moe_layers_enum")
-        numbers = range(3, count)
-        if named is not None:
-            listed = named.split(",") if isinstance(named, str) else named
-            numbers = [int(layer) for layer in listed if str(layer).strip()]
-        found["mlp_layer_types"] = [
-            "sparse" if layer in numbers else "dense" for layer in range(count)
-        ]
-    given = theirs.get("rope_parameters") or {}
-    if not all(isinstance(given.get(kind), Mapping) for kind in set(types)):
-        found["rope_parameters"] = _step_ropes(theirs, types)
-    for key in ("rope_theta", "rope_scaling", "partial_rotary_factors"):
-        found.pop(key, None)
-    return found
-
-
-def _step_ropes(theirs: Values, types: list[str]) -> Fields:
-    """Return the RoPE of each kind of layer, which is that of the first layer of the kind."""
-    ropes: Fields = {}
-    for kind in dict.fromkeys(types):
-        first = types.index(kind)
-        theta, shares = theirs.get("rope_theta", 10000.0), theirs.get("partial_rotary_factors")
-        rope = {"rope_theta": theta[first] if isinstance(theta, list) else theta}
-        if shares:
-            rope["partial_rotary_factor"] = shares[first]
-        if kind == "full_attention":
-            rope |= theirs.get("rope_scaling") or {}
-        ropes[kind] = rope
-    return ropes
-
-
-_STEP_ROPE = rope_by_type(_all_full, partial=True)
-_STEP_KEYS = (
-    "num_sliding_attention_heads",
-    "per_layer_config",
-    "attention_other_setting",
-    "num_attention_groups",
-    "partial_rotary_factors",
-)
-
-
-def _read_step_layers(theirs: Values) -> Fields:
-    """Read windows, RoPE and heads by kind of layer, and the bounds of SwiGLU by layer."""
-    modern = modern_step(theirs)
-    shared = theirs.get("num_attention_groups", theirs["num_key_value_heads"])
-    theirs = {**theirs, "num_key_value_heads": shared}
-    found = _STEP_ROPE.read({"rope_theta": 10000.0, "rope_local_base_freq": 10000.0, **modern})
-    names = ("num_attention_heads", "num_key_value_heads", "head_dim")
-    sizes = {name: theirs[name] for name in names}
-    heads = modern.get("num_sliding_attention_heads") or sizes["num_attention_heads"]
-    for layer, changes in (theirs.get("per_layer_config") or {}).items():
-        if modern["layer_types"][int(layer)] != "sliding_attention" or changes != {
-            "num_attention_heads": heads
-        }:
-            raise ConfigError(
-                "per_layer_config with other changes than heads under windows is not supported"
-            )
-    if "sliding_attention" in modern["layer_types"] and heads != sizes["num_attention_heads"]:
-        found["sliding_heads"] = {**sizes, "num_attention_heads": heads}
-    found["num_key_value_heads"] = shared
-    for ours, key in (("expert_limits", "swiglu_limits"), ("mlp_limits", "swiglu_limits_shared")):
-        limits = [limit or 0.0 for limit in modern.get(key) or ()]
-        if any(limits):
-            found[ours] = limits
-    return found
-
-
-def _write_step_layers(config: ModelConfig) -> Fields:
-    found = _STEP_ROPE.write(config)
-    heads = (config.sliding_heads or config).num_attention_heads
-    own = {"num_attention_heads": heads}
-    sliding = [
-        layer for layer, kind in enumerate(found["layer_types"]) if kind == "sliding_attention"
-    ]
-    return {
-        **found,
-        "num_sliding_attention_heads": heads,
-        "per_layer_config": {str(layer): own for layer in sliding},
-        "swiglu_limits": list(config.expert_limits or ()) or None,
-        "swiglu_limits_shared": list(config.mlp_limits or ()) or None,
-    }
-
-
-STEP_LAYERS = ConfigKeys(
-    (*_STEP_ROPE.keys, *_STEP_KEYS, "swiglu_limits", "swiglu_limits_shared"),
-    _read_step_layers,
-    _write_step_layers,
-)
 
 
 def rope_parameters(rope: Rope, partial: bool = False) -> Fields:
@@ -675,8 +568,8 @@ GEMMA4_HEADS = ConfigKeys(
     _read_gemma4_heads,
     _write_gemma4_heads,
 )  # fmt: skip
-MELLUM_ROPE = rope_by_type(_all_full)
-LAGUNA_ROPE = rope_by_type(_all_full, partial=True)
+MELLUM_ROPE = rope_by_type(all_full)
+LAGUNA_ROPE = rope_by_type(all_full, partial=True)
 EXAONE_WINDOW = window_with_rope(
     _by_pattern("sliding_window_pattern"), "sliding_window_pattern", unless_none=True
 )

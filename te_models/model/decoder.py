@@ -235,7 +235,8 @@ class Decoder(nn.Module):
                     cast(Block, self.layers[int(layer)]).initialize(rest, values, std, residual)
                     self._clear_padding(name, values)
                 elif name == "norm.weight":
-                    values.fill_(0.0 if self.config.zero_centered_norm else 1.0)
+                    plain = self.config.plain_final_norm or not self.config.zero_centered_norm
+                    values.fill_(1.0 if plain else 0.0)
                 else:
                     values.normal_(0.0, std)
         self.tp.mark(self, self.config)
