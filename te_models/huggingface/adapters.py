@@ -91,6 +91,10 @@ def show_linears(model: CausalLM) -> Placed:
             continue  # an expert, or no linear in transformers
         linear = model.get_submodule(ours)
         parent = ours.rpartition(".")[0]
+        if name != ours and name in linears:
+            raise UsageError(
+                f"peft cannot adapt this model in place: {name} is another linear here; use te_models.add_lora"
+            )
         if name == ours:
             _show_whole(model, ours)
             order.setdefault(parent, []).append(ours.rpartition(".")[2])
