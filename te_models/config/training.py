@@ -118,6 +118,11 @@ class TrainConfig(Settings):
         metavar="N",
         bare=50,
     )
+    profile: str = _evaluation(
+        "",
+        "Write a trace of these steps with the names of layers, for Perfetto: a step, or first:last.",
+        metavar="STEPS",
+    )
     on_nan: str = _evaluation(
         "stop",
         "After a step whose loss or gradient is not finite, or a spike: stop; skip it; demote the layer that broke "

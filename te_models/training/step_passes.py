@@ -59,10 +59,13 @@ class StepPasses:
         self._calibrate(first, self._weights(first))
         return chain(first, batches)
 
-    def run(self, micro_batches: list[Batch], eager: bool = False) -> Tensor:
-        """Compute the gradients of the mean loss per counted token of the step; with `eager` without its graph.
+    def run(
+        self, micro_batches: list[Batch], eager: bool = False, use_graph: bool = True
+    ) -> Tensor:
+        """Compute the gradients of the mean loss per counted token of the step.
 
-        Return this process's part of the loss, a scalar on the device; `routed` has what the routers did.
+        `eager` runs without its graph and without the recorder, `use_graph=False` without its graph alone. Return this
+        process's part of the loss, a scalar on the device; `routed` has what the routers did.
         """
         self.model.train()
         weights = self._weights(micro_batches)
@@ -72,7 +75,8 @@ class StepPasses:
         batches = [to_device(batch, self.device) for batch in micro_batches]
         if self.recorder is not None and not eager:
             self.recorder.attach()  # a new recipe may have replaced the quantizers
-        if self.graph is not None and not eager and self._fits(self.graph, batches):
+        replays = self.graph is not None and use_graph and not eager
+        if replays and self._fits(self.graph, batches):
             loss = self.graph.step(batches, weights.predictions, weights.routers)
             self.routed += self.graph.routing
             return loss

@@ -72,6 +72,7 @@ from te_models.training.metrics import MetricsLog
 from te_models.training.optimizer_state import optimizer_names, optimizer_state, trained_names
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.preflight import available_memory, check_disk
+from te_models.training.profiling import StepProfiler
 from te_models.training.recipe_schedule import RecipeSchedule
 from te_models.training.recording import Recorder, RecordLog
 from te_models.training.report import progress as shown_progress
@@ -179,6 +180,8 @@ class Trainer(NamedFields):
             norm=parallel.norm,
         )
         self.schedule = RecipeSchedule(self.model, self.recipe or self.model.recipe, config)
+        first = parallel.ranks.first
+        self.profiler = StepProfiler(self.model, config.profile, self.out if first else None)
         self.data_wait = 0.0  # seconds that the last step waited for its data
         self.recorder: Recorder | None = None
         if config.record:
@@ -366,7 +369,8 @@ class Trainer(NamedFields):
                     continue
                 step += 1
                 before = self.pending
-                self.pending = self._queue(step, batches, before)
+                with self.profiler.profiling(step):
+                    self.pending = self._queue(step, batches, before)
                 if before is not None:
                     yield self._finish(before)
                 due = self._due(self.config.eval_every, step) or self._save_due(step)
@@ -382,7 +386,10 @@ class Trainer(NamedFields):
             Diverged: its loss or gradient norm is not finite, or a spike, whatever `on_nan` says.
         """
         try:
-            return self._finish(self._queue(self.result.step + 1, batches, None))
+            step = self.result.step + 1
+            with self.profiler.profiling(step):
+                queued = self._queue(step, batches, None)
+            return self._finish(queued)
         except BadStep as bad:
             raise self.guard.stopped(bad) from None
 
@@ -478,7 +485,7 @@ class Trainer(NamedFields):
 
     def _forward_backward(self, micro_batches: list[Batch]) -> Tensor:
         """Compute the gradients of a step; return this process's part of its loss. A subclass may weigh it."""
-        return self.passes.run(micro_batches)
+        return self.passes.run(micro_batches, use_graph=not self.profiler.active)
 
     def _check(self, queued: QueuedStep) -> None:
         """Wait for a step's values; raise BadStep if the guard says so. Note whether a process was asked to stop."""

@@ -1,0 +1,49 @@
+"""A trace of some steps: which steps, what it names, and that no bit of training changes."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import losses, tiny_model, tiny_trainer
+
+from te_models.errors import UsageError
+from te_models.training.profiling import profiled_steps
+
+
+def traces(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    found = {}
+    for path in sorted((folder / "profile").glob("*")):
+        found[path.name] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return found
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_the_traces_name_the_layers_and_change_no_bit(checkpointing: str, tmp_path: Path) -> None:
+    for name, steps in (("plain", ""), ("traced", "2:3")):
+        model = tiny_model("current", activation_checkpointing=checkpointing)
+        tiny_trainer(model, tmp_path / name, steps=4, profile=steps, record=2).run()
+    assert losses(tmp_path / "plain") == losses(tmp_path / "traced")
+    assert not (tmp_path / "plain" / "profile").exists()
+    found = traces(tmp_path / "traced")
+    assert list(found) == ["step-00000002.json.gz", "step-00000003.json.gz"]
+    for events in found.values():
+        spans = {event["name"]: event for event in events if event.get("ph") == "X"}
+        for name in ("layers.0", "layers.1.self_attn", "layers.1.mlp.down_proj"):
+            assert name in spans
+        block, linear = spans["layers.1"], spans["layers.1.mlp.down_proj"]
+        assert block["ts"] <= linear["ts"]
+        assert linear["ts"] + linear["dur"] <= block["ts"] + block["dur"] or checkpointing == "full"
+        assert any("aten::" in name for name in spans)
+
+
+@pytest.mark.parametrize(("text", "steps"), [("", []), ("7", [7]), ("3:5", [3, 4, 5])])
+def test_steps(text: str, steps: list[int]) -> None:
+    assert list(profiled_steps(text)) == steps
+
+
+@pytest.mark.parametrize("text", ["x", "5:3", "0", "1:", "-2", "1:2:3"])
+def test_other_words_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=f"profile='{text}'"):
+        profiled_steps(text)
