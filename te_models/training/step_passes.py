@@ -75,10 +75,10 @@ class StepPasses:
         batches = [to_device(batch, self.device) for batch in micro_batches]
         if self.recorder is not None and not eager:
             self.recorder.attach()  # a new recipe may have replaced the quantizers
-        replays = self.graph is not None and use_graph and not eager
-        if replays and self._fits(self.graph, batches):
-            loss = self.graph.step(batches, weights.predictions, weights.routers)
-            self.routed += self.graph.routing
+        graph = self.graph if use_graph and not eager else None
+        if graph is not None and self._fits(graph, batches):
+            loss = graph.step(batches, weights.predictions, weights.routers)
+            self.routed += graph.routing
             return loss
         total = torch.zeros((), device=self.device)
         last = len(batches) - 1
