@@ -76,10 +76,10 @@ ROUTER = {
         "return chosen if real is None else chosen.masked_fill(~real, logits.shape[1])",
         "return chosen",
     ),
-    "a large epsilon of sigmoid": Mutation("total + 1e-20 if", "total + 1e-4 if"),
-    "no epsilon of sigmoid": Mutation("total + 1e-20 if", "total if"),
+    "a large epsilon of sigmoid": Mutation("epsilon = 1e-20", "epsilon = 1e-4"),
+    "no epsilon of sigmoid": Mutation("epsilon = 1e-20", "epsilon = 0.0"),
     "an epsilon of softmax": Mutation(
-        'total + 1e-20 if moe.router_scores == "sigmoid" else total)', "total + 1e-4)"
+        "total if epsilon is None else total + epsilon", "total + (epsilon or 1e-4)"
     ),
     "an index that is not clamped": Mutation("chosen.clamp(max=logits.shape[1] - 1)", "chosen"),
     "weights never sum to one": Mutation("    if moe.norm_topk_prob:\n", "    if False:\n"),
@@ -109,10 +109,10 @@ ROUTER = {
 }
 AMONG = {
     "other processes are not asked": Mutation(
-        "next(amax_of)[built.reduce_amax]", "next(amax_of)[False]"
+        "shared if scaling.built.reduce_amax else own", "own"
     ),
     "each process by itself without reduce_amax": Mutation(
-        "next(amax_of)[built.reduce_amax]", "next(amax_of)[True]"
+        "shared if scaling.built.reduce_amax else own", "shared"
     ),
 }
 TOGETHER = {
@@ -122,18 +122,7 @@ TOGETHER = {
 }
 MOE = {
     "the shared expert has no jitter": Mutation(
-        "            x = x * torch.empty_like(x).uniform_(\n",
-        "            given = x\n            x = x * torch.empty_like(x).uniform_(\n",
-        also=(
-            (
-                "            *self._shared(x, context),\n",
-                "            *self._shared(given, context),\n",
-            ),
-            (
-                "        moe = self.spec.experts\n        count =",
-                "        moe, given = self.spec.experts, x\n        count =",
-            ),
-        ),
+        "            routed = shared = x\n", "            routed = x\n"
     ),
     "jitter in evaluation": Mutation("if self.jitters and self.training:", "if self.jitters:"),
     "jitter has one side": Mutation("1 - moe.router_jitter_noise, 1 + moe", "1.0, 1 + moe"),
@@ -162,13 +151,13 @@ MOE = {
 }
 CONTEXT = {
     "padding of packs reaches experts": Mutation(
-        "routed=real if documents is None else documents.reshape(-1, 1) >= 0", "routed=real"
+        "routed = real if documents is None else documents.reshape(-1, 1) >= 0", "routed = real"
     ),
     "the first document reaches no expert": Mutation(
         "documents.reshape(-1, 1) >= 0", "documents.reshape(-1, 1) > 0"
     ),
     "angles of the longest document": Mutation(
-        "rotary_tables(rope, positions, dtype, cache.documents if cache else documents)",
+        "rotary_tables(rope, positions, dtype, documents)",
         "rotary_tables(rope, positions, dtype)",
     ),
     "positions count across documents": Mutation(
@@ -254,17 +243,21 @@ HEAD = {
     ),
 }
 CACHE = {
-    "a state is read without a copy": Mutation(
-        "return self.tail.clone(), self.matrix.clone()", "return self.tail, self.matrix"
-    ),
+    "a state is read without a copy": Mutation("name: tensor.clone() for", "name: tensor for"),
     "a tail is read without a copy": Mutation(
-        "return self.tail.clone(), self.matrix.clone()", "return self.tail, self.matrix.clone()"
+        "name: tensor.clone() for", 'name: tensor if name == "tail" else tensor.clone() for'
     ),
     "a matrix is read without a copy": Mutation(
-        "return self.tail.clone(), self.matrix.clone()", "return self.tail.clone(), self.matrix"
+        "name: tensor.clone() for", 'name: tensor if name == "matrix" else tensor.clone() for'
     ),
-    "a cleared tail stays": Mutation("        self.tail.zero_()\n", ""),
-    "a cleared matrix stays": Mutation("        self.matrix.zero_()\n", ""),
+    "a cleared tail stays": Mutation(
+        "        for tensor in self.tensors.values():\n            tensor.zero_()\n",
+        '        for name in self.tensors.keys() - {"tail"}:\n            self.tensors[name].zero_()\n',
+    ),
+    "a cleared matrix stays": Mutation(
+        "        for tensor in self.tensors.values():\n            tensor.zero_()\n",
+        '        for name in self.tensors.keys() - {"matrix"}:\n            self.tensors[name].zero_()\n',
+    ),
     "keys and latents stay after a clear": Mutation("        self.keys.zero_()\n", ""),
     "values and rotated keys stay after a clear": Mutation("        self.values.zero_()\n", ""),
     "a window counts slots": Mutation(
@@ -282,10 +275,7 @@ SDPA = {
         "        if True:\n            mask = mask & (distance < window)",
     ),
 }
-DELTANET = {
-    "a token more": Mutation(
-        "device=counts.device) < counts[:, None]", "device=counts.device) <= counts[:, None]"
-    ),
+CONVOLUTION = {
     "the tail is that of padding": Mutation(
         "        return whole[:, seq:]\n    place = counts",
         "        return whole[:, seq:]\n    place = 0 * counts + seq",
@@ -294,14 +284,21 @@ DELTANET = {
         "place = counts[:, None] + torch.arange(",
         "place = counts[:, None] + 1 * (counts[:, None] > 0) - 1 + torch.arange(",
     ),
-    "no state is written": Mutation("            state.write(_newest", "            (_newest"),
+}
+DELTANET = {
+    "a token more": Mutation(
+        "device=counts.device) < counts[:, None]", "device=counts.device) <= counts[:, None]"
+    ),
+    "no state is written": Mutation(
+        "            state.write(tail=newest", "            dict(tail=newest"
+    ),
     "documents are one": Mutation(
         "delta_rule(q, k, v, g, beta, before, context.documents)",
         "delta_rule(q, k, v, g, beta, before, None)",
     ),
     "a convolution over documents": Mutation(
-        "mixed, tail, self.conv1d.weight, context.documents, **how",
-        "mixed, tail, self.conv1d.weight, None, **how",
+        "            context.documents,\n            sizes=",
+        "            None,\n            sizes=",
     ),
     "z of the next token": Mutation(
         "out = context.kernels.silu_gate(out, z)",
@@ -328,7 +325,7 @@ LATENT = {
         "torch.cat((context.rotated(turned, rope), plain), dim=-1)",
     ),
     "keys by head and queries not": Mutation(
-        "context.rotated(k_rope[:, :, None], rope)", "k_rope[:, :, None]"
+        "k_rope if rope is None else context.rotated(k_rope, rope)", "k_rope"
     ),
     "no norm of the latent": Mutation(
         'self.get_submodule("kv_a_layernorm")(kv[:count].contiguous())', "kv[:count].contiguous()"
@@ -405,8 +402,8 @@ SERVED = {
         "for linear, part in parts if len(part)]", "for linear, part in parts]"
     ),
     "experts in the order of files": Mutation(
-        "        name for name, _ in model.named_parameters() if name in weights\n",
-        "        name for name in weights\n",
+        "for name in [name for name, _ in model.named_parameters() if name in weights]:",
+        "for name in list(weights):",
     ),
     "blocks of one token and all channels": Mutation(
         "    block = (1, 128)\n", "    block = (1, x.shape[1])\n"
@@ -417,18 +414,18 @@ SERVED = {
         "return F.linear(inputs.to(x.dtype), self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))",
     ),
     "a global scale of the tensor": Mutation(
-        "encode_nvfp4(x, Options(), whole=static)", "encode_nvfp4(x, Options())"
+        "encode_nvfp4(x, WeightOptions(), whole=static)", "encode_nvfp4(x, WeightOptions())"
     ),
 }
 CALIBRATION = {
     "a NaN becomes a scale": Mutation(
-        "amaxes.nan_to_num(nan=0.0, posinf=torch.inf).split(", "amaxes.split("
+        "finite = amaxes.nan_to_num(nan=0.0, posinf=torch.inf)", "finite = amaxes"
     ),
     "an infinity becomes large": Mutation(
         "amaxes.nan_to_num(nan=0.0, posinf=torch.inf)", "amaxes.nan_to_num(nan=0.0)"
     ),
     "an amax so far is lost": Mutation(
-        "torch.maximum(p.flatten(), s.amax_history[0])", "p.flatten()"
+        "torch.maximum(part.flatten(), state.amax_history[0])", "part.flatten()"
     ),
     "a scale alone is no measurement": Mutation(" | (s.scale[inputs] != 1).any()", ""),
     "a history alone is no measurement": Mutation("(s.amax_history[:, inputs] != 0).any() | ", ""),
@@ -546,9 +543,7 @@ GATHER = {
     "a stale transposed copy": Mutation(
         "        whole.update_usage(columnwise_usage=False)  # the copy of the data before\n", ""
     ),
-    "a stale scale": Mutation(
-        "whole._data, whole._scale_inv = gathered[0], scale_inv", "whole._data = gathered[0]"
-    ),
+    "a stale scale": Mutation("        whole._scale_inv = scale_inv\n", ""),
 }
 # File -> its mutations and the tests that should find them, options of pytest among them.
 PLANTED: list[tuple[str, dict[str, Mutation], str]] = [
@@ -563,6 +558,10 @@ PLANTED: list[tuple[str, dict[str, Mutation], str]] = [
     ("kernels/sdpa.py", SDPA, "tests/model/test_kv_cache.py"),
     (
         "model/deltanet.py", DELTANET,
+        "tests/model/test_linear_attention.py tests/model/test_kv_cache.py tests/model/test_kinds.py -k linear",
+    ),
+    (
+        "model/convolution.py", CONVOLUTION,
         "tests/model/test_linear_attention.py tests/model/test_kv_cache.py tests/model/test_kinds.py -k linear",
     ),
     ("model/latent.py", LATENT, "tests/model/test_latent.py tests/model/test_kinds.py -k latent"),
