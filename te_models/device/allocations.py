@@ -45,7 +45,7 @@ class Allocations(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: Any) -> None:  # type: ignore[override]
         _THREAD.active = None
         super().__exit__(*error)
 

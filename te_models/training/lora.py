@@ -414,7 +414,8 @@ def _resolved(
     alphas = {
         name: alpha_of(one.scaling, one.rank, config.use_rslora) for name, one in layers.items()
     }
-    config.target_modules, config.target_parameters = set(layers), None
+    config.target_modules = set(layers)  # type: ignore[assignment]
+    config.target_parameters = None
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
     config.modules_to_save = list(whole.values()) or None
     config.rank_pattern = {name: one.rank for name, one in layers.items() if one.rank != config.r}
