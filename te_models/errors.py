@@ -9,9 +9,10 @@ import importlib.metadata
 import inspect
 import logging
 import re
+import shutil
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -103,6 +104,25 @@ def for_terminal(text: str) -> str:
     These are control characters, and those that change the direction of the text around them.
     """
     return text.translate(_OBEYED)
+
+
+def for_stream(text: str, stream: TextIO) -> str:
+    """Return a line as `stream` shows it: broken between words where a terminal would break inside of one.
+
+    In a file or a pipe it stays one line.
+    """
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    if len(text) <= width or "\n" in text:
+        return text
+    return textwrap.fill(
+        text,
+        width,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 class TeModelsError(Exception):

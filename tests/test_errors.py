@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import io
 import logging
 import re
 import sys
@@ -190,3 +191,21 @@ def test_names_of_other_libraries_lead_to_ours() -> None:
         unknown("format", "fp8", ["fp8-block", "fp8-tensor", "mxfp8"])
     )
     assert "did you mean '--batch-size'?" in str(unknown("option", "--bs", flags))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_long_line_breaks_between_words_in_a_terminal_alone(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    text = "te-models: note: " + "a-long-word " * 20 + "/one/path/of/" + "x" * 90
+    shown = errors.for_stream(text, stream)
+    assert shown.split() == text.split()
+    if terminal:
+        first, *others = shown.split("\n")
+        assert all(len(line) <= 80 for line in [first, *others[:-1]])
+        assert others and all(line.startswith("  ") for line in others)
+    else:
+        assert shown == text

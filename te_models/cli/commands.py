@@ -30,7 +30,7 @@ from te_models.cli.replay import capture, replay
 from te_models.cli.serve import serve
 from te_models.cli.training import finetune, pretrain
 from te_models.cli.verify import verify
-from te_models.errors import TeModelsError, one_line, unknown
+from te_models.errors import TeModelsError, for_stream, one_line, unknown
 
 # Turns for which an idle thread of OpenMP spins before it sleeps. libgomp's own 300,000 keep a core for milliseconds
 # that the thread it waits for may need: beside other work a step of training took twenty times as long as alone.
@@ -87,7 +87,8 @@ def _say(message: str) -> None:
     """Print one line on standard error."""
     several = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
     rank = f" [rank {os.environ['RANK']}]" if several else ""
-    click.echo(one_line(f"te-models{rank}: {' '.join(message.split())}"), err=True)
+    line = one_line(f"te-models{rank}: {' '.join(message.split())}")
+    click.echo(for_stream(line, sys.stderr), err=True)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import click
 from te_models.config.data import split_pair
 from te_models.config.recipe import AUTO, FIELDS
 from te_models.config.settings import EVERYDAY
-from te_models.errors import OutOfMemory, UsageError, for_terminal
+from te_models.errors import OutOfMemory, UsageError, for_stream, for_terminal
 from te_models.files.atomic import first_line
 from te_models.planning.printable import Printable, Terminal
 from te_models.training.settings import SETTINGS, SHAPE, TABLES
@@ -362,7 +362,8 @@ def console(width: int = 140) -> Terminal:
 
 def show_line(text: str, err: bool = False) -> None:
     """Print a line that may name what others named."""
-    click.echo(for_terminal(text), err=err)
+    stream = sys.stderr if err else sys.stdout
+    click.echo(for_stream(for_terminal(text), stream), err=err)
 
 
 def show(result: Printable, as_json: bool) -> None:

@@ -58,8 +58,8 @@ class RecipeSchedule:
         return next(recipe for done, recipe in reversed(self.recipes) if step > done or not done)
 
     def row(self, step: int) -> dict[str, str]:
-        """Return what the metrics of `step` say of its recipe; nothing without a schedule."""
-        return {"recipe": self.at(step).name} if len(self.recipes) > 1 else {}
+        """Return what the metrics of `step` say of its recipe, which also a resumed run may change."""
+        return {"recipe": self.at(step).name}
 
     def follow(self, step: int) -> None:
         """Give the model the recipe of `step`, if there is a schedule and the model has another."""

@@ -19,6 +19,7 @@ from te_models.errors import ConfigError, UsageError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.optim import build_optimizer
 from te_models.training.metrics import read_metrics
+from te_models.training.plots import recipes_of
 
 STEPS = 6
 SCHEDULES = {  # --recipe, schedule -> the recipe of each step
@@ -244,3 +245,12 @@ def test_a_resumed_run_names_the_recipe_in_force(
     )
     names = [row["recipe"] for row in read_metrics(Path("one/metrics.jsonl"))]
     assert names == ["delayed"] * 2 + ["bf16"] * 3 + ["delayed"] * 5 + ["bf16"] * 10
+
+
+@pytest.mark.filterwarnings("ignore:.*was trained under recipe")
+def test_a_resume_under_another_recipe_is_marked_in_the_plot(texts: None) -> None:
+    """Also without a schedule: every row of metrics.jsonl names its recipe."""
+    assert main([*PRETRAIN, "--recipe", "bf16", "--steps", "1", "--out", "one"]) == 0
+    assert main(["pretrain", "--resume", "one", "--recipe", "current", "--steps", "2"]) == 0
+    rows = read_metrics(Path("one/metrics.jsonl"))
+    assert recipes_of(rows) == [(1, "bf16"), (2, "current")]
