@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from te_models.engine.emulated.tensor_core import TENSOR_CORES, Factor, tensor_core_matmul
-from te_models.inspect.environment import environment
+from te_models.inspect.environment import environment, require_gpu
 
 ROWS = (16, 32, 64, 128, 256)
 INNER = (1024, 2048, 4096, 8192, 16384)
@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--te", action="store_true", help="through te.Linear")
     options = parser.parse_args()
+    require_gpu()
     compute = by_te if options.te else by_torch
     console = Console()
     torch.manual_seed(0)

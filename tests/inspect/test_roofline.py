@@ -14,8 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from te_models import CausalLM
 from te_models.config.attention import SoftmaxAttentionSpec
 from te_models.config.deltanet import DeltaNetSpec
+from te_models.config.kda import KDASpec
+from te_models.config.mamba2 import Mamba2Spec
 from te_models.config.model import ModelConfig
 from te_models.config.presets import get_preset, list_presets
+from te_models.config.short_conv import ShortConvSpec
 from te_models.inspect import roofline as roofline_module
 from te_models.inspect.roofline import model_flops, roofline, seen_share
 from te_models.inspect.verify import verify
@@ -41,16 +44,18 @@ def counted(model: CausalLM, ids: Tensor) -> Counter[str]:
     return found
 
 
-def convolutions(config: ModelConfig, count: int) -> int:
-    """FLOPs that are no products: of the convolutions of linear attention, and of the kind that only tests have."""
-    found = 0
-    for layer in config.layers:
-        mixer: Any = layer.mixer
-        if isinstance(mixer, DeltaNetSpec):
-            found += 2 * count * mixer.sizes.mixed_size * mixer.sizes.conv_kernel_dim
-        elif not isinstance(mixer, SoftmaxAttentionSpec):
-            found += 2 * count * mixer.hidden_size * mixer.taps
-    return found
+def convolution(mixer: Any, count: int) -> int:
+    """FLOPs of the convolution of a mixer over `count` tokens, which are no products."""
+    if isinstance(mixer, SoftmaxAttentionSpec):
+        return 0
+    sizes = getattr(mixer, "sizes", None)
+    if isinstance(mixer, (DeltaNetSpec, Mamba2Spec)):
+        return 2 * count * sizes.mixed_size * sizes.conv_kernel_dim
+    if isinstance(mixer, KDASpec):
+        return 2 * count * 3 * sizes.inner_size * sizes.conv_kernel_dim
+    if isinstance(mixer, ShortConvSpec):
+        return 2 * count * mixer.channels * sizes.kernel_dim
+    return 2 * count * mixer.hidden_size * mixer.taps  # of the kind that only tests have
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -60,31 +65,31 @@ def test_a_description_counts_what_runs(name: str) -> None:
     with kind.known():
         model = kinds.build(kind, dtype=torch.float32).eval()
         found = counted(model, tokens(model, BATCH, SEQ))
-        attention = 0
+        attention = linears = convolutions = rules = 0
+        # The plain forms of the others compute whole chunks, or take elementwise what kernels take as products.
+        comparable = True
         for layer in kind.config.layers:
+            for part in layer.parts:
+                linears += part.linear_flops(64)
             mixer: Any = layer.mixer
+            if mixer is None:
+                continue
+            convolutions += convolution(mixer, 64)
             if isinstance(mixer, SoftmaxAttentionSpec):
                 sizes = getattr(mixer, "sizes", None)
                 width = (
                     2 * mixer.heads.dim if sizes is None else sizes.qk_head_dim + sizes.v_head_dim
                 )
                 attention += 2 * BATCH * mixer.heads.query * SEQ**2 * width // 2
-        linears = sum(
-            layer.mixer.linear_flops(64) + layer.mlp.linear_flops(64)
-            for layer in kind.config.layers
-        )
+            else:
+                comparable = comparable and not isinstance(mixer, (KDASpec, Mamba2Spec))
+                rules += mixer.flops(64, SEQ) - mixer.linear_flops(64) - convolution(mixer, 64)
         head = 2 * BATCH * SEQ * kind.config.hidden_size * kind.config.vocab_size
         assert sum(found[operation] for operation in PRODUCTS) == linears + head
-        rules = sum(
-            layer.mixer.flops(64, SEQ) - layer.mixer.linear_flops(64)
-            for layer in kind.config.layers
-            if isinstance(layer.mixer, DeltaNetSpec)
-        )
-        expected = linears + head + attention + convolutions(kind.config, 64)
-        if rules:
+        if rules and comparable:
             rule = found["bmm"] + found["linalg_solve_triangular"] - 2 * attention
-            assert rule == pytest.approx(rules - convolutions(kind.config, 64), rel=0.02)
-            expected += rules - convolutions(kind.config, 64)
+            assert rule == pytest.approx(rules, rel=0.02)
+        expected = linears + head + attention + convolutions + rules
         assert model_flops(kind.config, BATCH, SEQ) == 3 * expected
 
 
