@@ -45,9 +45,9 @@ class Allocations(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:  # type: ignore[override]
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         _THREAD.active = None
-        super().__exit__(*error)
+        super().__exit__(exc_type, exc_val, exc_tb)
 
     def __torch_dispatch__(
         self,

@@ -8,7 +8,7 @@ docs/internals/transformer_engine.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -151,7 +151,7 @@ def _targets(
     return gradient, _target(_quantizer(consumer, "scaling_fwd"))
 
 
-def _made(quantizer: Quantizer | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
+def _made(quantizer: Quantizer | None, shape: Sequence[int], like: Tensor) -> Tensor:
     """Return the result of a kernel for a te.Linear with this quantizer; None: in the dtype of `like`."""
     if quantizer is None:
         return torch.empty(shape, dtype=like.dtype, device=like.device)

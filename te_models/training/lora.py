@@ -414,7 +414,7 @@ def _resolved(
     alphas = {
         name: alpha_of(one.scaling, one.rank, config.use_rslora) for name, one in layers.items()
     }
-    config.target_modules = set(layers)  # type: ignore[assignment]
+    config.target_modules = cast(Any, set(layers))  # peft takes a set, and declares a list
     config.target_parameters = None
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
     config.modules_to_save = list(whole.values()) or None

@@ -20,7 +20,7 @@ ARGUMENTS = {
     "expert_profile": [],
     "fused_families": OUT,
     "profile_step": ["gated-nano", "delayed"],
-    "recorder_cost": [],
+    "recorder_cost": ["gated-nano", "delayed"],
     "span_attention": OUT,
     "split_k": OUT,
     "whole_step": ["speed", "gated-nano", "bf16"],
