@@ -164,7 +164,7 @@ ONE_GPU: dict[str, Journey] = {
     "parity": Journey(
         (tune("--recipe delayed --data {chats} --learning-rate 1e-3"),
          "-m te_models parity --model {out} --data {texts} --batches 2"),
-        falls=0.2, prints="KL (nats/token)",
+        falls=0.2, prints="KL (nats",
     ),
     "blocks": Journey(
         (pretrain("--recipe delayed --steps 12 --tokenizer te_models/pretrained/gated-nano/tokenizer.json"),

@@ -214,8 +214,11 @@ class Replay(Printable):
         )
         if self.tensors:
             parts += [self._layers(), *self._worst()]
-        if self.variants:
+        if any(one.finite is not None for one in self.variants):
             parts.append(self._what_if())
+        for one in self.variants:
+            if one.finite is None:
+                parts.append(Text(f"{one.name} did not run: {one.reason}"))
         parts.append(Text(self.verdict))
         return Group(*parts)
 
@@ -261,12 +264,13 @@ class Replay(Printable):
 
     def _what_if(self) -> Table:
         table = Table(title="what if", title_justify="left", box=None)
-        for column in ("the step under", "finite", "loss", "gradient norm", "SQNR", "lowest in"):
-            table.add_column(column, justify="left" if column == "the step under" else "right")
+        table.add_column("the step under", overflow="fold")
+        for column in ("finite", "loss", "gradient norm", "SQNR"):
+            table.add_column(column, justify="right", no_wrap=True)
+        table.add_column("lowest in", justify="right", overflow="fold")
         for one in self.variants:
             if one.finite is None:
-                table.add_row(one.name, one.reason)
-                continue
+                continue  # a line below the table says why
             lowest = ""
             if one.layers:
                 layer = min(one.layers, key=lambda number: one.layers[number])

@@ -80,15 +80,22 @@ class Parity(Printable):
         }
 
     def __rich__(self) -> Group:
-        """Return the table, and a line for each export without numbers."""
-        table = Table(title=self.title, title_justify="left", box=None)
+        """Return the title, which is wider than a narrow table, the table, and lines about single exports."""
+        table = Table(box=None)
         tuned = any(row.survives is not None for row in self.rows)
-        columns = ["served as", "KL (nats/token)", "largest\nKL", "largest\nlog-prob", "same top-1"]
+        columns = [
+            "served as",
+            "KL (nats\nper token)",
+            "largest\nKL",
+            "largest\nlog-prob",
+            "same\ntop-1",
+        ]
         columns += ["loss", "served"]
         if tuned:
             columns.append("tuning\nleft")
-        for column in columns:
-            table.add_column(column, justify="left" if column == "served as" else "right")
+        table.add_column(columns[0], overflow="fold")
+        for column in columns[1:]:
+            table.add_column(column, justify="right", no_wrap=True)
         for row in self.rows:
             if row.reason:
                 continue
@@ -110,7 +117,7 @@ class Parity(Printable):
             elif row.least is not None:
                 name, share = row.least
                 lines.append(f"{row.export}: least of the tuning is left in {name}, {share:.1%}")
-        return Group(table, *map(Text, lines))
+        return Group(Text(self.title), table, *map(Text, lines))
 
 
 def parity(

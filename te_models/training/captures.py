@@ -238,6 +238,14 @@ def captured_steps(run: Path) -> list[int]:
     return found
 
 
+def steps_saved(run: Path) -> int:
+    """Return the step of a run's newest checkpoint, from which a resumed run goes on; 0 without one."""
+    steps = [
+        int(path.name.removeprefix("step-")) for path in Checkpoints(run / "checkpoints").all()
+    ]
+    return max(steps, default=0)
+
+
 def _state_of(run: Path, step: int) -> Path:
     own = capture_folder(run, step)
     own_model = (own / "config.json").exists() or (own / "adapter_config.json").exists()
@@ -253,9 +261,15 @@ def read_capture(run: Path, step: int) -> Capture:
     """
     if step not in captured_steps(run):
         steps = ", ".join(map(str, captured_steps(run))) or "none"
+        if step <= steps_saved(run):
+            what_to_do = (
+                f"that step has passed, so mark it for a new folder with `te-models capture NEW --step {step}`, and "
+                f"repeat the run there from {run}/run.toml with --out NEW"
+            )
+        else:
+            what_to_do = f"mark steps in advance with `te-models capture {run} --step {step}`, and run or --resume it"
         raise CheckpointError(
-            f"{run} has not kept state and batch of step {step} (but of: {steps}): mark steps in advance with "
-            f"`te-models capture {run} --step {step}`, and run or --resume it"
+            f"{run} has not kept state and batch of step {step} (but of: {steps}): {what_to_do}"
         )
     found = load_folder(capture_folder(run, step), ["batch", "capture"])
     about = found.documents["capture"]

@@ -60,19 +60,19 @@ class MetricsLog:
             self.file = None
 
 
-def read_metrics(path: Path) -> list[Row]:
+def read_metrics(path: str | Path) -> list[Row]:
     """Return the rows of the steps of a metrics.jsonl, except an incomplete last line after a kill."""
     return [row for row in _read_rows(path) if EVENT not in row]
 
 
-def read_events(path: Path) -> list[Row]:
+def read_events(path: str | Path) -> list[Row]:
     """Return the rows about events: what a guard did about a step (te_models.training.guard)."""
     return [row for row in _read_rows(path) if EVENT in row]
 
 
-def _read_rows(path: Path) -> list[Row]:
+def _read_rows(path: str | Path) -> list[Row]:
     rows = []
-    descriptor, _ = open_regular(path, error=DataError)
+    descriptor, _ = open_regular(Path(path), error=DataError)
     with open(descriptor, "rb") as file:
         lines = iter(functools.partial(file.readline, MAX_LINE_BYTES), b"")
         for number, line in enumerate(lines, start=1):

@@ -208,7 +208,7 @@ class Trainer(NamedFields):
         self.captures = Captures(self)
         self.updating = False  # whether the optimizer is changing the weights
         self.pending: QueuedStep | None = None  # the newest step, until its metrics are read
-        self.saved_step: int | None = None  # of the newest checkpoint of this process
+        self.saved_step: int | None = None  # of the checkpoint that was written or loaded last
         self.save_due = False  # as of the last step that was read, where save_every is not given
         self.saved_at = time.monotonic()
         self.stop_requested: Callable[[], int] = lambda: 0  # of this process: the signal's number
@@ -672,6 +672,7 @@ class Trainer(NamedFields):
         if cuda_random is not None:
             torch.cuda.set_rng_state(cuda_random, self.device)
         self.result = replace(result, stopped_early=False, signal=0)
+        self.saved_step = self.result.step
         self.facts = resumed_facts(self.facts, facts_in(checkpoint))
 
     def keep_recipe(self) -> None:

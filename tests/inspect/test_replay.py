@@ -103,6 +103,37 @@ def test_with_a_record_the_step_after_a_checkpoint_can_be_replayed(tmp_path: Pat
     assert all(one.equal for one in found.tensors) and found.repeatable is None
 
 
+def test_with_a_record_the_first_step_of_a_resumed_run_can_be_replayed(tmp_path: Path) -> None:
+    trainer(tmp_path, "current", record=1, steps=3).run()
+    for steps in (4, 5):
+        trainer(tmp_path, "current", record=1, steps=steps, keep_last=3).run(resume=True)
+    assert captured_steps(tmp_path) == [4, 5]
+    assert all(one.equal for one in replay(tmp_path, 5, twice=False).tensors)
+
+
+def test_steps_that_have_passed_are_not_promised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = captured(tmp_path)
+    last = MARKED + 2
+    assert main(["capture", str(run), "--step", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "has passed step 3" in " ".join(said.split()) and read_marks(run) == Marks((MARKED,))
+    assert main(["capture", str(run), "--step", f"{MARKED}", "--step", f"{last + 1}"]) == 0
+    with pytest.raises(CheckpointError, match="that step has passed.*--out NEW"):
+        replay(run, 3)
+    with pytest.raises(CheckpointError, match="run or --resume it"):
+        replay(run, last + 1)
+
+
+def test_what_cannot_run_is_told_in_a_line_of_its_own(tmp_path: Path) -> None:
+    found = replay(captured(tmp_path, "current"), MARKED, margins=[1], twice=False)
+    assert found.variants[0].finite is None
+    lines = str(found).splitlines()
+    assert any(line.startswith("margin 1 did not run: unknown field 'margin'") for line in lines)
+    assert "what if" not in lines
+
+
 def test_a_state_with_a_nan_is_not_kept(tmp_path: Path) -> None:
     run = trainer(tmp_path, "delayed", record=1)
 
