@@ -107,7 +107,7 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     if (
         not config.save_every
     ):  # the last checkpoint, which is a third of so short a run, is nobody's
-        run.save = lambda blocking=True: None
+        run.save = lambda blocking=True, interrupted=False: None
     return run
 
 

@@ -165,9 +165,7 @@ def with_latents(rng: random.Random, config: ModelConfig, width: int) -> ModelCo
     changes = NOT_LATENT | dict(
         num_key_value_heads=config.num_attention_heads, head_dim=turned, attention_bias=biased
     )
-    changes |= dict(
-        qk_norm_scope="head", query_scale_length=None, attention_gate_activation="sigmoid"
-    )
+    changes |= dict(qk_norm_scope="head", attention_gate_activation="sigmoid")
     return dataclasses.replace(config, latent_attention=sizes, layer_types=None, **changes)
 
 

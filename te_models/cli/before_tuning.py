@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,9 @@ def base_model(model: CausalLM, folder: str | None, given: str | None) -> Causal
     if path is None:
         return None
     try:
-        return CausalLM.from_pretrained(path, device="cpu", recipe="bf16", dtype=model.dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of FP8 state, which BF16 has no use for
+            return CausalLM.from_pretrained(path, device="cpu", recipe="bf16", dtype=model.dtype)
     except (TeModelsError, OSError) as error:
         if given is not None:
             raise

@@ -106,7 +106,7 @@ class _Boundary(torch.autograd.Function):
 
 
 class _Adapted(nn.Module):
-    """A frozen te.Linear with an adapter: the products of te_models.training.lora_layer."""
+    """A frozen te.Linear with an adapter: the products of te_models.adapters.low_rank."""
 
     def __init__(self, base: Any, spec: LinearSpec, rank: int, dtype: torch.dtype) -> None:
         super().__init__()

@@ -474,9 +474,9 @@ class Trainer(NamedFields):
         self.begun = begun
         if returned is None:
             count = self.config.gradient_accumulation
-            begun_at = time.perf_counter()
+            begun_at = time.monotonic()
             micro_batches = [next(batches) for _ in range(count)]
-            self.data_wait = time.perf_counter() - begun_at
+            self.data_wait = time.monotonic() - begun_at
         else:
             micro_batches = returned.micro_batches
             self.data_wait = 0.0

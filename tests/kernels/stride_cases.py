@@ -21,6 +21,7 @@ from te_models.kernels import (
     lm_head_triton,
 )
 from te_models.kernels.gated_attention import Rotation, attention_core, split_heads
+from te_models.kernels.handover import CastScale
 from te_models.kernels.span_attention_triton import Spans, spans
 
 ON_GPU = torch.cuda.is_available()
@@ -107,9 +108,9 @@ def views(rows: int, columns: int) -> list[Tensor]:
     return [*found, wide.flatten()[: rows * columns].view(columns, rows).t()]
 
 
-def place() -> tuple[Tensor, Tensor, bool]:
+def place() -> CastScale:
     """A scale, an amax, and E4M3."""
-    return torch.full((1,), 3.0, device=DEVICE), torch.zeros(1, device=DEVICE), False
+    return CastScale(torch.full((1,), 3.0, device=DEVICE), torch.zeros(1, device=DEVICE), False)
 
 
 Operation = Callable[[Tensor], list[Tensor]]

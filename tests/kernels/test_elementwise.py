@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from te_models.config import model
+from te_models.config import fields
 from te_models.kernels.elementwise import (
     ACTIVATIONS,
     causal_conv,
@@ -24,7 +24,7 @@ from te_models.kernels.lm_head import loss_and_gradient, with_scaled_logits
 
 
 def test_every_activation_of_the_config_is_there() -> None:
-    assert set(ACTIVATIONS) == set(model.ACTIVATIONS)
+    assert set(ACTIVATIONS) == set(fields.ACTIVATIONS)
 
 
 @pytest.mark.parametrize("gated", [True, False])
