@@ -148,13 +148,16 @@ def license_in(folder: Path) -> str | None:
     """Return the license that the model card in a folder names."""
     if not (folder / CARD).is_file() or importlib.util.find_spec("huggingface_hub") is None:
         return None
-    from huggingface_hub import ModelCard  # noqa: PLC0415
+    import yaml  # noqa: PLC0415  with huggingface_hub
+    from huggingface_hub import metadata_load  # noqa: PLC0415
 
     try:
-        data: Any = ModelCard.load(folder / CARD, ignore_metadata_errors=True).data
-        license = data.license
-    except (OSError, ValueError):  # no metadata that can be read
+        data = (
+            metadata_load(folder / CARD) or {}
+        )  # ModelCard.load warns about a card without metadata
+    except (OSError, ValueError, yaml.YAMLError):  # no metadata that can be read
         return None
+    license = data.get("license")
     return license if isinstance(license, str) else None
 
 

@@ -78,7 +78,7 @@ def summary(
         "activation checkpointing": f"{model.activation_checkpointing}"
         f"{', other activations in CPU memory' if model.activation_offload else ''}",
         "optimizer": f"{config.optimizer}, learning rate {config.learning_rate:g} ({config.schedule})"
-        f"{f', {config.optimizer_options}' if config.optimizer_options else ''}"
+        f"{_optimizer_options(config)}"
         f"{', state in CPU memory' if config.optimizer_offload else ''}",
         "tokens per step": f"{config.tokens_per_step:,} ({config.batch_size} x {config.seq_len} tokens"
         f" x {plural(config.gradient_accumulation, 'micro-batch', 'micro-batches')})",
@@ -123,6 +123,16 @@ def _linears(model: CausalLM) -> str:
     dtype = str(model.dtype).removeprefix("torch.")
     high = PRECISION_NAMES[dtype]
     return f"{plan.count('FP8')} in {' and '.join(formats) or 'FP8'}, {plan.count(high)} in {high}"
+
+
+def _optimizer_options(config: TrainConfig) -> str:
+    """Return ", name=value" per option that was given, with spaces at which a narrow terminal can break the line."""
+    options = config.optimizer_options
+    if not options:
+        return ""
+    if isinstance(options, str):
+        return ", " + ", ".join(part.strip() for part in options.split(","))
+    return "".join(f", {name}={value}" for name, value in options.items())
 
 
 def _parameters(model: CausalLM) -> str:

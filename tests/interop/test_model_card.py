@@ -15,6 +15,7 @@ import huggingface_hub as hub
 from te_models import CausalLM
 from te_models.cli import main
 from te_models.files.formats import read_json
+from te_models.interop.model_card import license_in
 
 RUN = ["--seq-len", "128", "--batch-size", "2", "--sample-tokens", "0", "--device", "cpu"]
 LICENSED = "---\nlicense: apache-2.0\nlibrary_name: transformers\n---\n# A base model\n"
@@ -183,3 +184,22 @@ def test_datasets_of_the_hub_are_named(tmp_path: Path) -> None:
     ]
     assert dataset_names(given) == ["a/b", "c/d", "e/f"]
     assert json.dumps(dataset_names([])) == "[]"
+
+
+@pytest.mark.parametrize(
+    "card, license",
+    [
+        (LICENSED, "apache-2.0"),
+        ("# A model\nwithout metadata\n", None),
+        ("---\n---\nempty\n", None),
+        ("---\n- a list\n---\nx\n", None),
+        ("---\nlicense: [mit\nname: }\n---\nno YAML\n", None),
+        ("---\nlicense: 3\n---\nno text\n", None),
+    ],
+)
+def test_a_card_of_any_kind_is_read_without_a_word(
+    card: str, license: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "README.md").write_text(card)
+    assert license_in(tmp_path) == license
+    assert not caplog.records

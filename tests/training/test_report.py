@@ -16,7 +16,7 @@ from te_models.cli import main
 from te_models.config.training import TrainConfig
 from te_models.kernels.dispatch import COMPILE_MODES, compile_mode
 from te_models.training import report
-from te_models.training.report import _broken, _parameters, progress, speed_rows
+from te_models.training.report import _broken, _optimizer_options, _parameters, progress, speed_rows
 from te_models.training.result import Result
 
 GRAPH, COMPILED = "forward and backward", "elementwise operations"
@@ -150,3 +150,16 @@ def test_a_long_command_is_broken_between_options(width: int) -> None:
 def test_without_evaluation_the_outcome_has_the_training_loss(tmp_path: Path) -> None:
     said = said_at_the_end(Result(step=3, loss=2.5), TrainConfig(steps=3), tmp_path)
     assert "2.5000 nats per token" in said and "eval loss" not in said and "nan" not in said
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "momentum=0.9,rest=adamw8bit,rest_lr=0.05",
+        dict(momentum=0.9, rest="adamw8bit", rest_lr=0.05),
+    ],
+)
+def test_a_narrow_terminal_breaks_the_options_of_an_optimizer_between_them(options: Any) -> None:
+    config = TrainConfig(optimizer="muon8bit", optimizer_options=options)
+    assert _optimizer_options(config) == ", momentum=0.9, rest=adamw8bit, rest_lr=0.05"
+    assert _optimizer_options(TrainConfig()) == ""
