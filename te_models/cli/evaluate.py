@@ -19,6 +19,7 @@ from te_models.cli.options import (
     setting_option,
     setting_options,
     show,
+    show_choice,
     show_line,
 )
 from te_models.config.data import DataConfig, split_names
@@ -114,6 +115,8 @@ def evaluate(
     def load(name: str | None) -> CausalLM:
         return build_model(preset, model, {**options, "recipe": name})
 
+    if model is not None:
+        show_choice(model)  # before the spinner, into whose line it would be written
     terminal = console()
     with terminal.status("") as status:
         evaluation = evaluate_recipes(

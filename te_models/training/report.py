@@ -172,7 +172,8 @@ def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Call
         TextColumn("{task.fields[speed]} tokens/s"),
         TimeRemainingColumn(),
         console=console,
-        disable=not console.is_terminal,
+        # A bar takes over sys.stdout, and a quiet console would swallow what a program of the user's prints meanwhile.
+        disable=console.quiet or not console.is_terminal,
     ) as bar:
         task = bar.add_task("train", total=config.steps, completed=start, loss="-", speed="-")
 

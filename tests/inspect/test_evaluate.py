@@ -21,6 +21,7 @@ from te_models.inspect.evaluate import (
     evaluate_recipes,
     make_batches,
 )
+from te_models.planning.printable import Terminal
 
 PAIRS = [("2 + 2", " = 4"), ("a", "ü"), ("Say nothing", ""), ("", "No prompt at all.")]
 
@@ -230,3 +231,16 @@ def test_bad_records_are_skipped_by_choice(tmp_path: Path, capsys: pytest.Captur
     assert "a.jsonl:5: not JSON" in capsys.readouterr().err
     assert main([*command, "--on-bad-record", "skip"]) == 0
     assert "2 bad records are skipped" in capsys.readouterr().out
+
+
+def test_the_checkpoint_is_named_before_the_spinner(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+
+    def spinner(terminal: Terminal, line: str) -> None:
+        said.append("spinner")
+        raise UsageError("that is enough")
+
+    monkeypatch.setattr(Terminal, "status", spinner)
+    monkeypatch.setattr("te_models.cli.evaluate.show_choice", said.append)
+    assert main(["evaluate", "--model", "gated-nano", "--data", "python-docstrings"]) == 2
+    assert said == ["gated-nano", "spinner"]

@@ -3,6 +3,7 @@
 import io
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,11 @@ def test_a_narrow_terminal_breaks_the_options_of_an_optimizer_between_them(optio
     config = TrainConfig(optimizer="muon8bit", optimizer_options=options)
     assert _optimizer_options(config) == ", momentum=0.9, rest=adamw8bit, rest_lr=0.05"
     assert _optimizer_options(TrainConfig()) == ""
+
+
+def test_a_run_without_progress_leaves_what_a_callback_prints_in_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with progress(Console(quiet=True, force_terminal=True), TrainConfig(steps=3), 0):
+        sys.stdout.write("step 1 of my own\n")
+    assert capsys.readouterr().out == "step 1 of my own\n"
