@@ -91,6 +91,13 @@ KINDS = {
         chooses=True,
     ),
     "heads by kind of layer, keys as values": Kind(GEMMA4),
+    "experts with norms of their own": Kind(  # Gemma 4 26B-A4B, whose dense MLP is the shared expert
+        GEMMA4
+        | dict(
+            intermediate_size=96, moe=EXPERTS | dict(shared_expert_intermediate_size=96, separate_norms=True)
+        ),
+        chooses=True,
+    ),
     "norms without weights": Kind(  # as Muse-Glimmer
         dict(
             qk_norm=True, qk_norm_weights=False, embedding_norm=True, norm_position="both", post_norm_eps=1e-3,

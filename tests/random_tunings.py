@@ -24,6 +24,7 @@ from torch import Tensor
 
 from te_models import CausalLM, TEModelsForCausalLM, load_tokenizer
 from te_models.cli import main
+from te_models.interop.hf_expert_families import dropped_by_peft
 from te_models.training.finetune import finetune
 from te_models.training.settings import run_settings
 from te_models.training.trainer import Callback, Trainer
@@ -45,10 +46,6 @@ VOCABULARY = 320
 PLACE: dict[str, Any] = dict(device="cpu", engine="emulated")
 # Families whose files other programs read by code of their own, or that need more than these sizes.
 LEFT_OUT = ("ministral",)
-# Families in which peft leaves out adapters of dense or shared MLPs (docs/reference/fine_tuning.md).
-DROPPED_BY_PEFT = (
-    "qwen3_next", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "afmoe", "deepseek_v2", "deepseek_v3",
-)  # fmt: skip
 # Options of a run's shape that fit any family.
 OPTIONS: tuple[dict[str, Any], ...] = (
     dict(rope_theta=123.0),
@@ -591,9 +588,10 @@ def in_peft(world: World) -> None:
     """Read adapter/ with peft in transformers, which knows no options of the shape."""
     import peft  # noqa: PLC0415  optional
 
+    config = json.loads((world.run / "adapter" / "adapter_config.json").read_text())
     family = families.CASES[world.case.shape][0]
-    if world.case.options or family in DROPPED_BY_PEFT:
-        return
+    if world.case.options or dropped_by_peft(family, config["target_modules"]):
+        return  # adapters of dense or shared MLPs, of which save_lora warned
     model = in_transformers(world.base)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -24,7 +24,12 @@ from te_models.errors import ConfigError, UsageError
 from te_models.files.formats import Document, list_some
 from te_models.interop.hf_expert_families import dropped_by_peft
 from te_models.interop.hf_families import Family, family_for, family_of
-from te_models.interop.tensor_places import Place, expert_places, module_places
+from te_models.interop.tensor_places import (
+    Place,
+    expert_places,
+    module_places,
+    names_taken,
+)
 from te_models.kernels.elementwise import ScaledEmbedding
 
 LINEARS_OF_MLP = re.compile(r"(gate|up|down)_proj|\bw[123]\b")  # as files of transformers name them
@@ -84,17 +89,16 @@ def show_linears(model: CausalLM) -> Placed:
     order: dict[str, list[str]] = {}  # module -> its linears in the order of transformers
     places, family = _places(model)
     linears = model.config.linears
+    taken = names_taken("model.", model.config, places)
     for theirs, place in places.items():
         ours = place.name.removesuffix(".weight")
         name = theirs.removesuffix(".weight").removeprefix("model.")
         if ours not in linears or linears[ours].name == "router":
             continue  # an expert, or no linear in transformers
+        if name in taken:
+            continue  # place_adapters warns
         linear = model.get_submodule(ours)
         parent = ours.rpartition(".")[0]
-        if name != ours and name in linears:
-            raise UsageError(
-                f"peft cannot adapt this model in place: {name} is another linear here; use te_models.add_lora"
-            )
         if name == ours:
             _show_whole(model, ours)
             order.setdefault(parent, []).append(ours.rpartition(".")[2])
@@ -157,39 +161,40 @@ def _add(part: nn.Module, name: str, make: Callable[[], nn.Module]) -> None:
 
 
 def _show_parameters(model: CausalLM, places: Mapping[str, Place], family: Family | None) -> Placed:
-    """Show the parameters of experts and routers, which have the same names in every family."""
+    """Show the parameters of experts and routers."""
     linears = model.config.linears
     mlp = "mlp" if family is None else family.mlp
+    experts = "mlp.experts" if family is None else family.expert_module
     transposed = family is not None and family.inputs_first
-    beside = "" if mlp == "mlp" else f"{mlp}."  # the names are then in the block, beside our MLP
-    shown: dict[
-        str, tuple[str, str, Stack]
-    ] = {}  # te module -> its parameter: of which module, its name, its values
-    for name, place in expert_places("", model.config, _shapes(model), places, mlp).items():
+    # te module -> its parameter: of which module below the block, its name, its values
+    shown: dict[str, tuple[str, str, Stack]] = {}
+    for name, place in expert_places("", model.config, _shapes(model), places, experts).items():
         ours = place.name.removesuffix(".weight")
         leaf = name.rpartition(".")[2]
         shown[ours] = (
-            f"{beside}experts",
+            experts,
             leaf,
             Stack(model.get_submodule(ours), place, linears[ours].experts, transposed),
         )
     for theirs, place in places.items():
         ours = place.name.removesuffix(".weight")
         if ours.endswith(".router") and theirs.endswith(f".{mlp}.gate.weight"):
-            shown[ours] = (f"{beside}gate", "weight", Stack(model.get_submodule(ours), place))
-    owners: dict[str, str] = {}
-    for ours, (holder, name, stack) in shown.items():
-        inside = ours.rpartition(".")[0]
-        owners[ours] = inside.rpartition(".")[0] if beside else inside
-        owner = model.get_submodule(owners[ours])
+            shown[ours] = (f"{mlp}.gate", "weight", Stack(model.get_submodule(ours), place))
+    stand_ins: Placed = {}
+    for ours, (below, name, stack) in shown.items():
+        # Below our MLP, or beside it in the block where theirs has another name.
+        parent = ours.rpartition(".")[0]
+        if not below.startswith("mlp."):
+            parent = parent.rpartition(".")[0]
+        holder = below.removeprefix("mlp.")
+        owner = model.get_submodule(parent)
         _add(owner, holder, Shown)
         module = owner.get_submodule(holder)
         if isinstance(module, Shown):  # not one that peft has adapted
             module.show(name, stack)
-    return {
-        ours: StandIn(functools.partial(AdaptedWeight, holder=holder, name=name), owners[ours])
-        for ours, (holder, name, _) in shown.items()
-    }
+        make = functools.partial(AdaptedWeight, holder=holder, name=name)
+        stand_ins[ours] = StandIn(make, parent)
+    return stand_ins
 
 
 def _shapes(model: CausalLM) -> dict[str, torch.Size]:
@@ -260,6 +265,7 @@ def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
     mark_adapters(model)
     adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
     _warn_of_experts_left_out(model, configs, adapted)
+    _warn_of_names_taken(model, configs)
     family = _places(model)[1]
     if dropped := dropped_by_peft(family.model_type if family else "", adapted):
         warnings.warn(
@@ -307,26 +313,48 @@ def _warn_of_experts_left_out(model: CausalLM, configs: Document, adapted: list[
 
     peft takes these names for experts too in some architectures of transformers, since they are linears in files.
     """
-    experts = dict.fromkeys(
-        linear.name for linear in model.config.linears.values() if linear.experts
-    )
-    new = [config for config in configs.values() if not config.inference_mode]
-    targets = [getattr(config, "target_modules", None) or () for config in new]
-    named = " ".join(group if isinstance(group, str) else " ".join(group) for group in targets)
-    left = [
-        name
-        for name, module in model.layers.named_modules()
-        if isinstance(module, nn.Linear)
-        and ".lora_" not in name
-        and not name.endswith(".base_layer")
-    ]
+    experts = any(linear.experts for linear in model.config.linears.values())
+    new = any(not config.inference_mode for config in configs.values())
     if (
         new
         and experts
         and not any(".experts" in name for name in adapted)
-        and (not left or LINEARS_OF_MLP.search(named))
+        and (_all_adapted(model) or LINEARS_OF_MLP.search(_new_targets(configs)))
     ):
-        parameters = [f"experts.{name}" for name in experts]
+        places, family = _places(model)
+        module = "mlp.experts" if family is None else family.expert_module
+        names = expert_places("", model.config, _shapes(model), places, module)
+        parameters = list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))
         warnings.warn(
             f"no expert has an adapter: for that, give target_parameters={parameters}", stacklevel=3
+        )
+
+
+def _all_adapted(model: CausalLM) -> bool:
+    """Return whether all linears that peft finds in blocks have adapters."""
+    for name, module in model.layers.named_modules():
+        base = name.endswith(".base_layer")
+        if isinstance(module, nn.Linear) and ".lora_" not in name and not base:
+            return False
+    return True
+
+
+def _new_targets(configs: Document) -> str:
+    """Return the target_modules of the configs of adapters in training, in one string."""
+    new = [config for config in configs.values() if not config.inference_mode]
+    targets = [getattr(config, "target_modules", None) or () for config in new]
+    return " ".join(group if isinstance(group, str) else " ".join(group) for group in targets)
+
+
+def _warn_of_names_taken(model: CausalLM, configs: Document) -> None:
+    """Warn of linears of MLPs that new adapters leave out since their names are taken here (`names_taken`)."""
+    targets = _new_targets(configs)
+    taken = names_taken("model.", model.config, _places(model)[0])
+    leaves = {name.rpartition(".")[2] for name in taken}
+    named = any(leaf in targets for leaf in leaves)
+    if taken and targets and (named or _all_adapted(model)):
+        warnings.warn(
+            f"peft adapts no {list_some(taken)} in place: for these, give te_models.add_lora the CausalLM inside "
+            "(`.model`)",
+            stacklevel=4,
         )

@@ -162,7 +162,7 @@ _GEMMA4_MOE: Fields = {
               **places.GEMMA4_EXPERTS},
     "parts": (*_GEMMA4["parts"], experts.GEMMA4_EXPERTS),
     "when": {"enable_moe_block": (True,)},
-    "stacked": "outputs first",
+    "stacked": "outputs first", "experts": "experts",
     "ignored": frozenset(("hidden_act", "vocab_size_per_layer_input", "use_double_wide_mlp")),
 }  # fmt: skip
 _GEMMA4_IMAGES: Fields = dict(

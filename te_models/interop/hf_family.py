@@ -47,6 +47,7 @@ class Family:
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
         scaled_vectors: whether its embedding in transformers multiplies, and `inputs_embeds` come multiplied.
         mlp: the name of experts and their router, below a layer of a model of transformers.
+        experts: the name of the experts there, where it is not `mlp`.experts.
         renamed: parts of their names that are others in a model of transformers -> those there.
         served: keys that servers read of a model, beside those that `write` writes.
         sign: these marks, for people.
@@ -84,10 +85,16 @@ class Family:
     code: bool = False
     scaled_vectors: bool = False
     mlp: str = "mlp"
+    experts: str = ""
     renamed: Mapping[str, str] = field(default_factory=dict)
     served: Callable[[ModelConfig], Values] = lambda config: {}
     sign: str = ""
     note: str = ""
+
+    @property
+    def expert_module(self) -> str:
+        """The name of the experts below a layer of a model of transformers."""
+        return self.experts or f"{self.mlp}.experts"
 
     def read(self, config: Values) -> ModelConfig:
         """Return the ModelConfig of a config.json; a ConfigError names a request that te-models does not support."""

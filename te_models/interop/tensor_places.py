@@ -143,16 +143,31 @@ def module_places(
     }
 
 
+def names_taken(root: str, config: ModelConfig, places: Mapping[str, Place]) -> list[str]:
+    """Return the linears of transformers, without `root`, whose names are those of other linears here.
+
+    peft cannot adapt these in place. Gemma 4 has a dense MLP beside its experts, and the name of its last linear,
+    mlp.down_proj, is that of a product of the experts here. `places` are by the names of linears or their weights.
+    """
+    taken = []
+    for theirs, place in places.items():
+        name = theirs.removesuffix(".weight").removeprefix(root)
+        ours = place.name.removesuffix(".weight")
+        if ours in config.linears and name != ours and name in config.linears:
+            taken.append(name)
+    return taken
+
+
 def expert_places(
     root: str,
     config: ModelConfig,
     shapes: Mapping[str, torch.Size],
     places: Mapping[str, Place],
-    mlp: str = "mlp",
+    experts: str = "mlp.experts",
 ) -> dict[str, Place]:
     """Return the experts' parameters of transformers, which have the same names in every family.
 
-    `shapes` are our parameters', and `mlp` is the family's name of the module around experts. The rows are in
+    `shapes` are our parameters', and `experts` is the family's name of the experts below a layer. The rows are in
     the order of ours, or of one of `places` that fills all of an expert's weight.
     """
     entire = {
@@ -162,7 +177,9 @@ def expert_places(
     for name, linear in config.linears.items():
         if linear.experts:
             parent, _, leaf = name.rpartition(".")
-            theirs = f"{root}{parent.removesuffix('mlp')}{mlp}.experts.{leaf}"
+            if leaf == "gate_up_proj" and not config.mlp_gate:
+                leaf = "up_proj"  # as Nemotron-H has it
+            theirs = f"{root}{parent.removesuffix('mlp')}{experts}.{leaf}"
             first = f"{name}.weight0"
             place = entire.get(first) or Place.whole(first, shapes[first])
             found[theirs] = dataclasses.replace(place, name=f"{name}.weight")

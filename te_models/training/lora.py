@@ -34,6 +34,7 @@ from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import check_fp8_state
 from te_models.interop.hub import local_folder
 from te_models.interop.origin import TOKEN_IDS, TRAINED
+from te_models.interop.tensor_places import names_taken
 from te_models.saving.adapters import BASE_CONFIG, GENERATION, trained_config
 from te_models.saving.folder import MANIFEST, save_folder
 from te_models.saving.load_model import read_recipe
@@ -270,6 +271,12 @@ def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel
     for name, one in found.items():
         parts = [name] if name in modules.theirs else modules.parts_of(module_of(one.place))
         wanted |= dict.fromkeys(parts, one)
+    taken = names_taken(modules.root, model.model.config, modules.theirs)
+    for name in wanted:
+        if name.removeprefix(modules.root) in taken:
+            raise UsageError(
+                f"an adapter on {name} needs a CausalLM: give add_lora the model inside (`.model`)"
+            )
     targets = their_targets(wanted, modules, config.use_rslora)
     config = dataclasses.replace(config, **targets, task_type="CAUSAL_LM")
     # peft's own layer for Transformer Engine's linears refuses DoRA.

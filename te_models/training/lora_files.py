@@ -146,13 +146,13 @@ def _without_head(
 def _keys(wanted: Mapping[str, Wanted], modules: Modules) -> dict[str, Wanted]:
     """Return the name in an adapter's file, without ".lora_A.weight", of each adapter of transformers' modules.
 
-    peft wraps the module of a parameter, once for each of its parameters in their order: that of gate_up_proj is inside
-    that of down_proj.
+    peft wraps the module of a parameter, once for each of its parameters in their order: that of gate_up_proj, or of
+    up_proj where experts have no gate, is inside that of down_proj.
     """
     found = {}
     for name, one in wanted.items():
         parent, _, leaf = name.rpartition(".")
-        inside = leaf == "gate_up_proj" and f"{parent}.down_proj" in wanted
+        inside = leaf in ("gate_up_proj", "up_proj") and f"{parent}.down_proj" in wanted
         own = (
             name if module_of(one.place) not in modules.counts else parent + ".base_layer" * inside
         )
@@ -271,7 +271,7 @@ def adapter_file(
         "modules_to_save": list(whole) or None
     }
     # As peft saves them: by the names of modules, also where files of the model have others.
-    tensors = {modules.in_transformers(name): tensor for name, tensor in tensors.items()}
+    tensors = {modules.in_adapter_file(name): tensor for name, tensor in tensors.items()}
     values["target_modules"] = [modules.in_transformers(name) for name in values["target_modules"]]
     for field in ("rank_pattern", "alpha_pattern"):
         patterns = values[field]

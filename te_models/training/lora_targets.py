@@ -7,6 +7,7 @@ and its rows of B, which is exact. The experts of a layer are two parameters in 
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -104,6 +105,16 @@ class Modules:
             name = name.replace(stored, there)
         return name
 
+    def in_adapter_file(self, name: str) -> str:
+        """Return the name of a tensor in a file, from which peft makes the name in a model of transformers.
+
+        That is the latter itself, unless the renaming, whose dots match any character, would match it once more.
+        """
+        for stored, there in self.renamed.items():
+            if not re.search(stored, there):
+                name = name.replace(stored, there)
+        return name
+
     @property
     def routers(self) -> set[str]:
         """Those of `theirs` that are no linears in transformers, but modules with a parameter "weight"."""
@@ -189,7 +200,7 @@ def adaptable_modules(model: CausalLM) -> Modules:
         if place.name in tops
     }
     whole = {name: own.removesuffix(".weight") for name, own in whole.items()}
-    experts = expert_places(named.root, model.config, shapes, places, family.mlp)
+    experts = expert_places(named.root, model.config, shapes, places, family.expert_module)
     return Modules(
         theirs, ours, experts, counts, whole, family.model_type, family.renamed, named.root
     )

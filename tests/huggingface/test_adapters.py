@@ -441,6 +441,44 @@ def test_what_peft_cannot_place_beside_experts_is_said(tmp_path: Path) -> None:
         )
 
 
+def test_a_linear_whose_name_is_taken_is_said(tmp_path: Path) -> None:
+    """Gemma 4 has a dense MLP beside its experts, one of whose products has the name of its last linear here."""
+    theirs = make_theirs("gemma4_text-experts-plain", tmp_path / "base")
+    torch.testing.assert_close(load(tmp_path / "base")(IDS).logits, theirs(IDS).logits, **CLOSE)
+    taken = (
+        r"peft adapts no layers\.0\.mlp\.down_proj, .*give te_models\.add_lora the CausalLM inside"
+    )
+    for targets in ("all-linear", ["q_proj", "up_proj", "down_proj"]):
+        with pytest.warns(UserWarning, match=taken):
+            peft.get_peft_model(load(tmp_path / "base"), peft.LoraConfig(target_modules=targets))
+        with pytest.raises(UsageError, match=r"mlp\.down_proj needs a CausalLM"):
+            lora.add_lora(load(tmp_path / "base"), target_modules=targets)
+    inner = lora.add_lora(
+        load(tmp_path / "base").model, r=2, target_modules=["q_proj", "down_proj"]
+    )
+    fill(inner)
+    lora.save_lora(inner, tmp_path / "adapter")
+    judge = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    torch.testing.assert_close(inner(IDS).logits, judge(IDS).logits, **CLOSE)
+    with pytest.raises(CheckpointError, match=r"cannot place the adapter's .*mlp\.down_proj"):
+        peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter")
+
+
+@pytest.mark.filterwarnings("error:peft adapts no")
+def test_adapters_beside_a_linear_whose_name_is_taken(tmp_path: Path) -> None:
+    theirs = make_theirs("gemma4_text-experts-plain", tmp_path / "base")
+    fields = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "up_proj"], target_parameters=["experts.down_proj"]
+    )
+    judge = peft.get_peft_model(theirs, fields).eval()
+    fill(judge)
+    judge.save_pretrained(tmp_path / "adapter")
+    ours = peft.PeftModel.from_pretrained(
+        load(tmp_path / "base"), tmp_path / "adapter", is_trainable=True
+    ).eval()
+    assert_trained_alike(judge, ours)
+
+
 @pytest.mark.filterwarnings("error:no expert")
 def test_experts_left_out_are_said(tmp_path: Path) -> None:
     """Also where the linears of an MLP are named, which are those of experts in files; with the names that help."""

@@ -425,6 +425,7 @@ def test_adapters_train_merge_and_come_back(kind: Kind, tmp_path: Path) -> None:
     "ignore:peft has no adapters on"
 )  # of latent attention's family, in transformers
 @pytest.mark.filterwarnings("ignore:no expert has an adapter")
+@pytest.mark.filterwarnings("ignore:peft adapts no layers")  # Gemma 4's mlp.down_proj
 def test_peft_adapts_all_linears_of_transformers(kind: Kind) -> None:
     """All te.Linears but the head, routers and experts; files are judged in tests/huggingface/test_adapters.py."""
     peft, modeling = (
