@@ -82,6 +82,7 @@ def test_the_entry_point_is_that_of_the_example() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_package_that_fails_is_named(tmp_path: Path) -> None:
     environment = installed(tmp_path / "site", "te_token_shift:no_such_function")
     program = """

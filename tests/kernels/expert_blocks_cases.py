@@ -171,7 +171,13 @@ TOKENS, CHOICES = 100, 2
 
 @pytest.mark.parametrize(
     ("routed", "limit", "hidden_size"),
-    [(True, None, 128), (True, 1.5, 144), (False, 1.5, 128), (False, None, 144)],
+    [
+        (True, None, 128),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(True, 1.5, 144), (False, 1.5, 128), (False, None, 144)]
+        ),
+    ],
 )
 def test_the_mlp_against_its_operations_one_by_one(
     routed: bool, limit: float | None, hidden_size: int

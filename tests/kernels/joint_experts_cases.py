@@ -111,7 +111,7 @@ def biases_of(count: int, outputs: int) -> Tensor:
     return torch.randn(count, outputs, device=DEVICE).to(DTYPE).requires_grad_()
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("limit", LIMITS)
 def test_the_activation_against_fp64(limit: float | None, padded: bool) -> None:
     """Its codes within one step of their format of FP64's, which is where a sum or sigmoid was rounded otherwise."""
@@ -217,7 +217,9 @@ CASES = [
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # of NumPy's exponential
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [*(pytest.param(case, marks=pytest.mark.slow) for case in CASES[:5]), *CASES[5:]]
+)
 def test_the_bits_of_the_operations_one_by_one(case: Case) -> None:
     """Outputs, gradients and delayed amaxes; sums of biases within their rounding.
 

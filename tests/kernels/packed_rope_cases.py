@@ -26,7 +26,7 @@ LENGTHS = (7, 22, 12)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("window", [None, pytest.param(5, marks=pytest.mark.slow)])
 def test_fused_attention_gives_each_document_its_own_angles(name: str, window: int | None) -> None:
     """Forward and backward, in FP16, which the interpreter multiplies, as it does not BF16."""
     context, scaling = SCALINGS[name]

@@ -18,7 +18,11 @@ KINDS = {
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize(
     "kind",
-    ["gated-nano", "gated-moe-nano", pytest.param("gated-hybrid-nano", marks=pytest.mark.slow)],
+    [
+        "gated-nano",
+        pytest.param("gated-moe-nano", marks=pytest.mark.slow),
+        pytest.param("gated-hybrid-nano", marks=pytest.mark.slow),
+    ],
 )
 def test_dynamic_shapes_give_the_same_logits(kind: str, wrapped: bool) -> None:
     torch._dynamo.reset()

@@ -91,14 +91,20 @@ FP8, OFFLOAD = "--fp8-params", "--optimizer-offload"
 @pytest.mark.parametrize(
     ("given", "options", "gib", "never"),
     [
-        (dict(recipe="nvfp4"), {}, 30, [FP8]),
+        pytest.param(dict(recipe="nvfp4"), {}, 30, [FP8], marks=pytest.mark.slow),
         (dict(optimizer="adamw8bit", optimizer_options="stochastic_rounding=true"), {}, 60, [FP8]),
-        (dict(optimizer_options="beta2=0.99"), {}, 60, []),
+        pytest.param(dict(optimizer_options="beta2=0.99"), {}, 60, [], marks=pytest.mark.slow),
         (dict(batch_size=3), {}, 20, []),
         (dict(optimizer_offload=True), {}, 35, []),
         ({}, dict(kind="ddp", world=2), 50, [FP8]),
         ({}, dict(kind="fsdp", world=4), 20, ["--lora", OFFLOAD]),
-        (dict(recipe="blockwise"), dict(kind="fsdp", world=4), 20, [FP8, "--lora", OFFLOAD]),
+        pytest.param(
+            dict(recipe="blockwise"),
+            dict(kind="fsdp", world=4),
+            20,
+            [FP8, "--lora", OFFLOAD],
+            marks=pytest.mark.slow,
+        ),
         ({}, dict(resumed=True), 90, [FP8, "--batch-size", "--optimizer ", "--seq-len"]),
     ],
     ids=str,
