@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Group
+from rich.padding import Padding
 from rich.text import Text
 
 from te_models.config.recipe import Recipe, recipe_from_dict
@@ -463,11 +464,11 @@ class Diagnosis(Printable):
 
     def __rich__(self) -> Group:
         """Return a paragraph per finding."""
-        lines: list[Text] = []
+        lines: list[Text | Padding] = []
         for finding in self.findings:
             lines.append(Text(f"step {finding.step}, {finding.rule}", "bold"))
-            lines.append(Text(f"  {finding.message}"))
-            lines.append(Text(f"  try: {finding.change}"))
+            lines.append(Padding.indent(Text(finding.message), 2))
+            lines.append(Padding.indent(Text(f"try: {finding.change}"), 2))
             lines.append(Text())
         if not lines:
             lines.append(

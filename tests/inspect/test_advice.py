@@ -9,7 +9,7 @@ from planted import BEGIN, FAILURES, NATIVE_RECIPES, run_planted
 
 from te_models.cli import main
 from te_models.errors import DataError
-from te_models.inspect.advice import RULES, diagnose, read_facts
+from te_models.inspect.advice import RULES, Diagnosis, Finding, diagnose, read_facts
 from te_models.recorder.layout import FIELDS, INDEX
 
 WITHIN = 5  # steps in which the right tensor is named
@@ -111,3 +111,10 @@ def test_the_command_prints_the_advice(tmp_path: Path, capsys: pytest.CaptureFix
     assert document["findings"][0]["rule"] == "nonfinite"
     with pytest.raises(DataError, match="has no record: run it with --record"):
         read_facts(tmp_path)
+
+
+def test_advice_is_indented_in_each_line_of_a_paragraph() -> None:
+    finding = Finding("dead", "x", 3, "seen " * 40, "change " * 40, ("x",))
+    first, *rest = str(Diagnosis(steps=4, tensors=1, findings=(finding,))).splitlines()
+    assert first == "step 3, dead" and len(rest) > 4
+    assert all(line.startswith("  ") for line in rest)
