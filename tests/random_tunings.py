@@ -225,6 +225,8 @@ def _widen(config: Any) -> None:
             config.hidden_size = 96  # for 3 and 6 heads
         elif name.endswith(("_size", "_rank", "head_dim")) and isinstance(size, int):
             setattr(config, name, -(-size // 32) * 32)
+    if hasattr(config, "mamba_d_head"):
+        config.mamba_d_head = config.mamba_expand * config.hidden_size // config.mamba_n_heads
 
 
 def write_base(case: Case, folder: Path) -> Any:

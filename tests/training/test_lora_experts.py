@@ -180,6 +180,18 @@ def test_a_shared_expert_has_two_names(tmp_path: Path) -> None:
             torch.testing.assert_close(again.eval()(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("default:peft has no adapters")
+def test_a_file_that_peft_refuses_is_said(tmp_path: Path) -> None:
+    """peft adapts no output of Mamba in Nemotron-H, which is among our targets when none are named."""
+    config, base = make_config("nemotron_h-plain"), tmp_path / "base"
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    with pytest.warns(UserWarning, match="peft has no adapters on out_proj of nemotron_h"):
+        save_lora(add_lora(ours(base), r=2), tmp_path / "adapter")
+    with pytest.raises(ValueError, match="'out_proj' is incompatible with Mamba"):
+        PeftModel.from_pretrained(theirs(base), tmp_path / "adapter")
+    load_lora(ours(base), tmp_path / "adapter")
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "shared": dict(shared_expert_intermediate_size=128, shared_expert_gate=True),
