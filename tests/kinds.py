@@ -149,7 +149,7 @@ KINDS = {
     "Kimi Delta Attention": Kind(
         dict(
             **LATENT, latent_attention=ALIKE, layer_types=("kda", "latent_attention", "kda"),
-            no_rope_layers=(0, 0, 0), kda=dict(num_heads=6, head_dim=16, gate_rank=32),
+            no_rope_layers=(0, 0, 0), kda=dict(num_heads=3, head_dim=32, gate_rank=32),
         ),
         rounds=2.0,
     ),

@@ -1,5 +1,6 @@
 """A small run of the Trainer, and a small model after three steps, whose saves the tests of saved state look at."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def make_trainer(out: Path, case: dict[str, Any], shared: Parallel | None = None
     if config.optimizer in ("adamw8bit", "adamwfp8"):
         pytest.importorskip("torchao.optim")
     shared = Parallel() if shared is None else shared
-    shared.kind, shared.config, shared.frozen = config.parallel, config, lora is not None
+    shared = replace(shared, kind=config.parallel, config=config, frozen=lora is not None)
     torch.manual_seed(5)
     model = shared.build(get_preset("gated-nano", **TINY), device="cpu", **options)
     words = load_tokenizer(None)
