@@ -74,4 +74,6 @@ def held_bytes(model: CausalLM, seq_len: int) -> int:
     if model.activation_checkpointing != "none":
         ropes = {getattr(mixer, "rope", None) for mixer in mixers} - {None}
         held += 8 * seq_len * len(ropes) * model.config.head_dim
+        if model.config.query_scale_beta is not None:
+            held += 4 * seq_len  # the factor of the queries at each position
     return held

@@ -180,7 +180,7 @@ def scheme_of(folder: Path) -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*needs its own code in transformers")
 # Keys that servers want, and transformers has as constants.
-@pytest.mark.filterwarnings("ignore:.*transformers does not read score_func")
+@pytest.mark.filterwarnings("ignore:.*transformers does not read .*score_func")
 @pytest.mark.parametrize(
     ("shape", "format"),
     [
