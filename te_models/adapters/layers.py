@@ -98,7 +98,7 @@ class LoraLinear(ExactMerges, peft_layer.Linear):
 
     @property
     def low_rank(self) -> bool:
-        """Whether the active adapters are plain LoRA or DoRA, for all rows alike."""
+        """True if the active adapters are plain LoRA or DoRA, for all rows alike."""
         for adapter in self.active_adapters:
             variant = self.lora_variant.get(adapter)
             if variant is not None and not isinstance(variant, DoraLinearVariant):
@@ -110,7 +110,7 @@ class LoraLinear(ExactMerges, peft_layer.Linear):
 
     @property
     def by_sequence(self) -> bool:
-        """Whether the layer takes sequences [B, S, in] rather than their tokens."""
+        """True if the layer takes sequences [B, S, in] rather than their tokens."""
         return not self.low_rank
 
     def forward(

@@ -29,7 +29,7 @@ class AdapterFactors(Protocol):
 
 
 class LoraLayer(AdapterFactors, Protocol):
-    """What is read of a layer with low-rank adapters, te_models.adapters.layers.LoraLinear."""
+    """The part of te_models.adapters.layers.LoraLinear that the products read."""
 
     training: bool
     lora_dropout: Any

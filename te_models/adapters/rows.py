@@ -127,7 +127,7 @@ class AdaptedRows(nn.Module):
 
     @property
     def by_sequence(self) -> bool:
-        """Whether a layer takes sequences [B, S, in] rather than their tokens."""
+        """True if a layer takes sequences [B, S, in] rather than their tokens."""
         return not all(getattr(layer, "low_rank", False) for layer in self.layers())
 
     def forward(self, x: Tensor, **options: object) -> Tensor:

@@ -103,7 +103,7 @@ class _ExpertCopies:
 
     @property
     def trained(self) -> bool:
-        """Whether the weights get gradients."""
+        """True if the weights get gradients."""
         return self.module.weights[0].requires_grad
 
     def in_backward(self) -> Tensor:

@@ -68,7 +68,7 @@ class GroupedNames:
 
 
 class StandIn(NamedTuple):
-    """What stands in the place of a te module once peft may adapt it."""
+    """The stand-in for a te module that peft may adapt."""
 
     make: Callable[
         ..., nn.Module

@@ -47,7 +47,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found.
+    """One observation of a rule, with its advice.
 
     Attributes:
         rule: the key of the rule.
@@ -68,7 +68,7 @@ class Finding:
 
 @dataclass
 class RunFacts:
-    """What the rules look at: the record of a run, its metrics and its recipe."""
+    """The input of the rules: the record of a run, its metrics and its recipe."""
 
     record: Record
     rows: list[Row]
@@ -455,7 +455,7 @@ RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True)
 class Diagnosis(Printable):
-    """What the rules found in a run, the most specific first. Print it, or take `to_dict`."""
+    """All findings in a run, by the step in which they begin. Print it, or take `to_dict`."""
 
     width: ClassVar[int] = 100
     steps: int

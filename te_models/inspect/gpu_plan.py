@@ -17,7 +17,7 @@ from te_models.planning.printable import Printable
 
 @dataclass(frozen=True)
 class GpuPlan(Printable):
-    """What a GPU does with a model; print it, or take `to_dict`.
+    """The plan of a model for one GPU; print it, or take `to_dict`.
 
     Attributes:
         gpu: the GPU.

@@ -138,14 +138,14 @@ class Replay(Printable):
 
     @property
     def repeatable(self) -> bool | None:
-        """Whether both runs here are equal in every bit; None without a second one."""
+        """True if both runs here are equal in every bit; None without a second one."""
         if self.second is None:
             return None
         return same_run(self.first, self.second)
 
     @property
     def verdict(self) -> str:
-        """What the comparison says, in a sentence."""
+        """The result of the comparison, in a sentence."""
         if self.repeatable is False:
             return (
                 "two runs of the step on this device differ: its hardware is faulty, or a kernel adds in no fixed "

@@ -58,7 +58,7 @@ class Profile(NamedTuple):
 
     @property
     def end(self) -> Tensor:
-        """What the stretch leaves: int64 [PARTS]."""
+        """The bytes that the stretch leaves, int64 [PARTS]."""
         return self.moments[-1]
 
     def between(self, other: Profile, share: float) -> Profile | None:

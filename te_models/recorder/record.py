@@ -83,7 +83,7 @@ class RecordWriter:
 
 @dataclass(frozen=True)
 class Record:
-    """What a run recorded.
+    """The statistics that a run recorded.
 
     Attributes:
         tensors: the recorded tensors, in the order of the model.
@@ -99,7 +99,7 @@ class Record:
 
     @functools.cached_property
     def counted(self) -> NDArray[np.bool_]:
-        """Whether a tensor was quantized in a step, [steps, tensors]."""
+        """True where a tensor was quantized in a step, [steps, tensors]."""
         return self.values[:, :, INDEX["elements"]] > 0
 
     def field(self, name: str) -> Floats:

@@ -75,7 +75,7 @@ class Table:
 
     @property
     def open(self) -> bool:
-        """Whether casts add to the table: they do in a recorded step, and in a capture, whose kernels ask `flag`."""
+        """True if casts add to the table: they do in a recorded step, and in a capture, whose kernels ask `flag`."""
         return self.recording or (self.parts.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def begin(self) -> None:
@@ -188,7 +188,7 @@ class Observer:
 
     @property
     def open(self) -> bool:
-        """Whether the next cast is counted: once per micro-batch, that of a weight once per step."""
+        """True if the next cast is counted: once per micro-batch, that of a weight once per step."""
         table = self.table
         if not table.open:
             return False

@@ -73,7 +73,7 @@ class Recorder:
 
     @property
     def recording(self) -> bool:
-        """Whether the step in progress is recorded."""
+        """True while the step in progress is recorded."""
         return self.table.recording
 
     def is_due(self, step: int) -> bool:
