@@ -101,15 +101,8 @@ class ShortConv(Mixer[ShortConvSpec]):
         x, g = xg.chunk(2, dim=-1)
         positions = context.positions.expand(batch, seq)
         real = None if context.real is None else context.real.view(batch, seq)
-        state = None
-        if context.cache is not None:
-            state = context.cache.recurrent(
-                self.layer, lambda: self.new_state(batch, 0, x.device, x.dtype)
-            )
-        if state is None:
-            before = x.new_zeros(batch, TAPS - 1, x.shape[2])
-        else:
-            before = state.read()["tail"]
+        state, stored = self.stored_state(context, like=x)
+        before = stored.get("tail", x.new_zeros(batch, TAPS - 1, x.shape[2]))
         whole = torch.cat((before, x), dim=1)  # [B, TAPS - 1 + S, D]
         if state is not None:
             state.write(tail=newest(whole, real))

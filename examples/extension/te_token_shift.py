@@ -104,14 +104,8 @@ class TokenShift(Mixer[TokenShiftSpec]):
         x = context.linear(self.in_proj, x)[: batch * seq].unflatten(
             0, (batch, seq)
         )  # [B, S, width]
-        state = None
-        before = x.new_zeros(batch, 1, x.shape[2])
-        if context.cache is not None:
-            state = context.cache.recurrent(
-                self.layer, lambda: self.new_state(batch, 0, x.device, x.dtype)
-            )
-        if state is not None:
-            before = state.read()["newest"]
+        state, stored = self.stored_state(context, like=x)
+        before = stored.get("newest", x.new_zeros(batch, 1, x.shape[2]))
         previous = torch.cat((before, x[:, :-1]), dim=1)
         if state is not None:  # which overwrites `before`
             state.write(newest=self._newest(x, context))

@@ -108,12 +108,7 @@ class KimiDeltaAttention(Mixer[KDASpec]):
         """
         sizes = self.spec.sizes
         kernels = context.kernels
-        state = None
-        if context.cache is not None:
-            state = context.cache.recurrent(
-                self.layer, lambda: self.new_state(context.batch, 0, mixed.device, mixed.dtype)
-            )
-        stored = {} if state is None else state.read()
+        state, stored = self.stored_state(context, like=mixed)
         tail = stored.get("tail")
         before = stored.get("matrix")
         q, k, v = kernels.mixed_parts(

@@ -126,12 +126,7 @@ class Mamba2(Mixer[Mamba2Spec]):
         sizes = self.spec.sizes
         kernels = context.kernels
         seq = context.seq
-        state = None
-        if context.cache is not None:
-            state = context.cache.recurrent(
-                self.layer, lambda: self.new_state(context.batch, 0, mixed.device, mixed.dtype)
-            )
-        stored = {} if state is None else state.read()
+        state, stored = self.stored_state(context, like=mixed)
         tail = stored.get("tail")
         before = stored.get("matrix")
         x, b, c = kernels.mixed_parts(

@@ -4,7 +4,7 @@ Shapes: B batch, S sequence, N = B*S tokens padded up to the recipe's alignment,
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -68,6 +68,25 @@ class Mixer(BlockPart[Spec]):
     @abstractmethod
     def new_state(self, batch: int, slots: int, device: torch.device, dtype: torch.dtype) -> State:
         """Return its state while decoding `batch` rows of up to `slots` tokens, in the model's `dtype`."""
+
+    def stored_state(
+        self, context: ForwardContext, like: Tensor
+    ) -> tuple[RecurrentState | None, Mapping[str, Tensor]]:
+        """Return the recurrent state that the cache has for this layer, and its tensors by name.
+
+        Without a cache, and in a pass that stores nothing, they are None and empty. A new state has the device and
+        dtype of `like`.
+        """
+        if context.cache is None:
+            return None, {}
+
+        def make() -> RecurrentState:
+            state = self.new_state(context.batch, 0, like.device, like.dtype)
+            assert isinstance(state, RecurrentState)
+            return state
+
+        state = context.cache.recurrent(self.layer, make)
+        return state, {} if state is None else state.read()
 
 
 class Feedforward(BlockPart[Spec]):

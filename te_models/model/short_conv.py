@@ -58,14 +58,8 @@ class ShortConv(Mixer[ShortConvSpec]):
 
     def _mix(self, parts: Tensor, counts: Tensor | None, context: ForwardContext) -> Tensor:
         """Return c * conv(b * x) [B, S, D] of parts [B, S, 3D]; the first `counts` [B] of a row are tokens."""
-        state = None
-        tail = None
-        if context.cache is not None:
-            state = context.cache.recurrent(
-                self.layer, lambda: self.new_state(context.batch, 0, parts.device, parts.dtype)
-            )
-        if state is not None:
-            tail = state.read()["tail"]
+        state, stored = self.stored_state(context, like=parts)
+        tail = stored.get("tail")
         taps = self.conv.weight
         bias = self.conv.bias
         out = context.kernels.gated_conv(parts, tail, taps, bias, context.documents)
