@@ -127,8 +127,11 @@ def _latents(
     q, kv = (t.reshape(len(x), heads, -1) for t in (q, kv))
     plain, last = q.split([sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], dim=2)
     k, v = kv.split([sizes.qk_nope_head_dim, sizes.v_head_dim], dim=2)
-    same = _rotated(config, turned[:, None]).expand(-1, heads, -1)
-    return torch.cat([plain, _rotated(config, last)], dim=2), torch.cat([k, same], dim=2), v, None
+    turned = turned[:, None]
+    if config.no_rope_layers is None or config.no_rope_layers[layer]:
+        last, turned = _rotated(config, last), _rotated(config, turned)
+    same = turned.expand(-1, heads, -1)
+    return torch.cat([plain, last], dim=2), torch.cat([k, same], dim=2), v, None
 
 
 def _rotated(config: ModelConfig, x: Tensor) -> Tensor:

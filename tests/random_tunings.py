@@ -225,6 +225,13 @@ def _widen(config: Any) -> None:
             config.hidden_size = 96  # for 3 and 6 heads
         elif name.endswith(("_size", "_rank", "head_dim")) and isinstance(size, int):
             setattr(config, name, -(-size // 32) * 32)
+    # LongRoPE has a factor for each pair of channels, and there are more pairs now.
+    rope = getattr(config, "rope_parameters", None) or {}
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        if name in rope:
+            rope[name] = (rope[name] * pairs)[:pairs]
     if hasattr(config, "mamba_d_head"):
         config.mamba_d_head = config.mamba_expand * config.hidden_size // config.mamba_n_heads
 

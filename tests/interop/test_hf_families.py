@@ -63,7 +63,7 @@ def test_presets_have_the_parameters_of_transformers_models(name: str) -> None:
         kind = written.pop("model_type")
         judge = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **written))
     numbers = {n: p.numel() for n, p in judge.named_parameters()}
-    stored = ("expert_bias", "layer_scalar")
+    stored = ("expert_bias", "e_score_correction_bias", "layer_scalar")
     numbers |= {n: b.numel() for n, b in judge.named_buffers() if n.endswith(stored)}
     assert sum(numbers.values()) == config.num_parameters
 
