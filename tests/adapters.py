@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits
-from judge import transformers
+from hf_models import class_of, document_of
 from safetensors.torch import load_file
 
 from te_models import CausalLM
@@ -25,7 +25,7 @@ def ours(folder: Path, **options: Any) -> CausalLM:
 
 def theirs(folder: Path) -> Any:
     how: dict[str, Any] = dict(dtype=torch.float32, attn_implementation="eager")
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+    return class_of(document_of(folder)["model_type"]).from_pretrained(folder, **how).eval()
 
 
 @torch.no_grad()

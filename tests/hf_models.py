@@ -92,15 +92,20 @@ def class_of(kind: str) -> Any:
     return transformers.Mistral4ForCausalLM if kind == "mistral4" else AutoModelForCausalLM
 
 
+def of_config(config: Any) -> Any:
+    """Return transformers' decoder of a config, with its initial values."""
+    kind = class_of(config.model_type)
+    make = kind.from_config if kind is AutoModelForCausalLM else kind._from_config
+    return make(config, attn_implementation="eager").eval()
+
+
 def make_theirs(case: str, folder: Path, **changes: Any) -> Any:
     """Return transformers' model of a case with every parameter random, saved in `folder`."""
     torch.manual_seed(HYBRIDS.get(case, len(case)))
     config = config_of(case)
     for name, value in changes.items():
         setattr(config, name, value)
-    kind = class_of(config.model_type)
-    make = kind.from_config if kind is AutoModelForCausalLM else kind._from_config
-    model = make(config, attn_implementation="eager").eval()
+    model = of_config(config)
     if case in GATED_CASES:
         save_gated(model, folder, **GATED_CASES[case])
     else:

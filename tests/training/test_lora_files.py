@@ -14,7 +14,7 @@ from adapters import assert_same_files, ours, randomize_adapters, theirs, traine
 from bits import assert_same_bits
 from families import CASES, FAMILY_CASES, make_config
 from fewer import every
-from hf_models import make_theirs
+from hf_models import make_theirs, of_config
 from judge import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -432,9 +432,7 @@ def test_adapters_of_every_family(family: str, tmp_path: Path) -> None:
     """Some have q, k and v, or gate and up, in one linear, as we do, or gates of attention, or no gate of the MLP."""
     torch.manual_seed(1)
     case = next(case for case, (kind, _) in CASES.items() if kind == family)
-    transformers.AutoModelForCausalLM.from_config(make_config(case)).save_pretrained(
-        tmp_path / "base"
-    )
+    of_config(make_config(case)).save_pretrained(tmp_path / "base")
     shape = ours(tmp_path / "base").config
     experts = shape.moe is not None  # parameters of transformers, no linears
     named: Any = ["q_proj", "k_proj", "v_proj", "o_proj"] if experts else "all-linear"
@@ -442,8 +440,12 @@ def test_adapters_of_every_family(family: str, tmp_path: Path) -> None:
         ["qkvg_proj", "o_proj"] if family != "afmoe" else ["q_proj", "k_proj", "v_proj", "o_proj"]
     )
     if shape.latent_attention is not None:
-        targets = ["qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj"]
-        named = ["q_a_proj", "kv_a_proj_with_mqa", *targets[1:]]
+        latents = ["q_b_proj"] if shape.latent_attention.q_lora_rank else []
+        latents += ["kv_b_proj", "o_proj"]
+        named = ["q_a_proj" if "q_b_proj" in latents else "q_proj", "kv_a_proj_with_mqa", *latents]
+        targets = ["qkv_a_proj", *latents]
+        if shape.kda is not None:  # Kimi Delta Attention in other layers
+            targets.append("qkvg_proj")
     judge = trained_by_transformers(
         tmp_path / "base", tmp_path / "theirs", target_modules=named, r=2
     )
