@@ -45,8 +45,12 @@ def guide_full() -> str:
     """The first run: what it says before, during and at the end, with the last of its samples."""
     lines = _output("full")
     samples = [number for number, line in enumerate(lines) if line.startswith("sample ")]
-    end = next(number for number, line in enumerate(lines) if line.startswith("samples take"))
-    steps = [line for line in lines if line.startswith("step ")]
+    suggested = next(number for number, line in enumerate(lines) if line.startswith("next"))
+    end = suggested
+    for number, line in enumerate(lines):
+        if line.startswith("samples take"):
+            end = number
+    steps = [line for line in lines if "  eval loss " in line]
     before, after = (
         _about(lines, "linears", "data ", "memory"),
         _about(lines, "eval loss before", "eval loss after"),
@@ -54,7 +58,7 @@ def guide_full() -> str:
     sample = [line for line in lines[samples[-1] : end] if line]
     return _shown(
         "full",
-        [*before, "...", *steps, *after, "...", *sample, "...", *lines[lines.index("next") :]],
+        [*before, "...", *steps, *after, "...", *sample, "...", *lines[suggested:]],
     )
 
 

@@ -21,8 +21,8 @@ from te_models.errors import check_known
 @out_option("Folder to write.", required=True)
 @option(
     "--format",
-    default="fp8-block",
-    help="Format: fp8-block, fp8-tensor, fp8-channel, mxfp8, nvfp4 or bf16.",
+    help="Format: fp8-block, fp8-tensor, fp8-channel, mxfp8, nvfp4 or bf16. Default: fp8-block, or fp8-channel for a "
+    "model of which servers read no blocks, since its sizes are no multiples of 128.",
 )
 @one_source_option("Text or records that set the scales of inputs, for fp8-tensor and nvfp4.")
 @option("--batches", default=8, help="Sequences of --data to measure on.")
@@ -36,7 +36,7 @@ def export(
     preset: str | None,
     model: str | None,
     out: str,
-    format: str,
+    format: str | None,
     data: str | None,
     batches: int,
     seq_len: int,
@@ -50,11 +50,15 @@ def export(
 
     transformers reads it too.
     """
-    from te_models.serving.formats import FORMATS  # noqa: PLC0415  imports torch
+    from te_models.serving.export import default_format  # noqa: PLC0415  imports torch
+    from te_models.serving.formats import FORMATS  # noqa: PLC0415
     from te_models.serving.parity import read_batches  # noqa: PLC0415
 
-    check_known("format", format, FORMATS)
+    if format is not None:
+        check_known("format", format, FORMATS)
     built = build_trained_model(preset, model, options)
+    if format is None:
+        format = default_format(built, built.origin)
     calibration = None
     if data is not None:
         read = read_batches(built, data, tokenizer or model, batches, seq_len, columns)

@@ -231,6 +231,9 @@ def _run_rows(facts: Document) -> dict[str, str]:
         rows["LoRA"] = (
             f"rank {lora['rank']}, alpha {lora['alpha']:g}, dropout {lora['dropout']:g}, on {targets}"
         )
+        kinds = [name for key, name in (("dora", "DoRA"), ("rslora", "rsLoRA")) if lora.get(key)]
+        if kinds:
+            rows["LoRA"] = f"{' and '.join(kinds)}, {rows['LoRA']}"
         if lora.get("whole"):
             rows["LoRA"] += f"; fully trained: {', '.join(lora['whole'])}"
     if facts.get("data"):

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from te_models.config.model import ModelConfig
 from te_models.config.precision import HEAD
 from te_models.distributed.dtensor import local
 from te_models.errors import UsageError, check_known
@@ -24,12 +25,12 @@ from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import WIDTHS
 from te_models.interop.hf import HuggingFaceFolder
-from te_models.interop.hf_families import family_for, family_of
+from te_models.interop.hf_families import Family, family_for, family_of
 from te_models.interop.hf_writing import write_hugging_face
 from te_models.interop.origin import Origin
 from te_models.interop.quantized import BLOCK, E4M3, WeightStorage, dequantize
 from te_models.interop.stored_weights import collapse, spread
-from te_models.interop.tensor_places import Place
+from te_models.interop.tensor_places import Place, tensor_places
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state
 from te_models.saving.pretrained import read_tokenizer, refuse_adapters, weights
@@ -44,7 +45,13 @@ from te_models.serving.formats import (
     static_scale,
 )
 from te_models.serving.kept import kept_parts, source_in, stored_inputs
-from te_models.serving.rounding import ROUNDINGS, SEED, round_stochastically, scales_of
+from te_models.serving.rounding import (
+    ROUNDINGS,
+    SEED,
+    round_stochastically,
+    scales_of,
+    to_bfloat16,
+)
 from te_models.serving.survival import Survival, WeightChange, change_of
 
 # E4M3 with the largest power of two for a scale rounds this to 2^128, which is infinite in FP32.
@@ -64,7 +71,7 @@ class Export:
         quantized: Hugging Face's names of the quantized modules.
         ignored: those of the linears that are not quantized.
         notes: what a reader of the folder should know, one line each.
-        survival: what is left of the tuning; None where the base model is not known, and for weights in BF16.
+        survival: what is left of the tuning; None where the base model is not known.
     """
 
     folder: Path
@@ -117,18 +124,43 @@ def export(
 
 
 def default_format(model: Decoder, origin: Origin) -> str:
-    """Return the format to export `model` in where none is asked for: FP8, or "bf16" if its family has no such experts.
+    """Return the format to export `model` in where none is asked for: the first of these that servers read.
+
+    "fp8-block" needs rows and inputs in whole blocks, "fp8-channel" takes any size, and "bf16" is for families whose
+    experts are stacked.
 
     Raises:
         ConfigError: no architecture of Hugging Face computes what this model does.
     """
     family = family_for(model.config, family_of(origin.config) if origin.config else None)
-    modules = quantized_modules(model).values()
-    return (
-        "bf16"
-        if family.stacked and any(isinstance(m, model.te.GroupedLinear) for m in modules)
-        else "fp8-block"
-    )
+    modules = quantized_modules(model)
+    if family.stacked and any(isinstance(m, model.te.GroupedLinear) for m in modules.values()):
+        return "bf16"
+    return "fp8-block" if _in_whole_blocks(family, model.config, modules) else "fp8-channel"
+
+
+def _in_whole_blocks(family: Family, config: ModelConfig, modules: Iterable[str]) -> bool:
+    """Return whether vLLM and SGLang read these te.Linears in blocks of 128 x 128.
+
+    They quantize inputs in groups of 128 channels, and a linear that is made of several, such as q, k and v, needs
+    whole blocks in each of them but the last.
+    """
+    block_rows, block_columns = BLOCK.block
+    shapes = {}
+    for name in modules:
+        linear = config.linears[name]
+        if linear.inputs % block_columns:
+            return False
+        for weight in linear.weights:
+            shapes[f"{name}.{weight}"] = torch.Size((linear.outputs, linear.inputs))
+    parts: dict[
+        str, list[int]
+    ] = {}  # name of a weight of ours -> rows of each part, in Hugging Face's order
+    for place in tensor_places(family, config, shapes).values():
+        rows = [place.groups * count for _, count in place.blocks if count]
+        parts.setdefault(place.name, []).extend(rows)
+    checked = [size for rows in parts.values() for size in rows[:-1]]
+    return all(size % block_rows == 0 for size in checked)
 
 
 def quantized_modules(model: Decoder) -> dict[str, nn.Module]:
@@ -159,7 +191,7 @@ class _Writer:
         self.source = source
         self.rounding = rounding
         self.generator = torch.Generator().manual_seed(SEED)
-        self.base = None if base is None or self.format.storage is None else weights(base)
+        self.base = None if base is None else weights(base)
         self.changes: list[WeightChange] = []
         self.modules = quantized_modules(model) if self.format.storage else {}
         self.weights: dict[str, str] = {}  # name of a weight to quantize -> name of its module
@@ -194,17 +226,44 @@ class _Writer:
                     done.add(place.name)
                     tensors |= self._encoded(groups[place.name], places, parameters[place.name])
                 continue
-            tensors[theirs] = self._plain(place.name, place.save(parameters[place.name]))
+            tensors[theirs] = self._plain(theirs, place, parameters[place.name])
             module = self.model.get_submodule(place.name.rpartition(".")[0])
             if theirs.endswith(".weight") and isinstance(module, self.model.te.LINEARS):
                 self.ignored.append(theirs.removesuffix(".weight"))
         return tensors, self._config(config)
 
-    def _plain(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor of our parameter `name`, which is not quantized, in the dtype to write."""
+    def _plain(self, theirs: str, place: Place, parameter: Tensor) -> Tensor:
+        """Return their tensor of one of our parameters, which is not quantized, in the dtype to write."""
+        tensor = place.save(parameter)
         # A rounded bias chooses other experts.
-        exact = self.format.storage is not None or name.endswith(".expert_bias")
-        return tensor if exact else tensor.to(torch.bfloat16)
+        if self.format.storage is not None or place.name.endswith(".expert_bias"):
+            return tensor
+        written = to_bfloat16(tensor, self.rounding, self.generator)
+        if self.base is not None and theirs.endswith(".weight"):
+            base = self._base_of(place.name, parameter)
+            if base is not None:
+                change = change_of(
+                    theirs.removesuffix(".weight"),
+                    base=place.save(base),
+                    tuned=tensor,
+                    base_left=place.save(base).bfloat16(),
+                    left=written,
+                )
+                if change is not None:
+                    self.changes.append(change)
+        return written
+
+    def _base_of(self, ours: str, parameter: Tensor) -> Tensor | None:
+        """Return the base's values of one of our parameters; None for rows of a vocabulary that has grown since."""
+        assert self.base is not None
+        base = self.base.get(ours)
+        if base is not None and base.shape == parameter.shape:
+            return base.to(parameter.device)
+        if ours.rpartition(".")[0] in self.model.config.linears:
+            raise UsageError(
+                f"the base model has no {ours} {list(parameter.shape)}: give the model that was tuned"
+            )
+        return None
 
     def _config(self, config: Document) -> Fields:
         """Return the config.json of the folder, with what servers read of the model and transformers does not."""
@@ -250,12 +309,9 @@ class _Writer:
         values = {name: places[name].save(parameter) for name in names}
         made = self._parts(names, places, parameter, own=True)
         if self.base is not None:
-            base = self.base.get(ours)
-            if base is None or base.shape != parameter.shape:
-                raise UsageError(
-                    f"the base model has no {ours} {list(parameter.shape)}: give the model that was tuned"
-                )
-            self._compare(names, places, values, made, base)
+            base = self._base_of(ours, parameter)
+            if base is not None:
+                self._compare(names, places, values, made, base)
         found = {}
         for name, parts in zip(names, made, strict=True):
             module = name.removesuffix(".weight")
@@ -302,7 +358,6 @@ class _Writer:
         """Note what is left of the change of the weights `names` since `base`."""
         storage = self.format.storage
         assert storage is not None
-        base = base.to(next(iter(values.values())).device)
         base_made = self._parts(names, places, base, own=False)
         for name, parts, base_parts in zip(names, made, base_made, strict=True):
             change = change_of(

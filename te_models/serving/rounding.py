@@ -57,3 +57,16 @@ def round_stochastically(
     rounded = (values / spacing).add_(noise).floor_().mul_(spacing).clamp_(-largest, largest)
     data = pack(encode_e2m1(rounded.contiguous())) if storage.packed else rounded.to(E4M3)
     return {**parts, storage.data: data}
+
+
+def to_bfloat16(tensor: Tensor, rounding: str, generator: torch.Generator) -> Tensor:
+    """Return a tensor in BF16, rounded to the nearest number or, `rounding` "stochastic", at random."""
+    if rounding == "nearest" or tensor.dtype == torch.bfloat16:
+        return tensor.to(torch.bfloat16)
+    values = tensor.float()
+    # BF16 is FP32 without its 16 lowest bits: adding noise below them carries in proportion to the distance.
+    noise = torch.randint(2**16, values.shape, dtype=torch.int32, generator=generator)
+    bits = (values.view(torch.int32) + noise.to(values.device)) & ~0xFFFF
+    rounded = bits.view(torch.float32).bfloat16()
+    # What is not finite has no neighbors, and the largest number none above it.
+    return torch.where(rounded.isfinite() & values.isfinite(), rounded, tensor.to(torch.bfloat16))

@@ -39,7 +39,7 @@ class WeightChange:
 
 @dataclass(frozen=True)
 class Survival:
-    """The changes of all quantized weights that differ from the base's."""
+    """The changes of all weights that the format rounds and that differ from the base's."""
 
     changes: tuple[WeightChange, ...]
 
@@ -57,7 +57,9 @@ class Survival:
     def lines(self, rounding: str) -> list[str]:
         """Return what a user should know, a line each."""
         if self.worst is None:
-            return ["no quantized weight differs from the base's"]
+            return ["no weight that the format rounds differs from the base's"]
+        if all(change.share == 1 for change in self.changes):
+            return [f"all of the tuning's change of {len(self.changes)} weights survives"]
         lines = [
             f"{self.share:.1%} of the tuning's change of {len(self.changes)} weights survives; least in "
             f"{self.worst.name}: {self.worst.share:.1%}"

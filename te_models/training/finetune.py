@@ -69,7 +69,7 @@ def finetune(
                 source = source.with_steps(config.steps)
             if source.checkpoint is not None:
                 check_unfinished(source.settings, folder, source.steps_taken, config.steps)
-            source = source.with_rows_for(data.tokenizer)
+            source = source.with_rows_for(data.tokenizer.vocab_size, data.new_tokens)
             model, adapters = build_model(source, config, processes, data)
             recipe = source.first_recipe(model)
             about = summary(

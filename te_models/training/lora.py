@@ -330,7 +330,7 @@ def adapter_content(
 
 
 def _facts(config: Mapping[str, Any]) -> dict[str, object]:
-    """Return rank, alpha, dropout and modules of adapters whose file has this config."""
+    """Return rank, alpha, dropout, kind and modules of adapters whose file has this config."""
     targets = [*(config["target_modules"] or ()), *(config["target_parameters"] or ())]
     return {
         "rank": config["r"],
@@ -338,6 +338,8 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
         "dropout": config["lora_dropout"],
         "targets": sorted(targets),
         "whole": sorted(config["modules_to_save"] or ()),
+        "dora": bool(config.get("use_dora")),
+        "rslora": bool(config.get("use_rslora")),
     }
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 import shlex
 import statistics
 import sys
@@ -35,18 +36,19 @@ from te_models.training.plots import plot_run, recipes_of, try_drawing
 from te_models.training.preflight import MemoryCheck
 from te_models.training.result import Result
 from te_models.training.samples import Prompt
-from te_models.training.settings import RUN_FILE
+from te_models.training.settings import RUN_FILE, RunSettings
 from te_models.training.timing import Row
 
 LINES = 20  # steps of a run that a log has a line about, besides evaluations
 LINE_PAUSE = 60.0  # seconds without a line in a log, where steps are slow
-LOG_WIDTH = 140  # characters of a line where the output is not a terminal
+LOG_WIDTH = 140  # characters of a line where the output is not a terminal, and COLUMNS is not set
 PROMPT = 60  # characters of a prompt in a suggested command
 
 
 def run_console(quiet: bool = False) -> Terminal:
-    """Return the console of a run: of the terminal's width, or of LOG_WIDTH where the output is a file."""
-    return Terminal(quiet=quiet, width=None if sys.stdout.isatty() else LOG_WIDTH)
+    """Return the console of a run: of the terminal's width or COLUMNS, or of LOG_WIDTH where the output is a file."""
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+    return Terminal(quiet=quiet, width=None if known else LOG_WIDTH)
 
 
 def summary(
@@ -357,7 +359,20 @@ def recommended(result: Result, folder: Path) -> tuple[Path, str]:
         return folder, f"step {result.step}, the last"
     if result.best_step == result.step:
         return folder, f"step {result.step}, the last and the best"
-    return folder, f"step {result.step}, the last, with an eval loss of {result.eval_loss:.4f}"
+    last = f"step {result.step}, the last, with an eval loss of {result.eval_loss:.4f}"
+    if not result.best_step:
+        return folder, last
+    best_loss = f"{result.best_eval_loss:.4f}"
+    return folder, f"{last}; step {result.best_step} had {best_loss} and was not saved"
+
+
+def made_worse(result: Result, folder: Path) -> bool:
+    """Return whether a run leaves no checkpoint with a lower evaluation loss than the model before training."""
+    if not math.isfinite(result.first_eval_loss):
+        return False
+    if best_checkpoint(folder, result.best_step) is not None:
+        return False
+    return not result.eval_loss <= result.first_eval_loss
 
 
 def print_next(
@@ -365,33 +380,23 @@ def print_next(
     folder: Path,
     tokenizer: Tokenizer,
     prompts: list[Prompt],
-    format: str = "fp8-block",
-    result: Result | None = None,
+    format: str,
+    result: Result,
+    settings: RunSettings,
 ) -> None:
     """Print the next commands: talk to the model or continue a prompt, and export it in `format`, unless that is "".
 
-    They take the checkpoint of the lowest evaluation loss of a run with this `result`, and say so.
+    They take the checkpoint of the lowest evaluation loss of a run with this `result`, and say so. After a run that
+    made the model worse, the next command is to train again with other settings.
     """
-    model, reason = (folder, "") if result is None else recommended(result, folder)
-    first = [
-        "te-models",
-        "generate",
-        "--model",
-        str(model),
-        "--prompt",
-        _example(tokenizer, prompts),
-    ]
-    if _conversations(tokenizer, prompts):
-        first = ["te-models", "chat", "--model", str(model)]
-    commands = [(first, "try the model")]
-    if format:
-        export = ["te-models", "export", "--model", str(model), "--out", str(folder / "export")]
-        export += ["--format", format] if format != "fp8-block" else []
-        number = "BF16" if format == "bf16" else "FP8"
-        commands.append((export, f"write it for vLLM, SGLang or transformers, in {number}"))
     title = Text("\nnext", "bold")
-    if reason:
+    if made_worse(result, folder):
+        title.append(", since training made the model worse:", "not bold")
+        commands = [_again(folder, result, settings)]
+    else:
+        model, reason = recommended(result, folder)
         title.append(f", with {reason}", "not bold")
+        commands = _uses(model, folder, tokenizer, prompts, format)
     console.print(title, soft_wrap=True)
     for command, purpose in commands:
         line = f"  {shlex.join(command)}"
@@ -401,6 +406,38 @@ def print_next(
             continue
         console.print(Text(f"  {comment}", "dim"))
         console.print(_broken(command, console.width), soft_wrap=True)
+
+
+def _again(folder: Path, result: Result, settings: RunSettings) -> tuple[list[str], str]:
+    """Return the command that repeats a run which made the model worse, and its purpose."""
+    command = ["te-models", settings.command, str(folder / RUN_FILE)]
+    if result.best_step:
+        again = [*command, "--keep-best", "--out", f"{folder}-best"]
+        return (
+            again,
+            f"again, keeping step {result.best_step}, which had {result.best_eval_loss:.4f}",
+        )
+    lower = f"{settings.train.learning_rate / 10:.3g}"
+    again = [*command, "--learning-rate", lower, "--out", f"{folder}-{lower}"]
+    return again, "again, with a tenth of the learning rate"
+
+
+def _uses(
+    model: Path, folder: Path, tokenizer: Tokenizer, prompts: list[Prompt], format: str
+) -> list[tuple[list[str], str]]:
+    """Return commands that use the trained model, each with its purpose."""
+    if _conversations(tokenizer, prompts):
+        first = ["te-models", "chat", "--model", str(model)]
+    else:
+        prompt = _example(tokenizer, prompts)
+        first = ["te-models", "generate", "--model", str(model), "--prompt", prompt]
+    commands = [(first, "try the model")]
+    if format:
+        export = ["te-models", "export", "--model", str(model), "--out", str(folder / "export")]
+        export += ["--format", format]
+        number = "BF16" if format == "bf16" else "FP8"
+        commands.append((export, f"write it for vLLM, SGLang or transformers, in {number}"))
+    return commands
 
 
 def _broken(command: Sequence[str], width: int) -> str:

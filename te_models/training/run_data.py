@@ -24,11 +24,13 @@ class RunData:
         tokenizer: with the chat template and the special tokens of the run.
         dataset: this process's share of the training data.
         eval_batches: this process's batches to evaluate on; empty: no evaluation.
+        new_tokens: how many ids the special tokens of the run have added to the tokenizer.
     """
 
     tokenizer: Tokenizer
     dataset: TokenDataset | StreamingDataset
     eval_batches: list[Batch]
+    new_tokens: int = 0
 
     def close(self) -> None:
         """End the processes that read streamed data."""
@@ -47,6 +49,7 @@ def open_run_data(
     if checkpoint is not None and "tokenizer" not in settings.given:
         source = checkpoint
     tokenizer = load_tokenizer(source)
+    known_ids = tokenizer.vocab_size
     data = settings.data
     if checkpoint is not None and "chat_template" not in settings.given:
         data = dataclasses.replace(data, chat_template=None)  # the checkpoint's tokenizer has it
@@ -58,4 +61,4 @@ def open_run_data(
         world_size=processes.data_world,
         ranks=processes.ranks,
     )
-    return RunData(tokenizer, dataset, eval_batches)
+    return RunData(tokenizer, dataset, eval_batches, tokenizer.vocab_size - known_ids)

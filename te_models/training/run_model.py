@@ -14,7 +14,6 @@ from te_models.causal_lm import CausalLM
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import get_preset
 from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe, get_recipe
-from te_models.data.tokenizer import Tokenizer
 from te_models.errors import UsageError, plural
 from te_models.files.formats import Document, Fields
 from te_models.model.recipe_fit import auto_recipe
@@ -73,28 +72,27 @@ class ModelSource:
         train = dataclasses.replace(self.settings.train, steps=steps)
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, train=train))
 
-    def with_rows_for(self, tokenizer: Tokenizer) -> ModelSource:
-        """Return the source of a model whose embedding has a row for each special token that the run adds."""
+    def with_rows_for(self, tokens: int, new: int) -> ModelSource:
+        """Return the source of a model with a row for each of so many tokens, `new` of which the run adds."""
         added = self.settings.data.special_tokens
-        if (
-            not added
-            or self.checkpoint is not None
-            or tokenizer.vocab_size <= self.shape.vocab_size
-        ):
+        if not new or self.checkpoint is not None:
             return self
+        grows = tokens > self.shape.vocab_size
         if self.settings.lora is not None:
+            state = "at the mean of the others" if grows else "as the model has them"
             warnings.warn(
-                f"--lora does not train the embedding: the rows of --special-tokens {added} stay at the mean of the "
-                "others",
+                f"--lora does not train the embedding: the rows of --special-tokens {added} stay {state}",
                 stacklevel=2,
             )
-        rows: Fields = {"vocab_size": tokenizer.vocab_size}
-        build = {**self.settings.build, **rows}
+        if not grows:
+            return self
+        size: Fields = {"vocab_size": tokens}
+        build = {**self.settings.build, **size}
         return dataclasses.replace(
             self,
             settings=dataclasses.replace(self.settings, build=build),
-            shape=dataclasses.replace(self.shape, vocab_size=tokenizer.vocab_size),
-            options={**self.options, **rows},
+            shape=dataclasses.replace(self.shape, vocab_size=tokens),
+            options={**self.options, **size},
         )
 
     def build(self, processes: Parallel) -> CausalLM:

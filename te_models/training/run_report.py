@@ -69,7 +69,15 @@ class Report:
             format = default_format(model, model.origin)
         except ConfigError:  # no server has this architecture
             format = ""
-        print_next(self.console, self.folder, data.tokenizer, prompts, format, trainer.result)
+        print_next(
+            self.console,
+            self.folder,
+            data.tokenizer,
+            prompts,
+            format=format,
+            result=trainer.result,
+            settings=self.settings,
+        )
 
 
 def model_notes(source: ModelSource, folder: Path, model: CausalLM) -> list[str]:

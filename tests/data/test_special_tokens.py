@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from chat_model import write_chat_model
 
-from te_models import CausalLM
+from te_models import CausalLM, get_recipe
 from te_models.cli.commands import main
 from te_models.data.tokenizer import ByteTokenizer, load_tokenizer
 from te_models.errors import UsageError
+from te_models.training.run_model import ModelSource
+from te_models.training.settings import run_settings
 
 TOKENS = ["<|im_start|>", "<think>", "</think>"]  # the first is there already
 TEXTS = ["a<think>b</think>c", "<|im_start|>user\n<think> x", "plain", "<thin"]
@@ -95,3 +98,27 @@ def test_a_run_has_rows_for_them(more: list[str], folder: Path, tmp_path: Path) 
         warnings.simplefilter("ignore")
         assert main(["finetune", "--resume", str(tmp_path / "run"), "--steps", "2"]) == 0
     assert load_tokenizer(tmp_path / "run").encode("<t39>") == [298]
+
+
+@pytest.mark.parametrize(("count", "state"), [(3, "as the model has them"), (40, "at the mean")])
+def test_adapters_say_that_rows_of_new_tokens_stay(
+    count: int, state: str, folder: Path, tmp_path: Path
+) -> None:
+    """The model has 288 rows for 259 tokens, and those to spare are not trained either."""
+    pytest.importorskip("peft")
+    new = ",".join(f"<t{n}>" for n in range(count))
+    settings = run_settings(
+        "finetune", {"model": str(folder), "lora": 2, "special_tokens": new, "device": "cpu"}
+    )
+    source = ModelSource(
+        settings=settings,
+        shape=CausalLM.from_pretrained(folder, device="cpu").config,
+        dtype=torch.bfloat16,
+        recipe=get_recipe("bf16"),
+        options={},
+    )
+    with pytest.warns(UserWarning, match=f"--lora does not train the embedding: .* {state}"):
+        source.with_rows_for(259 + count, new=count)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert source.with_rows_for(259, new=0) is source

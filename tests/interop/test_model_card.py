@@ -133,6 +133,15 @@ def test_a_run_with_adapters(base: Path, tmp_path: Path) -> None:
         assert (card.data.base_model, card.data.license) == ("Owner/Base-1", "apache-2.0")
 
 
+def test_the_card_names_the_kind_of_adapters(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    lora = ["--lora", "2", "--lora-targets", "q_proj", "--dora", "--rslora"]
+    finetune(base, tmp_path, "--steps", "1", "--recipe", "bf16", *lora)
+    cards = [card_of(tmp_path / "run/adapter"), card_of(tmp_path / "hf")]
+    for card in cards:
+        assert row(card, "LoRA").startswith("DoRA and rsLoRA, rank 2, alpha 4")
+
+
 def test_a_resumed_run_and_one_after_it(base: Path, tmp_path: Path) -> None:
     finetune(base, tmp_path, "--steps", "2", "--recipe", "bf16")
     assert main(["finetune", "--resume", str(tmp_path / "run"), "--steps", "4"]) == 0

@@ -18,7 +18,9 @@ from te_models.inspect.evaluate import Evaluation, RecipeLoss
 from te_models.inspect.verify import verify
 from te_models.planning.printable import Terminal
 from te_models.training.report import print_next
+from te_models.training.result import Result
 from te_models.training.samples import Prompt
+from te_models.training.settings import run_settings
 
 HOSTILE = "a\x1b[2Jb\u202ec\x9bd\x07e\u2066f"
 
@@ -95,7 +97,15 @@ def test_tables_fit_80_columns() -> None:
 def test_the_next_commands_of_a_run_are_safe_to_print(tmp_path: Path) -> None:
     out = io.StringIO()
     prompt = Prompt(tuple(ByteTokenizer().encode(HOSTILE)))
-    print_next(Terminal(file=out, width=200), tmp_path / HOSTILE, ByteTokenizer(), [prompt])
+    print_next(
+        Terminal(file=out, width=200),
+        tmp_path / HOSTILE,
+        ByteTokenizer(),
+        [prompt],
+        format="fp8-block",
+        result=Result(),
+        settings=run_settings("finetune", {"model": "gated-nano"}),
+    )
     assert "--prompt" in out.getvalue() and is_safe(out.getvalue())
 
 

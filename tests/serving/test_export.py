@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from bits import assert_same_bits, assert_same_tensors
 from families import make_config
 from hf_models import document_of, make_theirs, randomize, tensors_of
 from judge import AutoModelForCausalLM
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from te_models import CausalLM, ModelConfig
 from te_models.cli import main
 from te_models.errors import CheckpointError, UsageError
 from te_models.optim import build_optimizer
+from te_models.serving.export import default_format
 from te_models.serving.formats import FORMATS
 
 pytest.importorskip("compressed_tensors")
@@ -720,6 +722,72 @@ def test_unsupported_exports_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "no multiples of 128" in note and "fp8-channel" in note
     (note,) = trained("qwen3_moe").export(tmp_path / "experts", format="nvfp4").notes
     assert "transformers 5.24 reads wrong values" in note
+
+
+def blocks_that_vllm_refuses(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """Return the linears of an export in fp8-block that vLLM's validate_fp8_block_shape and its kernels refuse."""
+    merged = [
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+        ("gate_proj", "up_proj"),
+    ]
+    tensors = load_file(folder / "model.safetensors")
+    refused = []
+    for name in (name for name in tensors if f"{name}_scale_inv" in tensors):
+        rows, inputs = tensors[name].shape
+        module = name.removesuffix(".weight")
+        checked: list[int] = []
+        for group in merged:
+            leaf = next((part for part in group[:-1] if module.endswith(part)), None)
+            if leaf is not None:
+                checked = [rows]
+        if module.endswith("qkv_proj"):
+            width = config["hidden_size"] // config["num_attention_heads"]
+            checked = [config[f"num_{kind}_heads"] * width for kind in ("attention", "key_value")]
+        if module.endswith("gate_up_proj"):
+            checked = [rows // 2]
+        if inputs % 128 or any(size % 128 for size in checked):
+            refused.append(module)
+    return refused
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "arcee", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_format_for_a_server_is_one_that_it_reads(
+    name: str, whole: bool, tmp_path: Path
+) -> None:
+    sizes: dict[str, Any] = dict(hidden_size=256, intermediate_size=256, recipe="bf16", steps=0)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2 if whole else 1, head_dim=64)
+    changes = {key: value for key, value in SHAPES[name].items() if key not in ODD}
+    if name == "deepseek_v3":
+        sizes |= dict(num_key_value_heads=4)
+        latents = dict(
+            q_lora_rank=128 if whole else 192,
+            kv_lora_rank=128,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=64,
+            v_head_dim=64,
+        )
+        changes["latent_attention"] = latents
+    model = build(**{**changes, **sizes})
+    model.export(tmp_path / "out", format="fp8-block")
+    refused = blocks_that_vllm_refuses(tmp_path / "out", document_of(tmp_path / "out"))
+    assert whole == (not refused), refused
+    chosen = default_format(model, model.origin)
+    assert chosen == ("fp8-channel" if refused else "fp8-block")
+
+
+def test_the_command_without_a_format_takes_one_that_servers_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for name, inner in (("blocks", 256), ("channels", 320)):
+        model = build("bf16", steps=0, num_key_value_heads=2, head_dim=64, intermediate_size=inner)
+        model.save_pretrained(tmp_path / name)
+        line = ["export", "--model", str(tmp_path / name), "--device", "cpu"]
+        assert main([*line, "--out", str(tmp_path / f"{name}-out")]) == 0
+    said = capsys.readouterr().out
+    assert "blocks-out: fp8-block, 21 linears" in said
+    assert "channels-out: fp8-channel, 21 linears" in said
 
 
 def test_the_command_exports_with_text_to_measure_on(

@@ -18,7 +18,7 @@ from te_models.interop.quantized import E4M3
 from te_models.numerics.nvfp4 import unpack
 from te_models.serving.formats import FORMATS, WeightOptions, encode_blocks
 from te_models.serving.parity import parity
-from te_models.serving.rounding import round_stochastically, scales_of
+from te_models.serving.rounding import round_stochastically, scales_of, to_bfloat16
 
 QUANTIZED = [name for name, format in FORMATS.items() if format.storage is not None]
 NEEDS_DATA = ("fp8-tensor", "nvfp4")
@@ -161,16 +161,74 @@ def test_parity_says_how_much_is_left() -> None:
     blocks, four_bits, plain = result.rows
     assert blocks.survives is not None and four_bits.survives is not None
     assert abs(blocks.survives - 1) < abs(four_bits.survives - 1) + 0.05
-    assert plain.survives is None  # in BF16 nothing is quantized
+    assert plain.survives == pytest.approx(1, abs=0.01)
     assert "tuning" in str(result) and blocks.least is not None and blocks.least[0] in str(result)
     assert "tuning" not in str(parity(tuned, tuned.origin, "fp8-block", BATCHES))
 
 
+def test_bf16_keeps_all_of_a_tuning_in_bf16(tmp_path: Path) -> None:
+    base = build("bf16")
+    tuned = build("bf16")
+    tuned.load_state_dict(tuned_from(base, 0.05).state_dict(), strict=False)
+    result = export(tuned, tmp_path / "out", "bf16", base=base)
+    assert result.survival.lines("nearest") == [
+        f"all of the tuning's change of {len(result.survival.changes)} weights survives"
+    ]
+    assert {change.share for change in result.survival.changes} == {1.0}
+    untouched = export(base, tmp_path / "base", "bf16", base=base)
+    assert untouched.survival.lines("nearest") == [
+        "no weight that the format rounds differs from the base's"
+    ]
+
+
+def test_bf16_loses_a_small_change_of_weights_in_fp32_by_nearest_alone(tmp_path: Path) -> None:
+    """A base of BF16's numbers, tuned in FP32 by less than half the distance to the next one."""
+    base = build("bf16", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in base.parameters():
+            parameter.copy_(parameter.bfloat16())
+    tuned = build("bf16", dtype=torch.float32)
+    tuned.load_state_dict(base.state_dict())
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            if parameter.dim() == 2:
+                parameter *= 1 + 0.001 * torch.rand(parameter.shape, generator=generator)
+    lost = export(tuned, tmp_path / "nearest", "bf16", base=base)
+    kept = export(tuned, tmp_path / "random", "bf16", base=base, rounding="stochastic")
+    names = {change.name for change in lost.survival.changes}
+    assert {"model.embed_tokens", "model.layers.0.self_attn.q_proj"} <= names
+    assert lost.survival.share == 0
+    assert kept.survival.share == pytest.approx(1, abs=0.05)
+    assert "stochastic" in " ".join(lost.survival.lines("nearest"))
+
+
+def test_stochastic_rounding_to_bf16_takes_a_neighbor_and_keeps_the_mean() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(64, 64) * torch.exp2(torch.randint(-100, 100, (64, 1)).float())
+    toward_zero = (values.view(torch.int32) & ~0xFFFF).view(torch.float32)
+    away = ((values.view(torch.int32) & ~0xFFFF) + 0x10000).view(torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    draws = 400
+    total = torch.zeros_like(values, dtype=torch.float64)
+    for _ in range(draws):
+        rounded = to_bfloat16(values, "stochastic", generator).float()
+        assert ((rounded == toward_zero) | (rounded == away)).all()
+        total += rounded.double()
+    distance = (away.double() - toward_zero.double()).abs()
+    assert ((total / draws - values.double()).abs() <= 6 * distance / 2 / draws**0.5).all()
+    special = torch.tensor([0.0, float("inf"), -float("inf"), torch.finfo(torch.float32).max, 1.5])
+    expected = special.bfloat16()
+    assert torch.equal(to_bfloat16(special, "stochastic", generator), expected)
+    assert to_bfloat16(torch.tensor([float("nan")]), "stochastic", generator).isnan().all()
+
+
 def test_a_base_of_other_sizes_is_refused(tmp_path: Path) -> None:
     other = build("bf16", dtype=torch.float32, intermediate_size=256)
-    with pytest.raises(UsageError, match="the base model has no .*: give the model that was tuned"):
-        export(build("bf16", dtype=torch.float32), tmp_path / "out", "fp8-block", base=other)
-    assert not (tmp_path / "out").exists()
+    for format in ("fp8-block", "bf16"):
+        with pytest.raises(UsageError, match="base model has no .*: give the model that was tuned"):
+            export(build("bf16", dtype=torch.float32), tmp_path / "out", format, base=other)
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_run_knows_what_it_was_tuned_from(

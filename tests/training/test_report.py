@@ -172,3 +172,14 @@ def test_a_run_without_progress_leaves_what_a_callback_prints_in_a_terminal(
     with progress(Console(quiet=True, force_terminal=True), TrainConfig(steps=3), 0):
         sys.stdout.write("step 1 of my own\n")
     assert capsys.readouterr().out == "step 1 of my own\n"
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, report.LOG_WIDTH), ("90", 90), ("", 140)])
+def test_a_redirected_log_has_the_width_that_is_asked_for(
+    columns: str | None, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert report.run_console().width == width

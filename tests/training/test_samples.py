@@ -25,6 +25,7 @@ from te_models.training import samples
 from te_models.training.report import TimeLeft, duration, print_next
 from te_models.training.result import Result
 from te_models.training.samples import OPENING, Prompt, Sampler, held_out_prompts
+from te_models.training.settings import run_settings
 
 WORDS = ByteTokenizer()
 
@@ -180,27 +181,36 @@ def test_the_end_says_that_a_run_stopped_early(early: bool, tmp_path: Path) -> N
 
 
 def next_commands(
-    *prompts: bytes, words: ByteTokenizer = WORDS, format: str = "fp8-block"
+    *prompts: bytes,
+    words: ByteTokenizer = WORDS,
+    format: str = "fp8-block",
+    folder: Path = Path("my run"),
+    result: Result | None = None,
 ) -> list[str]:
+    """Return the title and the commands that a run prints at its end."""
     out = io.StringIO()
     print_next(
         Console(file=out, width=200),
-        Path("my run"),
+        folder,
         words,
         [Prompt(tuple(text)) for text in prompts],
-        format,
+        format=format,
+        result=result or Result(),
+        settings=run_settings("finetune", {"model": "gated-nano", "learning_rate": 3e-4}),
     )
-    return out.getvalue().splitlines()[2:]
+    return out.getvalue().splitlines()[1:]
 
 
 def test_next_commands() -> None:
     """A suggested prompt ends as in training."""
-    first, second = next_commands(b"\n def f(it's):\n  pass")
+    _, first, second = next_commands(b"\n def f(it's):\n  pass")
     assert first.startswith(
         "  te-models generate --model 'my run' --prompt 'def f(it'\"'\"'s):'  #"
     )
-    assert second.startswith("  te-models export --model 'my run' --out 'my run/export'  #")
-    assert "--prompt '7 times 2 is '" in next_commands(b"7 times 2 is ")[0]
+    assert second.startswith(
+        "  te-models export --model 'my run' --out 'my run/export' --format fp8-block  #"
+    )
+    assert "--prompt '7 times 2 is '" in next_commands(b"7 times 2 is ")[1]
 
 
 @pytest.mark.parametrize(("prompt", "command"), [(b"<user>Hi", "chat"), (b"2 + 2 = ", "generate")])
@@ -210,13 +220,45 @@ def test_the_next_command_is_chat_only_after_conversations(prompt: bytes, comman
     words.set_chat_template(
         "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     )
-    assert next_commands(prompt, words=words)[0].startswith(f"  te-models {command} ")
+    assert next_commands(prompt, words=words)[1].startswith(f"  te-models {command} ")
 
 
 def test_the_next_command_is_an_export_that_the_model_has() -> None:
-    _, export = next_commands(format="bf16")
+    *_, export = next_commands(format="bf16")
     assert export.endswith("--format bf16  # write it for vLLM, SGLang or transformers, in BF16")
-    assert len(next_commands(format="")) == 1
+    assert len(next_commands(format="")) == 2
+
+
+def test_no_next_command_takes_a_model_that_training_made_worse() -> None:
+    worse = Result(step=9, first_eval_loss=2.0, eval_loss=2.5)
+    title, again = next_commands(result=worse)
+    assert title == "next, since training made the model worse:"
+    assert again.startswith(
+        "  te-models finetune 'my run/run.toml' --learning-rate 3e-05 --out 'my run-3e-05'  # again"
+    )
+    diverged = Result(step=9, first_eval_loss=2.0)
+    assert next_commands(result=diverged)[1] == again
+    without_evaluations = Result(step=9)
+    assert " export " in next_commands(result=without_evaluations)[2]
+
+
+def test_the_next_command_keeps_the_best_step_that_a_run_lost(tmp_path: Path) -> None:
+    lost = Result(step=9, first_eval_loss=2.0, eval_loss=2.5, best_eval_loss=1.5, best_step=3)
+    title, again = next_commands(result=lost)
+    assert "made the model worse" in title
+    assert again.startswith(
+        "  te-models finetune 'my run/run.toml' --keep-best --out 'my run-best'"
+    )
+    assert "keeping step 3, which had 1.5000" in again
+    (tmp_path / "best" / "checkpoints" / "step-00000003").mkdir(parents=True)
+    (tmp_path / "best" / "checkpoints" / "latest").write_text("step-00000003\n")
+    title, first, _ = next_commands(folder=tmp_path, result=lost)
+    assert "step 3, the lowest eval loss: 1.5000; step 9, the last, has 2.5000" in title
+    assert f"--model {tmp_path}/best " in first
+    better = Result(step=9, first_eval_loss=2.0, eval_loss=1.8, best_eval_loss=1.5, best_step=3)
+    title, first, _ = next_commands(result=better)
+    assert title.endswith("an eval loss of 1.8000; step 3 had 1.5000 and was not saved")
+    assert "--model 'my run' " in first
 
 
 @pytest.mark.parametrize(
