@@ -958,6 +958,122 @@ FAMILY_CASES["lfm3"] = {
         turns=dict(layer_types=None, num_hidden_layers=6),
     ).items()
 }
+# Heads that fill the width.
+_FILLED = dict(num_attention_heads=3, num_key_value_heads=1, head_dim=16)
+_FILLED_SHAPES = {
+    name: {**_FILLED, **shape, "head_dim": 16}
+    for name, shape in _shapes(
+        "tied", "untied", "linear", "yarn", "dynamic", "gelu", drop=("head_dim",)
+    ).items()
+}
+FAMILY_CASES["helium"] = {
+    **_FILLED_SHAPES,
+    "odd": SHAPES["odd"],
+    "one-key": dict(head_dim=8, num_key_value_heads=1),
+    "all-keys": SHAPES["all-keys"],
+    "biases": dict(_FILLED, **BIASED),
+}
+FAMILY_CASES["exaone"] = {
+    **{
+        name: {**_EVEN, **shape}
+        for name, shape in _shapes(*EIGHT, "dynamic", drop=("head_dim",)).items()
+    },
+    "odd": SHAPES["odd"],
+    "biases": dict(_EVEN, **BIASED),
+    "relu2": dict(_EVEN, hidden_act="relu2", rope_parameters=LLAMA3),
+}
+FAMILY_CASES["minicpm3"] = {
+    name: {**_DENSE_LATENT, **case}
+    for name, case in dict(
+        plain={},
+        odd=dict(
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            hidden_size=36,
+            kv_lora_rank=7,
+            q_lora_rank=5,
+        ),
+        direct=dict(q_lora_rank=None, v_head_dim=24),
+        filled=dict(v_head_dim=None, dim_model_base=32),
+        scales=dict(scale_emb=2.5, scale_depth=0.7, dim_model_base=11),
+        unscaled=dict(scale_emb=1, scale_depth=None, dim_model_base=None),
+        untied=dict(tie_word_embeddings=False, num_hidden_layers=2),
+        biases=dict(attention_bias=True, hidden_act="gelu"),
+        yarn=dict(rope_parameters=YARN),
+        linear=dict(rope_parameters=LINEAR, num_hidden_layers=5),
+    ).items()
+}
+FAMILY_CASES["vaultgemma"] = FAMILY_CASES["gemma2"]
+FAMILY_CASES["sarvam_moe"] = _experts(
+    dict(moe_intermediate_size=20, **_EVEN),
+    "n_routed_experts",
+    *_ANY,
+    groups=_GROUPS,
+    biases=dict(attention_bias=True, use_qk_norm=False, first_k_dense_replace=0),
+    half=dict(partial_rotary_factor=0.5, norm_topk_prob=False),
+    dense=dict(first_k_dense_replace=3),
+)
+FAMILY_CASES["granitemoe"] = _experts(
+    {**_EVEN, **_GRANITE},
+    "num_local_experts",
+    *_ANY,
+    biases=dict(attention_bias=True, residual_multiplier=1.0),
+)
+FAMILY_CASES["granitemoeshared"] = _experts(
+    {**_EVEN, **_GRANITE, "shared_intermediate_size": 28},
+    "num_local_experts",
+    *_ANY,
+    biases=dict(attention_bias=True, shared_intermediate_size=0),
+)
+FAMILY_CASES["hy_v3"] = _experts(
+    dict(moe_intermediate_size=20),
+    "num_experts",
+    *_ANY,
+    mixed=dict(mlp_layer_types=MIXED["plain"], num_shared_experts=2),
+    scaled=dict(router_scaling_factor=1.0, enable_moe_fp32_combine=False, attention_bias=True),
+    dense=dict(mlp_layer_types=MIXED["dense"]),
+)
+FAMILY_CASES["flint"] = _experts(
+    dict(moe_intermediate_size=20, shared_expert_intermediate_size=28, sliding_window=6)
+    | dict(layer_types=[FULL, SLIDING, SLIDING], mlp_only_layers=[0]),
+    "num_experts",
+    "one-key",
+    "all-keys",
+    "untied",
+    "linear",
+    "llama3",
+    "gelu",
+    tied=dict(tie_word_embeddings=True, layer_types=[SLIDING] * 3),
+    full=dict(layer_types=[FULL] * 3, attention_bias=True),
+    normed=dict(norm_topk_prob=False, mlp_only_layers=[]),
+    default=dict(layer_types=None, mlp_only_layers=None, num_hidden_layers=4),
+)
+FAMILY_CASES["bamba"] = {
+    name: {**_MAMBA, "attn_layer_indices": [1], **case}
+    for name, case in dict(
+        plain={},
+        odd=dict(
+            hidden_size=36,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            mamba_n_heads=6,
+            mamba_d_head="auto",
+            mamba_n_groups=3,
+            mamba_d_conv=3,
+        ),
+        one_key=dict(num_key_value_heads=1),
+        biases=dict(mamba_proj_bias=True, mamba_conv_bias=False, attention_bias=True),
+        mlp_bias=dict(mlp_bias=True, tie_word_embeddings=True),
+        gelu=dict(hidden_act="gelu", rms_norm_eps=1e-6),
+        limits=dict(time_step_limit=(0.01, 0.3), mamba_n_groups=1),
+        linear=dict(rope_parameters=LINEAR),
+        theta=dict(rope_parameters=dict(rope_type="default", rope_theta=500.0)),
+        ends=dict(attn_layer_indices=[0, 2]),
+        two=dict(num_hidden_layers=2, tie_word_embeddings=True),
+    ).items()
+}
+for _case in FAMILY_CASES["bamba"].values():
+    _case.pop("layer_types")
 CASES = {
     f"{family}-{name}": (family, case)
     for family, cases in FAMILY_CASES.items()

@@ -209,6 +209,21 @@ def _nemotron(pattern: str, **fields: Any) -> PresetFields:
     )  # fmt: skip
 
 
+def _granite3_moe(hidden: int, layers: int, heads: int, experts: int) -> PresetFields:
+    """Return the shape of a Granite 3.1 with experts of 512 channels, of which a token goes through eight."""
+    own = {name: value for name, value in _GRANITE.items() if name[:4] != "num_"}
+    return _shape(
+        hidden, 512, layers, heads, 8, **own, rope_theta=10000000.0, rms_norm_eps=1e-6, logits_scaling=6.0,
+        attention_multiplier=0.015625,
+        moe=dict(num_experts=experts, num_experts_per_tok=8, moe_intermediate_size=512, router_aux_loss_coef=0.001),
+    )  # fmt: skip
+
+
+_EXAONE35: PresetFields = dict(
+    num_attention_heads=32, num_key_value_heads=8, vocab_size=102400, max_position_embeddings=32768,
+    rope_theta=1000000.0, rope_scaling=_llama3_scaling(8.0), attention_gate="none", bos_token_id=1, eos_token_id=361,
+    pad_token_id=0,
+)  # fmt: skip
 _LFM2_ATTENTION = (2, 5, 8, 10, 12, 14)
 
 # QwQZh/gated_attention; the elementwise model pays for its gate with a narrower MLP.
@@ -325,6 +340,44 @@ PRESETS: dict[str, PresetFields] = {
     "exaone4-32b": dict(
         **_EXAONE4, hidden_size=5120, intermediate_size=27392, **_layers(64, 4, 3), num_attention_heads=40,
         head_dim=128, max_position_embeddings=131072, sliding_window=4096, no_rope_layers=(1, 1, 1, 0) * 16,
+    ),
+    "exaone-3.5-2.4b": dict(
+        **_EXAONE35, hidden_size=2560, intermediate_size=7168, num_hidden_layers=30, tie_word_embeddings=True,
+    ),
+    "exaone-3.5-7.8b": dict(**_EXAONE35, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32),
+    # The defaults of transformers 5.24 for kyutai/helium-1-preview.
+    "helium-1-preview-2b": _shape(
+        2560, 7040, 24, 20, vocab_size=48000, max_position_embeddings=4096, rope_theta=100000.0, rms_norm_eps=1e-8,
+        rope_interleaved=True, attention_gate="none", bos_token_id=1, eos_token_id=2, pad_token_id=3,
+    ),
+    # Without its LongRoPE, which is for texts beyond 32,768 tokens.
+    "minicpm3-4b": _shape(
+        2560, 6400, 62, 40, vocab_size=73448, max_position_embeddings=32768, attention_gate="none",
+        embedding_multiplier=12.0, residual_multiplier=1.4 / 62**0.5, logits_scaling=10.0, tie_word_embeddings=True,
+        latent_attention=dict(q_lora_rank=768, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32,
+                              v_head_dim=64),
+        initializer_range=0.1, bos_token_id=1, eos_token_id=2,
+    ),
+    "granite-3.1-1b-a400m": _granite3_moe(1024, 24, 16, experts=32),
+    "granite-3.1-3b-a800m": _granite3_moe(1536, 32, 24, experts=40),
+    "sarvam-30b": _shape(
+        4096, 8192, 19, 64, 4, vocab_size=262144, head_dim=64, max_position_embeddings=131072, rope_theta=8000000.0,
+        rms_norm_eps=1e-6, attention_gate="none", qk_norm=True, initializer_range=0.006, eos_token_id=1,
+        pad_token_id=0, mlp_layer_types=("dense", *["sparse"] * 18),
+        moe=dict(num_experts=128, num_experts_per_tok=6, moe_intermediate_size=1024, routed_scaling_factor=2.5,
+                 shared_expert_intermediate_size=1024, router_scores="sigmoid", expert_bias=True, router_fp32=True,
+                 router_aux_loss_coef=0.0),
+    ),
+    "bamba-9b": _shape(
+        4096, 14336, 32, 32, 8, vocab_size=128256, max_position_embeddings=262144, partial_rotary_factor=0.5,
+        layer_types=tuple("full_attention" if layer in (9, 18, 27) else "mamba2" for layer in range(32)),
+        mamba2=dict(num_heads=128, head_dim=64, state_dim=128, num_groups=1), attention_gate="none",
+        bos_token_id=128000, eos_token_id=128001, pad_token_id=0,
+    ),
+    "vaultgemma-1b": _shape(
+        1152, 6912, 26, 4, 4, **{**_GEMMA, "norm_position": "pre"}, **_layers(26, 2, 1)
+        | dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=512), vocab_size=256000,
+        head_dim=256, embedding_multiplier=1152**0.5, max_position_embeddings=1024,
     ),
     "glm4-9b": _shape(
         4096, 13696, 40, 32, 2, vocab_size=151552, head_dim=128, max_position_embeddings=32768,

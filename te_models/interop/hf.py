@@ -95,7 +95,8 @@ def describe(
         text = family.text(document)
     if tensors is not None:
         family = family.stored_as(tensors)
-        check_sizes(file, text, tensors, family.root)
+        layers = f"{family.root}{family.blocks}."
+        check_sizes(file, text, tensors, layers, f"{family.root}{family.embedding}")
         if family.stacked == INPUTS_FIRST and not family.inputs_first:
             order = stack_order(tensors, text["hidden_size"])
             family = dataclasses.replace(family, stacked=order)

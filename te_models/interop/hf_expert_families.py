@@ -36,9 +36,27 @@ _DEEPSEEK_V3: Fields = dict(
 )  # fmt: skip
 
 
+_GRANITE_MOE: Fields = dict(
+    layer=places.GRANITE_MOE_LAYER, stacked="outputs first", constants=UNGATED, mlp="block_sparse_moe",
+    stacks={"block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+            "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj"},
+    renamed={".router.layer.": ".router."},
+    defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2,
+              "attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2,
+              "router_aux_loss_coef": 0.001, "shared_intermediate_size": 0},
+    ignored=experts.IGNORED | {"attention_dropout"},
+)  # fmt: skip
+_GRANITE_PARTS = (ropes.ROPE, ACT, parts.biases(), parts.ATTENTION_MULTIPLIER, parts.MULTIPLIERS)
+
+
 def _sparse(config: ModelConfig) -> bool:
     """Return whether the model has experts: one that began here without them is written as a dense family."""
     return config.moe is not None
+
+
+def _without_rope_or_windowed(config: ModelConfig) -> bool:
+    """Return whether a window is written, which transformers' config of EXAONE with experts wants."""
+    return config.sliding_window is not None or config.no_rope_layers is not None
 
 
 def _served_by_bias(config: ModelConfig) -> Fields:
@@ -170,6 +188,7 @@ EXPERT_FAMILIES = (
         layer={**places.NORMED_LAYER, **places.EXAONE_EXPERTS},
         parts=(ropes.ROPE, ropes.EXAONE_WINDOW, ACT, experts.EXAONE_EXPERTS),
         constants={**UNGATED, "qk_norm": True}, later=("mtp.",),
+        accepts=_without_rope_or_windowed,
         renamed={".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
         defaults={"max_position_embeddings": 2048, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "bos_token_id": 1,
                   "eos_token_id": 53, "pad_token_id": 0, "sliding_window": 4096, "sliding_window_pattern": 4,
@@ -211,6 +230,56 @@ EXPERT_FAMILIES = (
                   "attention_multiplier": 1.0, "sliding_window": 128, "num_local_experts": 8,
                   "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "shared_intermediate_size": 0},
         only=NO_DROPOUT, ignored=experts.IGNORED, note="Granite Swash with experts, and perhaps one for all tokens",
+    ),
+    Family(
+        model_type="granitemoe", architecture="GraniteMoeForCausalLM", models="Granite 3 with experts, PowerMoE",
+        parts=(*_GRANITE_PARTS, experts.GRANITE_MOE_EXPERTS), **_GRANITE_MOE,
+        note="Granite's multipliers, experts in all layers",
+    ),
+    Family(
+        model_type="granitemoeshared", architecture="GraniteMoeSharedForCausalLM",
+        models="Granite with experts and one for all tokens", **_GRANITE_MOE,
+        parts=(*_GRANITE_PARTS, experts.GRANITE_SWA_EXPERTS), note="as `granitemoe`, with one for all tokens",
+    ),
+    Family(
+        model_type="sarvam_moe", architecture="Glm4MoeForCausalLM", models="Sarvam 30B", layer=places.SARVAM_LAYER,
+        embedding="word_embeddings",
+        modules=dict(layer={**places.NORMED_LAYER, **places.GLM_EXPERTS}, embedding="embed_tokens"),
+        renamed={"model.word_embeddings.": "model.embed_tokens.", ".attention.dense.": ".self_attn.o_proj.",
+                 ".attention.": ".self_attn.", ".query_layernorm.": ".q_norm.", ".key_layernorm.": ".k_norm."},
+        parts=(ropes.PARTIAL_ROPE, ACT, parts.SARVAM_BIAS, experts.QK_NORM, experts.SARVAM_EXPERTS),
+        constants=UNGATED, accepts=_sparse,
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 64, "rms_norm_eps": 1e-6,
+                  "rope_theta": 8000000.0, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 6,
+                  "moe_intermediate_size": 1024, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5,
+                  "first_k_dense_replace": 1, "norm_topk_prob": True, "use_qk_norm": True, "pad_token_id": 0,
+                  "eos_token_id": 1, "initializer_range": 0.006},
+        only=NO_DROPOUT, ignored=experts.IGNORED,
+        note="as GLM-4.5, with RoPE on whole heads; q, k and v are one tensor",
+    ),
+    Family(
+        model_type="hy_v3", architecture="HYV3ForCausalLM", models="Hunyuan 3",
+        layer={**places.NORMED_LAYER, **places.HY3_EXPERTS},
+        parts=(ropes.ROPE, ACT, parts.biases(), experts.HY3_EXPERTS),
+        renamed={".mlp.router.gate.": ".mlp.gate.", ".mlp.expert_bias": ".mlp.e_score_correction_bias",
+                 ".mlp.shared_mlp.": ".mlp.shared_experts."},
+        constants={**UNGATED, "qk_norm": True}, accepts=_sparse,
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+                  "rope_theta": 11158840.0, "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1,
+                  "moe_intermediate_size": 1536, "router_scaling_factor": 2.826, "initializer_range": 0.006},
+        only={**NO_DROPOUT, "mlp_bias": (False,)}, ignored=experts.IGNORED | {"enable_moe_fp32_combine"},
+        note="Qwen3's attention, DeepSeek-V3's experts without groups",
+    ),
+    Family(
+        model_type="flint", architecture="FlintForCausalLM", models="Flint", layer=places.FLINT_LAYER,
+        parts=(ropes.ROPE, ropes.FLINT_WINDOW, ACT, parts.biases(), experts.FLINT_EXPERTS),
+        renamed={".self_attn.softmax_offset": ".self_attn.sinks"}, accepts=_sparse,
+        constants={**UNGATED, "qk_norm": True, "attention_sinks": True},
+        defaults={"max_position_embeddings": 262144, "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6,
+                  "sliding_window": 513, "num_experts": 256, "num_experts_per_tok": 6, "moe_intermediate_size": 512,
+                  "shared_expert_intermediate_size": 1024, "norm_topk_prob": True, "router_aux_loss_coef": 0.0005},
+        only=NO_DROPOUT, ignored=experts.IGNORED,
+        note="Qwen3's attention with sinks, RoPE in layers with a sliding window only; experts with sigmoid scores",
     ),
     Family(
         model_type="step3p7", architecture="Step3p7ForConditionalGeneration", models="Step-3.7-Flash",

@@ -247,6 +247,29 @@ TYPES_OR_FIRST = Layout(
 SOLAR_EXPERTS = experts(ALL_SPARSE, _GROUPED, **_DEEPSEEK)
 _EXAONE: Fields = {**_DEEPSEEK, "number": "num_experts", "shared": "num_shared_experts"}
 EXAONE_EXPERTS = experts(TYPES_OR_FIRST, _GROUPED, without={}, **_EXAONE)
+HY3_EXPERTS = experts(
+    TYPES,
+    {**_CHOSEN, **_SIZE, "routed_scaling_factor": "router_scaling_factor"},
+    shared="num_shared_experts",
+    without={},
+    router_fp32=True,
+    router_aux_loss_coef=0.0,
+    **_SIGMOID,
+)
+FLINT_EXPERTS = experts(
+    Layout(
+        STEPS.keys,
+        lambda theirs: STEPS.read({"mlp_only_layers": [0, 1], **theirs}),
+        STEPS.write,
+    ),
+    {**_QWEN, **_SHARED},
+    without={},
+    router_scores="sigmoid",
+    router_fp32=True,
+)
+SARVAM_EXPERTS = aliased(
+    DEEPSEEK_EXPERTS, num_experts="n_routed_experts", num_shared_experts="n_shared_experts"
+)
 GLM_LITE_EXPERTS = experts(TYPES, _GROUPED, without={}, **_DEEPSEEK)
 NEXT_EXPERTS = experts(
     STEPS, {**_QWEN, **_SHARED}, without={"num_experts": 0}, shared_expert_gate=True
@@ -402,6 +425,9 @@ def _write_gemma4(config: ModelConfig) -> Fields:
 
 
 GEMMA4_EXPERTS = ConfigKeys((*_GEMMA4.keys, "enable_moe_block"), _read_gemma4, _write_gemma4)
+GRANITE_MOE_EXPERTS = experts(
+    ALL_SPARSE, {**_CHOSEN, **_LOSS, **_SAME_SIZE}, number="num_local_experts"
+)
 GRANITE_SWA_EXPERTS = experts(
     ALL_SPARSE,
     {

@@ -25,6 +25,7 @@ from te_models.interop.hf_family import (
 )
 from te_models.interop.hf_hybrid_parts import (
     HYBRID,
+    LATENT_HALVES,
     MROPE,
     WHOLE_MROPE,
 )
@@ -47,6 +48,19 @@ def _phi(config: ModelConfig) -> bool:
     scaling = config.rope_scaling or {}
     filled = config.hidden_size // config.num_attention_heads
     return not scaling or (scaling["rope_type"] == "longrope" and config.head_dim == filled)
+
+
+# Keys of EXAONE 3's files -> those of transformers' config.
+_EXAONE_ALIASES = {
+    "num_layers": "num_hidden_layers",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "activation_function": "hidden_act",
+}
+
+
+def _state_exaone(config: Values) -> Values:
+    """Return a config.json with the keys of EXAONE 3's files under transformers' names."""
+    return {_EXAONE_ALIASES.get(key, key): value for key, value in config.items()}
 
 
 ACT = parts.activation()
@@ -367,6 +381,49 @@ FAMILIES = [
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 128000,
                   "eos_token_id": 128001, "hidden_act": "relu2"},
         accepts=whole_heads, only=NO_DROPOUT, note="MLP without a gate, ReLU squared",
+    ),
+    Family(
+        model_type="helium", architecture="HeliumForCausalLM", models="Helium 1 2B", layer=places.LAYER,
+        parts=(ropes.ROPE, ACT, parts.biases(out=None, mlp="mlp_bias")),
+        constants={**UNGATED, "rope_interleaved": True},
+        defaults={"max_position_embeddings": 4096, "num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8,
+                  "rope_theta": 100000.0, "pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2},
+        accepts=lambda config: config.num_attention_heads * config.head_dim == config.hidden_size,
+        only=NO_DROPOUT, note="RoPE on neighboring channels",
+    ),
+    Family(
+        model_type="exaone", architecture="ExaoneForCausalLM", models="EXAONE 3.0, 3.5, Deep",
+        layer=places.EXAONE3_LAYER, root="transformer.", blocks="h", embedding="wte", norm="ln_f",
+        modules=dict(layer=places.LAYER, embedding="embed_tokens", norm="norm", blocks="layers"),
+        renamed={"transformer.h.": "model.layers.", ".attn.attention.out_proj.": ".self_attn.o_proj.",
+                 ".attn.attention.": ".self_attn.", ".mlp.c_fc_0.": ".mlp.gate_proj.",
+                 ".mlp.c_fc_1.": ".mlp.up_proj.", ".mlp.c_proj.": ".mlp.down_proj."},
+        parts=(ropes.ROPE, ACT, ALL_BIASES), constants=UNGATED, stated=_state_exaone,
+        defaults={"max_position_embeddings": 4096, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+                  "rope_theta": 500000.0, "bos_token_id": 1, "eos_token_id": 361, "pad_token_id": 0},
+        accepts=whole_heads, only=NO_DROPOUT, ignored=frozenset(("auto_map",)),
+        note="Llama under other names",
+    ),
+    Family(
+        model_type="minicpm3", architecture="MiniCPM3ForCausalLM", models="MiniCPM3 4B", layer=places.LATENT_LAYER,
+        parts=(ropes.ROPE, LATENT_HALVES, ACT, parts.biases(), parts.MINICPM3_SCALES),
+        constants=UNGATED, accepts=lambda config: config.latent_attention is not None,
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 40, "rms_norm_eps": 1e-5,
+                  "kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+                  "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.1},
+        only={**NO_DROPOUT, "mlp_bias": (False,)}, ignored=frozenset(("auto_map", "qk_head_dim", "logits_scaling")),
+        note="multi-head latent attention and Granite's multipliers",
+    ),
+    Family(
+        model_type="vaultgemma", architecture="VaultGemmaForCausalLM", models="VaultGemma 1B",
+        layer=places.VAULT_GEMMA_LAYER,
+        parts=(ropes.ROPE, ropes.SECOND_IS_FULL, GELU, parts.biases(), parts.QUERY_SCALAR, parts.EMBEDDING_ROOT,
+               parts.same("attn_logit_softcapping", "final_logit_softcapping")),
+        constants={**UNGATED, "zero_centered_norm": True}, scaled_vectors=True,
+        defaults={**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+                  "final_logit_softcapping": 30.0},
+        accepts=whole_heads, only=NO_DROPOUT, ignored=frozenset(("hidden_act", "sliding_window_size")),
+        note="Gemma 2 without the norms after attention and MLP",
     ),
     Family(
         model_type="olmo2", architecture="Olmo2ForCausalLM", models="OLMo 2", layer=places.POST_NORMED_LAYER,

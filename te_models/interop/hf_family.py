@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, replace
+from typing import Any
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError
@@ -18,7 +19,9 @@ class Family:
         model_type, architecture: as in config.json.
         models: the published models, for people.
         copied: our fields among COPIED that their config.json has under another key -> that key.
-        norm, embedding: their names of the last norm and of the embedding, below `root`.
+        norm, embedding, blocks: their names of the last norm, of the embedding and of the list of layers, below
+            `root`.
+        modules: the fields above, and `layer`, that are others in a model of transformers than in a folder.
         stated: returns a config.json with the keys that follow from others of it.
         layer: their name below "model.layers.<i>." -> its place in ours, for weights and biases.
         parts: keys that need more than copying.
@@ -74,6 +77,8 @@ class Family:
     spellings: Mapping[str, str] = field(default_factory=dict)
     norm: str = "norm"
     embedding: str = "embed_tokens"
+    blocks: str = "layers"
+    modules: Mapping[str, Any] = field(default_factory=dict)
     stated: Callable[[Values], Values] = lambda config: config
     root: str = "model."
     head: str = "lm_head"
@@ -158,7 +163,9 @@ class Family:
         """
         roots = dict.fromkeys((self.root, *ROOTS))
         stored = [
-            root for root in roots if any(name.startswith(f"{root}layers.") for name in names)
+            root
+            for root in roots
+            if any(name.startswith(f"{root}{self.blocks}.") for name in names)
         ]
         heads = [head for head in dict.fromkeys((self.head, *HEADS)) if f"{head}.weight" in names]
         aside = [prefix for own in self.aside for prefix in prefixes_of(own)]
@@ -176,9 +183,9 @@ class Family:
 
     def name_aside(self, name: str, stored: "Family") -> str:
         """Return the name with this family's prefixes of a tensor aside, in a folder with the prefixes of `stored`."""
-        layers = f"{stored.root}layers."
+        layers = f"{stored.root}{self.blocks}."
         if name.startswith(layers):
-            return f"{self.root}layers.{name.removeprefix(layers)}"
+            return f"{self.root}{self.blocks}.{name.removeprefix(layers)}"
         for own in self.aside:
             for prefix in prefixes_of(own):
                 if name.startswith(prefix):
@@ -194,7 +201,11 @@ class Family:
         given = text.get("num_nextn_predict_layers")
         last = text["num_hidden_layers"]
         later = min(given, last) if isinstance(given, int) else 0
-        return (*self.aside, *self.later, *(f"{self.root}layers.{last + n}." for n in range(later)))
+        return (
+            *self.aside,
+            *self.later,
+            *(f"{self.root}{self.blocks}.{last + n}." for n in range(later)),
+        )
 
     def write(self, config: ModelConfig) -> Fields:
         """The config.json of a model, without its dtype."""
@@ -255,6 +266,10 @@ class Family:
     def module_root(self) -> str:
         """The prefix of the names of layers in a model of transformers, and in adapters for it."""
         return "model.language_model." if self.inner else "model."
+
+    def in_models(self, root: str) -> "Family":
+        """Return the family with the names that its modules have in a model of transformers, below `root`."""
+        return replace(self, root=root, head="lm_head", **self.modules)
 
     def as_stack(self, name: str) -> str:
         """Return the name of a tensor in a folder with "experts" in it, if it is a stack of experts."""
@@ -370,7 +385,14 @@ COPIED = (
 )
 
 # Keys whose null means "none" rather than the default.
-NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
+NULLABLE = (
+    "sliding_window",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "q_lora_rank",
+    "scale_depth",
+    "dim_model_base",
+)
 
 SIZES = (
     "vocab_size",

@@ -93,6 +93,22 @@ def _write_latent(config: ModelConfig) -> Fields:
 
 
 LATENT = ConfigKeys((*LATENT_SIZES, "rope_interleave"), _read_latent, _write_latent)
+
+
+def _read_latent_halves(theirs: Values) -> Fields:
+    """Read latent attention whose RoPE turns halves; values are by default as wide as heads that fill the width."""
+    filled = theirs["hidden_size"] // theirs["num_attention_heads"]
+    return _read_latent({"v_head_dim": filled, **theirs, "rope_interleave": False})
+
+
+# For a family without the key `rope_interleave`, and with no other width of heads.
+LATENT_HALVES = ConfigKeys(
+    (*LATENT_SIZES, "head_dim"),
+    lambda theirs: {**_read_latent_halves(theirs), "head_dim": theirs["qk_rope_head_dim"]},
+    lambda config: {
+        key: value for key, value in _write_latent(config).items() if key != "rope_interleave"
+    },
+)
 # Files that state the width of a head otherwise, or not: our field counts its rotated channels.
 ROTATED_HEAD_DIM = ConfigKeys(
     ("head_dim",),

@@ -74,6 +74,18 @@ def biases(
     return renamed(**{ours: key for ours, key in fields.items() if key is not None})
 
 
+def _read_sarvam_bias(theirs: Values) -> Fields:
+    """Read the key of transformers, or of the release."""
+    return {"attention_bias": theirs.get("attention_bias", theirs.get("use_qkv_bias", False))}
+
+
+SARVAM_BIAS = ConfigKeys(
+    ("attention_bias", "use_qkv_bias"),
+    _read_sarvam_bias,
+    lambda config: {"attention_bias": config.attention_bias},
+)
+
+
 def _read_internlm_biases(theirs: Values) -> Fields:
     """Read the keys of transformers, or `qkv_bias` and `bias` of the files that came with the model."""
     qkv = theirs.get("attention_bias", theirs.get("qkv_bias", False))
@@ -156,6 +168,34 @@ INITIAL_RANGE = ConfigKeys(
         or 2.0 / (5.0 * theirs["hidden_size"]) ** 0.5
     },
     lambda config: {},
+)
+
+
+def _read_minicpm3(theirs: Values) -> Fields:
+    """Read three scales, of which None is none."""
+    root = math.sqrt(theirs["num_hidden_layers"])
+    depth = theirs.get("scale_depth", 1.4)
+    base = theirs.get("dim_model_base", 256)
+    return {
+        "embedding_multiplier": theirs.get("scale_emb", 12),
+        "residual_multiplier": 1.0 if depth is None else depth / root,
+        "logits_scaling": 1.0 if base is None else theirs["hidden_size"] / base,
+    }
+
+
+def _write_minicpm3(config: ModelConfig) -> Fields:
+    root = math.sqrt(config.num_hidden_layers)
+    residual = config.residual_multiplier
+    base = round(config.hidden_size / config.logits_scaling)
+    return {
+        "scale_emb": config.embedding_multiplier,
+        "scale_depth": inverted(residual, lambda depth: depth / root, residual * root),
+        "dim_model_base": base,
+    }
+
+
+MINICPM3_SCALES = ConfigKeys(
+    ("scale_emb", "scale_depth", "dim_model_base"), _read_minicpm3, _write_minicpm3
 )
 MULTIPLIERS = same("embedding_multiplier", "residual_multiplier", "logits_scaling")
 

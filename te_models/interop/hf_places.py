@@ -57,6 +57,22 @@ LAYER = {
     "mlp.up_proj": Rows("mlp.gate_up_proj", ("up",)),
     "mlp.down_proj": Rows("mlp.down_proj"),
 }
+# EXAONE 3, whose names in a model of transformers are those of Llama.
+EXAONE3_LAYER = {
+    "ln_1": Rows("input_layernorm"),
+    "attn.attention.q_proj": Rows("self_attn.qkvg_proj", ("q",)),
+    "attn.attention.k_proj": Rows("self_attn.qkvg_proj", ("k",)),
+    "attn.attention.v_proj": Rows("self_attn.qkvg_proj", ("v",)),
+    "attn.attention.out_proj": Rows("self_attn.o_proj"),
+    "ln_2": Rows("post_attention_layernorm"),
+    "mlp.c_fc_0": Rows("mlp.gate_up_proj", ("gate",)),
+    "mlp.c_fc_1": Rows("mlp.gate_up_proj", ("up",)),
+    "mlp.c_proj": Rows("mlp.down_proj"),
+}
+VAULT_GEMMA_LAYER = {
+    ("pre_feedforward_layernorm" if name == "post_attention_layernorm" else name): rows
+    for name, rows in LAYER.items()
+}
 NORMED_LAYER = LAYER | _alike("self_attn.q_norm", "self_attn.k_norm")
 HUNYUAN_LAYER = {
     **LAYER,
@@ -228,6 +244,24 @@ GPT_OSS_LAYER = {
     "mlp.experts.{}.gate_up_proj": Rows("mlp.gate_up_proj", ("gate", "up"), "row", experts=True),
     "mlp.experts.{}.down_proj": Rows("mlp.down_proj", experts=True),
 }
+SARVAM_LAYER = {
+    **{name: rows for name, rows in LAYER.items() if "self_attn" not in name},
+    **DEEPSEEK_V2_EXPERTS,
+    "mlp.gate.expert_bias": Rows("mlp.expert_bias"),
+    "attention.query_key_value": Rows("self_attn.qkvg_proj", ("q", "k", "v")),
+    "attention.dense": Rows("self_attn.o_proj"),
+    "attention.query_layernorm": Rows("self_attn.q_norm"),
+    "attention.key_layernorm": Rows("self_attn.k_norm"),
+}
+HY3_EXPERTS = {
+    **_experts(_ONE_EXPERT, "mlp.router.gate", shared="mlp.shared_mlp"),
+    "mlp.expert_bias": Rows("mlp.expert_bias"),
+}
+FLINT_LAYER = {
+    **NORMED_LAYER,
+    **_experts(_ONE_EXPERT, shared="mlp.shared_expert"),
+    "self_attn.softmax_offset": Rows("self_attn.sinks"),
+}
 SINKS_LAYER = LAYER | _alike("self_attn.sinks")
 UNGATED_MLP_LAYER = {name: rows for name, rows in LAYER.items() if name != "mlp.gate_proj"}
 # The gate comes out of q_proj: after the queries of each group of heads that share a key, or of each head.
@@ -314,6 +348,19 @@ GRANITE_HYBRID_LAYER = {
         otherwise=Rows("mlp.gate_up_proj", ("gate", "up")),
     ),
     "shared_mlp.output_linear": Rows("mlp.shared_down_proj", otherwise=Rows("mlp.down_proj")),
+}
+# Granite's experts without state spaces, and with or without one for all tokens.
+GRANITE_MOE_LAYER = {
+    name: rows for name, rows in GRANITE_HYBRID_LAYER.items() if not name.startswith("mamba.")
+}
+BAMBA_LAYER = {
+    **{name: rows for name, rows in LAYER.items() if "self_attn" in name},
+    **MAMBA,
+    "input_layernorm": Rows("input_layernorm"),
+    "pre_ff_layernorm": Rows("post_attention_layernorm"),
+    "feed_forward.gate_proj": Rows("mlp.gate_up_proj", ("gate",)),
+    "feed_forward.up_proj": Rows("mlp.gate_up_proj", ("up",)),
+    "feed_forward.down_proj": Rows("mlp.down_proj"),
 }
 # Kimi Delta Attention in some layers, latent attention in the others.
 _KDA = "kda.qkvg_proj"

@@ -86,6 +86,18 @@ RECURRENT_FAMILIES = (
         note="Mamba 2 in most layers, attention without RoPE in the others; experts beside one for all tokens",
     ),
     Family(
+        model_type="bamba", architecture="BambaForCausalLM", models="Bamba 9B", layer=places.BAMBA_LAYER,
+        constants=UNGATED, norm="final_layernorm",
+        parts=(recurrent.BAMBA_LAYERS, ACT, parts.biases(mlp="mlp_bias")),
+        defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+                  "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+                  "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto",
+                  "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False},
+        only={**NO_DROPOUT, "z_loss_coefficient": (0.0,)},
+        ignored=frozenset(("num_logits_to_keep", "layers_block_type")),
+        note="Mamba 2 in most layers, attention with RoPE on half of each head in the others",
+    ),
+    Family(
         model_type="kimi_linear", architecture="KimiLinearForCausalLM", models="Kimi Linear 48B-A3B",
         layer={**places.KIMI_LAYER, **places.KIMI_EXPERTS}, constants=UNGATED,
         copied={"max_position_embeddings": "model_max_length"},

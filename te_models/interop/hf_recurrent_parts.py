@@ -11,7 +11,7 @@ from te_models.config.model import ModelConfig
 from te_models.config.short_conv import ShortConvConfig
 from te_models.errors import ConfigError
 from te_models.interop.hf_parts import ALIASES, ConfigKeys, Fields, Values
-from te_models.interop.hf_rope_parts import MELLUM_ROPE
+from te_models.interop.hf_rope_parts import MELLUM_ROPE, PARTIAL_ROPE, read_rope
 
 
 def _read_convolutions(theirs: Values) -> Fields:
@@ -153,6 +153,49 @@ def _write_granite_layers(config: ModelConfig) -> Fields:
     if rest or sizes.activation != config.hidden_act:
         raise ConfigError("this family has Mamba 2 of a multiple of the width, and one activation")
     return {**found, **write_mamba(sizes), "mamba_expand": expand}
+
+
+def _read_bamba_layers(theirs: Values) -> Fields:
+    """Read which layers have attention, by their numbers; the others have Mamba 2."""
+    attention = theirs.get("attn_layer_indices") or ()
+    every = range(theirs["num_hidden_layers"])
+    types = ["full_attention" if layer in attention else "mamba2" for layer in every]
+    found: Fields = {**read_rope({**theirs, "partial_rotary_factor": 0.5})}
+    if "mamba2" in types:
+        inner = theirs["mamba_expand"] * theirs["hidden_size"]
+        found |= {"layer_types": types, "mamba2": read_mamba(theirs, inner)}
+    return found
+
+
+def _write_bamba_layers(config: ModelConfig) -> Fields:
+    sizes = config.mamba2
+    if sizes is None:
+        raise ConfigError("a family with Mamba 2 writes no model without it")
+    expand, rest = divmod(sizes.inner_size, config.hidden_size)
+    if rest or sizes.activation != config.hidden_act:
+        raise ConfigError("this family has Mamba 2 of a multiple of the width, and one activation")
+    types = config.layer_types or ()
+    return {
+        **write_mamba(sizes),
+        "mamba_expand": expand,
+        "attn_layer_indices": [n for n, kind in enumerate(types) if kind == "full_attention"],
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.to_dict()["rope_scaling"],
+    }
+
+
+BAMBA_LAYERS = ConfigKeys(
+    (
+        "attn_layer_indices",
+        "mamba_expand",
+        "mamba_chunk_size",
+        "time_step_limit",
+        *PARTIAL_ROPE.keys,
+        *_MAMBA.values(),
+    ),
+    _read_bamba_layers,
+    _write_bamba_layers,
+)
 
 
 # Sizes of Kimi Delta Attention -> the keys of transformers, and those in `linear_attn_config` of the release.

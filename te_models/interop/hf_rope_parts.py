@@ -573,6 +573,9 @@ LAGUNA_ROPE = rope_by_type(all_full, partial=True)
 EXAONE_WINDOW = window_with_rope(
     _by_pattern("sliding_window_pattern"), "sliding_window_pattern", unless_none=True
 )
+FLINT_WINDOW = window_with_rope(
+    lambda theirs, layer: layer < 2 or layer % 4 == 1 or layer == theirs["num_hidden_layers"] - 1
+)
 AFMOE_WINDOW = window_with_rope(
     _by_pattern("global_attn_every_n_layers"), "global_attn_every_n_layers"
 )

@@ -159,28 +159,33 @@ def saved_dtype(file: str | Path, name: object) -> torch.dtype:
     return DTYPES[name]
 
 
-def check_sizes(path: Path, values: object, tensors: Mapping[str, Tensor], root: str = "") -> None:
+def check_sizes(
+    path: Path,
+    values: object,
+    tensors: Mapping[str, Tensor],
+    layers: str = "layers.",
+    embedding: str = "embed_tokens",
+) -> None:
     """Compare the sizes in a config.json with the tensors of the model, before anything of such a size is made.
 
     Args:
         path: of the config.json, for errors.
         values: its content.
         tensors: all tensors of the model, on any device.
-        root: the prefix of the names of the model's tensors.
+        layers, embedding: the prefix of the names of layers, and the name of the embedding.
 
     Raises:
         CheckpointError: it has more layers, a larger vocabulary or a larger hidden size than the tensors.
     """
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{path} is not an object of names and values")
-    layers = f"{root}layers."
-    embedding = f"{root}embed_tokens.weight"
+    table = tensors.get(f"{embedding}.weight")
     numbers = {
         name.removeprefix(layers).split(".")[0] for name in tensors if name.startswith(layers)
     }
     actual: dict[str, int] = {"num_hidden_layers": len(numbers)}
-    if embedding in tensors and tensors[embedding].dim() == 2:
-        actual["vocab_size"], actual["hidden_size"] = tensors[embedding].shape
+    if table is not None and table.dim() == 2:
+        actual["vocab_size"], actual["hidden_size"] = table.shape
     for name, size in actual.items():
         if isinstance(values.get(name), int) and values[name] > size:
             raise CheckpointError(f"{path}: {name} is {values[name]}, and the tensors have {size}")

@@ -122,7 +122,7 @@ def tensor_places(
             experts = range(linear.experts) if linear and linear.experts else ("",)
             for expert in experts:
                 note(
-                    f"{family.root}layers.{depth}.{name.format(expert)}",
+                    f"{family.root}{family.blocks}.{depth}.{name.format(expert)}",
                     f"layers.{depth}.{rows.module}",
                     blocks=blocks,
                     groups=groups,
@@ -136,9 +136,9 @@ def module_places(
     family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]
 ) -> dict[str, Place]:
     """Return `tensor_places` by the names in the text model of transformers, "model.layers.0..." and "lm_head"."""
-    text = dataclasses.replace(family, root="model.", head="lm_head")
+    text = family.in_models("model.")
     return {
-        text.in_transformers(name): place
+        name if family.modules else text.in_transformers(name): place
         for name, place in tensor_places(text, config, shapes).items()
     }
 

@@ -186,7 +186,7 @@ def adaptable_modules(model: CausalLM) -> Modules:
         return Modules(
             named, ours, expert_places("model.", model.config, shapes, {}), counts, {}, "te_models"
         )
-    named = dataclasses.replace(family, root=family.module_root, head="lm_head")
+    named = family.in_models(family.module_root)
     places = tensor_places(named, model.config, shapes)
     theirs = {
         name.removesuffix(".weight"): _in_one_piece(place)
@@ -201,9 +201,8 @@ def adaptable_modules(model: CausalLM) -> Modules:
     }
     whole = {name: own.removesuffix(".weight") for name, own in whole.items()}
     experts = expert_places(named.root, model.config, shapes, places, family.expert_module)
-    return Modules(
-        theirs, ours, experts, counts, whole, family.model_type, family.renamed, named.root
-    )
+    renamed = {} if family.modules else family.renamed
+    return Modules(theirs, ours, experts, counts, whole, family.model_type, renamed, named.root)
 
 
 def _in_one_piece(place: Place) -> Place:

@@ -18,7 +18,8 @@ from te_models.interop.tensor_places import tensor_places
 
 # The families whose loss transformers computes, with a case of each kind of choice.
 ROUTED = [
-    "granitemoe_swa-shared", "granitemoe_swa-no_rope",
+    "granitemoe_swa-shared", "granitemoe_swa-no_rope", "granitemoe-one-key", "granitemoeshared-biases",
+    "granitemoeshared-odd", "flint-odd", "flint-tied", "flint-normed",
     "qwen3_moe-one-key", "qwen3_moe-all-keys", "qwen3_moe-tied", "qwen3_moe-normed", "qwen2_moe-odd",
     "qwen2_moe-normed", "qwen2_moe-steps", "mixtral-all-keys", "mixtral-window", "olmoe-all-keys", "olmoe-normed",
     "gpt_oss-odd", "gpt_oss-all-keys", "gpt_oss-untied", "gpt_oss-untruncated", "gpt_oss-window", "gpt_oss-plain",
@@ -54,6 +55,15 @@ OTHERS = [
     "mistral4-groups",
     "mistral4-mscale",
     "youtu-biases",
+    "minicpm3-scales",
+    "minicpm3-filled",
+    "sarvam_moe-groups",
+    "sarvam_moe-biases",
+    "hy_v3-mixed",
+    "hy_v3-scaled",
+    "helium-biases",
+    "exaone-biases",
+    "vaultgemma-odd",
 ]
 LATENT = [f"deepseek_v3-{name}" for name in FAMILY_CASES["deepseek_v3"]]
 LATENT += [f"deepseek_v2-{name}" for name in ("plain", "groups", "direct", "mscale")]
@@ -61,7 +71,15 @@ LATENT += ["glm4_moe_lite-plain", "glm4_moe_lite-width"]
 OTHERS += LATENT
 RECURRENT = [
     f"{family}-{name}"
-    for family in ("lfm2", "lfm2_moe", "granitemoehybrid", "kimi_linear", "nemotron_h", "lfm3")
+    for family in (
+        "lfm2",
+        "lfm2_moe",
+        "granitemoehybrid",
+        "kimi_linear",
+        "nemotron_h",
+        "lfm3",
+        "bamba",
+    )
     for name in FAMILY_CASES[family]
 ]
 FEW = (

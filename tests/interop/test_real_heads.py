@@ -46,6 +46,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     ),
     "mistral4": LATENT,
     "youtu": RANKS,
+    "minicpm3": RANKS | dict(qk_rope_head_dim=64),
     "gemma4_text": dict(
         hidden_size_per_layer_input=0, num_experts=4, top_k_experts=2, moe_intermediate_size=96
     ),

@@ -55,11 +55,14 @@ def small(preset: str, engine: str, recipe: str = "bf16", **options: Any) -> Cau
     if config.moe is not None:  # all of them chosen, so that each has tokens
         few = dict(num_experts=4, num_experts_per_tok=4)
         options.setdefault("moe", dataclasses.replace(config.moe, **few))
+    sizes = dict(SMALL)
+    if config.latent_attention is not None:  # a key per query head, of which 32 channels rotate
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     place = dict(device="cuda" if engine == "native" else "cpu", engine=engine, compile=False)
     torch.manual_seed(1)
     return CausalLM.from_preset(
         preset,
-        **SMALL,
+        **sizes,
         **per_layer,
         num_hidden_layers=3,
         recipe=recipe,
