@@ -34,6 +34,7 @@ if _TYPE_CHECKING:
     from te_models.generation.text import stream_text
     from te_models.huggingface.config import TEModelsConfig
     from te_models.huggingface.modeling import TEModelsForCausalLM
+    from te_models.inspect.recipe_advice import advise_recipe
     from te_models.inspect.replay import replay
     from te_models.model.user_modules import checkpoint, fp8_state, load_fp8_state
     from te_models.recorder.record import read_record
@@ -61,6 +62,7 @@ _NAMES = {  # module below te_models -> its public names
     "generation.text": "stream_text",
     "huggingface.config": "TEModelsConfig",
     "huggingface.modeling": "TEModelsForCausalLM",
+    "inspect.recipe_advice": "advise_recipe",
     "inspect.replay": "replay",
     "model.user_modules": "checkpoint fp8_state load_fp8_state",
     "recorder.record": "read_record",
@@ -86,6 +88,7 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "add_lora",
+    "advise_recipe",
     "checkpoint",
     "fp8_state",
     "get_engine",

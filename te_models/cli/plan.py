@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from te_models.cli.from_record import advice_of, from_record_option, try_step_option
 from te_models.cli.options import (
     SHAPE_NAMES,
     Command,
@@ -49,6 +50,8 @@ ACTIVATIONS = ("activation_checkpointing", "activation_offload")
     is_flag=True,
     help="Predict the memory of training instead, and list the GPUs it fits on.",
 )
+@from_record_option
+@try_step_option
 @json_option
 @setting_options(*TRAINING, *ACTIVATIONS, group="With --memory")
 @option("--gpus", default=1, group="With --memory", help="Number of GPUs that FSDP shards over.")
@@ -78,12 +81,15 @@ def plan(
     model: str | None,
     memory: bool,
     gpu: str | None,
+    from_record: str | None,
+    try_step: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Show the precision of each linear, or the memory of training.
 
-    Nothing is trained, and of a preset nothing is built.
+    Nothing is trained, and of a preset nothing is built. With --from-record it first says which recipe, and which
+    precision of single linears, the record of a short run speaks for; without a model it is about that run's.
     """
     names = (*TRAINING, "gpus", "lora", "lora_experts")
     if not memory and (given := [name for name in names if is_given(name)]):
@@ -99,7 +105,17 @@ def plan(
     card = None
     if gpu is not None:
         card = get_gpu(gpu)
-        options["recipe"] = _recipe_there(card, preset, options)
+    advice = None
+    if try_step and from_record is None:
+        raise click.UsageError("--try-step tries the advice of --from-record RUN: give both")
+    if from_record is not None:
+        advice = advice_of(from_record, preset, model, options, card, try_step)
+        options["recipe"] = advice.recipe
+        if preset is None and model is None:
+            model = from_record
+    if card is not None:
+        if advice is None:
+            options["recipe"] = _recipe_there(card, preset, options)
         options["engine"] = "emulated"  # which has every recipe on every machine
     built = build_model(preset, model, options, merge=True)
     memory_plan = None
@@ -108,11 +124,18 @@ def plan(
 
         training["optimizer_options"] = resolve_options(training["optimizer"], optimizer_options)
         memory_plan = built.plan_memory(**training, lora_rank=lora)
+    told = None if advice is None else advice.to_dict()
+    if advice is not None and not as_json:
+        show(advice, as_json=False)
+        click.echo()
     if card is not None:
-        _show_for_gpu(built, card, memory_plan, as_json)
+        _show_for_gpu(built, card, memory_plan, as_json, told)
         return
     if memory_plan is not None:
-        show(memory_plan, as_json)
+        if as_json:
+            _echo_json(memory_plan.to_dict(), told)
+        else:
+            show(memory_plan, as_json=False)
         return
     from te_models.training.report import speed_rows  # noqa: PLC0415  imports torch
 
@@ -121,7 +144,7 @@ def plan(
     if as_json:
         step = dict(layer="step", gemm=None, precision=None, engine=built.engine)
         rows = [{**step, "module": name, "reason": text} for name, text in speed.items()]
-        click.echo(json.dumps([*precision.to_dict(), *rows], indent=1))
+        _echo_json([*precision.to_dict(), *rows], told)
         return
     show(precision, as_json=False)
     click.echo("\n" + "\n".join(f"{name}: {text}" for name, text in speed.items()))
@@ -138,7 +161,19 @@ def _recipe_there(gpu: Gpu, preset: str | None, options: Mapping[str, Any]) -> A
     return best_on(gpu, get_preset(preset, **shape))[0].name
 
 
-def _show_for_gpu(model: CausalLM, gpu: Gpu, memory: MemoryPlan | None, as_json: bool) -> None:
+def _echo_json(plan: object, advice: dict[str, Any] | None) -> None:
+    """Print a plan as JSON; with an advice, as the entry "plan" beside it."""
+    document = plan if advice is None else {"advice": advice, "plan": plan}
+    click.echo(json.dumps(document, indent=1))
+
+
+def _show_for_gpu(
+    model: CausalLM,
+    gpu: Gpu,
+    memory: MemoryPlan | None,
+    as_json: bool,
+    advice: dict[str, Any] | None = None,
+) -> None:
     """Print what a GPU that need not be here does with a model, then the plan of its precision or memory."""
     from te_models.inspect.gpu_plan import plan_for_gpu  # noqa: PLC0415  imports torch
 
@@ -146,7 +181,7 @@ def _show_for_gpu(model: CausalLM, gpu: Gpu, memory: MemoryPlan | None, as_json:
     if as_json:
         name = "precision" if memory is None else "memory"
         rest = model.plan().to_dict() if memory is None else memory.to_dict()
-        click.echo(json.dumps({**there.to_dict(), name: rest}, indent=1))
+        _echo_json({**there.to_dict(), name: rest}, advice)
         return
     show(there, as_json=False)
     if memory is not None:

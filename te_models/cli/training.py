@@ -4,9 +4,11 @@ import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
+from te_models.cli.from_record import advice_of, from_record_option
 from te_models.cli.options import (
     SHAPE_NAMES,
     Command,
@@ -19,6 +21,7 @@ from te_models.cli.options import (
     out_option,
     preset_option,
     setting_option,
+    show,
 )
 from te_models.config.shipped import list_shipped
 from te_models.config.shipped_runs import run_file
@@ -66,6 +69,7 @@ def training_options(command: str) -> Decorator:
             metavar="[DIR]",
             help="Continue the run in this folder; without DIR that in --out, or the only one of the model.",
         ),
+        from_record_option,
         *(setting_option(name, **other.get(name, {})) for name in (*names, *SHAPE_NAMES)),
     )
 
@@ -76,9 +80,11 @@ def _short(rate: float) -> str:
 
 
 def run_training(
-    command: str, file: str | None, resume: str | None, options: Mapping[str, object]
+    command: str, file: str | None, resume: str | None, options: Mapping[str, Any]
 ) -> int:
     """Run `command` with the options that the user gave; return the exit code."""
+    from_record = options["from_record"]
+    options = {name: value for name, value in options.items() if name != "from_record"}
     given = given_options({name: value for name, value in options.items() if is_given(name)})
     both = resume is not None and file is not None
     is_folder = file is not None and Path(file).is_dir()
@@ -110,6 +116,15 @@ def run_training(
             f"{file} is a folder: a model is given as --model {file}, data as --data {file}"
         )
     called = click.get_current_context().obj or ""  # as main() was called
+    if from_record is not None and resume is not None:
+        raise UsageError(
+            f"--from-record {from_record} chooses the recipe of a new run: leave it out of --resume"
+        )
+    if from_record is not None:
+        advice = advice_of(from_record, options["preset"], options["model"], options)
+        given["recipe"] = advice.recipe
+        if os.environ.get("RANK", "0") == "0":
+            show(advice, as_json=False)
     if resume is None:
         settings = run_settings(command, given, Path(file) if file is not None else None, called)
         _ask_for_data(settings)

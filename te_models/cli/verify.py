@@ -1,9 +1,11 @@
 """`te-models verify`: proof that FP8 runs, GEMM by GEMM."""
 
+import json
 from typing import Any
 
 import click
 
+from te_models.cli.from_record import advice_of, from_record_option, try_step_option
 from te_models.cli.options import (
     Command,
     build_model,
@@ -18,23 +20,36 @@ from te_models.cli.options import (
 @click.command(cls=Command)
 @model_options
 @setting_options("batch_size", "seq_len")
+@from_record_option
+@try_step_option
 @json_option
 def verify(
     preset: str | None,
     model: str | None,
     batch_size: int,
     seq_len: int,
+    from_record: str | None,
+    try_step: bool,
     as_json: bool,
     **options: Any,
 ) -> int:
     """Check that each GEMM runs in FP8; measure errors and speed.
 
-    The speed is relative to BF16 on this device at this size.
+    The speed is relative to BF16 on this device at this size. With --from-record it first says which recipe the record
+    of a short run speaks for, and checks that one; without a model it is about that run's.
     """
     from te_models.causal_lm import CausalLM  # noqa: PLC0415  imports torch
     from te_models.inspect.verify import sample_config  # noqa: PLC0415
     from te_models.inspect.verify import verify as run  # noqa: PLC0415
 
+    advice = None
+    if try_step and from_record is None:
+        raise click.UsageError("--try-step tries the advice of --from-record RUN: give both")
+    if from_record is not None:
+        advice = advice_of(from_record, preset, model, options, try_step=try_step)
+        options["recipe"] = advice.recipe
+        if preset is None and model is None:
+            model = from_record
     if options["recipe"] is None and model is None:
         options["recipe"] = "delayed"
     if preset is None:
@@ -46,5 +61,11 @@ def verify(
         where = given_options({name: options[name] for name in ("engine", "device")})
         sample = CausalLM(sample_config(whole.config, whole.recipe), recipe=whole.recipe, **where)
         result = run(sample, batch_size, seq_len, whole.plan())
+    if advice is not None and as_json:
+        click.echo(json.dumps({"advice": advice.to_dict(), **result.to_dict()}, indent=1))
+        return 1 if result.failures else 0
+    if advice is not None:
+        show(advice, as_json=False)
+        click.echo()
     show(result, as_json)
     return 1 if result.failures else 0

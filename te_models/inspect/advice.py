@@ -36,7 +36,8 @@ LOST = 0.3
 UNUSED_BITS = 3.0  # powers of two that a scale may leave unused above a tensor's largest magnitude
 JUMP_BITS = 3.0  # by which a scale may not change from one step to the next while the amax stays
 DEAD_STEPS = 3
-# dB below which a cast is worth a word, by format: 9 below what numbers of a normal distribution have.
+# dB below which a cast is worth a word, by format: LEEWAY below what numbers of a normal distribution have.
+LEEWAY = 9.0
 LEAST_SQNR = {DType.kFloat8E4M3: 22.0, DType.kFloat8E5M2: 16.0, DType.kFloat4E2M1: 11.0}
 LOSS_RISE = 0.5  # of the way from its lowest value back to its first one
 WEIGHT_GROWTH = 1.5  # of the root mean square of half of the weights
@@ -106,6 +107,15 @@ class RunFacts:
         """Return the root mean square of each tensor before its cast, [steps, tensors]."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.sqrt(self.record.field("signal") / self.record.field("elements"))
+
+    def lost(self) -> Floats:
+        """Return the share of each tensor that became zero or subnormal, [steps, tensors]."""
+        return self.record.share("flushed") + self.record.share("subnormal")
+
+    def peak(self) -> Floats:
+        """Return the largest magnitude of each tensor over its root mean square, [steps, tensors]."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return self.record.field("amax") / self.rms()
 
     def operand(self, *names: str) -> Mask:
         """Return which tensors are of these operands, bool [tensors]."""
@@ -202,7 +212,7 @@ def _uncalibrated(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     if facts.recipe.scheme != "DelayedScaling":
         return
     never_measured = facts.record.counted & (facts.record.values[:, :, INDEX["scale_age"]] < 0)
-    lost = facts.record.share("flushed") + facts.record.share("subnormal")
+    lost = facts.lost()
     saturated = facts.record.share("saturated")
     where = never_measured & ((lost > LOST) | (saturated > SATURATED))
 
@@ -274,7 +284,7 @@ def _stale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
         return
     room = facts.headroom()
     ages = facts.record.field("scale_age")
-    lost = facts.record.share("flushed") + facts.record.share("subnormal")
+    lost = facts.lost()
 
     def say(step: int, tensor: int) -> str:
         return (
@@ -288,10 +298,8 @@ def _stale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
 
 def _outlier(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     """Few values far above the others, which take the scale of all: it fits, and most values are too small for it."""
-    room = facts.headroom()
-    lost = facts.record.share("flushed") + facts.record.share("subnormal")
-    with np.errstate(divide="ignore", invalid="ignore"):
-        peak = facts.record.field("amax") / facts.rms()
+    lost = facts.lost()
+    peak = facts.peak()
 
     def say(step: int, tensor: int) -> str:
         return (
@@ -300,7 +308,12 @@ def _outlier(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
             "mean square"
         )
 
-    yield from over(facts, rule, (np.abs(room) <= UNUSED_BITS) & (lost > LOST), lost, say)
+    yield from over(facts, rule, outliers(facts), lost, say)
+
+
+def outliers(facts: RunFacts) -> Mask:
+    """Return where a scale fits its tensor and most values are too small for it all the same, bool [steps, tensors]."""
+    return (np.abs(facts.headroom()) <= UNUSED_BITS) & (facts.lost() > LOST)
 
 
 def _dead(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
@@ -356,21 +369,28 @@ def _inexact(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     if not len(facts.steps):
         return
     sqnr = facts.record.sqnr()
-    formats = facts.record.field("format")
-    least = np.full_like(sqnr, np.nan)
-    for number, value in LEAST_SQNR.items():
-        least[formats == int(number)] = value
-    below = least - sqnr
+    below = below_usual(facts)
     # In most steps, so that one odd step says nothing.
     often = (below > 0).sum(0) > np.isfinite(sqnr).sum(0) / 2
 
     def say(step: int, tensor: int) -> str:
+        usual = sqnr[step, tensor] + below[step, tensor] + LEEWAY
         return (
             f"{facts.tensors[tensor].name}: the cast leaves a signal of {sqnr[step, tensor]:.0f} dB over its noise in "
-            f"step {facts.steps[step]}, where this format usually leaves {least[step, tensor] + 9:.0f}"
+            f"step {facts.steps[step]}, where this format usually leaves {usual:.0f}"
         )
 
     yield from over(facts, rule, (below > 0) & often[None], below, say)
+
+
+def below_usual(facts: RunFacts) -> Floats:
+    """Return by how many dB each cast is less exact than LEAST_SQNR, [steps, tensors]; negative if it is not."""
+    sqnr = facts.record.sqnr()
+    formats = facts.record.field("format")
+    least = np.full_like(sqnr, np.nan)
+    for number, value in LEAST_SQNR.items():
+        least[formats == int(number)] = value
+    return least - sqnr
 
 
 def _worse(lost: Floats, saturated: Floats, step: int, tensor: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -341,6 +341,17 @@ def replay(
         tensors=_compared(folder, step, first.record),
         variants=variants,
     )
+
+
+def try_recipes(run: str | Path, step: int, recipes: Mapping[str, Recipe]) -> list[Variant]:
+    """Run a captured step under each of several recipes, by name, with the emulated engine on the CPU.
+
+    Raises:
+        CheckpointError: the step was not captured.
+    """
+    capture = read_capture(Path(run), step)
+    place = {"device": "cpu", "engine": "emulated"}
+    return [_variant(name, capture, recipe, place) for name, recipe in recipes.items()]
 
 
 def run_step(capture: Capture, recipe: Recipe, place: dict[str, Any]) -> StepRun:

@@ -1,0 +1,67 @@
+"""The option --from-record of several commands: the recipe that the record of a run speaks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from te_models.cli.options import SHAPE_NAMES, is_given, option
+from te_models.config.gpus import Gpu
+from te_models.config.recipe import AUTO
+from te_models.errors import UsageError
+
+if TYPE_CHECKING:
+    from te_models.config.model import ModelConfig
+    from te_models.inspect.recipe_advice import RecipeAdvice
+
+from_record_option = option(
+    "--from-record",
+    default=None,
+    metavar="RUN",
+    help="Let --recipe auto be what the record of this short run (--record) speaks for.",
+)
+try_step_option = option(
+    "--try-step",
+    is_flag=True,
+    help="With --from-record: also run the last captured step again, as recorded, advised and in BF16.",
+)
+
+
+def advice_of(
+    run: str,
+    preset: str | None,
+    model: str | None,
+    options: Mapping[str, Any],
+    gpu: Gpu | None = None,
+    try_step: bool = False,
+) -> RecipeAdvice:
+    """Return the advice of a run's record for the model that the options describe; without one, for the run's own.
+
+    Without `gpu` it is for the card at hand, unless the engine is the emulated one, or else for the run's.
+    """
+    from te_models.inspect.recipe_advice import advise_recipe, card_at_hand  # noqa: PLC0415  torch
+
+    if options.get("recipe") not in (None, AUTO):
+        raise UsageError(
+            f"--from-record {run} chooses the recipe: leave out --recipe {options['recipe']}"
+        )
+    if gpu is None and options.get("engine") != "emulated":
+        gpu = card_at_hand()
+    return advise_recipe(
+        run,
+        _shape(preset, model, options),
+        gpu,
+        fp8_params=bool(options.get("fp8_params")),
+        try_step=try_step,
+    )
+
+
+def _shape(preset: str | None, model: str | None, options: Mapping[str, Any]) -> ModelConfig | None:
+    """Return the shape of the model that the options describe; None without any."""
+    from te_models.config.presets import get_preset  # noqa: PLC0415
+    from te_models.saving.pretrained import read_shape  # noqa: PLC0415  imports torch
+
+    if preset is not None:
+        shape = {name: options[name] for name in SHAPE_NAMES if is_given(name)}
+        return get_preset(preset, **shape)
+    return None if model is None else read_shape(model).config

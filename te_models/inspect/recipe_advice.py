@@ -1,0 +1,511 @@
+"""The recipe that the record of a short run speaks for, and the precision of single te.Linears in it.
+
+The rules of te_models.inspect.advice say what is wrong with which tensor. Here they become a recipe: where the scales
+of `delayed` do not follow the tensors, `current`; where a te.Linear's tensors have values that one scale cannot hold,
+BF16 for that te.Linear, or block scaling for the model if there are many. What no rule speaks about stays as it ran.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from te_models.config.gpus import Gpu, get_gpu, why_not
+from te_models.config.model import ModelConfig
+from te_models.config.precision import precisions
+from te_models.config.recipe import Recipe, get_recipe
+from te_models.errors import CheckpointError, ConfigError, DataError, UsageError, plural
+from te_models.inspect.advice import (
+    LOST,
+    Finding,
+    RunFacts,
+    below_usual,
+    diagnose,
+    outliers,
+    read_facts,
+)
+from te_models.inspect.replay import Variant, plain, try_recipes
+from te_models.model.recipe_fit import best_on, check_layers, check_sizes
+from te_models.planning.printable import Printable
+from te_models.recorder.record import Record
+from te_models.saving.pretrained import read_shape
+from te_models.training.captures import captured_steps
+from te_models.training.run_file import read_record as read_run_record
+
+# Rules that say that the scales of `delayed` do not follow the tensors.
+LATE_SCALES = ("uncalibrated", "wrong-scale", "stale-scale", "gradient-overflow", "saturation")
+# Rules that say that one scale does not hold a tensor's values, or that its format does not.
+COARSE = ("outlier", "inexact")
+# Rules about what no recipe heals. What a run shows from then on says nothing about its recipe.
+OTHER_CAUSES = ("nonfinite", "learning-rate")
+# The share of the work of all recorded te.Linears up to which those with such tensors go to BF16. Beyond it, block
+# scaling for the whole model costs less: on an H100 a model of Mixtral's width trains 1.24 times as fast as in BF16
+# under `blockwise` and about 1.3 times under `current` (docs/results/training_speed.md), a fifth of the gain apart.
+MOST_IN_BF16 = 0.25
+OFTEN = 0.1  # of the recorded steps in which a tensor has to show it, unless it does so at the end
+LAST_STEPS = 3
+
+
+@dataclass(frozen=True)
+class LinearAdvice:
+    """A te.Linear that should not stay in the precision in which it ran.
+
+    Attributes:
+        linear: its name.
+        precision: the recommended one, a name of a recipe or "bf16".
+        tensor: the tensor that shows it most.
+        lost: the largest share of that tensor's values that became zero or subnormal; NaN where nobody could count.
+        peak: its largest magnitude over its root mean square in that step; NaN likewise.
+        sqnr: the lowest SQNR of its cast in dB; NaN likewise.
+        steps: the number of recorded steps that show it.
+        work: its share of the operations of all recorded te.Linears.
+    """
+
+    linear: str
+    precision: str
+    tensor: str
+    lost: float
+    peak: float
+    sqnr: float
+    steps: int
+    work: float
+
+    def __str__(self) -> str:
+        figures = []
+        if self.lost > LOST:
+            figures.append(f"{self.lost:.0%} is flushed to zero or subnormal")
+        if math.isfinite(self.peak) and self.lost > LOST:
+            figures.append(f"its largest value is {self.peak:.3g} times the root mean square")
+        if math.isfinite(self.sqnr) and self.lost <= LOST:
+            figures.append(f"the cast leaves {self.sqnr:.0f} dB")
+        seen = ", ".join(figures)
+        return f"{self.tensor}: {seen} (in {plural(self.steps, 'recorded step')})"
+
+
+@dataclass(frozen=True)
+class RecipeAdvice(Printable):
+    """The advice about the recipe of a model, from the record of a run. Print it, or take `to_dict`.
+
+    Attributes:
+        run: the folder of the run.
+        recorded: its recipe.
+        by_numbers: the recipe that the recorded numbers speak for.
+        recipe: the recipe to train with: `by_numbers`, or "bf16" where FP8 does not pay.
+        reasons: why `by_numbers` differs from `recorded`, or that nothing speaks against it.
+        linears: te.Linears with a precision of their own in the advice.
+        in_bf16: te.Linears that ran in BF16, about which the record has nothing.
+        notes: findings that no recipe heals.
+        pays: whether FP8 saves time at this size; None where no card is known.
+        speed: the figure behind `pays`; "" without one.
+        tried: a captured step of the run again, under BF16, `recorded` and `by_numbers`.
+        steps, tensors: of the record.
+    """
+
+    width: ClassVar[int] = 120
+    run: str
+    recorded: Recipe
+    by_numbers: Recipe
+    recipe: Recipe
+    reasons: tuple[str, ...]
+    linears: tuple[LinearAdvice, ...]
+    in_bf16: tuple[str, ...]
+    notes: tuple[str, ...]
+    pays: bool | None
+    speed: str
+    steps: int
+    tensors: int
+    tried: tuple[Variant, ...] = field(default=())
+
+    @property
+    def headline(self) -> str:
+        """The advised recipe in a line."""
+        return f"recipe auto: {described(self.recipe)}, by the record of {self.run}"
+
+    def __rich__(self) -> Group:
+        """Return the lines of the advice, and a table of what was tried."""
+        parts: list[Text | Table] = [Text(self.headline, "bold")]
+        told = f"{self.steps} recorded steps of {self.tensors} tensors under {described(self.recorded)}"
+        parts.append(Text(told))
+        parts += [Text(f"- {reason}") for reason in self.reasons]
+        for one in self.linears:
+            parts.append(
+                Text(f"- {one.linear} in {one.precision} ({one.work:.1%} of the work): {one}")
+            )
+        if self.in_bf16:
+            names = ", ".join(by_layer(self.in_bf16))
+            parts.append(
+                Text(f"- nothing is recorded of what ran in BF16 and stays there: {names}")
+            )
+        if self.speed:
+            parts.append(Text(f"- {self.speed}"))
+        parts += [Text(f"- no matter of the recipe: {note}") for note in self.notes]
+        if self.tried:
+            parts.append(tried_table(self.tried))
+        return Group(*parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the advice as plain JSON values; numbers that JSON lacks are None."""
+        return {
+            "run": self.run,
+            "recipe": self.recipe.to_dict(),
+            "recorded": self.recorded.to_dict(),
+            "by_numbers": self.by_numbers.to_dict(),
+            "reasons": list(self.reasons),
+            "linears": [plain(vars(one)) for one in self.linears],
+            "in_bf16": list(self.in_bf16),
+            "notes": list(self.notes),
+            "pays": self.pays,
+            "speed": self.speed,
+            "steps": self.steps,
+            "tensors": self.tensors,
+            "tried": [plain(vars(one)) for one in self.tried],
+        }
+
+
+def advise_recipe(
+    run: str | Path,
+    config: ModelConfig | None = None,
+    gpu: Gpu | str | None = None,
+    *,
+    fp8_params: bool = False,
+    try_step: bool = False,
+) -> RecipeAdvice:
+    """Return the recipe that the record of a run speaks for.
+
+    Args:
+        run: the folder of a run with a record (`--record`), under a recipe with FP8.
+        config: the shape of the model to advise about, with the same te.Linears; None: the run's own.
+        gpu: the card to train on, or its name; None: the run's, if it ran on one.
+        fp8_params: whether weights are stored in FP8, which saves memory where FP8 saves no time.
+        try_step: run the last captured step of the run again under BF16, its own recipe and the advised one, on the
+            emulated engine.
+
+    Raises:
+        DataError: the run has no record, or recorded no FP8.
+        UsageError: the record is of a model with other te.Linears, or no step can be tried.
+    """
+    facts = read_facts(run)
+    if not facts.record.counted.any():
+        raise DataError(
+            f"the record of {run} has no step in FP8: record a short run under an FP8 recipe, such as --recipe current "
+            "--record 1 --steps 20"
+        )
+    config = config or _own_config(run)
+    if config is not None:
+        _check_same_linears(facts, config)
+    card = _card(run, gpu)
+    diagnosis = diagnose(facts)
+    numbers, reasons, linears = _by_numbers(facts, diagnosis.findings, config, card)
+    pays, speed = _speed(config, card, fp8_params)
+    recipe = numbers if pays is not False else get_recipe("bf16")
+    tried: tuple[Variant, ...] = ()
+    if try_step:
+        tried = _tried(Path(run), facts.recipe, numbers)
+    return RecipeAdvice(
+        run=str(run),
+        recorded=facts.recipe,
+        by_numbers=numbers,
+        recipe=recipe,
+        reasons=reasons,
+        linears=linears,
+        in_bf16=tuple(_in_bf16(facts)),
+        notes=tuple(_notes(diagnosis.findings)),
+        pays=pays,
+        speed=speed,
+        steps=diagnosis.steps,
+        tensors=diagnosis.tensors,
+        tried=tried,
+    )
+
+
+def described(recipe: Recipe) -> str:
+    """Return a recipe's name, with its table of precisions and what differs from its defaults."""
+    fields = []
+    if recipe.quantized:
+        usual = get_recipe(recipe.name).to_dict() if recipe.name != "custom" else {}
+        for name, value in recipe.to_dict().items():
+            if name not in ("name", "scheme", "precision") and usual.get(name, value) != value:
+                fields.append(f"{name}={value}")
+    fields += [f"{pattern}={used}" for pattern, used in recipe.precision.items()]
+    return f"{recipe.name} ({', '.join(fields)})" if fields else recipe.name
+
+
+def by_layer(names: Sequence[str]) -> list[str]:
+    """Return te.Linears as "layer 3 (qkvg_proj, o_proj)", and those outside the blocks by their names."""
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        layer = f"layer {parts[1]}" if parts[0] == "layers" else name
+        layers.setdefault(layer, [])
+        if parts[0] == "layers":
+            layers[layer].append(parts[-1])
+    return [f"{layer} ({', '.join(own)})" if own else layer for layer, own in layers.items()]
+
+
+def tried_table(tried: Sequence[Variant]) -> Table:
+    """Return a table of a step under several recipes."""
+    table = Table(title="a captured step again", title_justify="left", box=None)
+    table.add_column("under", overflow="fold")
+    for column in ("finite", "loss", "gradient norm", "mean SQNR", "lowest SQNR"):
+        table.add_column(column, justify="right")
+    for one in tried:
+        if one.finite is None:
+            table.add_row(one.name, one.reason)
+            continue
+        lowest = min(one.layers.values(), default=math.nan)
+        table.add_row(
+            one.name,
+            "yes" if one.finite else "no",
+            f"{one.loss:.6g}",
+            f"{one.grad_norm:.4g}",
+            "" if math.isnan(one.sqnr) else f"{one.sqnr:.1f} dB",
+            "" if math.isnan(lowest) else f"{lowest:.1f} dB",
+        )
+    return table
+
+
+def _own_config(run: str | Path) -> ModelConfig | None:
+    """Return the shape of a run's model; None for a run that ended before its first checkpoint."""
+    try:
+        return read_shape(run).config
+    except CheckpointError:
+        return None
+
+
+def _check_same_linears(facts: RunFacts, config: ModelConfig) -> None:
+    """Raise a UsageError if the record has te.Linears that the model lacks."""
+    known = precisions(get_recipe("bf16"), config.layers)
+    for tensor in facts.tensors:
+        if tensor.linear not in known:
+            raise UsageError(
+                f"the record is of another model: it has {tensor.linear}, which this one lacks; record a short run of "
+                "this model"
+            )
+
+
+def _card(run: str | Path, gpu: Gpu | str | None) -> Gpu | None:
+    """Return the card to advise for: the given one, else the one of the run; None for a CPU or an unknown card."""
+    if isinstance(gpu, Gpu):
+        return gpu
+    if gpu is not None:
+        return get_gpu(gpu)
+    record = read_run_record(Path(run))
+    if record.get("engine") != "native":
+        return None
+    try:
+        return get_gpu(str(record.get("device", "")))
+    except UsageError:
+        return None
+
+
+def card_at_hand() -> Gpu | None:
+    """Return the GPU of this machine; None without one, or if its name is not known."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return get_gpu(torch.cuda.get_device_name())
+    except UsageError:
+        return None
+
+
+def _by_numbers(
+    facts: RunFacts, findings: Sequence[Finding], config: ModelConfig | None, gpu: Gpu | None
+) -> tuple[Recipe, tuple[str, ...], tuple[LinearAdvice, ...]]:
+    """Return the recipe that the numbers speak for, the reasons, and the te.Linears that it treats apart."""
+    recipe = facts.recipe
+    reasons: list[str] = []
+    end = min((one.step for one in findings if one.rule in OTHER_CAUSES), default=None)
+    if end is not None:
+        facts = before(facts, end)
+        findings = [one for one in findings if one.step < end]
+        reasons.append(f"what the record has from step {end} on is left out: no recipe heals it")
+        if not facts.record.steps:
+            reasons.append(f"{described(recipe)}, as recorded: no step is left to judge it by")
+            return recipe, tuple(reasons), ()
+    late = [one for one in findings if one.rule in LATE_SCALES]
+    if late and recipe.scheme == "DelayedScaling":
+        recipe = recipe.followed_by("current")
+        reasons += [f"current in place of {facts.recipe.name}: {one.message}" for one in late]
+    coarse = _coarse_linears(facts, findings)
+    if coarse:
+        blocks = _block_recipe(recipe, gpu)
+        work = sum(one.work for one in coarse)
+        if work <= MOST_IN_BF16 or blocks is None:
+            table = dict(recipe.precision) | {one.linear: "bf16" for one in coarse}
+            recipe = recipe.replace(precision=table)
+        else:
+            reasons.append(
+                f"{blocks.name} in place of {recipe.name}: in {plural(len(coarse), 'linear')} with {work:.0%} of the "
+                f"work one scale does not hold all values, as in {coarse[0]}"
+            )
+            recipe = recipe.followed_by(blocks.name)
+            coarse = []
+    if config is not None:
+        try:
+            check_layers(config, recipe)
+            check_sizes(config.layers, config.vocab_size, recipe)
+        except ConfigError as error:
+            reasons.append(
+                f"bf16, since {described(recipe)} leaves nothing in FP8 or does not fit: {error}"
+            )
+            return get_recipe("bf16"), tuple(reasons), tuple(coarse)
+    if recipe.to_dict() == facts.recipe.to_dict():
+        reasons.append(f"{described(recipe)}, as recorded: nothing in the record speaks against it")
+        reasons.append(_least_exact(facts))
+    return recipe, tuple(reasons), tuple(coarse)
+
+
+def before(facts: RunFacts, step: int) -> RunFacts:
+    """Return the facts of a run without its record from a step on."""
+    record = facts.record
+    count = sum(one < step for one in record.steps)
+    kept = Record(
+        tensors=record.tensors,
+        steps=record.steps[:count],
+        values=record.values[:count],
+        codes=record.codes[:count],
+    )
+    return replace(facts, record=kept)
+
+
+def _coarse_linears(facts: RunFacts, findings: Sequence[Finding]) -> list[LinearAdvice]:
+    """Return the te.Linears with tensors that one scale, or their format, does not hold, the worst first."""
+    named: set[str] = set()
+    for finding in findings:
+        if finding.rule in COARSE:
+            named.update(finding.tensors)
+    lost = facts.lost()
+    sqnr = facts.record.sqnr()
+    shows = outliers(facts) | (below_usual(facts) > 0)
+    work = _work(facts)
+    found: dict[str, LinearAdvice] = {}
+    for place, tensor in enumerate(facts.tensors):
+        if tensor.name not in named or not _persists(
+            shows[:, place], facts.record.counted[:, place]
+        ):
+            continue
+        steps = np.flatnonzero(shows[:, place])
+        worst = int(steps[np.argmax(np.nan_to_num(lost[steps, place], nan=-1.0))])
+        advice = LinearAdvice(
+            linear=tensor.linear,
+            precision="bf16",
+            tensor=tensor.name,
+            lost=float(lost[worst, place]),
+            peak=float(facts.peak()[worst, place]),
+            sqnr=float(np.nanmin(sqnr[steps, place], initial=np.inf)),
+            steps=len(steps),
+            work=work[tensor.linear],
+        )
+        before = found.get(tensor.linear)
+        if before is None or np.nan_to_num(before.lost) < np.nan_to_num(advice.lost):
+            found[tensor.linear] = advice
+    return sorted(found.values(), key=lambda one: -np.nan_to_num(one.lost))
+
+
+def _persists(shows: np.ndarray[Any, Any], counted: np.ndarray[Any, Any]) -> bool:
+    """Return whether a tensor shows something often, or at the end: both bool [steps]."""
+    seen = np.flatnonzero(counted)
+    often = shows.sum() >= max(2.0, OFTEN * len(seen))
+    return bool(often or shows[seen[-LAST_STEPS:]].all())
+
+
+def _work(facts: RunFacts) -> Mapping[str, float]:
+    """Return each te.Linear's share of the operations of all recorded ones.
+
+    An input [N, I], a weight [O, I] and an output gradient [N, O] have elements whose product is (N I O)².
+    """
+    elements = np.nan_to_num(facts.record.field("elements")).max(0)
+    products: dict[tuple[str, int | None], float] = {}
+    for tensor, count in zip(facts.tensors, elements, strict=True):
+        key = (tensor.linear, tensor.expert)
+        products[key] = products.get(key, 1.0) * float(count)
+    work: dict[str, float] = {}
+    for (linear, _), product in products.items():
+        work[linear] = work.get(linear, 0.0) + math.sqrt(product)
+    total = sum(work.values()) or 1.0
+    return {linear: operations / total for linear, operations in work.items()}
+
+
+def _block_recipe(recipe: Recipe, gpu: Gpu | None) -> Recipe | None:
+    """Return the 8-bit recipe with block scaling for a card; None if `recipe` has it, or none runs there."""
+    if recipe.scheme in ("Float8BlockScaling", "MXFP8BlockScaling"):
+        return None
+    names = (
+        ("mxfp8", "blockwise") if gpu is not None and gpu.capability >= (10, 0) else ("blockwise",)
+    )
+    for name in names:
+        found = get_recipe(name)
+        if gpu is None or not why_not(found, gpu.capability):
+            return found
+    return None
+
+
+def _least_exact(facts: RunFacts) -> str:
+    """Return the figures of the least exact tensor, and of the one that loses most, each in its usual step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of tensors that were never counted
+        sqnr = np.nanmedian(facts.record.sqnr(), axis=0)
+        lost = np.nanmedian(facts.lost(), axis=0)
+    parts = []
+    if np.isfinite(sqnr).any():
+        place = int(np.nanargmin(np.where(np.isfinite(sqnr), sqnr, np.nan)))
+        parts.append(
+            f"the least exact cast is {facts.tensors[place].name} with {sqnr[place]:.1f} dB"
+        )
+    if np.isfinite(lost).any():
+        place = int(np.nanargmax(lost))
+        name = facts.tensors[place].name
+        parts.append(f"at most {lost[place]:.1%} of a tensor is flushed or subnormal, of {name}")
+    return "; ".join(parts) or "no value before a cast was in memory to compare with"
+
+
+def _in_bf16(facts: RunFacts) -> list[str]:
+    """Return the te.Linears of which no step recorded anything."""
+    counted = np.atleast_1d(facts.record.counted.any(0))
+    ran: dict[str, bool] = {}
+    for tensor, one in zip(facts.tensors, counted, strict=True):
+        ran[tensor.linear] = ran.get(tensor.linear, False) or bool(one)
+    return [name for name, quantized in ran.items() if not quantized]
+
+
+def _notes(findings: Sequence[Finding]) -> list[str]:
+    return [one.message for one in findings if one.rule in ("nonfinite", "dead", "learning-rate")]
+
+
+def _speed(
+    config: ModelConfig | None, gpu: Gpu | None, fp8_params: bool
+) -> tuple[bool | None, str]:
+    """Return whether FP8 saves time for a model on a card, and why; (None, "") where no card is known."""
+    if gpu is None or config is None:
+        return None, ""
+    best, why = best_on(gpu, config)
+    pays = best.quantized
+    if pays:
+        return True, f"FP8 pays on {gpu.name}: {why}"
+    if fp8_params:
+        return None, f"FP8 saves memory and no time on {gpu.name}: {why}"
+    return False, f"FP8 does not pay on {gpu.name}: {why}"
+
+
+def _tried(run: Path, recorded: Recipe, advised: Recipe) -> tuple[Variant, ...]:
+    """Run the last captured step again under BF16, the recorded recipe and the advised one."""
+    steps = captured_steps(run)
+    if not steps:
+        raise UsageError(
+            f"{run} has no captured step to try: mark one with `te-models capture {run} --step N`, and run or --resume "
+            "it"
+        )
+    recipes = {"bf16": get_recipe("bf16"), f"{described(recorded)}, as recorded": recorded}
+    if advised.to_dict() != recorded.to_dict():
+        recipes[f"{described(advised)}, as advised"] = advised
+    return tuple(try_recipes(run, steps[-1], recipes))

@@ -1,0 +1,196 @@
+"""The recipe that a record speaks for: right on planted runs, by a judge that trains under it."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from planted import FAILURES, LINEAR, SHAPE, STEPS, Planted, run_planted, write_recipe
+from tiny_runs import losses, tiny_model, tiny_trainer
+
+from te_models import Recipe, advise_recipe, get_recipe
+from te_models.cli import main
+from te_models.config.presets import get_preset
+from te_models.config.toml import read_toml
+from te_models.errors import DataError, UsageError
+from te_models.inspect import recipe_advice
+from te_models.inspect.advice import RunFacts, read_facts
+from te_models.recorder.layout import INDEX
+
+BF16 = {LINEAR: "bf16"}
+# Failure, recipe of the run -> the recipe by its numbers, and its table of precisions.
+ADVISED: dict[tuple[str, str], tuple[str, dict[str, str]]] = {
+    ("outlier channel grows", "current"): ("current", BF16),
+    ("learning rate too high", "current"): ("current", {}),
+}
+ADVISED_TOO: dict[tuple[str, str], tuple[str, dict[str, str]]] = {
+    ("a long history keeps an old peak", "delayed"): ("current", {}),
+    ("outlier channel grows", "delayed"): ("current", BF16),
+    ("gradients overflow E5M2", "delayed"): ("current", {}),
+    ("wrong scales after a resume", "delayed"): ("current", {}),
+    ("delayed without calibration", "delayed"): ("current", {}),
+    ("learning rate too high", "delayed"): ("delayed", {}),
+    ("dead layer", "delayed"): ("delayed", {}),
+    ("NaN in one linear", "current"): ("current", {}),
+    ("NaN in one expert", "blockwise"): ("blockwise", {}),
+}
+
+
+def trained(folder: Path, failure: Planted, recipe: Recipe) -> list[float]:
+    """The losses of a run with a failure planted, under a recipe."""
+    model = tiny_model(recipe, preset=failure.preset, **SHAPE)  # type: ignore[arg-type]
+    options: dict[str, Any] = dict(steps=STEPS, batch_size=2, seq_len=64, record=1, eval_every=0)
+    trainer = tiny_trainer(model, folder, **{**options, **failure.train})
+    write_recipe(folder, model)
+    failure.plant(trainer)
+    trainer.run()
+    return losses(folder)
+
+
+def check_advice(name: str, recipe: str, expected: tuple[str, dict[str, str]], out: Path) -> None:
+    """See the advice, and that training under it is as close to BF16 as training without it, or closer."""
+    failure = FAILURES[name]
+    run_planted(out / "ill", recipe, failure)
+    advice = advise_recipe(out / "ill")
+    assert (advice.recipe.name, dict(advice.recipe.precision)) == expected, advice
+    assert advice.recipe == advice.by_numbers and advice.pays is None
+    if expected == (recipe, {}):
+        assert any("nothing in the record speaks against it" in one for one in advice.reasons) or (
+            any("no step is left to judge it by" in one for one in advice.reasons)
+        )
+        return
+    reference = trained(out / "bf16", failure, get_recipe("bf16"))
+    advised = trained(out / "advised", failure, advice.recipe)
+    unadvised = losses(out / "ill")
+    without = np.abs(np.subtract(unadvised, reference[: len(unadvised)]))[6:].mean()
+    # A hundredth of the loss's own change over the run is within the noise of such a run.
+    assert np.abs(np.subtract(advised, reference))[6:].mean() <= max(1.02 * without, 0.005), advice
+    again = advise_recipe(out / "advised")
+    assert again.recipe == again.by_numbers == advice.recipe, again
+    table = read_facts(out / "advised").record
+    exact = table.sqnr()[6:, table.counted.any(0)]
+    assert np.nanmedian(exact) > 25
+
+
+@pytest.mark.parametrize(("name", "recipe"), ADVISED)
+def test_advice_on_a_planted_run(name: str, recipe: str, tmp_path: Path) -> None:
+    check_advice(name, recipe, ADVISED[name, recipe], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "recipe"), ADVISED_TOO)
+def test_advice_on_other_planted_runs(name: str, recipe: str, tmp_path: Path) -> None:
+    check_advice(name, recipe, ADVISED_TOO[name, recipe], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A healthy run under `current`."""
+    return run_planted(tmp_path_factory.mktemp("runs") / "healthy", "current", None)
+
+
+def test_a_healthy_run_keeps_its_recipe_and_gets_no_bf16_layer(healthy: Path) -> None:
+    advice = advise_recipe(healthy)
+    assert advice.recipe == get_recipe("current") and not advice.linears and not advice.notes
+    assert "the least exact cast is" in str(advice) and "layer 0 (qkvg_proj, o_proj" in str(advice)
+    assert set(advice.in_bf16) == {"lm_head"} | {
+        f"layers.{depth}.{name}"
+        for depth in (0, 2)
+        for name in ("self_attn.qkvg_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    }
+
+
+def lose(facts: RunFacts, linears: set[str], steps: slice) -> None:
+    """Write into a record that most values of the inputs of some te.Linears are flushed."""
+    values = facts.record.values
+    for place, tensor in enumerate(facts.tensors):
+        if tensor.linear in linears and tensor.operand == "input":
+            values[steps, place, INDEX["flushed"]] = 0.6 * values[steps, place, INDEX["elements"]]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"), [(None, "blockwise"), ("H100", "blockwise"), ("B200", "mxfp8")]
+)
+def test_many_such_linears_ask_for_blocks(
+    gpu: str | None, name: str, healthy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = read_facts(healthy)
+    lose(facts, {f"layers.1.mlp.{name}_proj" for name in ("gate_up", "down")}, slice(2, None))
+    monkeypatch.setattr(recipe_advice, "read_facts", lambda run: facts)
+    advice = advise_recipe(healthy, gpu=gpu)
+    assert advice.by_numbers.name == name and not advice.by_numbers.precision
+    assert "2 linears" in str(advice) and "60%" in str(advice)
+    # On a card that has no blocks of 8 bits, BF16 for these.
+    advice = advise_recipe(healthy, gpu="RTX 4090")
+    assert advice.by_numbers.name == "current" and len(advice.by_numbers.precision) == 2
+    assert "no block" not in str(advice)
+
+
+def test_what_shows_in_one_early_step_alone_says_nothing(
+    healthy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = read_facts(healthy)
+    lose(facts, {LINEAR}, slice(3, 4))
+    monkeypatch.setattr(recipe_advice, "read_facts", lambda run: facts)
+    assert not advise_recipe(healthy).recipe.precision
+    lose(facts, {LINEAR}, slice(-3, None))
+    assert dict(advise_recipe(healthy).recipe.precision) == BF16
+
+
+def test_fp8_that_does_not_pay_on_a_card(healthy: Path) -> None:
+    advice = advise_recipe(healthy, gpu="H100")
+    assert advice.pays is False and advice.recipe.name == "bf16"
+    assert advice.by_numbers.name == "current" and "FP8 does not pay on H100" in str(advice)
+    assert advise_recipe(healthy, gpu="H100", fp8_params=True).recipe.name == "current"
+
+
+def test_records_that_say_nothing(healthy: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the record is of another model: it has layers.2"):
+        advise_recipe(healthy, get_preset("gated-nano", num_hidden_layers=2))
+    with pytest.raises(DataError, match="has no record: run it with --record"):
+        advise_recipe(tmp_path)
+    run_planted(tmp_path / "bf16", "bf16", None)
+    with pytest.raises(DataError, match="no step in FP8: record a short run"):
+        advise_recipe(tmp_path / "bf16")
+    with pytest.raises(UsageError, match="has no captured step to try: mark one"):
+        advise_recipe(healthy, try_step=True)
+
+
+def test_commands_take_the_recipe_of_a_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tiny_runs import PRETRAIN  # noqa: PLC0415
+
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    short = [*PRETRAIN, "--steps", "4"]
+    marks = ["capture", "seen", "--step", "3"]
+    assert main(marks) == 0
+    assert main([*short, "--recipe", "delayed", "--record", "1", "--out", "seen"]) == 0
+    capsys.readouterr()
+    assert main(["plan", "--from-record", "seen", "--try-step", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    advised = document["advice"]["recipe"]["name"]
+    assert advised in ("delayed", "current") and document["plan"][0]["module"]
+    tried = document["advice"]["tried"]
+    assert [one["name"].split()[0] for one in tried][:2] == ["bf16", "delayed,"]
+    assert all(one["finite"] for one in tried)
+    assert main(["verify", "--from-record", "seen", "--seq-len", "16"]) == 0
+    shown = capsys.readouterr().out
+    assert f"recipe auto: {advised}" in shown and f"recipe {advised}, engine emulated" in shown
+    assert main([*short, "--from-record", "seen", "--out", "advised"]) == 0
+    assert f"recipe auto: {advised}" in capsys.readouterr().out
+    assert read_toml(Path("advised/run.toml"))["recipe"]["name"] == advised
+    for command in (["plan"], ["verify"], [*short, "--out", "other"]):
+        assert main([*command, "--from-record", "seen", "--recipe", "current"]) == 2
+        assert "chooses the recipe: leave out --recipe current" in capsys.readouterr().err
+    assert main(["pretrain", "--resume", "advised", "--from-record", "seen"]) == 2
+    assert "leave it out of --resume" in capsys.readouterr().err
+    assert main(["plan", "--preset", "gated-nano", "--try-step"]) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert main(["plan", "--from-record", "seen", "--gpu", "H100"]) == 0
+    assert "FP8 does not pay on H100" in capsys.readouterr().out
