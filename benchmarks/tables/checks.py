@@ -11,8 +11,8 @@ from benchmarks.tables.text import GIB, load, markdown, measured_on, prose, tabl
 from te_models.config.presets import get_preset
 from te_models.config.recipe import get_recipe
 from te_models.interop.hf_families import FAMILIES
+from te_models.optim import OPTIMIZERS
 from te_models.planning.memory_plan import plan_memory
-from te_models.planning.parameter_bytes import OPTIMIZERS
 
 
 @table
@@ -258,7 +258,7 @@ def _served_by_vllm(result: dict[str, Any]) -> str:
 
 @table
 def optimizer_bytes() -> str:
-    """Bytes per parameter of every optimizer, from the table that the memory plan uses."""
+    """Bytes per parameter of every optimizer, from the table of optimizers."""
     rows = ([f"`{name}`", optimizer.description] for name, optimizer in OPTIMIZERS.items())
     return markdown("optimizer | state", rows)
 

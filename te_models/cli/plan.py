@@ -40,6 +40,7 @@ TRAINING = (
     "optimizer_options",
     "optimizer_offload",
 )
+DIVISION = ("tensor_parallel_size", "sequence_parallel", "fp8_dispatch")
 ACTIVATIONS = ("activation_checkpointing", "activation_offload")
 
 
@@ -54,7 +55,13 @@ ACTIVATIONS = ("activation_checkpointing", "activation_offload")
 @try_step_option
 @json_option
 @setting_options(*TRAINING, *ACTIVATIONS, group="With --memory")
-@option("--gpus", default=1, group="With --memory", help="Number of GPUs that FSDP shards over.")
+@option("--gpus", default=1, group="With --memory", help="Number of GPUs that share the run.")
+@setting_options(
+    "tensor_parallel_size",
+    group="With --memory",
+    help="Number of those that share each layer; FSDP shards over the others.",
+)
+@setting_options("sequence_parallel", "fp8_dispatch", group="With --memory")
 @option(
     "--lora",
     default=0,
@@ -73,7 +80,7 @@ ACTIVATIONS = ("activation_checkpointing", "activation_offload")
 )
 @setting_option(
     "expert_parallel_size",
-    help="Show which experts each of this many processes would hold.",
+    help="Show which experts each of this many processes would hold; with --memory, of --gpus.",
     group=EVERYDAY,
 )
 def plan(
@@ -91,7 +98,7 @@ def plan(
     Nothing is trained, and of a preset nothing is built. With --from-record it first says which recipe, and which
     precision of single linears, the record of a short run speaks for; without a model it is about that run's.
     """
-    names = (*TRAINING, "gpus", "lora", "lora_experts")
+    names = (*TRAINING, *DIVISION, "gpus", "lora", "lora_experts")
     if not memory and (given := [name for name in names if is_given(name)]):
         raise click.UsageError(
             f"--{given[0].replace('_', '-')} changes no precision: add --memory, or leave it out"
@@ -123,6 +130,7 @@ def plan(
         from te_models.optim import resolve_options  # noqa: PLC0415  imports torch
 
         training["optimizer_options"] = resolve_options(training["optimizer"], optimizer_options)
+        training["expert_parallel_size"] = division.expert_parallel_size
         memory_plan = built.plan_memory(**training, lora_rank=lora)
     told = None if advice is None else advice.to_dict()
     if advice is not None and not as_json:

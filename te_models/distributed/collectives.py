@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_models.distributed.planned_ranks import PlannedRanks, world_size
 from te_models.errors import UsageError
 
 # torch 2.13 renamed both functions and warns about the old names; older versions have only those.
@@ -16,16 +17,24 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def all_gather(x: Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Tensor:
     """Return the tensors of all ranks, which have one shape, concatenated along `dim`."""
     x = x.movedim(dim, 0).contiguous()
-    out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    _ALL_GATHER(out, x, group=group)
+    out = x.new_empty(world_size(group) * x.shape[0], *x.shape[1:])
+    if not isinstance(group, PlannedRanks):
+        _ALL_GATHER(out, x, group=group)
     return out.movedim(0, dim)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the sum of the tensors of all ranks; `x` may be overwritten."""
     x = x.contiguous()
-    dist.all_reduce(x, group=group)
+    if not isinstance(group, PlannedRanks):
+        dist.all_reduce(x, group=group)
     return x
+
+
+def all_reduce_max(x: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Write the largest of the ranks' values of `x` into it."""
+    if not isinstance(group, PlannedRanks):
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
 
 
 def largest(values: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
@@ -48,17 +57,21 @@ def all_to_all(
     many to and from all.
     """
     out = x.new_empty(x.shape[0] if received is None else sum(received), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    x = x.contiguous()
+    if not isinstance(group, PlannedRanks):
+        dist.all_to_all_single(out, x, received, sent, group=group)
     return out
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return this rank's share of the rows of the sum of the tensors of all ranks."""
-    size = dist.get_world_size(group)
+    size = world_size(group)
     if x.shape[0] % size:
         raise UsageError(
             f"sequence parallelism divides {x.shape[0]} rows between {size} ranks: pad the rows"
         )
     out = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    _REDUCE_SCATTER(out, x.contiguous(), group=group)
+    x = x.contiguous()
+    if not isinstance(group, PlannedRanks):
+        _REDUCE_SCATTER(out, x, group=group)
     return out

@@ -65,7 +65,7 @@ def _joint(module: nn.Module, te_recipe: Recipe | None) -> bool:
 def grouped(
     module: nn.Module,
     x: Tensor,
-    rows: Groups,
+    rows: Groups | list[int],
     is_first_microbatch: bool | None = None,
     route: Route | None = None,
 ) -> Tensor:
@@ -80,7 +80,12 @@ def grouped(
     if not joint:
         return module(x, rows, is_first_microbatch=is_first_microbatch)
     own = _ExpertCopies(module, is_first_microbatch)
-    return _JointLinear.apply(x, own, rows.most, route, *module.weights, *module.biases)
+    return _JointLinear.apply(x, own, _most(rows), route, *module.weights, *module.biases)
+
+
+def _most(rows: Groups | list[int]) -> int:
+    """Return the rows of all experts; a list of their numbers is what other ranks have sent."""
+    return sum(rows) if isinstance(rows, list) else rows.most
 
 
 class _ExpertCopies:
@@ -264,7 +269,7 @@ def experts(
     down: GroupedLinear,
     x: Tensor,
     gates: Tensor | None,
-    rows: Groups,
+    rows: Groups | list[int],
     route: Route | None,
     limit: float | None,
     alpha: float,
@@ -274,7 +279,7 @@ def experts(
     """native_experts.experts."""
     passed: list[Any] = []
     sides = [_ExpertCopies(module, is_first_microbatch) for module in (up, down)]
-    gate_up = _UpOfExperts.apply(x, sides[0], rows.most, route, passed, *up.weights, *up.biases)
+    gate_up = _UpOfExperts.apply(x, sides[0], _most(rows), route, passed, *up.weights, *up.biases)
     trained = sides[0].trained
     return _DownOfExperts.apply(
         gate_up, gates, sides[1], route, passed, trained, *down.weights, *down.biases

@@ -26,6 +26,7 @@ from te_models.numerics.tensors import (
 
 WEIGHT_COPIES = "fp8_weight_copies"  # a part of te_models.planning.memory_estimate.Memory
 GRADIENTS = "gradients"
+EXPERT_GRADIENTS = "expert_gradients"  # which fewer ranks share under expert parallelism
 
 
 class _PlannedQuantizer(Quantizer):
@@ -122,14 +123,21 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         wgrad = call.grad and weight.requires_grad
         dgrad = call.grad and inp.requires_grad
+        parallel = call.parallel
         x: MaybeQuantized = inp
         w: MaybeQuantized = weight
         if call.fp8 is not None:
             columnwise = wgrad and call.override is None
+            columnwise = columnwise and not parallel.rowwise_only(call.fp8.input)
             x = _cast(call.fp8.input, inp, rowwise=True, columnwise=columnwise)
             with counted_as(WEIGHT_COPIES):
                 w = fp8_weight(weight, call, call.fp8, dgrad)
-        out = torch.empty(*inp.shape[:-1], len(weight), dtype=call.dtype, device=weight.device)
+        total = _all_rows(parallel, x, None if call.fp8 is None else call.fp8.input)
+        rows = inp.shape[:-1].numel() * (parallel.size if parallel.gathers_input else 1)
+        shape = inp.shape[:-1] if rows == inp.shape[:-1].numel() else (rows,)
+        out = torch.empty(*shape, len(weight), dtype=call.dtype, device=weight.device)
+        del total
+        out = parallel.reduce_output(out)
         ctx.call = call
         ctx.shape = inp.shape
         ctx.sizes = weight.shape
@@ -140,7 +148,9 @@ class _Linear(torch.autograd.Function):
         elif call.fp8 is not None and call.override is None and call.module._is_fsdp2:
             w = weight  # FSDP2 gathers it again in backward, which quantizes it again
         if wgrad and x is not inp and isinstance(x, QuantizedTensorStorage):
-            kept = call.override is not None
+            kept = call.override is not None or (
+                call.fp8 is not None and parallel.rowwise_only(call.fp8.input)
+            )
             x.update_usage(rowwise_usage=kept, columnwise_usage=not kept)
         _save(ctx, x if wgrad else None, w if dgrad else None)
         return out
@@ -156,22 +166,46 @@ class _Linear(torch.autograd.Function):
         held: MaybeQuantized | None = None  # dy in FP8
         if fp8 is not None:
             held = _cast(fp8.grad_output, grad, rowwise=True, columnwise=ctx.bias or wgrad)
-        elif call.fp8 is not None:
+            if call.parallel.gathers_gradient:
+                held = _all_rows(call.parallel, held, fp8.grad_output, gradient=True)
+        elif call.parallel.gathers_gradient:
+            held = _all_rows(call.parallel, grad, None, gradient=True)
+        if call.fp8 is not None and fp8 is None:
             x = None if x is None else _high_precision(x, call.dtype)
             w = None if w is None else _high_precision(w, call.dtype)
         if dgrad:
             turned = None if fp8 is None else _turned(w, fp8.weight)
-            dx = torch.empty(ctx.shape, dtype=call.dtype, device=grad.device)
+            shape = list(ctx.shape)
+            shape[0] *= call.parallel.size if call.parallel.gathers_input else 1
+            dx = torch.empty(shape, dtype=call.dtype, device=grad.device)
+            dx = call.parallel.reduce_input_gradient(dx)
             if isinstance(w, QuantizedTensor):  # a copy that FP8 weights have in backward only
                 del turned
         if wgrad:
+            total = _all_rows(call.parallel, x, None if fp8 is None else fp8.input, columnwise=True)
             with counted_as(GRADIENTS):
                 dw = torch.empty(ctx.sizes, dtype=call.dtype, device=grad.device)
+            del total
         if ctx.bias and (wgrad or fp8 is not None):
             with counted_as(GRADIENTS):
                 db = torch.empty(ctx.sizes[0], dtype=call.dtype, device=grad.device)
         del held
         return dw, dx, db, None
+
+
+def _all_rows(
+    parallel: Parallelism,
+    value: MaybeQuantized,
+    quantizer: Quantizer | None,
+    columnwise: bool = False,
+    gradient: bool = False,
+) -> Any:
+    """Return the rows of all ranks of an input or a gradient, which sequence parallelism gathers for a product."""
+    if gradient:
+        return parallel.gather_gradient(value, quantizer)
+    if not parallel.gathers_input:
+        return None
+    return parallel.gather_input(value, quantizer, columnwise)
 
 
 def _turned(w: MaybeQuantized, quantizer: Quantizer) -> MaybeQuantized:
@@ -328,7 +362,7 @@ def expert_gradients(
     """Return the gradients of the experts' weights, in one buffer, and of their biases."""
     if not module.weights[0].requires_grad:
         return [None] * (module.num_gemms + ctx.biases)
-    with counted_as(GRADIENTS):
+    with counted_as(EXPERT_GRADIENTS):
         shape = (module.num_gemms, module.out_features, module.in_features)
         weights = torch.empty(shape, dtype=dtype, device="meta").unbind()
         biases = [torch.empty(shape[1], dtype=dtype, device="meta") for _ in range(ctx.biases)]

@@ -167,8 +167,12 @@ class ExpertParallel(MeshRanks):
         """
         # By rank, then by expert of this rank.
         given = all_to_all(sent.counts, self.group)
-        own, theirs = torch.stack((sent.counts, given)).tolist()
         held = self._held
+        if sent.counts.is_meta:  # of a plan: experts share the rows evenly
+            own = _even(len(sent.token), len(sent.counts))
+            theirs = own[:held] * self.size
+        else:
+            own, theirs = torch.stack((sent.counts, given)).tolist()
         to_each = [sum(own[first : first + held]) for first in range(0, len(own), held)]
         received = [sum(theirs[first : first + held]) for first in range(0, len(theirs), held)]
         count = sum(own)
@@ -214,6 +218,12 @@ def arrivals(counts: Tensor, known: list[int], alignment: int) -> Places:
     row = number + shift.repeat_interleave(flat, output_size=total)
     token = torch.full((most,), total, device=counts.device).index_copy(0, row, number)
     return Places(token, row[:, None], padded, of_each)
+
+
+def _even(rows: int, experts: int) -> list[int]:
+    """Return numbers of rows of each expert that differ by one at most."""
+    each, rest = divmod(rows, experts)
+    return [each + (expert < rest) for expert in range(experts)]
 
 
 def stand_in(tensor: Tensor) -> Tensor:

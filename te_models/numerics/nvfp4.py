@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from te_models.device.host import device_type
+from te_models.distributed.collectives import all_reduce_max
 from te_models.errors import require
 from te_models.numerics import casts, fused
 from te_models.numerics.blocks import scale_blocks_, split_blocks
@@ -290,9 +291,7 @@ class NVFP4Quantizer(Quantizer):
         amax = fused.amax(x if rowwise else t, t if both else None, nan=True)
         if self.with_amax_reduction:
             amax = amax.amax(-1, keepdim=True)
-            torch.distributed.all_reduce(
-                amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
-            )
+            all_reduce_max(amax, self.amax_reduction_group)
         noise = None
         if self.stochastic_rounding:
             noise = _random_words(x.numel(), rowwise + columnwise, self.generator, x.device)
@@ -315,9 +314,7 @@ class NVFP4Quantizer(Quantizer):
         largest = _block_amax(x, block)
         amax = largest.amax().reshape(1) if largest.numel() else largest.new_zeros(1)
         if self.with_amax_reduction:
-            torch.distributed.all_reduce(
-                amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
-            )
+            all_reduce_max(amax, self.amax_reduction_group)
         whole = _global_scale(amax)
         sixth = torch.ones_like(whole).div_(FP4_MAX)
         scale = (largest * (whole * sixth)).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from te_models.distributed.collectives import all_reduce_max
 from te_models.errors import require
 from te_models.numerics import casts, fused
 from te_models.numerics.blocks import block_amax, cast_fp8_blocks
@@ -276,9 +277,7 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         amax = fused.amax(tensor) if kernels else casts.amax(tensor).reshape(1)
         if self.with_amax_reduction:
             amax = amax.amax().reshape(1)
-            torch.distributed.all_reduce(
-                amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
-            )
+            all_reduce_max(amax, self.amax_reduction_group)
         if kernels:
             return fused.cast_current(
                 tensor, amax, self.dtype, self.force_pow_2_scales, self.amax_epsilon

@@ -24,10 +24,18 @@ from te_models.optim.adamw import AdamW
 from te_models.optim.galore import GaLore
 from te_models.optim.gradients import Gradients, Norm, gradient_norm
 from te_models.optim.groups import groups
+from te_models.optim.lowbit_state import EIGHT_BIT_CODES, FP8_CODES, lowbit_state
 from te_models.optim.master import MasterWeights
 from te_models.optim.muon8bit import Muon8bit
 from te_models.optim.parameter_owners import Owners
-from te_models.optim.state_tensors import Group, Options, State, like
+from te_models.optim.state_tensors import (
+    Group,
+    Options,
+    State,
+    bytes_in,
+    like,
+    state_after_step,
+)
 
 Groups = list[Group]
 Built = list[torch.optim.Optimizer]
@@ -110,7 +118,7 @@ def _galore(lr: float, options: Options, hidden: Groups) -> torch.optim.Optimize
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choice:
     """An optimizer by name.
 
@@ -118,21 +126,79 @@ class Choice:
         build: makes the torch optimizers from (learning rate, options, parameter groups).
         options: names and defaults of its options.
         matrices: whether it updates each hidden matrix as a whole (te_models.optim.groups).
+        elementwise: whether it may update a shard of a tensor by itself, as under FSDP2; else each parameter has an
+            owner (te_models.optim.parameter_owners).
+        description: its state in a few words.
+        state: the state of a tensor after a step, for an optimizer whose package is slow to import or may be missing;
+            None: the optimizers that `build` makes are asked (te_models.optim.state_tensors.state_after_step).
     """
 
     build: Build
     options: Options = field(default_factory=dict)
     matrices: bool = False
+    elementwise: bool = False
+    description: str = ""
+    state: Callable[[Tensor], State] | None = None
 
 
 OPTIMIZERS: dict[str, Choice] = {
-    "adamw": Choice(adamw, ADAM),
-    "adamw8bit": Choice(partial(_lowbit, "adamw8bit"), LOWBIT),
-    "adamwfp8": Choice(partial(_lowbit, "adamwfp8"), LOWBIT),
-    "muon": Choice(_with_rest(partial(_muon, Muon)), MUON, matrices=True),
-    "muon8bit": Choice(_with_rest(partial(_muon, Muon8bit)), MUON, matrices=True),
-    "galore": Choice(_with_rest(_galore), GALORE, matrices=True),
+    "adamw": Choice(adamw, ADAM, elementwise=True, description="two FP32 moments"),
+    "adamw8bit": Choice(
+        partial(_lowbit, "adamw8bit"),
+        LOWBIT,
+        description="two 8-bit moments, one FP32 scale per 256 elements",
+        state=partial(lowbit_state, EIGHT_BIT_CODES),
+    ),
+    "adamwfp8": Choice(
+        partial(_lowbit, "adamwfp8"),
+        LOWBIT,
+        description="two FP8 moments, one FP32 scale per 256 elements",
+        state=partial(lowbit_state, FP8_CODES),
+    ),
+    "muon": Choice(
+        _with_rest(partial(_muon, Muon)),
+        MUON,
+        matrices=True,
+        description="FP32 momentum for matrices, AdamW for the rest",
+    ),
+    "muon8bit": Choice(
+        _with_rest(partial(_muon, Muon8bit)),
+        MUON,
+        matrices=True,
+        description="INT8 momentum, one FP32 scale per 128 elements; AdamW for the rest",
+    ),
+    "galore": Choice(
+        _with_rest(_galore),
+        GALORE,
+        matrices=True,
+        description="AdamW on gradients of rank 128; AdamW for the rest",
+    ),
 }
+
+
+def state_bytes(name: str, options: Options, view: Tensor, hidden: bool) -> int:
+    """Return the bytes that an optimizer keeps of a tensor after a step, without its master.
+
+    Args:
+        name: one of OPTIMIZERS.
+        options: its options, as `resolve_options` returns them.
+        view: the tensor that it updates, a master or rows of one, on meta.
+        hidden: whether `view` is a hidden matrix (te_models.optim.groups).
+    """
+    choice = OPTIMIZERS[name]
+    if choice.matrices and not hidden and "rest" in options:
+        rest = options["rest"]
+        own = OPTIMIZERS[rest].options
+        return state_bytes(rest, {key: options.get(key, own[key]) for key in own}, view, hidden)
+    if choice.state is not None:
+        return bytes_in(choice.state(view))
+    size = 0
+    group = {"params": [view], "weight_decay": 0.0, "matrices": choice.matrices and hidden}
+    for optimizer in choice.build(1e-3, options, [group]):
+        for built in optimizer.param_groups:
+            for parameter in built["params"]:
+                size += bytes_in(state_after_step(optimizer, parameter, built))
+    return size
 
 
 def build_optimizer(

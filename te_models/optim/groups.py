@@ -35,15 +35,15 @@ class ParameterRows:
         return tensor if self.stop is None else tensor.detach()[self.start : self.stop]
 
 
-def parts(model: nn.Module) -> list[ParameterRows]:
-    """Return all trainable parameters in the model's order, each row in one part, tied parameters once."""
+def parts(model: nn.Module, trainable_only: bool = True) -> list[ParameterRows]:
+    """Return the trainable parameters, or all, in the model's order, each row in one part, tied parameters once."""
     roles: dict[int, list[tuple[Role, int]]] = {}
     for module in model.modules():
         for parameter, rows in _structure(module):
             roles.setdefault(id(parameter), rows)
     all_parts: list[ParameterRows] = []
     for parameter in model.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad or not trainable_only:
             rows = roles.get(
                 id(parameter), [("head" if parameter.dim() > 1 else "vector", len(parameter))]
             )
@@ -86,6 +86,7 @@ def _structure(module: nn.Module) -> Iterator[tuple[Tensor, list[tuple[Role, int
     elif isinstance(module, BlockPart):
         for linear in module.spec.linears:
             owner = module.get_submodule(linear.name)
+            owner = getattr(owner, "base_layer", owner)  # of one with adapters
             for name in linear.weights:
                 yield (
                     owner.get_parameter(name),

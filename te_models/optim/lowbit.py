@@ -19,37 +19,24 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
 from te_models.distributed.dtensor import local
-from te_models.optim.state_tensors import Group, Options, State, like, scalar
+from te_models.optim.lowbit_state import EIGHT_BIT_CODES, FP8_CODES, lowbit_state
+from te_models.optim.state_tensors import Group, Options, State
 
 
-class _Says:
-    """The state that torchao's optimizers keep of each tensor."""
-
-    block_size: int
-
-    def expected_state(self, view: Tensor, group: Group) -> State:
-        moment = self._moment(view)
-        return dict(step=scalar(), exp_avg=moment, exp_avg_sq=moment)
-
-    def _moment(self, view: Tensor) -> Tensor | dict[str, Tensor]:
-        if view.numel() < 4096 or view.numel() % self.block_size:
-            return like(view)
-        scale = like(view, view.numel() // self.block_size, dtype=torch.float32)
-        if isinstance(self, AdamW8bit):
-            return dict(
-                codes=like(view, dtype=torch.uint8),
-                scale=scale,
-                qmap=like(view, 256, dtype=torch.float32),
-            )
-        return dict(codes=like(view, dtype=torch.float8_e4m3fn), scale=scale)
-
-
-class EightBit(_Says, AdamW8bit):
+class EightBit(AdamW8bit):
     """torchao's AdamW with dynamic 8-bit moments."""
 
+    def expected_state(self, view: Tensor, group: Group) -> State:
+        """Return the state of the tensor `view` after a step, as a template for `check_values`."""
+        return lowbit_state(EIGHT_BIT_CODES, view, self.block_size)
 
-class FP8(_Says, AdamWFp8):
+
+class FP8(AdamWFp8):
     """torchao's AdamW with E4M3 moments."""
+
+    def expected_state(self, view: Tensor, group: Group) -> State:
+        """Return the state of the tensor `view` after a step, as a template for `check_values`."""
+        return lowbit_state(FP8_CODES, view, self.block_size)
 
 
 LowBit = EightBit | FP8

@@ -30,6 +30,7 @@ from te_models.optim.state_tensors import (
     bytes_in,
     check_values,
     pack,
+    state_after_step,
     unpack,
 )
 
@@ -245,8 +246,7 @@ class MasterWeights:
         """Return the size of `state_dict` once every parameter has been updated."""
         size = sum(bytes_in(master) for master in compress(self.masters, self._copied))
         for optimizer, group, view in self._stateful():
-            if isinstance(optimizer, Stateful):
-                size += bytes_in(optimizer.expected_state(view, group))
+            size += bytes_in(state_after_step(optimizer, view, group))
         return size
 
     def fetch(self, kind: str, index: int, tensor: Tensor) -> Tensor:

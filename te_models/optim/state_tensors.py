@@ -4,15 +4,16 @@ torchao's quantized moments are tensor subclasses; they become dicts of the plai
 """
 
 import importlib
+import math
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_models.distributed.dtensor import local
-from te_models.errors import CheckpointError
+from te_models.errors import CheckpointError, UsageError
 from te_models.files.tensors import all_finite
 
 Group = dict[str, Any]  # of parameters, under "params", and the options of their updates
@@ -75,6 +76,59 @@ def bytes_in(value: Any) -> int:
     if isinstance(value, list):
         return sum(bytes_in(member) for member in value)
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+
+
+# Elements of the tensor in whose place an optimizer that does not run on meta steps for real.
+TRIAL = 2**16
+
+
+def state_after_step(optimizer: torch.optim.Optimizer, view: Tensor, group: Group) -> State:
+    """Return the state that an optimizer keeps of a tensor on meta after a step, as tensors on meta.
+
+    An optimizer that does not describe it takes a step on meta. Where that fails, it takes one on a smaller tensor on
+    the CPU, and what has the size of that tensor, or a part of it, is scaled by the elements.
+    """
+    if isinstance(optimizer, Stateful):
+        return optimizer.expected_state(view, group)
+    kind: Any = type(optimizer)
+    options = {name: value for name, value in group.items() if name in optimizer.defaults}
+    trials = [torch.empty_like(view, device="meta"), _smaller(view)]
+    for trial in trials:
+        parameter = nn.Parameter(trial)
+        parameter.grad = torch.zeros_like(trial)
+        stepped = kind([{**options, "params": [parameter]}])
+        try:
+            stepped.step()
+        except Exception as error:  # whatever an optimizer of someone else's raises on meta
+            if trial is trials[-1]:
+                name = kind.__name__
+                raise UsageError(
+                    f"the state of optimizer {name} cannot be planned: give it `expected_state`, as "
+                    f"te_models.optim.adamw.AdamW has, or mend its step ({error})"
+                ) from error
+            continue
+        break
+    share = view.numel() / max(1, trial.numel())
+    return {name: _scaled(pack(value), share) for name, value in stepped.state[parameter].items()}
+
+
+def _smaller(view: Tensor) -> Tensor:
+    """Return zeros on the CPU with the dimensions of `view`, of which the longest are halved down to TRIAL elements."""
+    shape = list(view.shape)
+    while math.prod(shape) > TRIAL:
+        longest = shape.index(max(shape))
+        shape[longest] = -(-shape[longest] // 2)
+    return torch.zeros(shape, dtype=view.dtype)
+
+
+def _scaled(value: Any, share: float) -> Any:
+    """Return a value of a state on meta, whose tensors have `share` times the elements; single numbers stay."""
+    if isinstance(value, dict):
+        return {name: _scaled(member, share) for name, member in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    count = value.numel() if value.numel() <= 1 else round(value.numel() * share)
+    return torch.empty(count, dtype=value.dtype, device="meta")
 
 
 def check_values(saved: object, expected: Any, place: str) -> None:

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.chunk_sizes import head_rows
-from te_models.config.layer import LayerSpec, LinearSpec
+from te_models.config.layer import LayerSpec, LinearSpec, Role
 from te_models.config.model import ModelConfig
 from te_models.config.precision import HEAD, precisions
 from te_models.config.recipe import Recipe
 from te_models.config.recompute_modes import recomputes_block, recomputes_mlp
 from te_models.device.allocations import Allocations, active, counted_as
 from te_models.device.autograd import Context
+from te_models.distributed.planned_ranks import PlannedRanks
 from te_models.fp8.precision import ModelPrecision, model_precision
 from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels.dispatch import planned_kernels
@@ -38,6 +39,8 @@ from te_models.model.forward_context import ForwardContext
 from te_models.model.output import Output, OutputRequest
 from te_models.model.te_modules import Factory
 from te_models.numerics.tensors import QuantizedTensor
+from te_models.optim.groups import ParameterRows
+from te_models.optim.groups import parts as parameter_rows
 from te_models.planning.training import StepSetting
 
 # Parts of te_models.planning.memory_estimate.Memory that the run counts, in the order of the columns of a Profile.
@@ -48,6 +51,7 @@ PARTS = (
     "logits",
     "activation_gradients",
     "recomputed",
+    "expert_gradients",  # a part of "gradients" there, which fewer ranks share under expert parallelism
 )
 
 
@@ -81,11 +85,43 @@ class Stretches(NamedTuple):
     standing: Standing
 
 
-class Standing(NamedTuple):
-    """Bytes that are there before a step: of each measured layer, and under REST of everything else."""
+class HeldTensor(NamedTuple):
+    """A parameter of a rank's model.
 
-    weights: Mapping[int, int]
-    states: Mapping[int, int]  # scales and amax histories
+    Attributes:
+        parts: the role and the shape of what an optimizer of whole matrices updates of it at a time, in its order.
+        shape: its own.
+        itemsize: bytes per element of its values, also where they are stored in FP8.
+        quantized: whether they are.
+        expert: whether it belongs to an expert.
+        trained: whether it is.
+    """
+
+    parts: tuple[tuple[Role, tuple[int, ...]], ...]
+    shape: tuple[int, ...]
+    itemsize: int
+    quantized: bool
+    expert: bool
+    trained: bool
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """True for a weight, False for norms and biases."""
+        return self.parts[0][0] != "vector"
+
+
+class Standing(NamedTuple):
+    """What is there before a step: of each measured layer, and under REST of everything else."""
+
+    weights: Mapping[int, int]  # bytes, without adapters
+    expert_weights: Mapping[int, int]  # those of experts among them
+    states: Mapping[int, int]  # bytes of scales and amax histories
+    tensors: Mapping[int, Counter[HeldTensor]]  # with their numbers, adapters too
 
 
 REST = -1
@@ -151,8 +187,17 @@ class _PlannedDecoder(Decoder):
         self, config: ModelConfig, recipe: Recipe, setting: StepSetting, layers: tuple[int, ...]
     ) -> None:
         self.measured = layers
+        ranks: dict[str, Any] = {}  # which have the methods of a DeviceMesh that a model calls
+        if setting.tensor_ranks > 1:
+            ranks["tp_mesh"] = PlannedRanks(setting.tensor_ranks)
+            ranks["sequence_parallel"] = setting.sequence
+        if setting.expert_ranks > 1:
+            ranks["ep_mesh"] = PlannedRanks(setting.expert_ranks)
+            ranks["ep_replicas"] = PlannedRanks(setting.expert_replicas)
+            ranks["ep_fp8"] = setting.fp8_dispatch
         super().__init__(
             config,
+            **ranks,
             recipe=recipe,
             engine="planned",
             device="meta",
@@ -163,7 +208,8 @@ class _PlannedDecoder(Decoder):
             fused=False,
             initialize=False,
         )
-        self.kernels = planned_kernels(self.te, compile=setting.compile, fused=setting.fused)
+        fused = setting.fused and setting.tensor_ranks == 1
+        self.kernels = planned_kernels(self.te, compile=setting.compile, fused=fused)
         for module in self.modules():
             if setting.sharded and isinstance(module, self.te.LINEARS):
                 module._is_fsdp2 = True
@@ -242,12 +288,14 @@ def _run_step(
     ids = torch.empty(batch, setting.seq_len, dtype=torch.int64, device="meta")
     labels = torch.empty_like(ids)
     with Allocations(PARTS, setting.cuda) as found:
+        experts = {id(p) for owner in _grouped(model) for p in owner.parameters()}
         parameters = [part for p in model.parameters() for part in _parts(p)]
         found.leave_out([ids, labels, *parameters])
         for parameter in model.parameters():
             if parameter.requires_grad:
+                part = "expert_gradients" if id(parameter) in experts else "gradients"
                 parameter.register_post_accumulate_grad_hook(
-                    _drop if setting.gradient_sums else functools.partial(_keep, found)
+                    _drop if setting.gradient_sums else functools.partial(_keep, found, part)
                 )
         model.note("embedding")
         first = True if setting.cached_weights else None
@@ -263,17 +311,48 @@ def _run_step(
     return _divided(model.marks, found.events, _standing(model))
 
 
-def _standing(model: nn.Module) -> Standing:
-    """Return the bytes of the parameters that are not adapters, and of the state of delayed scaling."""
+def _standing(model: Decoder) -> Standing:
+    """Return what a model holds: parameters, and the state of delayed scaling."""
     weights: Counter[int] = Counter()
+    expert_weights: Counter[int] = Counter()
+    tensors: dict[int, Counter[HeldTensor]] = {}
+    experts = {id(p) for owner in _grouped(model) for p in owner.parameters()}
+    rows: dict[int, list[ParameterRows]] = {}
+    for part in parameter_rows(model, trainable_only=False):
+        rows.setdefault(id(part.parameter), []).append(part)
     for name, parameter in model.named_parameters():
+        layer = _layer(name)
+        expert = id(parameter) in experts
         owner = name.rpartition(".")[0]
         if not isinstance(model.get_submodule(owner), _Adapted | _AdaptedExperts):
-            weights[_layer(name)] += sum(part.nbytes for part in _parts(parameter))
+            size = sum(part.nbytes for part in _parts(parameter))
+            weights[layer] += size
+            expert_weights[layer] += size if expert else 0
+        held = HeldTensor(
+            parts=tuple(_part_of(part) for part in rows[id(parameter)]),
+            shape=tuple(parameter.shape),
+            itemsize=parameter.dtype.itemsize,
+            quantized=isinstance(parameter, QuantizedTensor),
+            expert=expert,
+            trained=parameter.requires_grad,
+        )
+        tensors.setdefault(layer, Counter())[held] += 1
     states: Counter[int] = Counter()
     for name, tensor in fp8_state(model).items():
         states[_layer(name)] += tensor.nbytes
-    return Standing(weights, states)
+    return Standing(weights, expert_weights, states, tensors)
+
+
+def _part_of(rows: ParameterRows) -> tuple[Role, tuple[int, ...]]:
+    shape = tuple(rows.parameter.shape)
+    if rows.stop is not None:
+        shape = (rows.stop - rows.start, *shape[1:])
+    return rows.role, shape
+
+
+def _grouped(model: Decoder) -> list[nn.Module]:
+    """Return the modules of experts."""
+    return [module for module in model.modules() if isinstance(module, model.te.GroupedLinear)]
 
 
 def _layer(name: str) -> int:
@@ -292,9 +371,9 @@ def _drop(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _keep(found: Allocations, parameter: Tensor) -> None:
+def _keep(found: Allocations, part: str, parameter: Tensor) -> None:
     if parameter.grad is not None:
-        found.move(parameter.grad, "gradients")
+        found.move(parameter.grad, part)
 
 
 def _adapt(model: Decoder, setting: StepSetting) -> None:
@@ -380,12 +459,25 @@ class MeasuredStep:
 
     def run(self, batch: int) -> Stretches:
         """Return the profiles of a batch, from those of two small batches where their rows need no padding."""
-        unit = math.lcm(self.setting.seq_len, self.recipe.row_alignment) // self.setting.seq_len
+        unit = self._unit
         layers = tuple(dict.fromkeys(self.same))
         if batch % unit or batch <= 2 * unit:
             return self._run(layers, batch)
         scaled = self._scaled(layers, unit, batch)
         return self._run(layers, batch) if scaled is None else scaled
+
+    def tensors(self, standing: Standing) -> Counter[HeldTensor]:
+        """Return the parameters of a rank's model, with their numbers, from what a run found."""
+        found = standing.tensors
+        counted: Counter[HeldTensor] = Counter(found.get(REST, Counter()))
+        for layer in self.same:
+            counted.update(found.get(layer, Counter()))
+        return counted
+
+    @property
+    def _unit(self) -> int:
+        """The sequences whose rows need no padding."""
+        return math.lcm(self.setting.seq_len, self.recipe.row_alignment) // self.setting.seq_len
 
     def kept(self, batch: int) -> int:
         """Return the bytes that a forward of a batch leaves for backward."""

@@ -10,21 +10,30 @@ rounds up a tensor.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from te_models.config.chunk_sizes import EXCHANGE_CHUNK, UPDATE_CHUNK
+from te_models.config.chunk_sizes import EXCHANGE_CHUNK, FP32, UPDATE_CHUNK
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
-from te_models.planning.measured import PARTS, REST, MeasuredStep, Profile, Standing, Stretches
+from te_models.optim import OPTIMIZERS
+from te_models.planning.measured import (
+    PARTS,
+    REST,
+    HeldTensor,
+    MeasuredStep,
+    Profile,
+    Standing,
+    Stretches,
+)
 from te_models.planning.parameter_bytes import (
-    FP32,
-    OPTIMIZERS,
     has_masters,
-    model_parameters,
-    trained_parameters,
+    matrix_elements,
+    optimizer_bytes,
+    trained_elements,
 )
 from te_models.planning.training import Training
 
@@ -68,8 +77,9 @@ def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> l
     """Return the moments that can be the peak: the loss, the worst of backward, and the update."""
     measured = MeasuredStep(config, recipe, training.setting)
     run = measured.run(training.batch_size)
-    standing = _standing(config, training, measured, run.standing)
-    walk = _Walk(training.gpus)
+    tensors = measured.tensors(run.standing)
+    standing = _standing(training, measured, run.standing, tensors)
+    walk = _Walk(training)
     walk.through("embedding", run.embedding)
     moved = _moved(measured, run, training)
     for depth, layer in enumerate(measured.same):
@@ -86,22 +96,30 @@ def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> l
     loss = walk.worst.pop("loss")
     name, worst = max(walk.worst.items(), key=lambda item: int(item[1].sum()))
     moments = [
-        standing.plus("loss", **dict(zip(PARTS, loss.tolist(), strict=True))),
-        standing.plus(name, **dict(zip(PARTS, worst.tolist(), strict=True))),
+        standing.plus("loss", **_memory_parts(loss)),
+        standing.plus(name, **_memory_parts(worst)),
     ]
     if training.optimizer is not None and not training.lora_rank:
         moments.append(
-            replace(standing, moment="optimizer step", gradients=_updated(config, training))
+            replace(standing, moment="optimizer step", gradients=_updated(training, tensors))
         )
     return moments
+
+
+def _memory_parts(found: Tensor) -> dict[str, int]:
+    """Return bytes in the columns of PARTS by the parts of `Memory`."""
+    parts = dict(zip(PARTS, found.tolist(), strict=True))
+    parts["gradients"] += parts.pop("expert_gradients")
+    return parts
 
 
 class _Walk:
     """The memory along the stretches of a step, in the columns of PARTS; `worst` has the worst moment by its name."""
 
-    def __init__(self, gpus: int) -> None:
+    def __init__(self, training: Training) -> None:
         # Under FSDP2 the shard of a gradient stays; whole ones are in buffers that `_standing` counts.
-        self.divisor = torch.tensor([gpus if name == "gradients" else 1 for name in PARTS])
+        shared = {"gradients": training.data_ranks, "expert_gradients": training.expert_replicas}
+        self.divisor = torch.tensor([shared.get(name, 1) for name in PARTS])
         self.now = torch.zeros(len(PARTS), dtype=torch.int64)
         self.worst: dict[str, Tensor] = {}
 
@@ -132,32 +150,37 @@ def _moved(measured: MeasuredStep, run: Stretches, training: Training) -> dict[i
 
 
 def _standing(
-    config: ModelConfig, training: Training, measured: MeasuredStep, found: Standing
+    training: Training, measured: MeasuredStep, found: Standing, tensors: Counter[HeldTensor]
 ) -> Memory:
     """Return the memory before the forward."""
-    parameters = model_parameters(config)
     element = training.dtype_bytes
-    gpus = training.gpus
-    blocks = sum(found.weights[layer] for layer in measured.same)
-    share = -(-(blocks + found.weights[REST]) // gpus)
+    ranks = training.data_ranks
+    layers = measured.same
+    experts = sum(found.expert_weights[layer] for layer in layers)
+    blocks = sum(found.weights[layer] for layer in layers) - experts
+    share = -(-(blocks + found.weights[REST]) // ranks) - (-experts // training.expert_replicas)
     gathered = 0
     whole = 0
-    if gpus > 1:  # FSDP2 gathers the running unit and the next; embedding, norm and head stay
-        matrices = sum(p.numel for p in parameters if p.kind in ("hidden", "gate")) * element
-        tables = sum(p.numel for p in parameters if p.kind == "table") * element
-        whole = tables + 2 * (matrices // config.num_hidden_layers)
-        gathered = tables + 2 * (blocks // config.num_hidden_layers)
-    trained = trained_parameters(config, training.lora_rank, training.lora_experts)
-    own = sum(p.numel for p in trained) * element if training.lora_rank else 0
+    if ranks > 1:  # FSDP2 gathers the running unit and the next; embedding, norm and head stay
+        depth = len(layers)
+        tables = matrix_elements(found.tensors[REST]) * element
+        matrices = 0
+        for layer in layers:
+            for tensor, count in found.tensors[layer].items():
+                # Experts that only this rank has lie there whole.
+                if tensor.is_matrix and not (tensor.expert and training.expert_replicas == 1):
+                    matrices += count * tensor.numel * element
+        whole = tables + 2 * (matrices // depth)
+        moved = blocks + (experts if training.expert_replicas > 1 else 0)
+        gathered = tables + 2 * (moved // depth)
+    trained = trained_elements(tensors)
+    own = trained * element if training.lora_rank else 0
     state = 0
     if training.optimizer is not None and not training.optimizer_offload:
-        sharing = 1 if training.lora_rank else gpus  # each GPU has all adapters
-        state = OPTIMIZERS[training.optimizer].per_gpu(
-            trained, element, training.optimizer_options, sharing
-        )
-    summed = training.gradient_sums or (training.lora_rank > 0 and gpus > 1)
-    sums = summed * FP32 * sum(p.numel for p in trained)
-    scales = found.states.get(REST, 0) + sum(found.states.get(n, 0) for n in measured.same)
+        state = planned_optimizer_bytes(training.optimizer, training, tensors)
+    summed = training.gradient_sums or (training.lora_rank > 0 and ranks > 1)
+    sums = summed * FP32 * trained
+    scales = found.states.get(REST, 0) + sum(found.states.get(n, 0) for n in layers)
     return Memory(
         weights=share + gathered + own,
         gradients=(own if training.lora_rank else whole) + sums,
@@ -167,19 +190,31 @@ def _standing(
     )
 
 
-def _updated(config: ModelConfig, training: Training) -> int:
+def planned_optimizer_bytes(name: str, training: Training, tensors: Counter[HeldTensor]) -> int:
+    """Return the bytes of masters and state of an optimizer per GPU; the plan's own has the plan's options."""
+    options = training.optimizer_options if name == training.optimizer else {}
+    if training.lora_rank:  # each GPU has all adapters
+        return optimizer_bytes(name, tensors, options)
+    ranks = (training.data_ranks, training.expert_replicas)
+    return optimizer_bytes(name, tensors, options, *ranks)
+
+
+def _updated(training: Training, tensors: Counter[HeldTensor]) -> int:
     """Return the bytes of gradients in the optimizer step: all that remain, and those of a chunk in the masters' dtype.
 
     With owners (te_models.optim.parameter_owners) the gradients of a chunk, which may be one large table, are whole on
     the GPU that owns it, beside the buffers of an exchange.
     """
     assert training.optimizer is not None
-    parameters = model_parameters(config)
+    ranks = training.data_ranks
     masters = has_masters(training.optimizer_options)
-    share = -(-sum(p.numel for p in parameters) // training.gpus)
-    if training.gpus > 1 and not OPTIMIZERS[training.optimizer].elementwise:
-        largest = max(p.numel // p.count for p in parameters if p.kind == "table")
-        held = max(largest, min(share, UPDATE_CHUNK // training.gpus))
+    trained = {tensor: count for tensor, count in tensors.items() if tensor.trained}
+    experts = sum(count * tensor.numel for tensor, count in trained.items() if tensor.expert)
+    dense = trained_elements(trained) - experts
+    share = -(-dense // ranks) - (-experts // training.expert_replicas)
+    if ranks > 1 and not OPTIMIZERS[training.optimizer].elementwise:
+        largest = max(tensor.numel for tensor in trained)
+        held = max(largest, min(share, UPDATE_CHUNK // ranks))
         whole = held * (FP32 if masters else training.dtype_bytes)
         return (
             share * training.dtype_bytes
@@ -187,7 +222,7 @@ def _updated(config: ModelConfig, training: Training) -> int:
             + 3 * min(EXCHANGE_CHUNK, held * training.dtype_bytes)
         )
     chunk = min(share, UPDATE_CHUNK)
-    if training.gradient_sums and training.gpus == 1:  # FP32 masters take the sums themselves
+    if training.gradient_sums and ranks == 1:  # FP32 masters take the sums themselves
         return share * FP32 + (0 if masters else chunk * training.dtype_bytes)
     wider = max(0, FP32 - training.dtype_bytes) if masters else 0
     return share * training.dtype_bytes + chunk * wider

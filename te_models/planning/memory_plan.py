@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
@@ -12,15 +14,19 @@ from rich.text import Text
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.config.recompute_modes import MODES, check_mode
+from te_models.distributed.planned_ranks import PlannedRanks
 from te_models.errors import check_known, refuse
-from te_models.planning.memory_estimate import Memory, memory_moments, saved_bytes
-from te_models.planning.parameter_bytes import (
-    DEFAULTS,
-    OPTIMIZERS,
-    Options,
-    has_masters,
-    trained_parameters,
+from te_models.model.expert_parallel import ExpertParallel
+from te_models.model.tensor_parallel import TensorParallel
+from te_models.optim import OPTIMIZERS
+from te_models.planning.measured import HeldTensor, MeasuredStep
+from te_models.planning.memory_estimate import (
+    Memory,
+    memory_moments,
+    planned_optimizer_bytes,
+    saved_bytes,
 )
+from te_models.planning.parameter_bytes import DEFAULTS, Options, has_masters, trained_elements
 from te_models.planning.printable import Printable
 from te_models.planning.training import Training
 
@@ -55,7 +61,9 @@ class MemoryPlan(Printable):
     def host(self) -> int:
         """Bytes of host memory that offload of activations, masters and optimizer state needs per GPU."""
         own = self.training
-        state = self.optimizers()[own.optimizer] if own.optimizer_offload and own.optimizer else 0
+        state = 0
+        if own.optimizer_offload and own.optimizer:
+            state = planned_optimizer_bytes(own.optimizer, own, self._tensors)
         return saved_bytes(self.config, self.recipe, own, on_host=True) + state
 
     def fits(self, gigabytes: float) -> bool:
@@ -112,17 +120,19 @@ class MemoryPlan(Printable):
 
         Of several GPUs, those of the one that has most.
         """
-        parameters = trained_parameters(
-            self.config, self.training.lora_rank, self.training.lora_experts
-        )
-        own = self.training
-        options = {own.optimizer: own.optimizer_options}
-        return {
-            name: optimizer.per_gpu(
-                parameters, own.dtype_bytes, options.get(name, DEFAULTS), own.gpus
-            )
-            for name, optimizer in OPTIMIZERS.items()
-        }
+        tensors = self._tensors
+        return {name: planned_optimizer_bytes(name, self.training, tensors) for name in OPTIMIZERS}
+
+    @property
+    def num_trained(self) -> int:
+        """The number of parameters that a rank's model trains, before FSDP2 shards them."""
+        return trained_elements(self._tensors)
+
+    @property
+    def _tensors(self) -> Counter[HeldTensor]:
+        """The parameters of a rank's model, with their numbers."""
+        measured = MeasuredStep(self.config, self.recipe, self.training.setting)
+        return measured.tensors(measured.run(self.training.batch_size).standing)
 
     def to_dict(self) -> dict[str, object]:
         """Return the content of the tables as plain JSON values, in bytes."""
@@ -157,7 +167,7 @@ class MemoryPlan(Printable):
         about = (
             f"{self.config.num_parameters:,} parameters{lora}, recipe {self.recipe.name}, {t.batch_size} x "
             f"{t.seq_len:,} tokens{each}, {t.optimizer or 'no optimizer'}, activation "
-            f"checkpointing {t.activation_checkpointing}, {t.gpus} GPU{'s (FSDP)' if each else ''}{host}"
+            f"checkpointing {t.activation_checkpointing}, {self._gpus()}{host}"
         )
         lines: list[RenderableType] = [about, ""]
         for title, table in (
@@ -170,6 +180,19 @@ class MemoryPlan(Printable):
         ):
             lines += [Text(title, style="bold"), table, ""]
         return Group(*lines[:-1])
+
+    def _gpus(self) -> str:
+        """Return the GPUs in words, and how they share the work."""
+        own = self.training
+        if own.gpus == 1:
+            return "1 GPU"
+        kinds = ["FSDP"] if own.data_ranks > 1 else []
+        if own.tensor_parallel_size > 1:
+            sequence = " and tokens" if own.sequence_parallel else ""
+            kinds.append(f"layers{sequence} in {own.tensor_parallel_size}")
+        if own.expert_parallel_size > 1:
+            kinds.append(f"experts in {own.expert_parallel_size}")
+        return f"{own.gpus} GPUs ({', '.join(kinds)})"
 
     def _parts_table(self, unit: int) -> Table:
         moments = self.moments
@@ -208,10 +231,7 @@ class MemoryPlan(Printable):
             for text in ("bytes per parameter", label, "against adamw")
         )
         table = Table("optimizer", *numbers, "state", box=None, pad_edge=False)
-        trained = trained_parameters(
-            self.config, self.training.lora_rank, self.training.lora_experts
-        )
-        elements = sum(p.numel for p in trained) / self.training.gpus
+        elements = self.num_trained / self.training.data_ranks
         for name, size in found.items():
             saved = f"{100 * (size / found['adamw'] - 1):+.0f} %" if name != "adamw" else ""
             style = "green" if name == self.training.optimizer else ""
@@ -245,6 +265,10 @@ def plan_memory(
     activation_checkpointing: str | int = "none",
     activation_offload: bool = False,
     gpus: int = 1,
+    tensor_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+    expert_parallel_size: int = 1,
+    fp8_dispatch: bool = False,
     gradient_accumulation: int = 1,
     fp8_params: bool = False,
     dtype_bytes: int = 2,
@@ -259,14 +283,18 @@ def plan_memory(
         recipe: the precision recipe, for example from `te_models.get_recipe`.
         batch_size: sequences of one micro-batch over all `gpus`, as in `te_models.TrainConfig`.
         seq_len: tokens per sequence.
-        optimizer: a name of `te_models.planning.parameter_bytes.OPTIMIZERS`; None for forward and backward only.
+        optimizer: a name of `te_models.optim.OPTIMIZERS`; None for forward and backward only.
         optimizer_offload: whether masters and optimizer state are in host memory.
         optimizer_options: its options, as te_models.optim.resolve_options returns them; those left out are defaults.
         lora_rank: rank of LoRA adapters on all linears of blocks, which alone are trained; 0: all weights are.
         lora_experts: whether experts have adapters of this rank too.
         activation_checkpointing: "none", "selective", "full", or an integer N for every N-th block.
         activation_offload: whether the saved tensors of blocks are moved to the host (te_models.model.offload).
-        gpus: GPUs among which FSDP2 shares weights, gradients and optimizer state.
+        gpus: all GPUs; FSDP2 shares weights, gradients and optimizer state among those that divide batches.
+        tensor_parallel_size: GPUs that share each layer, a divisor of `gpus`; the others divide batches.
+        sequence_parallel: whether these also divide the tokens between tensor-parallel layers.
+        expert_parallel_size: GPUs that share the experts of each layer, a divisor of those that divide batches.
+        fp8_dispatch: whether tokens are sent to experts in FP8.
         gradient_accumulation: micro-batches per step; from two on, FP32 sums of gradients take 4 bytes per parameter.
         fp8_params: whether the primary weights of FP8 layers are FP8 (te_models.fp8.primary_weights).
         dtype_bytes: bytes per element of parameters and activations.
@@ -278,12 +306,18 @@ def plan_memory(
     """
     if optimizer is not None:
         check_known("optimizer", optimizer, OPTIMIZERS)
+    tensor = max(tensor_parallel_size, 1)
+    data_ranks = max(gpus // tensor, 1)
     training = Training(
-        batch_size=batch_size // max(gpus, 1),
+        batch_size=batch_size // data_ranks,
         seq_len=seq_len,
         gpus=gpus,
+        tensor_parallel_size=tensor,
+        sequence_parallel=sequence_parallel,
+        expert_parallel_size=max(expert_parallel_size, 1),
+        fp8_dispatch=fp8_dispatch,
         gradient_sums=gradient_accumulation > 1,
-        cached_weights=gradient_accumulation > 1 and gpus == 1,
+        cached_weights=gradient_accumulation > 1 and data_ranks == 1,
         optimizer=optimizer,
         optimizer_offload=optimizer_offload,
         optimizer_options=dict(optimizer_options),
@@ -298,6 +332,7 @@ def plan_memory(
         fused=fused,
     )
     refuse(_mistakes(config, recipe, training, batch_size, gradient_accumulation))
+    _check_division(config, training)
     return MemoryPlan(config, recipe, training)
 
 
@@ -314,8 +349,23 @@ def _mistakes(
     for name, number in {**counts, "gradient_accumulation": gradient_accumulation}.items():
         if number < 1:
             yield f"{name}={number} is out of range: give 1 or more"
-    if batch_size % gpus:
-        yield f"batch_size={batch_size} cannot be shared by gpus={gpus}: give a multiple of it"
+    tensor = training.tensor_parallel_size
+    experts = training.expert_parallel_size
+    if gpus % tensor:
+        yield f"tensor_parallel_size={tensor} does not divide gpus={gpus}: give a divisor of it, or more gpus"
+    elif batch_size % max(training.data_ranks, 1):
+        shared = f"gpus={gpus}" if tensor == 1 else f"the {training.data_ranks} shares of a batch"
+        yield f"batch_size={batch_size} cannot be shared by {shared}: give a multiple of it"
+    elif experts > 1 and training.data_ranks % experts:
+        yield f"expert_parallel_size={experts} does not divide gpus={gpus}: give a divisor of it, or more gpus"
+    if training.sequence_parallel and tensor == 1:
+        yield "sequence_parallel=True divides tokens between tensor-parallel layers: give tensor_parallel_size"
+    if training.fp8_dispatch and experts == 1:
+        yield "fp8_dispatch=True sends tokens to experts of other GPUs: give expert_parallel_size"
+    if tensor > 1 and experts > 1:
+        yield "tensor_parallel_size and expert_parallel_size are for different runs: give one of them"
+    if tensor > 1 and training.lora_rank:
+        yield "adapters are on whole layers: leave out tensor_parallel_size, or lora_rank"
     if training.seq_len > config.longest_sequence:
         yield f"seq_len={training.seq_len} is longer than {config.length_limit}: lower it or raise that field"
     if training.lora_rank < 0:
@@ -333,3 +383,13 @@ def _mistakes(
         and not has_masters(training.optimizer_options)
     ):
         yield "fp8_params=True needs FP32 masters: leave stochastic_rounding out, or fp8_params"
+
+
+def _check_division(config: ModelConfig, training: Training) -> None:
+    """Raise a UsageError if the layers or experts cannot be divided so."""
+    tensor = training.tensor_parallel_size
+    experts = training.expert_parallel_size
+    mesh: Any = PlannedRanks(tensor) if tensor > 1 else None
+    layers = TensorParallel(mesh, training.sequence_parallel).local(config)
+    experts_mesh: Any = PlannedRanks(experts) if experts > 1 else None
+    ExpertParallel(experts_mesh, config).local(layers)

@@ -1,106 +1,25 @@
-"""Parameters of a model by shape, and bytes of optimizer state per parameter, computed from a config alone."""
+"""Bytes of masters and optimizer state, of the optimizers that training uses (te_models.optim)."""
 
-import math
+from __future__ import annotations
+
+import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
 
 from te_models.config.chunk_sizes import FP32
-from te_models.config.model import ModelConfig
 from te_models.config.shares import share_out
-
-
-class Parameter(NamedTuple):
-    """`count` matrices or vectors of one shape; a fused weight counts as its parts.
-
-    `kind` is the te_models.config.layer.Role of its rows, or "table" for embedding and head.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    count: int
-
-    @property
-    def numel(self) -> int:
-        """Elements of all `count` tensors."""
-        return self.count * math.prod(self.shape)
-
+from te_models.optim import OPTIMIZERS, Choice, resolve_options, state_bytes
+from te_models.planning.measured import HeldTensor
 
 Options = Mapping[
     str, Any
 ]  # of an optimizer, as from te_models.optim.resolve_options; those left out: defaults
 DEFAULTS: Options = MappingProxyType({})
-State = Callable[..., float]  # (parameter, options) -> bytes per element
-
-
-def _adamw(p: Parameter, options: Options = DEFAULTS) -> float:
-    return 4 + 4
-
-
-def _adamw_blocks(p: Parameter, options: Options = DEFAULTS) -> float:
-    """Return the bytes of torchao's moments: two of one byte, an FP32 scale per 256; small or odd tensors in FP32."""
-    size = math.prod(p.shape)
-    return 2 * (1 + 4 / 256) if size >= 4096 and size % 256 == 0 else _adamw(p)
-
-
-def _rest(p: Parameter, options: Options) -> float:
-    """Return the bytes of the optimizer of what is no hidden matrix."""
-    return _adamw(p) if options.get("rest", "adamw") == "adamw" else _adamw_blocks(p)
-
-
-def _muon(momentum: float) -> State:
-    """Return the bytes of Muon (Jordan et al. 2024): one momentum for the matrices of blocks, AdamW for the rest."""
-    return lambda p, options=DEFAULTS: momentum if p.kind == "hidden" else _rest(p, options)
-
-
-def _galore(p: Parameter, options: Options = DEFAULTS) -> float:
-    """Return the bytes of GaLore (Zhao et al. 2024, arXiv 2403.03507): AdamW on a low rank, FP32 projectors."""
-    rank = options.get("rank", 128)
-    if p.kind != "hidden":
-        return _rest(p, options)
-    if min(p.shape) <= rank:
-        return _adamw(p)
-    return 4 * rank * (2 * max(p.shape) + min(p.shape)) / math.prod(p.shape)
-
-
-@dataclass(frozen=True)
-class OptimizerBytes:
-    """Bytes per element of the state of an optimizer. A parameter that is not FP32 also has an FP32 master.
-
-    `elementwise`: under FSDP2 it updates shards; else each parameter has an owner with its whole master and state
-    (te_models.optim.parameter_owners).
-    """
-
-    state: State
-    description: str
-    elementwise: bool = False
-
-    def of(self, parameters: list[Parameter], dtype_bytes: int, options: Options = DEFAULTS) -> int:
-        """Return the bytes of state, and of the FP32 masters if there are any, of `parameters`."""
-        master = FP32 if has_masters(options) and dtype_bytes < FP32 else 0
-        return round(sum(p.numel * (self.state(p, options) + master) for p in parameters))
-
-    def per_gpu(
-        self,
-        parameters: list[Parameter],
-        dtype_bytes: int,
-        options: Options = DEFAULTS,
-        gpus: int = 1,
-    ) -> int:
-        """Return the bytes of state and masters on that of `gpus` GPUs, among which FSDP2 shares them, that has most.
-
-        An owner has whole masters even of FP32 parameters, of which FSDP2 leaves it a shard.
-        """
-        if gpus == 1 or self.elementwise:
-            return self.of(parameters, dtype_bytes, options) // gpus
-        master = FP32 if has_masters(options) else dtype_bytes
-        owned = [0.0] * gpus
-        tensors = [p._replace(count=1) for p in parameters for _ in range(p.count)]
-        for tensor, owner in zip(tensors, share_out([t.numel for t in tensors], gpus), strict=True):
-            owned[owner] += tensor.numel * (self.state(tensor, options) + master)
-        return round(max(owned))
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 def has_masters(options: Options) -> bool:
@@ -108,51 +27,79 @@ def has_masters(options: Options) -> bool:
     return not options.get("stochastic_rounding", False)
 
 
-# One row per optimizer, under the names of `--optimizer`.
-OPTIMIZERS: dict[str, OptimizerBytes] = {
-    "adamw": OptimizerBytes(_adamw, "two FP32 moments", elementwise=True),
-    "adamw8bit": OptimizerBytes(
-        _adamw_blocks, "two 8-bit moments, one FP32 scale per 256 elements"
-    ),
-    "adamwfp8": OptimizerBytes(_adamw_blocks, "two FP8 moments, one FP32 scale per 256 elements"),
-    "muon": OptimizerBytes(_muon(4), "FP32 momentum for matrices, AdamW for the rest"),
-    "muon8bit": OptimizerBytes(
-        _muon(1 + 4 / 128), "INT8 momentum, one FP32 scale per 128 elements; AdamW for the rest"
-    ),
-    "galore": OptimizerBytes(_galore, "AdamW on gradients of rank 128; AdamW for the rest"),
-}
+def optimizer_bytes(
+    name: str,
+    tensors: Mapping[HeldTensor, int],
+    options: Options = DEFAULTS,
+    ranks: int = 1,
+    expert_ranks: int | None = None,
+) -> int:
+    """Return the bytes of state and FP32 masters on that of the GPUs which has most.
 
-
-def trained_parameters(
-    config: ModelConfig, lora_rank: int, lora_experts: bool = False
-) -> list[Parameter]:
-    """Return every parameter of a CausalLM; with `lora_rank`, the A and B of the adapters that `lora` makes.
-
-    `lora_experts` says whether experts have some too, each of this rank.
+    Args:
+        name: one of te_models.optim.OPTIMIZERS.
+        tensors: the parameters of a rank's model with their numbers; those that are not trained have no state.
+        options: of the optimizer.
+        ranks: the GPUs among which FSDP2 shares them.
+        expert_ranks: the same for those of experts, if others.
     """
-    if not lora_rank:
-        return model_parameters(config)
-    return [
-        Parameter("vector", (lora_rank * linear.gemms, size), count)
-        for layer, count in Counter(config.layers).items()
-        for linear in layer.linears.values()
-        if linear.adapted or (linear.experts and lora_experts)
-        for size in (linear.inputs, linear.outputs)
-    ]
+    choice = OPTIMIZERS[name]
+    options = {**resolve_options(name, {}), **options}
+    trained = {tensor: count for tensor, count in tensors.items() if tensor.trained}
+    if ranks == 1 or choice.elementwise:
+        size = 0.0
+        for tensor, count in trained.items():
+            shares = ranks if expert_ranks is None or not tensor.expert else expert_ranks
+            size += count * _bytes_of(name, choice, tensor, options) / shares
+        return round(size)
+    # An owner has whole masters even of FP32 parameters, of which FSDP2 leaves it a shard.
+    sizes: list[int] = []
+    owned_bytes: list[int] = []
+    for tensor, count in trained.items():
+        size = _bytes_of(name, choice, tensor, options, owned=True)
+        sizes += [tensor.numel] * count
+        owned_bytes += [size] * count
+    owned = [0] * ranks
+    for size, owner in zip(owned_bytes, share_out(sizes, ranks), strict=True):
+        owned[owner] += size
+    return max(owned)
 
 
-def model_parameters(config: ModelConfig) -> list[Parameter]:
-    """Return every parameter of a CausalLM; vectors (norms and biases) as one."""
-    tables = 1 if config.tie_word_embeddings else 2
-    found = [Parameter("table", (config.vocab_size, config.hidden_size), tables)]
-    for layer, count in Counter(config.layers).items():
-        for linear in layer.linears.values():
-            for section in linear.sections:
-                if section.stored:
-                    found.append(
-                        Parameter(
-                            section.role, (section.stored, linear.inputs), count * linear.gemms
-                        )
-                    )
-    total = config.num_parameters + config.num_padding_parameters
-    return [*found, Parameter("vector", (total - sum(p.numel for p in found),), 1)]
+def _bytes_of(
+    name: str, choice: Choice, tensor: HeldTensor, options: Options, owned: bool = False
+) -> int:
+    """Return the bytes of the state of a parameter, and of its master if it has one that is not itself."""
+    masters = has_masters(options)
+    itemsize = FP32 if masters else tensor.itemsize
+    copied = owned or tensor.quantized or itemsize != tensor.itemsize
+    size = tensor.numel * itemsize if copied else 0
+    views: list[tuple[tuple[int, ...], bool]] = [(tensor.shape, False)]
+    if choice.matrices:
+        views = [(shape, role == "hidden") for role, shape in tensor.parts]
+    for shape, hidden in views:
+        size += _state_bytes(choice, name, tuple(options.items()), shape, itemsize, hidden)
+    return size
+
+
+@functools.lru_cache(4096)
+def _state_bytes(
+    choice: Choice,
+    name: str,
+    options: tuple[tuple[str, Any], ...],
+    shape: tuple[int, ...],
+    itemsize: int,
+    hidden: bool,
+) -> int:
+    """Return the bytes of the state of one tensor; `choice` tells optimizers apart that had one name at times."""
+    view = torch.empty(shape, dtype=DTYPES[itemsize], device="meta")
+    return state_bytes(name, dict(options), view, hidden)
+
+
+def trained_elements(tensors: Mapping[HeldTensor, int]) -> int:
+    """Return the number of parameters that are trained."""
+    return sum(count * tensor.numel for tensor, count in tensors.items() if tensor.trained)
+
+
+def matrix_elements(tensors: Counter[HeldTensor] | Mapping[HeldTensor, int]) -> int:
+    """Return the number of elements of weights, without norms and biases."""
+    return sum(count * tensor.numel for tensor, count in tensors.items() if tensor.is_matrix)

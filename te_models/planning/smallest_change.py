@@ -99,12 +99,13 @@ def _levers(
         ]
     batch = options["batch_size"]
     gpus = options["gpus"]
+    shares = gpus // options.get("tensor_parallel_size", 1)  # of a batch
     parts = options["gradient_accumulation"]
-    if smaller := _divisors(batch // gpus)[1:]:
+    if smaller := _divisors(batch // shares)[1:]:
         values: list[Value] = []
         for size in smaller:
             own = dict(
-                batch_size=size * gpus, gradient_accumulation=parts * (batch // gpus // size)
+                batch_size=size * shares, gradient_accumulation=parts * (batch // shares // size)
             )
             shared = str(own["batch_size"] * processes), str(own["gradient_accumulation"])
             values.append((("--batch-size", shared[0], "--gradient-accumulation", shared[1]), own))

@@ -19,6 +19,11 @@ class StepSetting:
     gradient_sums: bool
     cached_weights: bool
     sharded: bool  # whether FSDP2 shards the weights
+    tensor_ranks: int
+    sequence: bool
+    expert_ranks: int
+    expert_replicas: int  # ranks that have the same experts
+    fp8_dispatch: bool
     logits: bool
     compile: bool
     fused: bool
@@ -30,9 +35,10 @@ class Training:
     """Settings of a training step that its memory depends on; te_models.planning.memory_plan.plan_memory explains them.
 
     Under gradient accumulation, FP32 sums of all gradients exist, which FSDP2 does not shard (`gradient_sums`), and FP8
-    copies of weights exist already (`cached_weights`). With `lora_rank`, all linears of blocks have an adapter of that
-    rank, with `lora_experts` experts too, and nothing else is trained. `compile`, `fused` and `cuda` say which kernels
-    run.
+    copies of weights exist already (`cached_weights`). Of `gpus`, each `tensor_parallel_size` share every layer, and
+    the others divide batches and weights; each `expert_parallel_size` of those share the experts. With `lora_rank`, all
+    linears of blocks have an adapter of that rank, with `lora_experts` experts too, and nothing else is trained.
+    `compile`, `fused` and `cuda` say which kernels run.
     """
 
     batch_size: int = 8  # per GPU and micro-batch
@@ -45,6 +51,10 @@ class Training:
     activation_checkpointing: str | int = "none"
     activation_offload: bool = False
     gpus: int = 1
+    tensor_parallel_size: int = 1
+    sequence_parallel: bool = False
+    expert_parallel_size: int = 1
+    fp8_dispatch: bool = False
     gradient_sums: bool = False
     cached_weights: bool = False
     fp8_params: bool = False
@@ -61,6 +71,16 @@ class Training:
         return self.fused and self.cuda and allowed
 
     @property
+    def data_ranks(self) -> int:
+        """The number of GPUs that divide a batch, and among which FSDP2 shares what each layer's ranks hold."""
+        return self.gpus // self.tensor_parallel_size
+
+    @property
+    def expert_replicas(self) -> int:
+        """The number of GPUs that have the same experts, among which FSDP2 shares them."""
+        return self.data_ranks // self.expert_parallel_size
+
+    @property
     def setting(self) -> StepSetting:
         """Return the part of it that a measurement depends on (te_models.planning.measured)."""
         return StepSetting(
@@ -72,7 +92,12 @@ class Training:
             lora_experts=self.lora_experts,
             gradient_sums=self.gradient_sums,
             cached_weights=self.cached_weights,
-            sharded=self.gpus > 1,
+            sharded=self.data_ranks > 1,
+            tensor_ranks=self.tensor_parallel_size,
+            sequence=self.sequence_parallel,
+            expert_ranks=self.expert_parallel_size,
+            expert_replicas=self.expert_replicas,
+            fp8_dispatch=self.fp8_dispatch,
             logits=self.logits,
             compile=self.compile and self.cuda,
             fused=self.fused_kernels,

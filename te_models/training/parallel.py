@@ -40,6 +40,7 @@ from te_models.distributed.dtensor import local
 from te_models.errors import UsageError
 from te_models.fp8.primary_weights import make_shards
 from te_models.interop.origin import DTYPES
+from te_models.optim import OPTIMIZERS
 from te_models.optim.gradients import Gradients, GradientSums, Norm, gradient_norm
 from te_models.optim.parameter_owners import Owners
 
@@ -167,7 +168,8 @@ class Parallel:
 
     def owners(self) -> Callable[[list[nn.Parameter]], Owners] | None:
         """Return a function that assigns owners to parameters, for optimizers that need whole tensors; else None."""
-        if self.kind != "fsdp" or self.config.optimizer == "adamw" or self.frozen:
+        elementwise = OPTIMIZERS[self.config.optimizer].elementwise
+        if self.kind != "fsdp" or elementwise or self.frozen:
             return None
         return lambda parameters: Owners(parameters, self.data_group, self.ranks)
 

@@ -51,26 +51,27 @@ class MemoryCheck:
         return f"{about}{_gib(self.needed)} at the peak ({', '.join(parts)}), {free}"
 
 
-def check_memory(
-    model: ModelSource, config: TrainConfig, processes: Parallel
-) -> MemoryCheck | None:
-    """Return the memory that a run needs and the memory available; None if the plan does not support this kind of run.
+def check_memory(model: ModelSource, config: TrainConfig, processes: Parallel) -> MemoryCheck:
+    """Return the memory that a run needs and the memory available.
 
     The kind of parallelism in `config` is resolved, not "auto".
 
     Raises:
         UsageError: the run does not fit, and `config.memory_check` is on; the line has the smallest change that helps.
     """
-    if processes.tp is not None:
-        return None  # the plan knows no split layers
     settings = model.settings
     shape = model.shape
     recipe = model.recipe
     device = torch.device(processes.device or choose_device(settings.build.get("device")))
     options = _build_options(model)
+    layers = 1 if processes.tp is None else processes.tp.size()
     options |= dict(
         batch_size=config.batch_size if processes.uses_fsdp else processes.rows(config.batch_size),
-        gpus=processes.data_world if processes.uses_fsdp else 1,
+        gpus=(processes.data_world if processes.uses_fsdp else 1) * layers,
+        tensor_parallel_size=layers,
+        sequence_parallel=config.sequence_parallel,
+        expert_parallel_size=1 if processes.ep is None else processes.ep.size(),
+        fp8_dispatch=config.fp8_dispatch,
         seq_len=config.seq_len,
         gradient_accumulation=config.gradient_accumulation,
         optimizer=config.optimizer,
@@ -196,6 +197,9 @@ class _Refusal:
         line = f"this run does not fit: it needs {self.check}"
         anyway = "(--no-memory-check tries it)"
         fixed = self._fixed(self.processes.uses_fsdp)
+        if self.processes.tp is not None or self.processes.ep is not None:
+            # Of divided layers and experts only adamw updates the parts.
+            fixed |= {"optimizer", "optimizer_offload", "fp8_params", "lora_rank"}
         copies = 1 if self.processes.uses_fsdp else self.processes.data_world
         change = self._change(self.plan, self.options, fixed, copies)
         if change is not None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from fewer import every
 
-from te_models import CausalLM, ModelConfig, get_preset, list_presets
+from te_models import CausalLM, ModelConfig, get_preset, get_recipe, list_presets
 from te_models.config.presets import PRESETS
 from te_models.errors import UsageError
-from te_models.planning.parameter_bytes import model_parameters
+from te_models.planning.memory_plan import plan_memory
 
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 SMALL = dict(
@@ -159,7 +159,8 @@ def test_options_count_their_parameters(change: dict[str, Any], more: int) -> No
     assert config.num_parameters == ModelConfig(**SMALL).num_parameters + more
     model = CausalLM(config, device="meta", engine="emulated")
     assert sum(p.numel() for p in model.parameters()) == config.num_parameters
-    assert sum(p.numel for p in model_parameters(config)) == config.num_parameters
+    plan = plan_memory(config, get_recipe("bf16"), batch_size=1, seq_len=16)
+    assert plan.num_trained == config.num_parameters
 
 
 @pytest.mark.parametrize(

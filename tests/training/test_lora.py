@@ -15,7 +15,6 @@ from te_models import CausalLM
 from te_models.errors import CheckpointError
 from te_models.fp8.primary_weights import is_quantized, plain, saved_weight
 from te_models.fp8.scaling_state import fp8_state, weight_scale
-from te_models.planning.parameter_bytes import trained_parameters
 from te_models.saving.folder import load_folder, save_folder
 
 for package in ("peft", "accelerate", "transformers"):
@@ -99,7 +98,7 @@ def test_every_linear_of_a_block_gets_an_adapter_but_no_expert_and_no_router(pre
         own = {"gate_up_proj", "down_proj", "qkvz_proj", "ba_proj", "out_proj"}
     assert kinds == {"qkvg_proj", "o_proj"} | own
     trainable = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert trainable == sum(parameter.numel for parameter in trained_parameters(model.config, 2))
+    assert trainable == model.plan_memory(batch_size=1, seq_len=16, lora_rank=2).num_trained
 
 
 def test_dropout_is_applied_to_the_input_of_the_adapter_in_training(build: Any) -> None:

@@ -99,7 +99,8 @@ def _reduced_amaxes(states: list[DelayedScalingRecipeState]) -> Tensor | None:
     group = states[0].group
     initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     several = initialized and torch.distributed.get_world_size(group) > 1
-    if not states[0].recipe.reduce_amax or not several:
+    planned = states[0].scale.is_meta  # of a model without data, which sends nothing
+    if planned or not states[0].recipe.reduce_amax or not several:
         return None
     amaxes = torch.cat([state.amax_history[0] for state in states])
     torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group=group)

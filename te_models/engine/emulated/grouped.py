@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from te_models.device.autograd import Context
+from te_models.distributed.planned_ranks import world_size
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.linear import Call, fp8_weight, gradients, new_calls, product, save
 from te_models.engine.emulated.module import TransformerEngineBaseModule
@@ -170,7 +171,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             not (ub_overlap_rs or ub_overlap_ag),
             "GroupedLinear doesn't support Userbuffer overlap.",
         )
-        ranks = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+        ranks = tp_size if tp_group is None else world_size(tp_group)
         require(
             ranks == 1 or not bias,
             "GroupedLinear doesn't support bias when TP > 1. Because the TP communication is handled outside of this "

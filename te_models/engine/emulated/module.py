@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from te_models.device.autograd import autocast_enabled
 from te_models.device.cpu_matmul import packed
 from te_models.device.host import device_type
+from te_models.distributed.planned_ranks import world_size
 from te_models.engine.emulated import recipe as recipes
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.delayed_scaling import DelayedScalingRecipeState
@@ -160,7 +161,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
         sequence: bool,
     ) -> None:
         """Set the sizes of this rank's share of a layer of these sizes."""
-        ranks = self.tp_size = tp_size if group is None else torch.distributed.get_world_size(group)
+        ranks = self.tp_size = tp_size if group is None else world_size(group)
         self.parallel_mode = mode
         self.sequence_parallel = sequence and ranks > 1
         self.in_features = divide(inputs, ranks) if mode == "row" else inputs

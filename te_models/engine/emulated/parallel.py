@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from te_models.distributed.collectives import all_gather, all_reduce, reduce_scatter
+from te_models.distributed.planned_ranks import world_size
 from te_models.engine.emulated.recipe import DelayedScaling, Recipe
 from te_models.errors import require
 from te_models.numerics.nvfp4 import NVFP4Quantizer
@@ -180,7 +181,7 @@ def _gather_quantized(
             value = None
         found.append(value)
     made = x.with_data_tensors(tuple(found))
-    made._shape = torch.Size((x._shape[0] * torch.distributed.get_world_size(group), *x._shape[1:]))
+    made._shape = torch.Size((x._shape[0] * world_size(group), *x._shape[1:]))
     return made
 
 

@@ -1,0 +1,162 @@
+"""The memory plan of a model whose layers or experts GPUs share: against autograd and against measured peaks."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from autograd_bytes import autograd_bytes, held_bytes, planned_bytes
+from planned_shapes import SHAPE as SMALL
+from ranks import as_one_of, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from te_models import CausalLM, get_recipe
+from te_models.cli import main
+from te_models.config.presets import get_preset
+from te_models.errors import UsageError
+from te_models.planning.memory_plan import plan_memory
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+SHAPE: dict[str, Any] = SMALL | dict(max_position_embeddings=256)
+EDGES: dict[str, Any] = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+MOE: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
+# Name of a journey (tests/journeys.py) of gated-124m with 8 x 512 tokens -> its recipe, and how GPUs shared it.
+JOURNEYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "two-fsdp": ("delayed", dict(gpus=2)),
+    "four-fsdp": ("delayed", dict(gpus=4)),
+    "two-tp": ("delayed", dict(gpus=2, tensor_parallel_size=2)),
+    "two-tp-save": ("current", dict(gpus=2, tensor_parallel_size=2)),
+    "two-tp-sequence": (
+        "delayed",
+        dict(gpus=2, tensor_parallel_size=2, sequence_parallel=True),
+    ),
+    "four-fsdp-tp": ("delayed", dict(gpus=4, tensor_parallel_size=2)),
+    "four-fsdp-tp-sequence": (
+        "current",
+        dict(gpus=4, tensor_parallel_size=2, sequence_parallel=True),
+    ),
+}
+
+
+def measured_gib(name: str) -> float:
+    for path in RESULTS.glob("journeys_h200_x*.json"):
+        journeys = json.loads(path.read_text())["journeys"]
+        if name in journeys:
+            return journeys[name]["peak_gib"]
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("name", JOURNEYS)
+def test_peaks_of_shared_layers(name: str) -> None:
+    recipe, division = JOURNEYS[name]
+    plan = plan_memory(
+        get_preset("gated-124m"), get_recipe(recipe), batch_size=8, seq_len=512, **division
+    )
+    assert plan.peak.total / 2**30 == pytest.approx(measured_gib(name), rel=0.05)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tokens whole", "tokens divided"])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "blockwise", "mxfp8", "nvfp4"])
+def test_a_rank_keeps_what_the_plan_says(recipe: str, sequence: bool) -> None:
+    """To the byte: the rows and channels of one of two ranks."""
+    with as_one_of(2):
+        model = CausalLM.from_preset(
+            "gated-nano",
+            **SHAPE,
+            recipe=recipe,
+            engine="emulated",
+            device="cpu",
+            tp_mesh=init_device_mesh("cpu", (2,)),
+            sequence_parallel=sequence,
+        )
+        kept = autograd_bytes(model, torch.randint(0, 288, (2, 128)))
+        planned = planned_bytes(
+            model, 2, 128, gpus=2, tensor_parallel_size=2, sequence_parallel=sequence
+        )
+        assert kept <= planned <= kept + held_bytes(model, 128)
+
+
+def _kept_by_experts(rank: int, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "replicas"))["replicas"]
+    for recipe in ("bf16", "current"):
+        torch.manual_seed(0)
+        model = CausalLM.from_preset(
+            "gated-moe-nano",
+            **SHAPE | EDGES,
+            moe=MOE,
+            recipe=recipe,
+            engine="emulated",
+            device="cpu",
+            ep_mesh=mesh,
+            ep_replicas=alone,
+        )
+        ids = torch.randint(0, 288, (4, 128)).chunk(2)[rank]
+        kept = torch.tensor([float(autograd_bytes(model, ids))])
+        dist.all_reduce(kept)
+        planned = planned_bytes(model, 2, 128, gpus=2, expert_parallel_size=2)
+        # Which rank has more rows depends on the tokens; the plan has half of them on each.
+        assert float(kept) == pytest.approx(2 * planned, rel=0.01), recipe
+
+
+@pytest.mark.slow
+def test_ranks_with_experts_keep_what_the_plan_says(tmp_path: Path) -> None:
+    run_ranks(_kept_by_experts, tmp_path, 2)
+
+
+def test_experts_on_more_gpus_take_less_of_each() -> None:
+    config = get_preset("gated-moe-nano", moe=MOE, hidden_size=384)
+    plan = partial(plan_memory, config, get_recipe("current"), batch_size=8, seq_len=256)
+    whole, shared = plan(gpus=4), plan(gpus=4, expert_parallel_size=4)
+    # What FSDP2 gathers of a block; shards are the same, whoever has them.
+    assert shared.moments[0].weights < whole.moments[0].weights
+    assert shared.moments[-1].optimizer == pytest.approx(whole.moments[-1].optimizer, rel=1e-6)
+    assert shared.moments[-1].gradients == pytest.approx(whole.moments[-1].gradients, rel=1e-6)
+    pairs = plan(gpus=4, expert_parallel_size=2)
+    assert shared.moments[0].weights < pairs.moments[0].weights < whole.moments[0].weights
+    assert pairs.moments[-1].optimizer == pytest.approx(whole.moments[-1].optimizer, rel=1e-6)
+    assert plan(gpus=4, expert_parallel_size=4, fp8_dispatch=True).peak.total > 0
+
+
+def test_layers_on_more_gpus_take_less_of_each() -> None:
+    plan = partial(plan_memory, get_preset("gated-1b"), get_recipe("current"), seq_len=2048)
+    one = plan(batch_size=4)
+    layers = plan(batch_size=4, gpus=4, tensor_parallel_size=4)
+    tokens = plan(batch_size=4, gpus=4, tensor_parallel_size=4, sequence_parallel=True)
+    assert tokens.peak.activations < layers.peak.activations < one.peak.activations
+    assert tokens.num_trained == layers.num_trained < one.num_trained
+    assert layers.peak.optimizer == pytest.approx(12 * layers.num_trained)
+    assert "4 GPUs (layers and tokens in 4)" in str(tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(gpus=4, tensor_parallel_size=3), "tensor_parallel_size=3 does not divide gpus=4"),
+        (dict(gpus=1, tensor_parallel_size=2), "does not divide"),
+        (dict(gpus=8, tensor_parallel_size=8), "cannot be divided between 8 ranks: use 1, 2"),
+        (dict(gpus=2, sequence_parallel=True), "give tensor_parallel_size"),
+        (dict(gpus=2, expert_parallel_size=2), "this one has none"),
+        (dict(gpus=2, fp8_dispatch=True), "give expert_parallel_size"),
+        (dict(gpus=2, tensor_parallel_size=2, lora_rank=4), "adapters are on whole layers"),
+    ],
+)
+def test_divisions_that_no_run_has(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan_memory(get_preset("gated-nano"), get_recipe("bf16"), batch_size=8, **options)
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--preset", "gated-nano", "--memory", "--seq-len", "64", "--batch-size", "4"]
+    assert (
+        main([*command, "--gpus", "2", "--tensor-parallel-size", "2", "--sequence-parallel"]) == 0
+    )
+    assert "2 GPUs (layers and tokens in 2)" in capsys.readouterr().out
+    command[2] = "gated-moe-nano"
+    assert main([*command, "--gpus", "2", "--expert-parallel-size", "2"]) == 0
+    assert "2 GPUs (FSDP, experts in 2)" in capsys.readouterr().out
+    assert main([*command[:3], "--tensor-parallel-size", "2"]) == 2
+    assert "add --memory" in capsys.readouterr().err
