@@ -22,7 +22,7 @@ import torch
 from small_model import small  # noqa: F401  a fixture
 
 import te_models.engine.emulated as emulated
-from te_models.data import chat_template
+from te_models.data import chat_template, python_docstrings
 from te_models.training import plots
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -89,6 +89,16 @@ def plain_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Drawing the plot of a run takes as long as a short run itself: only tests that look at plots have them drawn."""
     if request.path.stem not in DRAWN and request.node.get_closest_marker("drawn") is None:
         monkeypatch.setattr(plots, "save_figure", lambda figure, path: path.touch())
+
+
+@pytest.fixture(autouse=True, scope="session")
+def parsed_once() -> Iterator[None]:
+    """Parsing Python's own sources takes seconds: a process does it once."""
+    with pytest.MonkeyPatch.context() as patch:
+        read_pairs = python_docstrings.read_pairs
+        parsed = functools.cache(lambda source: tuple(read_pairs(source)))
+        patch.setattr(python_docstrings, "read_pairs", parsed)
+        yield
 
 
 _shared_process = functools.lru_cache(maxsize=8)(

@@ -1,5 +1,6 @@
 """Processes for tests of several ranks. They are forked from one that has imported torch, which takes seconds."""
 
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -28,6 +29,7 @@ multiprocessing.set_forkserver_preload(
         "pytest",
     ]
     + ["te_models.engine.emulated", "te_models.data.corpus_chunks", "te_models.training.launch"]
+    + ["te_models.training.lora_run"]  # imports peft, and that transformers: 2 s in each process
 )
 
 
@@ -101,6 +103,7 @@ def _run(
     port: int,
     exact: bool,
 ) -> None:
+    gc.freeze()  # what the server of processes imported is no garbage
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = socket.if_indextoname(
         1

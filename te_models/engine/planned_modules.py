@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -29,6 +29,10 @@ GRADIENTS = "gradients"
 EXPERT_GRADIENTS = "expert_gradients"  # which fewer ranks share under expert parallelism
 
 
+# What casts return, on meta, which holds no memory: PyTorch takes milliseconds for the operations of one cast there.
+_CASTS: dict[Hashable, dict[str, Any]] = {}
+
+
 class _PlannedQuantizer(Quantizer):
     """A quantizer of the emulated engine whose casts allocate their results and nothing else.
 
@@ -36,9 +40,19 @@ class _PlannedQuantizer(Quantizer):
     """
 
     def _fields(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
-        with counted_as(None):
-            fields = super()._fields(tensor, rowwise, columnwise)
-        return {name: fresh(value) for name, value in fields.items()}
+        key = (type(self), self._settings(), tensor.shape, tensor.dtype, rowwise, columnwise)
+        if key not in _CASTS:
+            with counted_as(None):
+                _CASTS[key] = super()._fields(tensor, rowwise, columnwise)
+        return {name: fresh(value) for name, value in _CASTS[key].items()}
+
+    def _settings(self) -> tuple[tuple[str, Hashable], ...]:
+        """Return what the shapes of results depend on, without scales, amaxes and random states."""
+        found = []
+        for name, value in vars(self).items():
+            if not isinstance(value, Tensor | torch.Generator):
+                found.append((name, value))
+        return tuple(found)
 
 
 @functools.cache

@@ -1,9 +1,7 @@
 """Pairs of function and docstring: which functions qualify, what remains of them, and how they are split."""
 
 import ast
-import functools
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +17,9 @@ TEXT = "Return one more than x, an int."
 
 
 @pytest.fixture(scope="module")
-def pairs() -> Iterator[tuple]:
-    """The pairs of the standard library; its files are parsed once for all tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            module, "read_pairs", functools.cache(lambda source: list(read_pairs(source)))
-        )
-        yield python_docstrings()
+def pairs() -> tuple:
+    """The pairs of the standard library."""
+    return python_docstrings()
 
 
 def found(source: str) -> list[tuple[str, str, str]]:

@@ -2,11 +2,11 @@
 
 import copy
 import dataclasses
+import importlib.util
 import sys
 from typing import Any
 
 import pytest
-from ranks import run_process
 
 from te_models.engine.emulated import recipe as R
 
@@ -203,26 +203,37 @@ def test_equality_copies_and_hash(cls: type) -> None:
 ENVIRONMENT = {
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": (
         "1",
-        "R.Float8CurrentScaling().fp8_quant_bwd_grad.power_2_scale",
+        lambda R: R.Float8CurrentScaling().fp8_quant_bwd_grad.power_2_scale,
     ),
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": (
         "1",
-        "not R.Float8BlockScaling().fp8_quant_fwd_inp.power_2_scale",
+        lambda R: not R.Float8BlockScaling().fp8_quant_fwd_inp.power_2_scale,
     ),
     "NVTE_NVFP4_DISABLE_RHT": (
         "1",
-        "not R.NVFP4BlockScaling().fp4_quant_fwd_inp.random_hadamard_transform",
+        lambda R: not R.NVFP4BlockScaling().fp4_quant_fwd_inp.random_hadamard_transform,
     ),
     "NVTE_BACKWARD_OVERRIDE": (
         "dequantized",
-        "R.MXFP8BlockScaling().backward_override == 'dequantized'",
+        lambda R: R.MXFP8BlockScaling().backward_override == "dequantized",
     ),
 }
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)
-def test_environment_is_read_at_import(name: str) -> None:
+def test_environment_is_read_at_import(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     value, condition = ENVIRONMENT[name]
-    code = f"import importlib.util as u, sys; s = u.spec_from_file_location('r', {R.__file__!r}); "
-    code += f"R = u.module_from_spec(s); sys.modules['r'] = R; s.loader.exec_module(R); assert {condition}"
-    run_process([sys.executable, "-c", code], env={name: value, "PYTHONPATH": ":".join(sys.path)})
+    monkeypatch.setenv(name, value)
+    assert condition(imported(monkeypatch))
+    monkeypatch.delenv(name)
+    assert not condition(imported(monkeypatch))
+
+
+def imported(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import the module once more, under another name."""
+    found = importlib.util.spec_from_file_location("another_recipe", R.__file__)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    monkeypatch.setitem(sys.modules, "another_recipe", module)
+    found.loader.exec_module(module)
+    return module

@@ -6,6 +6,7 @@ saved tensors; a run that was not interrupted; the modules of the model.
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 from autograd_bytes import assert_planned, autograd_bytes, planned_bytes
 from bits import assert_same_tensors
-from fewer import every, slow
+from fewer import slow
 from kinds import (
     EMULATED,
     KINDS,
@@ -350,12 +351,22 @@ def test_a_folder_keeps_every_bit(kind: Kind, tmp_path: Path) -> None:
         assert not (tmp_path / "hf").exists()
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float32]
-)  # attention runs on FP32 copies of the first
-@pytest.mark.parametrize(
-    "recipe, mode", every(3, ("bf16", "current", "delayed"), ("none", "selective", "full"))
+# Attention runs on FP32 copies of BF16.
+STEPS = list(
+    itertools.product(
+        ("bf16", "current", "delayed"),
+        ("none", "selective", "full"),
+        (torch.bfloat16, torch.float32),
+    )
 )
+# Two of a kind's 18 steps in every run, six in the long tests. Kinds begin at different steps.
+PLANNED = [case for n in (0, 7) for case in each_kind(*zip(*STEPS[n:], *STEPS[:n], strict=True))]
+PLANNED += slow(
+    case for n in (2, 5, 11, 15) for case in each_kind(*zip(*STEPS[n:], *STEPS[:n], strict=True))
+)
+
+
+@pytest.mark.parametrize("recipe, mode, dtype, kind", PLANNED, indirect=["kind"])
 def test_the_memory_plan_is_what_autograd_keeps(
     kind: Kind, recipe: str, mode: str, dtype: torch.dtype
 ) -> None:
