@@ -132,6 +132,7 @@ def outside_autocast() -> Iterator[recipe.Recipe | None]:
     left = state.fp8_recipe if state.fp8_enabled else None
     state.fp8_enabled = state.fp8_calibration = state.is_first_fp8_module = False
     state.fp8_recipe = state.fp8_distributed_group = None
+    # Depth 1: an autocast inside is never the outermost one, whose exit updates scales.
     state.autocast_depth = 1
     try:
         yield left
@@ -169,6 +170,7 @@ def reset_fp8_state(module: Linear) -> None:
             continue
         history = state.amax_history
         for key, histories in registry.global_amax_history_buffer.items():
+            # The three buffers of the registry are parallel lists: the same entries leave all of them.
             keep = [i for i, other in enumerate(histories) if other is not history]
             for buffers in (
                 registry.global_amax_buffer,
@@ -261,6 +263,7 @@ def _quantizer(
     own = linear.quantizers[direction][operand]
     if not isinstance(own, (Float8Quantizer, Float8CurrentScalingQuantizer)):
         return None
+    # The module sets the usage of its own one anew at each call; this copy shares scale and amax.
     quantizer = own.copy()
     quantizer.internal = (
         False  # autograd can pass on tensors, not Transformer Engine's bare storages
@@ -313,11 +316,13 @@ class _Norm(torch.autograd.Function):
             )
             y = target.tensor(fp8, x.dtype, counted=True)
         else:
+            # Without a scale that is known before, or under BF16: the sum in PyTorch, the norm by Transformer Engine.
             total = (x if delta is None else x + delta).contiguous()  # rmsnorm_fwd reads no strides
             options = (TE_DType[x.dtype], 0, ctx.zero_centered)
             y, _, inverse = tex.rmsnorm_fwd(total, weight, module.eps, None, quantizer, *options)
             observe(quantizer, y)
         ctx.save_for_backward(total, weight, inverse)
+        # Autograd must not see an input returned as an output: a view is another tensor.
         return y, total.view_as(total) if delta is None else total
 
     @staticmethod
@@ -327,6 +332,7 @@ class _Norm(torch.autograd.Function):
         total, weight, inverse = ctx.saved_tensors
         dy = dy.contiguous()
         dtotal = dtotal.contiguous()
+        # The residual gradient is added in the same kernel, which saves reading and writing [N, D] once.
         dx, dweight = tex.rmsnorm_bwd_add(dy, total, dtotal, inverse, weight, 0, ctx.zero_centered)
         return dx, dx if ctx.both else None, dweight, None, None
 
@@ -431,6 +437,7 @@ def _linear(module: Linear, x: Tensor, **options: bool | None) -> Tensor:
     if weight is None:
         y = module(x, **options)
     else:
+        # is_first_microbatch=False reads the weight from the cache: for one call it holds the copy made by our kernel.
         cache = module._fp8_workspaces
         module._fp8_workspaces = {"weight": weight}
         try:

@@ -180,8 +180,14 @@ class _UpOfExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, own: _ExpertCopies, rows: int, route: Route | None, passed: Any, *_: Tensor
-    ) -> Tensor:  # fmt: skip
+        ctx: Context,
+        x: Tensor,
+        own: _ExpertCopies,
+        rows: int,
+        route: Route | None,
+        passed: Any,
+        *_: Tensor,
+    ) -> Tensor:
         module = own.module
         given = _bytes(rows * module.in_features)
         turned = None
@@ -225,9 +231,15 @@ class _DownOfExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, gate_up: Tensor, gates: Tensor | None, own: _ExpertCopies, route: Route | None,
-        passed: Any, trained_up: bool, *_: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx: Context,
+        gate_up: Tensor,
+        gates: Tensor | None,
+        own: _ExpertCopies,
+        route: Route | None,
+        passed: Any,
+        trained_up: bool,
+        *_: Tensor,
+    ) -> Tensor:
         module = own.module
         hidden = _bytes(len(gate_up) * module.in_features)
         out = _wide(len(gate_up), module.out_features, gate_up)

@@ -55,6 +55,7 @@ class Probe:
     def note(self, operand: int, tensors: Iterable[Tensor]) -> None:
         """Raise an amax of each GEMM to its tensor's."""
         for amaxes, tensor in zip(self.amaxes, tensors, strict=True):
+            # An expert without tokens has no amax, and the norm of nothing raises.
             if tensor.numel():
                 amaxes[operand].clamp_(min=torch.linalg.vector_norm(tensor.detach(), torch.inf))
 
@@ -66,18 +67,22 @@ class Probe:
         weights = [
             p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")
         ]
+        # An FP8 primary weight noted its amax when the optimizer wrote it.
         if not is_quantized(weights[0]):
             self.note(WEIGHT, weights)
         if not torch.is_grad_enabled():  # another thread evaluates the model
             return inputs
         x = x if x.requires_grad else x.detach().requires_grad_()  # nothing before it is trained
+        # Backward has to reach only the first quantized module: gradients before it set no scale.
         if not self.starts:
             self.starts.append(x)
         return (x, *others)
 
     def after(self, module: nn.Module, inputs: Inputs, output: Tensor) -> None:
         """Note the gradient of the output, once there is one."""
+        # A frozen chain has no gradient to measure, and register_hook would raise.
         if output.requires_grad:
+            # Bound now: a recompute or the next pass changes self.rows before the gradient arrives.
             rows = self.rows
             output.register_hook(lambda gradient: self.note(GRADIENT, _by_gemm(gradient, rows)))
 
@@ -139,9 +144,11 @@ class Measurement:
             parts = finite.split(list(WIDTHS.values()), dim=1)  # [GEMMs, 3] and [GEMMs, 2]
             for direction, part in zip(WIDTHS, parts, strict=True):
                 state = states[f".{direction}"]
+                # Row 0 may hold the amax of an FP8 primary weight already.
                 own = torch.maximum(part.flatten(), state.amax_history[0])
                 rows.setdefault(scaling.group, []).append((state, direction, scaling, own))
         for group, members in rows.items():
+            # One collective for all modules of a group, in the order of the modules, which is the same on every rank.
             reduced = largest([own for *_, own in members], group)
             for (state, direction, scaling, own), shared in zip(members, reduced, strict=True):
                 history, scale = delayed_update(
@@ -159,6 +166,7 @@ class Measurement:
 def _any_gradient(modules: Sequence[nn.Module], group: dist.ProcessGroup | None) -> bool:
     """Return whether a module, on any process, has had an amax of a gradient, or a scale from one."""
     states = [vars(module)["fp8_meta"].get("scaling_bwd") for module in modules]
+    # Columns of a history repeat per GEMM: [dy, dx, dy, dx, ...].
     gradients = slice(0, None, WIDTHS["scaling_bwd"])
     seen = [
         (s.amax_history[:, gradients] != 0).any() | (s.scale[gradients] != 1).any()

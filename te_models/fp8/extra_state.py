@@ -42,5 +42,6 @@ def read_extra_tensor(owner: str, value: Tensor, gemms: int) -> dict[str, Tensor
     parts = value.split(widths if value.shape[1] == sum(widths) else widths[:1], dim=1)
     found = {}
     for way, part in zip(DIRECTIONS, parts, strict=False):
+        # strict=False above: a model saved before its first backward has the forward columns only.
         found |= {f"{owner}.{way}.scale": part[0], f"{owner}.{way}.amax_history": part[1:]}
     return found

@@ -58,6 +58,7 @@ def forward_pass(
         UserWarning: if the pass is inside an enabled autocast with another recipe, which has no effect on it.
     """
     autocast = no_autocast(weight) if weight.dtype.itemsize == 2 else contextlib.nullcontext()
+    # The order matters: the lock first, since the two others read and change state that threads share.
     with te.region_lock(model, recipe.quantized), te.outside_autocast() as outer, autocast:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             if model.training:
@@ -79,6 +80,8 @@ def forward_pass(
         else:
             with _discarding_amaxes_of_a_failure(model):
                 yield
+            # By hand: an autocast inside a disabled one updates nothing on exit (section 2.5), and a pass that raised
+            # never gets here.
             te.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
 
 
@@ -90,6 +93,7 @@ def evaluating(model: nn.Module, te: ModuleType, recipe: Recipe) -> Iterator[Non
     """
     with te.region_lock(model, recipe.quantized), _LOCK:
         users, was_training = _EVALUATING.get(model, (0, model.training))
+        # The first user notes the mode, the last one restores it.
         _EVALUATING[model] = users + 1, was_training
         model.eval()
     try:
@@ -131,6 +135,7 @@ def saving(model: nn.Module) -> Iterator[None]:
     with _LOCK:
         trainer = _TRAINERS.get(model)
         training = model.training or _EVALUATING.get(model, (0, False))[1]
+        # A thread that has ended cannot be in the middle of a step.
         if training and trainer is not None and trainer is not own and trainer.is_alive():
             raise EngineError(
                 f"thread {trainer.name!r} trains the model, and a save beside it would mix two steps: save in that "
@@ -226,10 +231,13 @@ class Autocasts:
         enabled = te_recipe is not None
         recipe = te_recipe if enabled else self.te_recipe
         with self.te.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group):
+            # Entering an autocast sets the flag again (section 2.5): only the first FP8 module of the whole pass may
+            # have it.
             state.is_first_fp8_module = enabled and self.first
             yield
             if enabled:
                 self.first = state.is_first_fp8_module
+        # Leaving one restores the flag from before, which a module inside may have taken.
         state.is_first_fp8_module = state.fp8_enabled and self.first
 
 
@@ -279,6 +287,7 @@ def preserve_scales_in_backward(model: nn.Module, outputs: Iterable[Tensor]) -> 
         live = fp8_state(model)
         saved.update({name: torch.empty_like(tensor) for name, tensor in live.items()})
         overwrite(list(saved.values()), list(live.values()))
+        # Runs after the whole backward, so also after the scale update at its end.
         torch.autograd.Variable._execution_engine.queue_callback(restore)
 
     for output in outputs:

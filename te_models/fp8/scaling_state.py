@@ -148,6 +148,7 @@ def gemms_of(module: nn.Module) -> int:
 
 def make_state(module: Any, built: EngineRecipe | None) -> None:
     """Give a te module the state for the engine's recipe `built`, if it has none (section 7.11)."""
+    # Where it has state, the engine's registry holds those tensors: new ones would never be updated.
     if "scaling_fwd" not in module.fp8_meta:
         module.fp8_meta.update(recipe=built, num_gemms=gemms_of(module))
         module.init_fp8_meta_tensors(built)
@@ -169,8 +170,10 @@ def convert_scales(
         owner, direction, _ = name.rsplit(".", 2)
         before = old(owner)
         now = new(owner)
+        # BF16 has no scales, and equal recipes share theirs.
         if before is None or now is None or before == now:
             continue
+        # A scale of 1 without any amax is the initial one: it says nothing about the tensor.
         seen = (scale != 1) | (live[name.removesuffix("scale") + "amax_history"].amax(0) > 0)
         scale.mul_(
             torch.where(seen, _largest(now, direction) / _largest(before, direction), 1.0)
@@ -205,6 +208,7 @@ def frozen_fp8_state(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS)
     (section 2.5).
     """
     copies = Fp8StateCopies(model, directions)
+    # Copied at once and put back in place: the registry of the engine and captured graphs hold these addresses.
     before = copies.take()
     try:
         yield

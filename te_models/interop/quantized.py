@@ -107,8 +107,12 @@ def read_storage(folder: Path, config: Document) -> WeightStorage | None:
             return None
         values = as_object(read_json(source), source).get("quantization")
         values = {**values, "quant_method": "modelopt"} if isinstance(values, dict) else values
-    readers = {"fp8": _fp8_storage, "compressed-tensors": _compressed_storage, "modelopt": _modelopt_storage,
-               "mxfp4": _mxfp4_storage}  # fmt: skip
+    readers = {
+        "fp8": _fp8_storage,
+        "compressed-tensors": _compressed_storage,
+        "modelopt": _modelopt_storage,
+        "mxfp4": _mxfp4_storage,
+    }
     method = values.get("quant_method") if isinstance(values, dict) else None
     read = readers.get(method) if isinstance(method, str) else None
     problem = f"quantization_config={_shown(values)} is not supported: te-models reads {', '.join(readers)}"
@@ -151,8 +155,19 @@ def _block_size(value: Value) -> tuple[int, int]:
 
 
 def _fp8_storage(values: Document) -> WeightStorage:
-    known = ("quant_method", "activation_scheme", "weight_block_size", "ignored_layers", "modules_to_not_convert",
-             "fmt", "scale_fmt", "dequantize", "expert_dtype", "kv_cache_scheme", "provider")  # fmt: skip
+    known = (
+        "quant_method",
+        "activation_scheme",
+        "weight_block_size",
+        "ignored_layers",
+        "modules_to_not_convert",
+        "fmt",
+        "scale_fmt",
+        "dequantize",
+        "expert_dtype",
+        "kv_cache_scheme",
+        "provider",
+    )
     _refuse_unknown(values, known)
     _require(values, "fmt", None, "e4m3", "float8_e4m3fn")
     activations = _require(values, "activation_scheme", "static", "dynamic", None)
@@ -162,8 +177,16 @@ def _fp8_storage(values: Document) -> WeightStorage:
 
 
 def _compressed_storage(values: Document) -> WeightStorage:
-    known = ("quant_method", "format", "config_groups", "ignore", "quantization_status", "global_compression_ratio",
-             "kv_cache_scheme", "version")  # fmt: skip
+    known = (
+        "quant_method",
+        "format",
+        "config_groups",
+        "ignore",
+        "quantization_status",
+        "global_compression_ratio",
+        "kv_cache_scheme",
+        "version",
+    )
     _refuse_unknown(values, known)
     groups = values["config_groups"]
     require(isinstance(groups, dict) and bool(groups), "config_groups names no weights")
@@ -204,8 +227,18 @@ def _mxfp4_storage(values: Document) -> WeightStorage:
 
 
 def _modelopt_storage(values: Document) -> WeightStorage:
-    known = ("quant_method", "quant_algo", "kv_cache_quant_algo", "kv_cache_scheme", "exclude_modules", "ignore",
-             "producer", "config_groups", "group_size", "quantized_layers")  # fmt: skip
+    known = (
+        "quant_method",
+        "quant_algo",
+        "kv_cache_quant_algo",
+        "kv_cache_scheme",
+        "exclude_modules",
+        "ignore",
+        "producer",
+        "config_groups",
+        "group_size",
+        "quantized_layers",
+    )
     _refuse_unknown({k: v for k, v in values.items() if k != "quantized_layers"}, known)
     algorithm = str(values["quant_algo"]).upper()
     algorithms = {"FP8": TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL, "FP8_PB_WO": BLOCK}

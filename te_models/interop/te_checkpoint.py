@@ -27,9 +27,11 @@ from te_models.interop.te_extra_state import read_extra_state
 SUFFIXES = (".pt", ".pth")
 MAX_PICKLE_BYTES = 16 * 2**20  # the names and shapes of a .pt file; about 200 bytes per tensor
 _PARTS = {
-    "scale_fwd": "scaling_fwd.scale", "amax_history_fwd": "scaling_fwd.amax_history",
-    "scale_bwd": "scaling_bwd.scale", "amax_history_bwd": "scaling_bwd.amax_history",
-}  # fmt: skip
+    "scale_fwd": "scaling_fwd.scale",
+    "amax_history_fwd": "scaling_fwd.amax_history",
+    "scale_bwd": "scaling_bwd.scale",
+    "amax_history_bwd": "scaling_bwd.amax_history",
+}
 
 
 @dataclass(frozen=True)

@@ -122,9 +122,19 @@ def _count(x, code, inverse, inside, index, E5M2: tl.constexpr, SOURCE: tl.const
 
 @triton.jit
 def _add_counts(
-    fields, codes, zeros, saturated, flushed, subnormal, wrong, signal, noise, hashed, largest,
+    fields,
+    codes,
+    zeros,
+    saturated,
+    flushed,
+    subnormal,
+    wrong,
+    signal,
+    noise,
+    hashed,
+    largest,
     SOURCE: tl.constexpr,
-):  # fmt: skip
+):
     """Add the sums of one or more tiles."""
     if SOURCE:
         _add(fields, _ZEROS, zeros)
@@ -140,9 +150,13 @@ def _add_counts(
 
 @triton.jit
 def _note_tensor(
-    fields, elements, scale,
-    E5M2: tl.constexpr, SOURCE: tl.constexpr, BLOCKED: tl.constexpr,
-):  # fmt: skip
+    fields,
+    elements,
+    scale,
+    E5M2: tl.constexpr,
+    SOURCE: tl.constexpr,
+    BLOCKED: tl.constexpr,
+):
     """Add what concerns the whole tensor, from one program: `scale` is the tensor's, which blocks do not have."""
     _add(fields, _ELEMENTS, elements)
     _raise(fields, _FORMAT, tl.full((), 8.0 if E5M2 else 7.0, tl.float64))
@@ -163,11 +177,30 @@ def _note_tensor(
 
 @triton.jit
 def count_cast_kernel(
-    source, data, inverse, scale, fields, codes, flag, rows, columns,
-    source_stride, data_row, data_column, inverse_row, inverse_column, spread,
-    E5M2: tl.constexpr, SOURCE: tl.constexpr, SCALED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEIGHT: tl.constexpr,
-):  # fmt: skip
+    source,
+    data,
+    inverse,
+    scale,
+    fields,
+    codes,
+    flag,
+    rows,
+    columns,
+    source_stride,
+    data_row,
+    data_column,
+    inverse_row,
+    inverse_column,
+    spread,
+    E5M2: tl.constexpr,
+    SOURCE: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+):
     """Count a cast of [rows, columns]: each program goes through units of HEIGHT rows and COLUMNS columns.
 
     BLOCK_COLUMNS is 0 for a tensor with one scale. A unit has whole blocks: BLOCK_ROWS is 1, or HEIGHT.
@@ -256,8 +289,20 @@ def count_cast_kernel(
                     squares += logarithm * logarithm
                     lowest = tl.minimum(lowest, block_scale)
                     highest = tl.maximum(highest, block_scale)
-        _add_counts(own, codes, zeros, saturated, flushed, subnormal, wrong, signal, noise, hashed, largest,
-                    SOURCE)  # fmt: skip
+        _add_counts(
+            fields=own,
+            codes=codes,
+            zeros=zeros,
+            saturated=saturated,
+            flushed=flushed,
+            subnormal=subnormal,
+            wrong=wrong,
+            signal=signal,
+            noise=noise,
+            hashed=hashed,
+            largest=largest,
+            SOURCE=SOURCE,
+        )
         if BLOCK_COLUMNS > 0:
             _lower(own, _SCALE_MIN, lowest)
             _raise(own, _SCALE_MAX, highest)
@@ -303,21 +348,53 @@ def count_cast(
     inverse = inverse.reshape(1, 1) if block is None else inverse
     spread = len(counts.fields)
     count_cast_kernel[(min(units, PROGRAMS),)](
-        data if source is None else source, data, inverse, inverse if scale is None else scale,
-        counts.fields, counts.codes, counts.flag, rows, columns,
-        0 if source is None else source.stride(0), data.stride(0), data.stride(1),
-        inverse.stride(0), inverse.stride(1), spread,
-        E5M2=e5m2, SOURCE=source is not None, SCALED=scale is not None,
-        BLOCK_ROWS=1 if block is None else block[0], BLOCK_COLUMNS=0 if block is None else block[1],
-        ROWS=ROWS, COLUMNS=COLUMNS, HEIGHT=height, num_warps=4,
-    )  # fmt: skip
+        source=data if source is None else source,
+        data=data,
+        inverse=inverse,
+        scale=inverse if scale is None else scale,
+        fields=counts.fields,
+        codes=counts.codes,
+        flag=counts.flag,
+        rows=rows,
+        columns=columns,
+        source_stride=0 if source is None else source.stride(0),
+        data_row=data.stride(0),
+        data_column=data.stride(1),
+        inverse_row=inverse.stride(0),
+        inverse_column=inverse.stride(1),
+        spread=spread,
+        E5M2=e5m2,
+        SOURCE=source is not None,
+        SCALED=scale is not None,
+        BLOCK_ROWS=1 if block is None else block[0],
+        BLOCK_COLUMNS=0 if block is None else block[1],
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        HEIGHT=height,
+        num_warps=4,
+    )
 
 
 @triton.jit
 def count_tile(
-    fields, codes, flag, spread, a, b, c, d, scale, group, j, rows, columns, width, first, noted,
+    fields,
+    codes,
+    flag,
+    spread,
+    a,
+    b,
+    c,
+    d,
+    scale,
+    group,
+    j,
+    rows,
+    columns,
+    width,
+    first,
+    noted,
     E5M2: tl.constexpr,
-):  # fmt: skip
+):
     """Count what `store_fp8` of handover_triton casts: four FP32 tiles, the rows of groups of four, with one scale.
 
     The tile's columns j, of `columns`, lie at `first` + j of a tensor of `width` columns. The program for which `noted`
@@ -361,8 +438,20 @@ def count_tile(
             signal += tl.sum(tl.sum(exact, 1), 0)
             noise += tl.sum(tl.sum(change, 1), 0)
             largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
-        _add_counts(own, codes, zeros, saturated, flushed, subnormal, wrong, signal, noise, hashed, largest,
-                    True)  # fmt: skip
+        _add_counts(
+            fields=own,
+            codes=codes,
+            zeros=zeros,
+            saturated=saturated,
+            flushed=flushed,
+            subnormal=subnormal,
+            wrong=wrong,
+            signal=signal,
+            noise=noise,
+            hashed=hashed,
+            largest=largest,
+            SOURCE=True,
+        )
         if noted:
             elements = tl.full((), 1.0, tl.float64) * rows * width
             _note_tensor(own, elements, scale, E5M2, True, False)

@@ -55,8 +55,10 @@ def delta_rule(
         state: before the first token, FP32 [B, value heads, d_k, d_v]; None: zeros, and no state is returned.
         documents: int [B, S]; the state is zero wherever a token and the one before it are of different documents.
     """
+    # The kernels compute in 16 bits with FP32 states; FP32 models and wider heads take the plain path.
     if runs_on_kernels(q.device, q.dtype) and k.shape[3] <= WIDEST:
         return _by_kernels(q, k, v, g, beta, state, documents)
+    # A memory plan of a GPU run, on meta.
     if q.is_meta and on_gpu(q) and q.dtype.itemsize == 2:
         return kernels_without_data(q, k, v, g, beta), None
     if state is None:
@@ -84,6 +86,7 @@ def recurrent(
     for step in range(v.shape[1]):
         key = k[:, :, step, :, None]  # [B, heads, d_k, 1]
         query = q[:, :, step, :, None]  # [B, heads, d_k, 1]
+        # Forget, look up what the key reads now, and write the difference to the value (the delta).
         state = state * g[:, step, :, None, None].exp()
         error = values[:, :, step] - (state * key).sum(-2)  # [B, heads, d_v]
         state = state + key * (beta[:, step, :, None] * error)[..., None, :]
@@ -108,6 +111,7 @@ def chunked(
     to chunk.
     """
     batch, seq, heads, _ = v.shape
+    # [B, heads, chunks, C, d] from here on; the last chunk is filled with zeros, which write nothing.
     size = min(size, seq)
     count = -(-seq // size)
     padding = count * size - seq
@@ -120,12 +124,15 @@ def chunked(
     )
     between, since, until, passed = chunked_decays(g, documents, padding)
 
+    # One triangular solve gives what every token of a chunk writes, both the part from its own values and the part that
+    # depends on the state before the chunk, which is not known yet.
     system = (beta[..., None] * k) @ k.mT * between  # [B, heads, chunks, C, C]
     given = torch.cat((values, k * since[..., None]), dim=-1) * beta[..., None]
     written, read = torch.linalg.solve_triangular(
         system, given, upper=False, unitriangular=True
     ).split((values.shape[-1], k.shape[-1]), dim=-1)
     scores = q @ k.mT * between  # [B, heads, chunks, C, C]
+    # Decays from the start of the chunk to the query, and from the key to the end of the chunk.
     q = q * since[..., None]
     k = k * until[..., None]
     outputs = []
@@ -134,6 +141,7 @@ def chunked(
         *(x.unbind(2) for x in (q, k, written, read, scores, passed[..., None, None])), strict=True
     )
     for query, key, own, seen_before, score, decay in chunks:
+        # What the tokens write, now that the state before them is known.
         new = own - seen_before @ state  # [B, heads, C, d_v]
         outputs.append(query @ state + score @ new)
         state = state * decay + key.mT @ new  # [B, heads, d_k, d_v]
@@ -149,6 +157,7 @@ def _prepared(
     width = k.shape[3]
     q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
     q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON) for x in (q, k))
+    # Value heads share keys in groups, as in grouped-query attention.
     q, k = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q * width**-0.5, k))
     if state is None:
         state = v.new_zeros(v.shape[0], heads, width, v.shape[3])
@@ -242,8 +251,10 @@ def _by_kernels(
     found = _kernels()
     assert found is not None
     if documents is not None:
+        # True at the first token of each document but the first, whose state is zero anyway.
         begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=False)
         g = g.masked_fill(begins[..., None], FORGET)
+    # The recurrent kernel has no backward; for one token it skips the work of a chunk.
     function = found[1] if q.shape[1] == 1 and not torch.is_grad_enabled() else found[0]
     keeps = dict(initial_state=state, output_final_state=state is not None)
     # By name: the two functions have other orders of arguments.

@@ -53,10 +53,32 @@ def _store_tile(base, row, row_stride, column, rows, columns, value):
 
 @triton.jit
 def _gradients_kernel(
-    q, k, v, g, h, do, dh, dv, dq, dk, dw, dg, ends, scale, seq, chunks, batch, key_heads, heads,
-    d_k: tl.constexpr, d_v: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
-    block_k: tl.constexpr, block_v: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    g,
+    h,
+    do,
+    dh,
+    dv,
+    dq,
+    dk,
+    dw,
+    dg,
+    ends,
+    scale,
+    seq,
+    chunks,
+    batch,
+    key_heads,
+    heads,
+    d_k: tl.constexpr,
+    d_v: tl.constexpr,
+    size: tl.constexpr,
+    rows: tl.constexpr,
+    block_k: tl.constexpr,
+    block_v: tl.constexpr,
+):
     """Compute the gradients of `rows` tokens of a chunk of one head, for `block_k` channels of queries and keys."""
     blocks: tl.constexpr = (d_k + block_k - 1) // block_k
     parts: tl.constexpr = size // rows
@@ -134,9 +156,18 @@ def _gradients_kernel(
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, h: Tensor, dh: Tensor, w: Tensor, g: Tensor, dv: Tensor,
-    scale: float, chunk_size: int = 64,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    h: Tensor,
+    dh: Tensor,
+    w: Tensor,
+    g: Tensor,
+    dv: Tensor,
+    scale: float,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk [B, S, key heads, d_k], dw [B, S, heads, d_k] and dg FP32 [B, S, heads] of every chunk.
 
     Args:
@@ -162,10 +193,27 @@ def gradients(
     # The further gradient of the gates of a chunk's last token.
     ends = g.new_empty(blocks * parts, batch, chunks, heads)
     _gradients_kernel[(chunks * blocks * parts, batch * heads)](
-        *(x.contiguous() for x in (q, k, v, g, h, do, dh, dv)), dq, dk, dw, dg, ends,
-        scale, seq, chunks, batch, key_heads, heads, d_k, d_v, chunk_size, rows, block_k, block_v,
-        num_warps=WARPS, num_stages=STAGES,
-    )  # fmt: skip
+        *(x.contiguous() for x in (q, k, v, g, h, do, dh, dv)),
+        dq,
+        dk,
+        dw,
+        dg,
+        ends,
+        scale,
+        seq,
+        chunks,
+        batch,
+        key_heads,
+        heads,
+        d_k,
+        d_v,
+        chunk_size,
+        rows,
+        block_k,
+        block_v,
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
     if heads != key_heads:
         dq, dk = (x.unflatten(2, (key_heads, -1)).sum(3) for x in (dq, dk))
     last = torch.arange(1, chunks + 1, device=g.device).mul_(chunk_size).clamp_(max=seq) - 1
@@ -195,9 +243,13 @@ def register() -> None:
             ), "it computes the gated delta rule only"
 
         def chunk_bwd_dqkwg(
-            self, g_gamma: None = None, cu_seqlens: None = None, chunk_indices: None = None,
-            state_v_first: bool = False, **given: Any,
-        ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+            self,
+            g_gamma: None = None,
+            cu_seqlens: None = None,
+            chunk_indices: None = None,
+            state_v_first: bool = False,
+            **given: Any,
+        ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             return gradients(**given)
 
     register_backend("common")(Backend)

@@ -130,6 +130,7 @@ def get_kernels(
     te: ModuleType, device: torch.device, *, compile: str | None, fused: bool
 ) -> Kernels:
     """Return the kernels of a model: compiled in the mode `compile` on a CUDA device, and with `fused` the engine's."""
+    # On a CPU compilation takes longer than a small run.
     kernels = compiled_kernels(compile) if compile and device.type == "cuda" else PLAIN
     if not fused:
         return kernels

@@ -25,7 +25,9 @@ class _EarlySave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
+        # Set once the saved tensor has been unpacked: torch.utils.checkpoint hands a recomputed tensor out only once.
         ctx.read = None
+        # A view: an autograd Function that returned its input itself would mark it as changed.
         return x.view_as(x)
 
     @staticmethod
@@ -74,6 +76,7 @@ def discarding(y: Tensor) -> Iterator[None]:
     this = _identity(y)
 
     def pack(tensor: Tensor) -> tuple[Tensor, int] | None:
+        # None stands for y itself, which unpack computes again.
         return None if _identity(tensor) == this else (tensor, tensor._version)
 
     def unpack(saved: tuple[Tensor, int] | None) -> Tensor:
@@ -82,6 +85,7 @@ def discarding(y: Tensor) -> Iterator[None]:
         # Torch's checkpoint gives a recomputed tensor to one reader; SwiGLU is the next.
         if node.source.read is None:
             node.source.read = node.source.saved_tensors[0]
+        # Inside backward: the recomputed value is only read.
         with torch.no_grad():
             return compute(node.source.read)
 

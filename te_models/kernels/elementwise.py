@@ -84,6 +84,7 @@ def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
 def clamped_swiglu_backward(dy: Tensor, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
     """Return the gradient of clamped_swiglu's input [..., 2F] from the gradient `dy` [..., F] of its output."""
     gate_half, up = gate_up.float().chunk(2, dim=-1)
+    # A clamp passes no gradient where it cut.
     inside = gate_half <= limit, up.abs() <= limit
     gate_half = gate_half.clamp(max=limit)
     up = up.clamp(-limit, limit)
@@ -140,6 +141,7 @@ def convolved(x: Tensor, tail: Tensor | None, taps: Tensor, documents: Tensor | 
     seq = x.shape[1]
     # [B, K - 1 + S, C]
     whole = F.pad(x, (0, 0, size - 1, 0)) if tail is None else torch.cat((tail, x), dim=1)
+    # A sum over a handful of taps instead of F.conv1d: it fuses with what is around it, and can stop at documents.
     total = torch.zeros((), device=x.device)
     for back in range(size):
         # The token `back` places before, [B, S, C].

@@ -83,9 +83,25 @@ def _along(values, group, part: tl.constexpr, first, rows, factors, stride, colu
 
 @triton.jit
 def _store_blocks(
-    a, b, c, d, group, j, rows, columns, width, begin, here, count,
-    data, scale_inv, transposed, turned_inv, pitch, offset,
-):  # fmt: skip
+    a,
+    b,
+    c,
+    d,
+    group,
+    j,
+    rows,
+    columns,
+    width,
+    begin,
+    here,
+    count,
+    data,
+    scale_inv,
+    transposed,
+    turned_inv,
+    pitch,
+    offset,
+):
     """Store a tile of 128 rows and columns j, of a matrix of `width` columns from column `offset` on."""
     if data is not None:
         block = (offset + tl.min(j, 0)) // 128
@@ -104,15 +120,44 @@ def _store_blocks(
         by = scale[None, :]
         out = transposed + here + offset.to(tl.int64) * pitch
         store_fp8(
-            a * by, b * by, c * by, d * by, 1.0, group, j, rows, columns, None, out, width, False, pitch
-        )  # fmt: skip
+            a=a * by,
+            b=b * by,
+            c=c * by,
+            d=d * by,
+            scale=1.0,
+            group=group,
+            j=j,
+            rows=rows,
+            columns=columns,
+            data=None,
+            transposed=out,
+            stride=width,
+            E5M2=False,
+            apart=pitch,
+        )
 
 
 @triton.jit
 def _cast_kernel(
-    x, source, factor, given, first, tiles, turned, data, scale_inv, transposed, turned_inv, pitch, sums,
-    columns, count, most, EXPERTS: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
+    x,
+    source,
+    factor,
+    given,
+    first,
+    tiles,
+    turned,
+    data,
+    scale_inv,
+    transposed,
+    turned_inv,
+    pitch,
+    sums,
+    columns,
+    count,
+    most,
+    EXPERTS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
     e, address, begin, rows, group = find_matrix(
         x, source, first, tiles, None, columns, count, EXPERTS, SIZE
     )
@@ -133,16 +178,44 @@ def _cast_kernel(
     here = tl.multiple_of(tl.load(turned + e), 128)
     none = tl.zeros([], tl.int64)
     _store_blocks(
-        a, b, c, d, group, j, rows, columns, columns, begin, here, most,
-        data, scale_inv, transposed, turned_inv, pitch, none,
-    )  # fmt: skip
+        a=a,
+        b=b,
+        c=c,
+        d=d,
+        group=group,
+        j=j,
+        rows=rows,
+        columns=columns,
+        width=columns,
+        begin=begin,
+        here=here,
+        count=most,
+        data=data,
+        scale_inv=scale_inv,
+        transposed=transposed,
+        turned_inv=turned_inv,
+        pitch=pitch,
+        offset=none,
+    )
 
 
 @triton.jit
 def _hidden_kernel(
-    gate_up, token, tokens, first, tiles, data, scale_inv, columns, count, most, alpha,
-    LIMIT: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
+    gate_up,
+    token,
+    tokens,
+    first,
+    tiles,
+    data,
+    scale_inv,
+    columns,
+    count,
+    most,
+    alpha,
+    LIMIT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
     e, address, begin, rows, group = find_matrix(
         gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, SIZE
     )
@@ -157,9 +230,25 @@ def _hidden_kernel(
     d = hidden_values(address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT)
     none = tl.zeros([], tl.int64)
     _store_blocks(
-        a, b, c, d, group, j, rows, columns, columns, begin, none, most,
-        data, scale_inv, None, None, none, none,
-    )  # fmt: skip
+        a=a,
+        b=b,
+        c=c,
+        d=d,
+        group=group,
+        j=j,
+        rows=rows,
+        columns=columns,
+        width=columns,
+        begin=begin,
+        here=none,
+        count=most,
+        data=data,
+        scale_inv=scale_inv,
+        transposed=None,
+        turned_inv=None,
+        pitch=none,
+        offset=none,
+    )
 
 
 @triton.jit
@@ -175,10 +264,30 @@ def _store_plain(a, b, c, d, i, j, rows, columns, stride, out):
 
 @triton.jit
 def _gradient_kernel(
-    dy, gate_up, token, tokens, first, tiles, turned, plain, data, scale_inv, transposed, turned_inv,
-    hidden, hidden_inv, pitch, sums, columns, count, most, alpha,
-    LIMIT: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
+    dy,
+    gate_up,
+    token,
+    tokens,
+    first,
+    tiles,
+    turned,
+    plain,
+    data,
+    scale_inv,
+    transposed,
+    turned_inv,
+    hidden,
+    hidden_inv,
+    pitch,
+    sums,
+    columns,
+    count,
+    most,
+    alpha,
+    LIMIT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
     e, address, begin, rows, group = find_matrix(
         gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, SIZE
     )
@@ -204,18 +313,66 @@ def _gradient_kernel(
         _store_plain(p, q, r, o, i, j, rows, columns, 2 * columns, plain + columns)
     else:
         _store_blocks(
-            a, b, c, d, group, j, rows, columns, 2 * columns, begin, here, most,
-            data, scale_inv, transposed, turned_inv, pitch, none,
-        )  # fmt: skip
+            a=a,
+            b=b,
+            c=c,
+            d=d,
+            group=group,
+            j=j,
+            rows=rows,
+            columns=columns,
+            width=2 * columns,
+            begin=begin,
+            here=here,
+            count=most,
+            data=data,
+            scale_inv=scale_inv,
+            transposed=transposed,
+            turned_inv=turned_inv,
+            pitch=pitch,
+            offset=none,
+        )
         _store_blocks(
-            p, q, r, o, group, j, rows, columns, 2 * columns, begin, here, most,
-            data, scale_inv, transposed, turned_inv, pitch, none + columns,
-        )  # fmt: skip
+            a=p,
+            b=q,
+            c=r,
+            d=o,
+            group=group,
+            j=j,
+            rows=rows,
+            columns=columns,
+            width=2 * columns,
+            begin=begin,
+            here=here,
+            count=most,
+            data=data,
+            scale_inv=scale_inv,
+            transposed=transposed,
+            turned_inv=turned_inv,
+            pitch=pitch,
+            offset=none + columns,
+        )
     if hidden is not None:
         _store_blocks(
-            s, t, u, v, group, j, rows, columns, columns, begin, here, most,
-            None, None, hidden, hidden_inv, pitch, none,
-        )  # fmt: skip
+            a=s,
+            b=t,
+            c=u,
+            d=v,
+            group=group,
+            j=j,
+            rows=rows,
+            columns=columns,
+            width=columns,
+            begin=begin,
+            here=here,
+            count=most,
+            data=None,
+            scale_inv=None,
+            transposed=hidden,
+            turned_inv=hidden_inv,
+            pitch=pitch,
+            offset=none,
+        )
 
 
 @triton.jit
@@ -243,9 +400,27 @@ def _weights_cast_kernel(x, places, data, transposed, scale_inv, rows, columns, 
 
 @triton.jit
 def _rows_kernel(
-    a, b, a_inv, b_inv, first, tiles, bias, out, width, depth, count, most, step_n, step_k, blocks,
-    EXPERTS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
-):  # fmt: skip
+    a,
+    b,
+    a_inv,
+    b_inv,
+    first,
+    tiles,
+    bias,
+    out,
+    width,
+    depth,
+    count,
+    most,
+    step_n,
+    step_k,
+    blocks,
+    EXPERTS: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEEP: tl.constexpr,
+    ABREAST: tl.constexpr,
+):
     """Multiply as grouped_gemm_triton's kernel does; scales of b are step_n and step_k apart, experts `blocks`."""
     e, begin, rows, m, n = own_tile(first, tiles, width, count, EXPERTS, HIGH, WIDE, ABREAST)
     if e >= count:
@@ -267,9 +442,20 @@ def _rows_kernel(
 
 @triton.jit
 def _weights_kernel(
-    a, b, a_inv, b_inv, first, turned, out, height, width,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
-):  # fmt: skip
+    a,
+    b,
+    a_inv,
+    b_inv,
+    first,
+    turned,
+    out,
+    height,
+    width,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEEP: tl.constexpr,
+    ABREAST: tl.constexpr,
+):
     high = tl.cdiv(height, HIGH)
     across = tl.cdiv(width, WIDE)
     e = tl.program_id(0) // (high * across)
@@ -341,10 +527,21 @@ def cast_blocks(
     sums = _room_for_sums(groups, columns, device) if summed else None
     with torch.cuda.device_of(given.data):
         _cast_kernel[_grid(groups, columns)](
-            given.data, given.source, given.factor, len(given.data), groups.first, groups.tiles(SIZE),
-            groups.apart.first, *made, groups.apart.most, sums, columns, groups.experts, groups.most,
+            given.data,
+            given.source,
+            given.factor,
+            len(given.data),
+            groups.first,
+            groups.tiles(SIZE),
+            groups.apart.first,
+            *made,
+            groups.apart.most,
+            sums,
+            columns,
+            groups.experts,
+            groups.most,
             **_sizes(groups),
-        )  # fmt: skip
+        )
     total = None if sums is None else total_sums(sums, groups, given.data.dtype, SIZE)
     return made, total
 
@@ -355,10 +552,20 @@ def hidden_blocks(gate_up: Tensor, groups: Groups, activation: Activation) -> Bl
     made = _room(groups, columns, gate_up.device, True, False)
     with torch.cuda.device_of(gate_up):
         _hidden_kernel[_grid(groups, columns)](
-            gate_up, activation.token, activation.tokens, groups.first, groups.tiles(SIZE), made.data,
-            made.scale_inv, columns, groups.experts, groups.most, activation.alpha,
-            LIMIT=activation.limit, **_sizes(groups),
-        )  # fmt: skip
+            gate_up=gate_up,
+            token=activation.token,
+            tokens=activation.tokens,
+            first=groups.first,
+            tiles=groups.tiles(SIZE),
+            data=made.data,
+            scale_inv=made.scale_inv,
+            columns=columns,
+            count=groups.experts,
+            most=groups.most,
+            alpha=activation.alpha,
+            LIMIT=activation.limit,
+            **_sizes(groups),
+        )
     return made
 
 
@@ -371,8 +578,15 @@ class BlockGradients(NamedTuple):
 
 
 def gradient_blocks(
-    dy: Tensor, gate_up: Tensor, groups: Groups, activation: Activation, *, turn: bool, hidden: bool, summed: bool
-) -> BlockGradients:  # fmt: skip
+    dy: Tensor,
+    gate_up: Tensor,
+    groups: Groups,
+    activation: Activation,
+    *,
+    turn: bool,
+    hidden: bool,
+    summed: bool,
+) -> BlockGradients:
     """Cast the gradient of gate_up [R, 2F] for dy [R, F] of the activation, and with `hidden` the activation again.
 
     A block of 1 x 128 may contain the last columns of gate and the first ones of up: then the gradient is stored first.
@@ -388,11 +602,26 @@ def gradient_blocks(
     sums = _room_for_sums(groups, 2 * columns, device) if summed else None
     with torch.cuda.device_of(dy):
         _gradient_kernel[_grid(groups, columns)](
-            dy, gate_up, activation.token, activation.tokens, groups.first, groups.tiles(SIZE),
-            groups.apart.first, plain, *made, again.transposed, again.turned_inv, groups.apart.most, sums, columns,
-            groups.experts, groups.most, activation.alpha, LIMIT=activation.limit,
+            dy,
+            gate_up,
+            activation.token,
+            activation.tokens,
+            groups.first,
+            groups.tiles(SIZE),
+            groups.apart.first,
+            plain,
+            *made,
+            again.transposed,
+            again.turned_inv,
+            groups.apart.most,
+            sums,
+            columns,
+            groups.experts,
+            groups.most,
+            activation.alpha,
+            LIMIT=activation.limit,
             **_sizes(groups),
-        )  # fmt: skip
+        )
     total = None if sums is None else total_sums(sums, groups, dy.dtype, SIZE)
     if plain is not None:
         made, _ = cast_blocks(Matrices(plain, groups), turn=turn)
@@ -418,9 +647,15 @@ def cast_weight_blocks(
 
 
 def block_rows_times(
-    a: Blocks, b: WeightBlocks, groups: Groups, bias: Tensor | None = None, *, backward: bool, dtype: torch.dtype,
+    a: Blocks,
+    b: WeightBlocks,
+    groups: Groups,
+    bias: Tensor | None = None,
+    *,
+    backward: bool,
+    dtype: torch.dtype,
     tiles: Tiles | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return each expert's rows of a [R, K] times its weight [O, K], transposed, plus its row of `bias`: [R, O].
 
     With `backward` times the weight [K, O] itself, whose transposed copy is read.
@@ -436,11 +671,24 @@ def block_rows_times(
     grid = (groups.high(tiles.height) * triton.cdiv(width, tiles.width),)
     with torch.cuda.device_of(out):
         _rows_kernel[grid](
-            _described(a.data, [tiles.height, tiles.depth]), _described(matrix, [tiles.width, tiles.depth]),
-            a.scale_inv, b.scale_inv, groups.first, groups.tiles(tiles.height), bias, out, width, depth, count,
-            groups.most, steps[2 if backward else 1], steps[1 if backward else 2], steps[0],
-            EXPERTS=triton.next_power_of_2(count), **_options(tiles),
-        )  # fmt: skip
+            a=_described(a.data, [tiles.height, tiles.depth]),
+            b=_described(matrix, [tiles.width, tiles.depth]),
+            a_inv=a.scale_inv,
+            b_inv=b.scale_inv,
+            first=groups.first,
+            tiles=groups.tiles(tiles.height),
+            bias=bias,
+            out=out,
+            width=width,
+            depth=depth,
+            count=count,
+            most=groups.most,
+            step_n=steps[2 if backward else 1],
+            step_k=steps[1 if backward else 2],
+            blocks=steps[0],
+            EXPERTS=triton.next_power_of_2(count),
+            **_options(tiles),
+        )
     return out
 
 
@@ -455,11 +703,17 @@ def block_weights_from(
     grid = (groups.experts * triton.cdiv(height, tiles.height) * triton.cdiv(width, tiles.width),)
     with torch.cuda.device_of(out):
         _weights_kernel[grid](
-            _described(a.transposed, [tiles.height, tiles.depth]),
-            _described(b.transposed, [tiles.width, tiles.depth]),
-            a.turned_inv, b.turned_inv, groups.first, groups.apart.first, out, height, width,
+            a=_described(a.transposed, [tiles.height, tiles.depth]),
+            b=_described(b.transposed, [tiles.width, tiles.depth]),
+            a_inv=a.turned_inv,
+            b_inv=b.turned_inv,
+            first=groups.first,
+            turned=groups.apart.first,
+            out=out,
+            height=height,
+            width=width,
             **_options(tiles),
-        )  # fmt: skip
+        )
     return out
 
 
@@ -477,6 +731,10 @@ def _described(data: Tensor, block: list[int]) -> TensorDescriptor:
 
 def _options(tiles: Tiles) -> dict[str, Any]:
     return dict(
-        HIGH=tiles.height, WIDE=tiles.width, DEEP=tiles.depth, ABREAST=ABREAST, num_stages=tiles.stages,
+        HIGH=tiles.height,
+        WIDE=tiles.width,
+        DEEP=tiles.depth,
+        ABREAST=ABREAST,
+        num_stages=tiles.stages,
         num_warps=tiles.warps,
-    )  # fmt: skip
+    )

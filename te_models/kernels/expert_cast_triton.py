@@ -86,9 +86,20 @@ def load_rows(address, source, factor, given, i, j, rows, columns):
 
 @triton.jit
 def _amax_kernel(
-    data, source, factor, given, first, tiles, places, amax, columns, count,
-    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    data,
+    source,
+    factor,
+    given,
+    first,
+    tiles,
+    places,
+    amax,
+    columns,
+    count,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     e, address, begin, rows, group = find_matrix(
         data, source, first, tiles, places, columns, count, EXPERTS, ROWS
     )
@@ -145,10 +156,29 @@ def current_scale(amax, LARGEST: tl.constexpr):
 
 @triton.jit
 def _cast_kernel(
-    data, source, factor, given, first, tiles, places, amax, scales, factors, out, transposed, turned, pitch, sums,
-    columns, count, stride,
-    E5M2: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    data,
+    source,
+    factor,
+    given,
+    first,
+    tiles,
+    places,
+    amax,
+    scales,
+    factors,
+    out,
+    transposed,
+    turned,
+    pitch,
+    sums,
+    columns,
+    count,
+    stride,
+    E5M2: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     e, address, begin, rows, group = find_matrix(
         data, source, first, tiles, places, columns, count, EXPERTS, ROWS
     )
@@ -286,9 +316,16 @@ def amax_of_copies(given: Matrices, of_rows: Tensor) -> Tensor:
     amax = torch.zeros(given.groups.experts, device=of_rows.device)
     with torch.cuda.device_of(of_rows):
         _group_amax_kernel[(given.groups.experts, SPLIT)](
-            of_rows, given.data, given.source, given.factor, len(given.data), given.groups.first, amax,
-            ROWS=GROUP_ROWS, num_warps=4,
-        )  # fmt: skip
+            of_rows,
+            given.data,
+            given.source,
+            given.factor,
+            len(given.data),
+            given.groups.first,
+            amax,
+            ROWS=GROUP_ROWS,
+            num_warps=4,
+        )
     return amax
 
 
@@ -363,8 +400,19 @@ def _launch(
         if measured:
             _amax_kernel[grid](*table, columns, count, **sizes)
         _cast_kernel[grid](
-            *table, scales, factors, data, transposed, turned.first, pitch, sums, columns, count,
-            amax.stride(0), E5M2=form == torch.float8_e5m2, **sizes,
-        )  # fmt: skip
+            *table,
+            scales,
+            factors,
+            data,
+            transposed,
+            turned.first,
+            pitch,
+            sums,
+            columns,
+            count,
+            amax.stride(0),
+            E5M2=form == torch.float8_e5m2,
+            **sizes,
+        )
     inverse, scale = factors.unbind()
     return inverse, scale

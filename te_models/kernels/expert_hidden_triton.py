@@ -98,9 +98,20 @@ def gradient_values(dy, gate_up, token, tokens, i, j, rows, columns, alpha, LIMI
 
 @triton.jit
 def _hidden_amax_kernel(
-    gate_up, token, tokens, first, tiles, amax, columns, count, alpha,
-    LIMIT: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    gate_up,
+    token,
+    tokens,
+    first,
+    tiles,
+    amax,
+    columns,
+    count,
+    alpha,
+    LIMIT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     e, address, begin, rows, group = find_matrix(
         gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
     )
@@ -131,9 +142,25 @@ def _note(factors, e, count, scale, group, rows):
 
 @triton.jit
 def _hidden_kernel(
-    gate_up, token, tokens, first, tiles, scales, amax, factors, out, columns, count, stride, alpha,
-    LIMIT: tl.constexpr, E5M2: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    gate_up,
+    token,
+    tokens,
+    first,
+    tiles,
+    scales,
+    amax,
+    factors,
+    out,
+    columns,
+    count,
+    stride,
+    alpha,
+    LIMIT: tl.constexpr,
+    E5M2: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     e, address, begin, rows, group = find_matrix(
         gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
     )
@@ -156,9 +183,21 @@ def _hidden_kernel(
 
 @triton.jit
 def _gradient_amax_kernel(
-    dy, gate_up, token, tokens, first, tiles, amax, columns, count, alpha,
-    LIMIT: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    dy,
+    gate_up,
+    token,
+    tokens,
+    first,
+    tiles,
+    amax,
+    columns,
+    count,
+    alpha,
+    LIMIT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     e, address, begin, rows, group = find_matrix(
         gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
     )
@@ -174,10 +213,32 @@ def _gradient_amax_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    dy, gate_up, token, tokens, first, tiles, scales, amax, factors, hidden_scale,
-    out, transposed, hidden, turned, pitch, sums, columns, count, stride, alpha,
-    LIMIT: tl.constexpr, E5M2: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    dy,
+    gate_up,
+    token,
+    tokens,
+    first,
+    tiles,
+    scales,
+    amax,
+    factors,
+    hidden_scale,
+    out,
+    transposed,
+    hidden,
+    turned,
+    pitch,
+    sums,
+    columns,
+    count,
+    stride,
+    alpha,
+    LIMIT: tl.constexpr,
+    E5M2: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     e, address, begin, rows, group = find_matrix(
         gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
     )
@@ -244,9 +305,18 @@ def hidden(
         else:
             scales, amax = delayed
         _hidden_kernel[grid](
-            *table, scales, amax, factors, out, columns, count, amax.stride(0), activation.alpha,
-            E5M2=False, **how,
-        )  # fmt: skip
+            *table,
+            scales,
+            amax,
+            factors,
+            out,
+            columns,
+            count,
+            amax.stride(0),
+            activation.alpha,
+            E5M2=False,
+            **how,
+        )
     return FP8Matrices(out, None, *factors.unbind())
 
 
@@ -263,9 +333,17 @@ class HiddenGradients(NamedTuple):
 
 
 def gradients(
-    dy: Tensor, gate_up: Tensor, groups: Groups, activation: Activation, form: torch.dtype, delayed: Delayed | None,
-    hidden_scale: Tensor | None, *, turn: bool, summed: bool,
-) -> HiddenGradients:  # fmt: skip
+    dy: Tensor,
+    gate_up: Tensor,
+    groups: Groups,
+    activation: Activation,
+    form: torch.dtype,
+    delayed: Delayed | None,
+    hidden_scale: Tensor | None,
+    *,
+    turn: bool,
+    summed: bool,
+) -> HiddenGradients:
     """Return the gradient of gate_up [R, 2F] in the format `form`, for dy [R, F] of the activation.
 
     Args:
@@ -292,9 +370,23 @@ def gradients(
         else:
             scales, amax = delayed
         _gradient_kernel[grid](
-            *table, scales, amax, factors, hidden_scale, out, transposed, again, groups.apart.first,
-            groups.apart.most, sums, columns, count, amax.stride(0), activation.alpha,
-            E5M2=form == torch.float8_e5m2, **how,
-        )  # fmt: skip
+            *table,
+            scales,
+            amax,
+            factors,
+            hidden_scale,
+            out,
+            transposed,
+            again,
+            groups.apart.first,
+            groups.apart.most,
+            sums,
+            columns,
+            count,
+            amax.stride(0),
+            activation.alpha,
+            E5M2=form == torch.float8_e5m2,
+            **how,
+        )
     total = None if sums is None else total_sums(sums, groups, dy.dtype)
     return HiddenGradients(FP8Matrices(out, transposed, *factors.unbind()), again, total)

@@ -13,9 +13,18 @@ COLUMNS = 2048  # read at a time
 
 @triton.jit
 def _gather_kernel(
-    x, token, factor, other, out, dots, tokens, width,
-    scaled: tl.constexpr, with_dots: tl.constexpr, columns: tl.constexpr,
-):  # fmt: skip
+    x,
+    token,
+    factor,
+    other,
+    out,
+    dots,
+    tokens,
+    width,
+    scaled: tl.constexpr,
+    with_dots: tl.constexpr,
+    columns: tl.constexpr,
+):
     r = tl.program_id(0).to(tl.int64)
     source = tl.load(token + r)
     present = tl.where(source < tokens, width, 0)  # columns
@@ -38,7 +47,7 @@ def _gather_kernel(
 @triton.jit
 def _total_kernel(
     rows, row, weights, out, count, width, k, weighted: tl.constexpr, columns: tl.constexpr
-):  # fmt: skip
+):
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     inside = column < width
@@ -84,9 +93,17 @@ def dots(x: Tensor, rows: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
         columns = min(triton.next_power_of_2(x.shape[1]), max(128, COLUMNS * 2 // abreast))
         with torch.cuda.device_of(x):
             _dots_kernel[(len(x),)](
-                x, rows, row, found, amax, *rows.shape, row.shape[1], columns=columns,
-                ABREAST=abreast, num_warps=4,
-            )  # fmt: skip
+                x,
+                rows,
+                row,
+                found,
+                amax,
+                *rows.shape,
+                row.shape[1],
+                columns=columns,
+                ABREAST=abreast,
+                num_warps=4,
+            )
     return found, amax
 
 
@@ -99,9 +116,18 @@ def gather(
     if len(token):
         with torch.cuda.device_of(x):
             _gather_kernel[(len(token),)](
-                x, token, factor, other, out, dots, *x.shape, scaled=factor is not None,
-                with_dots=other is not None, columns=_columns(x), num_warps=4,
-            )  # fmt: skip
+                x,
+                token,
+                factor,
+                other,
+                out,
+                dots,
+                *x.shape,
+                scaled=factor is not None,
+                with_dots=other is not None,
+                columns=_columns(x),
+                num_warps=4,
+            )
     return out, dots
 
 
@@ -112,9 +138,17 @@ def total(rows: Tensor, row: Tensor, weights: Tensor | None = None) -> Tensor:
     if len(row):
         with torch.cuda.device_of(rows):
             _total_kernel[(len(row), triton.cdiv(rows.shape[1], columns))](
-                rows, row, None if weights is None else weights.contiguous(), out, *rows.shape, row.shape[1],
-                weighted=weights is not None, columns=columns, num_warps=4, enable_fp_fusion=False,
-            )  # fmt: skip
+                rows,
+                row,
+                None if weights is None else weights.contiguous(),
+                out,
+                *rows.shape,
+                row.shape[1],
+                weighted=weights is not None,
+                columns=columns,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
     return out
 
 

@@ -47,6 +47,7 @@ def gradients(
         arguments = [next(given) if need else x for x, need in zip(inputs, needed, strict=True)]
         return function(*arguments, **options)
 
+    # vjp differentiates by all of its arguments, so the others are bound outside of it.
     leaves = [x for x, need in zip(inputs, needed, strict=True) if need]
     outputs, pull, *_ = torch.func.vjp(of_needed, *leaves)
     return pull(grads if isinstance(outputs, tuple) else grads[0], retain_graph=False)

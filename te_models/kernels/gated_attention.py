@@ -63,6 +63,7 @@ def split_heads(
         return q, k, v, None
     if heads.gate == "elementwise":
         return q, k, v, rest.unflatten(-1, (heads.query, heads.dim))
+    # A headwise gate has one column per head; the rest fills up to 32 rows, so that FP8 GEMMs take the weight.
     return q, k, v, rest[..., : heads.query, None]  # one column per head, and padding
 
 
@@ -126,6 +127,7 @@ def _rotated(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
     half = size // 2
     cos = rotation.cos[..., None, :half].float()  # [S, 1, R/2] or [B, S, 1, R/2]
     sin = rotation.sin[..., None, :half].float()
+    # A rotation is orthogonal: its inverse turns by the opposite angle.
     if inverse:
         sin = -sin
     first = slice(0, size, 2)
@@ -166,6 +168,7 @@ def norm_backward(
     slope = dy.float() if rotation is None else _rotated(dy.float(), rotation, True)
     together = factor.dim() == 2
     dims = (-2, -1) if together else (-1,)
+    # d(x / rms)/dx: the part of the gradient along the normed vector is taken out.
     change = slope * factor
     dx.copy_(inverse * (change - unit * (change * unit).mean(dims, keepdim=True)))
     return (slope * unit).sum((0, 1) if together else (0, 1, 2)).flatten()
@@ -188,6 +191,7 @@ def gate(x: Tensor, logits: Tensor, softplus: bool) -> Tensor:
 
 def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor, softplus: bool) -> Tensor:
     """Return the gradient of `gate` for x, contiguous; that for the logits is written into `dlogits`."""
+    # Both factors need it: d sigmoid = s (1 - s), and d softplus = s.
     sigmoid = torch.sigmoid(logits.float())
     slope = dy.float() * x.float() * sigmoid  # the slope of softplus is the sigmoid
     if not softplus:
@@ -242,16 +246,21 @@ class _AttentionCore(torch.autograd.Function):
         ops = setting.ops
         rows = setting.rows
         q, k, v, logits = split_heads(heads, qkvg[:rows], setting.batch)
+        # In place: backward needs only the inverse rotation. A norm would destroy what its backward reads, so it
+        # copies.
         if q_weight is None and setting.query_rotation is not None:
             ops.rotate(q, q, setting.query_rotation, False)
         if k_weight is None and setting.key_rotation is not None:
             ops.rotate(k, k, setting.key_rotation, False)
+        # From here q and k are [B, S, heads, H] as attention takes them; attention kernels want [B, heads, S, H].
         q, k = _normed(q, k, q_weight, k_weight, setting)
         out, *kept = _attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks, setting
         )
         gradient, target = _targets(qkvg, q_weight, setting)
+        # The target of the output has been used; keeping it would keep its quantizer alive until backward.
         ctx.setting = dataclasses.replace(setting, targets=(gradient, None))
+        # What a kernel keeps is a mix of tensors and numbers (seeds, lengths); autograd saves only tensors.
         ctx.plain = [value for value in kept if not isinstance(value, Tensor)]
         ctx.places = [isinstance(value, Tensor) for value in kept]
         tensors = [value for value in kept if isinstance(value, Tensor)]
@@ -292,6 +301,7 @@ class _AttentionCore(torch.autograd.Function):
             sinks,
             setting,
         )
+        # Copies of q and k: free them before the gradients are written, where the peak is.
         del normed_q, normed_k
         dq, dk, dv = (slope.transpose(1, 2) for slope in slopes)  # [B, S, heads, H]
         q_slope = into.heads(0, dq, q, setting.norm(q_weight), setting.query_rotation)
@@ -337,6 +347,7 @@ class _PlainGradient:
         self.ops = setting.ops
         self.softplus = setting.softplus
         filled = _has_filling(qkvg, setting.rows, setting.heads)
+        # Only padding has no writer of its own.
         self.grad = torch.zeros_like(qkvg) if filled else torch.empty_like(qkvg)
         # Views [B, S, heads, H or 1], which the operations write to.
         self.places = split_heads(setting.heads, self.grad[: setting.rows], setting.batch)

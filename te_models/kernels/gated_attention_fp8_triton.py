@@ -69,9 +69,22 @@ def _read(pointers, channel, inside):
 
 @triton.jit
 def _gated(
-    x, logits, i, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside,
-    gated: tl.constexpr, softplus: tl.constexpr,
-):  # fmt: skip
+    x,
+    logits,
+    i,
+    head,
+    x_batch,
+    x_seq,
+    x_head,
+    g_batch,
+    g_seq,
+    g_head,
+    seq,
+    channel,
+    inside,
+    gated: tl.constexpr,
+    softplus: tl.constexpr,
+):
     value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
     if gated:
         logit = _read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside)
@@ -81,12 +94,32 @@ def _gated(
 
 @triton.jit
 def _gate_fp8_kernel(
-    x, logits, data, transposed, scale, amax, scale_inv,
-    x_batch, x_seq, x_head, g_batch, g_seq, g_head,
-    rows, seq, heads, columns, first,
-    gated: tl.constexpr, softplus: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
-    BAND: tl.constexpr, E5M2: tl.constexpr,
-):  # fmt: skip
+    x,
+    logits,
+    data,
+    transposed,
+    scale,
+    amax,
+    scale_inv,
+    x_batch,
+    x_seq,
+    x_head,
+    g_batch,
+    g_seq,
+    g_head,
+    rows,
+    seq,
+    heads,
+    columns,
+    first,
+    gated: tl.constexpr,
+    softplus: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    BAND: tl.constexpr,
+    E5M2: tl.constexpr,
+):
     group, head, channel, inside = _place(rows, heads, dim, width, block, BAND)
     i = 4 * group
     own = first + head * dim
@@ -130,12 +163,35 @@ def _rotated(x, i, head, x_batch, x_seq, x_head, seq, c, s, first, second, insid
 
 @triton.jit
 def _rotate_fp8_kernel(
-    x, cos, sin, data, transposed, scale, amax, scale_inv,
-    x_batch, x_seq, x_head, table_batch, table_seq,
-    rows, seq, heads, columns, start, sign,
-    dim: tl.constexpr, half: tl.constexpr, interleaved: tl.constexpr, width: tl.constexpr, rest: tl.constexpr,
-    block: tl.constexpr, turned: tl.constexpr, BAND: tl.constexpr, E5M2: tl.constexpr,
-):  # fmt: skip
+    x,
+    cos,
+    sin,
+    data,
+    transposed,
+    scale,
+    amax,
+    scale_inv,
+    x_batch,
+    x_seq,
+    x_head,
+    table_batch,
+    table_seq,
+    rows,
+    seq,
+    heads,
+    columns,
+    start,
+    sign,
+    dim: tl.constexpr,
+    half: tl.constexpr,
+    interleaved: tl.constexpr,
+    width: tl.constexpr,
+    rest: tl.constexpr,
+    block: tl.constexpr,
+    turned: tl.constexpr,
+    BAND: tl.constexpr,
+    E5M2: tl.constexpr,
+):
     group, part, pair, inside = _place(rows, tl.cdiv(heads, turned), half, width, block, BAND)
     _, first, second = pairs(half, width, interleaved)
     other = 2 * half + tl.arange(0, rest)
@@ -160,19 +216,19 @@ def _rotate_fp8_kernel(
             a, b, c, d, s, group, own + first, rows, end, data, transposed, columns, E5M2
         )
         two = store_fp8(
-            e,
-            f,
-            g,
-            h,
-            s,
-            group,
-            own + second,
-            rows,
-            own + 2 * half,
-            data,
-            transposed,
-            columns,
-            E5M2,
+            a=e,
+            b=f,
+            c=g,
+            d=h,
+            scale=s,
+            group=group,
+            j=own + second,
+            rows=rows,
+            columns=own + 2 * half,
+            data=data,
+            transposed=transposed,
+            stride=columns,
+            E5M2=E5M2,
         )
         largest = tl.maximum(largest, tl.maximum(one, two))
         if 2 * half < dim:
@@ -190,9 +246,31 @@ def _rotate_fp8_kernel(
 
 @triton.jit
 def _norm_slopes(
-    dy, x, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, seq, turn, slant, first, second, other,
-    inside, beside, factor_a, factor_b, factor_c, eps, dim: tl.constexpr, half: tl.constexpr,
-):  # fmt: skip
+    dy,
+    x,
+    i,
+    head,
+    dy_batch,
+    dy_seq,
+    dy_head,
+    x_batch,
+    x_seq,
+    x_head,
+    seq,
+    turn,
+    slant,
+    first,
+    second,
+    other,
+    inside,
+    beside,
+    factor_a,
+    factor_b,
+    factor_c,
+    eps,
+    dim: tl.constexpr,
+    half: tl.constexpr,
+):
     """Return the gradients of one head's norm at tokens i in three tiles, and their sums for the weight [width]."""
     slope = _rows(dy, i, head, dy_batch, dy_seq, dy_head, seq)
     source = _rows(x, i, head, x_batch, x_seq, x_head, seq)
@@ -224,13 +302,42 @@ def _norm_slopes(
 
 @triton.jit
 def _norm_backward_fp8_kernel(
-    dy, x, dweight, cos, sin, weight, data, transposed, scale, amax, scale_inv,
-    dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, table_batch, table_seq,
-    rows, seq, heads, columns, start, eps,
-    dim: tl.constexpr, half: tl.constexpr, interleaved: tl.constexpr, zero_centered: tl.constexpr,
-    width: tl.constexpr, rest: tl.constexpr, block: tl.constexpr, turned: tl.constexpr, BAND: tl.constexpr,
+    dy,
+    x,
+    dweight,
+    cos,
+    sin,
+    weight,
+    data,
+    transposed,
+    scale,
+    amax,
+    scale_inv,
+    dy_batch,
+    dy_seq,
+    dy_head,
+    x_batch,
+    x_seq,
+    x_head,
+    table_batch,
+    table_seq,
+    rows,
+    seq,
+    heads,
+    columns,
+    start,
+    eps,
+    dim: tl.constexpr,
+    half: tl.constexpr,
+    interleaved: tl.constexpr,
+    zero_centered: tl.constexpr,
+    width: tl.constexpr,
+    rest: tl.constexpr,
+    block: tl.constexpr,
+    turned: tl.constexpr,
+    BAND: tl.constexpr,
     E5M2: tl.constexpr,
-):  # fmt: skip
+):
     group, part, pair, inside = _place(rows, tl.cdiv(heads, turned), half, width, block, BAND)
     _, first, second = pairs(half, width, interleaved)
     other = 2 * half + tl.arange(0, rest)
@@ -253,30 +360,118 @@ def _norm_backward_fp8_kernel(
         own = start + head * dim
         end = own + 2 * half if interleaved else own + half
         a, e, k, wa, wb, wc = _norm_slopes(
-            dy, x, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, seq, ca, sa, first, second, other,
-            inside, beside, fa, fb, fc, eps, dim, half,
-        )  # fmt: skip
+            dy=dy,
+            x=x,
+            i=i,
+            head=head,
+            dy_batch=dy_batch,
+            dy_seq=dy_seq,
+            dy_head=dy_head,
+            x_batch=x_batch,
+            x_seq=x_seq,
+            x_head=x_head,
+            seq=seq,
+            turn=ca,
+            slant=sa,
+            first=first,
+            second=second,
+            other=other,
+            inside=inside,
+            beside=beside,
+            factor_a=fa,
+            factor_b=fb,
+            factor_c=fc,
+            eps=eps,
+            dim=dim,
+            half=half,
+        )
         sum_a += wa
         sum_b += wb
         sum_c += wc
         b, f, m, wa, wb, wc = _norm_slopes(
-            dy, x, i + 1, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, seq, cb, sb, first, second, other,
-            inside, beside, fa, fb, fc, eps, dim, half,
-        )  # fmt: skip
+            dy=dy,
+            x=x,
+            i=i + 1,
+            head=head,
+            dy_batch=dy_batch,
+            dy_seq=dy_seq,
+            dy_head=dy_head,
+            x_batch=x_batch,
+            x_seq=x_seq,
+            x_head=x_head,
+            seq=seq,
+            turn=cb,
+            slant=sb,
+            first=first,
+            second=second,
+            other=other,
+            inside=inside,
+            beside=beside,
+            factor_a=fa,
+            factor_b=fb,
+            factor_c=fc,
+            eps=eps,
+            dim=dim,
+            half=half,
+        )
         sum_a += wa
         sum_b += wb
         sum_c += wc
         c, g, n, wa, wb, wc = _norm_slopes(
-            dy, x, i + 2, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, seq, cc, sc, first, second, other,
-            inside, beside, fa, fb, fc, eps, dim, half,
-        )  # fmt: skip
+            dy=dy,
+            x=x,
+            i=i + 2,
+            head=head,
+            dy_batch=dy_batch,
+            dy_seq=dy_seq,
+            dy_head=dy_head,
+            x_batch=x_batch,
+            x_seq=x_seq,
+            x_head=x_head,
+            seq=seq,
+            turn=cc,
+            slant=sc,
+            first=first,
+            second=second,
+            other=other,
+            inside=inside,
+            beside=beside,
+            factor_a=fa,
+            factor_b=fb,
+            factor_c=fc,
+            eps=eps,
+            dim=dim,
+            half=half,
+        )
         sum_a += wa
         sum_b += wb
         sum_c += wc
         d, h, o, wa, wb, wc = _norm_slopes(
-            dy, x, i + 3, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, seq, cd, sd, first, second, other,
-            inside, beside, fa, fb, fc, eps, dim, half,
-        )  # fmt: skip
+            dy=dy,
+            x=x,
+            i=i + 3,
+            head=head,
+            dy_batch=dy_batch,
+            dy_seq=dy_seq,
+            dy_head=dy_head,
+            x_batch=x_batch,
+            x_seq=x_seq,
+            x_head=x_head,
+            seq=seq,
+            turn=cd,
+            slant=sd,
+            first=first,
+            second=second,
+            other=other,
+            inside=inside,
+            beside=beside,
+            factor_a=fa,
+            factor_b=fb,
+            factor_c=fc,
+            eps=eps,
+            dim=dim,
+            half=half,
+        )
         sum_a += wa
         sum_b += wb
         sum_c += wc
@@ -284,19 +479,19 @@ def _norm_backward_fp8_kernel(
             a, b, c, d, s, group, own + first, rows, end, data, transposed, columns, E5M2
         )
         two = store_fp8(
-            e,
-            f,
-            g,
-            h,
-            s,
-            group,
-            own + second,
-            rows,
-            own + 2 * half,
-            data,
-            transposed,
-            columns,
-            E5M2,
+            a=e,
+            b=f,
+            c=g,
+            d=h,
+            scale=s,
+            group=group,
+            j=own + second,
+            rows=rows,
+            columns=own + 2 * half,
+            data=data,
+            transposed=transposed,
+            stride=columns,
+            E5M2=E5M2,
         )
         largest = tl.maximum(largest, tl.maximum(one, two))
         if 2 * half < dim:
@@ -315,9 +510,29 @@ def _norm_backward_fp8_kernel(
 
 @triton.jit
 def _gate_slopes(
-    dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch,
-    dx_seq, dx_head, seq, channel, inside, softplus: tl.constexpr,
-):  # fmt: skip
+    dy,
+    x,
+    logits,
+    dx,
+    i,
+    head,
+    dy_batch,
+    dy_seq,
+    dy_head,
+    x_batch,
+    x_seq,
+    x_head,
+    g_batch,
+    g_seq,
+    g_head,
+    dx_batch,
+    dx_seq,
+    dx_head,
+    seq,
+    channel,
+    inside,
+    softplus: tl.constexpr,
+):
     slope = _read(_rows(dy, i, head, dy_batch, dy_seq, dy_head, seq), channel, inside)
     value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
     logit = _read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside)
@@ -330,12 +545,39 @@ def _gate_slopes(
 
 @triton.jit
 def _gate_backward_fp8_kernel(
-    dy, x, logits, dx, data, transposed, scale, amax, scale_inv,
-    dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch, dx_seq, dx_head,
-    rows, seq, heads, columns, first,
-    softplus: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr,
+    dy,
+    x,
+    logits,
+    dx,
+    data,
+    transposed,
+    scale,
+    amax,
+    scale_inv,
+    dy_batch,
+    dy_seq,
+    dy_head,
+    x_batch,
+    x_seq,
+    x_head,
+    g_batch,
+    g_seq,
+    g_head,
+    dx_batch,
+    dx_seq,
+    dx_head,
+    rows,
+    seq,
+    heads,
+    columns,
+    first,
+    softplus: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    BAND: tl.constexpr,
     E5M2: tl.constexpr,
-):  # fmt: skip
+):
     group, head, channel, inside = _place(rows, heads, dim, width, block, BAND)
     i = 4 * group
     own = first + head * dim
@@ -377,11 +619,25 @@ def gate_fp8(
     batch, seq, heads, dim = x.shape
     gate = x if logits is None else logits
     _gate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
-        x, gate, *_destination(out, cast_scale), *x.stride()[:3], *gate.stride()[:3],
-        batch * seq, _even(seq, x, gate), heads, out.transposed.shape[0], first,
-        gated=logits is not None, softplus=softplus, dim=dim, width=width_of(dim), block=TOKENS, BAND=BAND,
-        E5M2=cast_scale.e5m2, num_warps=4,
-    )  # fmt: skip
+        x,
+        gate,
+        *_destination(out, cast_scale),
+        *x.stride()[:3],
+        *gate.stride()[:3],
+        batch * seq,
+        _even(seq, x, gate),
+        heads,
+        out.transposed.shape[0],
+        first,
+        gated=logits is not None,
+        softplus=softplus,
+        dim=dim,
+        width=width_of(dim),
+        block=TOKENS,
+        BAND=BAND,
+        E5M2=cast_scale.e5m2,
+        num_warps=4,
+    )
 
 
 def rotate_fp8(
@@ -391,10 +647,24 @@ def rotate_fp8(
     batch, seq, heads, dim = x.shape
     tables, table_strides = rotation_tables(rotation)
     _rotate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED),)](
-        x, *tables, *_destination(out, cast_scale), *x.stride()[:3], *table_strides,
-        batch * seq, seq, heads, out.transposed.shape[0], first, -1.0 if inverse else 1.0,
-        **head_tiles(dim, rotation), block=TOKENS, turned=TURNED, BAND=BAND, E5M2=cast_scale.e5m2, num_warps=4,
-    )  # fmt: skip
+        x,
+        *tables,
+        *_destination(out, cast_scale),
+        *x.stride()[:3],
+        *table_strides,
+        batch * seq,
+        seq,
+        heads,
+        out.transposed.shape[0],
+        first,
+        -1.0 if inverse else 1.0,
+        **head_tiles(dim, rotation),
+        block=TOKENS,
+        turned=TURNED,
+        BAND=BAND,
+        E5M2=cast_scale.e5m2,
+        num_warps=4,
+    )
 
 
 def norm_backward_fp8(
@@ -416,12 +686,29 @@ def norm_backward_fp8(
     programs = triton.cdiv(batch * seq, tokens) * triton.cdiv(heads, TURNED)
     parts = torch.empty(programs, dim, dtype=torch.float32, device=x.device)
     _norm_backward_fp8_kernel[(programs,)](
-        dy, x, parts, *tables, norm.weight, *_destination(out, cast_scale),
-        *dy.stride()[:3], *x.stride()[:3], *table_strides,
-        batch * seq, seq, heads, out.transposed.shape[0], first, norm.eps,
-        **head_tiles(dim, rotation), zero_centered=norm.zero_centered, block=tokens, turned=TURNED, BAND=BAND,
-        E5M2=cast_scale.e5m2, num_warps=4,
-    )  # fmt: skip
+        dy,
+        x,
+        parts,
+        *tables,
+        norm.weight,
+        *_destination(out, cast_scale),
+        *dy.stride()[:3],
+        *x.stride()[:3],
+        *table_strides,
+        batch * seq,
+        seq,
+        heads,
+        out.transposed.shape[0],
+        first,
+        norm.eps,
+        **head_tiles(dim, rotation),
+        zero_centered=norm.zero_centered,
+        block=tokens,
+        turned=TURNED,
+        BAND=BAND,
+        E5M2=cast_scale.e5m2,
+        num_warps=4,
+    )
     return parts.sum(0)
 
 
@@ -439,10 +726,25 @@ def gate_backward_fp8(
     dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
     strides = [stride for tensor in (dy, x, logits, dx) for stride in tensor.stride()[:3]]
     _gate_backward_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
-        dy, x, logits, dx, *_destination(out, cast_scale), *strides, batch * seq, _even(seq, dy, x, logits, dx), heads,
-        out.transposed.shape[0], first,
-        softplus=softplus, dim=dim, width=width_of(dim), block=TOKENS, BAND=BAND, E5M2=cast_scale.e5m2, num_warps=4,
-    )  # fmt: skip
+        dy,
+        x,
+        logits,
+        dx,
+        *_destination(out, cast_scale),
+        *strides,
+        batch * seq,
+        _even(seq, dy, x, logits, dx),
+        heads,
+        out.transposed.shape[0],
+        first,
+        softplus=softplus,
+        dim=dim,
+        width=width_of(dim),
+        block=TOKENS,
+        BAND=BAND,
+        E5M2=cast_scale.e5m2,
+        num_warps=4,
+    )
     return dx
 
 

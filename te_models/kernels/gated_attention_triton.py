@@ -41,12 +41,33 @@ def _heads_of_token(seq, heads, dim: tl.constexpr, width: tl.constexpr, block: t
 
 @triton.jit
 def _rotate_kernel(
-    x, out, cos, sin, weight,
-    x_batch, x_seq, x_head, out_batch, out_seq, out_head, table_batch, table_seq,
-    seq, heads, eps, sign,
-    dim: tl.constexpr, half: tl.constexpr, interleaved: tl.constexpr, together: tl.constexpr,
-    zero_centered: tl.constexpr, in_place: tl.constexpr, width: tl.constexpr, rest: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    cos,
+    sin,
+    weight,
+    x_batch,
+    x_seq,
+    x_head,
+    out_batch,
+    out_seq,
+    out_head,
+    table_batch,
+    table_seq,
+    seq,
+    heads,
+    eps,
+    sign,
+    dim: tl.constexpr,
+    half: tl.constexpr,
+    interleaved: tl.constexpr,
+    together: tl.constexpr,
+    zero_centered: tl.constexpr,
+    in_place: tl.constexpr,
+    width: tl.constexpr,
+    rest: tl.constexpr,
+    block: tl.constexpr,
+):
     """Write x, normed if there is a weight, with RoPE if there are tables."""
     token, batch, place, head, _, _ = _heads_of_token(seq, heads, half, width, block)
     pair, first, second = pairs(half, width, interleaved)
@@ -88,12 +109,38 @@ def _rotate_kernel(
 
 @triton.jit
 def _norm_backward_kernel(
-    dy, x, dx, dweight, cos, sin, weight,
-    dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, dx_batch, dx_seq, dx_head, table_batch, table_seq,
-    tokens, seq, heads, eps,
-    dim: tl.constexpr, half: tl.constexpr, interleaved: tl.constexpr, together: tl.constexpr,
-    zero_centered: tl.constexpr, width: tl.constexpr, rest: tl.constexpr, block: tl.constexpr, own: tl.constexpr,
-):  # fmt: skip
+    dy,
+    x,
+    dx,
+    dweight,
+    cos,
+    sin,
+    weight,
+    dy_batch,
+    dy_seq,
+    dy_head,
+    x_batch,
+    x_seq,
+    x_head,
+    dx_batch,
+    dx_seq,
+    dx_head,
+    table_batch,
+    table_seq,
+    tokens,
+    seq,
+    heads,
+    eps,
+    dim: tl.constexpr,
+    half: tl.constexpr,
+    interleaved: tl.constexpr,
+    together: tl.constexpr,
+    zero_centered: tl.constexpr,
+    width: tl.constexpr,
+    rest: tl.constexpr,
+    block: tl.constexpr,
+    own: tl.constexpr,
+):
     """Undo RoPE, then differentiate the norm: dx, and this program's part of the gradient of the weight."""
     head = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)[:, None]
     pair, first, second = pairs(half, width, interleaved)
@@ -167,11 +214,20 @@ def _norm_backward_kernel(
 
 @triton.jit
 def _copy_kernel(
-    x, out,
-    x_batch, x_seq, x_head, out_batch, out_seq, out_head,
-    seq, heads,
-    dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    x_batch,
+    x_seq,
+    x_head,
+    out_batch,
+    out_seq,
+    out_head,
+    seq,
+    heads,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+):
     token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, width, block)
     value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside)
     tl.store(out + batch * out_batch + place * out_seq + head * out_head + channel, value, inside)
@@ -179,11 +235,23 @@ def _copy_kernel(
 
 @triton.jit
 def _gate_kernel(
-    x, logits, out,
-    x_batch, x_seq, x_head, g_batch, g_seq, g_head,
-    seq, heads,
-    headwise: tl.constexpr, softplus: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    x,
+    logits,
+    out,
+    x_batch,
+    x_seq,
+    x_head,
+    g_batch,
+    g_seq,
+    g_head,
+    seq,
+    heads,
+    headwise: tl.constexpr,
+    softplus: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+):
     token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, width, block)
     value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside).to(
         tl.float32
@@ -200,11 +268,31 @@ def _gate_kernel(
 
 @triton.jit
 def _gate_backward_kernel(
-    dy, x, logits, dlogits, dx,
-    dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dg_batch, dg_seq, dg_head,
-    seq, heads,
-    headwise: tl.constexpr, softplus: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    dy,
+    x,
+    logits,
+    dlogits,
+    dx,
+    dy_batch,
+    dy_seq,
+    dy_head,
+    x_batch,
+    x_seq,
+    x_head,
+    g_batch,
+    g_seq,
+    g_head,
+    dg_batch,
+    dg_seq,
+    dg_head,
+    seq,
+    heads,
+    headwise: tl.constexpr,
+    softplus: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+):
     token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, width, block)
     slope = tl.load(
         dy + batch * dy_batch + place * dy_seq + head * dy_head + channel, inside, 0.0
@@ -235,10 +323,23 @@ def rotate(x: Tensor, out: Tensor, rotation: Rotation, inverse: bool) -> None:
     batch, seq, heads, dim = x.shape
     tables, table_strides = rotation_tables(rotation)
     _rotate_kernel[(batch * seq, triton.cdiv(heads, HEADS))](
-        x, out, *tables, None, *x.stride()[:3], *out.stride()[:3], *table_strides,
-        seq, heads, 0.0, -1.0 if inverse else 1.0,
-        **head_tiles(dim, rotation), together=False, zero_centered=False, in_place=out is x, block=HEADS,
-    )  # fmt: skip
+        x,
+        out,
+        *tables,
+        None,
+        *x.stride()[:3],
+        *out.stride()[:3],
+        *table_strides,
+        seq,
+        heads,
+        0.0,
+        -1.0 if inverse else 1.0,
+        **head_tiles(dim, rotation),
+        together=False,
+        zero_centered=False,
+        in_place=out is x,
+        block=HEADS,
+    )
 
 
 def norm(x: Tensor, norm: Norm, rotation: Rotation | None) -> Tensor:
@@ -249,10 +350,23 @@ def norm(x: Tensor, norm: Norm, rotation: Rotation | None) -> Tensor:
     together = len(norm.weight) != dim
     block = triton.next_power_of_2(heads) if together else HEADS
     _rotate_kernel[(batch * seq, triton.cdiv(heads, block))](
-        x, out, *tables, norm.weight, *x.stride()[:3], *out.stride()[:3], *table_strides,
-        seq, heads, norm.eps, 1.0,
-        **head_tiles(dim, rotation), together=together, zero_centered=norm.zero_centered, in_place=False, block=block,
-    )  # fmt: skip
+        x,
+        out,
+        *tables,
+        norm.weight,
+        *x.stride()[:3],
+        *out.stride()[:3],
+        *table_strides,
+        seq,
+        heads,
+        norm.eps,
+        1.0,
+        **head_tiles(dim, rotation),
+        together=together,
+        zero_centered=norm.zero_centered,
+        in_place=False,
+        block=block,
+    )
     return out
 
 
@@ -269,9 +383,24 @@ def norm_backward(
     parts = torch.empty(grid[0] * grid[1], size, dtype=torch.float32, device=x.device)
     strides = [stride for tensor in (dy, x, dx) for stride in tensor.stride()[:3]]
     _norm_backward_kernel[grid](
-        dy, x, dx, parts, *tables, norm.weight, *strides, *table_strides, batch * seq, seq, heads, norm.eps,
-        **head_tiles(dim, rotation), together=together, zero_centered=norm.zero_centered, block=block, own=NORMED,
-    )  # fmt: skip
+        dy,
+        x,
+        dx,
+        parts,
+        *tables,
+        norm.weight,
+        *strides,
+        *table_strides,
+        batch * seq,
+        seq,
+        heads,
+        norm.eps,
+        **head_tiles(dim, rotation),
+        together=together,
+        zero_centered=norm.zero_centered,
+        block=block,
+        own=NORMED,
+    )
     return parts.sum(0)
 
 
@@ -298,9 +427,19 @@ def gate(x: Tensor, logits: Tensor, softplus: bool) -> Tensor:
     out = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
     grid = (batch * seq, triton.cdiv(heads, HEADS))
     _gate_kernel[grid](
-        x, logits, out, *x.stride()[:3], *logits.stride()[:3], seq, heads,
-        headwise=logits.shape[-1] != dim, softplus=softplus, dim=dim, width=width_of(dim), block=HEADS,
-    )  # fmt: skip
+        x,
+        logits,
+        out,
+        *x.stride()[:3],
+        *logits.stride()[:3],
+        seq,
+        heads,
+        headwise=logits.shape[-1] != dim,
+        softplus=softplus,
+        dim=dim,
+        width=width_of(dim),
+        block=HEADS,
+    )
     return out
 
 
@@ -311,9 +450,20 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor, softpl
     grid = (batch * seq, triton.cdiv(heads, HEADS))
     strides = [stride for tensor in (dy, x, logits, dlogits) for stride in tensor.stride()[:3]]
     _gate_backward_kernel[grid](
-        dy, x, logits, dlogits, dx, *strides, seq, heads,
-        headwise=logits.shape[-1] != dim, softplus=softplus, dim=dim, width=width_of(dim), block=HEADS,
-    )  # fmt: skip
+        dy,
+        x,
+        logits,
+        dlogits,
+        dx,
+        *strides,
+        seq,
+        heads,
+        headwise=logits.shape[-1] != dim,
+        softplus=softplus,
+        dim=dim,
+        width=width_of(dim),
+        block=HEADS,
+    )
     return dx
 
 

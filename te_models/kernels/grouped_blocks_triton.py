@@ -71,9 +71,15 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, bias: Tensor | None, groups: Groups, route: Route | None, own: WeightBlocks,
-        at: Locations, *weights: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx: Context,
+        x: Tensor,
+        bias: Tensor | None,
+        groups: Groups,
+        route: Route | None,
+        own: WeightBlocks,
+        at: Locations,
+        *weights: Tensor,
+    ) -> Tensor:
         x = x.contiguous()
         token, row, ctx.kernels = (None, None, None) if route is None else route
         ctx.groups = groups
@@ -115,9 +121,13 @@ class _Up(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, bias: Tensor | None, how: BlockExperts, passed: Passed[BlockGradients],
+        ctx: Context,
+        x: Tensor,
+        bias: Tensor | None,
+        how: BlockExperts,
+        passed: Passed[BlockGradients],
         *weights: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         groups, route, _, up, _ = how
         trained = any(ctx.needs_input_grad[4:])
         x = x.contiguous()
@@ -162,9 +172,16 @@ class _Down(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, gate_up: Tensor, gates: Tensor | None, bias: Tensor | None, how: BlockExperts,
-        passed: Passed[BlockGradients], trained_up: bool, summed_up: bool, *weights: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx: Context,
+        gate_up: Tensor,
+        gates: Tensor | None,
+        bias: Tensor | None,
+        how: BlockExperts,
+        passed: Passed[BlockGradients],
+        trained_up: bool,
+        summed_up: bool,
+        *weights: Tensor,
+    ) -> Tensor:
         groups, route, activation, _, down = how
         of_hidden = hidden_blocks(gate_up, groups, activation)
         dtype = gate_up.dtype
@@ -179,9 +196,15 @@ class _Down(torch.autograd.Function):
         token, row = (None, None) if route is None else (route.token, route.row)
         again = weights if down.own.transposed is None else ()
         ctx.save_for_backward(
-            token, row, gates, gate_up, None if route is None else out, down.own.transposed,
-            down.own.scale_inv, *again,
-        )  # fmt: skip
+            token,
+            row,
+            gates,
+            gate_up,
+            None if route is None else out,
+            down.own.transposed,
+            down.own.scale_inv,
+            *again,
+        )
         if route is None:
             return out
         assert gates is not None
@@ -206,9 +229,14 @@ class _Down(torch.autograd.Function):
         slopes = slopes._replace(data=None)
         trained_up, summed_up = ctx.up
         found = gradient_blocks(
-            dh, gate_up, groups, ctx.activation, turn=trained_up, hidden=ctx.trained,
+            dh,
+            gate_up,
+            groups,
+            ctx.activation,
+            turn=trained_up,
+            hidden=ctx.trained,
             summed=summed_up,
-        )  # fmt: skip
+        )
         del dh
         of_weights: Sequence[Tensor | None] = [None] * ctx.count
         if ctx.trained:

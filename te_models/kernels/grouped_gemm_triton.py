@@ -63,9 +63,15 @@ def _corner(t, high, across, ABREAST: tl.constexpr):
 
 @triton.jit
 def own_tile(
-    first, tiles, width, count,
-    EXPERTS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, ABREAST: tl.constexpr,
-):  # fmt: skip
+    first,
+    tiles,
+    width,
+    count,
+    EXPERTS: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    ABREAST: tl.constexpr,
+):
     """Return this program's expert, its first row and number of rows, and the row and column of the tile.
 
     A program behind the last tile gets expert `count`.
@@ -85,9 +91,20 @@ def own_tile(
 
 @triton.jit
 def store_rows(
-    total, a_scale, b_scale, bias, out, e, begin, rows, m, n, width,
-    HIGH: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    total,
+    a_scale,
+    b_scale,
+    bias,
+    out,
+    e,
+    begin,
+    rows,
+    m,
+    n,
+    width,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Store a tile of a product, by both scales and plus the bias where there are any."""
     i = m * HIGH + tl.arange(0, HIGH)
     j = n * WIDE + tl.arange(0, WIDE)
@@ -101,10 +118,29 @@ def store_rows(
 
 @triton.jit
 def _rows_kernel(
-    a, b, places, source, given, first, tiles, a_scale, b_scale, bias, out, width, depth, count,
-    DOWN: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr, EXPERTS: tl.constexpr,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
-):  # fmt: skip
+    a,
+    b,
+    places,
+    source,
+    given,
+    first,
+    tiles,
+    a_scale,
+    b_scale,
+    bias,
+    out,
+    width,
+    depth,
+    count,
+    DOWN: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEEP: tl.constexpr,
+    ABREAST: tl.constexpr,
+):
     e, begin, rows, m, n = own_tile(first, tiles, width, count, EXPERTS, HIGH, WIDE, ABREAST)
     if e >= count:
         return
@@ -144,10 +180,25 @@ def _rows_kernel(
 
 @triton.jit
 def _rows_by_tma_kernel(
-    a, b, first, tiles, a_scale, b_scale, bias, out, width, depth, count,
-    DOWN: tl.constexpr, PRECISE: tl.constexpr, EXPERTS: tl.constexpr,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
-):  # fmt: skip
+    a,
+    b,
+    first,
+    tiles,
+    a_scale,
+    b_scale,
+    bias,
+    out,
+    width,
+    depth,
+    count,
+    DOWN: tl.constexpr,
+    PRECISE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEEP: tl.constexpr,
+    ABREAST: tl.constexpr,
+):
     """Multiply as `_rows_kernel` does; a and b describe the rows of all experts, and their matrices below each other.
 
     A tile may contain rows of the next expert, which are not stored, and zeros behind the last column.
@@ -181,10 +232,24 @@ def _store_weights(
 
 @triton.jit
 def _weights_kernel(
-    a, b, source, given, first, turned, pitch, a_scale, b_scale, out, height, width,
+    a,
+    b,
+    source,
+    given,
+    first,
+    turned,
+    pitch,
+    a_scale,
+    b_scale,
+    out,
+    height,
+    width,
     PRECISE: tl.constexpr,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
-):  # fmt: skip
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEEP: tl.constexpr,
+    ABREAST: tl.constexpr,
+):
     high = tl.cdiv(height, HIGH)
     across = tl.cdiv(width, WIDE)
     e = tl.program_id(0) // (high * across)
@@ -247,9 +312,18 @@ def _sums_kernel(x, first, out, width, HIGH: tl.constexpr, WIDE: tl.constexpr):
 
 
 def rows_times(
-    a: ExpertMatrices, b: ExpertMatrices, groups: Groups, width: int, bias: Tensor | None = None, *,
-    down: bool, precise: bool, dtype: torch.dtype, source: Tensor | None = None, tiles: Tiles | None = None,
-) -> Tensor:  # fmt: skip
+    a: ExpertMatrices,
+    b: ExpertMatrices,
+    groups: Groups,
+    width: int,
+    bias: Tensor | None = None,
+    *,
+    down: bool,
+    precise: bool,
+    dtype: torch.dtype,
+    source: Tensor | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:
     """Return each expert's rows of a [R, D] times its matrix of b, plus its row of `bias` [E, width]: [R, width].
 
     The sum is rounded to `dtype` once.
@@ -285,19 +359,35 @@ def rows_times(
             _rows_by_tma_kernel[grid](
                 _described(a.data, len(a.data), depth, [tiles.height, tiles.depth]),
                 _described(b.data, rows, columns, shape),
-                *rest, **options,
-            )  # fmt: skip
+                *rest,
+                **options,
+            )
         else:
             _rows_kernel[grid](
-                a.data, b.data, b.places, source, len(a.data), *rest, EVEN=depth % tiles.depth == 0, **options
-            )  # fmt: skip
+                a.data,
+                b.data,
+                b.places,
+                source,
+                len(a.data),
+                *rest,
+                EVEN=depth % tiles.depth == 0,
+                **options,
+            )
     return out
 
 
 def weights_from(
-    a: ExpertMatrices, b: ExpertMatrices, groups: Groups, height: int, width: int, *,
-    precise: bool, dtype: torch.dtype, source: Tensor | None = None, tiles: Tiles | None = None,
-) -> Tensor:  # fmt: skip
+    a: ExpertMatrices,
+    b: ExpertMatrices,
+    groups: Groups,
+    height: int,
+    width: int,
+    *,
+    precise: bool,
+    dtype: torch.dtype,
+    source: Tensor | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:
     """Return each expert's rows of a [R, height], transposed, times its rows of b [R, width]: [E, height, width].
 
     In FP8 `data` holds the transposed matrices (FP8Matrices.transposed). With `source`, int64 [R], b is [T, width], and
@@ -311,9 +401,20 @@ def weights_from(
     options = _options(tiles, a, precise)
     with torch.cuda.device_of(out):
         _weights_kernel[grid](
-            a.data, b.data, source, len(b.data), groups.first, turned, pitch, a.scale_inv, b.scale_inv,
-            out, height, width, **options,
-        )  # fmt: skip
+            a=a.data,
+            b=b.data,
+            source=source,
+            given=len(b.data),
+            first=groups.first,
+            turned=turned,
+            pitch=pitch,
+            a_scale=a.scale_inv,
+            b_scale=b.scale_inv,
+            out=out,
+            height=height,
+            width=width,
+            **options,
+        )
     return out
 
 
@@ -367,7 +468,12 @@ def _tiles_of_rows(a: ExpertMatrices, width: int, precise: bool) -> Tiles:
 
 def _options(tiles: Tiles, a: ExpertMatrices, precise: bool) -> dict[str, Any]:
     return dict(
-        HIGH=tiles.height, WIDE=tiles.width, DEEP=tiles.depth, ABREAST=ABREAST, num_stages=tiles.stages,
-        num_warps=tiles.warps, PRECISE=precise and a.scale_inv is not None,
+        HIGH=tiles.height,
+        WIDE=tiles.width,
+        DEEP=tiles.depth,
+        ABREAST=ABREAST,
+        num_stages=tiles.stages,
+        num_warps=tiles.warps,
+        PRECISE=precise and a.scale_inv is not None,
         enable_fp_fusion=False,  # cuBLAS rounds the scaled sum before it adds the bias
-    )  # fmt: skip
+    )

@@ -54,9 +54,17 @@ class Casts(NamedTuple):
 
 @triton.jit(do_not_specialize=["count", *"abcdefgh"])
 def _fill_kernel(
-    out, count,
-    a: tl.int64, b: tl.int64, c: tl.int64, d: tl.int64, e: tl.int64, f: tl.int64, g: tl.int64, h: tl.int64,
-):  # fmt: skip
+    out,
+    count,
+    a: tl.int64,
+    b: tl.int64,
+    c: tl.int64,
+    d: tl.int64,
+    e: tl.int64,
+    f: tl.int64,
+    g: tl.int64,
+    h: tl.int64,
+):
     tl.store(out, a)
     tl.store(out + 1, b, count > 1)
     tl.store(out + 2, c, count > 2)
@@ -212,9 +220,16 @@ class _FP8(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, bias: Tensor | None, groups: Groups, casts: Casts, own: FP8Matrices | Stored,
-        route: Route | None, at: Locations, *weights: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx: Context,
+        x: Tensor,
+        bias: Tensor | None,
+        groups: Groups,
+        casts: Casts,
+        own: FP8Matrices | Stored,
+        route: Route | None,
+        at: Locations,
+        *weights: Tensor,
+    ) -> Tensor:
         ctx.groups = groups
         ctx.casts = casts
         ctx.at = at
@@ -288,9 +303,14 @@ def in_bf16(x: Tensor, groups: Groups, weights: Weights, bias: Tensor | None = N
 
 
 def in_fp8(
-    x: Tensor, groups: Groups, casts: Casts, own: FP8Matrices | Stored, weights: Weights | None = None,
-    bias: Tensor | None = None, route: Route | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    groups: Groups,
+    casts: Casts,
+    own: FP8Matrices | Stored,
+    weights: Weights | None = None,
+    bias: Tensor | None = None,
+    route: Route | None = None,
+) -> Tensor:
     """Return the same with FP8 weights `own`, the casts of `weights`, which get gradients, or frozen ones.
 
     With `route`, x [T, I] are tokens, and their rows are never stored in x's dtype.

@@ -79,6 +79,7 @@ def swiglu(
 
     In a graph that torch.compile or torch.export traces, the compiler chooses what is saved.
     """
+    # Without a backward there is nothing to save early.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return forward(gate_up)
     return _SwiGLU.apply(save_early(gate_up), forward, backward)

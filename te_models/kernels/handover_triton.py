@@ -229,10 +229,25 @@ def _value(x, i, j, rows, columns, ACTIVATION: tl.constexpr, GATED: tl.constexpr
 
 @triton.jit
 def _cast_kernel(
-    x, data, transposed, scale, amax, scale_inv, rows, columns, counts, codes, flag, spread,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr,
-):  # fmt: skip
+    x,
+    data,
+    transposed,
+    scale,
+    amax,
+    scale_inv,
+    rows,
+    columns,
+    counts,
+    codes,
+    flag,
+    spread,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    E5M2: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BAND: tl.constexpr,
+):
     group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
     i = 4 * group
     a = _value(x, i, j, rows, columns, ACTIVATION, GATED)
@@ -246,8 +261,24 @@ def _cast_kernel(
     if counts is not None:
         noted = tl.program_id(0) == 0
         count_tile(
-            counts, codes, flag, spread, a, b, c, d, s, group, j, rows, columns, columns, 0, noted, E5M2
-        )  # fmt: skip
+            fields=counts,
+            codes=codes,
+            flag=flag,
+            spread=spread,
+            a=a,
+            b=b,
+            c=c,
+            d=d,
+            scale=s,
+            group=group,
+            j=j,
+            rows=rows,
+            columns=columns,
+            width=columns,
+            first=0,
+            noted=noted,
+            E5M2=E5M2,
+        )
     note_inverse(s, scale_inv)
 
 
@@ -259,10 +290,25 @@ def _slope(dy, x, i, j, rows, columns, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _slope_kernel(
-    dy, x, data, transposed, scale, amax, scale_inv, rows, columns, counts, codes, flag, spread,
+    dy,
+    x,
+    data,
+    transposed,
+    scale,
+    amax,
+    scale_inv,
+    rows,
+    columns,
+    counts,
+    codes,
+    flag,
+    spread,
     ACTIVATION: tl.constexpr,
-    E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr,
-):  # fmt: skip
+    E5M2: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BAND: tl.constexpr,
+):
     group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
     i = 4 * group
     a = _slope(dy, x, i, j, rows, columns, ACTIVATION)
@@ -276,8 +322,24 @@ def _slope_kernel(
     if counts is not None:
         noted = tl.program_id(0) == 0
         count_tile(
-            counts, codes, flag, spread, a, b, c, d, s, group, j, rows, columns, columns, 0, noted, E5M2
-        )  # fmt: skip
+            fields=counts,
+            codes=codes,
+            flag=flag,
+            spread=spread,
+            a=a,
+            b=b,
+            c=c,
+            d=d,
+            scale=s,
+            group=group,
+            j=j,
+            rows=rows,
+            columns=columns,
+            width=columns,
+            first=0,
+            noted=noted,
+            E5M2=E5M2,
+        )
     note_inverse(s, scale_inv)
 
 
@@ -292,10 +354,25 @@ def _slopes(dy, gate_up, i, j, rows, columns, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gated_slope_kernel(
-    dy, gate_up, data, transposed, scale, amax, scale_inv, rows, columns, counts, codes, flag, spread,
+    dy,
+    gate_up,
+    data,
+    transposed,
+    scale,
+    amax,
+    scale_inv,
+    rows,
+    columns,
+    counts,
+    codes,
+    flag,
+    spread,
     ACTIVATION: tl.constexpr,
-    E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr,
-):  # fmt: skip
+    E5M2: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BAND: tl.constexpr,
+):
     group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
     i = 4 * group
     a, e = _slopes(dy, gate_up, i, j, rows, columns, ACTIVATION)
@@ -313,20 +390,71 @@ def _gated_slope_kernel(
         noted = tl.program_id(0) == 0
         width = 2 * columns
         count_tile(
-            counts, codes, flag, spread, a, b, c, d, s, group, j, rows, columns, width, 0, noted, E5M2
-        )  # fmt: skip
+            fields=counts,
+            codes=codes,
+            flag=flag,
+            spread=spread,
+            a=a,
+            b=b,
+            c=c,
+            d=d,
+            scale=s,
+            group=group,
+            j=j,
+            rows=rows,
+            columns=columns,
+            width=width,
+            first=0,
+            noted=noted,
+            E5M2=E5M2,
+        )
         count_tile(
-            counts, codes, flag, spread, e, f, g, h, s, group, j, rows, columns, width, columns, False, E5M2
-        )  # fmt: skip
+            fields=counts,
+            codes=codes,
+            flag=flag,
+            spread=spread,
+            a=e,
+            b=f,
+            c=g,
+            d=h,
+            scale=s,
+            group=group,
+            j=j,
+            rows=rows,
+            columns=columns,
+            width=width,
+            first=columns,
+            noted=False,
+            E5M2=E5M2,
+        )
     note_inverse(s, scale_inv)
 
 
 @triton.jit
 def _norm_kernel(
-    x, delta, total, weight, rstd, data, transposed, scale, amax, scale_inv, rows, columns, eps,
-    counts, codes, flag, spread,
-    ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    delta,
+    total,
+    weight,
+    rstd,
+    data,
+    transposed,
+    scale,
+    amax,
+    scale_inv,
+    rows,
+    columns,
+    eps,
+    counts,
+    codes,
+    flag,
+    spread,
+    ADD: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    E5M2: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     first = tl.program_id(0).to(tl.int64) * ROWS
     i = first + tl.arange(0, ROWS)
     # Summed at the end, since a sum synchronizes the threads.
@@ -362,15 +490,29 @@ def _norm_kernel(
         f = _load(source, i + 1, j, rows, columns, columns) * b[:, None] * gamma
         g = _load(source, i + 2, j, rows, columns, columns) * c[:, None] * gamma
         h = _load(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma
-        found = store_fp8(
-            e, f, g, h, s, group, j, rows, columns, data, transposed, columns, E5M2
-        )  # fmt: skip
+        found = store_fp8(e, f, g, h, s, group, j, rows, columns, data, transposed, columns, E5M2)
         largest = tl.maximum(largest, found)
         if counts is not None:
             noted = (tl.program_id(0) == 0) & (start == 0)
             count_tile(
-                counts, codes, flag, spread, e, f, g, h, s, group, j, rows, columns, columns, 0, noted, E5M2
-            )  # fmt: skip
+                fields=counts,
+                codes=codes,
+                flag=flag,
+                spread=spread,
+                a=e,
+                b=f,
+                c=g,
+                d=h,
+                scale=s,
+                group=group,
+                j=j,
+                rows=rows,
+                columns=columns,
+                width=columns,
+                first=0,
+                noted=noted,
+                E5M2=E5M2,
+            )
     raise_amax(amax, largest)
     note_inverse(s, scale_inv)
 
@@ -398,9 +540,22 @@ def _by_tiles(
     """
     inputs = tuple(tensor.contiguous() for tensor in inputs)
     kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](
-        *inputs, out.data, out.transposed, cast_scale.scale, cast_scale.amax, out.scale_inv, rows, columns,
-        *destination(counts), **options, E5M2=cast_scale.e5m2, ROWS=ROWS, COLUMNS=COLUMNS, BAND=BAND, num_warps=4,
-    )  # fmt: skip
+        *inputs,
+        out.data,
+        out.transposed,
+        cast_scale.scale,
+        cast_scale.amax,
+        out.scale_inv,
+        rows,
+        columns,
+        *destination(counts),
+        **options,
+        E5M2=cast_scale.e5m2,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        BAND=BAND,
+        num_warps=4,
+    )
     return out
 
 
@@ -479,9 +634,16 @@ def activate_backward(
 
 
 def norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, scale: Tensor, amax: Tensor,
-    e5m2: bool, counts: Counts | None = None,
-) -> tuple[FP8Data, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    zero_centered: bool,
+    scale: Tensor,
+    amax: Tensor,
+    e5m2: bool,
+    counts: Counts | None = None,
+) -> tuple[FP8Data, Tensor, Tensor]:
     """Compute RMSNorm of x + delta (None: of x) [N, D]: data [N, D], x + delta contiguous, and 1 / RMS, FP32 [N]."""
     rows, columns = x.shape
     x = x.contiguous()
@@ -490,9 +652,25 @@ def norm(
     total = x if delta is None else torch.empty_like(x)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     _norm_kernel[(triton.cdiv(rows, NORM_ROWS), 1)](
-        x, x if delta is None else delta, total, weight, rstd, out.data, out.transposed, scale, amax, out.scale_inv,
-        rows, columns, eps, *destination(counts),
-        ADD=delta is not None, ZERO_CENTERED=zero_centered, E5M2=e5m2, ROWS=NORM_ROWS, COLUMNS=NORM_COLUMNS,
+        x,
+        x if delta is None else delta,
+        total,
+        weight,
+        rstd,
+        out.data,
+        out.transposed,
+        scale,
+        amax,
+        out.scale_inv,
+        rows,
+        columns,
+        eps,
+        *destination(counts),
+        ADD=delta is not None,
+        ZERO_CENTERED=zero_centered,
+        E5M2=e5m2,
+        ROWS=NORM_ROWS,
+        COLUMNS=NORM_COLUMNS,
         num_warps=4,
-    )  # fmt: skip
+    )
     return out, total, rstd

@@ -72,9 +72,14 @@ class _Half(NamedTuple):
 def _half(projection: Projection, trained: bool) -> _Half:
     own = projection.own
     return _Half(
-        projection.casts, projection.at, own.data if isinstance(own, Stored) else (), projection.inputs,
-        projection.outputs, len(projection.weights), trained,
-    )  # fmt: skip
+        projection.casts,
+        projection.at,
+        own.data if isinstance(own, Stored) else (),
+        projection.inputs,
+        projection.outputs,
+        len(projection.weights),
+        trained,
+    )
 
 
 def _kept(projection: Projection) -> list[Tensor | None]:
@@ -131,9 +136,13 @@ class _Up(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, bias: Tensor | None, how: JointExperts,
-        passed: Passed[HiddenGradients], *weights: Tensor
-    ) -> Tensor:  # fmt: skip
+        ctx: Context,
+        x: Tensor,
+        bias: Tensor | None,
+        how: JointExperts,
+        passed: Passed[HiddenGradients],
+        *weights: Tensor,
+    ) -> Tensor:
         groups, route, _, up, _ = how
         trained = any(ctx.needs_input_grad[4:])
         x = x.contiguous()
@@ -193,9 +202,16 @@ class _Down(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, gate_up: Tensor, gates: Tensor | None, bias: Tensor | None, how: JointExperts,
-        passed: Passed[HiddenGradients], trained_up: bool, summed_up: bool, *weights: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx: Context,
+        gate_up: Tensor,
+        gates: Tensor | None,
+        bias: Tensor | None,
+        how: JointExperts,
+        passed: Passed[HiddenGradients],
+        trained_up: bool,
+        summed_up: bool,
+        *weights: Tensor,
+    ) -> Tensor:
         groups, route, activation, up, down = how
         of_hidden = hidden(gate_up, groups, activation, down.casts.of_x)
         a = ExpertMatrices(of_hidden.data.view(E4M3), of_hidden.scale_inv)
@@ -209,9 +225,15 @@ class _Down(torch.autograd.Function):
         ctx.summed_up = summed_up
         token, row = (None, None) if route is None else (route.token, route.row)
         ctx.save_for_backward(
-            token, row, gates, gate_up, of_hidden.scale_inv, of_hidden.scale,
-            None if route is None else out, *_kept(down),
-        )  # fmt: skip
+            token,
+            row,
+            gates,
+            gate_up,
+            of_hidden.scale_inv,
+            of_hidden.scale,
+            None if route is None else out,
+            *_kept(down),
+        )
         if route is None:
             return out
         assert gates is not None
@@ -247,9 +269,16 @@ class _Down(torch.autograd.Function):
         dh = rows_times(a, b, groups, half.inputs, **how)
         del a, b
         found = gradients(
-            dh, gate_up, groups, ctx.activation, ctx.up.casts.gradient, ctx.up.casts.of_dy,
-            h_scale if half.trained else None, turn=ctx.up.trained, summed=ctx.summed_up,
-        )  # fmt: skip
+            dh,
+            gate_up,
+            groups,
+            ctx.activation,
+            ctx.up.casts.gradient,
+            ctx.up.casts.of_dy,
+            h_scale if half.trained else None,
+            turn=ctx.up.trained,
+            summed=ctx.summed_up,
+        )
         del dh
         of_weights: Sequence[Tensor | None] = [None] * half.count
         if half.trained:

@@ -34,15 +34,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """See linear_cross_entropy."""
         ctx.multiply = multiply
         wants = ctx.needs_input_grad[:2]
+        # The gradient for a loss of 1; backward multiplies it by the gradient of the loss.
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wants[0] else None
         dw = None
+        # Several chunks are summed in FP32; a single one is a plain product in the dtype of the weight.
         sums = wants[1] and chunk < len(x)
         if sums:
             dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        # On the device: reading the count would make the host wait.
         count = (targets != -100).sum().clamp(min=1)
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         for start in _starts(x, chunk):
             part = slice(start, start + chunk)
+            # [chunk, V], the largest tensor here: it lives for one turn of the loop.
             logits = matmul(x[part], weight.t())
             loss, dlogits = kernel(logits, targets[part], count, any(wants))
             total += loss

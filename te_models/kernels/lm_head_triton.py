@@ -17,9 +17,14 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits, targets, count, losses, vocabulary,
-    GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    targets,
+    count,
+    losses,
+    vocabulary,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
     target = tl.load(targets + row)

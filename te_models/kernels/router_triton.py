@@ -47,8 +47,18 @@ def _count_kernel(chosen, counts, tokens, count, k, EXPERTS: tl.constexpr, TOKEN
 
 @triton.jit
 def _place_kernel(
-    chosen, before, first, token, row, tokens, count, k, most, EXPERTS: tl.constexpr, TOKENS: tl.constexpr
-):  # fmt: skip
+    chosen,
+    before,
+    first,
+    token,
+    row,
+    tokens,
+    count,
+    k,
+    most,
+    EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
     own = tl.zeros([TOKENS, EXPERTS], tl.int32)
@@ -76,9 +86,16 @@ def choose(scores: Tensor, k: int, real: Tensor | None) -> Tensor:
     if tokens:
         with torch.cuda.device_of(out):
             _choose_kernel[(triton.cdiv(tokens, TOKENS),)](
-                scores.contiguous(), real, out, tokens, count, k,
-                EXPERTS=triton.next_power_of_2(count), TOKENS=TOKENS, num_warps=4,
-            )  # fmt: skip
+                scores.contiguous(),
+                real,
+                out,
+                tokens,
+                count,
+                k,
+                EXPERTS=triton.next_power_of_2(count),
+                TOKENS=TOKENS,
+                num_warps=4,
+            )
     return out
 
 

@@ -55,6 +55,7 @@ def causal_attention(
     q [B, N, S, H]; k, v [B, K, M, H] with N a multiple of K and M = S without a mask; returns [B, N, S, H]. `scale` is
     the factor on the products of q and k; None: H ** -0.5.
     """
+    # Decoding: one new query per row, and a mask over the slots of the cache.
     if mask is not None and q.shape[-2] == 1:
         return _decode_attention(q, k, v, mask, scale)
     causal = False
@@ -71,6 +72,7 @@ def causal_attention(
 
 def _decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
     """Attend with one query per row; the heads that share a key are queries of one head, so that no key is copied."""
+    # [B, N, 1, H] to [B, K, N/K, H]: the query heads of a key head become its queries.
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
     return _attention(grouped, k, v, DECODE_ORDER, dict(attn_mask=mask, scale=scale)).reshape(
         q.shape
@@ -144,16 +146,19 @@ def attention_mask(
     if real is None and documents is None and covers:
         return None
     slot = torch.arange(seq, device=device)
+    # [S, S], of query minus key: below 0 lies the future.
     distance = slot[:, None] - slot
     mask = distance >= 0
     if window is not None:
         if real is None:
             mask = mask & (distance < window)
         else:
+            # Padding takes slots but no positions, so a window counts along the tokens.
             position = real.cumsum(-1)
             mask = mask & within_window(position, position, window)
     if documents is not None:
         mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+    # A row without any key would be a softmax over nothing, NaN; padding sees itself instead.
     return mask if real is None else (mask & real[:, None, None, :]) | (distance == 0)
 
 

@@ -94,11 +94,36 @@ def _scores(q, k, start, query, key, factor, cap):
 
 @triton.jit
 def _forward_kernel(
-    q, k, v, sinks, out, log_sum, first,
-    q_batch, q_head, q_seq, k_batch, k_head, k_seq, v_batch, v_head, v_seq, o_batch, o_head, o_seq, first_batch,
-    seq, heads, group, factor, cap,
-    dim: tl.constexpr, width: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    sinks,
+    out,
+    log_sum,
+    first,
+    q_batch,
+    q_head,
+    q_seq,
+    k_batch,
+    k_head,
+    k_seq,
+    v_batch,
+    v_head,
+    v_seq,
+    o_batch,
+    o_head,
+    o_seq,
+    first_batch,
+    seq,
+    heads,
+    group,
+    factor,
+    cap,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    queries: tl.constexpr,
+    keys: tl.constexpr,
+):
     blocks = tl.cdiv(seq, queries)
     block, batch, head, pair = _place(blocks, heads)
     begin = (blocks - 1 - block) * queries  # longest first
@@ -144,9 +169,21 @@ def _forward_kernel(
 
 @triton.jit
 def _dot_kernel(
-    out, dy, dots, o_batch, o_head, o_seq, y_batch, y_head, y_seq, seq, heads,
-    dim: tl.constexpr, width: tl.constexpr, queries: tl.constexpr,
-):  # fmt: skip
+    out,
+    dy,
+    dots,
+    o_batch,
+    o_head,
+    o_seq,
+    y_batch,
+    y_head,
+    y_seq,
+    seq,
+    heads,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    queries: tl.constexpr,
+):
     """Compute the product of each query's output with its gradient."""
     block, batch, head, pair = _place(tl.cdiv(seq, queries), heads)
     query = block * queries + tl.arange(0, queries)
@@ -162,11 +199,41 @@ def _dot_kernel(
 
 @triton.jit
 def _grad_query_kernel(
-    q, k, v, dy, log_sum, dots, first, dq,
-    q_batch, q_head, q_seq, k_batch, k_head, k_seq, v_batch, v_head, v_seq, y_batch, y_head, y_seq,
-    d_batch, d_head, d_seq, first_batch, seq, heads, group, factor, scale, cap,
-    dim: tl.constexpr, width: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    dy,
+    log_sum,
+    dots,
+    first,
+    dq,
+    q_batch,
+    q_head,
+    q_seq,
+    k_batch,
+    k_head,
+    k_seq,
+    v_batch,
+    v_head,
+    v_seq,
+    y_batch,
+    y_head,
+    y_seq,
+    d_batch,
+    d_head,
+    d_seq,
+    first_batch,
+    seq,
+    heads,
+    group,
+    factor,
+    scale,
+    cap,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    queries: tl.constexpr,
+    keys: tl.constexpr,
+):
     blocks = tl.cdiv(seq, queries)
     block, batch, head, pair = _place(blocks, heads)
     begin = (blocks - 1 - block) * queries
@@ -200,11 +267,43 @@ def _grad_query_kernel(
 
 @triton.jit
 def _grad_key_kernel(
-    q, k, v, dy, log_sum, dots, first, last, dk, dv,
-    q_batch, q_head, q_seq, k_batch, k_head, k_seq, v_batch, v_head, v_seq, y_batch, y_head, y_seq,
-    d_batch, d_head, d_seq, first_batch, seq, heads, group, factor, scale, cap,
-    dim: tl.constexpr, width: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    dy,
+    log_sum,
+    dots,
+    first,
+    last,
+    dk,
+    dv,
+    q_batch,
+    q_head,
+    q_seq,
+    k_batch,
+    k_head,
+    k_seq,
+    v_batch,
+    v_head,
+    v_seq,
+    y_batch,
+    y_head,
+    y_seq,
+    d_batch,
+    d_head,
+    d_seq,
+    first_batch,
+    seq,
+    heads,
+    group,
+    factor,
+    scale,
+    cap,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    queries: tl.constexpr,
+    keys: tl.constexpr,
+):
     """Compute the gradients of one block of keys and values, over all heads of queries that share them."""
     block, batch, shared, _ = _place(tl.cdiv(seq, keys), heads // group)
     begin = block * keys
@@ -273,9 +372,22 @@ class Spans(NamedTuple):
         factor, cap_2 = _factors(scale, dim, cap)
         block, options = _options(FORWARD, dim)
         _forward_kernel[(triton.cdiv(seq, block[0]) * batch * heads,)](
-            q, k, v, sinks, out, log_sum, self.first, *_strides(q, k, v, out), self._stride, seq, heads,
-            heads // k.shape[1], factor, cap_2, **options,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            sinks,
+            out,
+            log_sum,
+            self.first,
+            *_strides(q, k, v, out),
+            self._stride,
+            seq,
+            heads,
+            heads // k.shape[1],
+            factor,
+            cap_2,
+            **options,
+        )
         return out, log_sum
 
     def backward(
@@ -296,8 +408,12 @@ class Spans(NamedTuple):
         (log_sum,) = kept
         batch, heads, seq, dim = q.shape
         shared = k.shape[1]
-        dq, dk, dv = (torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-                      for t in (q, k, v))  # fmt: skip
+        dq, dk, dv = (
+            torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(
+                1, 2
+            )
+            for t in (q, k, v)
+        )
         dots = torch.empty_like(log_sum)
         _dot_kernel[(triton.cdiv(seq, 64) * batch * heads,)](
             out, dy, dots, *_strides(out, dy), seq, heads, dim=dim, width=_width(dim), queries=64
@@ -311,8 +427,21 @@ class Spans(NamedTuple):
         )
         block, options = _options(GRAD_KEY, dim)
         _grad_key_kernel[(triton.cdiv(seq, block[1]) * batch * shared,)](
-            q, k, v, dy, log_sum, dots, self.first, self.last, dk, dv, *common, *_strides(dk), *tail, **options
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            dy,
+            log_sum,
+            dots,
+            self.first,
+            self.last,
+            dk,
+            dv,
+            *common,
+            *_strides(dk),
+            *tail,
+            **options,
+        )
         if sinks is None:
             return dq, dk, dv, None
         # A sink is a key whose value is zero; this is its weight in each query's softmax.

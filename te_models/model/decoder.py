@@ -192,6 +192,7 @@ class Decoder(nn.Module):
             fused = device.type == "cuda"
             if self.activation_offload:
                 fused = fused and offload_allows_fused(self.activation_checkpointing)
+        # Under tensor parallelism te.Linear communicates between the operations that `fused` would join.
         self.fused = fused and self.tp.size == 1
         self.kernels = get_kernels(self.te, device, compile=self.compile_mode, fused=self.fused)
         if initialize and where.type != "meta":
@@ -215,6 +216,7 @@ class Decoder(nn.Module):
         plain = False if config.plain_final_norm else None
         self.norm = factory.norm(config.hidden_size, zero_centered=plain)
         self.lm_head = factory.linear(config.head, fp8_weight=not config.tie_word_embeddings)
+        # One Parameter under two names: gradients of both uses add up in it.
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.tp.mark(self, config)
@@ -378,6 +380,7 @@ class Decoder(nn.Module):
                 is_first_microbatch=is_first_microbatch,
                 inputs_embeds=inputs_embeds,
             )
+        # torch.utils.checkpoint around the whole model would recompute with scales that have moved on.
         refuse_foreign_recompute(self.recipe.stateful)
         tokens = checked_tokens(self.config, input_ids, inputs_embeds, self.device)
         check_inputs(self.config, tokens, labels, cache, attention_mask, document_ids)
@@ -385,12 +388,14 @@ class Decoder(nn.Module):
             self.warn_of_fp16_gradients()
         unknown = None
         if labels is not None and input_ids is not None and tokens.device.type != "cpu":
+            # Testing the ids on the host would wait for the device; unknown ones make the loss NaN instead.
             tokens, unknown = known_ids(tokens, self.config.vocab_size)
         request = OutputRequest(labels, attention_mask, document_ids, return_logits, logits_to_keep)
         with self.te.row_padding(self, tokens, self.recipe.row_alignment) as alignment:
             context = self._context(tokens, request, cache, is_first_microbatch, alignment)
             with forward_pass(self, self.te, self.recipe, self.te_recipe, self._table):
                 evaluated = not self.training
+                # Read once inside the lock: another thread may start an evaluation at any time.
                 losses = None if evaluated else self.router_losses
                 decoded = self._decode(tokens, context, request)
                 if decoded.loss is not None and unknown is not None:
@@ -452,6 +457,7 @@ class Decoder(nn.Module):
         """Pass ids [B, S] or vectors [B, S, D] through all blocks and the head."""
         fp8 = self.fp8_layers
         x = self.tp.scatter(self._padded(self._embedded(tokens, context), context))
+        # Blocks before the FP8 range run outside the autocast, in BF16.
         x = self._run(range(fp8.start), x, context)
         autocast: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if fp8 or self.recipe.head_in_fp8:
@@ -485,9 +491,11 @@ class Decoder(nn.Module):
         """Return norm, head and loss of the last hidden states x [N, D]."""
         batch = context.batch
         seq = context.seq
+        # [N, D]; sequence parallelism divides the rows up to here, but the head needs all of them.
         h = self.tp.gather(self.tp.norm(self.norm, x, self.tp.scatters))  # the rows of all ranks
         if request.labels is None:
             count = seq if request.logits_to_keep is None else min(request.logits_to_keep, seq)
+            # Generation reads the newest position only: a head over all of a prompt would be wasted.
             logits = self._logits(self._newest(h, context, count), (batch, count), context)
             return Output(None, logits[: batch * count].unflatten(0, (batch, count)))
         size = self.config.vocab_size
@@ -496,6 +504,7 @@ class Decoder(nn.Module):
         )
         # The head is neither in FP8 nor adapted.
         plain = self.precision.head.recipe is None and isinstance(self.lm_head, self.te.Linear)
+        # A head in FP8 or with adapters has a forward of its own, which makes whole logits.
         if not request.return_logits and plain:
             return Output(nan_if(self._fused_loss(h, targets), invalid), None)
         logits = self._logits(h, (batch, seq), context)[: batch * seq]
@@ -566,12 +575,14 @@ class Decoder(nn.Module):
         )
         new = self.check_change(chosen)
         old = self.recipe
+        # Copied before the reset below drops it.
         keep = self.copied_fp8_state() if new.recipe.stateful else {}
         for module in self.modules():
             if isinstance(module, self.te.LINEARS):
                 self.te.reset_fp8_state(module)
         self.precision = new
         self.recipe_reason = reason
+        # FP8 weights refer to the quantizers of their module, which the reset replaced.
         relink(self, new.te_recipe_of)
         if keep:
             self.take_fp8_state(keep, old)

@@ -94,8 +94,10 @@ class Experts(Feedforward[MoESpec]):
     def _hidden(self, x: Tensor, routed: Tensor, shared: Tensor, context: ForwardContext) -> Routed:
         """Return the input of down_proj from the inputs of experts, router and shared expert, each [N, D]."""
         moe = self.spec.experts
+        # The rows after them pad x to the alignment of the recipe: no expert gets those.
         count = context.batch * context.seq
         if self.jitters and self.training:
+            # Multiplicative noise on what router and experts read (Switch Transformer), in training only.
             x = x * torch.empty_like(x).uniform_(
                 1 - moe.router_jitter_noise, 1 + moe.router_jitter_noise
             )
@@ -128,6 +130,8 @@ class Experts(Feedforward[MoESpec]):
             where, exchange = self.ep.exchange(sent, context.alignment, kernels)
             return chosen, where, exchange
 
+        # A recompute repeats the choice instead of making it again: logits that differ in the last bit could send a
+        # token elsewhere, and the exchange with other ranks would not match.
         (chosen, where, exchange), first = context.recompute.decided_once(self.layer, route)
         # A recompute has to save what the first pass did.
         routing = describe(logits, where.counts, context.routed, moe)
@@ -141,6 +145,7 @@ class Experts(Feedforward[MoESpec]):
             rows = tokens if exchange is None else exchange.to_experts(dispatch(tokens, *route))
         else:
             rows = self._separate(tokens, own, exchange, route, context)
+        # Outside of `route`: their gradient goes through the logits, so a recompute has to build this graph again.
         weights = self._weights(logits, chosen)
         shared_hidden, shared_gate = self._shared(shared, context)
         return Routed(
@@ -206,6 +211,7 @@ class Experts(Feedforward[MoESpec]):
             out = exchange.from_experts(out)
         if exchange is not None or not joint:
             out = combine(out, weights, *route)
+        # Back to N rows, for the linears that follow.
         out = pad_rows(out, count)
         if self.spec.experts.latent_size is not None:
             out = context.linear(self.get_submodule("latent_out_proj"), out)

@@ -72,6 +72,7 @@ class Recompute:
         lock: AbstractContextManager[object] | None = None,
         mixed: bool = False,
     ) -> None:
+        # Nothing is saved without grad, so there is nothing to recompute.
         self.mode = mode if torch.is_grad_enabled() else "none"
         self.te = te
         self.te_recipe = te_recipe
@@ -133,6 +134,7 @@ class Recompute:
         if self.recomputing:
             return self.decisions[layer], False
         decision = decide()
+        # Kept until backward, which comes back with `recomputing` set.
         if self.mode != "none":
             self.decisions[layer] = decision
         return decision, True

@@ -77,6 +77,7 @@ class Routing:
         counts, probabilities, squares, tokens = (
             torch.stack(values) for values in zip(*layers, strict=True)
         )
+        # [layers, 2, E], [layers, E], [layers], [layers] from here on.
         total = tokens.sum()
         if group is not None:
             everywhere = torch.cat((counts.flatten(), total[None]))
@@ -84,6 +85,8 @@ class Routing:
             counts = everywhere[:-1].view_as(counts)
             total = everywhere[-1]
         total = total.clamp(min=1)
+        # What the experts got (with bias and groups), and what the logits alone would have given them: the loss uses
+        # the second.
         went, best = counts.unbind(1)
         balance = best.shape[1] * ((best.sum(0) / total) * (probabilities.sum(0) / total)).sum()
         shares = went / went.sum(1, keepdim=True).clamp(min=1)
@@ -117,10 +120,12 @@ def choose(
         allowed = torch.zeros_like(best, dtype=torch.bool).scatter(
             1, best[:, : moe.topk_group], True
         )
+        # Experts of the other groups cannot be chosen, whatever their scores.
         scores = groups.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
     if kernels.choose is not None:
         return kernels.choose(scores, moe.num_experts_per_tok, real)
     chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, : moe.num_experts_per_tok]
+    # Descending by number, which is the order in which Transformer Engine adds up the experts of a token.
     chosen = chosen.sort(dim=1, descending=True).values
     return chosen if real is None else chosen.masked_fill(~real, logits.shape[1])
 
@@ -192,7 +197,9 @@ def places(
     # Sorted by expert, then by token; padding is last.
     order = chosen.flatten().to(torch.int16).argsort(stable=True)
     expert = chosen.flatten()[order]
+    # The first place of each expert number in the sorted list; differences are the tokens of each.
     counts = torch.searchsorted(expert, torch.arange(experts + 1, device=expert.device)).diff()
+    # Each expert begins at a multiple of the alignment, which its FP8 GEMM needs.
     padded = (counts + alignment - 1) // alignment * alignment
     host = [] if on_device else padded.tolist()
     most = _most(tokens * k, experts, alignment) if on_device else sum(host)
@@ -200,6 +207,7 @@ def places(
     # Rows of padding before each expert's first row.
     before = F.pad((padded - counts).cumsum(0), (1, 0))
     row = torch.arange(len(order), device=order.device) + before[expert]
+    # Padding (expert E) goes to one row behind all others, which is cut off below.
     row = torch.where(expert < experts, row, most)
     token = (
         torch.full((most + 1,), tokens, device=order.device)

@@ -58,9 +58,18 @@ def delayed_kernel(x, data, scale, amax, scale_inv, n, E5M2: tl.constexpr, BLOCK
 
 @triton.jit
 def current_kernel(
-    x, data, parts, scale_inv, n, n_parts, epsilon,
-    POWER_OF_2: tl.constexpr, E5M2: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+    x,
+    data,
+    parts,
+    scale_inv,
+    n,
+    n_parts,
+    epsilon,
+    POWER_OF_2: tl.constexpr,
+    E5M2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
     """Cast with the scale that follows from the largest of `parts`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
@@ -86,9 +95,23 @@ def _tile(p, q, rows, cols):
 
 @triton.jit
 def block_kernel(
-    x, row_data, row_scale, col_data, col_scale, rows, cols, row_stride, col_stride, epsilon, infinite,
-    ROW: tl.constexpr, COL: tl.constexpr, TWO_D: tl.constexpr, POWER_OF_2: tl.constexpr, E5M2: tl.constexpr,
-):  # fmt: skip
+    x,
+    row_data,
+    row_scale,
+    col_data,
+    col_scale,
+    rows,
+    cols,
+    row_stride,
+    col_stride,
+    epsilon,
+    infinite,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    TWO_D: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    E5M2: tl.constexpr,
+):
     """Cast 1x128 blocks along rows (ROW) and columns (COL), or one 128x128 block for both (TWO_D)."""
     p = tl.program_id(0)
     q = tl.program_id(1)
@@ -147,9 +170,21 @@ def _power_of_2(exponent):
 
 @triton.jit
 def mx_kernel(
-    x, row_data, row_scale, col_data, col_scale, rows, cols, row_stride, col_stride, inverse_max,
-    ROW: tl.constexpr, COL: tl.constexpr, TWO_D: tl.constexpr, E5M2: tl.constexpr,
-):  # fmt: skip
+    x,
+    row_data,
+    row_scale,
+    col_data,
+    col_scale,
+    rows,
+    cols,
+    row_stride,
+    col_stride,
+    inverse_max,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    TWO_D: tl.constexpr,
+    E5M2: tl.constexpr,
+):
     """Cast blocks of 32 along rows and columns, with E8M0 scales; TWO_D shares them over 32x32 elements."""
     groups: tl.constexpr = TILE // 32
     i, j, at, mask = _tile(tl.program_id(0), tl.program_id(1), rows, cols)
@@ -180,11 +215,27 @@ def mx_kernel(
 
 @triton.jit
 def decode_kernel(
-    a, a_scale, a_out, b, b_scale, b_out, a_rows, a_cols, a_row_step, a_col_step, b_rows, b_cols, b_row_step,
+    a,
+    a_scale,
+    a_out,
+    b,
+    b_scale,
+    b_out,
+    a_rows,
+    a_cols,
+    a_row_step,
+    a_col_step,
+    b_rows,
+    b_cols,
+    b_row_step,
     b_col_step,
-    A_DOWN: tl.constexpr, A_ALONG: tl.constexpr, A_E5M2: tl.constexpr,
-    B_DOWN: tl.constexpr, B_ALONG: tl.constexpr, B_E5M2: tl.constexpr,
-):  # fmt: skip
+    A_DOWN: tl.constexpr,
+    A_ALONG: tl.constexpr,
+    A_E5M2: tl.constexpr,
+    B_DOWN: tl.constexpr,
+    B_ALONG: tl.constexpr,
+    B_E5M2: tl.constexpr,
+):
     """Write both matrices of a product as BF16: the first programs decode the tiles of a, the others the tiles of b."""
     tile = tl.program_id(0)
     of_a = tl.cdiv(a_rows, TILE) * tl.cdiv(a_cols, TILE)
@@ -194,25 +245,34 @@ def decode_kernel(
         )
     else:
         _decode_tile(
-            tile - of_a,
-            b,
-            b_scale,
-            b_out,
-            b_rows,
-            b_cols,
-            b_row_step,
-            b_col_step,
-            B_DOWN,
-            B_ALONG,
-            B_E5M2,
+            tile=tile - of_a,
+            data=b,
+            scale=b_scale,
+            out=b_out,
+            rows=b_rows,
+            cols=b_cols,
+            row_step=b_row_step,
+            col_step=b_col_step,
+            DOWN=B_DOWN,
+            ALONG=B_ALONG,
+            E5M2=B_E5M2,
         )
 
 
 @triton.jit
 def _decode_tile(
-    tile, data, scale, out, rows, cols, row_step, col_step,
-    DOWN: tl.constexpr, ALONG: tl.constexpr, E5M2: tl.constexpr,
-):  # fmt: skip
+    tile,
+    data,
+    scale,
+    out,
+    rows,
+    cols,
+    row_step,
+    col_step,
+    DOWN: tl.constexpr,
+    ALONG: tl.constexpr,
+    E5M2: tl.constexpr,
+):
     """Write FP8 data times block scales as BF16; a scale, of strides `row_step` and `col_step`, serves DOWN x ALONG."""
     across = tl.cdiv(cols, TILE)
     i, j, at, mask = _tile(tile // across, tile % across, rows, cols)

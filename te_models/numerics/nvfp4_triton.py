@@ -44,11 +44,29 @@ def _encode_e2m1(v, noise, at, mask, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def nvfp4_kernel(
-    x, t, noise, row_data, row_scale, row_amax, col_data, col_scale, col_amax, parts, n_parts, rows, cols,
-    row_stride, col_stride, col_noise,
-    ROW: tl.constexpr, COL: tl.constexpr, TWO_D: tl.constexpr, TRANSFORMED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    x,
+    t,
+    noise,
+    row_data,
+    row_scale,
+    row_amax,
+    col_data,
+    col_scale,
+    col_amax,
+    parts,
+    n_parts,
+    rows,
+    cols,
+    row_stride,
+    col_stride,
+    col_noise,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    TWO_D: tl.constexpr,
+    TRANSFORMED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     PARTS: tl.constexpr,
-):  # fmt: skip
+):
     """Cast blocks of 16 along the rows of x and the columns of t, which is x unless TRANSFORMED; TWO_D: 16x16 elements.
 
     The largest of the first n_parts of `parts` is the amax of x, the largest of the next n_parts the transformed one's.
@@ -118,9 +136,26 @@ def _largest(parts, k, n_parts):
 
 @triton.jit
 def nvfp4_decode_kernel(
-    a, a_scale, a_out, a_amax, b, b_scale, b_out, b_amax, alpha, a_rows, a_cols, a_step, a_top, b_rows, b_cols, b_step,
-    b_top, A_COL: tl.constexpr, B_COL: tl.constexpr,
-):  # fmt: skip
+    a,
+    a_scale,
+    a_out,
+    a_amax,
+    b,
+    b_scale,
+    b_out,
+    b_amax,
+    alpha,
+    a_rows,
+    a_cols,
+    a_step,
+    a_top,
+    b_rows,
+    b_cols,
+    b_step,
+    b_top,
+    A_COL: tl.constexpr,
+    B_COL: tl.constexpr,
+):
     """Write both matrices of a product as BF16, and the factor of the product to `alpha`."""
     tile = tl.program_id(0)
     of_a = tl.cdiv(a_rows, TILE) * tl.cdiv(a_cols, TILE)

@@ -98,9 +98,11 @@ class _Source:
     def locate(self, file: str) -> Path:
         """Return the path of a listed file, which is inside the folder, regular and of the right size."""
         path = self.folder / file
+        # An index could name "../../etc/passwd": only plain names that the manifest lists are read.
         if not _FILE.fullmatch(file) or file not in self.files:
             raise CheckpointError(f"{self.folder} holds no file {file[:80]!r}")
         try:
+            # Our own folders have no links; those of the Hugging Face cache consist of them.
             found = path.stat() if self.links else path.lstat()
             size = self.files[file].size
         except FileNotFoundError:
@@ -282,6 +284,7 @@ def _without_ties(members: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
 
 def write_content(path: Path, content: Content, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write prepared content as the folder `path`; see `save_folder`."""
+    # A link to a folder is followed: renaming over the link would leave its target as it was.
     path = Path(os.path.realpath(path))
     refuse_foreign_files(path)
     with replacing_folder(path) as folder:
@@ -320,6 +323,7 @@ def finish_folder(folder: Path, files: Mapping[str, Document], content: Content)
         "files": files,
         "aliases": content.aliases,
     }
+    # Last: a folder with a manifest is complete.
     write_file(folder / MANIFEST, render_json(manifest | {"digest": _digest(manifest)}, MANIFEST))
 
 
@@ -397,6 +401,7 @@ def _read_groups(source: _Source, groups: Iterable[str]) -> dict[str, dict[str, 
             maps[group] = weight_map
             shards[group] = sorted(set(weight_map.values()))
     paths = {file: source.locate(file) for files in shards.values() for file in files}
+    # Mapped files need no memory of their own, but fail with SIGBUS if somebody truncates them: only where needed.
     mapped = sum(path.stat().st_size for path in paths.values()) > _memory_share()
 
     def read(file: str) -> dict[str, Tensor]:
@@ -405,6 +410,7 @@ def _read_groups(source: _Source, groups: Iterable[str]) -> dict[str, dict[str, 
             check_finite(found, source.folder)
         return found
 
+    # Hashing releases the GIL: files are read and checked side by side.
     with ThreadPoolExecutor() as pool:
         contents = dict(zip(paths, pool.map(read, paths), strict=True))
     return {
@@ -468,6 +474,7 @@ def _read_manifest(folder: Path, links: bool = False) -> _Source:
 
 def _digest(manifest: Document) -> str:
     """Return the SHA-256 of a manifest's content, whatever its layout."""
+    # Of the parsed content: reformatting a manifest does not make it damaged.
     text = json.dumps({key: manifest[key] for key in manifest if key != "digest"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -132,6 +132,7 @@ def write_pretrained(
     check_known("format", format, FORMATS)
     with saving(model):
         tensors, documents = model_content(model, origin)
+        # All ranks took part in gathering; one writes.
         if model.tp.rank == model.ep.rank == 0:
             tokenizer = read_tokenizer(origin)
             if format == "hf":
@@ -141,6 +142,7 @@ def write_pretrained(
             else:
                 tensors["model"] |= extra_states(tensors.get("fp8_state", {}))
                 save_folder(folder, tensors, documents | tokenizer, max_shard_bytes=max_shard_bytes)
+        # So that no rank reads the folder, or ends, before it is there.
         model.tp.wait()
         model.ep.wait()
 
@@ -200,6 +202,7 @@ def open_model(
         else:
             source = opened(load_folder(folder, ["config", "model", "recipe"], optional=EXTRAS))
         try:
+            # A model without memory, to compare names and shapes before anything is allocated.
             sketch: Decoder = build(source.config, **SKETCH)
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder / 'config.json'}: {first_line(error)}") from None
@@ -207,10 +210,12 @@ def open_model(
         config = _reshaped(build, source, shape) if shape else source.config
         model = build(config, **_with_saved_recipe(source, options, shape), initialize=False)
         tensors = source.parameters(model.embed_tokens.weight)
+        # A reshaped model has weights of other sizes, so the saved FP8 values no longer belong to them.
         if config == source.config:
             load_weights(model, tensors, source.fitting_fp8(model))
         else:
             load_weights(model, _grown(tensors, model))
+        # A new gate changes the amaxes of qkvg_proj and o_proj: their scales start afresh.
         if config.attention_gate == source.config.attention_gate:
             source.restore_fp8(model)
         else:
@@ -291,6 +296,7 @@ def _reshaped(build: Callable[..., Decoder], source: Opened, overrides: Document
     if not changed:
         return wanted
     allowed = {name: after[name] for name in ("attention_gate", "attention_gate_activation")}
+    # Growing only: whoever asks for a smaller vocabulary gets the error below.
     allowed["vocab_size"] = max(config.vocab_size, wanted.vocab_size)
 
     def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -56,6 +56,7 @@ class Checkpoints:
         self.retry_pauses = retry_pauses
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._reserving: threading.Thread | None = None
+        # Set while no save reads the tensors that it was given.
         self._copied = threading.Event()
         self._copied.set()
         self._thread: threading.Thread | None = None
@@ -97,6 +98,7 @@ class Checkpoints:
         else:
             self._copied.clear()
             saved = (tensor for members in content.tensors.values() for tensor in members.values())
+            # A stream beside the training one, so that the copy and the next step run side by side.
             streams = [
                 _side_stream(device)
                 for device in {tensor.device for tensor in saved if tensor.is_cuda}
@@ -175,6 +177,7 @@ class Checkpoints:
         """Return all complete checkpoints, oldest step first."""
         if not self.root.is_dir():
             return []
+        # A kill between the two renames of a replacement leaves the old folder under a hidden name: it still counts.
         names = {_HIDDEN_STEP.sub(r"\1", name) for name in os.listdir(self.root)}
         return [
             self.root / name
@@ -259,9 +262,11 @@ class Checkpoints:
 
     def publish(self, path: Path) -> None:
         """Name `path`, which is complete, in `latest`, and delete checkpoints beyond `keep_last`."""
+        # Named before older ones are deleted: at no moment is there a `latest` without its folder.
         replace_text(self.root / LATEST, f"{path.name}\n")
         if self.keep_last is not None:
             for old in self.all()[: -self.keep_last]:
+                # A run that goes back can save a step that is not the newest.
                 if old != path:
                     discard(old)
 

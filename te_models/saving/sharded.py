@@ -89,6 +89,7 @@ class ShardedCheckpoints(Checkpoints):
             UsageError: an argument cannot be saved exactly.
             SaveError: it failed on some process; earlier checkpoints are intact. All processes raise the same error.
         """
+        # Enough failures in a row: raise the last one here instead of logging another.
         if self._failed_saves >= MAX_FAILED_SAVES and not blocking:
             self.wait()
         path = self.root / f"step-{step:08d}"
@@ -117,6 +118,7 @@ class ShardedCheckpoints(Checkpoints):
             def begin() -> str:
                 real = Path(os.path.realpath(path))
                 refuse_foreign_files(real)
+                # Leftovers of a save that was killed, which nobody else writes to now.
                 self.sweep()
                 return str(stack.enter_context(replacing_folder(real)))
 
@@ -131,6 +133,7 @@ class ShardedCheckpoints(Checkpoints):
                         places[name] = _file(group, number, numbers)
                     entries.update(write_index(folder, group, places, totals.get(group, 0)))
                 finish_folder(folder, entries, content[0])
+                # Publishes the folder under its name, once all files are on disk; before `latest` names it.
                 stack.close()
                 self.publish(path)
 
@@ -183,6 +186,7 @@ class ShardedCheckpoints(Checkpoints):
                 full = self._whole(name, tensors[group][name].detach())
                 totals[group] = totals.get(group, 0) + full.numel() * full.itemsize
                 if number in own_files:
+                    # The others drop the tensor at once, so one whole tensor is alive at a time on each device.
                     own_files[number][name] = full.cpu()
             entries: Fields = {}
             failure = None

@@ -46,9 +46,13 @@ from te_models.model.rope import rotary_tables
 GATES = {"sigmoid": elementwise.gate, "softplus": elementwise.softplus_gate}
 # Rows of our fused weights -> vLLM's module beside or in place of ours, and the name it has for them.
 SHARDS: dict[str, tuple[str, str | int | None]] = {
-    "q": ("qkv_proj", "q"), "k": ("qkv_proj", "k"), "v": ("qkv_proj", "v"), "g": ("g_proj", None),
-    "gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1),
-}  # fmt: skip
+    "q": ("qkv_proj", "q"),
+    "k": ("qkv_proj", "k"),
+    "v": ("qkv_proj", "v"),
+    "g": ("g_proj", None),
+    "gate": ("gate_up_proj", 0),
+    "up": ("gate_up_proj", 1),
+}
 
 
 class TableRoPE(RotaryEmbedding):
@@ -155,10 +159,16 @@ class GatedAttention(nn.Module):
         )
         scale = heads.dim**-0.5 if spec.multiplier is None else spec.multiplier
         self.attn = Attention(
-            self.query, heads.dim, scale, num_kv_heads=self.key, cache_config=build.cache,
-            quant_config=build.quantization, logits_soft_cap=spec.softcap, per_layer_sliding_window=spec.window,
+            self.query,
+            heads.dim,
+            scale,
+            num_kv_heads=self.key,
+            cache_config=build.cache,
+            quant_config=build.quantization,
+            logits_soft_cap=spec.softcap,
+            per_layer_sliding_window=spec.window,
             prefix=f"{prefix}.attn",
-        )  # fmt: skip
+        )
 
     def forward(self, positions: Tensor, x: Tensor) -> Tensor:
         """positions [T], x [T, D] -> [T, D]."""

@@ -122,6 +122,7 @@ class GraphedStep:
         self.warm = 0  # micro-batches that have run eagerly
         self.graphs: dict[Kind, Graph] = {}
         self.found: object = None  # the gradients that a replayed step leaves (Gradients.found)
+        # A capture needs a stream of its own; warming up on it gives libraries their workspaces there.
         self.stream: Any = torch.cuda.Stream(model.device)
         self.inputs: dict[str, Tensor] = {}
         self.weight = torch.ones((), device=model.device)
@@ -180,8 +181,10 @@ class GraphedStep:
         self.routing = []
         if all(kind in self.graphs for kind in kinds):
             total = self._micro_batches(kinds, micro_batches, weights, router_weights, self._replay)
+            # A replay writes to the same addresses; whoever set .grad to None only dropped the references.
             self.gradients.restore(self.parameters, self.found)
             return total
+        # Still warming up, or given up after failed captures.
         run = self._run_eagerly
         if self.warm >= WARM_UP and self.failures < ATTEMPTS:
             run = self._capture_and_replay
@@ -207,6 +210,7 @@ class GraphedStep:
     def close(self) -> None:
         """Free the graphs. The next call captures the step once more."""
         if self.graphs:
+            # The newest replay may still run; its memory goes with the graph.
             torch.cuda.synchronize(self.model.device)
             for graph in self.graphs.values():
                 graph.replayed.reset()
@@ -309,6 +313,7 @@ class GraphedStep:
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             loss, routing = self._run(kind)
+        # Two waits, so that the step is ordered with what the caller queued before and after it.
         current.wait_stream(self.stream)
         self.warm += 1
         if routing is not None:
@@ -348,6 +353,7 @@ class GraphedStep:
     ) -> None:
         """Copy a micro-batch and the factors of its losses into the buffers that the graphs read."""
         if not self.inputs:
+            # The addresses that the graphs read: made with the first batch, kept for good.
             self.inputs = {
                 name: torch.empty_like(value, device=self.model.device)
                 for name, value in batch.items()
@@ -380,6 +386,7 @@ def obstacle(model: nn.Module) -> str | None:
         return "dropout draws random numbers"
     if model.tp.size > 1:
         return "tensor parallelism"
+    # A step would replay the scale of the captured one.
     if model.fp8_params and isinstance(model, FSDPModule):
         return "FP8 weights are gathered with scales that each step recomputes"
     return None

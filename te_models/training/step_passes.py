@@ -55,6 +55,7 @@ class StepPasses:
 
     def calibrated(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Return `batches` once the first step's micro-batches have given the model the scales that it needs."""
+        # The first step then trains on the same micro-batches: they are put back in front.
         first = list(islice(batches, self.config.gradient_accumulation))
         self._calibrate(first, self._weights(first))
         return chain(first, batches)
@@ -68,9 +69,11 @@ class StepPasses:
         process's part of the loss, a scalar on the device; `routed` has what the routers did.
         """
         self.model.train()
+        # Shares of the targets of the whole step, on all processes: the loss is a mean over tokens, not over batches.
         weights = self._weights(micro_batches)
         self.routed.clear()
         self._calibrate(micro_batches, weights)
+        # Calibrated first: a graph that is captured below must find its scales.
         self._follow_recipe()
         batches = [to_device(batch, self.device) for batch in micro_batches]
         if self.recorder is not None and not eager:
@@ -80,6 +83,7 @@ class StepPasses:
             loss = graph.step(batches, weights.predictions, weights.routers)
             self.routed += graph.routing
             return loss
+        # Summed on the device, so that no micro-batch waits for the host to read a loss.
         total = torch.zeros((), device=self.device)
         last = len(batches) - 1
         with self.gradients.collecting():
@@ -145,7 +149,9 @@ class StepPasses:
         if self.recorder is not None:
             self.recorder.next_micro_batch(first)
         self.parallel.prepare_micro_batch(self.train_model, last=last)
+        # FSDP2 that reshards after forward has no weights for a cache to hold.
         reuse = config.cache_fp8_weights and self.parallel.retains_weights
+        # Weights change once per step: the first micro-batch quantizes them, the others reuse the copies.
         cached = first if reuse and config.gradient_accumulation > 1 else None
         with self.gradients.micro_batch(first, last):
             output = self.train_model(**batch, is_first_microbatch=cached, return_logits=False)

@@ -150,6 +150,7 @@ class Trainer(NamedFields):
         parallel = self.parallel
         self._check_arguments()
         self.out = Path(self.out)
+        # A PeftModel is unwrapped here: the run trains the model, and checkpoints hold the adapters.
         self.model, self.saved = saved_part(self.model, self.saved)
         _refuse_frozen(self.model)
         self.device = self.model.device
@@ -165,6 +166,7 @@ class Trainer(NamedFields):
             )
         # All processes evaluate, or none does, as with data that was opened with eval_split=0.
         self.evaluates = any(parallel.ranks.gather(len(self.evaluation)))
+        # Before parallel.prepare, which may shard the model; the optimizer after it, over the shards.
         weigh_losses(self.model, config)
         parallel.prepare(self.model)
         self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
@@ -267,6 +269,7 @@ class Trainer(NamedFields):
         return result
 
     def _run(self, resume: bool, progress: bool) -> Result:
+        # Each share of the data draws its own dropout; ranks that share a model (tensor parallelism) draw the same.
         torch.manual_seed(self.config.seed + self.parallel.data_rank)
         if resume:
             self.restore()
@@ -291,11 +294,13 @@ class Trainer(NamedFields):
         ):
             batches = iter(self.data)
             if not self.result.step:
+                # First scales of delayed scaling; a resumed run has them in its checkpoint.
                 batches = self.passes.calibrated(batches)
             if not self.result.step and self.evaluates:
                 self.result.first_eval_loss = self._evaluate()
                 self.result.eval_loss = self.result.first_eval_loss
             if self.device.type == "cuda":
+                # The peak that a run reports is of its steps: calibration and the first evaluation come before.
                 torch.cuda.reset_peak_memory_stats(self.device)
             self.saved_at = time.monotonic()
             self.guard.begin(metrics, record)
@@ -309,6 +314,7 @@ class Trainer(NamedFields):
                         callback.on_step(self, row)
                     if "eval_loss" in row:
                         self._evaluated(row)
+                    # A queued step has already changed the weights beyond the step of this row.
                     if self.pending is None and self._save_due(row["step"]):
                         self.save(blocking=False)
             except Exception as error:
@@ -373,10 +379,12 @@ class Trainer(NamedFields):
                     self.pending = self._queue(step, batches, before)
                 if before is not None:
                     yield self._finish(before)
+                # An evaluation or a save needs the weights of exactly this step, so nothing may be queued behind it.
                 due = self._due(self.config.eval_every, step) or self._save_due(step)
                 if not self.ahead or step == self.config.steps or due:
                     yield self.finish_pending()
             except BadStep as bad:
+                # It skips the step, goes back or raises, as on_nan says, and returns the step to continue from.
                 step = self.guard.act(bad, self.drawn)
 
     def step(self, batches: Iterator[Batch]) -> Row:
@@ -414,12 +422,14 @@ class Trainer(NamedFields):
         """Return whether it is long since the last checkpoint, by the clock of the first process."""
         if self.config.save_every is not None or not self.parallel.ranks.first:
             return False
+        # At least five minutes, and twenty times what the last save took.
         pause = max(SAVE_PAUSE, self.checkpoints.seconds / SAVE_SHARE)
         return time.monotonic() - self.saved_at > pause
 
     def _queue(self, step: int, batches: Iterator[Batch], before: QueuedStep | None) -> QueuedStep:
         """Queue one optimizer step. Step `before` is checked in between; without `ahead` this step is too."""
         config = self.config
+        # Steps follow each other without a gap: the end of one is the start of the next.
         start = timestamp(self.device) if before is None else before.end
         drawn = self._draw(batches)
         self.schedule.follow(step)
@@ -428,6 +438,7 @@ class Trainer(NamedFields):
             recorder.begin()
         loss = self._forward_backward(drawn.micro_batches)
         router_losses, shares = over_micro_batches(self.passes.routed, loss)
+        # One collective for the loss, the router losses and the two questions whether to stop and to save.
         sums = self.parallel.sum_and_any(
             torch.cat([loss[None], router_losses]), self.stop_requested() != 0, self._wants_save()
         )
@@ -435,6 +446,7 @@ class Trainer(NamedFields):
         router_losses = sums[1:-2]
         flags = sums[-2:]
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
+        # One copy to the host, queued here and read when the next step is queued.
         values = torch.cat([torch.stack([loss, norm.to(loss)]), flags, router_losses, shares])
         host_values, ready = copy_to_host(values)
         queued = QueuedStep(
@@ -457,6 +469,7 @@ class Trainer(NamedFields):
         if self.ahead:
             self.optimizer.skip_if(self.guard.is_bad(loss, norm, queued.bounds))
         self.begun = None
+        # An error or a signal between these two lines leaves half-updated weights, which must not be saved.
         self.updating = True
         self.optimizer.step()
         self.updating = False
@@ -489,6 +502,7 @@ class Trainer(NamedFields):
 
     def _check(self, queued: QueuedStep) -> None:
         """Wait for a step's values; raise BadStep if the guard says so. Note whether a process was asked to stop."""
+        # Checked already, by the step after it.
         if queued.row:
             return
         if queued.ready is not None:
@@ -514,6 +528,7 @@ class Trainer(NamedFields):
         result = self.result
         seconds = elapsed(queued.start, queued.end)
         own_tokens = sum(batch["input_ids"].numel() for batch in queued.micro_batches)
+        # Ranks have equally many tokens, so their own speed times the ranks is the speed of the run.
         self.speeds.append(self.parallel.data_world * own_tokens / seconds)
         result.step = step
         result.loss = row["loss"]
@@ -529,6 +544,7 @@ class Trainer(NamedFields):
         if due and self.evaluates:
             result.eval_loss = self._evaluate()
             row["eval_loss"] = result.eval_loss
+        # After the first step the optimizer has its state, so the size of a checkpoint is known.
         if self.config.save_every and len(self.speeds) == 1 and self.parallel.ranks.world == 1:
             tensors, documents = self._content()
             self.checkpoints.reserve(tensors, documents)

@@ -142,6 +142,7 @@ class autocast:
                 "update its scales: open te.autocast outside, or pass use_reentrant=False"
             )
         self._saved = _autocast_fields(state)
+        # A nested autocast keeps the flag of the outer one, unless a module there has taken it.
         first = state.is_first_fp8_module or state.autocast_depth == 0
         _set_autocast_fields(state, (self._enabled, recipe, self._amax_reduction_group, first))
         state.autocast_depth += 1
@@ -158,10 +159,12 @@ class autocast:
         _set_autocast_fields(state, self._saved)
         self._saved = None
         state.autocast_depth -= 1
+        # A disabled outermost autocast updates nothing, which is how te_models.fp8.region takes the update over.
         if self._enabled and state.autocast_depth == 0 and torch.is_grad_enabled():
             if kind is None:
                 FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
             else:
+                # Half of a pass must not enter the history; Transformer Engine itself updates with it.
                 state.scales.discard_amaxes()
 
 
@@ -193,6 +196,7 @@ def outside_autocast() -> Iterator[Recipe | None]:
     saved = _autocast_fields(state)
     depth = state.autocast_depth
     left = state.fp8_recipe if state.fp8_enabled else None
+    # Depth 1 below: an autocast inside is then never the outermost one, whose exit updates scales.
     _set_autocast_fields(state, (False, None, None, False))
     state.autocast_depth = 1
     try:

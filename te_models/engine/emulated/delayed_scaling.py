@@ -81,6 +81,8 @@ class ScaleRegistry:
         batches: dict[tuple[object, ...], list[DelayedScalingRecipeState]] = {}
         for state in list(self.states.values()):
             if state.forward == forward:
+                # One reduction per recipe, group and device; grouped in order of registration, which is equal on all
+                # ranks.
                 batches.setdefault((state.key, id(state.group), state.scale.device), []).append(
                     state
                 )
@@ -112,6 +114,7 @@ def _update(states: list[DelayedScalingRecipeState], amaxes: Tensor | None) -> N
     """Update states that share a recipe, a direction and a device, from reduced amaxes or their own."""
     recipe = states[0].recipe
     fp8_max = FP8_MAX[fp8_dtype(recipe.fp8_format, states[0].forward)]
+    # One Triton launch for all modules instead of several per module.
     if fused.active(states[0].scale):
         fused.update(
             [(state.amax_history, state.scale) for state in states],

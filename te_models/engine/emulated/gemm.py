@@ -83,6 +83,7 @@ def gemm(
     A rowwise copy is contracted over its last dimension, a columnwise one over its first, as `columnwise` says of both.
     `rows` asks for the first of them only.
     """
+    # torch._scaled_mm has one scale per tensor; block scales are applied by the paths below.
     per_tensor = isinstance(a, Float8TensorStorage) and isinstance(b, Float8TensorStorage)
     on_tensor_cores = per_tensor and _tensor_cores(a._scale_inv.device)
     if on_tensor_cores or is_exact(*a._matrix, b._matrix[columnwise[1]]):
@@ -99,6 +100,7 @@ def gemm(
             )
             return finish(pad_to(out, len(left.data), 1), None, bias, dtype)
     x, y = _operands(a, b, columnwise, bf16=bias is None and dtype == torch.bfloat16)
+    # The rows after them are the zeros that filled a block; their results are not wanted.
     x = x if rows is None else x._replace(values=x.values[:rows])
     scale = y.scale if x.scale is None else x.scale if y.scale is None else x.scale * y.scale
     if scale is None and bias is None:
@@ -154,6 +156,7 @@ def _tensor_cores(device: torch.device) -> bool:
 def _on_tensor_cores(
     a: FP8Matrix, b: FP8Matrix, bias: Tensor | None, dtype: torch.dtype, split_accumulator: bool
 ) -> Tensor:
+    # cuBLAS takes FP8 as [M, K] and [N, K], both row by row (the TN layout) on Hopper.
     left, right = (data if data.is_contiguous() else data.contiguous() for data in (a.data, b.data))
     return torch._scaled_mm(
         left,
@@ -185,6 +188,7 @@ def _exact(a: FP8Matrix, b: FP8Matrix, right: Factor, split_accumulator: bool) -
 def finish(out: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Apply the scale and add the bias in FP32, and round once."""
     if bias is not None:
+        # Scale first, then bias: the order of the epilogue of cuBLAS, which shows in the last bit.
         out = out if scale is None else out.mul_(scale)
         return torch.add(out, bias, out=torch.empty_like(out, dtype=dtype))
     return (

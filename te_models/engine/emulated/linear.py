@@ -91,6 +91,7 @@ class _Linear(torch.autograd.Function):
         once = "te.Linear allows one backward: run the forward again instead of using retain_graph"
         require(ctx.call is not None, once, RuntimeError)
         call = ctx.call
+        # Drops the reference to quantizers and weights, and marks that this backward has run.
         ctx.call = None
         # exact_gemm and fused also apply to the backward of a forward inside them, in whatever thread it runs.
         return (
@@ -109,6 +110,8 @@ def product(
         if call.fp8 is not None:
             bias = _fp8_bias(bias, call.dtype)
             short = are_short()
+            # A row or two of a generation step: quantized and multiplied in NumPy, without the cost of tensor
+            # operations.
             scale = few_rows.scale(inp, call.fp8.input) if short else None
             if scale is not None:
                 w = fp8_weight(weight, call, call.fp8, dgrad)
@@ -125,6 +128,7 @@ def product(
         w = _high_precision(weight, call.dtype)
         x = as_matrix(x)  # [T, I]
         total = parallel.gather_input(x)  # the rows of all ranks under sequence parallelism
+        # Few rows are bound by reading the weight; oneDNN reads it faster in its own layout.
         if w is weight and bias is None and not call.grad and total.shape[0] <= PACKED_ROWS:
             kept = call.module.packed_weight(call.weight_name, w, call.first_microbatch)
             if kept is not None:
@@ -134,6 +138,7 @@ def product(
 
 def _fp8_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return the bias as a GEMM in FP8 with results in `dtype` adds it."""
+    # Transformer Engine rounds the bias to the dtype of the activations, but to BF16 where they are FP32.
     return None if bias is None else bias.to(torch.bfloat16 if dtype == torch.float32 else dtype)
 
 
@@ -148,6 +153,7 @@ def _backward(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | None, ..
     dw, dx, db = gradients(ctx, call, grad)
     if dx is not None:
         dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
+        # fp8_grad=True: the module below takes its gradient in FP8.
         dx = dx if call.fp8 is None or call.fp8.grad_input is None else call.fp8.grad_input(dx)
     if call.updates is not None:
         FP8GlobalStateManager.update_backward(call.updates)
@@ -173,8 +179,11 @@ def _fp8_operands(
 ) -> tuple[QuantizedTensorStorage, QuantizedTensorStorage]:
     """Quantize the input, then the weight."""
     if isinstance(inp, QuantizedTensorStorage):
+        # Quantized by the module before, which wrote the copies that this product needs.
         inp.update_usage(rowwise_usage=True)
         return inp, fp8_weight(weight, call, how, dgrad)
+    # Only a weight gradient reads the columnwise copy. Under sequence parallelism block scaling makes it from the
+    # gathered rows.
     columnwise = wgrad and call.override is None and not call.parallel.rowwise_only(how.input)
     how.input.set_usage(rowwise=True, columnwise=columnwise)
     x = as_matrix(inp)
@@ -186,6 +195,7 @@ def _fp8_operands(
 def fp8_weight(weight: Tensor, call: Call, how: Quantizers, dgrad: bool) -> QuantizedTensorStorage:
     """Return the weight in FP8, with the copy for an input gradient if one follows."""
     state = FP8GlobalStateManager.quantization_state
+    # The first pass of a checkpoint runs without grad, but its cached weight serves the recompute too.
     columnwise = (dgrad and call.override is None) or (
         state.recompute_frame is not None and not state.recompute_phase
     )
@@ -210,6 +220,7 @@ def save(
         w = weight
     elif call.fp8 is not None and call.override is None and call.module._is_fsdp2:
         w = weight  # FSDP2 gathers it again in backward, which quantizes it again
+    # The caller may still need a copy of an input that it quantized; of our own one backward reads one copy only.
     if wgrad and x is not inp and isinstance(x, QuantizedTensorStorage):
         rowwise = call.override is not None or call.parallel.rowwise_only(
             None if call.fp8 is None else call.fp8.input
@@ -219,6 +230,8 @@ def save(
     tensors = []
     for value in (x if wgrad else None, w if dgrad else None):
         quantized = isinstance(value, QuantizedTensorStorage)
+        # Autograd saves tensors: the storage is kept empty beside them, so that offload and recompute hooks see the
+        # data.
         parts = value.get_data_tensors() if quantized else (value,)
         ctx.saved.append(
             (value.with_data_tensors((None,) * len(parts)) if quantized else None, len(parts))
@@ -252,6 +265,7 @@ def _fp8_backward(
     if ctx.bias:
         values = as_matrix(_high_precision(grad, grad.dtype))
         db = values.sum(0, dtype=torch.float32).to(grad.dtype)  # [O]
+    # As Transformer Engine does: it leaves the columnwise copy out only where there is neither a bias nor a wgrad.
     how.grad_output.set_usage(rowwise=True, columnwise=ctx.bias or wgrad)
     flat = grad if isinstance(grad, QuantizedTensorStorage) else as_matrix(grad)  # [T, O]
     dy = parallel.gather_gradient(flat, how.grad_output)
@@ -281,6 +295,7 @@ def _plain_backward(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | No
     if ctx.needs_input_grad[1]:
         dx = parallel.reduce_input_gradient(matmul(dy, _high_precision(w, call.dtype)))  # [T, I]
     if ctx.needs_input_grad[0]:
+        # As in Transformer Engine, where the bias gradient is the epilogue of the weight gradient GEMM.
         db = dy.sum(0, dtype=torch.float32).to(call.dtype) if ctx.bias else None
         x = parallel.gather_input(as_matrix(_high_precision(x, call.dtype)))
         dw = matmul(dy.t(), x, dtype=call.dtype)  # [O, I]
@@ -371,6 +386,7 @@ class Linear(TransformerEngineBaseModule):
         `is_first_microbatch` True quantizes the weight and caches the result, False uses the cached one, None quantizes
         and caches nothing. `fp8_output` and `fp8_grad` quantize the output and the input gradient.
         """
+        # The state of a generation step is unchanged since the prefill: skip what prepares a pass.
         if is_first_microbatch is False and are_short():
             step = self._step(inp)
             if step is not None:
@@ -485,6 +501,7 @@ def new_calls(
         ]
     recipe: Recipe = module.fp8_meta["recipe"]
     override = recipe.backward_override
+    # Backward may run in a thread of autograd, which does not see the context variables of this one.
     context = contextvars.copy_context() if tracked else None
     updates = registry_to_update() if tracked and override is None else None
     forward, backward = (module.quantizers[direction] for direction in SLOTS)
@@ -493,6 +510,7 @@ def new_calls(
         x, weight, y = forward[3 * i : 3 * i + 3]
         dy, dx = backward[2 * i : 2 * i + 2]
         for quantizer in (x, weight, dy):
+            # A bare storage is enough within a layer; autograd needs a tensor subclass only for results.
             quantizer.internal = True
         if module.observers is not None:
             x.observer, weight.observer, dy.observer = module.observers[i]
@@ -504,6 +522,7 @@ def new_calls(
 
 def _check_dims(inp: torch.Size, weight: torch.Size, grad: bool) -> None:
     """Check the alignment that the FP8 GEMMs of forward and backward need, before any of them runs."""
+    # Backward contracts over the rows, for which cuBLAS asks for 16; forward for 8 (section 7.3).
     leading_step = 16 if grad else 8
     for shape, leading in ((inp, full_rows(inp[:-1].numel())), (weight, weight[0])):
         last = shape[-1]
@@ -520,6 +539,7 @@ def registry_to_update() -> ScaleRegistry | None:
     state = FP8GlobalStateManager.quantization_state
     before = state.is_first_fp8_module
     first = FP8GlobalStateManager.is_first_fp8_module()
+    # In a recompute the flag stays for the module that took it in the first pass.
     if state.recompute_phase:
         state.is_first_fp8_module = before
     return state.scales if first else None

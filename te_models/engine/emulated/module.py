@@ -214,6 +214,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
         device = torch.get_default_device() if device.type == "meta" else device
         slots = SLOTS[key] * self.num_gemms
         state = self.fp8_meta.get(key)
+        # Every other recipe computes its scales in the cast, and keeps nothing between passes.
         if not isinstance(recipe, DelayedScaling):
             if state is not None and state.registry is not None:
                 state.registry.remove(state)
@@ -227,6 +228,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
                 f"{self.name} has an amax history of {rows} rows, the recipe asks for {recipe.amax_history_len}: "
                 "use that length, or call reset_fp8_state(module) first"
             )
+        # Scales and history survive a change of margin or algorithm, as in Transformer Engine.
         state.use_recipe(recipe)
         self.quantizers[key] = state.make_quantizers()
 
@@ -234,6 +236,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
         """Initialize: new Parameter objects, on the default device if they were on meta."""
         if defer_init:
             return
+        # A weight that is made without grad is for inference: it gets no copy for the input gradient.
         columnwise = torch.is_grad_enabled()
         for name, old in list(self.named_parameters(recurse=False)):
             with torch.no_grad():
@@ -283,6 +286,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
         primary = weight if isinstance(weight, QuantizedTensor) else None
         if primary is not None:
             primary.update_usage(rowwise_usage=True)
+            # The tensor is quantized already; caching it gains only what products derive from it.
             if grad or not reused:
                 return primary
         quantizer.set_usage(rowwise=True, columnwise=columnwise and not self._is_fsdp2)
@@ -312,6 +316,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
         """Return the weight `name` as `packed_matmul` takes it if passes without a backward use it again, else None."""
         if first_microbatch is None or self._is_fsdp2 or weight.numel() > KEPT_VALUES:
             return None
+        # Inference tensors count no versions, and cannot change outside inference mode.
         version = 0 if weight.is_inference() else weight._version
         known, kept = self._packed.get(name, (version, None))
         if first_microbatch or known != version:
@@ -379,6 +384,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
     def prepare_forward(self, inp: Tensor) -> None:
         """Prepare the FP8 state before the operands are quantized."""
         state = FP8GlobalStateManager.quantization_state
+        # A recompute uses the scales of its first pass, and changes neither dtype, recipe nor registration.
         if self.fp8 and state.recompute_phase:
             self._restore_stash(state.recompute_frame)
             return
@@ -390,6 +396,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
         if forward is None:
             return
         self._register()
+        # The optimizer may change the scales before backward recomputes, so each first pass keeps its own.
         if state.recompute_frame is not None:
             self._stash.append(
                 (state.recompute_frame, forward.amax_history.clone(), forward.scale.clone())
@@ -430,6 +437,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
         now = torch.is_grad_enabled()
         if now != before:
             self._tracked = now
+        # Only a recompute runs a forward inside a backward; the decoder's own restores the autocast itself.
         if not in_backward() or state.restored_recomputes:
             return
         require(
@@ -484,6 +492,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
         self, fn: Callable[[Tensor], Tensor], recurse: bool = True
     ) -> TransformerEngineBaseModule:
         """Move the FP8 state along with the parameters."""
+        # `.to()` moves parameters and buffers; scales are neither, and the quantizers hold views of them.
         super()._apply(fn, recurse)
         self._packed.clear()
         device = self.weights[0].device

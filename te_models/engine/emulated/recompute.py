@@ -50,6 +50,7 @@ class Frame:
         recompute = self.ran
         self.ran = True
         with ExitStack() as stack:
+            # Restored on the way out in any case, since checkpoints nest and functions raise.
             for name in ("scales", "recompute_frame", "recompute_phase"):
                 stack.callback(setattr, state, name, getattr(state, name))
             stack.enter_context(next(self.contexts))
@@ -96,8 +97,10 @@ def checkpoint(
     how: dict[str, Any] = dict(
         use_reentrant=use_reentrant, determinism_check=determinism_check, debug=debug
     )
+    # Nothing inside has FP8 state to restore.
     if not _has_te_modules(function):
         return torch_checkpoint(function, *args, context_fn=context_fn, **how, **kwargs)
+    # A reentrant checkpoint follows its positional tensors only, a non-reentrant one parameters too.
     tracked = any(isinstance(a, Tensor) and a.requires_grad for a in args) or not use_reentrant
     if not (tracked and torch.is_grad_enabled()):
         with torch.no_grad(), context_fn()[0]:

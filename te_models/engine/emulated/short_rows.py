@@ -32,6 +32,7 @@ def enough_rows(
     do not depends on the CPU, the shape [outputs, inputs] of the weight and its layout: with `columns` it is contiguous
     as [inputs, outputs], for which two or four often suffice where the other layout needs 16. 0: no few rows do.
     """
+    # So many are taken to have the bits of more; only the other layout is always measured.
     if rows >= _MOST and not columns:
         return rows
     with _disable_current_modes():  # which record or count the step's operations
@@ -40,6 +41,7 @@ def enough_rows(
             torch.randn(n, inputs, generator=generator).to(dtype)
             for n in (_MANY, min(outputs, _DRAWN))
         )
+        # The way that a library takes depends on the shape, not on the values: drawing 128k rows would cost seconds.
         weight = weight.repeat(-(-outputs // _DRAWN), 1)[:outputs]
         many = matmul(x, weight.t())
         right = weight.t().contiguous() if columns else weight.t()
@@ -89,6 +91,7 @@ def row_padding(model: nn.Module, tokens: Tensor, multiple: int) -> Iterator[int
     rows = tokens.shape[:2].numel()
     sizes = _sizes(model)
     with one_thread(rows * sizes.largest_weight <= TOO_SMALL_TO_SHARE):
+        # Nothing to gain, or ranks that must agree on the rows.
         if rows >= multiple or sizes.norm_rows >= multiple or sizes.divided:
             yield multiple
         else:

@@ -95,6 +95,7 @@ def tensor_core_matmul(
         splits: number of runs of 128-wide tiles of K, each summed by itself; the last may be shorter, or empty.
     """
     tiles = -(-len(a.values) // PROMOTION_K)
+    # Whole tiles per run, as many as make the last run the short one.
     run = -(-tiles // splits) * PROMOTION_K
     if splits > 1 and tiles > 1:
         parts = [slice(start, start + run) for start in range(0, len(a.values), run)]
@@ -150,11 +151,14 @@ def row_product(a: HostFactor, b: HostFactor, promote: bool, core: TensorCore = 
         np.multiply(left, right, out=products)
         np.bitwise_and(bits, _EXPONENT_BITS, out=unit_bits)
         np.maximum(unit_bits, top, out=unit_bits)
+        # The value of the last bit kept, 13 below the largest exponent, by arithmetic on the exponent field.
         unit_bits -= FRACTION_BITS * _ONE
         terms /= unit
         np.add.reduce(np.trunc(terms, out=terms), out=sums)  # exact in any order
         np.multiply(sums, unit, out=accumulator)
+        # The sum itself keeps 13 fraction bits again, cut and not rounded.
         bits &= _CUT
+        # Split accumulation: CUDA cores add the finished 128 elements in FP32.
         if promote and done % (PROMOTION_K // width) == 0:
             total += accumulator
             accumulator[:] = 0.0
@@ -201,6 +205,7 @@ def _add_products(accumulator: Tensor, terms: Tensor, top: Tensor) -> Tensor:
     terms[-1] = accumulator
     top = torch.maximum(accumulator.view(torch.int32) & _EXPONENT_BITS, top)
     unit = (top - FRACTION_BITS * _ONE).view(torch.float32)  # of the last bit that is kept
+    # Multiplying by a power of two is exact, so trunc cuts each term at the unit.
     sums = terms.mul_(unit.reciprocal()).trunc_().sum(0).mul_(unit)
     sums.view(torch.int32).bitwise_and_(_CUT)
     return sums
