@@ -177,13 +177,16 @@ def _note_tensor(
 
 @triton.jit
 def count_cast_kernel(
+    # the values before the cast [rows, columns], the codes uint8, and inverse scales FP32
     source,
     data,
     inverse,
     scale,
+    # the table of a recorder: counts, codes of which it makes a hash, and the flag whether this step is recorded
     fields,
     codes,
     flag,
+    # sizes, and strides in elements
     rows,
     columns,
     source_stride,
@@ -192,9 +195,11 @@ def count_cast_kernel(
     inverse_row,
     inverse_column,
     spread,
+    # format; whether there are values before the cast, and one scale of the tensor
     E5M2: tl.constexpr,
     SOURCE: tl.constexpr,
     SCALED: tl.constexpr,
+    # elements that share a scale, and the unit that a program reads at a time
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -377,15 +382,18 @@ def count_cast(
 
 @triton.jit
 def count_tile(
+    # the table of a recorder: counts, codes of which it makes a hash, and the flag whether this step is recorded
     fields,
     codes,
     flag,
     spread,
+    # FP32 tiles [groups, columns]: the first to fourth rows of groups of four, and their scale
     a,
     b,
     c,
     d,
     scale,
+    # the groups and columns of the tile, and where they lie in the tensor
     group,
     j,
     rows,

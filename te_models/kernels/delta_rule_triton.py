@@ -53,6 +53,7 @@ def _store_tile(base, row, row_stride, column, rows, columns, value):
 
 @triton.jit
 def _gradients_kernel(
+    # see above; all [B, S, heads, d], g FP32 [B, S, heads]
     q,
     k,
     v,
@@ -61,17 +62,21 @@ def _gradients_kernel(
     do,
     dh,
     dv,
+    # to write
     dq,
     dk,
     dw,
     dg,
     ends,
+    # on queries
     scale,
+    # sizes: S, chunks, B, heads of keys and of values
     seq,
     chunks,
     batch,
     key_heads,
     heads,
+    # channels; tokens per chunk and per program; channels read at a time
     d_k: tl.constexpr,
     d_v: tl.constexpr,
     size: tl.constexpr,

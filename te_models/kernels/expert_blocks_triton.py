@@ -83,22 +83,28 @@ def _along(values, group, part: tl.constexpr, first, rows, factors, stride, colu
 
 @triton.jit
 def _store_blocks(
+    # FP32 tiles [groups, columns]: the first to fourth rows of groups of four
     a,
     b,
     c,
     d,
+    # the groups and columns of the tile, and how many rows and columns the expert has
     group,
     j,
     rows,
     columns,
+    # columns of the output; first row of the expert in the straight and in the transposed copy
     width,
     begin,
     here,
+    # rows of all experts: the stride of scale_inv
     count,
+    # straight copy with a scale per 1 x 128, and transposed copy with one per 128 x 1; None: not written
     data,
     scale_inv,
     transposed,
     turned_inv,
+    # length of a row of the transposed copy, and the first column of the output
     pitch,
     offset,
 ):
@@ -139,19 +145,25 @@ def _store_blocks(
 
 @triton.jit
 def _cast_kernel(
+    # rows of all experts: `x` or tokens of it by `source` and `factor` (see Matrices); `given` tokens there are
     x,
     source,
     factor,
     given,
+    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
+    # where each expert begins in the transposed copy
     turned,
+    # straight copy with a scale per 1 x 128, and transposed copy with one per 128 x 1; None: not written
     data,
     scale_inv,
     transposed,
     turned_inv,
     pitch,
+    # sums of the rows of each tile, for the gradient of a bias, or None
     sums,
+    # K, E, and rows of all experts
     columns,
     count,
     most,
@@ -201,13 +213,17 @@ def _cast_kernel(
 
 @triton.jit
 def _hidden_kernel(
+    # [R, 2F] = [gate | up], the token of each row (None: no row has to be zero), and how many tokens there are
     gate_up,
     token,
     tokens,
+    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
+    # uint8 [R, F] with a scale per 1 x 128
     data,
     scale_inv,
+    # F, E, and rows of all experts
     columns,
     count,
     most,
@@ -264,22 +280,30 @@ def _store_plain(a, b, c, d, i, j, rows, columns, stride, out):
 
 @triton.jit
 def _gradient_kernel(
+    # gradient of the hidden rows [R, F], and [R, 2F] = [gate | up]
     dy,
     gate_up,
+    # of each row (None: no row has to be zero), and how many tokens there are
     token,
     tokens,
+    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
+    # where each expert begins in the transposed copies
     turned,
+    # the gradient [R, 2F] in 16 bits, or as FP8 in both copies with their scales
     plain,
     data,
     scale_inv,
     transposed,
     turned_inv,
+    # transposed hidden rows, made again for the gradient of down_proj, or None
     hidden,
     hidden_inv,
     pitch,
+    # sums of the rows of each tile, for the gradient of a bias, or None
     sums,
+    # F, E, and rows of all experts
     columns,
     count,
     most,
@@ -400,18 +424,24 @@ def _weights_cast_kernel(x, places, data, transposed, scale_inv, rows, columns, 
 
 @triton.jit
 def _rows_kernel(
+    # descriptors of rows [R, K] and of the matrices of all experts below each other, for the copy engine
     a,
     b,
+    # inverse scales of blocks
     a_inv,
     b_inv,
+    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
+    # [E, N] or None, and the result [R, N]
     bias,
     out,
+    # N, K, E and R
     width,
     depth,
     count,
     most,
+    # strides of the scales of b
     step_n,
     step_k,
     blocks,
@@ -442,12 +472,16 @@ def _rows_kernel(
 
 @triton.jit
 def _weights_kernel(
+    # descriptors of both transposed copies, [M, rows] and [N, rows]
     a,
     b,
+    # inverse scales of blocks
     a_inv,
     b_inv,
+    # where each expert begins, in rows and in the transposed copies
     first,
     turned,
+    # gradient of the weights [E, M, N]
     out,
     height,
     width,

@@ -86,14 +86,19 @@ def load_rows(address, source, factor, given, i, j, rows, columns):
 
 @triton.jit
 def _amax_kernel(
+    # rows of all experts: `data` or tokens of it by `source` and `factor` (see Matrices); `given` tokens there are
     data,
     source,
     factor,
     given,
+    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
+    # elements from the first matrix to each, or None
     places,
+    # FP32 [E], raised
     amax,
+    # K and E
     columns,
     count,
     EXPERTS: tl.constexpr,
@@ -156,21 +161,28 @@ def current_scale(amax, LARGEST: tl.constexpr):
 
 @triton.jit
 def _cast_kernel(
+    # rows of all experts: `data` or tokens of it by `source` and `factor` (see Matrices); `given` tokens there are
     data,
     source,
     factor,
     given,
+    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
     places,
+    # measured amaxes, FP32 [E], or delayed `scales`; `factors` [2, E] get inverse scale and scale
     amax,
     scales,
     factors,
+    # uint8: straight and transposed copy, each written where not None
     out,
     transposed,
+    # where each expert begins in the transposed copy, whose rows are `pitch` long
     turned,
     pitch,
+    # sums of the rows of each tile, for the gradient of a bias, or None
     sums,
+    # K, E, and the stride of amax
     columns,
     count,
     stride,

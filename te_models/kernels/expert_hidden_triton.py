@@ -98,14 +98,19 @@ def gradient_values(dy, gate_up, token, tokens, i, j, rows, columns, alpha, LIMI
 
 @triton.jit
 def _hidden_amax_kernel(
+    # [R, 2F] = [gate | up], the token of each row (None: no row has to be zero), and how many tokens there are
     gate_up,
     token,
     tokens,
+    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
+    # FP32 [E], raised
     amax,
+    # F and E
     columns,
     count,
+    # of a clamped SwiGLU
     alpha,
     LIMIT: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -142,15 +147,20 @@ def _note(factors, e, count, scale, group, rows):
 
 @triton.jit
 def _hidden_kernel(
+    # [R, 2F] = [gate | up], the token of each row (None: no row has to be zero), and how many tokens there are
     gate_up,
     token,
     tokens,
+    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
+    # delayed scales or None, measured amaxes, and [2, E] for inverse scale and scale
     scales,
     amax,
     factors,
+    # uint8 [R, F]
     out,
+    # F, E, and the stride of amax
     columns,
     count,
     stride,
@@ -183,13 +193,18 @@ def _hidden_kernel(
 
 @triton.jit
 def _gradient_amax_kernel(
+    # gradient of the hidden rows [R, F], and [R, 2F] = [gate | up]
     dy,
     gate_up,
+    # of each row (None: no row has to be zero), and how many tokens there are
     token,
     tokens,
+    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
+    # FP32 [E], raised
     amax,
+    # F and E
     columns,
     count,
     alpha,
@@ -213,22 +228,31 @@ def _gradient_amax_kernel(
 
 @triton.jit
 def _gradient_kernel(
+    # gradient of the hidden rows [R, F], and [R, 2F] = [gate | up]
     dy,
     gate_up,
+    # of each row (None: no row has to be zero), and how many tokens there are
     token,
     tokens,
+    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
+    # delayed scales or None, measured amaxes, and [2, E] for inverse scale and scale
     scales,
     amax,
     factors,
+    # scale of the hidden rows in forward, to make them again
     hidden_scale,
+    # uint8: the gradient [R, 2F], its transpose, and the transposed hidden rows
     out,
     transposed,
     hidden,
+    # where each expert begins in the transposed copies, whose rows are `pitch` long
     turned,
     pitch,
+    # sums of the rows of each tile, for the gradient of a bias, or None
     sums,
+    # F, E, and the stride of amax
     columns,
     count,
     stride,

@@ -69,16 +69,20 @@ def _read(pointers, channel, inside):
 
 @triton.jit
 def _gated(
+    # [B, S, heads, H], and the logits of the gate [B, S, heads, H or 1]
     x,
     logits,
+    # tokens of this program, and its head
     i,
     head,
+    # strides in elements
     x_batch,
     x_seq,
     x_head,
     g_batch,
     g_seq,
     g_head,
+    # tokens per row of the batch; None: all tokens have one stride
     seq,
     channel,
     inside,
@@ -94,28 +98,35 @@ def _gated(
 
 @triton.jit
 def _gate_fp8_kernel(
+    # attention [B, S, heads, H], and the logits of its gate [B, S, heads, H or 1]
     x,
     logits,
+    # the FP8 output: uint8 [N, K] and its transpose [K, N] (either may be None), the scale and amax of its quantizer,
+    # and the inverse scale to write, FP32 [1] each
     data,
     transposed,
     scale,
     amax,
     scale_inv,
+    # strides in elements
     x_batch,
     x_seq,
     x_head,
     g_batch,
     g_seq,
     g_head,
+    # tokens B * S, tokens per row, heads, and columns of the output, of which these begin at `first`
     rows,
     seq,
     heads,
     columns,
     first,
+    # whether there is a gate, and which; channels of a head and the power of two above
     gated: tl.constexpr,
     softplus: tl.constexpr,
     dim: tl.constexpr,
     width: tl.constexpr,
+    # tokens per program, and how tiles are ordered (handover_triton.tile)
     block: tl.constexpr,
     BAND: tl.constexpr,
     E5M2: tl.constexpr,
@@ -163,30 +174,38 @@ def _rotated(x, i, head, x_batch, x_seq, x_head, seq, c, s, first, second, insid
 
 @triton.jit
 def _rotate_fp8_kernel(
+    # q or k [B, S, heads, H], and tables [S, R] or [B, S, R]; without tables nothing turns
     x,
     cos,
     sin,
+    # the FP8 output: uint8 [N, K] and its transpose [K, N] (either may be None), the scale and amax of its quantizer,
+    # and the inverse scale to write, FP32 [1] each
     data,
     transposed,
     scale,
     amax,
     scale_inv,
+    # strides in elements
     x_batch,
     x_seq,
     x_head,
     table_batch,
     table_seq,
+    # tokens B * S, tokens per row, heads, and columns of the output, of which these begin at `start`
     rows,
     seq,
     heads,
     columns,
     start,
+    # 1 turns forward, -1 back, which is the gradient
     sign,
+    # channels of a head, pairs that turn, their order, and powers of two above the pairs and the rest
     dim: tl.constexpr,
     half: tl.constexpr,
     interleaved: tl.constexpr,
     width: tl.constexpr,
     rest: tl.constexpr,
+    # tokens and heads per program, and how tiles are ordered
     block: tl.constexpr,
     turned: tl.constexpr,
     BAND: tl.constexpr,
@@ -246,10 +265,13 @@ def _rotate_fp8_kernel(
 
 @triton.jit
 def _norm_slopes(
+    # gradient of the normed and turned heads, and the heads before the norm, both [B, S, heads, H]
     dy,
     x,
+    # tokens and head of this program
     i,
     head,
+    # strides in elements
     dy_batch,
     dy_seq,
     dy_head,
@@ -257,13 +279,16 @@ def _norm_slopes(
     x_seq,
     x_head,
     seq,
+    # cos and sin of the pairs, FP32 [tokens, pairs]
     turn,
     slant,
+    # channels of the pairs, and of what does not turn, and which of them exist
     first,
     second,
     other,
     inside,
     beside,
+    # factors of the norm for these three tiles
     factor_a,
     factor_b,
     factor_c,
@@ -302,17 +327,23 @@ def _norm_slopes(
 
 @triton.jit
 def _norm_backward_fp8_kernel(
+    # gradient of the normed and turned heads, and the heads before the norm, both [B, S, heads, H]
     dy,
     x,
+    # parts of the gradient of the weight, FP32, one row per program
     dweight,
+    # rotary tables and the weight of the norm [H]
     cos,
     sin,
     weight,
+    # the FP8 output: uint8 [N, K] and its transpose [K, N] (either may be None), the scale and amax of its quantizer,
+    # and the inverse scale to write, FP32 [1] each
     data,
     transposed,
     scale,
     amax,
     scale_inv,
+    # strides in elements
     dy_batch,
     dy_seq,
     dy_head,
@@ -321,12 +352,14 @@ def _norm_backward_fp8_kernel(
     x_head,
     table_batch,
     table_seq,
+    # tokens B * S, tokens per row, heads, and columns of the output, of which these begin at `start`
     rows,
     seq,
     heads,
     columns,
     start,
     eps,
+    # channels of a head, pairs that turn and their order, and powers of two above the pairs and the rest
     dim: tl.constexpr,
     half: tl.constexpr,
     interleaved: tl.constexpr,
@@ -510,12 +543,14 @@ def _norm_backward_fp8_kernel(
 
 @triton.jit
 def _gate_slopes(
+    # gradient of the gated output, attention, logits and the gradient of attention to write, all [B, S, heads, H]
     dy,
     x,
     logits,
     dx,
     i,
     head,
+    # strides in elements
     dy_batch,
     dy_seq,
     dy_head,
@@ -545,15 +580,19 @@ def _gate_slopes(
 
 @triton.jit
 def _gate_backward_fp8_kernel(
+    # gradient of the gated output, attention, logits and the gradient of attention to write, all [B, S, heads, H]
     dy,
     x,
     logits,
     dx,
+    # the FP8 output: uint8 [N, K] and its transpose [K, N] (either may be None), the scale and amax of its quantizer,
+    # and the inverse scale to write, FP32 [1] each; it gets the gradient of the logits
     data,
     transposed,
     scale,
     amax,
     scale_inv,
+    # strides in elements
     dy_batch,
     dy_seq,
     dy_head,
@@ -566,6 +605,7 @@ def _gate_backward_fp8_kernel(
     dx_batch,
     dx_seq,
     dx_head,
+    # tokens B * S, tokens per row, heads, and columns of the output, of which these begin at `first`
     rows,
     seq,
     heads,

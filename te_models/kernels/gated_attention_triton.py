@@ -41,11 +41,14 @@ def _heads_of_token(seq, heads, dim: tl.constexpr, width: tl.constexpr, block: t
 
 @triton.jit
 def _rotate_kernel(
+    # input and output [B, S, heads, H], the same tensor if `in_place`
     x,
     out,
+    # rotary tables [S, R] or [B, S, R], and the weight of a norm; None: no RoPE, no norm
     cos,
     sin,
     weight,
+    # strides in elements
     x_batch,
     x_seq,
     x_head,
@@ -54,16 +57,21 @@ def _rotate_kernel(
     out_head,
     table_batch,
     table_seq,
+    # tokens per row of the batch, and heads
     seq,
     heads,
     eps,
+    # 1 turns forward, -1 back, which is the gradient
     sign,
+    # channels of a head, pairs that turn, and their order
     dim: tl.constexpr,
     half: tl.constexpr,
     interleaved: tl.constexpr,
+    # one norm over all heads of a token
     together: tl.constexpr,
     zero_centered: tl.constexpr,
     in_place: tl.constexpr,
+    # powers of two above the pairs and the rest, and heads per program
     width: tl.constexpr,
     rest: tl.constexpr,
     block: tl.constexpr,
@@ -109,13 +117,17 @@ def _rotate_kernel(
 
 @triton.jit
 def _norm_backward_kernel(
+    # gradient of the output, input of the norm, and the gradient to write, all [B, S, heads, H]
     dy,
     x,
     dx,
+    # parts of the gradient of the weight, FP32, one row per program
     dweight,
+    # rotary tables and the weight of the norm
     cos,
     sin,
     weight,
+    # strides in elements
     dy_batch,
     dy_seq,
     dy_head,
@@ -127,15 +139,19 @@ def _norm_backward_kernel(
     dx_head,
     table_batch,
     table_seq,
+    # B * S, S, and heads
     tokens,
     seq,
     heads,
     eps,
+    # channels of a head, pairs that turn, and their order
     dim: tl.constexpr,
     half: tl.constexpr,
     interleaved: tl.constexpr,
+    # one norm over all heads of a token
     together: tl.constexpr,
     zero_centered: tl.constexpr,
+    # powers of two above the pairs and the rest, heads per program, and tokens per program
     width: tl.constexpr,
     rest: tl.constexpr,
     block: tl.constexpr,

@@ -63,8 +63,10 @@ def _corner(t, high, across, ABREAST: tl.constexpr):
 
 @triton.jit
 def own_tile(
+    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
+    # columns of the result, and E
     width,
     count,
     EXPERTS: tl.constexpr,
@@ -91,11 +93,16 @@ def own_tile(
 
 @triton.jit
 def store_rows(
+    # the sum, FP32 [HIGH, WIDE]
     total,
+    # inverse scales FP32 [E], or None in BF16
     a_scale,
     b_scale,
+    # [E, width] or None
     bias,
+    # [R, width]
     out,
+    # the tile: expert, its first row and number of rows, tile row and tile column
     e,
     begin,
     rows,
@@ -118,24 +125,33 @@ def store_rows(
 
 @triton.jit
 def _rows_kernel(
+    # rows of all experts [R, depth], or tokens, of which `source` names one for each row
     a,
     b,
+    # elements from the first matrix to each, or None where they lie below each other
     places,
     source,
+    # number of tokens: whoever points behind them reads zeros
     given,
+    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
+    # inverse scales FP32 [E], or None in BF16
     a_scale,
     b_scale,
+    # [E, width] or None, and the result [R, width]
     bias,
     out,
+    # outputs, length of the sum, and E
     width,
     depth,
     count,
+    # matrices are [depth, width] rather than [width, depth]; depth is whole tiles; FP32 sums
     DOWN: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISE: tl.constexpr,
     EXPERTS: tl.constexpr,
+    # the tile: rows, columns, and how much of the sum is read at a time
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
     DEEP: tl.constexpr,
@@ -182,12 +198,16 @@ def _rows_kernel(
 def _rows_by_tma_kernel(
     a,
     b,
+    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
+    # inverse scales FP32 [E], or None in BF16
     a_scale,
     b_scale,
+    # [E, width] or None, and the result [R, width]
     bias,
     out,
+    # outputs, length of the sum, and E
     width,
     depth,
     count,
@@ -232,15 +252,20 @@ def _store_weights(
 
 @triton.jit
 def _weights_kernel(
+    # gradient of the outputs and inputs of all experts: rows in 16 bits, or transposed copies in FP8
     a,
     b,
+    # tokens of the inputs for each row, or None, and how many there are
     source,
     given,
+    # where each expert begins, in rows and in the transposed copies, whose rows are `pitch` long
     first,
     turned,
     pitch,
+    # inverse scales FP32 [E], or None in BF16
     a_scale,
     b_scale,
+    # gradient of the weights [E, height, width]
     out,
     height,
     width,

@@ -105,15 +105,18 @@ def sigmoid(x):
 
 @triton.jit
 def store_fp8(
+    # FP32 tiles [groups, columns]: the first to fourth rows of groups of four
     a,
     b,
     c,
     d,
     scale,
+    # the groups and columns of the tile, and how many rows and columns there are
     group,
     j,
     rows,
     columns,
+    # uint8, written where not None
     data,
     transposed,
     stride,
@@ -229,20 +232,27 @@ def _value(x, i, j, rows, columns, ACTIVATION: tl.constexpr, GATED: tl.constexpr
 
 @triton.jit
 def _cast_kernel(
+    # [N, K], or with GATED [N, 2K] = [gate | up]
     x,
+    # the FP8 output: uint8 [N, K] and its transpose [K, N] (either may be None), the scale and amax of its quantizer,
+    # and the inverse scale to write, FP32 [1] each
     data,
     transposed,
     scale,
     amax,
     scale_inv,
+    # N and K
     rows,
     columns,
+    # where a recorder counts the cast (count_cast_triton.py); None: not compiled
     counts,
     codes,
     flag,
     spread,
+    # name of the activation, or None
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    # format, and tile
     E5M2: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -290,15 +300,20 @@ def _slope(dy, x, i, j, rows, columns, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _slope_kernel(
+    # gradient of the activation, and its input, both [N, K]
     dy,
     x,
+    # the FP8 output: uint8 [N, K] and its transpose [K, N] (either may be None), the scale and amax of its quantizer,
+    # and the inverse scale to write, FP32 [1] each
     data,
     transposed,
     scale,
     amax,
     scale_inv,
+    # N and K
     rows,
     columns,
+    # where a recorder counts the cast; None: not compiled
     counts,
     codes,
     flag,
@@ -354,15 +369,20 @@ def _slopes(dy, gate_up, i, j, rows, columns, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gated_slope_kernel(
+    # gradient of the output [N, K], and the input [N, 2K] = [gate | up]
     dy,
     gate_up,
+    # the FP8 output: uint8 [N, K] and its transpose [K, N] (either may be None), the scale and amax of its quantizer,
+    # and the inverse scale to write, FP32 [1] each; of the gradient [N, 2K]
     data,
     transposed,
     scale,
     amax,
     scale_inv,
+    # N and K
     rows,
     columns,
+    # where a recorder counts the cast; None: not compiled
     counts,
     codes,
     flag,
@@ -432,19 +452,25 @@ def _gated_slope_kernel(
 
 @triton.jit
 def _norm_kernel(
+    # the residual stream [N, D], what the block before adds to it, and the sum to write if ADD
     x,
     delta,
     total,
+    # [D], and 1 / RMS to write for backward, FP32 [N]
     weight,
     rstd,
+    # the FP8 output: uint8 [N, K] and its transpose [K, N] (either may be None), the scale and amax of its quantizer,
+    # and the inverse scale to write, FP32 [1] each
     data,
     transposed,
     scale,
     amax,
     scale_inv,
+    # N and D
     rows,
     columns,
     eps,
+    # where a recorder counts the cast; None: not compiled
     counts,
     codes,
     flag,

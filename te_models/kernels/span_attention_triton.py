@@ -94,13 +94,18 @@ def _scores(q, k, start, query, key, factor, cap):
 
 @triton.jit
 def _forward_kernel(
+    # queries, keys and values [B, heads, S, dim], with as many heads of keys as heads / group
     q,
     k,
     v,
+    # FP32 [heads], a logit that takes part in the softmax, or None
     sinks,
+    # [B, heads, S, dim], and log-sum-exp FP32 [B, heads, S] for backward
     out,
     log_sum,
+    # int32 [B, S]: the first key that each query sees
     first,
+    # strides in elements
     q_batch,
     q_head,
     q_seq,
@@ -114,11 +119,14 @@ def _forward_kernel(
     o_head,
     o_seq,
     first_batch,
+    # S, heads of queries, and heads of queries per head of keys
     seq,
     heads,
     group,
+    # on the products of q and k, times log2(e), since exp2 is the instruction; with a cap see `_scores`
     factor,
     cap,
+    # channels of a head and the power of two above; queries and keys per block
     dim: tl.constexpr,
     width: tl.constexpr,
     queries: tl.constexpr,
@@ -169,9 +177,11 @@ def _forward_kernel(
 
 @triton.jit
 def _dot_kernel(
+    # output and its gradient [B, heads, S, dim], and their products to write, FP32 [B, heads, S]
     out,
     dy,
     dots,
+    # strides in elements
     o_batch,
     o_head,
     o_seq,
@@ -199,14 +209,19 @@ def _dot_kernel(
 
 @triton.jit
 def _grad_query_kernel(
+    # queries, keys and values [B, heads, S, dim], with as many heads of keys as heads / group
     q,
     k,
     v,
+    # gradient of the output; log-sum-exp and `_dot_kernel` of each query, FP32 [B, heads, S]
     dy,
     log_sum,
     dots,
+    # int32 [B, S]: the first key that each query sees
     first,
+    # to write
     dq,
+    # strides in elements
     q_batch,
     q_head,
     q_seq,
@@ -223,6 +238,7 @@ def _grad_query_kernel(
     d_head,
     d_seq,
     first_batch,
+    # S, heads of queries, and heads of queries per head of keys
     seq,
     heads,
     group,
@@ -267,16 +283,21 @@ def _grad_query_kernel(
 
 @triton.jit
 def _grad_key_kernel(
+    # queries, keys and values [B, heads, S, dim], with as many heads of keys as heads / group
     q,
     k,
     v,
+    # gradient of the output; log-sum-exp and `_dot_kernel` of each query, FP32 [B, heads, S]
     dy,
     log_sum,
     dots,
+    # int32 [B, S]: the first key that each query sees, and the last query that sees each key
     first,
     last,
+    # to write
     dk,
     dv,
+    # strides in elements
     q_batch,
     q_head,
     q_seq,
@@ -293,6 +314,7 @@ def _grad_key_kernel(
     d_head,
     d_seq,
     first_batch,
+    # S, heads of queries, and heads of queries per head of keys
     seq,
     heads,
     group,

@@ -58,8 +58,10 @@ def delayed_kernel(x, data, scale, amax, scale_inv, n, E5M2: tl.constexpr, BLOCK
 
 @triton.jit
 def current_kernel(
+    # n values, and their FP8 data
     x,
     data,
+    # largest magnitudes of parts of x, and the inverse scale to write, FP32 [1]
     parts,
     scale_inv,
     n,
@@ -95,11 +97,14 @@ def _tile(p, q, rows, cols):
 
 @triton.jit
 def block_kernel(
+    # [rows, cols]
     x,
+    # FP8 data and inverse scales of blocks along the rows, and transposed along the columns
     row_data,
     row_scale,
     col_data,
     col_scale,
+    # sizes, and strides of the scales
     rows,
     cols,
     row_stride,
@@ -170,15 +175,19 @@ def _power_of_2(exponent):
 
 @triton.jit
 def mx_kernel(
+    # [rows, cols]
     x,
+    # FP8 data and E8M0 scales of blocks along the rows, and along the columns
     row_data,
     row_scale,
     col_data,
     col_scale,
+    # sizes, and strides of the scales
     rows,
     cols,
     row_stride,
     col_stride,
+    # one over the largest number of the format
     inverse_max,
     ROW: tl.constexpr,
     COL: tl.constexpr,
@@ -215,12 +224,14 @@ def mx_kernel(
 
 @triton.jit
 def decode_kernel(
+    # FP8 data, inverse scales of its blocks, and BF16 to write, for both factors of a product
     a,
     a_scale,
     a_out,
     b,
     b_scale,
     b_out,
+    # sizes, and strides of the scales
     a_rows,
     a_cols,
     a_row_step,
@@ -229,6 +240,7 @@ def decode_kernel(
     b_cols,
     b_row_step,
     b_col_step,
+    # elements that share a scale, down and along
     A_DOWN: tl.constexpr,
     A_ALONG: tl.constexpr,
     A_E5M2: tl.constexpr,

@@ -44,17 +44,21 @@ def _encode_e2m1(v, noise, at, mask, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def nvfp4_kernel(
+    # [rows, cols], what its columns are cast from, and random words
     x,
     t,
     noise,
+    # E2M1 pairs, E4M3 scales of blocks of 16, and the amax of the tensor, for rows and for columns
     row_data,
     row_scale,
     row_amax,
     col_data,
     col_scale,
     col_amax,
+    # largest magnitudes of parts of x, then of t
     parts,
     n_parts,
+    # sizes, strides of the scales, and where the random words of the columns begin
     rows,
     cols,
     row_stride,
