@@ -63,9 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         return _fail(error, error.format_message())
     except (click.Abort, KeyboardInterrupt):
-        if (
-            arguments is None
-        ):  # the process ends: a second Ctrl-C would interrupt what libraries do then
+        # The process ends: a second Ctrl-C would interrupt what libraries do then.
+        if arguments is None:
             signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
         return _fail(None, "stopped", code=130)
     except TeModelsError as error:
@@ -107,9 +106,8 @@ def _plain_warnings() -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.showwarning = show
-        warnings.filterwarnings(
-            "ignore", message=r"\s*Dynamo "
-        )  # of torch.compile, for its developers
+        # These warnings of torch.compile address its developers.
+        warnings.filterwarnings("ignore", message=r"\s*Dynamo ")
         yield
 
 

@@ -24,11 +24,8 @@ if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
 
 LAST_GROUPS = (FIELDS, SHAPE)
-EXAMPLES = {
-    "DIR": "exported",
-    "NAME": "gated-nano",
-    "PATH": "notes.txt",
-}  # of required options, by what they take
+# Example values of required options, by metavar.
+EXAMPLES = {"DIR": "exported", "NAME": "gated-nano", "PATH": "notes.txt"}
 HELP_ALL = "te_models.cli.help_all"  # in a context's meta: show every group
 CHOSEN = "te_models.cli.chosen"  # the models whose checkpoint was named
 
@@ -267,9 +264,8 @@ def _real_device(ctx: click.Context, parameter: click.Parameter, device: str | N
 CALLBACKS = {"device": _real_device, "precision": _table}
 SCALARS = (bool, int, float, str)
 FIELD_NAMES = [name for name in TABLES["recipe"] if name != "recipe"]
-SHAPE_NAMES = [
-    name for name, one in TABLES["shape"].items() if one.kinds[0] in SCALARS
-]  # no lists, no groups
+# Options for single values; lists and groups are set in run.toml.
+SHAPE_NAMES = [name for name, one in TABLES["shape"].items() if one.kinds[0] in SCALARS]
 preset_option = setting_option("preset")
 model_option = setting_option("model")
 recipe_option = setting_option("recipe", default=None, show_default=False)

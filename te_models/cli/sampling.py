@@ -54,9 +54,8 @@ def take_sampling(options: dict[str, object]) -> dict[str, Any]:
         "do_sample": not options.pop("greedy")
     }
     if sampling["seed"] is None:
-        sampling["seed"] = secrets.randbits(
-            63
-        )  # PyTorch's random numbers begin alike in every process
+        # PyTorch's random numbers begin alike in every process.
+        sampling["seed"] = secrets.randbits(63)
     if sampling["temperature"] is None:
         sampling["temperature"] = TEMPERATURE if sampling["do_sample"] else 1.0
     return sampling
@@ -70,9 +69,8 @@ def utf8_text(ctx: click.Context, parameter: click.Parameter, value: str | None)
 def input_line() -> str | None:
     """Return the next line of standard input, without its end; None after the last."""
     if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != "surrogateescape":
-        sys.stdin.reconfigure(
-            errors="surrogateescape"
-        )  # as arguments are decoded; not possible after the first line
+        # Decode bytes as Python decodes arguments; not possible after the first line.
+        sys.stdin.reconfigure(errors="surrogateescape")
     line = sys.stdin.readline()
     return _decoded(line.removesuffix("\n"), "a line of standard input") if line else None
 

@@ -36,13 +36,8 @@ from te_models.training.settings import (
 )
 
 ORDER = ("training", "recipe", "lora", "model", "data", "run")  # of the tables in the help
-OWN = (
-    "data",
-    "out",
-    "command",
-    "preset",
-    "model",
-)  # settings whose options the commands add themselves
+# Settings whose options the commands add themselves.
+OWN = ("data", "out", "command", "preset", "model")
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells give it; SIGTERM asks to save and stop, which is no failure
 
 

@@ -22,13 +22,8 @@ from te_models.config.short_conv import ShortConvConfig
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
 MAX_LAYERS = 10_000  # planning a model loops over its layers
-PER_LAYER = (
-    "no_rope_layers",
-    "layer_types",
-    "mlp_layer_types",
-    "expert_limits",
-    "mlp_limits",
-)  # fields with one entry per layer
+# Fields with one entry per layer.
+PER_LAYER = ("no_rope_layers", "layer_types", "mlp_layer_types", "expert_limits", "mlp_limits")
 
 
 @dataclass(kw_only=True, unsafe_hash=True)

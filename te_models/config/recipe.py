@@ -73,14 +73,12 @@ class Scheme:
     fields: Mapping[str, object] = field(default_factory=dict)
     rows: int = 16
     features: int = 16
-    scattered_rows: int = (
-        0  # of each rank under sequence parallelism, where quantized rows are sent; 0: `rows`
-    )
+    # The multiple for each rank under sequence parallelism, where quantized rows are sent; 0: `rows`.
+    scattered_rows: int = 0
     capability: tuple[int, int] | None = (8, 9)  # the least that Transformer Engine runs it on
     available: str = "is_fp8_available"  # the engine's function that returns whether it runs here, else the reason
-    stateful: bool = (
-        False  # scales and amax histories persist over steps and belong in a checkpoint
-    )
+    # Scales and amax histories persist over steps and belong in a checkpoint.
+    stateful: bool = False
     forward: str = "E4M3"
 
 
@@ -110,12 +108,8 @@ SCHEMES: dict[str, Scheme] = {
 }  # fmt: skip
 
 AUTO = "auto"  # in place of a recipe's name: the model's own, else what te_models.model.recipe_fit chooses
-FP8_WEIGHTS = (
-    "DelayedScaling",
-    "Float8CurrentScaling",
-    "Float8BlockScaling",
-    "MXFP8BlockScaling",
-)  # can have them
+# The schemes under which weights can be stored in FP8.
+FP8_WEIGHTS = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")
 
 RECIPES_ELSEWHERE = {
     "fp8": "give 'current', or 'delayed' for speed on Hopper",

@@ -16,9 +16,8 @@ from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type
 
 from te_models.errors import SAID, ConfigError, NamedFields, check_known, mistyped
 
-SettingValue = (
-    object  # of a setting: a bool, number, text, several of them, table, group of settings or None
-)
+# A bool, number, text, several of them, a table, a group of settings, or None.
+SettingValue = object
 MOST = 2**63  # which no setting needs, and PyTorch's seeds do not reach
 EVERYDAY = "Options"  # the group of the options that --help lists; --help-all lists the others too
 Made = TypeVar("Made", bound="Settings")

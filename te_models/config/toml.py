@@ -27,10 +27,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} has a key of 50 parts or more: settings have one or two")
     try:
         values = tomllib.loads(data.decode())
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # a ValueError of a number with thousands of digits
+    # A number with thousands of digits is a ValueError.
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {' '.join(str(error).split())}") from None
     check_values(values, path)
     return values

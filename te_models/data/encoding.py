@@ -225,9 +225,8 @@ def fit_records(
     for i in np.flatnonzero(encoded.records).tolist():
         start = int(starts[i])
         length = int(lengths[i])
-        answers = np.flatnonzero(
-            encoded.counted[start + 1 : start + length]
-        )  # nothing comes before the first token
+        # Nothing comes before the first token.
+        answers = np.flatnonzero(encoded.counted[start + 1 : start + length])
         over = length - seq_len
         if encoded.refused is not None and encoded.refused[i]:
             keep[i] = False

@@ -142,12 +142,10 @@ def readable_errors(path: str) -> Iterator[None]:
         raise DataUnavailable(
             f"{name}: cannot be read ({reason}): check it and its permissions"
         ) from None
-    except (
-        Exception
-    ) as error:  # the libraries of remote file systems have no common base but this one
-        if "://" not in path and not path.startswith(
-            "data:"
-        ):  # the one URL of fsspec without slashes
+    # The libraries of remote file systems have no common base but this one.
+    except Exception as error:
+        # The one URL of fsspec without slashes.
+        if "://" not in path and not path.startswith("data:"):
             raise
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise DataUnavailable(

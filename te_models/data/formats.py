@@ -72,21 +72,12 @@ ROLES = {  # of a turn, in any of the formats -> OpenAI's
 }
 _CALLING_ROLES = ("function_call", "tool_call")  # of turns whose content is the call
 _LISTS = ("messages", "conversations", "conversation")
-_AROUND = (
-    "data",
-    "records",
-    "rows",
-    "examples",
-    "instances",
-    "train",
-)  # usual names of a list of all records
+# Usual names of a list of all records.
+_AROUND = ("data", "records", "rows", "examples", "instances", "train")
 _ASKED = ("prompt", "instruction", "question", "query", "input")
 _ANSWERED = ("completion", "answer", "response", "output", "reply")
-THOUGHTS = (
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)  # of a turn; templates know it by one of these names
+# Names by which templates know the reasoning of a turn.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _TURN_FIELDS = ("tool_calls", "tool_call_id", "name", *THOUGHTS)
 _ANSWER_FIELDS = ("content", "tool_calls", *THOUGHTS)
 _KINDS: Mapping[type, str] = {

@@ -23,9 +23,8 @@ FIRST = 2  # it begins a document
 PADDING = 4
 
 Window = dict[str, NDArray[np.int64]]
-Marked = tuple[
-    NDArray[np.int64], NDArray[np.int32]
-]  # the ids of a window, and their flags, [seq_len] each
+# The ids of a window, and their flags, [seq_len] each.
+Marked = tuple[NDArray[np.int64], NDArray[np.int32]]
 
 
 class Epoch(ABC):
@@ -96,18 +95,15 @@ class CutEpoch(Epoch):
 
     def marked_window(self, index: int) -> Marked:
         place = int(self.windows[index])
-        positions = np.arange(
-            place * self.seq_len, (place + 1) * self.seq_len
-        )  # in the stream, [seq_len]
-        slots = (
-            np.searchsorted(self.starts, positions, side="right") - 1
-        )  # in the order of the epoch, [seq_len]
+        # Positions in the stream, [seq_len].
+        positions = np.arange(place * self.seq_len, (place + 1) * self.seq_len)
+        # Numbers of the pieces in the order of the epoch, [seq_len].
+        slots = np.searchsorted(self.starts, positions, side="right") - 1
         document = self.order[slots]
         offset = positions - self.starts[slots]
         inside = positions < self.num_tokens
-        at = (self.encoded.starts[document] + offset)[
-            inside
-        ]  # places in the tokens of the corpus, [tokens]
+        # Places in the tokens of the corpus, [tokens].
+        at = (self.encoded.starts[document] + offset)[inside]
         ids = np.full(self.seq_len, self.pad, dtype=np.int64)
         ids[inside] = self.encoded.tokens[at]
         counted = inside.copy()
@@ -165,9 +161,8 @@ def cut_texts(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Cut documents longer than `seq_len` into pieces of that length; pieces of one token are left out."""
     counts = -(-lengths // seq_len)
-    number = np.arange(counts.sum()) - np.repeat(
-        np.cumsum(counts) - counts, counts
-    )  # of the piece in its document
+    # The number of each piece in its document.
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = np.repeat(starts, counts) + number * seq_len
     lengths = np.minimum(np.repeat(lengths, counts) - number * seq_len, seq_len)
     return starts[lengths > 1], lengths[lengths > 1]
@@ -250,9 +245,8 @@ def repeats(weights: NDArray[np.float64], epoch: int) -> NDArray[np.int64]:
         int64 [D]. Of a weight of 0.25, every fourth occurs in each epoch, and others in the next, so that each has
         occurred within one of weight * epochs times.
     """
-    phase = (
-        np.arange(len(weights)) * 0.6180339887498949
-    ) % 1  # spreads neighbors evenly over [0, 1)
+    # Spreads neighbors evenly over [0, 1).
+    phase = np.arange(len(weights)) * 0.6180339887498949 % 1
     return (np.floor(weights * (epoch + 1) + phase) - np.floor(weights * epoch + phase)).astype(
         np.int64
     )

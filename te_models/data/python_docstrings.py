@@ -23,9 +23,8 @@ PYTHON_DOCS = "python-docs"  # the name of the texts that are the default of pre
 DOCSTRING_CHARACTERS = range(20, 401)
 MAX_SOURCE_CHARACTERS = 1500
 EVAL_FRACTION = 0.08
-MAX_EVAL_SHARE = (
-    0.01  # of all pairs, that a module held out may have: none makes up most of the evaluation
-)
+# The largest share of all pairs that a held-out module may have: none makes up most of the evaluation.
+MAX_EVAL_SHARE = 0.01
 
 _NOT_READ = {  # tests, generated tables, programs, and code of other projects
     "__phello__",

@@ -53,13 +53,11 @@ from te_models.errors import DataError, DataUnavailable, UsageError, plural
 from te_models.files.formats import Fields
 
 MAX_LANES = 64
-LANE_BYTES = (
-    2**30
-)  # limit of the text in all lanes of one process, which bounds their number where chunks are large
+# Limit of the text in all lanes of one process, which bounds their number where chunks are large.
+LANE_BYTES = 2**30
 
-Position = list[
-    int
-]  # epoch, which of the lane's chunks in it, and how many of that chunk's tokens are taken
+# Epoch, which of the lane's chunks in it, and how many of that chunk's tokens are taken.
+Position = list[int]
 Request = Callable[[], NDArray[np.int32]]
 
 
@@ -306,9 +304,8 @@ class StreamingDataset:
             self._pool = None
             for lane in self._lanes.values():
                 lane.ahead = None
-            with (
-                _handler_waits()
-            ):  # Python would take the pool's thread for ended, and wait for its workers for ever
+            # Python would take the pool's thread for ended, and wait for its workers for ever.
+            with _handler_waits():
                 pool.shutdown(cancel_futures=True)
 
     @property
@@ -361,9 +358,8 @@ class StreamingDataset:
         order = (self.seed, epoch, chunk, *([time] if time else [])) if self.shuffle else None
         if not self.num_workers:
             return partial(self.reader.encode, self.chunks[chunk], order)
-        context = multiprocessing.get_context(
-            "forkserver"
-        )  # workers share no thread, lock or CUDA device
+        # Workers share no thread, lock or CUDA device.
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["te_models.data.corpus_chunks"])
         with _interrupts_wait(), self._worker_errors():  # it may start a worker
             self._pool = self._pool or ProcessPoolExecutor(
@@ -412,9 +408,8 @@ class StreamingDataset:
         )
         kind += [chunks.weights.tolist()] if (chunks.weights != 1).any() else []
         names = [name.rpartition("/")[2] for name in chunks.files]
-        digest = hashlib.blake2b(
-            json.dumps([kind, names]).encode(), digest_size=6
-        )  # exact in a JSON double
+        # Six bytes, which a JSON double holds exactly.
+        digest = hashlib.blake2b(json.dumps([kind, names]).encode(), digest_size=6)
         raw = {}
         for name, file in tokenizer.documents().items():
             raw[name] = file.decode() if isinstance(file, bytes) else file

@@ -73,9 +73,8 @@ class Tokenizer(ABC):
         return f"{type(self).__name__}({self.vocab_size:,} ids, {ids}{place})"
 
     def __getstate__(self) -> dict[str, object]:
-        return {
-            name: value for name, value in self.__dict__.items() if name != "_templates"
-        }  # they are processes
+        # Compiled templates are processes, which cannot be copied.
+        return {name: value for name, value in self.__dict__.items() if name != "_templates"}
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -557,9 +556,8 @@ class HuggingFaceTokenizer(Tokenizer):
         parts = self._in_parts(self._backend.encode_batch, texts, 256)
         for encoding, (prompt, _) in zip(parts, pairs, strict=True):
             length = encoding.char_to_token(len(prompt)) if prompt else 0
-            if (
-                length is None
-            ):  # no token holds that character, such as a space that the places leave out
+            # No token holds that character, such as a space that the places leave out.
+            if length is None:
                 places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
                 length = first_token_after(places, len(prompt))
             encoded.append((np.array(encoding.ids, dtype=np.int32), length))

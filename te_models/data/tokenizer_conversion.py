@@ -77,9 +77,8 @@ def convert_tokenizer(folder: Path) -> tuple[object, dict[str, str]] | None:
             return document, {name: token for name, token in tokens.items() if token is not None}
         except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
             raise
-        except (
-            BaseException
-        ) as error:  # of transformers, protobuf or tokenizers, whose panics have no other base
+        # Raised by transformers, protobuf or tokenizers, whose panics have no other base.
+        except BaseException as error:
             reasons.append(" ".join(str(error).split())[:200] or type(error).__name__)
     raise DataError(
         f"{folder} has {sources[0].name} and no tokenizer.json, and transformers cannot convert it ({reasons[0]}): "

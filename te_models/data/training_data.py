@@ -428,9 +428,8 @@ def _counted(encoded: Encoded) -> list[str]:
     if encoded.counted is None:
         return []
     counted = sum(int(np.count_nonzero(part)) for part in encoded.parts(encoded.counted))
-    counted -= int(
-        np.count_nonzero(encoded.counted[encoded.starts])
-    )  # nothing comes before the first token
+    # Nothing comes before the first token.
+    counted -= int(np.count_nonzero(encoded.counted[encoded.starts]))
     return [
         f"the loss counts {plural(counted, 'token')}, {counted / encoded.num_tokens:.0%} of all"
     ]

@@ -22,10 +22,8 @@ from te_models.device.cudnn import load_torchs_cudnn
 from te_models.errors import UsageError, check_known
 
 ENGINES = ("auto", "native", "emulated")
-OLDEST = (
-    2,
-    20,
-)  # version of Transformer Engine that was tested; 2.16 already has the names that native.py uses
+# The oldest version of Transformer Engine tested; 2.16 already has the names that native.py uses.
+OLDEST = (2, 20)
 
 
 # Here rather than before the import of the native engine: other libraries import Transformer Engine too (peft does).

@@ -265,9 +265,8 @@ def _quantizer(
         return None
     # The module sets the usage of its own one anew at each call; this copy shares scale and amax.
     quantizer = own.copy()
-    quantizer.internal = (
-        False  # autograd can pass on tensors, not Transformer Engine's bare storages
-    )
+    # Autograd can pass on tensors, not Transformer Engine's bare storages.
+    quantizer.internal = False
     quantizer.set_usage(rowwise=True, columnwise=linear.weight.requires_grad)
     give_observer(quantizer, linear, direction, operand)
     return quantizer

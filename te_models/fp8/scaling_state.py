@@ -19,10 +19,8 @@ from te_models.errors import CheckpointError, refuse
 from te_models.numerics.formats import FLT_MAX
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
-WIDTHS = {
-    "scaling_fwd": 3,
-    "scaling_bwd": 2,
-}  # per GEMM: input, weight, output; gradients of output and input
+# Scales per GEMM: of input, weight, output; of the gradients of output and input.
+WIDTHS = {"scaling_fwd": 3, "scaling_bwd": 2}
 
 
 class DelayedState(Protocol):

@@ -20,9 +20,8 @@ from te_models.generation.options import GenerationOptions, complete
 from te_models.generation.text import Outcome, stream_text
 from te_models.model.decoder import Decoder
 
-COMPLETION_TOKENS = (
-    16  # by default, as in OpenAI's API; a chat answer has all of the model's context
-)
+# The default of OpenAI's API; a chat answer has all of the model's context.
+COMPLETION_TOKENS = 16
 MOST_CHOICES = 16
 # Fields that change an answer, with the values that leave it as it is.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {

@@ -70,9 +70,8 @@ class GroupedNames:
 class StandIn(NamedTuple):
     """The stand-in for a te module that peft may adapt."""
 
-    make: Callable[
-        ..., nn.Module
-    ]  # of the te module, and the module below which its names in transformers are
+    # Makes the adapter of a te module; the second argument is the module below which its transformers names are.
+    make: Callable[..., nn.Module]
     holder: str  # the name of that module
 
 

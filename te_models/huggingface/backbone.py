@@ -99,7 +99,6 @@ class Backbone(nn.Module):
         *logits, last = found
         if not routers:
             return BaseModelOutputWithPast(last, cache)
-        layers: Any = tuple(
-            layer.flatten(0, 1) for layer in logits
-        )  # declared there as a tuple of one
+        # transformers declares router_logits as a tuple.
+        layers: Any = tuple(layer.flatten(0, 1) for layer in logits)
         return MoeModelOutputWithPast(last, cache, router_logits=layers)

@@ -115,9 +115,8 @@ def add_cache_layers(config: ModelConfig) -> None:
 def seen_before(past: Cache) -> int:
     """Return how many positions a cache has."""
     for layer in past.layers:
-        if isinstance(
-            layer, CacheLayerMixin
-        ):  # transformers' layers of linear attention do not count
+        # transformers' layers of linear attention do not count positions.
+        if isinstance(layer, CacheLayerMixin):
             return int(layer.get_seq_length())
     return 0
 

@@ -31,18 +31,14 @@ class TEModelsConfig(PreTrainedConfig):
     """
 
     model_type = MODEL_TYPE
-    keys_to_ignore_at_inference = [
-        "cache",
-        "past_key_values",
-    ]  # the name since transformers 5.24, and before
+    # The name since transformers 5.24, and before.
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
     has_no_defaults_at_init = True
     output_router_logits = False  # as in transformers' families with experts; read by TRL
-    rope_scaling = (
-        None  # in place of a property of the base class that rewrites it as rope_parameters
-    )
-    on_first_use: ClassVar[
-        list[Callable[[], None]]
-    ] = []  # registers the model class (te_models.huggingface.registration)
+    # In place of a property of the base class that rewrites it as rope_parameters.
+    rope_scaling = None
+    # Registers the model class (te_models.huggingface.registration).
+    on_first_use: ClassVar[list[Callable[[], None]]] = []
 
     def __init__(self, **values: Any) -> None:
         shape = {

@@ -86,9 +86,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _multimodal = False
     _grouped = GroupedNames([])
-    accepts_loss_kwargs = (
-        True  # Trainer then divides by the tokens of all micro-batches (num_items_in_batch)
-    )
+    # Trainer then divides by the tokens of all micro-batches (num_items_in_batch).
+    accepts_loss_kwargs = True
 
     def __init__(
         self, config: TEModelsConfig, model: CausalLM | None = None, **options: Any
@@ -106,10 +105,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         show_embedding(model)
         if model.origin.generation is not None:
             self.generation_config = GenerationConfig.from_dict(dict(model.origin.generation))
-        copied = (
-            model.te.RMSNorm,
-            model.te.Linear,
-        )  # by peft, which looks for the names of their state
+        # Modules that peft copies for modules_to_save, looking for the names of their state.
+        copied = (model.te.RMSNorm, model.te.Linear)
         for module in (self, *(module for module in model.modules() if isinstance(module, copied))):
             module.register_state_dict_post_hook(leave_out_empty)
         self.register_state_dict_post_hook(name_adapted_head)
@@ -262,9 +259,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             else output_router_logits
         )
         if asked and cache is None:
-            passed["labels"] = tokens.new_full(
-                tokens.shape[:2], IGNORED, dtype=torch.int64
-            )  # it then reports routing
+            # With labels, even ignored ones, the model reports routing.
+            passed["labels"] = tokens.new_full(tokens.shape[:2], IGNORED, dtype=torch.int64)
         wanted = (
             self.config.output_hidden_states
             if output_hidden_states is None
@@ -374,9 +370,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     @cache_by_either_name
     def generate(self, *args: Any, **options: Any) -> Any:
         """Continue prompts as transformers does, with all of its options; FP8 weights are quantized once per call."""
-        options.setdefault(
-            "disable_compile", True
-        )  # with a static cache it would compile forward, into many pieces
+        # With a static cache generate would compile forward, into many pieces.
+        options.setdefault("disable_compile", True)
         config = options.get("generation_config") or self.generation_config
         self._check_prompt(args, options, config)
         if options.get("assistant_early_exit", config.assistant_early_exit) is not None:

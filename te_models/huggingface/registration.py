@@ -21,10 +21,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 TABLE = "transformers.models.auto.configuration_auto"
-OLDEST = (
-    5,
-    14,
-)  # transformers that TEModelsForCausalLM runs in, as te_models.huggingface.config says
+# Transformers that TEModelsForCausalLM runs in, as te_models.huggingface.config says.
+OLDEST = (5, 14)
 
 
 def register_with_transformers() -> None:

@@ -125,9 +125,8 @@ def _applies(option: str, recipe: str) -> bool:
     """
     if option not in RECIPE_FIELDS:
         return True
-    scheme = (
-        "none" if recipe == AUTO else get_recipe(recipe).scheme
-    )  # which of them auto is, is not known yet
+    # What "auto" will choose is not known yet.
+    scheme = "none" if recipe == AUTO else get_recipe(recipe).scheme
     precision_fields = {*EDGES} - ({"precision"} if scheme == "none" else set())
     return option in {*precision_fields, *SCHEMES[scheme].fields}
 
@@ -157,9 +156,8 @@ def bench(
     Raises:
         UsageError: for an unknown recipe, option or peer, naming the nearest one.
     """
-    get_engine(
-        "auto", device
-    )  # import Transformer Engine before any use of cuDNN (te_models/device/cudnn.py)
+    # Import Transformer Engine before any use of cuDNN (te_models/device/cudnn.py).
+    get_engine("auto", device)
     ids = torch.randint(
         0, config.vocab_size, (batch_size, seq_len), generator=torch.Generator().manual_seed(0)
     )

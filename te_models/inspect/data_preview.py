@@ -30,11 +30,8 @@ LEARNED = "learned"
 READ = "read"
 CUT = "cut"  # what becomes of a part of a record
 STYLES = {LEARNED: "bold green", READ: "dim", CUT: "red strike"}
-MARKS = {
-    LEARNED: ("\u27e6", "\u27e7"),
-    READ: ("", ""),
-    CUT: ("[cut: ", "]"),
-}  # where there are no colours
+# Where there are no colours.
+MARKS = {LEARNED: ("\u27e6", "\u27e7"), READ: ("", ""), CUT: ("[cut: ", "]")}
 LONGEST = 4000  # characters shown of a record
 RECORDS = 3
 LIMIT = 10_000

@@ -187,9 +187,8 @@ def evaluate_recipes(
         progress(f"loading the model under {name or 'its own recipe'}")
         try:
             network = load(name)
-        except (
-            ValueError
-        ) as error:  # of the recipe, unless it is the only one or the model itself is damaged
+        # An error of this recipe alone leaves the others to evaluate, unless the model itself is damaged.
+        except ValueError as error:
             if len(recipes) == 1 or isinstance(error, CheckpointError | DataError):
                 raise
             losses.append(RecipeLoss(str(name), note=str(error)))

@@ -66,9 +66,8 @@ class Verified:
     saved_fp8: bool
     differs: tuple[bool, ...]  # from the BF16 result, in any bit
     sqnr_db: tuple[float, ...]  # against the BF16 result; infinite where they are equal
-    milliseconds: (
-        dict[str, float] | None
-    )  # of "bf16" and "recipe", forward and backward; None if not timed
+    # Times under "bf16" and "recipe", forward and backward; None if not timed.
+    milliseconds: dict[str, float] | None
     formats: str = "E4M3/E5M2"  # of its recipe, as is the next
     override: str = "none"
     num_gemms: int = 1  # one, or one per expert, which share the rows
@@ -297,9 +296,8 @@ def _met_in_training(
             stack.enter_context(linear.register_forward_hook(keep))
         stack.callback(model.train, model.training)
         stack.callback(setattr, model, "activation_checkpointing", model.activation_checkpointing)
-        stack.enter_context(
-            model.unfused()
-        )  # with fused kernels the input of a linear may be quantized already
+        # With fused kernels the input of a linear may be quantized already.
+        stack.enter_context(model.unfused())
         model.activation_checkpointing = "none"  # a recompute would be a second forward
         loss = model.train()(ids, labels=ids).loss
         torch.autograd.grad(
@@ -339,9 +337,8 @@ def _verified(
         )
         decibels = tuple(sqnr_db(a, b) for a, b in zip(bf16.results, trial.results, strict=True))
         times = None
-        if (
-            dy.is_cuda and model.engine == "native" and recipe is not None
-        ):  # the emulated engine's time is meaningless
+        # The emulated engine's time is meaningless.
+        if dy.is_cuda and model.engine == "native" and recipe is not None:
             times = _milliseconds(
                 {
                     "bf16": lambda: _trial(te, copy, inputs, dy, None),

@@ -40,12 +40,8 @@ from te_models.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
-SCALES = (
-    "scale",
-    "scale_inv",
-    "scales",
-    "blocks",
-)  # endings of names that hold no values of a model
+# Endings of names that hold no values of a model.
+SCALES = ("scale", "scale_inv", "scales", "blocks")
 MANY_ROWS = 4096  # of an embedding, compared at a time
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -144,10 +144,8 @@ _GEMMA3: Fields = dict(
 _GEMMA3_IMAGES: Fields = {
     **_GEMMA3,
     "defaults": {**_GEMMA3["defaults"], "vocab_size": 262208, "num_attention_heads": 8},
-    "only": {
-        **_GEMMA3["only"],
-        "final_logit_softcapping": (None,),
-    },  # which transformers leaves out here
+    # This model of transformers does not apply the cap.
+    "only": {**_GEMMA3["only"], "final_logit_softcapping": (None,)},
 }
 _GEMMA4: Fields = dict(
     scaled_vectors=True, layer=places.GEMMA4_LAYER,
@@ -645,10 +643,8 @@ def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
         try:
             if family.read(family.write(config)) == config:
                 return family
-        except (
-            ArithmeticError,
-            ValueError,
-        ):  # numbers of ours for which theirs would be zero or infinite
+        # Numbers of ours for which theirs would be zero or infinite.
+        except (ArithmeticError, ValueError):
             continue
     others = [
         (family, family.lacks(config))

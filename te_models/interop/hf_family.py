@@ -245,10 +245,8 @@ class Family:
         linears = {name for layer in config.layers for name in layer.linears} - modules
         try:
             read = self.read(self.write(config)).to_dict()
-        except (
-            ArithmeticError,
-            ValueError,
-        ):  # numbers of ours for which theirs would be zero or infinite
+        # Numbers of ours for which theirs would be zero or infinite.
+        except (ArithmeticError, ValueError):
             read = {}
         fields = [
             f"{name}={value!r}"

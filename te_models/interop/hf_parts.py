@@ -93,10 +93,8 @@ def _read_internlm_biases(theirs: Values) -> Fields:
     return {"attention_bias": qkv, "attention_output_bias": rest, "mlp_bias": rest}
 
 
-ALIASES = {
-    "swish": "silu",
-    "gelu_new": "gelu_pytorch_tanh",
-}  # other names of transformers for the same function
+# Other names of transformers for the same function.
+ALIASES = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
 
 
 def activation(key: str = "hidden_act", aliases: Mapping[str, str] = ALIASES) -> ConfigKeys:

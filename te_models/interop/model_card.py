@@ -152,9 +152,8 @@ def license_in(folder: Path) -> str | None:
     from huggingface_hub import metadata_load  # noqa: PLC0415
 
     try:
-        data = (
-            metadata_load(folder / CARD) or {}
-        )  # ModelCard.load warns about a card without metadata
+        # ModelCard.load warns about a card without metadata.
+        data = metadata_load(folder / CARD) or {}
     except (OSError, ValueError, yaml.YAMLError):  # no metadata that can be read
         return None
     license = data.get("license")

@@ -27,10 +27,8 @@ from te_models.numerics.formats import DType
 E4M3 = torch.float8_e4m3fn
 NARROW = (E4M3, torch.float8_e5m2)
 MODELOPT_FILE = "hf_quant_config.json"
-CONFIG_KEYS = (
-    "quantization_config",
-    "compression_config",
-)  # the second is of compressed-tensors before 0.8
+# The second key is written by compressed-tensors before 0.8.
+CONFIG_KEYS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True)
@@ -85,12 +83,8 @@ MXFP4 = WeightStorage(
 GLOBAL_SCALE = "weight_global_scale"
 INPUT_GLOBAL_SCALE = "input_global_scale"
 INPUT_SCALES = ("input_scale", "activation_scale")
-UNREAD = (
-    "k_scale",
-    "v_scale",
-    "q_scale",
-    "output_scale",
-)  # of a quantized cache of keys and values
+# Scales of a quantized cache of keys and values, which we do not read.
+UNREAD = ("k_scale", "v_scale", "q_scale", "output_scale")
 
 
 def read_storage(folder: Path, config: Document) -> WeightStorage | None:

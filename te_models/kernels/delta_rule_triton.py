@@ -28,12 +28,8 @@ from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 
 ROWS = 32  # below 64, from which on Triton takes warp-group instructions
-BLOCK_K, BLOCK_V, WARPS, STAGES = (
-    128,
-    64,
-    8,
-    2,
-)  # channels at most; compiled so, no register is spilled
+# Channels at most; compiled so, no register is spilled.
+BLOCK_K, BLOCK_V, WARPS, STAGES = (128, 64, 8, 2)
 
 
 @triton.jit

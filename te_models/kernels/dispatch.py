@@ -64,9 +64,8 @@ class Kernels:
     experts: Callable[..., Tensor] | None = None  # both projections and what is between and around
     experts_join: Callable[..., bool] = handover.experts_join
     targets: Callable[[nn.Module | None, nn.Module | None], handover.CastTargets] = handover.targets
-    attention: gated_attention.Operations | None = (
-        None  # None: attention is composed of the operations above
-    )
+    # None: attention is composed of the operations above.
+    attention: gated_attention.Operations | None = None
 
 
 PLAIN = Kernels()

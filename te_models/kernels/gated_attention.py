@@ -276,9 +276,8 @@ class _AttentionCore(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of qkvg, made in one buffer, of the norms' weights and of the sinks."""
-        dy = grads[
-            0
-        ].contiguous()  # the gradient of a sum, for example, is one number with strides of 0
+        # The gradient of a sum, for example, is one number with strides of 0, which kernels cannot read.
+        dy = grads[0].contiguous()
         setting: AttentionSetting = ctx.setting
         heads = setting.heads
         qkvg, q_weight, k_weight, sinks, out, *tensors = ctx.saved_tensors

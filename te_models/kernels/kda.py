@@ -113,10 +113,11 @@ def chunked(
     count = -(-seq // size)
     padding = count * size - seq
     q, k, values, state = _prepared(q, k, v, state)
+    # [B, H, n, C, d]
     q, k, values, g = (
         F.pad(x, (0, 0, 0, padding)).unflatten(2, (count, size))
         for x in (q, k, values, g.transpose(1, 2))
-    )  # [B, H, n, C, d]
+    )
     beta = F.pad(beta.transpose(1, 2), (0, padding)).unflatten(2, (count, size))[..., None]
     total = g.cumsum(-2)  # log of the decay since before the chunk
 

@@ -236,9 +236,8 @@ def by_mamba(
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `state_space` by mamba-ssm's `mamba_chunk_scan_combined`, whose state has the layout of ours."""
-    if (
-        x.shape[1] == 1 and state is not None
-    ):  # a chunk of one token would cost as much as a whole one
+    # A chunk of one token would cost as much as a whole one.
+    if x.shape[1] == 1 and state is not None:
         return recurrent(x, dt, a, b, c, d, state)
     out = scan(
         x,

@@ -104,6 +104,7 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         state, stored = self.stored_state(context, like=mixed)
         tail = stored.get("tail")
         before = stored.get("matrix")
+        # [B, S, Kd], [B, S, Kd], [B, S, Vd]
         q, k, v = kernels.mixed_parts(
             mixed,
             tail,
@@ -111,7 +112,7 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
             context.documents,
             sizes=(sizes.key_size, sizes.key_size, sizes.value_size),
             activation=self.spec.activation,
-        )  # [B, S, Kd], [B, S, Kd], [B, S, Vd]
+        )
         real = None if counts is None else torch.arange(seq, device=counts.device) < counts[:, None]
         g, beta = kernels.delta_gates(ba, self.A_log, self.dt_bias, real)
         q, k = (t.unflatten(-1, (-1, sizes.key_head_dim)) for t in (q, k))

@@ -42,9 +42,8 @@ class ExpertParallel(MeshRanks):
 
     config: ModelConfig
     fp8: bool = False  # whether rows are sent to experts in FP8
-    replicas: DeviceMesh | None = (
-        None  # the ranks that have the same experts, and share their amaxes
-    )
+    # The ranks that have the same experts, and share their amaxes.
+    replicas: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         alone = "ep_fp8=True sends tokens to the ranks of ep_mesh in FP8: give ep_mesh"

@@ -87,9 +87,8 @@ class KimiDeltaAttention(Mixer[KDASpec]):
         if sizes.gate_rank is not None:
             f = context.linear(self.get_submodule("f_up_proj"), f.contiguous())  # [N, C]
             g = context.linear(self.get_submodule("g_up_proj"), g.contiguous())  # [N, C]
-        mixed, f, b = (
-            t[:count].unflatten(0, (context.batch, context.seq)) for t in (mixed, f, b)
-        )  # [B, S, 3C, C or n]
+        # [B, S, 3C, C or n]
+        mixed, f, b = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (mixed, f, b))
 
         def mix(mixed: Tensor, f: Tensor, b: Tensor, counts: Tensor | None) -> Tensor:
             return self._mix(mixed, f, b, counts, context)
@@ -122,9 +121,10 @@ class KimiDeltaAttention(Mixer[KDASpec]):
         real = None
         if counts is not None:
             real = torch.arange(context.seq, device=counts.device) < counts[:, None]
+        # [B, S, n, d] and [B, S, n]
         g, beta = kernels.channel_gates(
             f, b, self.A_log, self.dt_bias, real, bound=sizes.decay_bound
-        )  # [B, S, n, d] and [B, S, n]
+        )
         q, k, v = (t.unflatten(-1, (-1, sizes.head_dim)) for t in (q, k, v))
         out, matrix = kimi_delta_rule(q, k, v, g, beta, before, context.documents)
         if state is not None and tail is not None and matrix is not None:

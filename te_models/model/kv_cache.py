@@ -181,9 +181,8 @@ class DecodingCache:
         self.real = torch.ones(batch, slots, dtype=torch.bool, device=device)
         self.positions = torch.zeros(batch, slots, dtype=torch.long, device=device)
         self._index = torch.arange(slots, device=device)
-        self._slots: Tensor | None = (
-            None  # int64 [S], of the forward under way; None while it is the first one
-        )
+        # int64 [S], the slots of the forward under way; None while it is the first one.
+        self._slots: Tensor | None = None
 
     @property
     def nbytes(self) -> int:

@@ -194,6 +194,7 @@ class Experts(Feedforward[MoESpec]):
         route = Route(where.token, where.row, context.kernels.expert_rows)
         if joint:
             e = self.spec.experts
+            # [T, D], or of all rows [R, D]
             out = context.experts(
                 self.get_submodule("gate_up_proj"),
                 self.get_submodule("down_proj"),
@@ -204,7 +205,7 @@ class Experts(Feedforward[MoESpec]):
                 e.swiglu_limit,
                 1.0 if e.swiglu_limit is None else e.swiglu_alpha,
                 (own.token, len(own.row)) if self._pads(context) else None,
-            )  # [T, D], or of all rows [R, D]
+            )
         else:
             out = self._projected(rows, own, context)  # [R, D]
         if exchange is not None:

@@ -38,9 +38,8 @@ class RoutingReport(NamedTuple):
     balance_loss: Tensor
     z_loss: Tensor
     shares: Tensor  # FP32 [layers, E]: the share of each expert in a layer's assignments
-    prediction_loss: Tensor | None = (
-        None  # FP32 []: in training, the loss of the pass without these two
-    )
+    # FP32 []: in training, the loss of the pass without these two.
+    prediction_loss: Tensor | None = None
 
     def metrics(self, weight: Tensor | float) -> Tensor:
         """Return both losses, times `weight`, their factor in the loss of the step; then the largest share of an expert

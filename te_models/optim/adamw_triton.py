@@ -15,9 +15,8 @@ from torch import Tensor
 
 BLOCK = 2048  # elements of a tensor that a program updates
 WARPS = 8
-VECTOR = (
-    16  # bytes that a thread loads at a time, where all tensors of a launch are aligned to them
-)
+# Bytes that a thread loads at a time, where all tensors of a launch are aligned to them.
+VECTOR = 16
 
 
 class Entry(NamedTuple):

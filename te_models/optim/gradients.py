@@ -103,9 +103,8 @@ class GradientSums(Gradients):
                 self._sums[id(parameter)] = part.view(parameter.shape)
                 self._bucket_of[id(parameter)] = number
         self._used: set[int] = set()  # the parameters with a gradient in this step
-        self._begun: set[int] = (
-            set()
-        )  # those whose sums are of this step: the others are to be replaced
+        # Parameters whose sums belong to this step: the sums of others are to be replaced.
+        self._begun: set[int] = set()
         self._waiting: list[int] = []  # per bucket, parameters whose last gradient is still to come
         self._full = 0  # the first bucket that waits
         # The reductions under way, of the first len(_works) buckets.

@@ -51,9 +51,8 @@ def lowbit_adamw(
     With `stochastic_rounding` it updates BF16 parameters directly and rounds each update up or down at random, with
     probabilities that make the expected value exact. That saves the 4 bytes per parameter of FP32 master weights.
     """
-    warnings.filterwarnings(
-        "ignore", message=r"OptimState\w+ does not implement _stable_hash"
-    )  # on a CPU, torch's
+    # torch warns of it on a CPU.
+    warnings.filterwarnings("ignore", message=r"OptimState\w+ does not implement _stable_hash")
     optimizer = CLASSES[name](
         groups,
         lr=lr,

@@ -25,9 +25,8 @@ ROWS, WARPS = 4, 4  # blocks that a program updates: the fastest of seven choice
 E4M3_MAX = tl.constexpr(448.0)
 LOG10_2 = tl.constexpr(0.30102999566398120)
 LOG2_5 = tl.constexpr(2.3219280948873623)
-LOG2_FIRST = tl.constexpr(
-    20.083571661209888
-)  # log2(1e6 / 0.9): steps of the smallest decade per unit
+# log2(1e6 / 0.9): steps of the smallest decade per unit.
+LOG2_FIRST = tl.constexpr(20.083571661209888)
 
 
 @triton.jit

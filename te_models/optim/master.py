@@ -150,9 +150,8 @@ class MasterWeights:
     def step(self) -> None:
         """Update the parameters that have a gradient, and drop the gradients."""
         used = {p: g for p in self.parameters if (g := self.gradients.of(p)) is not None}
-        for (
-            parameter
-        ) in used:  # which may be its own master: an optimizer updates all that have a gradient
+        # A parameter may be its own master: an optimizer updates all that have a gradient.
+        for parameter in used:
             self.gradients.drop(parameter)
         masters = dict(zip(self.parameters, self.masters, strict=True))
         if self._at_once:
@@ -308,9 +307,8 @@ class MasterWeights:
         for number, ((optimizer, group, view), saved) in enumerate(
             self._own(stateful, state["state"], "state")
         ):
-            if (
-                not isinstance(saved, dict) or saved
-            ):  # empty: of a parameter that never had a gradient
+            # An empty state belongs to a parameter that never had a gradient.
+            if not isinstance(saved, dict) or saved:
                 assert isinstance(optimizer, Stateful), (
                     f"{type(optimizer).__name__} has no expected_state"
                 )

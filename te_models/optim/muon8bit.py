@@ -19,9 +19,8 @@ from torch import Tensor
 from te_models.optim.state_tensors import Group, State, like
 
 BLOCK = 128
-BATCH = (
-    2**26
-)  # elements orthogonalized at a time: 128 MiB in BF16, and three times that inside the iteration
+# Elements orthogonalized at a time: 128 MiB in BF16, and three times as much inside the iteration.
+BATCH = 2**26
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, Jordan et al. 2024
 SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -125,9 +124,8 @@ def orthogonalize(x: Tensor, steps: int) -> Tensor:
     a, b, c = COEFFICIENTS
     x = x.to(product_dtype(x.device.type))
     wide = x.mT if x.shape[-2] > x.shape[-1] else x
-    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(
-        min=1e-7
-    )  # so that no singular value exceeds 1
+    # No singular value may exceed 1, or the iteration diverges.
+    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = wide @ wide.mT
         wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)

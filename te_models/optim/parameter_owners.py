@@ -174,9 +174,8 @@ class Owners:
             incoming, buffer.split([_size(*each) for each in incoming]), strict=True
         ):
             assert transfer.target is not None
-            transfer.target[part].copy_(
-                piece.clone().view(transfer.kind)
-            )  # a clone, since a piece may begin anywhere
+            # Cloned, since a piece may begin at an unaligned address.
+            transfer.target[part].copy_(piece.clone().view(transfer.kind))
 
 
 def _size(transfer: Transfer, part: slice) -> int:
@@ -249,7 +248,6 @@ def _as_placeholders(described: dict[str, Any]) -> Any:
         return {name: _as_placeholders(value) for name, value in described["members"].items()}
     if "tensor" in described:
         shape, dtype, device = described["tensor"]
-        return placeholder(
-            shape, getattr(torch, dtype), device
-        )  # torch offers no other way from name to dtype
+        # Torch offers no other way from name to dtype.
+        return placeholder(shape, getattr(torch, dtype), device)
     return described["value"]

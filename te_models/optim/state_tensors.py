@@ -17,9 +17,8 @@ from te_models.errors import CheckpointError, UsageError
 from te_models.files.tensors import all_finite
 
 Group = dict[str, Any]  # of parameters, under "params", and the options of their updates
-State = dict[
-    str, Any
-]  # of one tensor, or of a whole optimizer: tensors, numbers, and dicts of these
+# The state of one tensor, or of a whole optimizer: tensors, numbers, and dicts of these.
+State = dict[str, Any]
 Options = dict[str, Any]  # of an optimizer
 
 # Values under these names, or in dicts under them, are counts, squares or scales.
@@ -39,9 +38,8 @@ def pack(value: Any) -> Any:
     """Return a state's value as a plain tensor, a number or a dict of plain tensors."""
     if is_traceable_wrapper_subclass(value) and not isinstance(value, DTensor):
         names, _ = value.__tensor_flatten__()
-        return {
-            name: getattr(value, name) for name in names
-        }  # the subclass names its tensors as strings
+        # The subclass names its tensors as strings.
+        return {name: getattr(value, name) for name in names}
     return value
 
 

@@ -158,9 +158,8 @@ class Table:
     def add_cast(self, row: int, source: Tensor | None, cast: Cast) -> None:
         """Count a cast, in plain PyTorch."""
         counts, codes = count_cast(source, cast)
-        if (
-            self.values.is_cuda
-        ):  # perhaps in a graph, which computes in steps that are not recorded too
+        # Perhaps in a graph, which computes in steps that are not recorded too.
+        if self.values.is_cuda:
             on = self.flag != 0
             counts = torch.where(on, counts, self._empty)
             codes = torch.where(on[0], codes, 0)

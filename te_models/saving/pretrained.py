@@ -42,13 +42,8 @@ Model = TypeVar("Model", bound=Decoder)
 
 FORMATS = ("te", "hf")
 ADAPTERS = "adapter_config.json"
-EXTRAS = (
-    "fp8_state",
-    "fp8_weights",
-    "hf_config",
-    "generation_config",
-    TRAINED,
-)  # of a folder of ours, where they exist
+# Further parts of a folder of ours, where they exist.
+EXTRAS = ("fp8_state", "fp8_weights", "hf_config", "generation_config", TRAINED)
 
 
 def model_content(

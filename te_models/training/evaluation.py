@@ -107,9 +107,8 @@ def diagnosis(
     if mistake is not None:
         return f"step {step}: {mistake}. {KEPT}"
     quantity, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
-    bad_modules = [
-        first_bad_module(model, batch) for batch in micro_batches
-    ]  # all: every rank must take part
+    # For all micro-batches, since every rank must take part.
+    bad_modules = [first_bad_module(model, batch) for batch in micro_batches]
     where = next(filter(None, sum(ranks.gather(bad_modules), [])), None)
     place = (
         f"the first layer with such values is {where}" if where else "every forward value is finite"

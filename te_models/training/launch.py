@@ -159,9 +159,8 @@ def meshes(config: TrainConfig, device: torch.device) -> Fields:
     elif config.parallel == "fsdp+tp":
         sizes = {"dp": world // config.tensor_parallel_size, "tp": config.tensor_parallel_size}
     dimensions = _dimensions(device, sizes)
-    if (
-        config.parallel == "fsdp+ep"
-    ):  # the processes that share experts have different parts of each batch
+    # The processes that share experts have different parts of each batch.
+    if config.parallel == "fsdp+ep":
         size = config.expert_parallel_size or world
         dimensions |= _dimensions(device, {"replicas": world // size, "ep": size})
     return dimensions

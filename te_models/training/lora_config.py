@@ -22,9 +22,8 @@ with needs("te_models.training.lora", "peft", "0.19", "lora"):
 
 MAX_PATTERN = 4000  # characters of a regular expression
 MAX_SECONDS = 1.0  # in which it has to match a name, or not
-MAX_WAYS = (
-    300_000  # to match a name of 50 characters that a pattern of peft's own may try: a few ms
-)
+# Ways to match a name of 50 characters that a pattern may try, which takes a few ms.
+MAX_WAYS = 300_000
 ALL_LINEAR = "all-linear"
 SUPPORTED = frozenset(
     (
@@ -142,9 +141,8 @@ def wanted_adapters(
         for target in config.target_modules or ():
             if not any(name == target or name.endswith(f".{target}") for name in names):
                 raise unknown("target module", target, {name.rsplit(".", 1)[-1] for name in names})
-    if isinstance(
-        config.target_modules, str
-    ):  # an expression for transformers' names may fit those of ours too
+    # An expression for transformers' names may fit those of ours too.
+    if isinstance(config.target_modules, str):
         divided = {module_of(place) for place in found if place != modules.ours[module_of(place)]}
         found = {
             p: name
@@ -351,9 +349,8 @@ def _ways(pattern: str) -> int:
     Each optional character doubles them, as each choice multiplies them by its alternatives, and k repeats divide a
     name in at most comb(50 + k, k) ways.
     """
-    marks = re.sub(
-        r"\\.|\(\?|([*+?}])[?+]", r"\1", pattern
-    )  # without escapes, kinds of groups and lazy repeats
+    # Without escapes, kinds of groups and lazy repeats.
+    marks = re.sub(r"\\.|\(\?|([*+?}])[?+]", r"\1", pattern)
     repeats = len(re.findall(r"[*+{]", marks))
     choices = math.prod(part.count("|") + 1 for part in marks.split(")"))
     return math.comb(50 + repeats, repeats) * 2 ** marks.count("?") * choices

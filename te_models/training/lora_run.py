@@ -41,9 +41,8 @@ class SavedAdapters:
     def __init__(self, adapted: AdaptedModel) -> None:
         self.adapted = adapted
         self.model = adapted.get_base_model()
-        drop_initial_values(
-            self.model
-        )  # no optimizer starts from the weights before their rounding to FP8
+        # No optimizer starts from the weights before their rounding to FP8.
+        drop_initial_values(self.model)
 
     def content(self, live: bool = True) -> Content:
         """Return a checkpoint's tensors and documents; without `live` only those that peft and `load_lora` read.

@@ -39,21 +39,17 @@ class Wanted:
 class Modules:
     """The adaptable modules of a model by name, each with its rows."""
 
-    theirs: Mapping[
-        str, Place
-    ]  # of transformers, by their names in its model with a head ("model.layers.0...")
+    # Linears of transformers, by their names in its model with a head ("model.layers.0...").
+    theirs: Mapping[str, Place]
     ours: Mapping[str, Place]  # the te.Linear, or each GEMM of a te.GroupedLinear, whole
-    experts: Mapping[
-        str, Place
-    ]  # those of transformers' parameters ("model.layers.0.mlp.experts.down_proj")
+    # Experts, by the names of transformers' parameters ("model.layers.0.mlp.experts.down_proj").
+    experts: Mapping[str, Place]
     counts: Mapping[str, int]  # the te.GroupedLinears with their numbers of experts
-    whole: Mapping[
-        str, str
-    ]  # their modules that may be fully trained (`modules_to_save`) -> the name of ours
+    # transformers' modules that may be fully trained (`modules_to_save`) -> the name of ours.
+    whole: Mapping[str, str]
     architecture: str  # the model_type of transformers that the names are of
-    renamed: Mapping[str, str] = field(
-        default_factory=dict
-    )  # parts of the names -> what its models have instead
+    # Parts of our names -> the names that transformers' models have instead.
+    renamed: Mapping[str, str] = field(default_factory=dict)
     root: str = "model."  # of the names of layers
 
     def named(self, headless: bool) -> dict[str, Place]:

@@ -20,9 +20,8 @@ from te_models.training.lora_run import Content, LoraRun, load_merged
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
 
-LEAST_GAIN = (
-    0.01  # nats per token: losses of one model computed in BF16 and in FP32 may differ by as much
-)
+# Nats per token: losses of one model computed in BF16 and in FP32 may differ by as much.
+LEAST_GAIN = 0.01
 LEAST_SHARE = 0.05  # of the gain; both losses are shown in any case
 
 

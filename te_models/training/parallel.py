@@ -283,9 +283,8 @@ class Parallel:
             copies = 1  # processes with the same elements of this gradient
             if not isinstance(parameter, DTensor):
                 copies *= self.data_world
-            if not getattr(
-                parameter, "tp_sharded", False
-            ):  # tensor_parallel marks what differs between its ranks
+            # tensor_parallel marks what differs between its ranks.
+            if not getattr(parameter, "tp_sharded", False):
                 copies *= layers
             squares.append(norm.square() / copies)
         total = torch.stack(squares).sum()

@@ -63,9 +63,8 @@ def resumed_options(settings: RunSettings, saved: Document) -> Fields:
         ]:
             return {name: value for name, value in options.items() if name not in RECIPE_FIELDS}
         options["recipe"] = settings.recipe
-        options["fp8_params"] = settings.build.get(
-            "fp8_params", False
-        )  # another recipe may have no such weights
+        # Another recipe may have no such weights.
+        options["fp8_params"] = settings.build.get("fp8_params", False)
     return options
 
 
@@ -90,9 +89,8 @@ def saved_choices(checkpoint: Path) -> Fields:
     """
     with offering_older(checkpoint):
         saved = load_folder(checkpoint, ["recipe"], optional=["config", "run", BASE_CONFIG])
-    fp8_params = any(
-        readable(checkpoint).glob("fp8_weights*")
-    )  # checkpoints before "run" was part of them
+    # Checkpoints before "run" was part of them.
+    fp8_params = any(readable(checkpoint).glob("fp8_weights*"))
     trained = saved.documents.get(BASE_CONFIG)  # older checkpoints of adapters have neither
     config = saved.documents.get("config", {})
     run = saved.documents.get("run", {})

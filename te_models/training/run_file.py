@@ -60,9 +60,8 @@ def run_document(
     tables = settings.tables()
     tables["run"] |= {"out": None}  # which a second run must not share
     tables["model"] |= run_choices(model)
-    tables["model"]["engine"] = settings.build.get(
-        "engine", "auto"
-    )  # as requested: "auto" is native on a GPU
+    # As requested: "auto" is native on a GPU.
+    tables["model"]["engine"] = settings.build.get("engine", "auto")
     tables["data"] |= {
         "streaming": isinstance(dataset, StreamingDataset),
         "packing": dataset.packing,
@@ -133,9 +132,8 @@ def eval_fingerprint(batches: Iterable[Batch], processes: Parallel) -> str:
                 )
                 total += int.from_bytes(digest.digest(), "big")
     by_rank = processes.ranks.gather([str(total), processes.data_rank])
-    by_share = {
-        share: int(number) for number, share in by_rank
-    }  # ranks that share a batch have the same one
+    # Ranks that share a batch have the same one.
+    by_share = {share: int(number) for number, share in by_rank}
     return f"{sum(by_share.values()) % 2**64:016x}"
 
 

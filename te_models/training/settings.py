@@ -517,9 +517,8 @@ def _over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _keeps_fp8_weights(recipe: Any) -> bool:
     """Return whether weights can be in FP8 alone under a recipe."""
-    return (
-        recipe == "auto" or get_recipe(recipe).scheme in FP8_WEIGHTS
-    )  # of auto, the engine says so
+    # For "auto" the engine decides.
+    return recipe == "auto" or get_recipe(recipe).scheme in FP8_WEIGHTS
 
 
 def _lora(flat: Mapping[str, object]) -> LoraSettings | None:

@@ -59,11 +59,8 @@ class Call:
     weight_name: str = "weight"
     fp8: Quantizers | None = None
     updates: ScaleRegistry | None = None  # whose backward scales this module's backward updates
-    splits: tuple[bool, bool, bool] = (
-        False,
-        True,
-        True,
-    )  # split accumulation in fprop, dgrad, wgrad
+    # Split accumulation in fprop, dgrad, wgrad.
+    splits: tuple[bool, bool, bool] = (False, True, True)
     context: contextvars.Context | None = None  # of the forward, in which an FP8 backward runs
 
 

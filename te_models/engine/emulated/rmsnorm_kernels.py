@@ -33,10 +33,8 @@ _FEW = 2**13  # elements of a step of generation
 _TUNED = (512, 768, 1024, 2048, 4096, 8192)
 _TUNED_ROWS = 4  # the tuned kernels' multiple of rows
 _GENERAL = {"forward": (128, 512, 1024, 2048, 8192), "backward": (128, 512, 1024, 2048, 4096)}
-_ONE_WARP = {
-    "forward": 2048,
-    "backward": 1024,
-}  # the largest kernel that gives a row to one warp; else four
+# The largest kernel that gives a row to one warp; else four.
+_ONE_WARP = {"forward": 2048, "backward": 1024}
 _H200_MULTIPROCESSORS = 132
 # Blocks of the backward kernels that fit one multiprocessor: by their registers, so also by dtype where noted.
 _BLOCKS = {

@@ -30,10 +30,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
 }
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
-CACHES = (
-    "cache",
-    "past_key_values",
-)  # of a cache among arguments: since transformers 5.24, and before
+# Names of the argument with the cache: since transformers 5.24, and before.
+CACHES = ("cache", "past_key_values")
 CACHE = fields(BaseModelOutputWithPast)[1].name  # the name in the installed version
 Result = TypeVar("Result")
 
@@ -281,9 +279,8 @@ class Masks:
             tokens = real.cumsum(-1)  # [B, M], of each row up to this key
             oldest = tokens[:, query.flatten()] - window
             seen = seen & (tokens[:, None, None, :] > oldest[:, None, :, None])
-        return seen | ~seen.any(
-            -1, keepdim=True
-        )  # a query at padding, which sees nothing, would become NaN
+        # A query at padding, which sees nothing, would become NaN.
+        return seen | ~seen.any(-1, keepdim=True)
 
 
 class TEModelsAttention(nn.Module):
@@ -519,9 +516,8 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
         steps = torch.arange(count, device=x.device) + past if steps is None else steps
         if position_ids is not None:
             positions = position_ids.reshape(-1, count)
-        elif (
-            attention_mask is not None and attention_mask.dim() == 2
-        ):  # count from the first token that is not padding
+        # Count from the first token that is not padding.
+        elif attention_mask is not None and attention_mask.dim() == 2:
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -count:]
         else:
             positions = steps[None]
