@@ -309,16 +309,34 @@ class _Norm(torch.autograd.Function):
         ctx.zero_centered = module.zero_centered_gamma
         ctx.both = delta is not None
         if (target := _target(quantizer)) is not None:
-            norm = (weight, module.eps, ctx.zero_centered)
+            cast_scale = target.cast_scale
             fp8, total, inverse = handover_triton.norm(
-                x, delta, *norm, *target.cast_scale, counts=target.counts
+                x,
+                delta,
+                weight=weight,
+                eps=module.eps,
+                zero_centered=ctx.zero_centered,
+                scale=cast_scale.scale,
+                amax=cast_scale.amax,
+                e5m2=cast_scale.e5m2,
+                counts=target.counts,
             )
             y = target.tensor(fp8, x.dtype, counted=True)
         else:
             # Without a scale that is known before, or under BF16: the sum in PyTorch, the norm by Transformer Engine.
             total = (x if delta is None else x + delta).contiguous()  # rmsnorm_fwd reads no strides
-            options = (TE_DType[x.dtype], 0, ctx.zero_centered)
-            y, _, inverse = tex.rmsnorm_fwd(total, weight, module.eps, None, quantizer, *options)
+            # Positional, as Transformer Engine itself calls it: out (None: a new tensor), quantizer, dtype of the
+            # output, multiprocessors to leave free, zero-centred weight.
+            y, _, inverse = tex.rmsnorm_fwd(
+                total,
+                weight,
+                module.eps,
+                None,
+                quantizer,
+                TE_DType[x.dtype],
+                0,
+                ctx.zero_centered,
+            )
             observe(quantizer, y)
         ctx.save_for_backward(total, weight, inverse)
         # Autograd must not see an input returned as an output: a view is another tensor.
@@ -363,7 +381,17 @@ class _Activation(torch.autograd.Function):
         ctx.kind = kind
         save_input(ctx, gate_up, recompute=lambda: _activation_for_backward(quantizer, kind))
         if (target := _target(quantizer)) is not None:
-            fp8 = handover_triton.activate(gate_up, *target.cast_scale, *kind, counts=target.counts)
+            cast_scale = target.cast_scale
+            activation, gated = kind
+            fp8 = handover_triton.activate(
+                gate_up,
+                scale=cast_scale.scale,
+                amax=cast_scale.amax,
+                e5m2=cast_scale.e5m2,
+                activation=activation,
+                gated=gated,
+                counts=target.counts,
+            )
             return target.tensor(fp8, gate_up.dtype, counted=True)
         y = ACTIVATIONS[kind][0](gate_up, quantizer)
         observe(quantizer, y)
@@ -376,8 +404,17 @@ class _Activation(torch.autograd.Function):
         gate_up = saved_input(ctx)
         dy = dy.contiguous()
         if ctx.gradient is not None:
+            cast_scale = ctx.gradient.cast_scale
+            activation, gated = ctx.kind
             fp8 = handover_triton.activate_backward(
-                dy, gate_up, *ctx.gradient.cast_scale, *ctx.kind, counts=ctx.gradient.counts
+                dy,
+                gate_up,
+                scale=cast_scale.scale,
+                amax=cast_scale.amax,
+                e5m2=cast_scale.e5m2,
+                activation=activation,
+                gated=gated,
+                counts=ctx.gradient.counts,
             )
             return ctx.gradient.tensor(fp8, gate_up.dtype, counted=True), None, None, None
         return ACTIVATIONS[ctx.kind][1](dy, gate_up, None), None, None, None
@@ -390,16 +427,25 @@ def _activation_for_backward(
     target = _target(quantizer)
     if target is None:
         return lambda gate_up: ACTIVATIONS[kind][0](gate_up, quantizer)
+    activation, gated = kind
     present = target.cast_scale
-    repeated = CastScale(
-        scale=present.scale.clone(),
-        amax=torch.empty_like(present.amax),  # which nothing reads
-        e5m2=present.e5m2,
-    )
+    # A copy: the update after the forward pass changes the scale in place, and backward needs the one of the pass.
+    scale = present.scale.clone()
+    unread_amax = torch.empty_like(present.amax)
 
     def again(gate_up: Tensor) -> Tensor:
-        fp8 = handover_triton.activate(gate_up, *repeated, *kind, rowwise=False)
-        return target.tensor(fp8, gate_up.dtype, counted=True)  # in the forward pass
+        fp8 = handover_triton.activate(
+            gate_up,
+            scale=scale,
+            amax=unread_amax,
+            e5m2=present.e5m2,
+            activation=activation,
+            gated=gated,
+            # The weight gradient reads the transposed copy only.
+            rowwise=False,
+        )
+        # The recorder counted this cast in the forward pass.
+        return target.tensor(fp8, gate_up.dtype, counted=True)
 
     return again
 
@@ -461,7 +507,14 @@ def _cast_weight(module: Linear) -> Float8Tensor | None:
     target = _target(_quantizer(module, "scaling_fwd", 1))
     if target is None or module.is_fsdp2:  # FSDP2 gathers and casts again in backward
         return None
-    fp8 = handover_triton.cast(module.weight.detach(), *target.cast_scale, counts=target.counts)
+    cast_scale = target.cast_scale
+    fp8 = handover_triton.cast(
+        module.weight.detach(),
+        scale=cast_scale.scale,
+        amax=cast_scale.amax,
+        e5m2=cast_scale.e5m2,
+        counts=target.counts,
+    )
     return target.tensor(fp8, module.weight.dtype, counted=True)
 
 

@@ -258,6 +258,25 @@ def _block_projection(
     return BlockProjection(own, weights.at, weights.tensors, _biases(module))
 
 
+def _projection(
+    module: GroupedLinear, te_recipe: recipe.Recipe, x: Tensor, is_first_microbatch: bool | None
+) -> Projection:
+    """Return a te.GroupedLinear under a recipe with a scale per expert, for a pass over x."""
+    weights = _read_weights(module)
+    casts = _with_scales(module, _one_by_one(te_recipe), x)
+    own = _cast_experts(module, weights, casts, is_first_microbatch)
+    return Projection(
+        casts,
+        own,
+        at=weights.at,
+        inputs=module.in_features,
+        outputs=module.out_features,
+        # Frozen FP8 weights get no gradients.
+        weights=() if isinstance(own, Stored) else weights.tensors,
+        bias=_biases(module),
+    )
+
+
 def experts_join(*modules: Module) -> bool:
     """See te_models.kernels.handover.experts_join."""
     if not FP8GlobalStateManager.is_fp8_enabled():
@@ -292,20 +311,22 @@ def experts(
             for module in (up, down):
                 stack.enter_context(module.prepare_forward_ctx(x, num_gemms=groups.experts))
             if _in_blocks(te_recipe):
-                pair = [
-                    _block_projection(module, _read_weights(module), is_first_microbatch)
-                    for module in (up, down)
-                ]
-                return experts_in_blocks(x, gates, BlockExperts(groups, route, activation, *pair))
-            sides = []
-            for module in (up, down):
-                weights = _read_weights(module)
-                casts = _with_scales(module, _one_by_one(te_recipe), x)
-                own = _cast_experts(module, weights, casts, is_first_microbatch)
-                sizes = (module.in_features, module.out_features)
-                tensors = () if isinstance(own, Stored) else weights.tensors
-                sides.append(Projection(casts, own, weights.at, *sizes, tensors, _biases(module)))
-            return experts_in_fp8(x, gates, JointExperts(groups, route, activation, *sides))
+                blocks = BlockExperts(
+                    groups,
+                    route,
+                    activation,
+                    up=_block_projection(up, _read_weights(up), is_first_microbatch),
+                    down=_block_projection(down, _read_weights(down), is_first_microbatch),
+                )
+                return experts_in_blocks(x, gates, blocks)
+            joint = JointExperts(
+                groups,
+                route,
+                activation,
+                up=_projection(up, te_recipe, x, is_first_microbatch),
+                down=_projection(down, te_recipe, x, is_first_microbatch),
+            )
+            return experts_in_fp8(x, gates, joint)
 
     return call_inside([up, down], run, x, gates)
 

@@ -93,10 +93,14 @@ class _ComposedAttention(torch.autograd.Function):
         ctx.numbers = (scale, cap)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for row in _rows(q):
-            own = _row(q, row, k.shape[1]), k[row].float(), v[row].float()
-            out[row] = _attend(*own, _of_row(mask, row), Softmax(scale, cap, sinks))[0].flatten(
-                0, 1
+            attended, _, _, _ = _attend(
+                _row(q, row, k.shape[1]),
+                k[row].float(),
+                v[row].float(),
+                _of_row(mask, row),
+                Softmax(scale, cap, sinks),
             )
+            out[row] = attended.flatten(0, 1)  # [N, S, H]
         return out
 
     @staticmethod
@@ -112,19 +116,21 @@ class _ComposedAttention(torch.autograd.Function):
         dv = torch.empty_like(v)
         dsinks = torch.zeros(q.shape[1], device=q.device)
         for row in _rows(q):
-            own = _row(q, row, heads), k[row].float(), v[row].float()
-            _, capped, weights, share = _attend(*own, _of_row(ctx.mask, row), how)
+            queries = _row(q, row, heads)  # [K, N/K, S, H]
+            keys = k[row].float()  # [K, S, H]
+            values = v[row].float()
+            _, capped, weights, share = _attend(queries, keys, values, _of_row(ctx.mask, row), how)
             slope = _row(dy, row, heads).flatten(1, 2)  # [K, N/K*S, H]
             dv[row] = weights.flatten(1, 2).mT @ slope
             # The gradient of the weights, [K, N/K, S, M].
-            change = (slope @ own[2].mT).unflatten(1, weights.shape[1:3])
+            change = (slope @ values.mT).unflatten(1, weights.shape[1:3])
             mean = (change * weights).sum(-1, keepdim=True)
             if share is not None:
                 dsinks -= (share * mean).sum((2, 3)).flatten()  # the value of a sink is zero
             change = weights * (change - mean) * how.scale  # of the scores
             change = (change if how.cap is None else change * (1 - capped * capped)).flatten(1, 2)
-            dq[row] = (change @ own[1]).unflatten(1, weights.shape[1:3]).flatten(0, 1)
-            dk[row] = change.mT @ own[0].flatten(1, 2)
+            dq[row] = (change @ keys).unflatten(1, weights.shape[1:3]).flatten(0, 1)
+            dk[row] = change.mT @ queries.flatten(1, 2)
         return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype), None, None, None
 
 

@@ -256,6 +256,14 @@ def _by_kernels(
         g = g.masked_fill(begins[..., None], FORGET)
     # The recurrent kernel has no backward; for one token it skips the work of a chunk.
     function = found[1] if q.shape[1] == 1 and not torch.is_grad_enabled() else found[0]
-    keeps = dict(initial_state=state, output_final_state=state is not None)
     # By name: the two functions have other orders of arguments.
-    return function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, **keeps)
+    return function(
+        q,
+        k,
+        v,
+        g=g,
+        beta=beta,
+        use_qk_l2norm_in_kernel=True,
+        initial_state=state,
+        output_final_state=state is not None,
+    )

@@ -141,9 +141,14 @@ def planned_kernels(te: ModuleType, *, compile: bool, fused: bool) -> Kernels:
     kernels = with_compiler(planned.opaque) if compile else PLAIN
     if not fused:
         return replace(kernels, **te.unfused)
-    own = dict(attention=planned.ATTENTION, expert_rows=planned.ROWS)
-    loss = dict(loss_and_gradient=planned.LOSS, multiply=planned.MULTIPLY)
-    return replace(kernels, **own, **loss, **te.handover)
+    return replace(
+        kernels,
+        attention=planned.ATTENTION,
+        expert_rows=planned.ROWS,
+        loss_and_gradient=planned.LOSS,
+        multiply=planned.MULTIPLY,
+        **te.handover,
+    )
 
 
 def fused_operations(device: torch.device) -> dict[str, Any]:
@@ -156,11 +161,14 @@ def fused_operations(device: torch.device) -> dict[str, Any]:
     if torch.cuda.get_device_capability(device) < (8, 0):
         return {}
     # Imported here: only CUDA builds of PyTorch come with Triton.
-    names = ("gated_attention", "lm_head", "embedding", "expert_rows")
-    attention, loss, embedding, rows = (
-        importlib.import_module(f"te_models.kernels.{name}_triton") for name in names
-    )
-    found = dict(
-        loss_and_gradient=loss.loss_and_gradient, multiply=loss.multiply, expert_rows=rows.TRITON
-    )
-    return dict(attention=attention.TRITON, embedding=embedding.embedding, **found)
+    attention = importlib.import_module("te_models.kernels.gated_attention_triton")
+    loss = importlib.import_module("te_models.kernels.lm_head_triton")
+    embedding = importlib.import_module("te_models.kernels.embedding_triton")
+    rows = importlib.import_module("te_models.kernels.expert_rows_triton")
+    return {
+        "attention": attention.TRITON,
+        "embedding": embedding.embedding,
+        "loss_and_gradient": loss.loss_and_gradient,
+        "multiply": loss.multiply,
+        "expert_rows": rows.TRITON,
+    }

@@ -394,35 +394,49 @@ def _launch(
     sizes: dict[str, Any] = dict(
         EXPERTS=triton.next_power_of_2(count), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4
     )
-    table = (
-        given.data,
-        given.source,
-        given.factor,
-        len(given.data),
-        groups.first,
-        groups.tiles(ROWS),
-        given.places,
-        amax,
-    )
-    turned, pitch = (
-        (groups, None) if given.places is not None else (groups.apart, groups.apart.most)
-    )
+    tiles = groups.tiles(ROWS)
+    # Transposed matrices at `places` follow each other; transposed rows lie side by side, each expert's from a
+    # multiple of 128 bytes on.
+    turned = groups
+    pitch = None
+    if given.places is None:
+        turned = groups.apart
+        pitch = groups.apart.most
     grid = (groups.high(ROWS), triton.cdiv(columns, COLUMNS))
     with torch.cuda.device_of(given.data):
         if measured:
-            _amax_kernel[grid](*table, columns, count, **sizes)
+            _amax_kernel[grid](
+                data=given.data,
+                source=given.source,
+                factor=given.factor,
+                given=len(given.data),
+                first=groups.first,
+                tiles=tiles,
+                places=given.places,
+                amax=amax,
+                columns=columns,
+                count=count,
+                **sizes,
+            )
         _cast_kernel[grid](
-            *table,
-            scales,
-            factors,
-            data,
-            transposed,
-            turned.first,
-            pitch,
-            sums,
-            columns,
-            count,
-            amax.stride(0),
+            data=given.data,
+            source=given.source,
+            factor=given.factor,
+            given=len(given.data),
+            first=groups.first,
+            tiles=tiles,
+            places=given.places,
+            amax=amax,
+            scales=scales,
+            factors=factors,
+            out=data,
+            transposed=transposed,
+            turned=turned.first,
+            pitch=pitch,
+            sums=sums,
+            columns=columns,
+            count=count,
+            stride=amax.stride(0),
             E5M2=form == torch.float8_e5m2,
             **sizes,
         )

@@ -319,25 +319,41 @@ def hidden(
     count = groups.experts
     out = torch.empty(groups.most, columns, dtype=torch.uint8, device=gate_up.device)
     factors = torch.ones(2, count, device=gate_up.device)
-    table = (gate_up, activation.token, activation.tokens, groups.first, groups.tiles(ROWS))
+    tiles = groups.tiles(ROWS)
     grid = (groups.high(ROWS), triton.cdiv(columns, COLUMNS))
     how = dict(LIMIT=activation.limit, **_sizes(groups))
     with torch.cuda.device_of(gate_up):
         if delayed is None:
-            scales, amax = None, torch.zeros(count, device=gate_up.device)
-            _hidden_amax_kernel[grid](*table, amax, columns, count, activation.alpha, **how)
+            scales = None
+            amax = torch.zeros(count, device=gate_up.device)
+            _hidden_amax_kernel[grid](
+                gate_up=gate_up,
+                token=activation.token,
+                tokens=activation.tokens,
+                first=groups.first,
+                tiles=tiles,
+                amax=amax,
+                columns=columns,
+                count=count,
+                alpha=activation.alpha,
+                **how,
+            )
         else:
             scales, amax = delayed
         _hidden_kernel[grid](
-            *table,
-            scales,
-            amax,
-            factors,
-            out,
-            columns,
-            count,
-            amax.stride(0),
-            activation.alpha,
+            gate_up=gate_up,
+            token=activation.token,
+            tokens=activation.tokens,
+            first=groups.first,
+            tiles=tiles,
+            scales=scales,
+            amax=amax,
+            factors=factors,
+            out=out,
+            columns=columns,
+            count=count,
+            stride=amax.stride(0),
+            alpha=activation.alpha,
             E5M2=False,
             **how,
         )
@@ -384,31 +400,49 @@ def gradients(
     again = None if hidden_scale is None else room_for_rows_turned(groups, columns, device)
     sums = room_for_sums(groups, 2 * columns, device) if summed else None
     factors = torch.ones(2, count, device=device)
-    table = (dy, gate_up, activation.token, activation.tokens, groups.first, groups.tiles(ROWS))
+    tiles = groups.tiles(ROWS)
     grid = (groups.high(ROWS), triton.cdiv(columns, COLUMNS))
     how = dict(LIMIT=activation.limit, **_sizes(groups))
     with torch.cuda.device_of(dy):
         if delayed is None:
-            scales, amax = None, torch.zeros(count, device=device)
-            _gradient_amax_kernel[grid](*table, amax, columns, count, activation.alpha, **how)
+            scales = None
+            amax = torch.zeros(count, device=device)
+            _gradient_amax_kernel[grid](
+                dy=dy,
+                gate_up=gate_up,
+                token=activation.token,
+                tokens=activation.tokens,
+                first=groups.first,
+                tiles=tiles,
+                amax=amax,
+                columns=columns,
+                count=count,
+                alpha=activation.alpha,
+                **how,
+            )
         else:
             scales, amax = delayed
         _gradient_kernel[grid](
-            *table,
-            scales,
-            amax,
-            factors,
-            hidden_scale,
-            out,
-            transposed,
-            again,
-            groups.apart.first,
-            groups.apart.most,
-            sums,
-            columns,
-            count,
-            amax.stride(0),
-            activation.alpha,
+            dy=dy,
+            gate_up=gate_up,
+            token=activation.token,
+            tokens=activation.tokens,
+            first=groups.first,
+            tiles=tiles,
+            scales=scales,
+            amax=amax,
+            factors=factors,
+            hidden_scale=hidden_scale,
+            out=out,
+            transposed=transposed,
+            hidden=again,
+            turned=groups.apart.first,
+            pitch=groups.apart.most,
+            sums=sums,
+            columns=columns,
+            count=count,
+            stride=amax.stride(0),
+            alpha=activation.alpha,
             E5M2=form == torch.float8_e5m2,
             **how,
         )

@@ -193,24 +193,25 @@ class _BF16(torch.autograd.Function):
         dy = grads[0].contiguous()
         (x, *weights) = ctx.saved_tensors
         height, width = weights[0].shape
-        how = dict(precise=False, dtype=dy.dtype)
         a = ExpertMatrices(dy)
         b = ExpertMatrices(weights[0], places=ctx.at.now(weights).apart)
-        dx = (
-            rows_times(a, b, ctx.groups, width, down=True, **how)
-            if ctx.needs_input_grad[0]
-            else None
-        )
-        if not ctx.needs_input_grad[4]:  # then Transformer Engine sums no biases either
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = rows_times(a, b, ctx.groups, width, down=True, precise=False, dtype=dy.dtype)
+        # With frozen weights Transformer Engine sums no biases either.
+        if not ctx.needs_input_grad[4]:
             return dx, None, None, None, *[None] * len(weights)
         db = sums_of_rows(dy, ctx.groups) if ctx.needs_input_grad[1] else None
-        return (
-            dx,
-            db,
-            None,
-            None,
-            *weights_from(a, ExpertMatrices(x), ctx.groups, height, width, **how).unbind(),
+        of_weights = weights_from(
+            a,
+            ExpertMatrices(x),
+            ctx.groups,
+            height,
+            width,
+            precise=False,
+            dtype=dy.dtype,
         )
+        return dx, db, None, None, *of_weights.unbind()
 
 
 class _FP8(torch.autograd.Function):
@@ -290,8 +291,15 @@ class _FP8(torch.autograd.Function):
             )
             a = ExpertMatrices(dy_turned.view(casts.gradient), dy_scale)
             b = ExpertMatrices(x.view(E4M3), x_inverse)
-            how = dict(precise=casts.weight_gradient, dtype=dy.dtype)
-            of_weights = weights_from(a, b, groups, dy.shape[1], ctx.inputs, **how).unbind()
+            of_weights = weights_from(
+                a,
+                b,
+                groups,
+                dy.shape[1],
+                ctx.inputs,
+                precise=casts.weight_gradient,
+                dtype=dy.dtype,
+            ).unbind()
         if casts.after is not None:
             casts.after()
         return dx, db, None, None, None, None, None, *of_weights

@@ -8,7 +8,7 @@ operations' one by one (grouped_linear_triton.py): values are rounded to BF16 wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -72,13 +72,13 @@ class _Half(NamedTuple):
 def _half(projection: Projection, trained: bool) -> _Half:
     own = projection.own
     return _Half(
-        projection.casts,
-        projection.at,
-        own.data if isinstance(own, Stored) else (),
-        projection.inputs,
-        projection.outputs,
-        len(projection.weights),
-        trained,
+        casts=projection.casts,
+        at=projection.at,
+        stored=own.data if isinstance(own, Stored) else (),
+        inputs=projection.inputs,
+        outputs=projection.outputs,
+        count=len(projection.weights),
+        trained=trained,
     )
 
 
@@ -159,8 +159,16 @@ class _Up(torch.autograd.Function):
         ctx.half = _half(up, trained)
         ctx.save_for_backward(kept, of_x.scale_inv, of_x.scale, token, row, *_kept(up))
         a = ExpertMatrices(of_x.data.view(E4M3), of_x.scale_inv)
-        options = dict(down=False, precise=up.casts.output, dtype=x.dtype)
-        return rows_times(a, _forward_operand(up), groups, up.outputs, bias, **options)
+        return rows_times(
+            a,
+            _forward_operand(up),
+            groups,
+            up.outputs,
+            bias,
+            down=False,
+            precise=up.casts.output,
+            dtype=x.dtype,
+        )
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -175,8 +183,15 @@ class _Up(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             a = ExpertMatrices(slopes.data.view(casts.gradient), slopes.scale_inv)
             b = _backward_operand(half, kept)
-            how: dict[str, Any] = dict(down=False, precise=casts.input_gradient, dtype=dtype)
-            dx = rows_times(a, b, groups, half.inputs, **how)
+            dx = rows_times(
+                a,
+                b,
+                groups,
+                half.inputs,
+                down=False,
+                precise=casts.input_gradient,
+                dtype=dtype,
+            )
             dx = dx if row is None else total(dx, row, None)
             del a, b  # before the larger gradients of weights
         bias = found.sums
@@ -190,8 +205,15 @@ class _Up(torch.autograd.Function):
             assert of_rows is not None
             a = ExpertMatrices(of_rows.view(casts.gradient), inverse)
             b = ExpertMatrices(turned.view(E4M3), x_inverse)
-            how = dict(precise=casts.weight_gradient, dtype=dtype)
-            of_weights = weights_from(a, b, groups, half.outputs, half.inputs, **how).unbind()
+            of_weights = weights_from(
+                a,
+                b,
+                groups,
+                half.outputs,
+                half.inputs,
+                precise=casts.weight_gradient,
+                dtype=dtype,
+            ).unbind()
         if casts.after is not None:
             casts.after()
         return dx, bias, None, None, *of_weights
@@ -215,8 +237,16 @@ class _Down(torch.autograd.Function):
         groups, route, activation, up, down = how
         of_hidden = hidden(gate_up, groups, activation, down.casts.of_x)
         a = ExpertMatrices(of_hidden.data.view(E4M3), of_hidden.scale_inv)
-        options = dict(down=False, precise=down.casts.output, dtype=gate_up.dtype)
-        out = rows_times(a, _forward_operand(down), groups, down.outputs, bias, **options)
+        out = rows_times(
+            a,
+            _forward_operand(down),
+            groups,
+            down.outputs,
+            bias,
+            down=False,
+            precise=down.casts.output,
+            dtype=gate_up.dtype,
+        )
         ctx.groups = groups
         ctx.activation = activation
         ctx.passed = passed
@@ -265,8 +295,15 @@ class _Down(torch.autograd.Function):
         of_rows, inverse = slopes.transposed, slopes.scale_inv
         del slopes
         b = _backward_operand(half, kept)
-        how: dict[str, Any] = dict(down=False, precise=casts.input_gradient, dtype=dtype)
-        dh = rows_times(a, b, groups, half.inputs, **how)
+        dh = rows_times(
+            a,
+            b,
+            groups,
+            half.inputs,
+            down=False,
+            precise=casts.input_gradient,
+            dtype=dtype,
+        )
         del a, b
         found = gradients(
             dh,
@@ -285,8 +322,15 @@ class _Down(torch.autograd.Function):
             assert of_rows is not None and found.hidden is not None
             a = ExpertMatrices(of_rows.view(casts.gradient), inverse)
             b = ExpertMatrices(found.hidden.view(E4M3), h_inverse)
-            how = dict(precise=casts.weight_gradient, dtype=dtype)
-            of_weights = weights_from(a, b, groups, half.outputs, half.inputs, **how).unbind()
+            of_weights = weights_from(
+                a,
+                b,
+                groups,
+                half.outputs,
+                half.inputs,
+                precise=casts.weight_gradient,
+                dtype=dtype,
+            ).unbind()
         passed = ctx.passed.put(found._replace(hidden=None), gate_up)
         if casts.after is not None:
             casts.after()

@@ -205,8 +205,9 @@ def packaged() -> tuple[str, Scan | None]:
                 fused_recurrent_simple_gla,
             )
 
-            both = (chunk_simple_gla, fused_recurrent_simple_gla)
-            return "fla-core", functools.partial(by_linear_attention, *both)
+            return "fla-core", functools.partial(
+                by_linear_attention, chunk_simple_gla, fused_recurrent_simple_gla
+            )
         except ImportError:
             log.warning(HINT)
             return "", None

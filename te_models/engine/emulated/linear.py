@@ -511,9 +511,27 @@ def new_calls(
             quantizer.internal = True
         if module.observers is not None:
             x.observer, weight.observer, dy.observer = module.observers[i]
-        fp8 = Quantizers(x, weight, dy, y if results[0] else None, dx if results[1] else None)
-        how = (recipe.split_accumulators, context)
-        found.append(Call(module, parallel, dtype, grad, first, override, name, fp8, updates, *how))
+        quantize_output, quantize_gradient = results
+        call = Call(
+            module,
+            parallel,
+            dtype,
+            grad,
+            first_microbatch=first,
+            override=override,
+            weight_name=name,
+            fp8=Quantizers(
+                input=x,
+                weight=weight,
+                grad_output=dy,
+                output=y if quantize_output else None,
+                grad_input=dx if quantize_gradient else None,
+            ),
+            updates=updates,
+            splits=recipe.split_accumulators,
+            context=context,
+        )
+        found.append(call)
     return found
 
 

@@ -60,11 +60,12 @@ def make_quantizer(recipe: Recipe, slot: str, device: torch.device) -> Quantizer
     if isinstance(recipe, NVFP4BlockScaling):
         params = recipe.options(operand)
         transform = params.random_hadamard_transform
-        how = dict(
+        return NVFP4Quantizer(
+            with_rht=transform,
+            with_post_rht_amax=transform,
             with_2d_quantization=params.fp4_2d_quantization,
             stochastic_rounding=params.stochastic_rounding,
         )
-        return NVFP4Quantizer(with_rht=transform, with_post_rht_amax=transform, **how)
     if isinstance(recipe, Float8CurrentScaling) and result:
         # It follows `use_power_2_scales`, where the operands of a GEMM follow `fp8_quant_*`, as in Transformer Engine.
         return Float8CurrentScalingQuantizer(
@@ -72,15 +73,22 @@ def make_quantizer(recipe: Recipe, slot: str, device: torch.device) -> Quantizer
         )
     if isinstance(recipe, (Float8BlockScaling, Float8CurrentScaling)):
         params = recipe.options(operand)
-        scales: dict[str, Any] = dict(
-            force_pow_2_scales=params.power_2_scale, amax_epsilon=params.amax_epsilon
-        )
         if isinstance(recipe, Float8CurrentScaling):
-            return Float8CurrentScalingQuantizer(dtype, device, **scales)
+            return Float8CurrentScalingQuantizer(
+                dtype,
+                device,
+                force_pow_2_scales=params.power_2_scale,
+                amax_epsilon=params.amax_epsilon,
+            )
         dims = {"fwd_weight": recipe.w_block_scaling_dim, "bwd_grad": recipe.grad_block_scaling_dim}
         dim = dims.get(operand, recipe.x_block_scaling_dim)
         return Float8BlockQuantizer(
-            dtype, rowwise=True, columnwise=True, block_scaling_dim=dim, **scales
+            dtype,
+            rowwise=True,
+            columnwise=True,
+            block_scaling_dim=dim,
+            force_pow_2_scales=params.power_2_scale,
+            amax_epsilon=params.amax_epsilon,
         )
     raise ValueError(
         f"{type(recipe).__name__} is not emulated: use one of the recipes of te_models.engine.emulated.recipe"

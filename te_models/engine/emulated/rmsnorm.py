@@ -138,18 +138,18 @@ class RMSNorm(EmptyExtraState):
         )
         x = input_.to(dtype)
         gamma = weight.to(dtype)
-        how = (self.eps, self.zero_centered_gamma)
         if (x.ndim, gamma.ndim) != (2, 1):
             x = x.reshape(-1, gamma.numel())
             gamma = gamma.reshape(-1)
         if not torch.is_grad_enabled():
-            y, _ = _normalized(x, gamma, *how)
+            y, _ = _normalized(x, gamma, self.eps, self.zero_centered_gamma)
             return y if y.ndim == len(shape) else y.view(shape)
         # Without FP8 of its own, the module still takes the "first module" flag and with it the backward update.
         tracked = input_.requires_grad or weight.requires_grad
         first = tracked and FP8GlobalStateManager.is_first_fp8_module()
         updates = FP8GlobalStateManager.quantization_state.scales if first else None
-        return _RMSNorm.apply(x, gamma, *how, updates).view(shape)
+        y = _RMSNorm.apply(x, gamma, self.eps, self.zero_centered_gamma, updates)
+        return y.view(shape)
 
     def extra_repr(self) -> str:
         """Return the shape and the options."""

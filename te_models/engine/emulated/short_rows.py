@@ -131,8 +131,12 @@ def multiply(x: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
         return matmul(x, right, bias)
     rows = len(x)
     inputs, outputs = right.shape
-    how = x.dtype, right.is_contiguous(), torch.get_num_threads()
-    enough = enough_rows(rows, inputs, outputs, *how) or max(rows, _MOST)
+    # Positional, since `once` keeps results by these arguments: dtype, layout of the weight, threads.
+    enough = enough_rows(
+        rows, inputs, outputs, x.dtype, right.is_contiguous(), torch.get_num_threads()
+    )
+    if not enough:
+        enough = max(rows, _MOST)
     if enough == rows:
         return matmul(x, right, bias)
     # Repeating the rows is faster than appending zeros.
