@@ -177,7 +177,7 @@ class CausalLM(Decoder):
     def plan_memory(self, batch_size: int, seq_len: int, **options: Any) -> MemoryPlan:
         """Predict the memory of training this model on a GPU, and list the GPUs it fits on.
 
-        Options are those of te_models.planning.memory_plan.plan_memory; the model's own settings are the defaults.
+        Options as in te_models.planning.memory_plan.plan_memory; the model's own settings are the defaults.
         """
         own: Fields = dict(dtype_bytes=self.dtype.itemsize, batch_size=batch_size, seq_len=seq_len)
         own |= dict(
@@ -266,7 +266,7 @@ class CausalLM(Decoder):
         tokenizer: Tokenizer | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Iterator[Tensor]:
-        """Yield the new tokens of all rows, int64 [B], step by step; arguments are those of `generate`."""
+        """Yield the new tokens of all rows, int64 [B], step by step; arguments as in `generate`."""
         return stream(self, input_ids, max_new_tokens, attention_mask, tokenizer, **options)
 
     def save_pretrained(
@@ -289,7 +289,7 @@ class CausalLM(Decoder):
                 tokenizer's files that came along.
             max_shard_size: weights larger than this are split into files of this size; bytes, or text such as "5GB".
             beside: the Hugging Face folder of a multimodal release, for a text model that came from it: with format
-                "hf" the tensors of its other parts are written too, unchanged. None: those of the folder that the model
+                "hf" the tensors of its other parts are written too, unchanged. None: as in the folder that the model
                 was loaded from.
             safe_serialization: as in transformers; False, a pickle, is refused.
 
@@ -350,7 +350,7 @@ class CausalLM(Decoder):
                 "nvfp4" or "bf16". See docs/guide/serving.md.
             calibration: token ids, int64 [B, S], or several such batches, on which to measure the linears' inputs. Only
                 fp8-tensor and nvfp4 need it: without it they use the scales that recipe "delayed" has learned, or those
-                of the folder that the model was read from, and nvfp4 those of random tokens otherwise.
+                of the folder that the model was read from, and nvfp4 amaxes of random tokens otherwise.
             rounding: "nearest", or "stochastic", which loses no small change of a weight on average.
             base: the model before it was tuned, or its folder; the result's `survival` says how much of the change of
                 the weights is left. None: it says nothing.
@@ -398,13 +398,13 @@ class CausalLM(Decoder):
     ) -> CausalLM:
         """Load a model from `folder`, in our format or Hugging Face's, or from the Hugging Face hub by name.
 
-        A folder of ours keeps its recipe, and a model of Hugging Face gets that of recipe="auto", as a new model does,
+        A folder of ours keeps its recipe, and a model of Hugging Face gets recipe="auto", as a new model does,
         unless `recipe=` names another. `attention_gate=`
         adds a gate to an ungated model: zero weights, which halve the output of attention, and a doubled o_proj, so
         that no output changes and the gate trains from there. Keywords of transformers are accepted, or refused with
         the reason.
 
-        A folder of LoRA adapters, such as that of a run with --lora, gives the model that they were trained on, in the
+        A folder of LoRA adapters, such as a run with --lora leaves, gives the model that they were trained on, in the
         shape that it had there, with the adapters in it, frozen and in evaluation mode. `merge_adapters=True` adds them
         to its weights instead, for everything that takes a whole model: `save_pretrained`, `export`, training.
 

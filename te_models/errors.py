@@ -185,7 +185,7 @@ class OutOfMemory(TeModelsError, RuntimeError):
 
 
 class Diverged(TeModelsError, RuntimeError):
-    """The loss or the gradient norm became NaN or infinite; the weights are those of the step before."""
+    """The loss or the gradient norm became NaN or infinite; that step updated no weight."""
 
 
 class LostPeer(TeModelsError, RuntimeError):
@@ -290,7 +290,7 @@ class NamedFields:
 
     def __init_subclass__(cls) -> None:
         """Add the fields' help texts to the docstring."""
-        # Those of a base class, which is a dataclass already, and its own.
+        # Fields of a base class, which is a dataclass already, and its own.
         fields = dict(getattr(cls, "__dataclass_fields__", {}))
         fields |= {
             name: value for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)

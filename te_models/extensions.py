@@ -53,7 +53,7 @@ def register_mlp(
     spec: type[FeedforwardSpec],
     module: type[Feedforward[Any]],
 ) -> None:
-    """Let `mlp_layer_types` name an MLP; arguments and errors are those of `register_mixer`."""
+    """Let `mlp_layer_types` name an MLP; arguments and errors as in `register_mixer`."""
     _check_kind("MLP", name, kinds.MLPS)
     _check_class("spec", spec, FeedforwardSpec)
     _check_class("module", module, Feedforward)

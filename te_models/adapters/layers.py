@@ -1,8 +1,8 @@
 """LoRA's layers as peft's tuner builds them: on a te.Linear, on rows of one, and on the experts of a te.GroupedLinear.
 
 peft has layers for Transformer Engine's linears, but cannot merge them, refuses DoRA on them and does not know the
-emulated engine's. Here parameters, names, scaling and initial values are those of peft's own layer for nn.Linear; the
-forward (te_models.adapters.low_rank) and the merges (te_models.adapters.merged) are those of this package.
+emulated engine's. Here parameters, names, scaling and initial values come from peft's own layer for nn.Linear; the
+forward (te_models.adapters.low_rank) and the merges (te_models.adapters.merged) are this package's.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class _Dora(DoraLinearVariant):
 class LoraExperts(LoraLinear):
     """A frozen te.GroupedLinear of E experts, each with an update of its own.
 
-    An adapter's A and B are one tensor each, as in peft's files: A [E * r, in] has those of the experts one after the
+    An adapter's A and B are one tensor each, as in peft's files: A [E * r, in] has the experts' matrices one after the
     other, and in B [out, r * E] column j * E + e is column j of expert e.
     """
 
@@ -257,7 +257,7 @@ class LoraExperts(LoraLinear):
         run: Callable[..., Tensor] = grouped,
         **options: Any,
     ) -> Tensor:
-        """Map x [R, in] to [R, out]; `rows` are those of each expert, and `run` computes base_layer's forward."""
+        """Map x [R, in] to [R, out]; `rows` counts the rows of each expert, and `run` computes base_layer's forward."""
         if self.disable_adapters and self.merged:
             self.unmerge()
         result = run(self.base_layer, x, *rows, **options)

@@ -85,7 +85,7 @@ def expert_factors(
 ) -> tuple[Tensor, Tensor]:
     """Return A [E, r, in] and B [E, out, r] of the experts, which an adapter has side by side as files have them.
 
-    Its A [E * r, in] has those of the experts one after the other; in its B [out, r * E] column j * E + e is column j
+    Its A [E * r, in] has the experts' matrices one after the other; in its B [out, r * E] column j * E + e is column j
     of expert e.
     """
     a: Tensor = layer.lora_A[adapter].weight
@@ -138,7 +138,7 @@ def add_updates(
         x: its input [..., in].
         parts: its layers with adapters.
         base: the te.Linear, for the inputs after a dropout under DoRA.
-        bias: that of the te.Linear [out]; None: it has none.
+        bias: the bias of the te.Linear [out]; None: it has none.
     """
     adapters: dict[str, None] = {}
     for part in parts:

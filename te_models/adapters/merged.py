@@ -54,7 +54,7 @@ class MergedWeight:
 
     @torch.no_grad()
     def merge(self, layer: Merging, adapters: Sequence[str], safe: bool = False) -> None:
-        """Put these adapters of a layer into the weights, in place of those of that layer that are in them.
+        """Put these adapters of a layer into the weights, in place of the layer's adapters that are in them.
 
         Raises:
             UsageError: with `safe`, a sum is not finite; the weights are then unchanged.

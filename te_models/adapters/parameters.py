@@ -166,7 +166,7 @@ class Shown(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters, for peft; those of a module around this one do not include them."""
+        """Yield the parameters, for peft; a module around this one does not count them among its own."""
         for name, stack in self.stacks.items():
             yield f"{prefix}.{name}".removeprefix("."), cast(nn.Parameter, stack.alias())
 
@@ -192,7 +192,7 @@ class AdaptedWeight(nn.Module):
         run: Callable[..., Tensor] | None = None,
         **options: object,
     ) -> Tensor:
-        """Map x [R, in] to [R, out]; `rows` are those of each expert, and `run` computes base_layer's forward."""
+        """Map x [R, in] to [R, out]; `rows` counts the rows of each expert, and `run` computes base_layer's forward."""
         parts = self._parts()  # before the product: it takes out what is merged and switched off
 
         def base(x: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class NamedRows(nn.Linear):
         return self._columns
 
     def forward(self, input: Tensor, *args: object, **options: object) -> Tensor:
-        """Return the rows' output for input [..., in]: that of the te.Linear in the pass under way.
+        """Return the rows' output for input [..., in], taken from the te.Linear in the pass under way.
 
         Outside of a pass it is the input times the weight.
         """

@@ -11,7 +11,7 @@ from te_models.cli.options import Command, json_option, option, show, show_line
 def doctor(run: str, as_json: bool) -> None:
     """Say what stands out in the record of a run.
 
-    Each finding has figures, the likely cause and what to change. The rules are those of the troubleshooting guide. A
+    Each finding has figures, the likely cause and what to change. The rules are in the troubleshooting guide. A
     healthy run gets one line.
     """
     from te_models.inspect.advice import diagnose, read_facts  # noqa: PLC0415  imports torch

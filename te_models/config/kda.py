@@ -120,7 +120,7 @@ class KDASpec(MixerSpec):
         )
 
     def flops(self, tokens: int, length: int) -> float:
-        """Return those of the te.Linears, of the convolution, and of the delta rule in chunks.
+        """Return the FLOPs of the te.Linears, of the convolution, and of the delta rule in chunks.
 
         As for Gated DeltaNet: per token and head a chunk of C tokens has C (3 d + d + d) and 3 d^2 multiplications.
         """

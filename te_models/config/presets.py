@@ -125,7 +125,7 @@ def _gemma3(
 def _gemma4(
     hidden: int, intermediate: int, layers: int, heads: tuple[int, int, int], **fields: Any
 ) -> PresetFields:
-    """Return a Gemma 4; `heads` are those of queries, of keys under a window, and of keys without one."""
+    """Return a Gemma 4; `heads` counts queries, keys under a window, and keys without one."""
     query, windowed, full = heads
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     sliding = dict(num_attention_heads=query, num_key_value_heads=windowed, head_dim=256)

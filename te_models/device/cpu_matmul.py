@@ -6,7 +6,7 @@ from torch import Tensor
 from te_models.device.allocations import on_gpu
 from te_models.device.measured import once
 
-# Rows that a packed weight multiplies at most, those of a step of generation. Of 33 AMX sums in another order.
+# Rows that a packed weight multiplies at most, as a step of generation has. Of 33 AMX sums in another order.
 PACKED_ROWS = 16
 
 
@@ -17,7 +17,7 @@ def matmul(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return a [M, K] @ b [K, N] + bias [N], summed in FP32 and rounded once to `dtype` (None: that of a), into `out`.
+    """Return a [M, K] @ b [K, N] + bias [N], summed in FP32 and rounded once to `dtype` (None: a.dtype), into `out`.
 
     A CPU without BF16 instructions multiplies BF16 8 to 30 times slower than FP32, so there the product runs in FP32.
     """

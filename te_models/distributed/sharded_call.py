@@ -22,7 +22,7 @@ def call_inside(
     """Return function(*inputs), with the weights of `modules` gathered where each is a unit of FSDP2.
 
     They are gathered again for its backward, after which their gradients are reduced. The output must depend on an
-    input that requires a gradient for that, as that of any module does.
+    input that requires a gradient for that, as backward of any module does.
     """
     if not modules:
         return function(*inputs)

@@ -1,8 +1,8 @@
 """Transformer Engine's modules without data, on the meta device: what they allocate and what they save for backward.
 
 The third engine. It runs real models for the memory plan (te_models.planning), where there is neither a GPU nor
-Transformer Engine. Recipes, autocasts, quantizers and the state of modules are those of the emulated engine; a cast
-makes the tensors that its quantizer makes, and a product its result. Sections are those of
+Transformer Engine. Recipes, autocasts, quantizers and the state of modules are taken from the emulated engine; a cast
+makes the tensors that its quantizer makes, and a product its result. Sections are in
 docs/internals/transformer_engine.md.
 """
 

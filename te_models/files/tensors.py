@@ -192,7 +192,7 @@ def check_savable(name: str, tensor: Tensor) -> None:
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
     """Write a new file durably and return its size and SHA-256; writing and hashing release the GIL.
 
-    Only tensors that are not contiguous in host memory already are copied there, those of this file.
+    Of the tensors of this file only those that are not contiguous in host memory already are copied there.
     """
     host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     specs = {

@@ -39,7 +39,7 @@ Inputs = tuple[Any, ...]  # x, and the rows of each GEMM where there are several
 class Probe:
     """Hooks on a te.Linear or te.GroupedLinear that note the amaxes of its operands in `amaxes`, FP32 [GEMMs, 5].
 
-    That of an FP8 primary weight has been in its history since the weight was written. The probes of a model share
+    The amax of an FP8 primary weight has been in its history since the weight was written. The probes of a model share
     `starts`, which gets the first input of a pass.
     """
 

@@ -62,7 +62,7 @@ class RecurrentLayer(CacheLayerMixin):
             self.state.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace the rows by those of a beam search."""
+        """Replace the rows by the rows that a beam search keeps."""
         if self.state is not None:
             self.state.take_rows(beam_idx)
 
@@ -122,7 +122,7 @@ def seen_before(past: Cache) -> int:
 
 
 class CacheView:
-    """The tokens seen before those of one forward pass, as the layers ask for them.
+    """The tokens seen before one forward pass, as the layers ask for them.
 
     Args:
         config: the model's config.
@@ -194,7 +194,7 @@ class CacheView:
     def _check_kept(dropped: Tensor, tokens: Tensor, window: int) -> None:
         """Raise a UsageError if a window of the next token covers tokens that the cache has `dropped`.
 
-        `dropped` bool [B, D] is False at padding, and `tokens` [B, past] counts those of each row up to a slot.
+        `dropped` bool [B, D] is False at padding, and `tokens` [B, past] counts the tokens of each row up to a slot.
         transformers' caches of windows keep the newest slots, of which some may be padding.
         """
         oldest = tokens[:, -1:] + 1 - window
@@ -206,7 +206,7 @@ class CacheView:
             )
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [B, K, S, H] of the newest tokens; return those of all slots, [B, K, slots, H]."""
+        """Store k, v [B, K, S, H] of the newest tokens; return keys and values of all slots, [B, K, slots, H]."""
         return (k, v) if self.past is None else self.past.update(k, v, layer)
 
     def recurrent(self, layer: int, make: Callable[[], RecurrentState]) -> RecurrentState | None:

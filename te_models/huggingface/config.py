@@ -24,7 +24,7 @@ class TEModelsConfig(PreTrainedConfig):
 
     Args:
         values: fields of ModelConfig; keywords of CausalLM such as `recipe="current"`, which say how
-            `AutoModelForCausalLM.from_config` builds the model; and those of transformers' PreTrainedConfig.
+            `AutoModelForCausalLM.from_config` builds the model; and the fields of transformers' PreTrainedConfig.
 
     Raises:
         ConfigError: sizes that are missing or do not fit each other.
@@ -88,7 +88,7 @@ class TEModelsConfig(PreTrainedConfig):
     def get_config_dict(cls, *place: Any, **options: Any) -> tuple[Fields, Fields]:
         """Return the values of a config.json, and `options` without its own.
 
-        That of a family of Hugging Face is translated: peft reads the config of the base model of adapters.
+        The config of a family of Hugging Face is translated: peft reads the config of the base model of adapters.
         """
         values, options = super().get_config_dict(*place, **options)
         if values.get("model_type", MODEL_TYPE) != MODEL_TYPE:

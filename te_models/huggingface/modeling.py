@@ -1,6 +1,6 @@
 """TEModelsForCausalLM: a CausalLM as a model of transformers, for generate, pipelines, Trainer, TRL and others.
 
-It adds no parameters and computes nothing itself: arguments are those of transformers' decoders, the work is the
+It adds no parameters and computes nothing itself: arguments are as in transformers' decoders, the work is the
 Decoder's.
 """
 
@@ -172,7 +172,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             folder: in our format or in Hugging Face's, also the checkpoint of a Trainer. Adapters in it are merged.
-            config: fields in which it differs from that of the folder are options.
+            config: fields in which it differs from the config of the folder are options.
             options: also `generation_config`, and `use_cache`, `output_hidden_states` and `return_dict`, which become
                 the config's.
         """
@@ -274,7 +274,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             self._weights_pass = False
         if not isinstance(logits_to_keep, int):
             logits = logits[:, logits_to_keep]
-        elif count and logits.shape[1] > count:  # with routing it has those of all positions
+        elif count and logits.shape[1] > count:  # with routing there are logits of all positions
             logits = logits[:, -count:]
         if labels is not None and shift_labels is None:
             mask = (
@@ -435,7 +435,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         if original is None or not seen:
             return False
         total = max(given.shape[1] for given in (ids, mask, positions) if given is not None)
-        total += 0 if total > seen else seen  # all of them are those of one chunk of the prompt
+        total += 0 if total > seen else seen  # all of them belong to one chunk of the prompt
         if positions is not None:
             longest = int(positions.max()) + 1
         else:
@@ -486,7 +486,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield all modules by the names of transformers, after which peft names adapters.
 
-        A head that peft has adapted has the name that it has in files; those of a multimodal folder are below
+        A head that peft has adapted has the name that it has in files; names of a multimodal folder are below
         "model.language_model", where CausalLM.language_model leads. te.GroupedLinears, which are no modules in
         transformers, have names that end like no target of peft: it would take "down_proj" for one of them too.
         """
@@ -593,7 +593,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             save_directory: the folder; CausalLM.from_pretrained and AutoModelForCausalLM.from_pretrained load it.
             is_main_process: False writes nothing.
             state_dict: weights to write instead of the model's.
-            push_to_hub: also upload it, with `token`; `options` are those of `push_to_hub`, including repo_id.
+            push_to_hub: also upload it, with `token`; `options` as in `push_to_hub`, including repo_id.
             max_shard_size: weights larger than this are split; bytes, or text such as "5GB".
             variant, distributed_checkpoint, safe_serialization=False: not supported.
             save_peft_format, save_original_format: ignored.
@@ -638,7 +638,7 @@ def _stated_outputs(model: CausalLM) -> Fields:
 
 
 def _changed(config: TEModelsConfig, folder: Path) -> Fields:
-    """Return the fields of the shape in which `config` differs from that of the folder; none if that is not ours."""
+    """Return the fields of the shape in which `config` differs from the folder's; none if that is not ours."""
     if hugging_face_documents(folder) is not None:
         return {}
     own = TEModelsConfig.from_pretrained(folder).model_config().to_dict()

@@ -2,7 +2,7 @@
 
 DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer of TRL load a reference by `config._name_or_path` with the attention
 of the policy, `config._attn_implementation`. From a checkpoint of Hugging Face that is transformers' own class in
-high precision, whose losses are not those of the policy. The name of our attention is registered with transformers, so
+high precision, whose losses differ from the policy's. The name of our attention is registered with transformers, so
 such a model ends in one line at its first forward pass instead of giving other losses.
 """
 

@@ -80,7 +80,7 @@ def save_model(
 
 
 def _move_in(new: Path, folder: Path) -> None:
-    """Move the files of a saved folder into another one, the manifest last, and drop those of an earlier save there."""
+    """Move the files of a saved folder into another one, the manifest last, and drop files of an earlier save there."""
     try:
         old = set(read_json(folder / MANIFEST)["files"]) if (folder / MANIFEST).exists() else set()
     except (CheckpointError, LookupError, TypeError):
@@ -97,7 +97,7 @@ def _move_in(new: Path, folder: Path) -> None:
 def add_prefix(model: nn.Module, state: Fields, prefix: str, *others: object) -> None:
     """Accept a state_dict with the names of CausalLM too; refuse tensors of adapters, which peft would drop.
 
-    The names may also be those of a text model inside a multimodal one.
+    A text model inside a multimodal one may have its names too.
     """
     for name in [name for name in state if name.startswith(prefix)]:
         bare = name.removeprefix(prefix)

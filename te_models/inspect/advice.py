@@ -331,7 +331,7 @@ def _dead(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
             f"{facts.tensors[tensor].name}: every value is zero in the last {count} recorded steps"
         )
 
-    # The deepest linear is nearest to the cause of missing gradients, the first one to that of missing inputs.
+    # The deepest linear is nearest to the cause of missing gradients, the first one to the cause of missing inputs.
     depth = np.arange(zero.shape[1], dtype=float)[None]
     yield from over(facts, rule, always, np.where(facts.operand("grad_output"), depth, -depth), say)
 

@@ -305,7 +305,7 @@ def replay(
         step: the step; `te-models capture` marks steps in advance, and with a record so does every checkpoint.
         device: where to run it; None: the CPU for the emulated engine, else the first GPU.
         engine: "emulated", or "native" on a GPU.
-        twice: run it twice, to tell faults of the hardware from those of the software.
+        twice: run it twice, to tell faults of the hardware from faults of the software.
         recipes: names of recipes to try; "all": every one.
         bf16: patterns of te.Linears to try in BF16, such as "layers.3.*", beside the run's own.
         margins: of DelayedScaling, to try.

@@ -1,6 +1,6 @@
 """Keys of config.json that need more than copying: parts that the rows of hf_families are made of.
 
-Those of RoPE and of windows are in hf_rope_parts. No torch. Facts: the configuration and modeling files of
+Keys of RoPE and of windows are in hf_rope_parts. No torch. Facts: the configuration and modeling files of
 transformers 5.23.
 """
 

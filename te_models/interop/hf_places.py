@@ -142,7 +142,7 @@ AFMOE_LAYER = {
     "self_attn.gate_proj": Rows("self_attn.qkvg_proj", ("g",)),
 }
 LAGUNA_LAYER = {**NORMED_LAYER, "self_attn.g_proj": Rows("self_attn.qkvg_proj", ("g",))}
-# That of remote_code/modeling_te_models.py: rows that a model has not are left out.
+# The layer of remote_code/modeling_te_models.py: rows that a model has not are left out.
 OWN_LAYER = LAGUNA_LAYER | _alike("self_attn.sinks", "attention_output_norm", "mlp_output_norm")
 
 

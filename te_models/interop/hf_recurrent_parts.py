@@ -268,7 +268,7 @@ _NEMOTRON_MAMBA = {
 }
 
 
-# Other names that transformers reads -> those of its config.
+# Other names that transformers reads -> the names of its config.
 _NEMOTRON_ALIASES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",

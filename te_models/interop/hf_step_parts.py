@@ -12,7 +12,7 @@ from te_models.interop.hf_rope_parts import all_full, rope_by_type
 
 
 def modern_step(theirs: Values) -> Fields:
-    """Return a config.json of Step-3.7 with the keys of transformers in place of those of its first files.
+    """Return a config.json of Step-3.7 with the keys of transformers in place of the keys of its first files.
 
     Those have lists with an entry per layer, also for the layers that predict later tokens.
     """
@@ -46,7 +46,7 @@ def modern_step(theirs: Values) -> Fields:
 
 
 def _step_ropes(theirs: Values, types: list[str]) -> Fields:
-    """Return the RoPE of each kind of layer, which is that of the first layer of the kind."""
+    """Return the RoPE of each kind of layer, as the first layer of the kind has it."""
     ropes: Fields = {}
     for kind in dict.fromkeys(types):
         first = types.index(kind)

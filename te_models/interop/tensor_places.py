@@ -144,10 +144,10 @@ def module_places(
 
 
 def names_taken(root: str, config: ModelConfig, places: Mapping[str, Place]) -> list[str]:
-    """Return the linears of transformers, without `root`, whose names are those of other linears here.
+    """Return the linears of transformers, without `root`, whose names other linears have here.
 
     peft cannot adapt these in place. Gemma 4 has a dense MLP beside its experts, and the name of its last linear,
-    mlp.down_proj, is that of a product of the experts here. `places` are by the names of linears or their weights.
+    mlp.down_proj, names a product of the experts here. `places` are by the names of linears or their weights.
     """
     taken = []
     for theirs, place in places.items():

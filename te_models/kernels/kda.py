@@ -52,7 +52,7 @@ def kimi_delta_rule(
     Args:
         q, k, v, g, beta: see above.
         state: before the first token, FP32 [B, H, d, d_v]; None: zeros, and no state is returned.
-        documents: int [B, S]; the state is zero wherever a token's document is not that of the token before it.
+        documents: int [B, S]; the state is zero wherever a token and the one before it are of different documents.
     """
     if runs_on_kernels(q.device, q.dtype) and k.shape[3] <= WIDEST:
         kernels = packaged()

@@ -1,6 +1,6 @@
 """The compiled and fused operations without data, on the meta device: what each keeps for backward and allocates.
 
-A kernel is computed by nothing here. A compiled operation keeps those of its inputs that its backward needs, and
+A kernel is computed by nothing here. A compiled operation keeps the inputs that its backward needs, and
 allocates its results (`opaque`). The twins of Triton kernels below allocate what their wrappers do.
 """
 

@@ -600,7 +600,7 @@ class Decoder(nn.Module):
     def take_fp8_state(self, state: dict[str, Tensor], old: Recipe) -> int:
         """Load the scales and histories that `fp8_state` returned under the recipe `old`; return how many were used.
 
-        Those of te.Linears that have no use for them now are ignored. If one does not fit, raise a ValueError before
+        State of te.Linears that have no use for it now is ignored. If one does not fit, raise a ValueError before
         anything is written.
         """
         return take_scales(

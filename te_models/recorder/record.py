@@ -51,7 +51,7 @@ class RecordWriter:
             self.file = self.path.open("ab", buffering=0)
 
     def _take_over(self, layout: Path, text: str, after_step: int) -> None:
-        """Keep the entries of an earlier part of this run; drop those of another model, and those that come again."""
+        """Keep the entries of an earlier part of this run; drop entries of another model and of repeated steps."""
         if not (after_step and layout.exists() and layout.read_text() == text):
             self.path.unlink(missing_ok=True)
             replace_text(layout, text)

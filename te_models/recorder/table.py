@@ -35,7 +35,7 @@ class Table:
     rows of fields on a GPU, since programs that add to one address wait for each other.
 
     Args:
-        tensors: the names of the rows, those of all ranks.
+        tensors: the names of the rows, of all ranks.
         counted: whether this rank's counts of a row enter the sums: of copies of a tensor, one does.
         device: of the model.
         distributed: whether other processes share the run.
@@ -187,7 +187,7 @@ class Observer:
 
     @property
     def open(self) -> bool:
-        """True if the next cast is counted: once per micro-batch, that of a weight once per step."""
+        """True if the next cast is counted: once per micro-batch, and for a weight once per step."""
         table = self.table
         if not table.open:
             return False

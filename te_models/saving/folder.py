@@ -102,7 +102,7 @@ class _Source:
         if not _FILE.fullmatch(file) or file not in self.files:
             raise CheckpointError(f"{self.folder} holds no file {file[:80]!r}")
         try:
-            # Our own folders have no links; those of the Hugging Face cache consist of them.
+            # Our own folders have no links; a snapshot in the Hugging Face cache consists of them.
             found = path.stat() if self.links else path.lstat()
             size = self.files[file].size
         except FileNotFoundError:

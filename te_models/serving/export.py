@@ -69,7 +69,7 @@ class Export:
         folder: the folder's path.
         format: its format.
         quantized: Hugging Face's names of the quantized modules.
-        ignored: those of the linears that are not quantized.
+        ignored: the names of linears that are not quantized.
         notes: what a reader of the folder should know, one line each.
         survival: what is left of the tuning; None where the base model is not known.
     """
@@ -279,7 +279,7 @@ class _Writer:
         if "lm_head" not in self.ignored:  # tied: it has no tensor, and servers have the module
             self.ignored.append("lm_head")
         family = family_of(config)
-        # Servers look for the names of the folder, transformers for those of its model, where experts are one module.
+        # Servers look for the names of the folder, transformers for names of its model, where experts are one module.
         theirs = [
             family.in_transformers(f"{name}.weight").removesuffix(".weight")
             for name in self.ignored
@@ -398,7 +398,7 @@ class _Writer:
         return self.format.encode(whole, self._options(ours))
 
     def _block_parts(self, ours: str, place: Place, values: Tensor, own: bool) -> Parts:
-        """Return one of their weights in 128 x 128 blocks: those of an FP8 primary weight where they coincide."""
+        """Return one of their weights in 128 x 128 blocks: the blocks of an FP8 primary weight where they coincide."""
         rows, columns = values.shape
         aligned = not (rows % BLOCK.block[0] or columns % BLOCK.block[1])
         scale_inv = self.fp8_weights.get(f"{ours}.rowwise_scale_inv") if own else None
@@ -421,7 +421,7 @@ class _Writer:
         return encode_blocks(values, self._options(ours))
 
     def _options(self, ours: str) -> WeightOptions:
-        """Return the options by which a weight's recipe quantizes it; those of the model's where it is in BF16."""
+        """Return the options by which a weight's recipe quantizes it; the model's recipe where it is in BF16."""
         recipe = self.model.precision.recipe_of(ours) or self.model.recipe
         fields = recipe.fields
         blockwise = recipe.scheme == "Float8BlockScaling"

@@ -151,7 +151,7 @@ def encode_mxfp8(weight: Tensor, options: WeightOptions) -> Parts:
 def encode_nvfp4(weight: Tensor, options: WeightOptions, whole: Tensor | None = None) -> Parts:
     """Return packed data of a weight [out, in], uint8 [out, in / 2], E4M3 scales [out, in / 16] and the divisor [1].
 
-    `whole` is the divisor; None: that of the weight. compressed-tensors and Transformer Engine round where these
+    `whole` is the divisor; None: the weight has its own. compressed-tensors and Transformer Engine round where these
     multiply and divide the two levels of scales.
     """
     rows, columns = weight.shape

@@ -41,7 +41,7 @@ def source_in(format: ExportFormat, origin: Origin) -> Iterator[HuggingFaceFolde
 def stored_inputs(
     folder: HuggingFaceFolder | None, model: Decoder, format: ExportFormat
 ) -> dict[str, Tensor]:
-    """Return the static scale of the input of each of our modules, that of the largest input of its parts."""
+    """Return the static scale of the input of each of our modules: the one for the largest input of its parts."""
     if folder is None:
         return {}
     shapes = {

@@ -1,7 +1,7 @@
 """The difference between a model as it was trained and as a server computes it, on text.
 
 The trained model runs under its own recipe and engine; the served one is emulated (te_models.serving.served). Both give
-the probabilities of the next token; the Kullback-Leibler divergence is that of the served ones from the trained ones.
+the probabilities of the next token; the Kullback-Leibler divergence is of the served ones from the trained ones.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from te_models.serving.served import read_served
 
 @dataclass(frozen=True)
 class Difference:
-    """How the next-token probabilities of a served model differ from those of the trained one.
+    """The difference between the next-token probabilities of a served model and of the trained one.
 
     Attributes:
         export: the format, or the folder.
@@ -44,7 +44,7 @@ class Difference:
         largest: the largest difference of a log-probability, over all tokens and the whole vocabulary, in nats.
         agreement: share of tokens whose likeliest next token is the same.
         trained_loss: mean cross-entropy of the trained model, nats per token.
-        served_loss: that of the served model.
+        served_loss: the loss of the served model.
         survives: the share of the tuning's change of the weights that is left; None where the base is not known.
         least: the weight of which least is left, and its share.
         reason: why there are no numbers, or "".

@@ -53,7 +53,7 @@ class ServedLinear(nn.Module):
         self.static = static
 
     def forward(self, x: Tensor, **options: object) -> Tensor:
-        """Return [N, out] for x [N, in], in the dtype of x; `options`, those of te.Linear, are ignored."""
+        """Return [N, out] for x [N, in], in the dtype of x; `options` of te.Linear are ignored."""
         inputs = self.quantize(x.float(), self.static)
         bias = None if self.bias is None else self.bias.float()
         return F.linear(inputs, self.weight, bias).to(x.dtype)

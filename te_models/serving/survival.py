@@ -87,8 +87,8 @@ def change_of(
         name: Hugging Face's name of its module.
         base: values [out, in] of the base model.
         tuned: those after tuning.
-        base_left: those of the base once it is quantized.
-        left: those of the tuned model once it is quantized.
+        base_left: the same of the base once it is quantized.
+        left: the same of the tuned model once it is quantized.
     """
     change = tuned.double() - base.double()
     size = change.square().sum().item()

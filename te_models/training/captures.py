@@ -80,7 +80,7 @@ class Captures:
         self.kept_bad_step = False
 
     def begin(self) -> None:
-        """Read the marks when a run starts; several processes agree on those of the first."""
+        """Read the marks when a run starts; several processes agree on the marks of the first."""
         trainer = self.trainer
         found = trainer.parallel.ranks.from_first(lambda: asdict(read_marks(trainer.out)))
         self.marks = Marks(tuple(found["steps"]), found["every"])

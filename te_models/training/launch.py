@@ -151,7 +151,7 @@ def check_launch(config: TrainConfig) -> None:
 
 
 def meshes(config: TrainConfig, device: torch.device) -> Fields:
-    """Return how the processes are divided: those of `dp`, `tp`, `ep` and `replicas` that `config` asks for."""
+    """Return how the processes are divided: the dimensions `dp`, `tp`, `ep` and `replicas` that `config` asks for."""
     world = dist.get_world_size()
     sizes = {"dp": world}
     if config.parallel == "tp":

@@ -203,7 +203,7 @@ def add_lora(
 ) -> PeftModel:
     """Freeze `model` and add adapters to it, which start at zero and change no output.
 
-    Targets are our linears (`qkvg_proj`, `o_proj`, `gate_up_proj`, `down_proj`, `lm_head`) or those of transformers
+    Targets are our linears (`qkvg_proj`, `o_proj`, `gate_up_proj`, `down_proj`, `lm_head`) or linears of transformers
     (`q_proj`, `k_proj`, `v_proj`, `gate_proj`, `up_proj` ..., or "all-linear" for all of these in the blocks), each
     with its own rank, named in any way that LoraConfig supports. Experts are named in target_modules or, as in
     transformers, in target_parameters: `experts.gate_up_proj`, `experts.down_proj`, or `experts` for both; each expert
@@ -248,7 +248,7 @@ def _linears_of_blocks(model: CausalLM | TEModelsForCausalLM) -> list[str]:
     whole = isinstance(model, CausalLM)
     linears = (model if whole else model.model).config.linears.values()
     leaves = dict.fromkeys(linear.name for linear in linears if linear.adapted)
-    # Those of a shared expert, which peft drops in some architectures of transformers, have to be asked for there.
+    # Linears of a shared expert, which peft drops in some architectures of transformers, have to be asked for there.
     return [leaf for leaf in leaves if whole or not leaf.startswith("shared_")]
 
 
@@ -346,14 +346,14 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
 def load_lora(
     model: CausalLM, folder: str | Path, trainable: bool = False, adapter_name: str = "default"
 ) -> AdaptedModel:
-    """Add the adapters in `folder` to `model`: those of `save_lora`, or of a PeftModel in transformers.
+    """Add the adapters in `folder` to `model`: saved by `save_lora`, or by a PeftModel in transformers.
 
     Everything is read and checked before the model is changed: only safetensors are read, with exactly the tensors that
     the config asks for, of the right shapes, and finite. Scales that `save_lora` saved replace the model's own.
 
     Args:
         model: changed in place.
-        folder: the folder, that of a run (its newest checkpoint), or the name of an adapter on the Hugging Face hub.
+        folder: the folder, a run's folder (its newest checkpoint), or the name of an adapter on the Hugging Face hub.
         trainable: whether the adapters are to be trained further; else the model is returned in eval mode.
         adapter_name: the name that the adapter gets.
 

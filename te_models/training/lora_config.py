@@ -141,7 +141,7 @@ def wanted_adapters(
         for target in config.target_modules or ():
             if not any(name == target or name.endswith(f".{target}") for name in names):
                 raise unknown("target module", target, {name.rsplit(".", 1)[-1] for name in names})
-    # An expression for transformers' names may fit those of ours too.
+    # An expression for transformers' names may fit our names too.
     if isinstance(config.target_modules, str):
         divided = {module_of(place) for place in found if place != modules.ours[module_of(place)]}
         found = {

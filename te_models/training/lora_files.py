@@ -146,8 +146,8 @@ def _without_head(
 def _keys(wanted: Mapping[str, Wanted], modules: Modules) -> dict[str, Wanted]:
     """Return the name in an adapter's file, without ".lora_A.weight", of each adapter of transformers' modules.
 
-    peft wraps the module of a parameter, once for each of its parameters in their order: that of gate_up_proj, or of
-    up_proj where experts have no gate, is inside that of down_proj.
+    peft wraps the module of a parameter, once for each of its parameters in order: the wrapper of gate_up_proj, or of
+    up_proj where experts have no gate, is inside the one of down_proj.
     """
     found = {}
     for name, one in wanted.items():

@@ -202,7 +202,7 @@ def _load(folder: Path, base: str | None, options: dict[str, Any]) -> AdaptedMod
 
 
 def _as_trained(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords with which the model of adapters is built: `options`, and else those of its training."""
+    """Return the keywords with which the model of adapters is built: `options`, else the ones it was trained with."""
     if not (folder / "recipe.json").is_file():  # of peft
         return dict(options)
     saved = saved_choices(folder)

@@ -68,7 +68,7 @@ class Modules:
     def as_in(self, names: Iterable[str]) -> "Modules":
         """Return the modules by the names of transformers' model in which an adapter has modules of these `names`.
 
-        Those of a text model are "model.layers.0..."; where it is inside a multimodal one they have another prefix.
+        Names of a text model are "model.layers.0..."; where it is inside a multimodal one they have another prefix.
         """
         names = list(names)
         roots = [self.root, *ROOTS]
@@ -113,7 +113,7 @@ class Modules:
 
     @property
     def routers(self) -> set[str]:
-        """Those of `theirs` that are no linears in transformers, but modules with a parameter "weight"."""
+        """The part of `theirs` that are no linears in transformers, but modules with a parameter "weight"."""
         return {name for name, place in self.theirs.items() if module_of(place).endswith(".router")}
 
     def parameters_named(self, targets: Iterable[str], headless: bool = False) -> dict[str, Place]:
@@ -146,7 +146,7 @@ class Modules:
         return self.in_transformers(name).removeprefix(self.root)
 
     def sizes(self, one: Wanted) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the shapes of A and B in a file; those of experts are side by side (LoraExperts)."""
+        """Return the shapes of A and B in a file; matrices of experts are side by side (LoraExperts)."""
         ranks = one.rank * self.counts.get(module_of(one.place), 1)
         rows, inputs = one.place.shape
         return (ranks, inputs), (rows, ranks)
@@ -259,7 +259,7 @@ def share_a(
     modules: Modules,
     tensors: Mapping[Place, tuple[Tensor, Tensor]],
 ) -> dict[str, Wanted]:
-    """Return the layers with those of a whole te.Linear in place of its parts, as files have it.
+    """Return the layers, with one for a whole te.Linear in place of its parts, as files have it.
 
     All rows of the te.Linear then have an adapter, with the same A.
     """

@@ -118,7 +118,7 @@ class Sampler:
         prompts: what they answer.
         tokens: maximum number of tokens of each.
         options: of generation.
-        agree: returns the first process's answer to a question of all processes. Those of a sharded model answer
+        agree: returns the first process's answer to a question of all processes. Processes of a sharded model answer
             together, and would otherwise stop at different tokens.
         bounded: whether the samples of a run may take only SHARE of its time.
     """

@@ -564,6 +564,6 @@ class LinearOfTorch(Linear, TorchLinear):
     """A te.Linear that is a torch.nn.Linear too, and takes sequences [B, S, in] under FP8."""
 
     def forward(self, inp: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Return the output [..., out] for inp [..., in]; options are those of te.Linear."""
+        """Return the output [..., out] for inp [..., in]; options as in te.Linear."""
         enabled = FP8GlobalStateManager.is_fp8_enabled()
         return padded_product(super().forward, inp, enabled, *args, **options)
