@@ -109,11 +109,9 @@ class CausalLM(Decoder):
         linear = self.config.linears.get(module)
         if linear is None or kind not in (*linear.weights, "bias"):
             vector = self.config.divided_vectors.get(name)
-            return (
-                parameter.numel()
-                if vector is None
-                else vector.num_parameters * parameter.shape[1:].numel()
-            )
+            if vector is None:
+                return parameter.numel()
+            return vector.num_parameters * parameter.shape[1:].numel()
         used = sum(section.used for section in linear.sections)
         return (
             used

@@ -210,11 +210,10 @@ def unknown(
     bare = {_bare(name): name for name in names}
     near = _nearest(_bare(str(given)), bare)
     hint = f"did you mean {bare[near]!r}? " if near else ""
-    rest = (
-        f"{listed} lists all {len(names)}"
-        if listed and len(names) > MANY
-        else f"choose one of {', '.join(names)}"
-    )
+    if listed and len(names) > MANY:
+        rest = f"{listed} lists all {len(names)}"
+    else:
+        rest = f"choose one of {', '.join(names)}"
     return UsageError(f"{line}{hint}{rest}")
 
 

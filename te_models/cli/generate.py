@@ -53,11 +53,10 @@ def generate(
     check_fit(text_tokenizer, network.config)
     talk = Conversation(network, text_tokenizer, system) if chat else None
     for line in [prompt] if prompt is not None else iter(input_line, None):
-        pieces = (
-            talk.answer(line, **sampling)
-            if talk is not None
-            else stream_text(network, text_tokenizer, line, **sampling)
-        )
+        if talk is not None:
+            pieces = talk.answer(line, **sampling)
+        else:
+            pieces = stream_text(network, text_tokenizer, line, **sampling)
         first = next(pieces, "")  # errors in the prompt appear here, before anything is printed
         show_piece(first if talk else line + first)
         for piece in pieces:

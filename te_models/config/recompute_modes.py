@@ -20,7 +20,8 @@ KEPT_WITH_FP8_WEIGHTS = 4
 
 def check_mode(mode: str | int | None) -> str | int:
     """Return a valid mode; a string of digits, from the command line, becomes an int, and None the default."""
-    mode = "none" if mode is None else mode
+    if mode is None:
+        mode = "none"
     if isinstance(mode, str) and mode.isdigit():
         mode = int(mode)
     if mode in MODES or (isinstance(mode, int) and not isinstance(mode, bool) and mode > 0):

@@ -95,9 +95,12 @@ class Setting:
 
     def _is_one(self, value: SettingValue, kind: type) -> bool:
         if kind is tuple:
-            entries = (
-                value if isinstance(value, (list, tuple)) else [value] if self.path else [None]
-            )
+            if isinstance(value, (list, tuple)):
+                entries = value
+            elif self.path:
+                entries = [value]
+            else:
+                entries = [None]
             return all(
                 isinstance(entry, self.members) and not mistyped(entry, self.members)
                 for entry in entries
@@ -130,11 +133,9 @@ class Setting:
         least = f"a number above {self.least}" if self.above else f"{self.least} or more"
         if self.below == MOST:
             return "less than 2**63" if enough else least
-        return (
-            f"{least.removesuffix(' or more')} and below {self.below}"
-            if self.above
-            else f"{least}, below {self.below}"
-        )
+        if self.above:
+            return f"{least.removesuffix(' or more')} and below {self.below}"
+        return f"{least}, below {self.below}"
 
     def taken(self, value: SettingValue) -> SettingValue:
         """Return a checked value as the dataclass has it: lists as tuples, the table of a group as the group."""

@@ -83,11 +83,9 @@ def render_toml(sections: Mapping[str, Mapping[str, Any]], comment: str) -> str:
 
 
 def _key(name: str) -> str:
-    return (
-        name
-        if name.replace("_", "").replace("-", "").isalnum() and name.isascii()
-        else _value(name)
-    )
+    if name.replace("_", "").replace("-", "").isalnum() and name.isascii():
+        return name
+    return _value(name)
 
 
 def _value(value: Any) -> str:

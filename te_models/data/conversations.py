@@ -248,11 +248,9 @@ def _rendered(rendered: Rendered | str, document: Document) -> Rendered:
 def _answer(whole: str, before: str, after: str, turn: int, document: Document) -> tuple[int, int]:
     """Return where an answer is in the whole conversation, from the turns before it and those up to it."""
     if not (after.startswith(before) and whole.startswith(after)):
-        when = (
-            "when it is asked for an answer"
-            if not after.startswith(before)
-            else "when more turns follow"
-        )
+        when = "when more turns follow"
+        if not after.startswith(before):
+            when = "when it is asked for an answer"
         raise DataError(
             f"{document.name}: the chat template renders the turns up to message {turn + 1} otherwise {when}, so it "
             "does not show where that answer is: give --chat-template a file that marks answers with {% generation %}"

@@ -144,11 +144,10 @@ class ChunkReader:
         encoded = encode_documents(documents, self.tokenizer, self.whole, self.bad)
         if self.whole:
             return self._pack(self.fit(encoded)[0])
-        counted = (
-            np.ones(encoded.num_tokens, dtype=np.bool_)
-            if encoded.counted is None
-            else encoded.counted
-        )
+        if encoded.counted is None:
+            counted = np.ones(encoded.num_tokens, dtype=np.bool_)
+        else:
+            counted = encoded.counted
         firsts = np.zeros(encoded.num_tokens, dtype=np.bool_)
         firsts[encoded.starts] = True
         return np.stack([encoded.tokens, flags_of(counted, firsts)])

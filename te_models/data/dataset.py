@@ -124,11 +124,8 @@ class TokenDataset:
         self.world_size = world_size
         self.remarks: list[str] = []  # lines that `describe` ends with
         if not isinstance(documents, Encoded):
-            sources = (
-                sorted({document.source for document in documents} - {""})
-                if sources is None
-                else sources
-            )
+            if sources is None:
+                sources = sorted({document.source for document in documents} - {""})
             whole = packing != "stream" and any(document.is_record for document in documents)
             documents = encode_documents(documents, tokenizer, begin_prompts=whole)
         self._sources = list(sources or [])

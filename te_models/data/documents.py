@@ -100,11 +100,10 @@ def in_evaluation(
     hashes = [hash_document(seed, document) for document in documents]
     distinct = sorted(set(hashes))
     if len(distinct) < 2:
-        names = (
-            f"{len(documents):,} equal documents"
-            if len(documents) > 1
-            else plural(len(documents), "document")
-        )
+        if len(documents) > 1:
+            names = f"{len(documents):,} equal documents"
+        else:
+            names = plural(len(documents), "document")
         raise DataError(
             f"{names} cannot be split into training and evaluation: give at least two different ones, or --eval-data"
         )

@@ -235,7 +235,8 @@ def fit_records(
             keep[i] = False
             unanswered = unanswered + 1
             continue
-        longest = max(longest, length) if over > 0 else longest
+        if over > 0:
+            longest = max(longest, length)
         begins = bos is not None and encoded.tokens[start] == bos
         if (
             over > 0

@@ -500,11 +500,10 @@ def _joined(content: object, place: str) -> str:
     parts = content if isinstance(content, list) else [content]
     texts = []
     for part in parts:
-        text = (
-            part.get("text")
-            if isinstance(part, dict) and part.get("type", "text") == "text"
-            else part
-        )
+        if isinstance(part, dict) and part.get("type", "text") == "text":
+            text = part.get("text")
+        else:
+            text = part
         if not isinstance(text, str) and (text is not None or isinstance(part, dict)):
             wrong = f"{_kind(text)} as content, not a string: write it as text"
             if isinstance(part, dict):
@@ -529,7 +528,8 @@ def _tool_calls(calls: object, place: str, reading: _Reading) -> list[dict[str, 
         text = function.get("arguments")
         arguments = _parsed(text)
         reading.arguments.append(text if isinstance(text, str) else "")
-        arguments = {} if arguments is None or arguments == "" else arguments
+        if arguments is None or arguments == "":
+            arguments = {}
         outer = call if "function" in call else {}
         found.append(
             {"type": "function", **outer, "function": {**function, "arguments": arguments}}
@@ -608,8 +608,6 @@ def without_nulls(value: object) -> object:
             if inner is not None or name in ("content", "value")
         }
         return {name: without_nulls(inner) for name, inner in cleaned.items()}
-    return (
-        [without_nulls(inner) for inner in value]
-        if isinstance(value, Sequence) and not isinstance(value, str | bytes)
-        else value
-    )
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [without_nulls(inner) for inner in value]
+    return value

@@ -217,7 +217,8 @@ def _json(text: str, place: str, holds: str, whole: bool = False) -> Any:
         why = "JSON that is nested too deeply: a record is an object of strings"
     except json.JSONDecodeError as error:
         why = f"not JSON ({error.msg}, column {error.colno}): {holds}"
-        place = f"{place}:{error.lineno}" if whole else place
+        if whole:
+            place = f"{place}:{error.lineno}"
     except ValueError as error:  # a number of thousands of digits
         why = f"not JSON that can be read ({first_line(error)})"
     raise DataError(f"{place}: {why}")

@@ -67,11 +67,9 @@ class Source:
     def text_bytes(self) -> int:
         """Estimate the bytes of text in all files."""
         with readable_errors(self.path):
-            return (
-                sum(text_bytes(self.system, file) for file in self.files)
-                if self.system is not None
-                else 0
-            )
+            if self.system is not None:
+                return sum(text_bytes(self.system, file) for file in self.files)
+            return 0
 
 
 def open_sources(
@@ -226,7 +224,8 @@ def read_records(
         except DataError as error:
             bad.meet(error)
         else:
-            first = row if first is None else first
+            if first is None:
+                first = row
     if first is None:
         bad.refuse_all(name)
         raise DataError(f"{name} has no record: give at least one")

@@ -337,11 +337,9 @@ class StreamingDataset:
             number[counts > times] + times * len(number) for times in range(counts.max(initial=0))
         ]
         chunks = np.concatenate([number[:0], *again])
-        return (
-            chunks[np.random.default_rng((self.seed, epoch)).permutation(len(chunks))]
-            if self.shuffle
-            else chunks
-        )
+        if self.shuffle:
+            return chunks[np.random.default_rng((self.seed, epoch)).permutation(len(chunks))]
+        return chunks
 
     def next_place(self, lane: int, epoch: int, place: int) -> tuple[int, int]:
         """Return epoch and place of a lane's first chunk at this place of an epoch or later."""

@@ -423,11 +423,10 @@ class ByteTokenizer(Tokenizer):
         )
 
     def _encode_rendered(self, text: str) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        special = (
-            {}
-            if self._splits_special()
-            else {f"<{role}>": 256 + i for i, role in enumerate(_ROLES)}
-        )
+        if self._splits_special():
+            special = {}
+        else:
+            special = {f"<{role}>": 256 + i for i, role in enumerate(_ROLES)}
         ids: list[int] = []
         places: list[tuple[int, int]] = []
         at = 0

@@ -50,11 +50,10 @@ def convert_tokenizer(folder: Path) -> tuple[object, dict[str, str]] | None:
         for file in files
         if file.get("tokenizer_class")
     ]
-    kinds = (
-        ["AutoTokenizer", *names[:1]]
-        if names or expected_ids is None
-        else ["AutoTokenizer", "LlamaTokenizer"]
-    )
+    if names or expected_ids is None:
+        kinds = ["AutoTokenizer", *names[:1]]
+    else:
+        kinds = ["AutoTokenizer", "LlamaTokenizer"]
     for kind in kinds:
         try:
             for name in names:

@@ -326,11 +326,9 @@ class _Opening:
         return [document for part in parts for document in part], weights, held_out
 
     def _documents(self, source: Source) -> Sequence[Document]:
-        return (
-            load_documents(source.path, self.columns, self.bad)
-            if source.documents is None
-            else source.documents
-        )
+        if source.documents is None:
+            return load_documents(source.path, self.columns, self.bad)
+        return source.documents
 
     def _load_evaluation(self, num_tokens: int | None) -> list[Document]:
         """Return the documents of --eval-data; of much data about `num_tokens` tokens, from everywhere in it."""
@@ -380,11 +378,9 @@ class _Opening:
             held = TokenDataset(encoded, self.tokenizer, self.config.seq_len, **options)
         except DataError as error:
             raise DataError(f"evaluation data: {error}") from None
-        origin = (
-            f"from {' and '.join(self.settings.eval_data)}"
-            if self.settings.eval_data
-            else "held out"
-        )
+        origin = "held out"
+        if self.settings.eval_data:
+            origin = f"from {' and '.join(self.settings.eval_data)}"
         documents = plural(held.num_documents, "record" if held.whole else "document")
         remarks = [
             f"evaluation on {documents}, {plural(held.num_tokens, 'token')}, {origin}",

@@ -80,8 +80,6 @@ def _packing_is_exact() -> bool:
 def _has_units(dtype: torch.dtype) -> bool:
     """Return whether this CPU has instructions for products of `dtype`."""
     ops = torch.ops.mkldnn
-    return (
-        ops._is_mkldnn_bf16_supported()
-        if dtype == torch.bfloat16
-        else ops._is_mkldnn_fp16_supported()
-    )
+    if dtype == torch.bfloat16:
+        return ops._is_mkldnn_bf16_supported()
+    return ops._is_mkldnn_fp16_supported()

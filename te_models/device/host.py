@@ -6,7 +6,11 @@ from torch import Tensor
 
 def device_type(x: Tensor) -> str:
     """Return `x.device.type`, but ten times as fast on the host of a GPU."""
-    return "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
+    if x.is_cuda:
+        return "cuda"
+    if x.is_cpu:
+        return "cpu"
+    return x.device.type
 
 
 def on_host(x: Tensor) -> bool:

@@ -45,7 +45,8 @@ def get_engine(
     Raises:
         UsageError: for an unknown name, and for "native" where it cannot run.
     """
-    name = "auto" if name is None else name
+    if name is None:
+        name = "auto"
     if name == "planned":  # for te_models.planning alone
         return engine_module("planned"), "planned", "for the memory plan"
     check_known("engine", name, ENGINES)

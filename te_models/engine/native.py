@@ -274,11 +274,9 @@ def _quantizer(
 
 def _target(quantizer: PerTensorQuantizer | None) -> QuantizerTarget | None:
     """Return the target of our own kernels: only for delayed scaling, whose scale is known before the values."""
-    return (
-        QuantizerTarget(quantizer)
-        if isinstance(quantizer, Float8Quantizer) and quantizer.columnwise_usage
-        else None
-    )
+    if isinstance(quantizer, Float8Quantizer) and quantizer.columnwise_usage:
+        return QuantizerTarget(quantizer)
+    return None
 
 
 def _targets(

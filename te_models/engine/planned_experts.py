@@ -44,11 +44,10 @@ def _joint(module: nn.Module, te_recipe: Recipe | None) -> bool:
         return True
     if te_recipe.backward_override:
         return False
-    plans = (
-        [te_recipe.options(name) for name in ("fwd_inp", "fwd_weight", "bwd_grad")]
-        if not (te_recipe.delayed() or te_recipe.mxfp8() or te_recipe.nvfp4())
-        else []
-    )
+    if not (te_recipe.delayed() or te_recipe.mxfp8() or te_recipe.nvfp4()):
+        plans = [te_recipe.options(name) for name in ("fwd_inp", "fwd_weight", "bwd_grad")]
+    else:
+        plans = []
     if any(plan.amax_epsilon for plan in plans):
         return False
     if te_recipe.float8_block_scaling():

@@ -108,11 +108,10 @@ def parse_json(
             )
     except (RecursionError, ValueError) as problem:
         deep = isinstance(problem, RecursionError)
-        reason = (
-            ": JSON that is nested too deeply"
-            if deep
-            else f" is not strict JSON: {first_line(problem)}"
-        )
+        if deep:
+            reason = ": JSON that is nested too deeply"
+        else:
+            reason = f" is not strict JSON: {first_line(problem)}"
         raise error(f"{path}{reason}") from None
 
 
@@ -164,11 +163,9 @@ def parse_size(size: int | str) -> int:
     Raises:
         UsageError: it is neither.
     """
-    found = (
-        re.fullmatch(r"\s*(\d+)\s*([KMGT]?)(I?)B\s*", size.upper())
-        if isinstance(size, str)
-        else None
-    )
+    found = None
+    if isinstance(size, str):
+        found = re.fullmatch(r"\s*(\d+)\s*([KMGT]?)(I?)B\s*", size.upper())
     if found is not None:
         count, unit, binary = found.groups()
         size = int(count) * (1024 if binary else 1000) ** " KMGT".index(unit or " ")

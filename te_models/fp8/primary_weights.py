@@ -70,7 +70,8 @@ def quantize_weights_alike(one: Recipe | None, other: Recipe | None) -> bool:
 def quantized(parameter: Tensor) -> QuantizedTensor | None:
     """Return the engine's quantized tensor in an FP8 weight (this rank's rows of it); None for another tensor."""
     own = local(parameter)
-    own = own.fp8 if isinstance(own, FP8Shard) else own
+    if isinstance(own, FP8Shard):
+        own = own.fp8
     # The method that quantized tensors of both engines have.
     return cast(QuantizedTensor, own) if hasattr(own, "quantize_") else None
 

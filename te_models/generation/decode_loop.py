@@ -102,11 +102,10 @@ class DecodeLoop:
         self.eager = 0  # steps without the graph so far
         self.graph: Any = torch.cuda.CUDAGraph() if graph else None
         self.stream: Any = torch.cuda.Stream(ids.device) if graph else None
-        self.host = (
-            torch.empty(count, batch, dtype=torch.long, pin_memory=True)
-            if ids.is_cuda
-            else self.made
-        )
+        if ids.is_cuda:
+            self.host = torch.empty(count, batch, dtype=torch.long, pin_memory=True)
+        else:
+            self.host = self.made
         self.events: list[Any] = []
 
     def launch(self, step: int) -> None:

@@ -41,7 +41,8 @@ def stream_text(
     `te_models.generation.generate.stream`.
     """
     tokenizer = as_tokenizer(tokenizer)
-    outcome = Outcome() if outcome is None else outcome
+    if outcome is None:
+        outcome = Outcome()
     ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
     text_end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     options.setdefault("eos_token_id", sorted({*stop_ids(model, "config"), *text_end}))

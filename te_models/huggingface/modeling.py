@@ -253,19 +253,17 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         passed = self.attention(tokens, attention_mask, position_ids, cache)
         count = logits_to_keep if isinstance(logits_to_keep, int) else 0  # of positions, or all
         passed |= dict(is_first_microbatch=self._weights_pass, logits_to_keep=count or None)
-        asked = (
-            self.config.output_router_logits
-            if output_router_logits is None
-            else output_router_logits
-        )
+        if output_router_logits is None:
+            asked = self.config.output_router_logits
+        else:
+            asked = output_router_logits
         if asked and cache is None:
             # With labels, even ignored ones, the model reports routing.
             passed["labels"] = tokens.new_full(tokens.shape[:2], IGNORED, dtype=torch.int64)
-        wanted = (
-            self.config.output_hidden_states
-            if output_hidden_states is None
-            else output_hidden_states
-        )
+        if output_hidden_states is None:
+            wanted = self.config.output_hidden_states
+        else:
+            wanted = output_hidden_states
         before = [self.model.layers[0]] if wanted else []
         after = [*self.model.layers[:-1], self.model.norm] if wanted else []
         with hidden_states(before, after, tokens.shape) as hidden:
@@ -295,11 +293,9 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             )
             loss = None if loss is None else loss + routing.loss(moe)
             output = MoeCausalLMOutputWithPast(loss, routing.balance_loss, *rest)
-        return (
-            output
-            if (self.config.return_dict if return_dict is None else return_dict)
-            else output.to_tuple()
-        )
+        if self.config.return_dict if return_dict is None else return_dict:
+            return output
+        return output.to_tuple()
 
     def calibrate(
         self, *batches: Mapping[str, Tensor], weights: Sequence[Tensor | float] | None = None

@@ -267,11 +267,9 @@ def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Findi
         age = ages[step, tensor]
         begun = int(np.flatnonzero(share[:, tensor] > SATURATED)[0])
         seen = f"{facts.tensors[tensor].name}: {share[step, tensor]:.1%} saturates in step {facts.steps[step]}"
-        since = (
-            f", and more than {SATURATED:.1%} since step {facts.steps[begun]}"
-            if begun < step
-            else ""
-        )
+        since = ""
+        if begun < step:
+            since = f", and more than {SATURATED:.1%} since step {facts.steps[begun]}"
         old = "that of this step" if age == 0 else f"{plural(int(age), 'step')} old"
         return f"{seen}{since}; its scale is {old}, its amax {amax[step, tensor]:.3g}"
 

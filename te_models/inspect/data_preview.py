@@ -207,11 +207,10 @@ def preview(
         )
     counted = sum(int(_counted(fitted, place).sum()) for place in range(len(fitted)))
     total = fitted.num_tokens
-    of = (
-        f"the first {plural(len(documents), 'record')}"
-        if more
-        else plural(len(documents), "record")
-    )
+    if more:
+        of = f"the first {plural(len(documents), 'record')}"
+    else:
+        of = plural(len(documents), "record")
     share = f"{counted / total:.0%}" if total else "none"
     lines.insert(
         0,

@@ -50,11 +50,9 @@ class RecipeLoss:
 
         Source: Gao et al. 2020, The Pile (arXiv 2101.00027).
         """
-        return (
-            self.loss * self.tokens / (self.text_bytes * math.log(2))
-            if self.text_bytes
-            else math.nan
-        )
+        if self.text_bytes:
+            return self.loss * self.tokens / (self.text_bytes * math.log(2))
+        return math.nan
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,10 @@ def find_tasks(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
     )
     tasks: list[str] = []
     for name in names:
-        known = (
-            TaskManager(include_path=name, include_defaults=False).all_subtasks
-            if name in folders
-            else []
-        )
+        if name in folders:
+            known = TaskManager(include_path=name, include_defaults=False).all_subtasks
+        else:
+            known = []
         if not known and (name in folders or name not in (*files, *manager.all_tasks)):
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
             hint = f"did you mean {' or '.join(near)}? " if near else ""

@@ -50,7 +50,8 @@ class TorchBlock(nn.Module):
         out = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(
             1, 2
         )
-        out = out if gate is None else elementwise.gate(out, gate)
+        if gate is not None:
+            out = elementwise.gate(out, gate)
         x = x + self.o_proj(out.flatten(-2))
         return x + self.down_proj(elementwise.swiglu(self.gate_up_proj(self.norms[1](x))))
 
@@ -234,6 +235,7 @@ def peer_step(peer: Peer, ids: Tensor) -> StepFunction:
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
         return elementwise.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    loss_of = torch.compile(loss_of) if ids.is_cuda else loss_of
+    if ids.is_cuda:
+        loss_of = torch.compile(loss_of)
     targets = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     return step_of(peer, lambda: loss_of(peer(ids), targets))

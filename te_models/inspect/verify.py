@@ -209,7 +209,12 @@ class Verification(Printable):
             times = (
                 [f"{time:.3f}" for time in gemm.milliseconds.values()] if gemm.milliseconds else []
             )
-            style = "red" if gemm.module in self.failures else "green" if gemm.in_fp8 else ""
+            if gemm.module in self.failures:
+                style = "red"
+            elif gemm.in_fp8:
+                style = "green"
+            else:
+                style = ""
             table.add_row(gemm.module, f"{gemm.rows}", shape, linears, *passes, *times, style=style)
         title = Text(f"recipe {self.recipe.name}, engine {self.engine} on {self.device}", "bold")
         legend = "fprop, dgrad, wgrad: dB (SQNR) between the result and BF16's; BF16 where they are equal\n"

@@ -64,7 +64,8 @@ def _ernie_layout(theirs: Values) -> list[bool]:
     count = theirs["num_hidden_layers"]
     start = theirs["moe_layer_start_index"]
     end = theirs["moe_layer_end_index"]
-    end = count - 1 if end == -1 else end
+    if end == -1:
+        end = count - 1
     interval = theirs["moe_layer_interval"]
     return [bool((layer + 1) % interval) or not start <= layer <= end for layer in range(count)]
 

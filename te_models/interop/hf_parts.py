@@ -113,11 +113,9 @@ def _multiplier(theirs: Values, value: float) -> Fields:
 
 
 def _write_multiplier(config: ModelConfig) -> float:
-    return (
-        config.head_dim**-0.5
-        if config.attention_multiplier is None
-        else config.attention_multiplier
-    )
+    if config.attention_multiplier is None:
+        return config.head_dim**-0.5
+    return config.attention_multiplier
 
 
 def _read_laguna(theirs: Values) -> Fields:

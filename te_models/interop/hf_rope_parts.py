@@ -303,7 +303,8 @@ def rope_by_type(
     def read(theirs: Values) -> Fields:
         types = _types(theirs, full)
         given = theirs.get("rope_parameters") or {}
-        types = [*types[:-1], "full_attention"] if last else types
+        if last:
+            types = [*types[:-1], "full_attention"]
         local = {"rope_theta": theirs["rope_local_base_freq"]}
         other = {"rope_theta": theirs["rope_theta"], **(theirs.get("rope_scaling") or {})}
         if any(isinstance(value, Mapping) for value in given.values()):

@@ -125,9 +125,12 @@ def _write(
 
 def _refuse_strangers(folder: Path) -> None:
     """Raise a UsageError if the folder has files that may be the user's work."""
-    present = (
-        sorted(os.listdir(folder)) if folder.is_dir() else [folder.name] if folder.exists() else []
-    )
+    if folder.is_dir():
+        present = sorted(os.listdir(folder))
+    elif folder.exists():
+        present = [folder.name]
+    else:
+        present = []
     if strangers := [name for name in present if not _replaceable(name)]:
         raise UsageError(
             f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder"

@@ -195,11 +195,10 @@ def _dtype(value: object) -> torch.dtype | None:
 
 def _device(device_map: Any) -> torch.device | str | None:
     """Return the one device of a device_map; None, the default one, for "auto"."""
-    places = (
-        [*{str(place) for place in device_map.values()}]
-        if isinstance(device_map, Mapping)
-        else [device_map]
-    )
+    if isinstance(device_map, Mapping):
+        places = [*{str(place) for place in device_map.values()}]
+    else:
+        places = [device_map]
     if len(places) != 1:
         raise UsageError(
             f"device_map names {len(places)} devices, and a model is on one: give device=, or tp_mesh= to "

@@ -52,13 +52,12 @@ class Origin:
             raise CheckpointError(f"{file} is a JSON {type(generation).__name__}, not an object")
         for name in ("eos_token_id", "pad_token_id"):
             given = generation.get(name)
-            ids = (
-                given
-                if isinstance(given, list) and name == "eos_token_id"
-                else []
-                if given is None
-                else [given]
-            )
+            if isinstance(given, list) and name == "eos_token_id":
+                ids = given
+            elif given is None:
+                ids = []
+            else:
+                ids = [given]
             if any(mistyped(number, int) or abs(number) >= 2**63 for number in ids):
                 raise CheckpointError(
                     f"{file}: {name} is {str(given)[:60]}: give the id of a token, a whole number"

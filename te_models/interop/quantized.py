@@ -100,7 +100,8 @@ def read_storage(folder: Path, config: Document) -> WeightStorage | None:
         if not source.is_file():
             return None
         values = as_object(read_json(source), source).get("quantization")
-        values = {**values, "quant_method": "modelopt"} if isinstance(values, dict) else values
+        if isinstance(values, dict):
+            values = {**values, "quant_method": "modelopt"}
     readers = {
         "fp8": _fp8_storage,
         "compressed-tensors": _compressed_storage,
@@ -197,7 +198,12 @@ def _compressed_group(group: Document, format: object) -> WeightStorage:
     _require(weights, "symmetric", True, None)
     _require(weights, "dynamic", False, None)
     format = group.get("format") or format
-    activations = "none" if not inputs else "token" if inputs.get("dynamic") else "static"
+    if not inputs:
+        activations = "none"
+    elif inputs.get("dynamic"):
+        activations = "token"
+    else:
+        activations = "static"
     if format in ("nvfp4-pack-quantized", "mxfp8-quantized"):
         bits, size, storage = (4, 16, NVFP4) if format.startswith("nv") else (8, 32, MXFP8)
         _require(weights, "num_bits", bits)
@@ -210,7 +216,8 @@ def _compressed_group(group: Document, format: object) -> WeightStorage:
     strategy = _require(weights, "strategy", "tensor", "channel", "block")
     if strategy == "block":
         block = _block_size(weights["block_structure"])
-        activations = "block" if inputs and inputs.get("strategy") == "group" else activations
+        if inputs and inputs.get("strategy") == "group":
+            activations = "block"
         return dataclasses.replace(BLOCK, block=block, activations=activations)
     return dataclasses.replace(TENSOR if strategy == "tensor" else CHANNEL, activations=activations)
 

@@ -121,8 +121,10 @@ def _fused_scales(
         values = spread(stored.scales[part], stored.storage.steps(own), own, block[1])
         if not block[1] and not bool((values == values[:1, :1]).all()):
             return None
-        values = values if grid else values[:, :1]
-        by_row = torch.ones(rows, values.shape[1]) if by_row is None else by_row
+        if not grid:
+            values = values[:, :1]
+        if by_row is None:
+            by_row = torch.ones(rows, values.shape[1])
         places[part].load(by_row, values)
         places[part].load(used, torch.ones(own[0], 1))
     scales = None if by_row is None else collapse(by_row, used[:, 0] > 0, block[0])

@@ -42,7 +42,8 @@ class Place:
     def load(self, parameter: Tensor, tensor: Tensor) -> None:
         """Copy their tensor into its rows; the dtype is converted on the device."""
         sizes = [rows for _, rows in self.blocks if rows]
-        tensor = tensor.reshape(-1, *parameter.shape[1:]) if self.form else tensor
+        if self.form:
+            tensor = tensor.reshape(-1, *parameter.shape[1:])
         tensor = tensor.to(parameter.device).unflatten(0, (self.groups, sum(sizes)))
         for piece, values in zip(self.pieces(parameter), tensor.split(sizes, dim=1), strict=True):
             piece.copy_(values)

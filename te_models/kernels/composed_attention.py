@@ -48,11 +48,10 @@ def _weights(
         mask = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(
             keys - queries
         )
-    bounded = (
-        bounded.masked_fill_(~mask, float("-inf"))
-        if mask.dtype == torch.bool
-        else bounded.add_(mask)
-    )
+    if mask.dtype == torch.bool:
+        bounded = bounded.masked_fill_(~mask, float("-inf"))
+    else:
+        bounded = bounded.add_(mask)
     if how.sinks is None:
         return scores, bounded.softmax(dim=-1), None
     sinks = how.sinks.float().view(heads)
@@ -163,7 +162,8 @@ def composed_attention(
     elif q.shape[2] == 1:
         # The heads that share a key are queries of one head, so that no key is copied.
         own = q.reshape(len(q), -1, group, q.shape[3])
-        mask = q.new_zeros(1, 1) if mask is None else mask
+        if mask is None:
+            mask = q.new_zeros(1, 1)
     else:
         return _ComposedAttention.apply(q, k, v, sinks, mask, scale, cap)
     _, weights, _ = _weights(own.float() @ k.float().mT, mask, how, (k.shape[1], -1, 1))

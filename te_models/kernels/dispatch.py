@@ -80,7 +80,11 @@ def compile_mode(compile: bool | str) -> str | None:
     """Return the name of the mode that `compile` asks for, a bool or one of COMPILE_MODES; None: not compiled."""
     if isinstance(compile, str):
         check_known("compile", compile, COMPILE_MODES)
-    return compile if isinstance(compile, str) else "default" if compile else None
+    if isinstance(compile, str):
+        return compile
+    if compile:
+        return "default"
+    return None
 
 
 def compile_status(mode: str | None, place: str) -> str:

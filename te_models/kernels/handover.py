@@ -126,7 +126,8 @@ def grouped(
 
     With `route`, x [T, I] are tokens, and those rows are made from them; a twin need not store them.
     """
-    x = x if route is None else dispatch(x, *route)
+    if route is not None:
+        x = dispatch(x, *route)
     return module(x, rows, is_first_microbatch=is_first_microbatch)
 
 

@@ -53,11 +53,10 @@ class GatedAttention(Mixer[AttentionSpec]):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return attention of x [N, D]: [N, D]."""
         qkvg = context.linear(self.qkvg_proj, x)  # [N, Q]
-        out = (
-            self._fused(qkvg, context)
-            if self._can_fuse(qkvg, context)
-            else self._composed(qkvg, context)
-        )
+        if self._can_fuse(qkvg, context):
+            out = self._fused(qkvg, context)
+        else:
+            out = self._composed(qkvg, context)
         # Under sequence parallelism qkvg has the rows of all ranks, x only this rank's.
         out = context.linear(self.o_proj, pad_rows(out, qkvg.shape[0]))
         return context.without_padding(out) if self.spec.output_bias else out
@@ -179,11 +178,10 @@ class GatedAttention(Mixer[AttentionSpec]):
     def _gated(self, out: Tensor, g: Tensor, context: ForwardContext) -> Tensor:
         """Apply the gate g [B*S, gate_size] to out [B*S, A, H]: [B*S, A*H]."""
         heads = self.spec.heads
-        gate = (
-            context.kernels.gate
-            if self.spec.gate_activation == "sigmoid"
-            else context.kernels.softplus_gate
-        )
+        if self.spec.gate_activation == "sigmoid":
+            gate = context.kernels.gate
+        else:
+            gate = context.kernels.softplus_gate
         if heads.gate == "elementwise":
             return gate(out.flatten(-2), g)
         if heads.gate == "headwise":

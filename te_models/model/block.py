@@ -123,7 +123,8 @@ class Block(nn.Module):
 
     def _delta(self, norm: nn.Module | None, out: Tensor) -> Tensor:
         """Return the contribution of a part's output to the residual stream."""
-        out = out if norm is None else self.tp.norm(norm, out, self.tp.scatters)
+        if norm is not None:
+            out = self.tp.norm(norm, out, self.tp.scatters)
         return out if self.residual_multiplier == 1 else out * self.residual_multiplier
 
     def _normed(
@@ -140,5 +141,6 @@ class Block(nn.Module):
                 None if reader.entry is None else context.neighbour(reader._modules[reader.entry])
             )
             return context.kernels.norm(norm, x, delta, consumer)
-        x = x if delta is None else x + delta
+        if delta is not None:
+            x = x + delta
         return x if norm is None else self.tp.norm(norm, x, self.tp.scatters), x

@@ -46,8 +46,10 @@ def calibrate(
             raise UsageError("some batches to calibrate on have labels: give all labels, or none")
         _calibrate_inference(model, batches, modules, delayed)
         return
-    weights = [1 / len(batches)] * len(batches) if weights is None else weights
-    router_weights = weights if router_weights is None else router_weights
+    if weights is None:
+        weights = [1 / len(batches)] * len(batches)
+    if router_weights is None:
+        router_weights = weights
     measurement = Measurement(modules, model.device)
     device = model.device
     # Else the head and its loss run in chunks, which only a head in BF16 does.

@@ -149,8 +149,10 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         # None can only mean the default of these.
-        dtype = torch.bfloat16 if dtype is None else dtype
-        compile = True if compile is None else compile
+        if dtype is None:
+            dtype = torch.bfloat16
+        if compile is None:
+            compile = True
         self.config = config
         # The factors of the routers' losses in training; a run may have others.
         self.router_losses = config.moe
@@ -321,7 +323,11 @@ class Decoder(nn.Module):
     def stop_token_ids(self) -> tuple[int, ...]:
         """Token ids that end a text, from generation_config.json, else from the config."""
         ids = self.generation_values.get("eos_token_id", self.config.eos_token_id)
-        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+        if ids is None:
+            return ()
+        if isinstance(ids, int):
+            return (ids,)
+        return tuple(ids)
 
     @property
     def pad_token_id(self) -> int | None:

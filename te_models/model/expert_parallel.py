@@ -141,11 +141,10 @@ class ExpertParallel(MeshRanks):
         owner = self.owner(name)
         if self.size == 1 or owner is None or not tensor.dim():
             return tensor
-        found = (
-            tensor.to(device).contiguous()
-            if owner == self.rank
-            else tensor.new_empty(tensor.shape, device=device)
-        )
+        if owner == self.rank:
+            found = tensor.to(device).contiguous()
+        else:
+            found = tensor.new_empty(tensor.shape, device=device)
         dist.broadcast(found, group=self.group, group_src=owner)
         return found
 
@@ -261,7 +260,8 @@ class Exchange(NamedTuple):
     def forth(self, rows: Tensor, fp8: bool = False) -> Tensor:
         """Do what `to_experts` does, without a gradient."""
         arrived = all_to_all(packed(rows) if fp8 else rows, self.group, self.sent, self.received)
-        arrived = unpacked(arrived, rows.dtype) if fp8 else arrived
+        if fp8:
+            arrived = unpacked(arrived, rows.dtype)
         return self.kernels.gather(arrived, self.places.token, None, None)[0]
 
     def back(self, rows: Tensor) -> Tensor:

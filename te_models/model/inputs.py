@@ -152,8 +152,6 @@ def known_ids(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 def invalid_token(ids: Tensor, vocab_size: int) -> str | None:
     """Return one line about the first id outside the vocabulary, None if there is none. Waits for the device."""
     invalid = ids[(ids < 0) | (ids >= vocab_size)]
-    return (
-        f"input_ids holds {int(invalid[0])}: give 0 to {vocab_size - 1} ({vocab_size=})"
-        if len(invalid)
-        else None
-    )
+    if len(invalid):
+        return f"input_ids holds {int(invalid[0])}: give 0 to {vocab_size - 1} ({vocab_size=})"
+    return None

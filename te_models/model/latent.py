@@ -50,14 +50,16 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return attention of x [N, D]: [N, D]."""
         latents = context.linear(self.qkv_a_proj, x)  # [N, Rq + R + P, and padding]
-        latents = context.without_padding(latents) if self.spec.bias else latents
+        if self.spec.bias:
+            latents = context.without_padding(latents)
         q, kv, k_rope = latents[:, : sum(self.rows)].split(self.rows, dim=-1)
         if self.q_b_proj is not None:
             q = context.linear(self.q_b_proj, self.get_submodule("q_a_layernorm")(q.contiguous()))
         out = self._attention(
             self._queries(q, context), *self._keys_and_values(kv, k_rope, context), context
         )
-        out = out if context.real is None else out * context.real
+        if context.real is not None:
+            out = out * context.real
         out = context.linear(self.o_proj, pad_rows(out, x.shape[0]))
         return context.without_padding(out) if self.spec.output_bias else out
 
@@ -84,7 +86,8 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         kv = self.get_submodule("kv_a_layernorm")(kv[:count].contiguous())
         kv, k_rope = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (kv, k_rope))
         k_rope = k_rope[:, :, None]  # [B, S, 1, P]
-        k_rope = k_rope if rope is None else context.rotated(k_rope, rope)
+        if rope is not None:
+            k_rope = context.rotated(k_rope, rope)
         k_rope = k_rope.transpose(1, 2)  # [B, 1, S, P]
         kv = kv[:, None]  # [B, 1, S, R]
         if context.cache is not None:

@@ -47,7 +47,8 @@ class MLP(Feedforward[MLPSpec]):
             return context.without_padding(hidden) if spec.bias else hidden
 
         def backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-            dy = context.without_padding(dy) if spec.bias else dy
+            if spec.bias:
+                dy = context.without_padding(dy)
             return kernels.mlp_activation_backward(dy, gate_up, spec.activation, spec.gate)
 
         return handover.swiglu(gate_up, *neighbours, forward, backward)

@@ -113,7 +113,8 @@ class Recompute:
         """
         if recomputes_mlp(self.mode, self.layer, self.layers, self._fp8, self.fp8_weights):
             # A norm of the block is part of the function, and may be another library's.
-            x = x if delta is None else x + delta
+            if delta is not None:
+                x = x + delta
             return self.recomputed(mlp, function, x, None, *args, restore_random=may_draw(block))
         return function(x, delta, *args)
 

@@ -107,7 +107,8 @@ def choose(
     # Otherwise the logits have the order of the scores, without their rounding.
     if bias is not None or moe.n_group > 1:
         scores = _scores(scores, moe)
-        scores = scores if bias is None else scores + bias.detach()
+        if bias is not None:
+            scores = scores + bias.detach()
     if moe.n_group > 1:
         groups = scores.unflatten(1, (moe.n_group, -1))  # [T, groups, E / groups]
         best = (
@@ -150,11 +151,10 @@ def describe(logits: Tensor, counts: Tensor, real: Tensor | None, moe: MoEConfig
     best = counts
     if moe.expert_bias or moe.n_group > 1:
         named = logits.detach().topk(moe.num_experts_per_tok, dim=1).indices
-        each = (
-            torch.ones_like(named, dtype=counts.dtype)
-            if real is None
-            else real.to(counts).expand_as(named)
-        )
+        if real is None:
+            each = torch.ones_like(named, dtype=counts.dtype)
+        else:
+            each = real.to(counts).expand_as(named)
         best = torch.zeros_like(counts).index_add(0, named.flatten(), each.flatten())
     probabilities = logits.softmax(1)
     squares = logits.logsumexp(1, keepdim=True).square()

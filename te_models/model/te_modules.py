@@ -100,7 +100,8 @@ class Factory:
         self, size: int, zero_centered: bool | None = None, eps: float | None = None
     ) -> nn.Module:
         """Return a te.RMSNorm of this many channels; `zero_centered` and `eps` None: as the model's others."""
-        zero_centered = self.zero_centered if zero_centered is None else zero_centered
+        if zero_centered is None:
+            zero_centered = self.zero_centered
         return self.te.RMSNorm(
             size,
             eps=eps or self.eps,

@@ -135,11 +135,9 @@ class TensorParallel(MeshRanks):
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows of all ranks [N, D], which all of them use in the same way."""
         # All ranks compute the same gradient.
-        return (
-            Mapped.apply(x, self._all, lambda dy: self._own(dy).contiguous())
-            if self.scatters
-            else x
-        )
+        if self.scatters:
+            return Mapped.apply(x, self._all, lambda dy: self._own(dy).contiguous())
+        return x
 
     def _own(self, x: Tensor) -> Tensor:
         return x.chunk(self.size)[self.rank]

@@ -278,7 +278,8 @@ def _decode_fp4(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, Tensor]
     numbers: list[float] = []
     for data, scale, block, _, amax, top in (a, b):
         assert amax is not None
-        data = data if data.is_contiguous() else data.contiguous()
+        if not data.is_contiguous():
+            data = data.contiguous()
         rows, cols = data.shape
         m, k = (rows * 2, cols) if block[0] > 1 else (rows, cols * 2)
         tensors += [data, scale, data.new_empty(m, k, dtype=torch.bfloat16), amax]
@@ -296,7 +297,8 @@ def _decode_fp8(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, None]:
     tensors: list[Tensor] = []
     numbers: list[int] = []
     for data, scale, *_ in (a, b):
-        data = data if data.is_contiguous() else data.contiguous()
+        if not data.is_contiguous():
+            data = data.contiguous()
         tensors += [data, scale, torch.empty_like(data, dtype=torch.bfloat16)]
         numbers += [*data.shape, *scale.stride()]
     a_down, a_along = a.block

@@ -248,8 +248,10 @@ class NVFP4Quantizer(Quantizer):
         copies = self._fused if fused.active(x) else self._plain
         row, row_scale, row_amax, column, column_scale, column_amax = copies(x, rowwise, columnwise)
         if len(shape) != 2:
-            row = row.view(*shape[:-1], shape[-1] // 2) if rowwise else row
-            column = column.view(*shape[:-2], shape[-2] // 2, shape[-1]) if columnwise else column
+            if rowwise:
+                row = row.view(*shape[:-1], shape[-1] // 2)
+            if columnwise:
+                column = column.view(*shape[:-2], shape[-2] // 2, shape[-1])
         fields: StorageFields = {"fp4_dtype": self.dtype}
         if rowwise:
             fields |= {

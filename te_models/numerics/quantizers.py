@@ -174,7 +174,8 @@ class Quantizer:
 
 def _bare(tensor: Tensor) -> Tensor:
     """Return the tensor contiguous and detached, with few calls of torch: each costs the host of a GPU microseconds."""
-    tensor = tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
+    if tensor.requires_grad and torch.is_grad_enabled():
+        tensor = tensor.detach()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 

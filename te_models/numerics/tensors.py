@@ -181,7 +181,8 @@ class QuantizedTensorStorage:
 
     def _high_precision(self, dtype: torch.dtype | None) -> Tensor:
         values, scale, _ = self.operand(columnwise=not self.get_usages()["rowwise"])
-        values = values if scale is None else values * scale
+        if scale is not None:
+            values = values * scale
         return values.to(dtype or self._dtype).reshape(self._shape)
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -333,8 +334,14 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
         data, scale = self._copy(columnwise)
         data = rows_first(data) if columnwise else as_matrix(data)
         # 1-D rowwise scales are [K/128, M], 2-D columnwise ones [K/128, M/128].
-        scale = scale.t() if self._is_2D_scaled == columnwise else scale
-        block = (BLOCK, BLOCK) if self._is_2D_scaled else (BLOCK, 1) if columnwise else (1, BLOCK)
+        if self._is_2D_scaled == columnwise:
+            scale = scale.t()
+        if self._is_2D_scaled:
+            block = (BLOCK, BLOCK)
+        elif columnwise:
+            block = (BLOCK, 1)
+        else:
+            block = (1, BLOCK)
         return BlockScaled(data, scale, block, self._fp8_dtype)
 
     def _derive(self, columnwise: bool) -> None:
@@ -539,11 +546,10 @@ def _written(
             and argument.alias_info.is_write
         ):
             original, plain = given[argument.name]
-            items = (
-                zip(original, plain, strict=True)
-                if isinstance(original, (list, tuple))
-                else [(original, plain)]
-            )
+            if isinstance(original, (list, tuple)):
+                items = zip(original, plain, strict=True)
+            else:
+                items = [(original, plain)]
             found += [(a, b) for a, b in items if isinstance(a, QuantizedTensor)]
     return found
 

@@ -122,11 +122,9 @@ class GradientSums(Gradients):
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the parameter's sum, of its shape; None if the step did not use the parameter."""
-        return (
-            self._sums[id(parameter)]
-            if self.group is not None or id(parameter) in self._used
-            else None
-        )
+        if self.group is not None or id(parameter) in self._used:
+            return self._sums[id(parameter)]
+        return None
 
     def drop(self, parameter: nn.Parameter) -> None:
         """Free nothing: the buffers are reused by the next step."""

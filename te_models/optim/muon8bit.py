@@ -134,11 +134,9 @@ def orthogonalize(x: Tensor, steps: int) -> Tensor:
 
 def rate_factor(adjust: str, rows: int, columns: int) -> float:
     """Return the factor of the learning rate for a matrix of this shape."""
-    return (
-        0.2 * math.sqrt(max(rows, columns))
-        if adjust == "match_rms_adamw"
-        else math.sqrt(max(1, rows / columns))
-    )
+    if adjust == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
 
 
 def batches(matrices: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -72,7 +72,8 @@ class Owners:
 
         They travel as they are, and the whole tensors have these `dtypes`; None: the shards'.
         """
-        dtypes = [shard.dtype for shard in own] if dtypes is None else dtypes
+        if dtypes is None:
+            dtypes = [shard.dtype for shard in own]
         wholes: list[Tensor | None] = []
         for parameter, dtype in zip(parameters, dtypes, strict=True):
             whole = None

@@ -155,11 +155,10 @@ def _mistake(saved: object, expected: Any, negative: bool) -> str:
         or saved.shape != expected.shape
         or saved.dtype != expected.dtype
     ):
-        shape = (
-            f"{saved.dtype} {list(saved.shape)}"
-            if isinstance(saved, Tensor)
-            else type(saved).__name__
-        )
+        if isinstance(saved, Tensor):
+            shape = f"{saved.dtype} {list(saved.shape)}"
+        else:
+            shape = type(saved).__name__
         return f"is {shape} where {expected.dtype} {list(expected.shape)} belongs"
     values = local(saved)
     if all_finite(values) and (negative or not _has_negative(values)):

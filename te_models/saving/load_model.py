@@ -257,11 +257,9 @@ def load_te_checkpoint(
 def _with_tied_head(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Return weights in which a tied table has both of its names."""
     table = weights.get("embed_tokens.weight")
-    return (
-        {"lm_head.weight": table, **weights}
-        if config.tie_word_embeddings and table is not None
-        else weights
-    )
+    if config.tie_word_embeddings and table is not None:
+        return {"lm_head.weight": table, **weights}
+    return weights
 
 
 @dataclass(frozen=True)

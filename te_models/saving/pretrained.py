@@ -228,22 +228,21 @@ def _is_te_folder(folder: Path) -> bool:
             (parent / "merged" for parent in folder.parents[:2] if (parent / "merged").is_dir()),
             None,
         )
-        first = (
-            ""
-            if merged is not None
-            else f"te-models convert --format te --model {folder} --out MERGED, then "
-        )
+        if merged is not None:
+            first = ""
+        else:
+            first = f"te-models convert --format te --model {folder} --out MERGED, then "
         problem = (
             f"holds adapters and not a model: {first}--model {merged or 'MERGED'} has both (in Python: "
             "CausalLM.from_pretrained of this folder, with merge_adapters=True)"
         )
     elif folder.is_dir() and not own and not config:
         trainer = (folder / "trainer_state.json").exists()
-        hint = (
-            ": a Trainer saves it for TEModelsForCausalLM.wrap(model), and not for a CausalLM"
-            if trainer
-            else ""
-        )
+        hint = ""
+        if trainer:
+            hint = (
+                ": a Trainer saves it for TEModelsForCausalLM.wrap(model), and not for a CausalLM"
+            )
         problem = f"has no config.json: it holds no model, or only a part of one{hint}"
     if problem:
         raise CheckpointError(f"{folder} {problem}")

@@ -153,9 +153,8 @@ def _in_whole_blocks(family: Family, config: ModelConfig, modules: Iterable[str]
             return False
         for weight in linear.weights:
             shapes[f"{name}.{weight}"] = torch.Size((linear.outputs, linear.inputs))
-    parts: dict[
-        str, list[int]
-    ] = {}  # name of a weight of ours -> rows of each part, in Hugging Face's order
+    # Name of a weight of ours -> rows of each part, in Hugging Face's order.
+    parts: dict[str, list[int]] = {}
     for place in tensor_places(family, config, shapes).values():
         rows = [place.groups * count for _, count in place.blocks if count]
         parts.setdefault(place.name, []).extend(rows)
@@ -482,12 +481,11 @@ def _input_scales(
             f"{format.static} is that of {source.path}: give calibration=token ids to measure it again"
         ]
     if format.static == "input_scale":
-        why = (
-            f"under recipe {model.recipe.name!r} has none"
-            if not model.recipe.stateful
-            else "has not trained"
-        )
-        why = f"has them for {len(trained)} of {len(modules)} linears" if trained else why
+        why = "has not trained"
+        if not model.recipe.stateful:
+            why = f"under recipe {model.recipe.name!r} has none"
+        if trained:
+            why = f"has them for {len(trained)} of {len(modules)} linears"
         raise UsageError(
             "fp8-tensor stores one scale per input, which recipe 'delayed' learns in training, and this model "
             f"{why}: give calibration=token ids (--data PATH), or choose fp8-channel"

@@ -163,7 +163,8 @@ def encode_nvfp4(weight: Tensor, options: WeightOptions, whole: Tensor | None = 
         scale = made._rowwise_scale_inv[:rows, : columns // 16].contiguous().view(E4M3)
     else:
         amax = block_amax(weight, NVFP4.block)
-        whole = global_scale(amax.amax()) if whole is None else whole
+        if whole is None:
+            whole = global_scale(amax.amax())
         scale = (whole * quotient(amax, FP4_MAX)).clamp_(max=E4M3_MAX).to(E4M3)
         scale = torch.where(scale.float() == 0, SMALLEST, scale.float()).to(E4M3)
         divisors = (scale.float() / whole)[:, None, :, None]

@@ -22,11 +22,10 @@ from te_models.serving.formats import ExportFormat, Parts
 @contextmanager
 def source_in(format: ExportFormat, origin: Origin) -> Iterator[HuggingFaceFolder | None]:
     """Open the folder that a model was read from, if its weights are stored in `format`; else give None."""
-    documents = (
-        None
-        if origin.folder is None or format.storage is None
-        else hugging_face_documents(origin.folder)
-    )
+    if origin.folder is None or format.storage is None:
+        documents = None
+    else:
+        documents = hugging_face_documents(origin.folder)
     if (
         origin.folder is None
         or documents is None

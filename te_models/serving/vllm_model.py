@@ -137,11 +137,11 @@ class GatedAttention(nn.Module):
             bias=spec.bias,
         )
         gates = heads.sections[-1].used
-        self.g_proj = (
-            build.linear(ColumnParallelLinear, f"{prefix}.g_proj", width, gates, bias=spec.bias)
-            if gates
-            else None
-        )
+        self.g_proj = None
+        if gates:
+            self.g_proj = build.linear(
+                ColumnParallelLinear, f"{prefix}.g_proj", width, gates, bias=spec.bias
+            )
         self.gate = GATES[spec.gate_activation]
         self.o_proj = build.linear(
             RowParallelLinear, f"{prefix}.o_proj", heads.q_size, width, bias=spec.output_bias
@@ -152,11 +152,10 @@ class GatedAttention(nn.Module):
         )
         self.query = heads.query // build.ranks
         self.key = max(1, heads.key // build.ranks)
-        self.rope = (
-            None
-            if spec.rope is None
-            else TableRoPE(spec.rope, _served_length(spec.rope, build.length))
-        )
+        if spec.rope is None:
+            self.rope = None
+        else:
+            self.rope = TableRoPE(spec.rope, _served_length(spec.rope, build.length))
         scale = heads.dim**-0.5 if spec.multiplier is None else spec.multiplier
         self.attn = Attention(
             self.query,
@@ -398,7 +397,8 @@ class TEModelsDecoderForCausalLM(nn.Module):
         sizes = {block: ranges[block][1] for block in rows.blocks if ranges.get(block, (0, 0))[1]}
         for block, values in zip(sizes, _split(tensor, list(sizes.values()), groups), strict=True):
             module, shard = SHARDS[block]
-            shard = None if block == "up" and not self.shape.mlp_gate else shard
+            if block == "up" and not self.shape.mlp_gate:
+                shard = None
             yield (
                 f"model.layers.{depth}.{rows.module.partition('.')[0]}.{module}.{kind}",
                 shard,

@@ -159,7 +159,8 @@ class GraphedStep:
             weights: as many factors; tensors are on the model's device.
             router_weights: factors of the routers' losses in place of `weights`; None: `weights`.
         """
-        router_weights = weights if router_weights is None else router_weights
+        if router_weights is None:
+            router_weights = weights
         misfit = self.misfit(micro_batches)
         if misfit:
             raise UsageError(misfit)
@@ -286,11 +287,9 @@ class GraphedStep:
             self.failures += 1
             self._drop_gradients()
             restore_unreduced_gradients(before)
-            outlook = (
-                "the next step tries again"
-                if self.failures < ATTEMPTS
-                else "all further steps run without it"
-            )
+            outlook = "all further steps run without it"
+            if self.failures < ATTEMPTS:
+                outlook = "the next step tries again"
             log.warning(
                 "the CUDA graph of the step was not captured, %s: %s",
                 outlook,

@@ -236,11 +236,9 @@ def add_lora(
         and not config.target_parameters
     ):
         config = dataclasses.replace(config, target_modules=_linears_of_blocks(model))
-    return (
-        AdaptedModel(model, config)
-        if isinstance(model, CausalLM)
-        else _add_to_linears(model, config)
-    )
+    if isinstance(model, CausalLM):
+        return AdaptedModel(model, config)
+    return _add_to_linears(model, config)
 
 
 def _linears_of_blocks(model: CausalLM | TEModelsForCausalLM) -> list[str]:

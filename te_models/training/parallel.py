@@ -103,11 +103,9 @@ class Parallel:
         split = [f"batches in {self.data_world}"] if self.data_world > 1 else []
         split += [f"layers in {self.tp.size()}"] if self.tp is not None else []
         split += [f"experts in {self.ep.size()}"] if self.ep is not None else []
-        return (
-            f"{self.ranks.world}, {self.kind} ({', '.join(split) or 'nothing split'})"
-            if self.dp or self.tp
-            else ""
-        )
+        if self.dp or self.tp:
+            return f"{self.ranks.world}, {self.kind} ({', '.join(split) or 'nothing split'})"
+        return ""
 
     def rows(self, batch_size: int) -> int:
         """Return the number of sequences of a batch for this process.

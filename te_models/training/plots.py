@@ -237,7 +237,8 @@ def smooth(values: Sequence[float], width: float | None = None) -> NDArray[np.fl
     standard deviation of the weights in steps; None: a 50th of the steps, at least one.
     """
     y = np.asarray(values, dtype=np.float64)
-    width = max(1.0, len(y) / 50) if width is None else width
+    if width is None:
+        width = max(1.0, len(y) / 50)
     reach = math.ceil(3 * width)
     offsets = np.arange(-reach, reach + 1)
     kernel = np.exp(-0.5 * (offsets / width) ** 2)

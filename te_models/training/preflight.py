@@ -213,11 +213,10 @@ class _Refusal:
         self, plan: Any, options: Fields, fixed: set[str], processes: int = 1
     ) -> Change | None:
         optimizer_options = self.config.optimizer_options
-        text = (
-            optimizer_options
-            if isinstance(optimizer_options, str)
-            else ",".join(f"{name}={value}" for name, value in optimizer_options.items())
-        )
+        if isinstance(optimizer_options, str):
+            text = optimizer_options
+        else:
+            text = ",".join(f"{name}={value}" for name, value in optimizer_options.items())
         return smallest_change(plan, options, self.check.available, fixed, processes, text)
 
     def _fixed(self, fsdp: bool) -> set[str]:

@@ -320,7 +320,11 @@ def print_outcome(
 
 
 def _exp(loss: float) -> str:
-    return f"{math.exp(loss):,.2f}" if loss < 100 else "infinite" if loss == loss else "unknown"
+    if loss < 100:
+        return f"{math.exp(loss):,.2f}"
+    if loss == loss:
+        return "infinite"
+    return "unknown"
 
 
 def draw_run(

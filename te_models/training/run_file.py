@@ -103,7 +103,8 @@ def read_record(folder: Path) -> Mapping[str, object]:
     """Return the record in the run.toml of a run's folder; empty without one."""
     path = folder / RUN_FILE
     record = read_toml(path).get(RECORD, {}) if path.is_file() else {}
-    record = record if isinstance(record, Mapping) else {}
+    if not isinstance(record, Mapping):
+        record = {}
     commands = record.get("commands")
     return {**record, "commands": commands if isinstance(commands, list) else []}
 

@@ -476,11 +476,9 @@ def resolved_path(name: Any) -> Any:
     if not isinstance(name, str) or os.path.exists(name):
         return os.path.abspath(name) if isinstance(name, str) else name
     path, weight = split_weight(name)
-    return (
-        os.path.abspath(path) + name[len(path) :]
-        if weight is not None and os.path.exists(path)
-        else name
-    )
+    if weight is not None and os.path.exists(path):
+        return os.path.abspath(path) + name[len(path) :]
+    return name
 
 
 def _over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

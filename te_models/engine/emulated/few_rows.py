@@ -96,11 +96,8 @@ def _exact(data: Tensor, weight: Float8TensorStorage, split_accumulator: bool) -
     right = weight.cached("host factor", False, lambda: _host_factor(weight.fp8_matrix(False)))
     table = _every_number(data.dtype)
     bits = data.view(torch.uint8).numpy()
-    bits = (
-        np.pad(bits, ((0, 0), (0, len(right.values) - bits.shape[1])))
-        if len(right.values) > bits.shape[1]
-        else bits
-    )
+    if len(right.values) > bits.shape[1]:
+        bits = np.pad(bits, ((0, 0), (0, len(right.values) - bits.shape[1])))
     out = np.zeros((len(bits), right.values.shape[1]), np.float32)
     with np.errstate(all="ignore"):
         for row, numbers in zip(out, bits, strict=True):

@@ -101,8 +101,14 @@ def gemm(
             return finish(pad_to(out, len(left.data), 1), None, bias, dtype)
     x, y = _operands(a, b, columnwise, bf16=bias is None and dtype == torch.bfloat16)
     # The rows after them are the zeros that filled a block; their results are not wanted.
-    x = x if rows is None else x._replace(values=x.values[:rows])
-    scale = y.scale if x.scale is None else x.scale if y.scale is None else x.scale * y.scale
+    if rows is not None:
+        x = x._replace(values=x.values[:rows])
+    if x.scale is None:
+        scale = y.scale
+    elif y.scale is None:
+        scale = x.scale
+    else:
+        scale = x.scale * y.scale
     if scale is None and bias is None:
         return _product(x, y, dtype)
     return finish(_product(x, y, torch.float32), scale, bias, dtype)
@@ -189,13 +195,12 @@ def finish(out: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.
     """Apply the scale and add the bias in FP32, and round once."""
     if bias is not None:
         # Scale first, then bias: the order of the epilogue of cuBLAS, which shows in the last bit.
-        out = out if scale is None else out.mul_(scale)
+        if scale is not None:
+            out = out.mul_(scale)
         return torch.add(out, bias, out=torch.empty_like(out, dtype=dtype))
-    return (
-        out.to(dtype)
-        if scale is None
-        else torch.mul(out, scale, out=torch.empty_like(out, dtype=dtype))
-    )
+    if scale is None:
+        return out.to(dtype)
+    return torch.mul(out, scale, out=torch.empty_like(out, dtype=dtype))
 
 
 def _product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
@@ -210,11 +215,9 @@ def _narrow_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if a.is_cuda:  # rounding to BF16 within the product saves a launch; FP16 would round twice
         a = a.bfloat16()
         b = b.bfloat16()
-        return (
-            torch.mm(a, b)
-            if dtype == a.dtype
-            else torch.mm(a, b, out_dtype=torch.float32).to(dtype)
-        )
+        if dtype == a.dtype:
+            return torch.mm(a, b)
+        return torch.mm(a, b, out_dtype=torch.float32).to(dtype)
     # A CPU's BF16 units return BF16. With FP32 results they are reached only through a switch of the whole process,
     # under which the products of other threads would be rounded too.
     narrow = dtype == torch.bfloat16

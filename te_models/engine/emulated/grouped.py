@@ -67,11 +67,9 @@ class _Grouped(torch.autograd.Function):
         ctx.rows = rows
         ctx.shape = inp.shape
         ctx.weight_shape = weights[0].shape
-        return (
-            torch.cat(outputs)
-            if outputs
-            else inp.new_empty(0, len(weights[0]), dtype=calls[0].dtype)
-        )
+        if outputs:
+            return torch.cat(outputs)
+        return inp.new_empty(0, len(weights[0]), dtype=calls[0].dtype)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -233,12 +231,11 @@ class GroupedLinear(TransformerEngineBaseModule):
             result = _Grouped.apply(inp, calls, rows, *self.weights, *biases)
         finally:
             self.end_forward()
-        result = result if inp.ndim == 2 else result.view(-1, *inp.shape[1:-1], self.out_features)
-        return (
-            (result, [bias.to(self.activation_dtype) for bias in self.biases])
-            if self.return_bias
-            else result
-        )
+        if inp.ndim != 2:
+            result = result.view(-1, *inp.shape[1:-1], self.out_features)
+        if self.return_bias:
+            return (result, [bias.to(self.activation_dtype) for bias in self.biases])
+        return result
 
     def _check_fp8(self, rows: list[int], tracked: bool) -> None:
         """Check what the FP8 products need, before any of them runs.

@@ -91,11 +91,9 @@ class _Linear(torch.autograd.Function):
         # Drops the reference to quantizers and weights, and marks that this backward has run.
         ctx.call = None
         # exact_gemm and fused also apply to the backward of a forward inside them, in whatever thread it runs.
-        return (
-            _backward(ctx, call, grad)
-            if call.context is None
-            else call.context.run(_backward, ctx, call, grad)
-        )
+        if call.context is None:
+            return _backward(ctx, call, grad)
+        return call.context.run(_backward, ctx, call, grad)
 
 
 def product(
@@ -142,16 +140,19 @@ def _fp8_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _result(out: Tensor, weight: Tensor, inp: Tensor, call: Call) -> Tensor:
     """Return the layer's output, of the shape that follows from the input's."""
     out = call.parallel.reduce_output(out)
-    out = out if inp.ndim == 2 else out.view(-1, *inp.shape[1:-1], weight.shape[0])
+    if inp.ndim != 2:
+        out = out.view(-1, *inp.shape[1:-1], weight.shape[0])
     return out if call.fp8 is None or call.fp8.output is None else call.fp8.output(out)
 
 
 def _backward(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | None, ...]:
     dw, dx, db = gradients(ctx, call, grad)
     if dx is not None:
-        dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
+        if len(ctx.shape) != 2:
+            dx = dx.view(ctx.shape)
         # fp8_grad=True: the module below takes its gradient in FP8.
-        dx = dx if call.fp8 is None or call.fp8.grad_input is None else call.fp8.grad_input(dx)
+        if call.fp8 is not None and call.fp8.grad_input is not None:
+            dx = call.fp8.grad_input(dx)
     if call.updates is not None:
         FP8GlobalStateManager.update_backward(call.updates)
     return dw, dx, db, None
@@ -470,11 +471,9 @@ class Linear(TransformerEngineBaseModule):
 
     def extra_repr(self) -> str:
         """Return the sizes and the split."""
-        split = (
-            f", parallel_mode={self.parallel_mode!r}, tp_size={self.tp_size}"
-            if self.tp_size > 1
-            else ""
-        )
+        split = ""
+        if self.tp_size > 1:
+            split = f", parallel_mode={self.parallel_mode!r}, tp_size={self.tp_size}"
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}{split}"
 
 

@@ -52,7 +52,12 @@ def make_quantizer(recipe: Recipe, slot: str, device: torch.device) -> Quantizer
     forward = slot in SLOTS["scaling_fwd"]
     dtype = fp8_dtype(recipe.fp8_format, forward)
     result = slot in ("output", "grad_input")
-    operand = "fwd_weight" if slot == "weight" else "fwd_inp" if forward else "bwd_grad"
+    if slot == "weight":
+        operand = "fwd_weight"
+    elif forward:
+        operand = "fwd_inp"
+    else:
+        operand = "bwd_grad"
     if isinstance(recipe, MXFP8BlockScaling):
         return MXFP8Quantizer(
             dtype, with_2d_quantization=recipe.enable_2d_quantization and slot == "weight"
@@ -219,7 +224,8 @@ class TransformerEngineBaseModule(EmptyExtraState):
         """Make the state and the quantizers of one direction; keep the scales of delayed scaling that are there."""
         key = DIRECTIONS[not fwd]
         device = self.weights[0].device
-        device = torch.get_default_device() if device.type == "meta" else device
+        if device.type == "meta":
+            device = torch.get_default_device()
         slots = SLOTS[key] * self.num_gemms
         state = self.fp8_meta.get(key)
         # Every other recipe computes its scales in the cast, and keeps nothing between passes.
@@ -308,11 +314,10 @@ class TransformerEngineBaseModule(EmptyExtraState):
                 for a, b in zip(cached.get_data_tensors(), primary.get_data_tensors(), strict=True)
             )
         if first_microbatch or cached is None or not usable:
-            cached = (
-                quantizer(weight)
-                if primary is None
-                else primary.with_data_tensors(primary.get_data_tensors())
-            )
+            if primary is None:
+                cached = quantizer(weight)
+            else:
+                cached = primary.with_data_tensors(primary.get_data_tensors())
             if not grad and weight.numel() <= KEPT_VALUES:
                 cached.start_caching()
             self._fp8_workspaces[name] = cached

@@ -172,11 +172,13 @@ def _gather_quantized(
     for name, value in zip(x._tensors, x.get_data_tensors(), strict=True):
         if not isinstance(x, Float8TensorStorage):
             wanted = quantizer.columnwise_usage if "columnwise" in name else quantizer.rowwise_usage
-            value = value if wanted else None
+            if not wanted:
+                value = None
         if value is not None and name in layout:
             dim, size, padding = layout[name]
             value = all_gather(value if size is None else value[: size[0], : size[1]], group, dim)
-            value = value if padding is None else pad_to(value, *padding)
+            if padding is not None:
+                value = pad_to(value, *padding)
         elif name == "_transpose":
             value = None
         found.append(value)

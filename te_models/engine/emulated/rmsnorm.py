@@ -93,10 +93,12 @@ class RMSNorm(EmptyExtraState):
             warnings.warn(
                 "hidden_size is deprecated: use normalized_shape", DeprecationWarning, stacklevel=2
             )
-            normalized_shape = hidden_size if normalized_shape is None else normalized_shape
+            if normalized_shape is None:
+                normalized_shape = hidden_size
         if params_dtype is not None:
             warnings.warn("params_dtype is deprecated: use dtype", DeprecationWarning, stacklevel=2)
-            dtype = params_dtype if dtype is None else dtype
+            if dtype is None:
+                dtype = params_dtype
         if normalized_shape is None:
             raise ValueError(
                 "normalized_shape is missing: give the size of the dimension to normalize over"

@@ -84,9 +84,8 @@ class Kernel(NamedTuple):
         """Return t [T, H] as the sequence of [T, lanes] that the lanes see, as views; narrower where the row ends."""
         found: list[Tensor] = []
         for step in t.split(self.lanes * self.width, dim=1):
-            step = (
-                pad(step, (0, -step.shape[1] % self.width)) if step.shape[1] % self.width else step
-            )
+            if step.shape[1] % self.width:
+                step = pad(step, (0, -step.shape[1] % self.width))
             found += step.view(len(step), step.shape[1] // self.width, self.width).unbind(-1)
         return found
 
@@ -103,11 +102,10 @@ class Kernel(NamedTuple):
     def grid_rows(self, rows: int, device: torch.device) -> int:
         """Return the number of rows that the whole grid of the backward kernel works on at a time."""
         cuda = device.type == "cuda"
-        count = (
-            torch.cuda.get_device_properties(device).multi_processor_count
-            if cuda
-            else _H200_MULTIPROCESSORS
-        )
+        if cuda:
+            count = torch.cuda.get_device_properties(device).multi_processor_count
+        else:
+            count = _H200_MULTIPROCESSORS
         per = _BLOCKS_OF_DTYPE.get(
             (self.tuned, self.size, self.dtype), _BLOCKS[self.tuned][self.size]
         )
@@ -208,7 +206,8 @@ def _dot(kernel: Kernel, a: Tensor, b: Tensor) -> Tensor:
     sums = part = a.new_zeros(a.shape[0], kernel.lanes)
     terms = kernel.spread(a)
     for p, q in zip(terms, terms if b is a else kernel.spread(b), strict=True):
-        part = part if part.shape[1] == p.shape[1] else sums[:, : p.shape[1]]
+        if part.shape[1] != p.shape[1]:
+            part = sums[:, : p.shape[1]]
         _add_product(part, p, q)
     return sums
 
