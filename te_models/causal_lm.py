@@ -206,7 +206,10 @@ class CausalLM(Decoder):
         A run does so with the tokens that end the answers of its data (te_models.data.answer_ends).
         """
         stops = self.stop_token_ids
-        new = [token for token in ids if token not in stops and token < self.config.vocab_size]
+        new = []
+        for token in ids:
+            if token not in stops and token < self.config.vocab_size:
+                new.append(token)
         if not new:
             return
         both = [*stops, *new]

@@ -224,11 +224,15 @@ def _bare(name: str) -> str:
 
 def _nearest(given: str, names: Collection[str]) -> str:
     """Return the name that was probably meant, or "": by another library's name, its start, its initials or letters."""
-    synonyms = [
-        name for name, others in SYNONYMS.items() if given in others.split() and name in names
-    ]
+    synonyms = []
+    for name, others in SYNONYMS.items():
+        if given in others.split() and name in names:
+            synonyms.append(name)
     longer = sorted(name for name in names if name.startswith(f"{given}_"))
-    initials = [name for name in names if "".join(word[:1] for word in name.split("_")) == given]
+    initials = []
+    for name in names:
+        if "".join(word[:1] for word in name.split("_")) == given:
+            initials.append(name)
     return next(
         iter(
             [

@@ -81,11 +81,10 @@ class Command(click.Command):
         if not ctx.args or ctx.resilient_parsing:
             return rest
         takers = {"preset": "--preset NAME", "model": "--model DIR", "data": "--data PATH"}
-        takers_here = [
-            taker
-            for name, taker in takers.items()
-            if any(name == parameter.name for parameter in self.params)
-        ]
+        takers_here = []
+        for name, taker in takers.items():
+            if any(name == parameter.name for parameter in self.params):
+                takers_here.append(taker)
         option = " or ".join(takers_here) or "what --help lists"
         raise click.UsageError(
             f"unexpected {ctx.args[0]!r}: give it to an option, such as {option}"

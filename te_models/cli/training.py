@@ -53,7 +53,11 @@ def training_options(command: str) -> Decorator:
         "learning_rate": dict(show_default=rate),
         "recipe": dict(default=None, show_default=False),
     }
-    names = [name for title in ORDER for name in TABLES[title] if name not in OWN]
+    names = []
+    for title in ORDER:
+        for name in TABLES[title]:
+            if name not in OWN:
+                names.append(name)
     return chained(
         setting_option("data"),
         out_option(SETTINGS["out"].help),

@@ -490,11 +490,10 @@ def get_preset(name: str, **overrides: Any) -> ModelConfig:
     """
     check_known("preset", name, PRESETS, "`te-models list`")
     layers = overrides.get("num_hidden_layers")
-    kinds = {
-        field: PRESETS[name][field]
-        for field in PER_LAYER
-        if isinstance(layers, int) and field in PRESETS[name]
-    }
+    kinds = {}
+    for field in PER_LAYER:
+        if isinstance(layers, int) and field in PRESETS[name]:
+            kinds[field] = PRESETS[name][field]
     return ModelConfig(
         **{
             **PRESETS[name],

@@ -280,11 +280,10 @@ class Recipe:
         Under BF16 only those entries of the table remain that ask for BF16, which exports read.
         """
         other = _named(name)
-        table = {
-            pattern: used
-            for pattern, used in self.precision.items()
-            if other.quantized or used == "bf16"
-        }
+        table = {}
+        for pattern, used in self.precision.items():
+            if other.quantized or used == "bf16":
+                table[pattern] = used
         return self if name == self.name else other.replace(**{**self.edges, "precision": table})
 
     def to_dict(self) -> dict[str, Any]:

@@ -190,11 +190,10 @@ def kinds_of(hint: Any) -> tuple[tuple[type, ...], type]:
 
 def from_table(owner: type[Made], values: Mapping[str, Any], title: str) -> Made:
     """Return the settings of `owner` in a table, such as a file's; `title` names it in errors."""
-    lacking = [
-        one.name
-        for one in dataclasses.fields(owner)
-        if one.default is MISSING and one.name not in values
-    ]
+    lacking = []
+    for one in dataclasses.fields(owner):
+        if one.default is MISSING and one.name not in values:
+            lacking.append(one.name)
     if lacking:
         raise ConfigError(f"{title} lacks {', '.join(lacking)}: give all that has no default")
     return owner(**values)

@@ -66,11 +66,10 @@ def _without_blanks(
     """Return the places of the last tokens of answers that are not blank; answers of blanks alone are left out."""
     marks = tokenizer.marks()
     for _ in range(BLANKS):
-        blank_ids = [
-            token
-            for token in np.unique(tokens[ends]).tolist()
-            if token not in marks and not tokenizer.decode([token]).strip()
-        ]
+        blank_ids = []
+        for token in np.unique(tokens[ends]).tolist():
+            if token not in marks and not tokenizer.decode([token]).strip():
+                blank_ids.append(token)
         blank = np.isin(tokens[ends], blank_ids)
         if not blank.any():
             break

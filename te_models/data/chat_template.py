@@ -117,9 +117,10 @@ class _Process:
         # Not a pipe, which could fill up, since nobody reads it before the end.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  _end closes it
         here = Path.cwd().resolve()  # may hold anything
-        others = [
-            entry for entry in sys.path if entry and Path(entry).resolve() not in (here, PACKAGES)
-        ]
+        others = []
+        for entry in sys.path:
+            if entry and Path(entry).resolve() not in (here, PACKAGES):
+                others.append(entry)
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "te_models.data.template_process"],
             stdin=subprocess.PIPE,

@@ -602,11 +602,10 @@ def without_nulls(value: object) -> object:
     Those with the text of a turn stay: there null is an empty answer.
     """
     if isinstance(value, dict):
-        cleaned = {
-            name: inner
-            for name, inner in value.items()
-            if inner is not None or name in ("content", "value")
-        }
+        cleaned = {}
+        for name, inner in value.items():
+            if inner is not None or name in ("content", "value"):
+                cleaned[name] = inner
         return {name: without_nulls(inner) for name, inner in cleaned.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [without_nulls(inner) for inner in value]

@@ -322,7 +322,10 @@ def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Row, str]
             raise DataError(
                 misspelled(columns, fields, part.path) or unrecognized(fields, part.path)
             )
-        read_columns = [name for name in names if name in ROW_COLUMNS or name in columns]
+        read_columns = []
+        for name in names:
+            if name in ROW_COLUMNS or name in columns:
+                read_columns.append(name)
         unread = dict.fromkeys((name for name in names if name not in read_columns), UNREAD)
         batches = table.iter_batches(batch_size=1024, row_groups=[part.group], columns=read_columns)
         at = 0

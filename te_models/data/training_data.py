@@ -407,10 +407,9 @@ class _Opening:
 def _must_stream(sources: Sequence[Source]) -> bool:
     """Return whether to stream by default: URLs, data that may not fit in memory, and text in globs or compressed."""
     texts = [source for source in sources if source.is_text]
-    globs = [
-        not os.path.lexists(source.path) and any(c in source.path for c in "*?[")
-        for source in texts
-    ]
+    globs = []
+    for source in texts:
+        globs.append(not os.path.lexists(source.path) and any(c in source.path for c in "*?["))
     if any(globs) or any(source.path.endswith(tuple(COMPRESSIONS)) for source in texts):
         return True
     return (

@@ -91,9 +91,9 @@ class Evaluation(Printable):
             {**asdict(row), "perplexity": row.perplexity, "bits_per_byte": row.bits_per_byte}
             for row in self.losses
         )
-        losses = [
-            {name: None if value != value else value for name, value in row.items()} for row in rows
-        ]
+        losses = []
+        for row in rows:
+            losses.append({name: None if value != value else value for name, value in row.items()})
         scores = [asdict(score) for score in self.scores]
         return dict(
             model=self.model, data=self.data, losses=losses, scores=scores, remarks=self.remarks

@@ -603,7 +603,11 @@ SPLIT_AS_QWEN = ("qwen2", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 
 def without_others(names: Iterable[str]) -> str:
     """Return what to say of tensors of adapters that belong to other models than the text model."""
-    found = [prefix for name in names for prefix in beside_text() if name.startswith(prefix)]
+    found = []
+    for name in names:
+        for prefix in beside_text():
+            if name.startswith(prefix):
+                found.append(prefix)
     parts = ", ".join(f"{prefix}*" for prefix in dict.fromkeys(found))
     return f"{len(found)} tensors of the adapter are of other models than the text model ({parts}) and left out"
 
@@ -611,19 +615,19 @@ def without_others(names: Iterable[str]) -> str:
 def family_of(config: Values) -> Family:
     """Return the family that a config.json belongs to; raise UsageError for an unsupported architecture."""
     kind = config.get("model_type")
-    marked = [
-        f
-        for f in FAMILIES
-        if f.marks and kind in ("qwen2", "qwen3") and any(mark in config for mark in f.marks)
-    ]
-    plain = [
-        f
-        for f in FAMILIES
-        if not f.marks
-        and f.model_type == kind
-        and (not f.text_type or text_type(config) in ("", f.text_type))
-        and f.suits(config)
-    ]
+    marked = []
+    for f in FAMILIES:
+        if f.marks and kind in ("qwen2", "qwen3") and any(mark in config for mark in f.marks):
+            marked.append(f)
+    plain = []
+    for f in FAMILIES:
+        if (
+            not f.marks
+            and f.model_type == kind
+            and (not f.text_type or text_type(config) in ("", f.text_type))
+            and f.suits(config)
+        ):
+            plain.append(f)
     for family in (*marked, *plain):
         return family
     types = {f.model_type for f in FAMILIES}

@@ -162,11 +162,10 @@ class Family:
         multimodal folder is saved under the names of that one.
         """
         roots = dict.fromkeys((self.root, *ROOTS))
-        stored = [
-            root
-            for root in roots
-            if any(name.startswith(f"{root}{self.blocks}.") for name in names)
-        ]
+        stored = []
+        for root in roots:
+            if any(name.startswith(f"{root}{self.blocks}.") for name in names):
+                stored.append(root)
         heads = [head for head in dict.fromkeys((self.head, *HEADS)) if f"{head}.weight" in names]
         aside = [prefix for own in self.aside for prefix in prefixes_of(own)]
         ends = tuple(f".{other}.weight" for other in self.spellings.values())
@@ -300,13 +299,14 @@ class Family:
         """
         text = self.text(config)
         read = {*self.known(), *HARMLESS, *SHARED, *self.ignored}
-        found = [
-            key
-            for key, value in text.items()
-            if key not in read
-            and not key.startswith(("_", "unsloth_"))
-            and not (value is None or value is False)
-        ]
+        found = []
+        for key, value in text.items():
+            if (
+                key not in read
+                and not key.startswith(("_", "unsloth_"))
+                and not (value is None or value is False)
+            ):
+                found.append(key)
         return found + unread_rope_fields(text)
 
     def _unsupported(self, config: Values) -> list[str]:

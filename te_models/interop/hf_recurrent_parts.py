@@ -216,7 +216,9 @@ def _read_kimi_layers(theirs: Values) -> Fields:
         full = [layer - 1 for layer in stated["full_attn_layers"]]  # which are counted from 1
         types = ["full_attention" if n in full else "linear_attention" for n in range(count)]
     if types is None:
-        types = ["full_attention" if n and n % 4 == 0 else "linear_attention" for n in range(count)]
+        types = []
+        for n in range(count):
+            types.append("full_attention" if n and n % 4 == 0 else "linear_attention")
     ours = {"full_attention": "latent_attention", "linear_attention": "kda"}
     for kind in types:
         if kind not in ours:

@@ -81,7 +81,10 @@ def unread_rope_fields(theirs: Values) -> list[str]:
             if "llama_4_scaling_beta" in values:
                 known |= {"original_max_position_embeddings"}
             place = key if values is given else f"{key}.{name}"
-            unread = [own for own in values if own not in known and not own.startswith("mrope_")]
+            unread = []
+            for own in values:
+                if own not in known and not own.startswith("mrope_"):
+                    unread.append(own)
             found += [f"{place}.{own}" for own in unread]
     return found
 
@@ -160,11 +163,10 @@ def _write_gemma4_heads(config: ModelConfig) -> Fields:
         for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
         if getattr(config, name) != getattr(window, name)
     }
-    layers = {
-        str(depth): changes
-        for depth, kind in enumerate(_write_types(config))
-        if kind == "full_attention" and changes
-    }
+    layers = {}
+    for depth, kind in enumerate(_write_types(config)):
+        if kind == "full_attention" and changes:
+            layers[str(depth)] = changes
     return {
         "num_attention_heads": window.num_attention_heads,
         "num_key_value_heads": window.num_key_value_heads,

@@ -150,9 +150,10 @@ def _read_pt(file: Path) -> Fields:
         and (isinstance(value, Tensor) or (value is None and name.endswith(EXTRA)))
         for name, value in content.items()
     ):
-        wrong = [
-            name for name, value in content.items() if value is not None and not _is_plain(value)
-        ]
+        wrong = []
+        for name, value in content.items():
+            if value is not None and not _is_plain(value):
+                wrong.append(name)
         if not wrong:
             return dict(content)
         problem = f": {list_some(wrong[:1])} is no plain tensor in memory of its own size"

@@ -103,9 +103,10 @@ def check_inputs(
     """Raise a UsageError for other arguments of Decoder.forward that do not fit `tokens` [B, S, ...] or each other."""
     length = tokens.shape[1] + (cache.length if cache else 0)
     others = {"attention_mask": attention_mask, "document_ids": document_ids, "labels": labels}
-    unfit = [
-        why for name, t in others.items() if t is not None and (why := _unfit(name, t, tokens))
-    ]
+    unfit = []
+    for name, t in others.items():
+        if t is not None and (why := _unfit(name, t, tokens)):
+            unfit.append(why)
     mistake = ""
     if length > config.longest_sequence:
         mistake = f"a sequence of {length} tokens is longer than {config.length_limit}: shorten it or raise that field"

@@ -61,8 +61,14 @@ def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[Group]
     if not matrices:
         whole = {id(part.parameter): ParameterRows(part.parameter, part.role) for part in all_parts}
         all_parts = list(whole.values())
-    hidden = [part for part in all_parts if matrices and part.role == "hidden"]
-    rest = [part for part in all_parts if not matrices or part.role != "hidden"]
+    hidden = []
+    for part in all_parts:
+        if matrices and part.role == "hidden":
+            hidden.append(part)
+    rest = []
+    for part in all_parts:
+        if not matrices or part.role != "hidden":
+            rest.append(part)
     made_groups = [
         {"params": hidden, "weight_decay": weight_decay, "matrices": True},
         {

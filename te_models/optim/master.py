@@ -166,7 +166,10 @@ class MasterWeights:
                 for _, view in self._views[id(parameter)]:
                     view.grad = None
             values = self._values(chunk)
-            copies = [(p, v) for p, v in values if v is not p and not is_quantized(p)]
+            copies = []
+            for p, v in values:
+                if v is not p and not is_quantized(p):
+                    copies.append((p, v))
             if copies:
                 torch._foreach_copy_([local(p) for p, _ in copies], [local(v) for _, v in copies])
             for parameter, value in values:

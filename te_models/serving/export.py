@@ -284,11 +284,10 @@ class _Writer:
             for name in self.ignored
         ]
         linears = self.model.config.linears
-        kept = [
-            name.rpartition(".")[0]
-            for name in linears
-            if linears[name].experts and name not in self.modules
-        ]
+        kept = []
+        for name in linears:
+            if linears[name].experts and name not in self.modules:
+                kept.append(name.rpartition(".")[0])
         names = dict.fromkeys(
             [*self.ignored, *theirs, *(f"{family.root}{name}.experts" for name in kept)]
         )
@@ -562,11 +561,10 @@ def _notes(format: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         return [f"transformers 5.24 {how} experts in {format}: use a server, or te_models"]
     if format != "fp8-block":
         return []
-    odd = [
-        f"{name} {list(shape)}"
-        for name, shape in shapes.items()
-        if any(size % 128 for size in shape)
-    ]
+    odd = []
+    for name, shape in shapes.items():
+        if any(size % 128 for size in shape):
+            odd.append(f"{name} {list(shape)}")
     if not odd:
         return []
     return [

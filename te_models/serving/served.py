@@ -151,11 +151,10 @@ def _replace_linears(model: Decoder, opened: HuggingFaceFolder, scheme: WeightSt
     for name in [name for name, _ in model.named_parameters() if name in weights]:
         weight = weights[name]
         # A server takes the largest static scale of the weights that it fuses.
-        static = [
-            opened.stored.inputs[theirs]
-            for theirs, place in places.items()
-            if place.name == name and theirs in opened.stored.inputs
-        ]
+        static = []
+        for theirs, place in places.items():
+            if place.name == name and theirs in opened.stored.inputs:
+                static.append(opened.stored.inputs[theirs])
         largest = torch.stack(static).amax().to(model.device) if static else None
         path, _, kind = name.rpartition(".")
         biases = dict(model.get_submodule(path).named_parameters())

@@ -386,7 +386,10 @@ def _compare_shapes(model: CausalLM, folder: Path) -> None:
         return
     now = model.config.to_dict()
     then = trained.config.to_dict()
-    changed = [name for name in now if now[name] != then[name] and name not in WITHOUT_EFFECT]
+    changed = []
+    for name in now:
+        if now[name] != then[name] and name not in WITHOUT_EFFECT:
+            changed.append(name)
     if changed:
         values = ", ".join(f"{name}={then[name]!r}" for name in changed)
         warnings.warn(

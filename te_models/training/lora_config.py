@@ -216,11 +216,10 @@ def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict
     """Return their name -> ours of the modules that are fully trained, `modules_to_save`."""
     found, mistakes = {}, []
     for wanted in config.modules_to_save or ():
-        names = [
-            name
-            for name in modules.whole
-            if name.endswith(wanted) or modules.whole[name].endswith(wanted)
-        ]
+        names = []
+        for name in modules.whole:
+            if name.endswith(wanted) or modules.whole[name].endswith(wanted):
+                names.append(name)
         if not names:
             able = ", ".join(modules.whole) or "none of a model with tied embeddings"
             mistakes.append(

@@ -184,11 +184,10 @@ def adaptable_modules(model: CausalLM) -> Modules:
         )
     named = family.in_models(family.module_root)
     places = tensor_places(named, model.config, shapes)
-    theirs = {
-        name.removesuffix(".weight"): _in_one_piece(place)
-        for name, place in places.items()
-        if name.endswith(".weight") and module_of(place) in linears
-    }
+    theirs = {}
+    for name, place in places.items():
+        if name.endswith(".weight") and module_of(place) in linears:
+            theirs[name.removesuffix(".weight")] = _in_one_piece(place)
     tops = () if model.config.tie_word_embeddings else ("embed_tokens.weight", "lm_head.weight")
     whole = {
         name.removesuffix(".weight"): place.name

@@ -53,12 +53,11 @@ class Recorder:
         self.every = every
         self.micro_batches = micro_batches
         self.modules = dict(quantizing_modules(model))
-        own = [
-            RecordedTensor(linear_name(name), operand, expert)
-            for name, module in self.modules.items()
-            for expert in experts_of(model, name, module)
-            for operand in OPERANDS
-        ]
+        own = []
+        for name, module in self.modules.items():
+            for expert in experts_of(model, name, module):
+                for operand in OPERANDS:
+                    own.append(RecordedTensor(linear_name(name), operand, expert))
         tensors = _of_all_ranks(own, parallel)
         counts = dict(zip(own, _first_copies(self.modules, model, parallel), strict=True))
         counted = [counts.get(tensor, False) for tensor in tensors]

@@ -54,9 +54,10 @@ def run_document(
     of the first step (None: the model's).
     """
     config = model.config.to_dict()
-    shape = {
-        name: value for name, value in config.items() if settings.preset or name in settings.build
-    }
+    shape = {}
+    for name, value in config.items():
+        if settings.preset or name in settings.build:
+            shape[name] = value
     tables = settings.tables()
     tables["run"] |= {"out": None}  # which a second run must not share
     tables["model"] |= run_choices(model)

@@ -254,9 +254,10 @@ class GroupedLinear(TransformerEngineBaseModule):
                 f"FP8 execution requires in_features and out_features in 16s, not {sizes[0]} and {sizes[1]}"
             )
         step = 16 if tracked else 8 * recipe.float8_block_scaling()  # 0: any number of rows will do
-        wrong = [
-            f"{i} has {count}" for i, count in enumerate(rows) if step and full_rows(count) % step
-        ]
+        wrong = []
+        for i, count in enumerate(rows):
+            if step and full_rows(count) % step:
+                wrong.append(f"{i} has {count}")
         if wrong:
             raise ValueError(
                 f"FP8 execution requires m_splits in {step}s: expert {wrong[0]} rows; pad each expert's rows"
