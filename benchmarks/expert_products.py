@@ -20,12 +20,8 @@ from torch import Tensor
 
 from te_models.files.atomic import first_line
 from te_models.inspect.environment import environment, require_gpu
-from te_models.kernels.expert_blocks_triton import (
-    block_rows_times,
-    block_weights_from,
-    cast_blocks,
-    cast_weight_blocks,
-)
+from te_models.kernels.expert_block_products_triton import block_rows_times, block_weights_from
+from te_models.kernels.expert_blocks_triton import cast_blocks, cast_weight_blocks
 from te_models.kernels.expert_cast_triton import Matrices
 from te_models.kernels.grouped_gemm_triton import ExpertMatrices, Tiles, rows_times, weights_from
 from te_models.kernels.groups import Groups

@@ -265,24 +265,13 @@ def _rotate_fp8_kernel(
 
 @triton.jit
 def _norm_slopes(
-    # gradient of the normed and turned heads, and the heads before the norm, both [B, S, heads, H]
-    dy,
-    x,
-    # tokens and head of this program
-    i,
-    head,
-    # strides in elements
-    dy_batch,
-    dy_seq,
-    dy_head,
-    x_batch,
-    x_seq,
-    x_head,
-    seq,
+    # pointers [tokens, 1] to a head's gradient of the normed and turned channels, and to the channels before the norm
+    slope,
+    source,
     # cos and sin of the pairs, FP32 [tokens, pairs]
     turn,
     slant,
-    # channels of the pairs, and of what does not turn, and which of them exist
+    # channels of the pairs, and the channels that do not turn; which of them exist
     first,
     second,
     other,
@@ -294,11 +283,8 @@ def _norm_slopes(
     factor_c,
     eps,
     dim: tl.constexpr,
-    half: tl.constexpr,
 ):
-    """Return the gradients of one head's norm at tokens i in three tiles, and their sums for the weight [width]."""
-    slope = _rows(dy, i, head, dy_batch, dy_seq, dy_head, seq)
-    source = _rows(x, i, head, x_batch, x_seq, x_head, seq)
+    """Return the gradients of one head's norm at some tokens in three tiles, and their sums for the weight [width]."""
     one = _read(slope, first, inside)
     two = _read(slope, second, inside)
     da = one * turn + two * slant
@@ -392,118 +378,34 @@ def _norm_backward_fp8_kernel(
         head = part * turned + step
         own = start + head * dim
         end = own + 2 * half if interleaved else own + half
+        dy_rows = _rows(dy, i, head, dy_batch, dy_seq, dy_head, seq)
+        x_rows = _rows(x, i, head, x_batch, x_seq, x_head, seq)
         a, e, k, wa, wb, wc = _norm_slopes(
-            dy=dy,
-            x=x,
-            i=i,
-            head=head,
-            dy_batch=dy_batch,
-            dy_seq=dy_seq,
-            dy_head=dy_head,
-            x_batch=x_batch,
-            x_seq=x_seq,
-            x_head=x_head,
-            seq=seq,
-            turn=ca,
-            slant=sa,
-            first=first,
-            second=second,
-            other=other,
-            inside=inside,
-            beside=beside,
-            factor_a=fa,
-            factor_b=fb,
-            factor_c=fc,
-            eps=eps,
-            dim=dim,
-            half=half,
+            dy_rows, x_rows, ca, sa, first, second, other, inside, beside, fa, fb, fc, eps, dim
         )
         sum_a += wa
         sum_b += wb
         sum_c += wc
+        dy_rows = _rows(dy, i + 1, head, dy_batch, dy_seq, dy_head, seq)
+        x_rows = _rows(x, i + 1, head, x_batch, x_seq, x_head, seq)
         b, f, m, wa, wb, wc = _norm_slopes(
-            dy=dy,
-            x=x,
-            i=i + 1,
-            head=head,
-            dy_batch=dy_batch,
-            dy_seq=dy_seq,
-            dy_head=dy_head,
-            x_batch=x_batch,
-            x_seq=x_seq,
-            x_head=x_head,
-            seq=seq,
-            turn=cb,
-            slant=sb,
-            first=first,
-            second=second,
-            other=other,
-            inside=inside,
-            beside=beside,
-            factor_a=fa,
-            factor_b=fb,
-            factor_c=fc,
-            eps=eps,
-            dim=dim,
-            half=half,
+            dy_rows, x_rows, cb, sb, first, second, other, inside, beside, fa, fb, fc, eps, dim
         )
         sum_a += wa
         sum_b += wb
         sum_c += wc
+        dy_rows = _rows(dy, i + 2, head, dy_batch, dy_seq, dy_head, seq)
+        x_rows = _rows(x, i + 2, head, x_batch, x_seq, x_head, seq)
         c, g, n, wa, wb, wc = _norm_slopes(
-            dy=dy,
-            x=x,
-            i=i + 2,
-            head=head,
-            dy_batch=dy_batch,
-            dy_seq=dy_seq,
-            dy_head=dy_head,
-            x_batch=x_batch,
-            x_seq=x_seq,
-            x_head=x_head,
-            seq=seq,
-            turn=cc,
-            slant=sc,
-            first=first,
-            second=second,
-            other=other,
-            inside=inside,
-            beside=beside,
-            factor_a=fa,
-            factor_b=fb,
-            factor_c=fc,
-            eps=eps,
-            dim=dim,
-            half=half,
+            dy_rows, x_rows, cc, sc, first, second, other, inside, beside, fa, fb, fc, eps, dim
         )
         sum_a += wa
         sum_b += wb
         sum_c += wc
+        dy_rows = _rows(dy, i + 3, head, dy_batch, dy_seq, dy_head, seq)
+        x_rows = _rows(x, i + 3, head, x_batch, x_seq, x_head, seq)
         d, h, o, wa, wb, wc = _norm_slopes(
-            dy=dy,
-            x=x,
-            i=i + 3,
-            head=head,
-            dy_batch=dy_batch,
-            dy_seq=dy_seq,
-            dy_head=dy_head,
-            x_batch=x_batch,
-            x_seq=x_seq,
-            x_head=x_head,
-            seq=seq,
-            turn=cd,
-            slant=sd,
-            first=first,
-            second=second,
-            other=other,
-            inside=inside,
-            beside=beside,
-            factor_a=fa,
-            factor_b=fb,
-            factor_c=fc,
-            eps=eps,
-            dim=dim,
-            half=half,
+            dy_rows, x_rows, cd, sd, first, second, other, inside, beside, fa, fb, fc, eps, dim
         )
         sum_a += wa
         sum_b += wb

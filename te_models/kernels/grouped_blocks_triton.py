@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from te_models.device.autograd import Context
+from te_models.kernels.expert_block_products_triton import block_rows_times, block_weights_from
 from te_models.kernels.expert_blocks_triton import (
     BlockGradients,
     Blocks,
     WeightBlocks,
-    block_rows_times,
-    block_weights_from,
     cast_blocks,
     cast_weight_blocks,
     gradient_blocks,
