@@ -27,6 +27,7 @@ class Kind(NamedTuple):
 
     fields: dict[str, Any]
     known: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    family: bool = True  # whether an architecture of Hugging Face has it
     chooses: bool = False  # whether a rounding may send a token elsewhere, as routers do
     # How many times more than others BF16 rounds: gradients of linear attention are 10 to 30 % from those in FP32.
     rounds: float = 1.0
@@ -163,8 +164,10 @@ KINDS = {
         ),
         chooses=True, rounds=2.0,
     ),
-    "short convolution": Kind(dict(layer_types=("short_conv", "full_attention", "short_conv")), registered),
-    "no attention": Kind(dict(layer_types=("short_conv",) * 3), registered),
+    "short convolution": Kind(
+        dict(layer_types=("short_conv", "full_attention", "short_conv")), registered, family=False
+    ),
+    "no attention": Kind(dict(layer_types=("short_conv",) * 3), registered, family=False),
 }  # fmt: skip
 WINDOW: dict[str, Any] = dict(sliding_window=5, layer_types=BY_TURNS)
 OPTIONS: dict[str, dict[str, Any]] = {
