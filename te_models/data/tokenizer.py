@@ -334,10 +334,16 @@ def _tokenizer_in(folder: Path) -> Tokenizer:
     has_model = (folder / "config.json").is_file()
     if has_model and hugging_face_documents(folder) is None:
         return ByteTokenizer()
+    if has_model:
+        raise DataError(f"{folder} has no tokenizer.json: give --tokenizer the path of one")
+    if (
+        folder / "best" / "checkpoints" / "latest"
+    ).is_file():  # of a run that ended before its first save
+        raise DataError(
+            f"{folder} has no checkpoint of the run; {folder / 'best'} has the model of its lowest evaluation loss"
+        )
     raise DataError(
-        f"{folder} has no tokenizer.json: give --tokenizer the path of one"
-        if has_model
-        else f"{folder} holds no model and no tokenizer; the folder of a run has them after its first save"
+        f"{folder} holds no model and no tokenizer; the folder of a run has them after its first save"
     )
 
 

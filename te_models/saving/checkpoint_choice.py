@@ -8,6 +8,7 @@ from te_models.errors import CheckpointError
 from te_models.files.formats import read_json
 from te_models.saving.run_folder import LATEST, Checkpoints
 
+METRICS = "metrics.jsonl"  # in the folder of a run, a line per step
 BEST = "best"  # the folder in a run's with the checkpoint of the lowest evaluation loss
 
 
@@ -29,6 +30,9 @@ def describe_choice(name: str | Path) -> str | None:
     `name` is the folder of a run, of which the newest checkpoint is taken, or best/ in it.
     """
     folder = Path(name)
+    if folder.name == BEST and only_best(folder.parent) is not None:
+        step = step_of(Checkpoints(folder / "checkpoints").all()[-1])
+        return f"{folder}: step {step:,}, the one with the lowest eval loss; the run ended before its first save"
     if not (folder / "checkpoints").is_dir() or (folder / "config.json").exists():
         return None
     newest = Checkpoints(folder / "checkpoints").latest()
@@ -74,6 +78,14 @@ def best_checkpoint(run: Path, best_step: int) -> Path | None:
     """Return best/ in the folder of a run if it holds the checkpoint of this step."""
     saved = Checkpoints(run / BEST / "checkpoints").latest()
     return run / BEST if saved is not None and step_of(saved) == best_step else None
+
+
+def only_best(run: Path) -> Path | None:
+    """Return best/ in the folder of a run that ended before its first save, but after an evaluation; else None."""
+    best = Checkpoints(run / BEST / "checkpoints").latest()
+    is_run = (run / METRICS).is_file()
+    saved = (run / "config.json").exists() or Checkpoints(run / "checkpoints").latest() is not None
+    return run / BEST if best is not None and is_run and not saved else None
 
 
 def step_of(checkpoint: Path) -> int:

@@ -34,6 +34,7 @@ from te_models.model.decoder import Decoder
 from te_models.model.expert_parallel import stand_in
 from te_models.model.options import SKETCH
 from te_models.model.tensor_parallel import gather_state
+from te_models.saving.checkpoint_choice import only_best
 from te_models.saving.folder import MANIFEST, MAX_SHARD_BYTES, load_folder, read_listed, save_folder
 from te_models.saving.load_model import load_weights, open_te_folder, opened, read_recipe
 from te_models.saving.run_folder import LATEST, Checkpoints, offering_older
@@ -244,6 +245,11 @@ def _is_te_folder(folder: Path) -> bool:
                 ": a Trainer saves it for TEModelsForCausalLM.wrap(model), and not for a CausalLM"
             )
         problem = f"has no config.json: it holds no model, or only a part of one{hint}"
+        best = only_best(folder)
+        if best is not None:
+            problem = (
+                f"has no checkpoint of the run; {best} has the model of its lowest evaluation loss"
+            )
     if problem:
         raise CheckpointError(f"{folder} {problem}")
     return config and not own and bool(te_files(folder))

@@ -260,7 +260,8 @@ def read_capture(run: Path, step: int) -> Capture:
         ConfigError: it was captured by another version, whose settings this one does not know.
     """
     if step not in captured_steps(run):
-        steps = ", ".join(map(str, captured_steps(run))) or "none"
+        kept = ", ".join(map(str, captured_steps(run)))
+        others = f"but of {kept}" if kept else "nor of another"
         if step <= steps_saved(run):
             what_to_do = (
                 f"that step has passed, so mark it for a new folder with `te-models capture NEW --step {step}`, and "
@@ -269,7 +270,7 @@ def read_capture(run: Path, step: int) -> Capture:
         else:
             what_to_do = f"mark steps in advance with `te-models capture {run} --step {step}`, and run or --resume it"
         raise CheckpointError(
-            f"{run} has not kept state and batch of step {step} (but of: {steps}): {what_to_do}"
+            f"{run} has not kept state and batch of step {step} ({others}): {what_to_do}"
         )
     found = load_folder(capture_folder(run, step), ["batch", "capture"])
     about = found.documents["capture"]

@@ -13,6 +13,7 @@ from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local
 from te_models.errors import Diverged, SaveError, TeModelsError
 from te_models.files.tensors import all_finite
+from te_models.saving.checkpoint_choice import step_of
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.evaluation import KEPT
 from te_models.training.metrics import MetricsLog
@@ -37,10 +38,19 @@ def broken_tensor(tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> 
     return names[0] if names else None
 
 
-def broken_line(name: str, step: int, checkpoints: Checkpoints) -> str:
-    """Return the line about a checkpoint that was not written, since the tensor of this name is broken."""
+def broken_line(name: str, step: int, checkpoints: Checkpoints, best: Checkpoints) -> str:
+    """Return the line about a checkpoint that was not written, since the tensor of this name is broken.
+
+    `checkpoints` are those of the run, and `best` has the model of its lowest evaluation loss.
+    """
     latest = checkpoints.latest()
-    earlier = "there is no earlier one" if latest is None else f"{latest} is the newest"
+    best_latest = best.latest()
+    if latest is not None:
+        earlier = f"{latest} is the newest"
+    elif best_latest is not None:
+        earlier = f"there is no earlier one, but {best.root.parent} has the model of step {step_of(best_latest)}"
+    else:
+        earlier = "there is no earlier one"
     return f"after step {step} {name} has a NaN or an infinity, so no checkpoint of it was written; {earlier}"
 
 

@@ -580,7 +580,8 @@ class Trainer(NamedFields):
             tensors, documents = self._content()
             broken = broken_tensor(tensors, self.parallel.ranks)
             if broken is not None:
-                raise Diverged(broken_line(broken, self.result.step, self.checkpoints))
+                step = self.result.step
+                raise Diverged(broken_line(broken, step, self.checkpoints, self.best))
             if not blocking and self.config.save_every is None:
                 # A save in the background copies all to host memory, which nobody asked for here.
                 size = sum(bytes_in(members) for members in tensors.values())

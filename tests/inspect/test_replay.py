@@ -219,7 +219,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     text = capsys.readouterr().out
     assert "layers, as recorded and replayed" in text and "software" in text
     assert main(["replay", run, "--step", "5"]) == 2
-    assert "has not kept state and batch of step 5 (but of: 2, 3, 4, 6)" in capsys.readouterr().err
+    assert "has not kept state and batch of step 5 (but of 2, 3, 4, 6)" in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "none"), "--step", "5"]) == 2
     assert main(["capture", run]) == 2
 

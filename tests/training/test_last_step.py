@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import signal
 from collections import namedtuple
@@ -13,10 +14,12 @@ import torch
 from bits import assert_same_tensors
 from tiny_runs import losses, tiny_model, tiny_trainer
 
+from te_models import CausalLM, load_tokenizer
 from te_models.distributed.control import Ranks
-from te_models.errors import DataUnavailable, Diverged, UsageError
+from te_models.errors import CheckpointError, DataError, DataUnavailable, Diverged, UsageError
 from te_models.files.tensors import all_finite
 from te_models.model.expert_parallel import stand_in
+from te_models.saving.checkpoint_choice import describe_choice
 from te_models.saving.folder import load_folder
 from te_models.training.failed_run import broken_tensor
 from te_models.training.trainer import Callback, Trainer
@@ -146,6 +149,30 @@ def test_no_broken_checkpoint_is_written(save_every: int, place: str, tmp_path: 
     saved = sorted((tmp_path / "checkpoints").glob("step-*"))
     assert [folder.name[-1] for folder in saved] == (["1", "2"] if save_every else [])
     assert all(all_finite(tensor) for folder in saved for tensor in content(folder)[0].values())
+
+
+def test_the_best_model_is_named_where_no_checkpoint_can_be_written(tmp_path: Path) -> None:
+    """Of a run that an evaluation has seen, and whose weights then have a NaN."""
+
+    class Poison(Callback):
+        def on_eval(self, trainer: Trainer, row: dict[str, Any]) -> None:
+            trainer.best.wait()
+            trainer.model.layers[1].mlp.down_proj.weight.data[0, 0] = math.nan
+
+    options = dict(save_every=0, eval_every=1, keep_best=True, learning_rate=1e-3)
+    run = trainer(tmp_path, "bf16", False, **options)
+    run.callbacks = [Poison()]
+    said = f"no earlier one, but {tmp_path / 'best'} has the model of step 1"
+    with pytest.raises(Diverged, match=re.escape(said)):
+        run.run()
+    alone = f"{tmp_path} has no checkpoint of the run; {tmp_path / 'best'} has the model"
+    with pytest.raises(CheckpointError, match=re.escape(alone)):
+        CausalLM.from_pretrained(tmp_path)
+    with pytest.raises(DataError, match=re.escape(alone)):
+        load_tokenizer(str(tmp_path))
+    chosen = describe_choice(tmp_path / "best")
+    assert chosen is not None and "step 1, the one with the lowest eval loss" in chosen
+    CausalLM.from_pretrained(tmp_path / "best")
 
 
 def test_a_first_step_that_fails_saves_nothing(tmp_path: Path) -> None:
