@@ -443,6 +443,10 @@ def plan(shape: str | ModelConfig, **options: Unpack[ModelOptions]) -> Precision
     Raises:
         UsageError: an unknown name or keyword (the nearest one is named), or values that do not fit.
     """
+    if not isinstance(shape, str | ModelConfig):
+        raise UsageError(
+            f"the shape is a {type(shape).__name__}: give a preset's name or a ModelConfig; a model has plan() itself"
+        )
     own, rest = _split({"device": "meta", **options})
     config = (
         get_preset(shape, **own) if isinstance(shape, str) else dataclasses.replace(shape, **own)

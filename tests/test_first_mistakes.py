@@ -11,17 +11,21 @@ from judge import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from te_models import (
+    Callback,
     CausalLM,
     TEModelsForCausalLM,
     TrainConfig,
     Trainer,
     load_tokenizer,
     open_data,
+    parity,
+    plan,
     stream_text,
 )
 from te_models.errors import UsageError
 
 IDS = torch.tensor([[5, 6, 7, 9]])
+BATCH = {"input_ids": IDS, "labels": IDS}
 SHAPE: dict[str, Any] = dict(vocab_size=320, num_hidden_layers=3, device="cpu")
 
 
@@ -145,6 +149,29 @@ LINES: dict[str, tuple[Callable[[CausalLM], object], str]] = {
     "compiled": (lambda m: run(torch.compile(m)), "compiled by torch.compile: give the model itself"),
     "frozen": (lambda m: run(m.requires_grad_(False)), "every parameter of the model is frozen: let some"),
     "nowhere": (lambda m: run(m, None), "out is None: give the folder of the run"),
+    "no ids": (lambda m: m(), "give either input_ids or inputs_embeds"),
+    "settings as a dict": (
+        lambda m: Trainer(m, [BATCH], None, dict(steps=1), out="run"), r"config is a dict: give te_models.TrainConfig\("
+    ),
+    "one callback": (
+        lambda m: Trainer(m, [BATCH], None, TrainConfig(steps=1), "run", callbacks=Callback()),
+        "callbacks is a Callback: give a list",
+    ),
+    "data without settings": (
+        lambda m: open_data(None, load_tokenizer(None), None), "config is a NoneType: give te_models.TrainConfig"
+    ),
+    "plan of a model": (lambda m: plan(m), "the shape is a CausalLM: give a preset's name .* a model has plan"),
+    "no text": (
+        lambda m: list(stream_text(m, load_tokenizer(None), None)), "the prompt is a NoneType: give a text or token ids"
+    ),
+    "parity on ids": (lambda m: parity(m, m.origin, "bf16", IDS), "parity compares on a list of batches: give"),
+    "parity on a batch": (lambda m: parity(m, m.origin, "bf16", BATCH), "parity compares on a list of batches: give"),
+    "parity without labels": (
+        lambda m: parity(m, m.origin, "bf16", [{"input_ids": IDS}]), "batch 1 is no dict of input_ids and labels"
+    ),
+    "calibration of lists": (lambda m: m.export("x", "nvfp4", calibration=[[5, 6]]), "calibration holds a list: give"),
+    "calibration of a text": (lambda m: m.export("x", "nvfp4", calibration="hello"), "calibration holds a str: give"),
+    "calibration of a number": (lambda m: m.export("x", "nvfp4", calibration=5), "calibration is a int: give token"),
 }  # fmt: skip
 
 
@@ -154,6 +181,12 @@ def test_one_line_says_what_to_do(mistake: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         act(build())
     assert "\n" not in str(caught.value)
+
+
+def test_adapters_for_a_name() -> None:
+    lora = pytest.importorskip("te_models.training.lora")
+    with pytest.raises(UsageError, match="the model is a str: give a CausalLM"):
+        lora.add_lora("gated-nano", r=2)
 
 
 def test_save_lora_of_a_model_without_adapters() -> None:

@@ -79,6 +79,9 @@ def open_data(
         DataError: the data cannot be read, is of no known format, or is too short.
     """
     tokenizer = as_tokenizer(tokenizer)
+    if not isinstance(config, TrainConfig):
+        kind = type(config).__name__
+        raise UsageError(f"config is a {kind}: give te_models.TrainConfig(seq_len=...)")
     settings, in_memory = _settings(data, options)
     if formatting is not None and not in_memory:
         raise UsageError(

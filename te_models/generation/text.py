@@ -1,11 +1,12 @@
 """Text from a model, streamed in pieces that no later token can change."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 from typing_extensions import Unpack
 
 from te_models.data.tokenizer import TokenizerLike, as_tokenizer, text_after
+from te_models.errors import UsageError
 from te_models.generation.generate import stop_ids, stream
 from te_models.generation.options import GenerationOptions, complete
 from te_models.model.decoder import Decoder
@@ -43,6 +44,8 @@ def stream_text(
     tokenizer = as_tokenizer(tokenizer)
     if outcome is None:
         outcome = Outcome()
+    if not isinstance(prompt, Iterable):
+        raise UsageError(f"the prompt is a {type(prompt).__name__}: give a text or token ids")
     ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
     text_end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     options.setdefault("eos_token_id", sorted({*stop_ids(model, "config"), *text_end}))

@@ -336,7 +336,7 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor | None,
+        input_ids: Tensor | None = None,
         labels: Tensor | None = None,
         cache: Cache | None = None,
         attention_mask: Tensor | None = None,

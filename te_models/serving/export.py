@@ -97,6 +97,9 @@ def export(
     """
     check_known("format", format, FORMATS)
     check_known("rounding", rounding, ROUNDINGS)
+    if calibration is not None and not isinstance(calibration, Iterable):
+        kind = type(calibration).__name__
+        raise UsageError(f"calibration is a {kind}: give token ids, int64 tensors [B, S]")
     sharded = any(local(p) is not p for p in model.parameters())
     sources = [os.path.realpath(path) for path in (origin.folder, origin.adapters) if path]
     own = os.path.realpath(folder) in sources
@@ -548,6 +551,10 @@ def input_amaxes(
         stack.callback(model.train, model.training)
         stack.enter_context(model.eval().unfused())
         for batch in batches:
+            if not isinstance(batch, Tensor):
+                raise UsageError(
+                    f"calibration holds a {type(batch).__name__}: give token ids, int64 tensors [B, S]"
+                )
             model(batch.to(model.device))
     if not found and modules:
         raise UsageError("calibration has no batches: give token ids, int64 [B, S]")

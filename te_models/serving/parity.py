@@ -149,12 +149,26 @@ def parity(
     """
     given = [exports] if isinstance(exports, (str, Path)) else exports
     names = [str(name) for name in given]
+    _check_batches(batches)
     rows = [
         _row(model, origin, name, batches, bool(names), rounding, base) for name in names or FORMATS
     ]
     tokens = sum(int(_counted(batch).sum()) for batch in batches)
     title = f"recipe {model.recipe.name}, engine {model.engine}, trained against served, on {plural(tokens, 'token')}"
     return Parity(title, tokens, tuple(rows))
+
+
+def _check_batches(batches: object) -> None:
+    """Raise a UsageError unless `batches` is a list of dicts of token ids and labels."""
+    if not isinstance(batches, list | tuple) or not batches:
+        raise UsageError(
+            "parity compares on a list of batches: give [{'input_ids': ids, 'labels': ids}], int64 tensors [B, S]"
+        )
+    for number, batch in enumerate(batches, start=1):
+        if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= batch.keys():
+            raise UsageError(
+                f"batch {number} is no dict of input_ids and labels, int64 tensors [B, S]"
+            )
 
 
 def _row(

@@ -224,6 +224,10 @@ def add_lora(
         raise UsageError(
             "the model has adapters already: add another with its add_adapter(name, config)"
         )
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"the model is a {type(model).__name__}: give a CausalLM or a TEModelsForCausalLM"
+        )
     if config is None:
         known = [field.name for field in dataclasses.fields(LoraConfig)]
         for name in fields.keys() - set(known):

@@ -222,6 +222,11 @@ class Trainer(NamedFields):
         """Raise UsageError for an argument of the wrong type."""
         if not isinstance(self.out, str | os.PathLike):
             raise UsageError(f"out is {self.out!r}: give the folder of the run")
+        if not isinstance(self.config, TrainConfig):
+            kind = type(self.config).__name__
+            raise UsageError(f"config is a {kind}: give te_models.TrainConfig(steps=...)")
+        if not isinstance(self.callbacks, Sequence):
+            raise UsageError(f"callbacks is a {type(self.callbacks).__name__}: give a list")
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
                 raise UsageError(
