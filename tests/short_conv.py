@@ -60,9 +60,6 @@ class ShortConvSpec(MixerSpec):
     def parallel_obstacle(self, sequence: bool) -> str:
         return "a short convolution is not divided between ranks: build the model without tp_mesh"
 
-    def flops(self, tokens: int, length: int) -> float:
-        return super().flops(tokens, length) + 2.0 * tokens * self.hidden_size * self.taps
-
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         return batch * (self.taps - 1) * self.hidden_size * element
 

@@ -185,13 +185,6 @@ class AttentionSpec(SoftmaxAttentionSpec):
             return "sequence_parallel=True supports no attention_output_bias: use sequence_parallel=False"
         return ""
 
-    def flops(self, tokens: int, length: int) -> float:
-        """Return the FLOPs of the te.Linears, of the products of queries and keys, and of the sums of values.
-
-        Each query sees half of the keys on average, also under a window.
-        """
-        return super().flops(tokens, length) + 2.0 * tokens * length * self.heads.q_size
-
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         return 2 * batch * slots * self.heads.kv_size * element
 

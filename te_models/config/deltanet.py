@@ -131,21 +131,6 @@ class DeltaNetSpec(MixerSpec):
         mixed = self.linears[0].sections[:3]
         return MappingProxyType({"conv1d.weight": mixed, "A_log": heads, "dt_bias": heads})
 
-    def flops(self, tokens: int, length: int) -> float:
-        """Return the FLOPs of the te.Linears, of the convolution, and of the delta rule in chunks.
-
-        Per token and value head a chunk of C tokens has the products k k^T and q k^T, the triangular solve of v and k,
-        its product with the values, and three products with the state: C (2 dk + (dk + dv) / 2 + dv) + 3 dk dv
-        multiplications.
-        """
-        sizes = self.sizes
-        chunk = min(CHUNK, length)
-        k = sizes.key_head_dim
-        v = sizes.value_head_dim
-        rule = chunk * (2 * k + (k + v) / 2 + v) + 3 * k * v
-        conv = sizes.mixed_size * sizes.conv_kernel_dim
-        return super().flops(tokens, length) + 2.0 * tokens * (conv + sizes.num_value_heads * rule)
-
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         """Return the bytes of the convolution's last inputs, and of the FP32 state; the length changes nothing."""
         sizes = self.sizes

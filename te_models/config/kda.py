@@ -23,7 +23,6 @@ from te_models.config.layer import FEATURE_ALIGNMENT, LinearSpec, MixerSpec, Sec
 from te_models.config.settings import Settings, count, positive
 
 CHUNK = 16  # tokens that te_models.kernels.kda computes at once; their decays are a tensor [C, C, channels]
-KERNEL_CHUNK = 64  # tokens that flash-linear-attention's kernels compute at once
 
 
 @dataclass(frozen=True)
@@ -118,17 +117,6 @@ class KDASpec(MixerSpec):
         return (
             "tensor parallelism does not divide Kimi Delta Attention: use FSDP2 (--parallel fsdp)"
         )
-
-    def flops(self, tokens: int, length: int) -> float:
-        """Return the FLOPs of the te.Linears, of the convolution, and of the delta rule in chunks.
-
-        As for Gated DeltaNet: per token and head a chunk of C tokens has C (3 d + d + d) and 3 d^2 multiplications.
-        """
-        sizes = self.sizes
-        chunk = min(KERNEL_CHUNK, length)
-        rule = chunk * 4 * sizes.head_dim + 3 * sizes.head_dim**2
-        conv = 3 * sizes.inner_size * sizes.conv_kernel_dim
-        return super().flops(tokens, length) + 2.0 * tokens * (conv + sizes.num_heads * rule)
 
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         """Return the bytes of the convolution's last inputs, and of the FP32 state; the length changes nothing."""

@@ -112,11 +112,6 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
     def parallel_obstacle(self, sequence: bool) -> str:
         return "tensor parallelism does not divide latent attention: use FSDP2 (--parallel fsdp)"
 
-    def flops(self, tokens: int, length: int) -> float:
-        """Return the FLOPs of the te.Linears and of attention, in which a query sees half of the keys on average."""
-        channels = self.heads.query * (self.sizes.qk_head_dim + self.sizes.v_head_dim)
-        return super().flops(tokens, length) + 1.0 * tokens * length * channels
-
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         """Return the bytes of the latent and of the rotated part of the key, which all heads share."""
         return batch * slots * (self.sizes.kv_lora_rank + self.sizes.qk_rope_head_dim) * element

@@ -209,10 +209,6 @@ class PartSpec(ABC):
         )
         return 2.0 * sum(products)
 
-    def flops(self, tokens: int, length: int) -> float:
-        """Return the FLOPs of a forward over `tokens` tokens in rows of `length`."""
-        return self.linear_flops(tokens)
-
 
 class MixerSpec(PartSpec):
     """A part that mixes tokens."""
@@ -311,10 +307,6 @@ class LayerSpec:
     def num_padding_parameters(self) -> int:
         """Parameters of rows of padding; nothing reads their output."""
         return sum(linear.num_padding_parameters for linear in self.linears.values())
-
-    def flops(self, tokens: int, length: int) -> float:
-        """Return the FLOPs of a forward over `tokens` tokens in rows of `length`."""
-        return sum(part.flops(tokens, length) for part in self.parts)
 
     def local(self, ranks: int) -> LayerSpec:
         """Return one rank's share under tensor parallelism."""

@@ -134,19 +134,6 @@ class Mamba2Spec(MixerSpec):
     def parallel_obstacle(self, sequence: bool) -> str:
         return "tensor parallelism does not divide Mamba 2: use FSDP2 (--parallel fsdp)"
 
-    def flops(self, tokens: int, length: int) -> float:
-        """Return the FLOPs of the te.Linears, of the convolution, and of the state space in chunks.
-
-        Per token a chunk of C tokens has the products c b^T of each group, their product with the inputs of each head,
-        and the input to and the output from the state: C (G N + H P) / 2 + 2 H P N multiplications.
-        """
-        sizes = self.sizes
-        chunk = min(CHUNK, length)
-        conv = sizes.mixed_size * sizes.conv_kernel_dim
-        scan = chunk * (sizes.group_size + sizes.inner_size) / 2
-        scan += 2 * sizes.inner_size * sizes.state_dim
-        return super().flops(tokens, length) + 2.0 * tokens * (conv + scan)
-
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         """Return the bytes of the convolution's last inputs, and of the FP32 state; the length changes nothing."""
         sizes = self.sizes

@@ -85,10 +85,6 @@ class ShortConvSpec(MixerSpec):
             return "sequence_parallel=True supports no short_conv.bias: use sequence_parallel=False"
         return ""
 
-    def flops(self, tokens: int, length: int) -> float:
-        """Return the FLOPs of the te.Linears and of the convolution."""
-        return super().flops(tokens, length) + 2.0 * tokens * self.channels * self.sizes.kernel_dim
-
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         """Return the bytes of the convolution's last inputs; the length changes nothing."""
         return batch * (self.sizes.kernel_dim - 1) * self.channels * element

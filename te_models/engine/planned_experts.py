@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from te_models.device.allocations import counted_as
 from te_models.device.autograd import Context
+from te_models.device.operations import count_flops
 from te_models.engine.emulated import (
     FP8GlobalStateManager,
     recipe,
@@ -141,6 +142,7 @@ class _JointLinear(torch.autograd.Function):
         ctx.save_for_backward(x if trained and route is not None else turned)
         ctx.shape = x.shape
         out = _wide(rows, module.out_features, x)
+        count_flops(out, 2.0 * out.numel() * module.in_features)
         own.straight = None if own.turned is None else own.straight
         del given
         return out
@@ -199,6 +201,7 @@ class _UpOfExperts(torch.autograd.Function):
         ctx.biases = len(module.biases)
         ctx.save_for_backward(x if own.trained and route is not None else turned)
         out = _wide(rows, module.out_features, x)
+        count_flops(out, 2.0 * out.numel() * module.in_features)
         own.straight = None if own.turned is None else own.straight
         del given
         return out
@@ -242,6 +245,7 @@ class _DownOfExperts(torch.autograd.Function):
         module = own.module
         hidden = _bytes(len(gate_up) * module.in_features)
         out = _wide(len(gate_up), module.out_features, gate_up)
+        count_flops(out, 2.0 * out.numel() * module.in_features)
         own.straight = None if own.turned is None else own.straight
         del hidden
         ctx.own = own

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from te_models.device.allocations import counted_as, fresh
 from te_models.device.autograd import Context
+from te_models.device.operations import count_flops
 from te_models.engine import emulated
 from te_models.engine.emulated.linear import Call, fp8_weight, new_calls
 from te_models.engine.emulated.module import TransformerEngineBaseModule
@@ -150,6 +151,7 @@ class _Linear(torch.autograd.Function):
         rows = inp.shape[:-1].numel() * (parallel.size if parallel.gathers_input else 1)
         shape = inp.shape[:-1] if rows == inp.shape[:-1].numel() else (rows,)
         out = torch.empty(*shape, len(weight), dtype=call.dtype, device=weight.device)
+        count_flops(out, 2.0 * out.numel() * weight.shape[1])
         del total
         out = parallel.reduce_output(out)
         ctx.call = call
@@ -330,6 +332,7 @@ class _Grouped(torch.autograd.Function):
             kept = [turned if columnwise else straight if wgrad else None]
             kept += _expert_weights(module, call, sizes, dgrad)
         out = torch.empty(len(inp), sizes[0], dtype=call.dtype, device=inp.device)
+        count_flops(out, 2.0 * out.numel() * sizes[1])
         ctx.module = module
         ctx.call = call
         ctx.save_for_backward(*kept)

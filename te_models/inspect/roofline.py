@@ -16,7 +16,7 @@ from te_models.config.model import ModelConfig
 from te_models.config.precision import Precision
 from te_models.kernels.delta_rule import delta_rule
 from te_models.kernels.sdpa import causal_attention
-from te_models.planning.flops import training_flops
+from te_models.planning.flops import forward_flops, training_flops
 
 
 class Roofline(NamedTuple):
@@ -77,8 +77,8 @@ def roofline(
 ) -> Roofline:
     """Measure the roofline on `device`, a CUDA device with FP8 units; `precision` says how each te.Linear runs.
 
-    What the description of a layer counts beside its te.Linears is measured with the kernel that computes it, or taken
-    at the rate of the head's GEMM where there is none.
+    What a layer computes beside its te.Linears (te_models.planning.flops) is measured with the kernel that computes it,
+    or taken at the rate of the head's GEMM where there is none.
     """
     tokens = batch * seq
     shape = dict(batch=batch, seq=seq, device=device)
@@ -92,6 +92,7 @@ def roofline(
     recurrence = 0.0
     other = 0.0
     moved = 0
+    counted = forward_flops(config, seq).layers
     for depth, layer in enumerate(config.layers):
         for rows, i, o, fp8 in products(layer, depth, tokens, precision):
             # fprop, dgrad and wgrad: the same product with its dimensions exchanged.
@@ -99,14 +100,14 @@ def roofline(
                 gemm += measure_gemm(*dimensions, fp8)
             # BF16 input and output of each GEMM: once in the forward, and twice in the backward with their gradients.
             moved += 2 * 3 * rows * (i + o)
-        for part in layer.parts:
-            if isinstance(part, SoftmaxAttentionSpec):
-                attention += measure_attention(part.heads) * seen_share(part.window, seq)
-            elif isinstance(part, DeltaNetSpec):
-                recurrence += measure_recurrence(part.sizes)
-            else:
-                beside = part.flops(tokens, seq) - part.linear_flops(tokens)
-                other += 3 * beside * ms_per_flop
+        mixer = layer.mixer
+        if isinstance(mixer, SoftmaxAttentionSpec):
+            attention += measure_attention(mixer.heads) * seen_share(mixer.window, seq)
+        elif isinstance(mixer, DeltaNetSpec):
+            recurrence += measure_recurrence(mixer.sizes)
+        else:
+            linears = sum(part.linear_flops(tokens) for part in layer.parts)
+            other += 3 * (batch * counted[depth] - linears) * ms_per_flop
     return Roofline(gemm, attention, moved / _copy_rate(device), recurrence, other)
 
 

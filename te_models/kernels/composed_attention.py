@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from te_models.device.autograd import Context
+from te_models.device.operations import one_operation
+from te_models.kernels.sdpa import attention_flops
 
 
 class Softmax(NamedTuple):
@@ -165,6 +167,7 @@ def composed_attention(
         if mask is None:
             mask = q.new_zeros(1, 1)
     else:
-        return _ComposedAttention.apply(q, k, v, sinks, mask, scale, cap)
+        with one_operation(q, attention_flops(q, k, v)):
+            return _ComposedAttention.apply(q, k, v, sinks, mask, scale, cap)
     _, weights, _ = _weights(own.float() @ k.float().mT, mask, how, (k.shape[1], -1, 1))
     return (weights @ v.float()).to(q.dtype).reshape(q.shape)

@@ -23,6 +23,7 @@ from torch import Tensor
 from te_models.config.deltanet import CHUNK
 from te_models.device.allocations import on_gpu
 from te_models.device.autograd import Context
+from te_models.device.operations import count_flops
 from te_models.kernels.chunks import chunked_decays
 from te_models.kernels.from_inputs import from_inputs
 
@@ -200,7 +201,16 @@ def delta_rule_kernel(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def kernels_without_data(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Return the outputs of whole rows, on meta, with the memory of flash-linear-attention's kernels."""
+    """Return the outputs of whole rows, on meta, with the memory of flash-linear-attention's kernels.
+
+    Per token and value head a chunk of C tokens has the products k k^T and q k^T, the triangular solve of v and k, its
+    product with the values, and three products with the state: C (2 dk + (dk + dv) / 2 + dv) + 3 dk dv multiplications.
+    """
+    keys = k.shape[3]
+    values = v.shape[3]
+    chunk = min(CHUNK, v.shape[1])
+    rule = chunk * (2 * keys + (keys + values) / 2 + values) + 3 * keys * values
+    count_flops(v, 2.0 * v.shape[:3].numel() * rule)
     return _KernelsWithoutData.apply(q, k, v, g, beta)
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.device.measured import once
+from te_models.device.operations import count_flops
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -139,6 +140,7 @@ def convolved(x: Tensor, tail: Tensor | None, taps: Tensor, documents: Tensor | 
     """
     size = taps.shape[-1]
     seq = x.shape[1]
+    count_flops(x, 2.0 * x.numel() * size)
     # [B, K - 1 + S, C]
     whole = F.pad(x, (0, 0, size - 1, 0)) if tail is None else torch.cat((tail, x), dim=1)
     # A sum over a handful of taps instead of F.conv1d: it fuses with what is around it, and can stop at documents.

@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from te_models.device.allocations import counted_as, results_of
 from te_models.device.autograd import Context
+from te_models.device.operations import count_flops
 from te_models.kernels import gated_attention, lm_head
 from te_models.kernels.expert_rows import RowKernels
 from te_models.kernels.gated_attention import FP8Operations, Norm, Operations, Rotation
 from te_models.kernels.groups import Groups
+from te_models.kernels.sdpa import attention_flops
 
 
 class FP8Memory(NamedTuple):
@@ -165,6 +167,7 @@ class SpanMemory(NamedTuple):
 
     def forward(self, q: Tensor, *_: Any) -> tuple[Tensor, ...]:
         """Return the output [B, N, S, H], and the FP32 logarithms of the sums [B, N, S]."""
+        count_flops(q, attention_flops(q, q, q))
         out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
         log_sum = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         return out.transpose(1, 2), log_sum

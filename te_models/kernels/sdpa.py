@@ -12,6 +12,7 @@ from te_models.config.attention import CUDNN_DIMS, CUDNN_DIMS_ANYWHERE
 from te_models.device.allocations import on_gpu
 from te_models.device.autograd import Context
 from te_models.device.cudnn import cudnn_is_sound
+from te_models.device.operations import count_flops
 
 # cuDNN takes 0.5 to 0.9 of FlashAttention-2's time for every head dimension of CUDNN_DIMS, at all lengths that
 # benchmarks/attention_kernels.py times (docs/results/training_speed.md).
@@ -113,8 +114,17 @@ class _WithoutData(torch.autograd.Function):
         return *made, None
 
 
+def attention_flops(q: Tensor, k: Tensor, v: Tensor) -> float:
+    """Return the operations of causal attention of q [B, N, S, H], k and v [B, K, M, H or V]: half of the pairs.
+
+    Those of the products of queries and keys, and of the sums of values; also where a window shows a query fewer keys.
+    """
+    return q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3])
+
+
 def _without_data(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Run attention on meta, where PyTorch would compose it of operations."""
+    count_flops(q, attention_flops(q, k, v))
     if on_gpu(q):
         return _WithoutData.apply(q, k, v, None if mask is None else mask.to(q.dtype))
     mask = None if mask is None else mask.float()

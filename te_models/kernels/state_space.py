@@ -25,6 +25,7 @@ from torch import Tensor
 from te_models.config.mamba2 import CHUNK
 from te_models.device.allocations import on_gpu
 from te_models.device.autograd import Context
+from te_models.device.operations import count_flops
 from te_models.kernels.chunks import chunked_decays
 from te_models.kernels.delta_rule import FORGET
 from te_models.kernels.from_inputs import from_inputs
@@ -60,12 +61,25 @@ def state_space(
     if kernels is not None:
         return kernels(x, dt, a, b, c, d, state, documents)
     if x.is_meta and on_gpu(x) and x.dtype.itemsize == 2:
+        count_flops(x, scan_flops(x, b))
         return _KernelsWithoutData.apply(x, dt, a, b, c, d), None
     if state is None:
         return _outputs(x, dt, a, b, c, d, documents), None
     if x.shape[1] == 1:
         return recurrent(x, dt, a, b, c, d, state)
     return chunked(x, dt, a, b, c, d, state, documents)
+
+
+def scan_flops(x: Tensor, b: Tensor) -> float:
+    """Return the operations of the state space in chunks, of x [B, S, H, P] and b [B, S, G, N].
+
+    Per token a chunk of C tokens has the products c b^T of each group, their product with the inputs of each head, and
+    the input to and the output from the state: C (G N + H P) / 2 + 2 H P N multiplications.
+    """
+    chunk = min(CHUNK, x.shape[1])
+    inner = x.shape[2] * x.shape[3]
+    scan = chunk * (b.shape[2] * b.shape[3] + inner) / 2 + 2 * inner * b.shape[3]
+    return 2.0 * x.shape[:2].numel() * scan
 
 
 class _KernelsWithoutData(torch.autograd.Function):

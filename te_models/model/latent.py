@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.config.latent import LatentAttentionSpec
-from te_models.kernels.sdpa import causal_attention
+from te_models.device.operations import one_operation
+from te_models.kernels.sdpa import attention_flops, causal_attention
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import KVState
 from te_models.model.part import Mixer
@@ -108,14 +109,16 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         PyTorch's FlashAttention takes no others, and math, which does, makes all scores.
         """
         width = self.spec.sizes.width
+        flops = attention_flops(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         mask = context.masks[self.spec.window]
         scale = self.spec.multiplier
         q, k, v = (
             t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v)
         )
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, A, S or slots, width]
-        if mask is None or isinstance(mask, Tensor):
-            out = causal_attention(q, k, v, mask, scale=scale)
-        else:
-            out = mask(q, k, v, scale)
+        with one_operation(q, flops):
+            if mask is None or isinstance(mask, Tensor):
+                out = causal_attention(q, k, v, mask, scale=scale)
+            else:
+                out = mask(q, k, v, scale)
         return out[..., : self.spec.sizes.v_head_dim].transpose(1, 2).flatten(2).flatten(0, 1)

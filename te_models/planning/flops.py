@@ -2,22 +2,61 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
 
 from te_models.config.gpus import peak_bf16
 from te_models.config.model import ModelConfig
+from te_models.config.recipe import get_recipe
+from te_models.device.allocations import Allocations
+from te_models.device.operations import OperationCount
+from te_models.planning.measured import PARTS, count_pass
+from te_models.planning.training import Training
+
+
+class ForwardFlops(NamedTuple):
+    """The operations of a forward of one sequence: of each layer, and of everything outside layers."""
+
+    layers: tuple[float, ...]
+    rest: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self.layers) + self.rest
+
+
+def forward_flops(config: ModelConfig, length: int) -> ForwardFlops:
+    """Count the operations of a forward of a sequence of `length` tokens, in one layer of each kind, on meta.
+
+    Two per weight and token, of experts those that a token is sent to, and in causal attention half of the pairs of
+    queries and keys, also under a window.
+    """
+    # In a thread of its own, where no autocast, scale or grad mode of the caller is.
+    with ThreadPoolExecutor(1) as own:
+        return own.submit(_forward_flops, config, length).result()
+
+
+@functools.lru_cache(64)
+def _forward_flops(config: ModelConfig, length: int) -> ForwardFlops:
+    first: dict[object, int] = {}
+    same = [first.setdefault(layer, depth) for depth, layer in enumerate(config.layers)]
+    setting = Training(seq_len=length, compile=False, fused=False).setting
+    with Allocations(PARTS), OperationCount() as operations, torch.no_grad():
+        found = count_pass(config, get_recipe("bf16"), setting, tuple(first.values()), operations)
+    layers = tuple(found[layer] for layer in same)
+    return ForwardFlops(layers, operations.total - sum(found.values()))
 
 
 def training_flops(config: ModelConfig, tokens: int, length: int) -> float:
     """Return the FLOPs of one forward and backward over `tokens` tokens in sequences of `length`.
 
-    Six per weight and token, of experts those that a token is sent to, and 6 B S^2 A H for causal attention. Recomputed
-    operations do not count.
+    Three times those of the forward: backward has two products for each of it. Recomputed operations do not count.
     """
-    blocks = 0.0
-    for layer, count in Counter(config.layers).items():
-        blocks += count * layer.flops(tokens, length)
-    return 3 * (blocks + 2.0 * tokens * config.hidden_size * config.vocab_size)
+    return 3 * forward_flops(config, length).total * tokens / length
 
 
 def utilization(

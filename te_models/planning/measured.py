@@ -28,6 +28,7 @@ from te_models.config.recipe import Recipe
 from te_models.config.recompute_modes import recomputes_block, recomputes_mlp
 from te_models.device.allocations import Allocations, active, counted_as
 from te_models.device.autograd import Context
+from te_models.device.operations import OperationCount
 from te_models.distributed.planned_ranks import PlannedRanks
 from te_models.fp8.precision import ModelPrecision, model_precision
 from te_models.fp8.scaling_state import fp8_state
@@ -214,6 +215,8 @@ class _PlannedDecoder(Decoder):
             if setting.sharded and isinstance(module, self.te.LINEARS):
                 module._is_fsdp2 = True
         self.marks: list[tuple[str, int, tuple[int, ...]]] = []
+        self.operations: OperationCount | None = None  # that counts what each layer computes
+        self.layer_flops: dict[int, float] = {}
         self.held: list[Tensor] = []
 
     def _make_block(self, spec: LayerSpec, layer: int, factory: Factory) -> nn.Module:
@@ -241,7 +244,10 @@ class _PlannedDecoder(Decoder):
                 continue
             self.note(f"forward {layer}")
             x = self._bounded(x, f"after {layer}")
+            before = 0.0 if self.operations is None else self.operations.total
             x = super()._run(range(layer, layer + 1), x, context)
+            if self.operations is not None:
+                self.layer_flops[layer] = self.operations.total - before
             x = self._bounded(x, f"backward {layer}")
         return x
 
@@ -309,6 +315,23 @@ def _run_step(
         del loss
         model.note("end")
     return _divided(model.marks, found.events, _standing(model))
+
+
+def count_pass(
+    config: ModelConfig,
+    recipe: Recipe,
+    setting: StepSetting,
+    layers: tuple[int, ...],
+    operations: OperationCount,
+) -> dict[int, float]:
+    """Run a forward of one row through these layers, and return the operations of each.
+
+    Inside `operations` and an Allocations; afterwards `operations` has those of the head as well.
+    """
+    model = _PlannedDecoder(config, recipe, setting, layers)
+    model.operations = operations
+    model(torch.empty(1, setting.seq_len, dtype=torch.int64, device="meta"))
+    return model.layer_flops
 
 
 def _standing(model: Decoder) -> Standing:

@@ -17,6 +17,7 @@ from torch import Tensor
 from te_models import CausalLM, ModelConfig
 from te_models.errors import ConfigError
 from te_models.interop.hf_families import FAMILIES, family_of
+from te_models.planning.flops import forward_flops
 
 # config.json of DeepSeek-V3 as published.
 DEEPSEEK: dict[str, Any] = dict(
@@ -182,5 +183,5 @@ def test_the_cache_keeps_the_latent() -> None:
         and "heads of 136 channels (keys have 136, values 128)" in note
     )
     # A product of a query and a key, and of a weight and a value, for each of the keys of which it sees half.
-    attention = config.layers[0].flops(5, 10) - config.layers[0].flops(5, 0)
-    assert attention == 2 * 5 * 10 / 2 * 6 * (136 + 128)
+    linears = sum(part.linear_flops(10) for part in config.layers[0].parts)
+    assert forward_flops(config, 10).layers[0] - linears == 2 * 10 * 10 / 2 * 6 * (136 + 128)

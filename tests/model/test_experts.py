@@ -311,7 +311,7 @@ def test_parameters_and_their_roles() -> None:
     )
     idle = 2 * 3 * 3 * 64 * 64  # layers, experts, projections
     assert own.num_active_parameters == own.num_parameters - idle
-    assert own.layers[1].mlp.flops(10, 10) == 20 * 64 * (5 + 2 * 3 * 64 + 3 * 32 + 1)
+    assert own.layers[1].mlp.linear_flops(10) == 20 * 64 * (5 + 2 * 3 * 64 + 3 * 32 + 1)
     roles = {(part.role, tuple(part.of(part.parameter).shape)) for part in parts(model)}
     assert {("hidden", (64, 64)), ("gate", (5, 64)), ("gate", (1, 64))} <= roles
     assert ModelConfig.from_dict(own.to_dict()) == own
