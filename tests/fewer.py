@@ -1,4 +1,4 @@
-"""Products of cases of which `make test` runs a part and `make test-slow` the rest."""
+"""Products of cases of which `make test` runs a part, and `make test-slow` the rest or a part of that."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -7,19 +7,21 @@ from typing import Any
 import pytest
 
 
-def every(step: int, *axes: Iterable[Any]) -> list[Any]:
-    """Return all combinations of the axes; only those on each `step`-th diagonal are not slow.
+def every(step: int, *axes: Iterable[Any], rest: int = 1) -> list[Any]:
+    """Return combinations of the axes; only those on each `step`-th diagonal are not slow.
 
-    With a step of at most the length of the longest axis every value of every other axis is among them.
+    With a step of at most the length of the longest axis every value of every other axis is among them. Of the
+    others, those on each `rest`-th diagonal are there.
     """
-    cases = itertools.product(*(enumerate(axis) for axis in axes))
-    return [
-        pytest.param(
-            *(value for _, value in case),
-            marks=[pytest.mark.slow] if sum(n for n, _ in case) % step else [],
-        )
-        for case in cases
-    ]
+    found = []
+    for case in itertools.product(*(enumerate(axis) for axis in axes)):
+        diagonal = sum(n for n, _ in case)
+        values = [value for _, value in case]
+        if diagonal % step == 0:
+            found.append(pytest.param(*values))
+        elif diagonal % rest == 0:
+            found.append(pytest.param(*values, marks=pytest.mark.slow))
+    return found
 
 
 def some(step: int, table: Iterable[Sequence[Any]]) -> list[Any]:

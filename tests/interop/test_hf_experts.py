@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from families import CASES, FAMILY_CASES
+from fewer import every
 from hf_models import document_of, load, make_theirs, tensors_of
 from hybrids import HYBRIDS
 from torch import Tensor
@@ -109,8 +110,7 @@ def batch(padded: bool, length: int = 17) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "case",
     [
-        *ROUTED,
-        *OTHERS,
+        *every(2, [*ROUTED, *OTHERS]),
         *(
             pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW))
             for name in (*HYBRIDS, *RECURRENT)

@@ -5,6 +5,7 @@ Run by test_triton_kernels.py in Triton's interpreter, which takes FP32 for BF16
 
 import pytest
 import torch
+from fewer import every
 from torch import Tensor
 
 from te_models.kernels import elementwise, expert_blocks_triton
@@ -133,8 +134,7 @@ def close(found: Tensor, wanted: Tensor, size: Tensor) -> None:
     assert ((found.double() - wanted).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize(("turn", "biased"), every(2, [False, True], [False, True]))
 def test_products_and_gradients(turn: bool, biased: bool) -> None:
     """By the operands that the emulated engine's quantizers make; transposed weights kept, or made in backward."""
     torch.manual_seed(2)

@@ -31,7 +31,7 @@ def test_fused_attention_gives_each_document_its_own_angles(name: str, window: i
     """Forward and backward, in FP16, which the interpreter multiplies, as it does not BF16."""
     context, scaling = SCALINGS[name]
     config = ModelConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=context, rope_scaling=scaling,
         sliding_window=window, initializer_range=0.2,
     )  # fmt: skip

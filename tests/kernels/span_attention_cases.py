@@ -1,8 +1,11 @@
 """Attention in spans equals attention under a mask; test_triton_kernels.py runs this with TRITON_INTERPRET=1."""
 
+from typing import Any
+
 import pytest
 import torch
 from bits import assert_same_bits
+from fewer import every
 from kernels.test_composed_attention import by_definition
 from kernels.test_gated_attention import setting
 from torch import Tensor
@@ -62,16 +65,14 @@ def distance(name: str, found: Tensor, expected: Tensor) -> None:
     assert gap < BOUND, f"{name}: {gap:.2g} off, {BOUND:.2g} allowed"
 
 
-@pytest.mark.parametrize("cap", [None, 1.5])
-@pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize(
-    ("batch", "heads", "shared", "seq", "dim", "window", "lengths"), CASES, ids=str
+    ("case", "sunk", "cap"), every(2, CASES, [False, True], [None, 1.5]), ids=str
 )
 def test_output_and_gradients_are_those_by_definition(
-    batch: int, heads: int, shared: int, seq: int, dim: int, window: int | None, lengths: list[list[int]] | None,
-    sunk: bool, cap: float | None,
-) -> None:  # fmt: skip
+    case: tuple[Any, ...], sunk: bool, cap: float | None
+) -> None:
     """In FP64, with sinks and a cap of the logits and without; on a GPU with four times the tokens and channels."""
+    batch, heads, shared, seq, dim, window, lengths = case
     seq, dim, window = seq * GROW, dim * GROW, window and window * GROW
     ids = document_ids(lengths)
     mask = attention_mask(seq, window, None, ids, DEVICE)

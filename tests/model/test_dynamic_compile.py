@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fewer import every
 
 from te_models import CausalLM, TEModelsForCausalLM
 
@@ -15,15 +16,7 @@ KINDS = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "gated-nano",
-        pytest.param("gated-moe-nano", marks=pytest.mark.slow),
-        pytest.param("gated-hybrid-nano", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("kind", "wrapped"), every(4, KINDS, [True, False]))
 def test_dynamic_shapes_give_the_same_logits(kind: str, wrapped: bool) -> None:
     torch._dynamo.reset()
     causal = CausalLM.from_preset(
