@@ -70,7 +70,7 @@ ROUTER = {
         "        :, : moe.num_experts_per_tok\n    ]",
     ),
     "the bias is left out of the choice": Mutation(
-        "scores = scores if bias is None else scores + bias.detach()", "scores = scores"
+        "scores = scores + bias.detach()", "scores = scores"
     ),
     "padding chooses experts": Mutation(
         "return chosen if real is None else chosen.masked_fill(~real, logits.shape[1])",
@@ -97,7 +97,8 @@ ROUTER = {
     "padding has a z-loss": Mutation("squares = squares * real", "pass"),
     "padding counts as tokens": Mutation("tokens = real.sum().float()", "pass"),
     "padding counts among the best": Mutation(
-        "else real.to(counts).expand_as(named)", "else torch.ones_like(named, dtype=counts.dtype)"
+        "each = real.to(counts).expand_as(named)",
+        "each = torch.ones_like(named, dtype=counts.dtype)",
     ),
     "shares are those without bias": Mutation("shares = went /", "shares = best /"),
     "the z-loss is a sum over layers": Mutation(
@@ -169,7 +170,10 @@ ELEMENTWISE = {
     "the gate's edge has no slope": Mutation(
         "inside = gate_half <= limit,", "inside = gate_half < limit,"
     ),
-    "the edge of up has no slope": Mutation("up.abs() <= limit", "up.abs() < limit"),
+    "the edge of up has no slope": Mutation(
+        "inside = gate_half <= limit, up.abs() <= limit",
+        "inside = gate_half <= limit, up.abs() < limit",
+    ),
     "the gate is clamped below": Mutation(
         "    gate_half = gate_half.clamp(max=limit)\n    up = up.clamp(-limit, limit)\n    return",
         "    gate_half = gate_half.clamp(-limit, limit)\n    up = up.clamp(-limit, limit)\n    return",
@@ -314,9 +318,7 @@ DELTANET = {
     ),
 }
 LATENT = {
-    "padding is not zero": Mutation(
-        "out = out if context.real is None else out * context.real", "out = out"
-    ),
+    "padding is not zero": Mutation("out = out * context.real", "out = out"),
     "a bias of padding": Mutation(
         "return context.without_padding(out) if self.spec.output_bias else out", "return out"
     ),
@@ -325,7 +327,7 @@ LATENT = {
         "torch.cat((context.rotated(turned, rope), plain), dim=-1)",
     ),
     "keys by head and queries not": Mutation(
-        "k_rope if rope is None else context.rotated(k_rope, rope)", "k_rope"
+        "k_rope = context.rotated(k_rope, rope)", "k_rope = k_rope"
     ),
     "no norm of the latent": Mutation(
         'self.get_submodule("kv_a_layernorm")(kv[:count].contiguous())', "kv[:count].contiguous()"

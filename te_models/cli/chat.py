@@ -118,18 +118,18 @@ class Session:
                 continue
             try:
                 if line.startswith("/"):
-                    if not self.obey(*line.strip().partition(" ")[::2]):
+                    command, _, argument = line.strip().partition(" ")
+                    if not self.obey(command, argument):
                         return
                 elif line.strip():
                     self.answer(line.strip())
             except (TeModelsError, OSError) as error:  # this line's; the conversation goes on
                 if not sys.stdin.isatty():
                     raise
-                _note(
-                    f"{error.filename}: {error.strerror}"
-                    if isinstance(error, OSError)
-                    else f"{error}"
-                )
+                reason = str(error)
+                if isinstance(error, OSError):
+                    reason = f"{error.filename}: {error.strerror}"
+                _note(reason)
 
     def answer(self, text: str) -> None:
         """Print the answer to `text` as it is generated; Ctrl-C stops it, and what was printed stays in the history."""
@@ -163,7 +163,10 @@ class Session:
             question = talk.undo()
             if question is None:
                 raise UsageError(f"{command}: nothing has been asked yet")
-            _note(f"forgot: {question}") if command == "/undo" else self.answer(question)
+            if command == "/undo":
+                _note(f"forgot: {question}")
+            else:
+                self.answer(question)
         elif command == "/system" and argument:
             talk.reset()
             talk.system = argument

@@ -59,9 +59,9 @@ class Source:
         files = " and ".join(sorted({file_format(file) for file in self.files}))
         kind = f"{self.format} in {files}" if files and self.format != "text files" else self.format
         weight = "" if self.weight == 1 else f", {self.weight:g} times per epoch"
-        first = (
-            ", by the first record" if len(self.files) > 1 and self.format != "text files" else ""
-        )
+        first = ""
+        if len(self.files) > 1 and self.format != "text files":
+            first = ", by the first record"
         return f"{self.path}: {kind}{first}{weight}"
 
     def text_bytes(self) -> int:
@@ -119,8 +119,14 @@ def _first_row(
 
     Files whose suffix says that they hold rows come first; without any, the first file that is not empty decides.
     """
-    texts = [file for file in files if file_format(file) == "text"]
-    for file in (*(file for file in files if file not in set(texts)), *texts):
+    texts = []
+    others = []
+    for file in files:
+        if file_format(file) == "text":
+            texts.append(file)
+        else:
+            others.append(file)
+    for file in (*others, *texts):
         part = _first_range(system, file)
         if part is None or (part.group == TEXT_FILE and not _has_text(part)):
             continue
@@ -131,8 +137,10 @@ def _first_row(
             continue
         row, document = found
         kind = str(recognize(rename(row, columns)))
-        others = (_first_range(system, text) for text in texts) if kind != TEXT else ()
-        for other in others:
+        # Text among texts is welcome; among records it is a mistake.
+        suspects = [] if kind == TEXT else texts
+        for text in suspects:
+            other = _first_range(system, text)
             if other is not None and other.group == TEXT_FILE and _has_text(other):
                 raise DataError(
                     f"{other.path}: a text file among records of the format {kind}, which would be trained on as raw "
@@ -174,8 +182,13 @@ def _has_text(part: FileRange) -> bool:
 
 def _turn_fields(row: Mapping[str, object]) -> list[str]:
     """Return the names of the fields that the turns of a conversation have."""
-    lists = [value for value in row.values() if isinstance(value, list)]
-    return [name for turns in lists for turn in turns if isinstance(turn, dict) for name in turn]
+    names = []
+    for value in row.values():
+        turns = value if isinstance(value, list) else []
+        for turn in turns:
+            if isinstance(turn, dict):
+                names += list(turn)
+    return names
 
 
 # A record -> its text, its messages, or a dict with a format's fields.

@@ -127,7 +127,9 @@ class _Up(torch.autograd.Function):
         passed: Passed[BlockGradients],
         *weights: Tensor,
     ) -> Tensor:
-        groups, route, _, up, _ = how
+        groups = how.groups
+        route = how.route
+        up = how.up
         trained = any(ctx.needs_input_grad[4:])
         x = x.contiguous()
         token, row = (None, None) if route is None else (route.token, route.row)
@@ -167,7 +169,7 @@ class _Up(torch.autograd.Function):
 
 
 class _Down(torch.autograd.Function):
-    """From there to tokens."""
+    """From the output of the first projection to tokens."""
 
     @staticmethod
     def forward(
@@ -181,7 +183,10 @@ class _Down(torch.autograd.Function):
         summed_up: bool,
         *weights: Tensor,
     ) -> Tensor:
-        groups, route, activation, _, down = how
+        groups = how.groups
+        route = how.route
+        activation = how.activation
+        down = how.down
         of_hidden = hidden_blocks(gate_up, groups, activation)
         dtype = gate_up.dtype
         out = block_rows_times(of_hidden, down.own, groups, bias, backward=False, dtype=dtype)
@@ -261,7 +266,8 @@ def experts_in_blocks(x: Tensor, gates: Tensor | None, how: BlockExperts) -> Ten
 
     Without a route x are the experts' rows [R, D], `gates` is None, and so the result is [R, D].
     """
-    up, down = how.up, how.down
+    up = how.up
+    down = how.down
     passed: Passed[BlockGradients] = Passed()
     gate_up = _Up.apply(x, up.bias, how, passed, *up.tensors)
     trained = any(weight.requires_grad for weight in up.tensors)

@@ -143,7 +143,9 @@ class _Up(torch.autograd.Function):
         passed: Passed[HiddenGradients],
         *weights: Tensor,
     ) -> Tensor:
-        groups, route, _, up, _ = how
+        groups = how.groups
+        route = how.route
+        up = how.up
         trained = any(ctx.needs_input_grad[4:])
         x = x.contiguous()
         token, row = (None, None) if route is None else (route.token, route.row)
@@ -220,7 +222,7 @@ class _Up(torch.autograd.Function):
 
 
 class _Down(torch.autograd.Function):
-    """From there to tokens."""
+    """From the output of the first projection to tokens."""
 
     @staticmethod
     def forward(
@@ -234,7 +236,11 @@ class _Down(torch.autograd.Function):
         summed_up: bool,
         *weights: Tensor,
     ) -> Tensor:
-        groups, route, activation, up, down = how
+        groups = how.groups
+        route = how.route
+        activation = how.activation
+        up = how.up
+        down = how.down
         of_hidden = hidden(gate_up, groups, activation, down.casts.of_x)
         a = ExpertMatrices(of_hidden.data.view(E4M3), of_hidden.scale_inv)
         out = rows_times(

@@ -75,6 +75,6 @@ def invalid_label(labels: Tensor, vocab_size: int) -> str | None:
 
 def nan_if(loss: Tensor, invalid: Tensor | None) -> Tensor:
     """Return NaN in place of a loss whose labels are invalid, without waiting for the device."""
-    return (
-        loss if invalid is None else torch.where(invalid, torch.full_like(loss, float("nan")), loss)
-    )
+    if invalid is None:
+        return loss
+    return torch.where(invalid, torch.full_like(loss, float("nan")), loss)

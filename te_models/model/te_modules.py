@@ -83,9 +83,16 @@ class Factory:
             )
             lay_together(grouped)
             return grouped
-        ranks = self.tp.size
-        inputs = spec.inputs * (ranks if spec.split == "row" else 1)
-        outputs = spec.outputs * (ranks if spec.split == "column" else 1)
+        # te.Linear takes the sizes of the whole layer, and `spec` has this rank's share.
+        inputs = spec.inputs
+        outputs = spec.outputs
+        if spec.split == "row":
+            inputs *= self.tp.size
+        elif spec.split == "column":
+            outputs *= self.tp.size
+        parallel: dict[str, Any] = {}
+        if spec.split is not None:
+            parallel = self.tp.linear(spec.split)
         return self.te.Linear(
             inputs,
             outputs,
@@ -93,7 +100,7 @@ class Factory:
             init_method=_leave_empty,
             params_dtype=self.dtype,
             device=self.device,
-            **(self.tp.linear(spec.split) if spec.split is not None else {}),
+            **parallel,
         )
 
     def norm(

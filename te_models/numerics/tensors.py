@@ -136,7 +136,7 @@ class QuantizedTensorStorage:
 
     @property
     def is_caching(self) -> bool:
-        """True after `keep`."""
+        """True after `start_caching`."""
         return self._cache is not None
 
     def cached(self, name: str, columnwise: bool, make: Callable[[], T]) -> T:
@@ -176,8 +176,9 @@ class QuantizedTensorStorage:
             if usage and not self.get_usages()["columnwise" if columnwise else "rowwise"]:
                 self._derive(columnwise)
         for names, usage in zip(self._copies, (rowwise_usage, columnwise_usage), strict=True):
-            for name in names if usage is False else ():
-                setattr(self, name, None)
+            if usage is False:
+                for name in names:
+                    setattr(self, name, None)
 
     def _high_precision(self, dtype: torch.dtype | None) -> Tensor:
         values, scale, _ = self.operand(columnwise=not self.get_usages()["rowwise"])
@@ -333,7 +334,7 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
             return None
         data, scale = self._copy(columnwise)
         data = rows_first(data) if columnwise else as_matrix(data)
-        # 1-D rowwise scales are [K/128, M], 2-D columnwise ones [K/128, M/128].
+        # Turn the scales into rows of blocks: 1-D rowwise ones are [K/128, M], 2-D columnwise ones [K/128, M/128].
         if self._is_2D_scaled == columnwise:
             scale = scale.t()
         if self._is_2D_scaled:
@@ -479,9 +480,9 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         )
 
     def __reduce_ex__(self, proto: object) -> tuple[Callable[..., QuantizedTensor], tuple[()]]:
-        return functools.partial(
-            type(self), **self._arguments(requires_grad=self.requires_grad)
-        ), ()
+        # pickle calls this with no arguments: a constructor with names only.
+        make = functools.partial(type(self), **self._arguments(requires_grad=self.requires_grad))
+        return make, ()
 
     @property
     def data(self) -> Tensor:

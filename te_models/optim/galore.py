@@ -88,11 +88,12 @@ class GaLore(torch.optim.Optimizer):
         """Return the update direction, of the gradient's shape; the step subtracts it times the learning rate."""
         if min(gradient.shape) <= group["rank"]:
             return _adam(gradient, state, group)
+        # [m, n] with m <= n: the projector works on the shorter side.
         wide = gradient.mT if gradient.shape[0] > gradient.shape[1] else gradient
         if state.get("step", 0) % group["refresh"] == 0:
             state["projector"] = leading_directions(wide, group["rank"], seed=state.get("step", 0))
-        low = _adam(state["projector"].mT @ wide, state, group)
-        update = (state["projector"] @ low) * group["scale"]
+        low = _adam(state["projector"].mT @ wide, state, group)  # [r, n]
+        update = (state["projector"] @ low) * group["scale"]  # [m, n]
         return update.mT if gradient.shape[0] > gradient.shape[1] else update
 
 
@@ -123,9 +124,11 @@ def leading_directions(matrix: Tensor, rank: int, seed: int) -> Tensor:
     start = torch.randn(
         matrix.shape[1], width, generator=generator, device=matrix.device, dtype=matrix.dtype
     )
-    basis = torch.linalg.qr(matrix @ start).Q
+    # Random directions, multiplied by the matrix, lean towards its leading ones; each iteration leans them further.
+    basis = torch.linalg.qr(matrix @ start).Q  # [m, width]
     for _ in range(POWER_ITERATIONS):
         basis = torch.linalg.qr(matrix @ (matrix.mT @ basis)).Q
+    # The leading directions within the basis: eigenvectors of a small matrix [width, width].
     low = basis.mT @ matrix
     rotation = torch.linalg.eigh(low @ low.mT).eigenvectors.flip(-1)  # eigenvalues ascend
     return (basis @ rotation[:, :rank]).contiguous()

@@ -79,12 +79,8 @@ def _as_it_is(x: Tensor, static: Tensor | None) -> Tensor:
 def _static(x: Tensor, static: Tensor | None) -> Tensor:
     """Quantize with one stored scale, of which vLLM takes the reciprocal; larger values saturate."""
     assert static is not None
-    return (
-        casts.decode_fp8(
-            casts.cast_fp8(x, static.reciprocal(), DType.kFloat8E4M3), DType.kFloat8E4M3
-        )
-        * static
-    )
+    codes = casts.cast_fp8(x, static.reciprocal(), DType.kFloat8E4M3)
+    return casts.decode_fp8(codes, DType.kFloat8E4M3) * static
 
 
 def _per_token(x: Tensor, static: Tensor | None) -> Tensor:
@@ -95,12 +91,12 @@ def _per_token(x: Tensor, static: Tensor | None) -> Tensor:
 def _per_group(x: Tensor, static: Tensor | None) -> Tensor:
     """Quantize with one FP32 scale per token and 128 channels."""
     block = (1, 128)
-    scale = scale_of(block_amax(x, block))
-    values = split_blocks(x, block) / scale[:, None, :, None]
-    values = (
-        values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale[:, None, :, None]
-    )
-    return merge_blocks(values, *x.shape)
+    scale = scale_of(block_amax(x, block))[
+        :, None, :, None
+    ]  # one per block of [N, 1, in / 128, 128]
+    values = split_blocks(x, block) / scale
+    codes = values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return merge_blocks(codes.float() * scale, *x.shape)
 
 
 def _mxfp8(x: Tensor, static: Tensor | None) -> Tensor:
@@ -147,8 +143,9 @@ def _replace_linears(model: Decoder, opened: HuggingFaceFolder, scheme: WeightSt
     values = opened.parameters(torch.empty(0))
     weights = {name: weight.float() for name, weight in values if name in owners}
     served: dict[str, list[nn.Module]] = {}
-    # Files have expert 10 before 2.
-    for name in [name for name, _ in model.named_parameters() if name in weights]:
+    # In the order of the model: files have expert 10 before 2.
+    quantized_names = [name for name, _ in model.named_parameters() if name in weights]
+    for name in quantized_names:
         weight = weights[name]
         # A server takes the largest static scale of the weights that it fuses.
         static = []
@@ -164,7 +161,8 @@ def _replace_linears(model: Decoder, opened: HuggingFaceFolder, scheme: WeightSt
         )
     for path, linears in served.items():
         parent, _, last = path.rpartition(".")
-        experts = model.config.linears[path].experts if path in model.config.linears else 0
-        setattr(
-            model.get_submodule(parent), last, ServedExperts(linears) if experts else linears[0]
-        )
+        replacement = linears[0]
+        # The head is no linear of a layer.
+        if path in model.config.linears and model.config.linears[path].experts:
+            replacement = ServedExperts(linears)
+        setattr(model.get_submodule(parent), last, replacement)

@@ -122,7 +122,8 @@ class LoraRun(SavedAdapters):
     """
 
     def __init__(self, model: CausalLM, settings: LoraSettings, base: str | None = None) -> None:
-        self.settings, self.base = settings, base
+        self.settings = settings
+        self.base = base
         fields: dict[str, Any] = dict(
             r=settings.rank,
             lora_alpha=settings.alpha,
@@ -164,9 +165,9 @@ def load_adapted(folder: Path, merge: bool = False, **options: Any) -> CausalLM:
     with weights of that kind and dtype. Its shape is the one that the run had, and the folder's tokenizer and token ids
     are saved with it. Adapters that name no model, or do not fit it, are a CheckpointError. `merge` is load_merged.
     """
-    return (
-        load_merged(folder, **options) if merge else _load(folder, None, options).get_base_model()
-    )
+    if merge:
+        return load_merged(folder, **options)
+    return _load(folder, None, options).get_base_model()
 
 
 def load_merged(folder: Path, *, base: str | None = None, **options: Any) -> CausalLM:
