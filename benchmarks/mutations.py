@@ -404,8 +404,7 @@ SERVED = {
         "for linear, part in parts if len(part)]", "for linear, part in parts]"
     ),
     "experts in the order of files": Mutation(
-        "for name in [name for name, _ in model.named_parameters() if name in weights]:",
-        "for name in list(weights):",
+        "for name in quantized_names:", "for name in weights:"
     ),
     "blocks of one token and all channels": Mutation(
         "    block = (1, 128)\n", "    block = (1, x.shape[1])\n"

@@ -59,16 +59,20 @@ def finetune(
     loggers = Loggers(settings.log)
     device = settings.build.get("device")
     with parallel(config, device, frozen=settings.lora is not None) as processes:
+        # Config, recipe and dtype are known from here on; weights are read last, once nothing cheap can fail any more.
         source, folder = find_model(settings, processes, resume)
         report = Report(source.settings, folder, quiet=not processes.ranks.first)
+        # Before the data, which may take minutes to open.
         memory = check_memory(source, config, processes)
         data = open_run_data(source.settings, config, processes, source.checkpoint)
         with contextlib.closing(data):  # after Ctrl-C too, while processes that read it start
             if config.epochs:
+                # Only the opened data says how many steps an epoch has.
                 config = dataclasses.replace(config, steps=steps_of(data.dataset, config))
                 source = source.with_steps(config.steps)
             if source.checkpoint is not None:
                 check_unfinished(source.settings, folder, source.steps_taken, config.steps)
+            # The tokenizer may have more tokens than the model rows.
             source = source.with_rows_for(data.tokenizer.vocab_size, data.new_tokens)
             model, adapters = build_model(source, config, processes, data)
             recipe = source.first_recipe(model)
@@ -89,6 +93,7 @@ def finetune(
             alone = processes.ranks.world == 1
             if sampler is not None and sampler.prompts and trained and alone:
                 sampler.note_before_training(report.console, data.eval_batches[0], config)
+            # After the samples, so that a run that is stopped there has written nothing.
             record = find_record(source, folder, processes)
             run = Run(
                 settings=source.settings,
