@@ -93,7 +93,6 @@ def finetune(
             alone = processes.ranks.world == 1
             if sampler is not None and sampler.prompts and trained and alone:
                 sampler.note_before_training(report.console, data.eval_batches[0], config)
-            # After the samples, so that a run that is stopped there has written nothing.
             record = find_record(source, folder, processes)
             run = Run(
                 settings=source.settings,

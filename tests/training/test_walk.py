@@ -1,5 +1,6 @@
 """The walk from the command `finetune` to the first step, followed through real calls."""
 
+import dataclasses
 import functools
 import re
 import sys
@@ -11,6 +12,8 @@ from tiny_runs import SHORT, tiny_model
 
 import te_models
 from te_models.cli import main
+from te_models.config.data import DataConfig
+from te_models.config.training import TrainConfig
 
 ROOT = Path(te_models.__file__).parent
 PAGE = ROOT.parent / "docs/internals/design.md"
@@ -78,3 +81,13 @@ def test_the_walk_of_finetune(texts: None) -> None:
     listed = re.findall(r"\]\(../../te_models/([\w/.]+)\)", walk)
     entered = list(dict.fromkeys(called for _, _, called, _ in calls))
     assert listed == sorted(listed, key=entered.index)
+
+
+def test_the_page_says_where_each_setting_takes_effect() -> None:
+    (table,) = re.findall(
+        r"<!-- settings -->(.*?)<!-- end settings -->", PAGE.read_text(), re.DOTALL
+    )
+    rows = [row.split("|")[1] for row in table.strip().splitlines()[2:]]
+    named = [name.strip() for row in rows for name in row.split(",")]
+    fields = [one.name for owner in (DataConfig, TrainConfig) for one in dataclasses.fields(owner)]
+    assert sorted(named) == sorted(fields)
