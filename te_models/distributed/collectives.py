@@ -16,6 +16,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def all_gather(x: Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Tensor:
     """Return the tensors of all ranks, which have one shape, concatenated along `dim`."""
+    # The collective concatenates along the first dimension of contiguous memory.
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty(world_size(group) * x.shape[0], *x.shape[1:])
     if not isinstance(group, PlannedRanks):
@@ -39,6 +40,7 @@ def all_reduce_max(x: Tensor, group: dist.ProcessGroup | None) -> None:
 
 def largest(values: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
     """Return the largest of all ranks' values, of tensors of one dimension, in one collective."""
+    # One message for all tensors, whose latency counts more than their few bytes.
     found = torch.cat(list(values))
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)

@@ -85,6 +85,7 @@ def _in_blocks(te_recipe: recipe.Recipe) -> bool:
         te_recipe.fp8_quant_fwd_weight,
         te_recipe.fp8_quant_bwd_grad,
     )
+    # The kernels compute scales as powers of two and know no epsilon.
     powers = all(plan.power_2_scale and not plan.amax_epsilon for plan in plans)
     dims = (
         te_recipe.x_block_scaling_dim,
@@ -102,6 +103,7 @@ def _joint_casts(te_recipe: recipe.Recipe) -> Casts | None:
         or te_recipe.backward_override
     ):
         return None
+    # HYBRID: E4M3 forward, E5M2 for gradients.
     wide = get_fp8_te_dtype(te_recipe, fprop_tensor=False) == DType.kFloat8E5M2
     gradient = torch.float8_e5m2 if wide else torch.float8_e4m3fn
     if isinstance(te_recipe, recipe.DelayedScaling):
@@ -127,6 +129,7 @@ def _with_scales(module: GroupedLinear, casts: Casts, x: Tensor) -> Casts:
     forward, backward = (module.fp8_meta[direction] for direction in ("scaling_fwd", "scaling_bwd"))
     if not isinstance(forward, DelayedScalingRecipeState):
         return casts
+    # Slots repeat per expert: input, weight, output forward; dy, dx backward. A stride picks one kind of all experts.
     own = [
         Delayed(state.scale[slot::width], state.amax_history[0, slot::width])
         for state, slot, width in ((forward, 0, 3), (forward, 1, 3), (backward, 0, 2))
@@ -135,6 +138,7 @@ def _with_scales(module: GroupedLinear, casts: Casts, x: Tensor) -> Casts:
         one.requires_grad for one in (x, *module.parameters())
     )
     after = None
+    # The joint kernels stand in for a module, so they take its duty to update the backward scales.
     if trained and FP8GlobalStateManager.is_first_fp8_module():
         after = partial(FP8GlobalStateManager.reduce_and_update_fp8_tensors, forward=False)
     return casts._replace(of_x=own[0], of_weights=own[1], of_dy=own[2], after=after)
@@ -148,6 +152,7 @@ def _expert_weights(module: GroupedLinear) -> Weights | None:
     """Return the weights of a te.GroupedLinear, those in FP8 as bytes; None if the kernels cannot read them."""
     weights = [module.get_parameter(f"weight{expert}") for expert in range(module.num_gemms)]
     data = [weight._data if isinstance(weight, Float8Tensor) else weight for weight in weights]
+    # Kept per module: finding the addresses anew in each pass would copy them to the device each time.
     at = Locations.of(data, _LOCATIONS.get(module))
     if at is None:
         return None
@@ -194,6 +199,7 @@ def grouped(
             trained = None if isinstance(own, Stored) else weights
             return in_fp8(x, groups, casts, own, trained, bias, route)
 
+    # Under FSDP2 the hooks of the module gather the weights around `run`.
     return call_inside([module], run, x)
 
 

@@ -57,6 +57,7 @@ class FP8Shard(torch.Tensor):
             return cls(args[0].fp8, args[0].shape)
         if func is aten.view.default:  # FSDP2 replaces the parameter by a flat view
             return cls(args[0].fp8, torch.empty(args[0].shape, device="meta").view(args[1]).shape)
+        # Writing to dequantized values would be lost: the FP8 bytes would stay as they are.
         if func._schema.is_mutable:
             raise NotImplementedError(
                 f"{func} cannot write to an FP8 weight: use te_models.fp8.primary_weights.write_weight"
@@ -94,6 +95,7 @@ class FP8Shard(torch.Tensor):
         te.Linear makes the transposed copy that some GPUs need in backward, and drops it under FSDP2.
         """
         whole = _empty(self.fp8, gathered[0], dtype) if out is None else out
+        # FSDP2 reuses `out` between gathers: only the pointers change.
         whole._data = gathered[0]
         whole._scale_inv = scale_inv
         whole.update_usage(columnwise_usage=False)  # the copy of the data before

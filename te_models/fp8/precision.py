@@ -119,6 +119,7 @@ def model_precision(
         else:
             inside = int(name.split(".")[1]) in fp8_layers  # layers.<number>.<linear>
         around = te_recipe if inside else None
+        # Compared by identity: `built` makes one object per recipe.
         if own is not around or (recipe.stateful and divided(name)):
             others.append(name)
     return ModelPrecision(

@@ -127,9 +127,11 @@ def write_weight(parameter: Tensor, value: Tensor, for_master: bool = True) -> N
         if part.endswith("scale_inv"):
             tensor.zero_()  # the padding of block scales would otherwise be uninitialized
     quantizer = fp8._quantizer
+    # The amax recorded so far belongs to the old values.
     if _delayed(quantizer) and (amax := value.abs().amax().float()) > 0:
         quantizer.scale.copy_(scale_from_amax(amax, E4M3_MAX))
         quantizer.amax.zero_()
+    # In place: the module, FSDP2 and captured graphs hold this tensor.
     fp8.quantize_(shard_of(value, parameter).to(fp8.device))
     if for_master:
         keep_initial_value(parameter, value)
@@ -240,6 +242,7 @@ def _keep_kind_of_scales(fp8: QuantizedTensor) -> None:
     scales = _parts(fp8).get("rowwise_scale_inv")  # weights with one scale have none
     if scales is None or not scales.is_floating_point():
         return
+    # frexp of a power of two has the mantissa 1/2.
     mantissas = scales[scales > 0].frexp().mantissa
     if not bool((mantissas == 0.5).all()):
         vars(fp8._quantizer)["force_pow_2_scales"] = False
@@ -247,6 +250,7 @@ def _keep_kind_of_scales(fp8: QuantizedTensor) -> None:
 
 def _transpose_again(fp8: QuantizedTensor) -> None:
     """Make the transposed copy of a weight with one scale again, after its data changed."""
+    # The engines derive a missing copy on request, but do not notice that its source has changed.
     usages = fp8.get_usages()
     if "data" in _parts(fp8) and usages["columnwise"]:
         fp8.update_usage(columnwise_usage=False)
@@ -261,6 +265,7 @@ def relink(model: nn.Module, built: Callable[[str], EngineRecipe | None]) -> Non
     """
     for name, module, gemm, fp8 in _owners(model):
         quantizer = _weight_quantizer(module, gemm, built(name))
+        # Carry over what the old quantizer was told: its copies, and the group that shares its amax.
         quantizer.set_usage(columnwise=fp8._quantizer.columnwise_usage)
         reduce_amax_over(quantizer, amax_group(fp8._quantizer))
         fp8._quantizer = quantizer

@@ -57,6 +57,7 @@ def _weights(
     if how.sinks is None:
         return scores, bounded.softmax(dim=-1), None
     sinks = how.sinks.float().view(heads)
+    # The usual shift of a softmax, over keys and sink; detached, since it changes no value.
     top = bounded.detach().amax(dim=-1, keepdim=True).maximum(sinks.detach())
     weights = (bounded - top).exp()
     share = (sinks - top).exp()
@@ -125,6 +126,7 @@ class _ComposedAttention(torch.autograd.Function):
             dv[row] = weights.flatten(1, 2).mT @ slope
             # The gradient of the weights, [K, N/K, S, M].
             change = (slope @ values.mT).unflatten(1, weights.shape[1:3])
+            # d softmax: each weight by its change less the mean change.
             mean = (change * weights).sum(-1, keepdim=True)
             if share is not None:
                 dsinks -= (share * mean).sum((2, 3)).flatten()  # the value of a sink is zero

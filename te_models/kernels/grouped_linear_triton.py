@@ -112,6 +112,7 @@ class Locations(NamedTuple):
         if before is not None and before.addresses == addresses:
             return before
         behind = [address - addresses[0] for address in addresses]
+        # Kernels read 16 bytes at a time.
         if any(distance % 16 for distance in behind):
             return None
         size = tensors[0].element_size()
@@ -245,6 +246,7 @@ class _FP8(torch.autograd.Function):
         kept = x if trained and route is not None else given.transposed
         ctx.stored = own.data if isinstance(own, Stored) else ()
         turned = None if isinstance(own, Stored) else own.transposed
+        # Without a transposed copy backward makes one of the weights by the scales of the forward.
         again = () if turned is not None or isinstance(own, Stored) else (own.scale, *weights)
         ctx.save_for_backward(
             kept, given.scale_inv, given.scale, token, row, turned, own.scale_inv, *again

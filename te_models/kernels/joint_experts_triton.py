@@ -151,10 +151,13 @@ class _Up(torch.autograd.Function):
         token, row = (None, None) if route is None else (route.token, route.row)
         given = Matrices(x, groups, source=token)
         known = None
+        # Rows are copies of tokens: their amax follows from the tokens, of which there are k times fewer.
         if token is not None and up.casts.of_x is None:
             known = amax_of_copies(given, row_amax(x))
+        # With a route backward casts the rows again from the tokens, instead of keeping k transposed copies of each.
         turn = trained and route is None
         of_x = cast(given, E4M3, up.casts.of_x, turn=turn, amax=known)
+        # Tokens in high precision are smaller than the rows of all experts in FP8.
         kept = (x if route is not None else of_x.transposed) if trained else None
         ctx.groups = groups
         ctx.passed = passed
@@ -179,6 +182,7 @@ class _Up(torch.autograd.Function):
         half = ctx.half
         casts = half.casts
         x, x_inverse, x_scale, token, row, *kept = ctx.saved_tensors
+        # From backward of the second function, beside the gradient that autograd passes, which holds nothing.
         found = ctx.passed.take()
         slopes = found.of_gate_up
         dx = None
@@ -194,6 +198,7 @@ class _Up(torch.autograd.Function):
                 precise=casts.input_gradient,
                 dtype=dtype,
             )
+            # Back from rows to tokens: the gradients of the k rows of a token add up.
             dx = dx if row is None else total(dx, row, None)
             del a, b  # before the larger gradients of weights
         bias = found.sums
@@ -287,7 +292,10 @@ class _Down(torch.autograd.Function):
         known = None
         given = Matrices(dy, groups)
         if token is not None:
+            # The gradient of a gate is dy times the output of the row; the same pass finds the amax of each token of
+            # dy.
             dgates, of_tokens = dots(dy, out, row)
+            # The gate of each row; padding of tokens points to the row behind the last.
             factor = gates.new_zeros(len(out) + 1).scatter(0, row.flatten(), gates.flatten())[:-1]
             given = Matrices(dy, groups, source=token, factor=factor)
             if casts.of_dy is None:

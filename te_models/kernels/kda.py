@@ -136,10 +136,12 @@ def chunked(
     between = between.masked_fill(~seen[..., None], float("-inf")).exp()
     system = beta * torch.einsum("...id,...jd,...ijd->...ij", k, k, between)
     scores = torch.einsum("...id,...jd,...ijd->...ij", q, k, between)
+    # One solve for what the tokens write from their values, and for what they read of the state before the chunk.
     given = torch.cat((values, k * since), dim=-1) * beta
     written, read = torch.linalg.solve_triangular(
         system, given, upper=False, unitriangular=True
     ).split((values.shape[-1], k.shape[-1]), dim=-1)
+    # The decay from before the chunk to the query, per channel of the keys.
     q = q * since
     k = k * until
     outputs = []

@@ -157,6 +157,7 @@ def chunked(
         """Return values [B, S, H, n] as [B, H, chunks, C, n], with zeros behind the last token."""
         return F.pad(values.transpose(1, 2), (0, 0, 0, padding)).unflatten(2, (count, size))
 
+    # [B, H, chunks, C, P]
     inputs = in_chunks(x.float() * dt[..., None])
     b, c = (in_chunks(_per_head(t, heads)) for t in (b, c))
     g = F.pad((dt * a).transpose(1, 2), (0, padding)).unflatten(2, (count, size))
@@ -173,6 +174,7 @@ def chunked(
     for read, inside, new, left in zip(
         c.unbind(2), own.unbind(2), written.unbind(2), passed.unbind(2), strict=True
     ):
+        # From tokens of the chunk, and from the state before it [B, H, P, N].
         outputs.append(inside + read @ state.mT)
         state = state * left + new
     out = torch.cat(outputs, dim=2)[:, :, :seq].transpose(1, 2)  # [B, S, H, P]
@@ -293,8 +295,10 @@ def by_linear_attention(
         begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=False)
         g = g.masked_fill(begins[..., None], FORGET)
     q, k = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (c, b))  # [B, S, H, N]
+    # The discretized input: simple GLA has no time step of its own.
     v = (x.float() * dt[..., None]).to(x.dtype)
     function = step if x.shape[1] == 1 and not torch.is_grad_enabled() else scan
+    # [B, H, N, P] there.
     before = None if state is None else state.mT.contiguous()
     out, after = function(
         q, k, v, g=g, scale=1.0, initial_state=before, output_final_state=state is not None

@@ -210,6 +210,7 @@ class Experts(Feedforward[MoESpec]):
             out = self._projected(rows, own, context)  # [R, D]
         if exchange is not None:
             out = exchange.from_experts(out)
+        # The joint kernels sum the rows of a token themselves, unless those come from other ranks.
         if exchange is not None or not joint:
             out = combine(out, weights, *route)
         # Back to N rows, for the linears that follow.
@@ -221,6 +222,7 @@ class Experts(Feedforward[MoESpec]):
             if self.spec.experts.separate_norms:
                 out = self.get_submodule("expert_output_norm")(out)
                 own = self.get_submodule("shared_output_norm")(own)
+            # The shared expert sees every token; its gate [N, 1] is a sigmoid.
             out = out + (own if gate is None else own * gate)
         return out
 

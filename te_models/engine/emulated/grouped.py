@@ -42,6 +42,7 @@ class _Grouped(torch.autograd.Function):
         ctx: Context, inp: Tensor, calls: list[Call], rows: list[int], *parameters: Tensor
     ) -> Tensor:
         """Return [M, O] from inp [..., I], whose M rows are divided by `rows`; weights come before biases."""
+        # Autograd tracks positional tensors only, so weights and biases of all experts come one after the other.
         weights = parameters[: len(rows)]
         biases = parameters[len(rows) :] or [None] * len(rows)
         grad = calls[0].grad
@@ -58,6 +59,7 @@ class _Grouped(torch.autograd.Function):
                 out, qx, qw = product(weight, x, bias, call, wgrad, dgrad)
                 save(expert, x, qx, weight, qw, wgrad, dgrad)
                 outputs.append(out)
+            # An idle expert still quantizes its weight: its amax counts, and a cached copy must exist.
             elif call.fp8 is not None:
                 fp8_weight(weight, call, call.fp8, dgrad)
             ctx.experts.append((expert, len(expert.saved_tensors)))
@@ -94,6 +96,7 @@ def _backward(
     biases = []
     # dy is [rows, O].
     for (expert, count), dy in zip(experts, as_matrix(grad).split(ctx.rows), strict=True):
+        # The slice that `save` of this expert put into the common list.
         expert.saved_tensors = tensors[:count]
         tensors = tensors[count:]
         call = expert.call
@@ -103,12 +106,14 @@ def _backward(
             wgrad, dgrad = expert.needs_input_grad
             dw = grad.new_zeros(ctx.weight_shape, dtype=call.dtype) if wgrad else None
             dx = grad.new_empty(0, ctx.weight_shape[1], dtype=call.dtype) if dgrad else None
+            # As for experts with rows: without FP8 the bias gradient comes with the weight gradient (section 7.5).
             summed = expert.bias and (wgrad or (call.fp8 is not None and call.override is None))
             db = grad.new_zeros(ctx.weight_shape[0]) if summed else None
         expert.saved_tensors = ()
         inputs.append(dx)
         weights.append(dw)
         biases.append(db)
+    # All experts share the call that took the "first module" flag.
     updates = experts[0][0].call.updates
     if updates is not None:
         FP8GlobalStateManager.update_backward(updates)

@@ -84,6 +84,8 @@ class Parallelism(NamedTuple):
         if not self.gathers_input:
             return x
         if quantizer is not None:
+            # With one scale per tensor both copies hold the same bytes: the rowwise gather of the forward serves
+            # backward too.
             columnwise = columnwise and not self.rowwise_only(quantizer)
             quantizer.set_usage(rowwise=not columnwise, columnwise=columnwise)
         return _gather(x, quantizer, self.group)
@@ -105,6 +107,7 @@ class Parallelism(NamedTuple):
     def _reduced(self, value: Tensor) -> Tensor:
         if self.size == 1:
             return value
+        # Partial sums in the dtype of the result: each rank has rounded its part, as on GPUs.
         return reduce_scatter(value, self.group) if self.sequence else all_reduce(value, self.group)
 
     def check(self, initialized: bool, recipe: Recipe | None) -> None:
@@ -159,6 +162,7 @@ def _can_gather_quantized(shape: torch.Size, quantizer: Quantizer) -> bool:
     if isinstance(quantizer, Float8BlockQuantizer):
         rows = shape[:-1].numel()
         columns = shape[-1]
+        # 128 x 128 blocks belong to weights, which are never gathered here.
         return quantizer.block_scaling_dim == 1 and rows % BLOCK == 0 and columns % BLOCK == 0
     return quantizer.is_quantizable(torch.empty(shape, device="meta"))
 
@@ -167,6 +171,7 @@ def _gather_quantized(
     x: QuantizedTensorStorage, quantizer: Quantizer, group: ProcessGroup | None
 ) -> QuantizedTensorStorage:
     """Return the storage of all ranks' rows; per-tensor values (a scale, an amax) are this rank's."""
+    # Scales are gathered without the padding of each rank, and the whole is padded again.
     layout = _layout(x)
     found = []
     for name, value in zip(x._tensors, x.get_data_tensors(), strict=True):

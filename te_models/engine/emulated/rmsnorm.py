@@ -140,6 +140,7 @@ class RMSNorm(EmptyExtraState):
         )
         x = input_.to(dtype)
         gamma = weight.to(dtype)
+        # The kernels know matrices [rows, columns]; leading dimensions are rows, trailing ones of the weight columns.
         if (x.ndim, gamma.ndim) != (2, 1):
             x = x.reshape(-1, gamma.numel())
             gamma = gamma.reshape(-1)

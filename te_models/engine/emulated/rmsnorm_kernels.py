@@ -141,6 +141,7 @@ def reciprocal_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
     per_warp = cols // kernel.warps
     by_warp = (x.shape[0], kernel.warps, LANES)
     # [T, warps, 1]
+    # A tuned kernel: mean and centered squares per warp, merged below as variances are.
     mean = _tree(_sequence(kernel.spread(wide)).view(by_warp)) * _reciprocal(per_warp, x)
     columns = (
         x.shape[0],
@@ -172,6 +173,7 @@ def weight_gradient(dy: Tensor, x: Tensor, y_hat: Tensor) -> Tensor:
     rows, cols = x.shape
     grid = kernel.grid_rows(rows, x.device)
     # A block without rows adds zero.
+    # One row of partial sums per row of the grid, which steps over the matrix.
     sums = dy.new_zeros(min(grid, rows + -rows % kernel.rows), cols)
     for start in range(0, rows, max(1, grid)):
         part = slice(start, start + grid)
@@ -189,6 +191,7 @@ def _block_sums(kernel: Kernel, sums: Tensor) -> Tensor:
     parts = []
     for step, columns in enumerate(sums.split(LANES * kernel.width, dim=-1)):
         warps = list(columns.unbind(1))
+        # The warp that writes a column begins with its own sum, and adds the others in order.
         parts.append(_sequence([warps.pop(step % kernel.rows), *warps]))
     return torch.cat(parts, dim=-1)
 
