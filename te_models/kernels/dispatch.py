@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from te_models.config.recipe import EngineRecipe
 from te_models.errors import check_known
 from te_models.kernels import elementwise, expert_rows, gated_attention, handover, lm_head, planned
+from te_models.kernels.decode import DecodeKernels
 from te_models.kernels.from_inputs import from_inputs
 
 
@@ -66,6 +67,8 @@ class Kernels:
     targets: Callable[[nn.Module | None, nn.Module | None], handover.CastTargets] = handover.targets
     # None: attention is composed of the operations above.
     attention: gated_attention.Operations | None = None
+    # None: a step of decoding runs the modules.
+    decode: DecodeKernels | None = None
 
 
 PLAIN = Kernels()

@@ -199,7 +199,7 @@ GELU_CUBE = tl.constexpr(0.044715)
 
 
 @triton.jit
-def _activation(x, ACTIVATION: tl.constexpr):
+def activation_and_slope(x, ACTIVATION: tl.constexpr):
     """Return the activation of this name (te_models.kernels.elementwise.ACTIVATIONS), and its derivative."""
     if ACTIVATION == "silu":
         opening = sigmoid(x)
@@ -224,7 +224,7 @@ def _value(x, i, j, rows, columns, ACTIVATION: tl.constexpr, GATED: tl.constexpr
     """Return x at rows i and columns j, its activation, or with GATED act(gate) * up of x = [gate | up]."""
     value = _load(x, i, j, rows, columns, 2 * columns if GATED else columns)
     if ACTIVATION is not None:
-        value, _ = _activation(value, ACTIVATION)
+        value, _ = activation_and_slope(value, ACTIVATION)
     if GATED:
         value *= _load(x + columns, i, j, rows, columns, 2 * columns)
     return value
@@ -294,7 +294,7 @@ def _cast_kernel(
 
 @triton.jit
 def _slope(dy, x, i, j, rows, columns, ACTIVATION: tl.constexpr):
-    _, slope = _activation(_load(x, i, j, rows, columns, columns), ACTIVATION)
+    _, slope = activation_and_slope(_load(x, i, j, rows, columns, columns), ACTIVATION)
     return _load(dy, i, j, rows, columns, columns) * slope
 
 
@@ -363,7 +363,7 @@ def _slopes(dy, gate_up, i, j, rows, columns, ACTIVATION: tl.constexpr):
     gate = _load(gate_up, i, j, rows, columns, 2 * columns)
     up = _load(gate_up + columns, i, j, rows, columns, 2 * columns)
     slope = _load(dy, i, j, rows, columns, columns)
-    value, own = _activation(gate, ACTIVATION)
+    value, own = activation_and_slope(gate, ACTIVATION)
     return slope * up * own, slope * value
 
 

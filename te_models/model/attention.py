@@ -5,13 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.config.attention import AttentionSpec
+from te_models.config.attention import WIDEST_FLASH, AttentionSpec
 from te_models.kernels.composed_attention import composed_attention
+from te_models.kernels.decode import HeadNorms, Rotary, StepAttention, StepNorm
 from te_models.kernels.gated_attention import AttentionSetting, Rotation, attention_core, can_fuse
 from te_models.kernels.sdpa import causal_attention
 from te_models.kernels.unit_norm import unit_norm
 from te_models.model.forward_context import ForwardContext, Visible
-from te_models.model.kv_cache import KVState
+from te_models.model.kv_cache import DecodingCache, KVState
 from te_models.model.part import Mixer
 from te_models.model.te_modules import Factory, pad_rows
 
@@ -60,6 +61,52 @@ class GatedAttention(Mixer[AttentionSpec]):
         # Under sequence parallelism qkvg has the rows of all ranks, x only this rank's.
         out = context.linear(self.o_proj, pad_rows(out, qkvg.shape[0]))
         return context.without_padding(out) if self.spec.output_bias else out
+
+    def step(
+        self, norm: StepNorm, x: Tensor, context: ForwardContext, factor: float
+    ) -> Tensor | None:
+        """Return x + factor * part(norm(x)) [N, D]; see te_models.model.part.BlockPart.step."""
+        setting = self._setting_of_step(context)
+        into = context.linear_of_step(self.qkvg_proj)
+        out = context.linear_of_step(self.o_proj)
+        kernels = context.step
+        if setting is None or into is None or out is None or kernels is None:
+            return None
+        mask = context.masks[self.spec.window]
+        assert isinstance(context.cache, DecodingCache) and isinstance(mask, Tensor)
+        keys = context.cache.keys(self.layer, mask)
+        qkvg = kernels.product(x, into, context.batch, norm=norm)
+        heads = kernels.attention(qkvg, keys, setting, context.batch)
+        return kernels.product(heads, out, context.batch, residual=x, factor=factor)
+
+    def _setting_of_step(self, context: ForwardContext) -> StepAttention | None:
+        """Return the setting of attention for one new token per row; None where no kernel has it."""
+        spec = self.spec
+        if spec.heads.keys_as_values or spec.value_norm or spec.query_scale is not None:
+            return None
+        if spec.heads.dim > WIDEST_FLASH:
+            return None
+        norms = None
+        if spec.qk_norm != "none":
+            if spec.qk_norm == "all_heads" or spec.norm_after_rope or not spec.norm_weights:
+                return None
+            query = context.norm_of_step(self.q_norm)
+            key = context.norm_of_step(self.k_norm)
+            if query is None or key is None:
+                return None
+            norms = HeadNorms(query.weight, key.weight, query.eps, query.zero_centered)
+        rotary = None
+        if spec.rope is not None:
+            rotary = Rotary(*context.rotary[spec.rope], spec.rope.interleaved)
+        return StepAttention(
+            heads=spec.heads,
+            scale=spec.heads.dim**-0.5 if spec.multiplier is None else spec.multiplier,
+            softcap=spec.softcap,
+            softplus=spec.gate_activation == "softplus",
+            sinks=self.sinks,
+            rotary=rotary,
+            norms=norms,
+        )
 
     def _can_fuse(self, qkvg: Tensor, context: ForwardContext) -> bool:
         """Return whether attention may run as one operation: the model asks for it and these tokens need no mask."""

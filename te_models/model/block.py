@@ -16,6 +16,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from te_models.config.layer import LayerSpec
+from te_models.fp8.step_linear import is_untouched
 from te_models.model.forward_context import ForwardContext
 from te_models.model.part import BlockPart, Feedforward, Mixer
 from te_models.model.parts import MIXERS, MLPS
@@ -99,6 +100,8 @@ class Block(nn.Module):
         return self._forward(x, context)
 
     def _forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        if context.step is not None:
+            return self._step(x, context)
         mixer = self.token_mixer
         mlp = self.feedforward
         delta = None
@@ -109,7 +112,45 @@ class Block(nn.Module):
             hidden, x = context.recompute.run_mlp(self, mlp, self._mlp_hidden, x, delta, context)
             delta = self._delta(self.mlp_output_norm, mlp.output(hidden, context))
         assert delta is not None  # a block has at least one of the two
-        x = x + delta
+        return self._scaled(x + delta)
+
+    def _step(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the block applied to one new token per row: each part by kernels of a step, or by its modules."""
+        mixer = self.token_mixer
+        mlp = self.feedforward
+        if mixer is not None:
+            made = self._by_kernels(
+                mixer, self.input_layernorm, self.attention_output_norm, x, context
+            )
+            if made is None:
+                h, x = self._normed(self.input_layernorm, x, None, mixer, context)
+                made = x + self._delta(self.attention_output_norm, mixer(h, context))
+            x = made
+        if mlp is not None:
+            made = self._by_kernels(
+                mlp, self.post_attention_layernorm, self.mlp_output_norm, x, context
+            )
+            if made is None:
+                hidden, x = self._mlp_hidden(x, None, context)
+                made = x + self._delta(self.mlp_output_norm, mlp.output(hidden, context))
+            x = made
+        return self._scaled(x)
+
+    def _by_kernels(
+        self,
+        part: BlockPart,
+        before: nn.Module | None,
+        after: nn.Module | None,
+        x: Tensor,
+        context: ForwardContext,
+    ) -> Tensor | None:
+        """Return x [N, D] and what the part adds to it; None where its modules have to run."""
+        norm = None if before is None else context.norm_of_step(before)
+        if norm is None or after is not None or not is_untouched(part):
+            return None
+        return part.step(norm, x, context, self.residual_multiplier)
+
+    def _scaled(self, x: Tensor) -> Tensor:
         return x if self.layer_scalar is None else x * self.layer_scalar
 
     def _mlp_hidden(

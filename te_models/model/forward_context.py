@@ -11,11 +11,13 @@ from te_models.config.attention import WIDEST_SPANS, SoftmaxAttentionSpec
 from te_models.config.layer import LayerSpec, distinct
 from te_models.config.rope import Rope
 from te_models.fp8.region import Autocasts
+from te_models.fp8.step_linear import is_untouched, step_linear
+from te_models.kernels.decode import MOST_ROWS, DecodeKernels, StepLinear, StepNorm
 from te_models.kernels.dispatch import Kernels
 from te_models.kernels.expert_rows import Route
 from te_models.kernels.groups import Groups
 from te_models.kernels.sdpa import attention_mask, masks_nothing
-from te_models.model.kv_cache import Cache
+from te_models.model.kv_cache import Cache, DecodingCache
 from te_models.model.recompute import Recompute
 from te_models.model.rope import rotary_tables
 from te_models.model.router import Routing
@@ -108,6 +110,28 @@ class ForwardContext(NamedTuple):
     def neighbour(self, module: nn.Module | None) -> nn.Module | None:
         """Return a te.Linear for which a kernel beside it may write FP8; None if it has an autocast of its own."""
         return None if module in self.autocasts.others else module
+
+    @property
+    def step(self) -> DecodeKernels | None:
+        """The kernels of a step of decoding, where this pass is one: a new token in each of a few rows of our cache."""
+        cached = isinstance(self.cache, DecodingCache) and not self.cache.is_first
+        few = self.seq == 1 and self.batch <= MOST_ROWS and self.alignment <= MOST_ROWS
+        traced = torch.compiler.is_compiling()
+        if not (cached and few and self.real is None) or traced or torch.is_grad_enabled():
+            return None
+        return self.kernels.decode
+
+    def linear_of_step(self, module: nn.Module) -> StepLinear | None:
+        """Return a te.Linear as the kernels of `step` read it; None where the module has to run."""
+        te_recipe = self.autocasts.te_recipe_of(module)
+        cached = self.recompute.first_microbatch is False
+        return step_linear(self.autocasts.te, module, te_recipe, cached)
+
+    def norm_of_step(self, module: nn.Module) -> StepNorm | None:
+        """Return a te.RMSNorm as the kernels of `step` compute it; None where the module has to run."""
+        if type(module) is not self.autocasts.te.RMSNorm or not is_untouched(module):
+            return None
+        return StepNorm(module.weight, module.eps, module.zero_centered_gamma)
 
     def counts_on_device(self, *modules: nn.Module) -> bool:
         """Return whether te.GroupedLinears need not know on the host how many rows each expert has."""

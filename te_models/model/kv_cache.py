@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from te_models.errors import UsageError
+from te_models.kernels.decode import StepKeys
 from te_models.kernels.sdpa import within_window
 
 # The number of slots is a multiple of this, as kernels with a mask require of its rows.
@@ -243,6 +244,20 @@ class DecodingCache:
         state = self.states[layer]
         assert isinstance(state, KVState)
         return state.append(k, v, self._slots)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the forward under way is the first one, which attends to its own tokens alone."""
+        return self._slots is None
+
+    def keys(self, layer: int, mask: Tensor) -> StepKeys:
+        """Return keys and values of an attention layer for a kernel that also writes those of the newest token.
+
+        `mask` is the one that `visible` returned for the layer's window.
+        """
+        state = self.states[layer]
+        assert isinstance(state, KVState)
+        return StepKeys(keys=state.keys, values=state.values, filled=self.filled, mask=mask)
 
     def recurrent(self, layer: int, make: Callable[[], RecurrentState]) -> RecurrentState | None:
         """Return the state of a recurrent layer."""

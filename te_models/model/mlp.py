@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from te_models.config.mlp import MLPSpec
+from te_models.config.mlp import HANDED_OVER, MLPSpec
 from te_models.kernels import handover
+from te_models.kernels.decode import StepActivation, StepNorm
 from te_models.model.forward_context import ForwardContext
 from te_models.model.part import Feedforward
 from te_models.model.te_modules import Factory
@@ -52,6 +53,21 @@ class MLP(Feedforward[MLPSpec]):
             return kernels.mlp_activation_backward(dy, gate_up, spec.activation, spec.gate)
 
         return handover.swiglu(gate_up, *neighbours, forward, backward)
+
+    def step(
+        self, norm: StepNorm, x: Tensor, context: ForwardContext, factor: float
+    ) -> Tensor | None:
+        """Return x + factor * part(norm(x)) [N, D]; see te_models.model.part.BlockPart.step."""
+        spec = self.spec
+        into = context.linear_of_step(self.gate_up_proj)
+        out = context.linear_of_step(self.down_proj)
+        kernels = context.step
+        known = spec.activation in HANDED_OVER and spec.limit is None
+        if not known or into is None or out is None or kernels is None:
+            return None
+        activation = StepActivation(spec.activation, spec.gate)
+        hidden = kernels.product(x, into, context.batch, norm=norm, activation=activation)
+        return kernels.product(hidden, out, context.batch, residual=x, factor=factor)
 
     def output(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """Return [N, D] from `hidden` [N, F]."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from te_models.config.layer import PartSpec
 from te_models.errors import OutOfMemory
+from te_models.kernels.decode import StepNorm
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState, State, slots_for
 from te_models.model.te_modules import Factory
@@ -38,6 +39,15 @@ class BlockPart(nn.Module, ABC, Generic[Spec]):
     def remark(self, device: torch.device, dtype: torch.dtype) -> str:
         """Return a remark for `plan` on the kernels that it runs there on activations of `dtype`; "" for none."""
         return ""
+
+    def step(
+        self, norm: StepNorm, x: Tensor, context: ForwardContext, factor: float
+    ) -> Tensor | None:
+        """Return x + factor * part(norm(x)) [N, D] for one new token per row, by the kernels of `context.step`.
+
+        None where they do not compute this part, whose modules then run.
+        """
+        return None
 
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
         """Set the initial values of the parameter `name` of this part.
