@@ -11,11 +11,14 @@ from hf_models import class_of, document_of
 from safetensors.torch import load_file
 
 from te_models import CausalLM
+from te_models.training.lora_targets import adaptable_modules
 
 pytest.importorskip("peft")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import peft
+
+    from te_models.training.lora import add_lora, save_lora
 
 
 def ours(folder: Path, **options: Any) -> CausalLM:
@@ -45,6 +48,28 @@ def trained_by_transformers(folder: Path, out: Path, std: float = 0.3, **fields:
     randomize_adapters(adapted, std)
     adapted.save_pretrained(out)
     return adapted
+
+
+def save_adapters_on_everything(folder: Path, out: Path) -> Any:
+    """Return our model of a folder with random adapters on all linears of blocks, experts and routers, saved in `out`.
+
+    But on none that peft refuses in transformers.
+    """
+    model = ours(folder)
+    modules = adaptable_modules(model)
+    linears = {name.rpartition(".")[2] for name in modules.theirs.keys() - modules.routers}
+    refused = {"out_proj"} if modules.architecture == "nemotron_h" else set()
+    experts = {".".join(name.split(".")[-2:]) for name in modules.experts}
+    routers = {f"{name.rpartition('.')[2]}.weight" for name in modules.routers}
+    adapted = add_lora(
+        model,
+        r=2,
+        target_modules=sorted(linears - refused - {"lm_head"}),
+        target_parameters=sorted(experts | routers),
+    )
+    randomize_adapters(adapted)
+    save_lora(adapted, out)
+    return adapted.eval()
 
 
 def assert_same_files(first: Path, second: Path) -> None:

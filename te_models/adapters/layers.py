@@ -211,6 +211,15 @@ class LoraLinear(ExactMerges, peft_layer.Linear):
         return base
 
 
+class LoraWeight(LoraLinear):
+    """The layer of an adapter on the weight of a linear, which `target_parameters` names: it computes the same."""
+
+
+LoraWeight.__name__ = (
+    "ParamWrapper"  # by which peft knows layers of parameters, for a second adapter
+)
+
+
 class _Dora(DoraLinearVariant):
     """peft's DoRA with the lengths of the rows in FP32: BF16 would round them, and so the untrained model."""
 
@@ -315,22 +324,26 @@ def adopt(model: nn.Module) -> None:
     """
     modules: list[tuple[str, Any]] = list(model.named_modules())
     for name, module in modules:
-        if type(module) in (peft_layer.Linear, TeLinear):
-            base = module.get_base_layer()
-            if not isinstance(base, NamedRows) and not hasattr(base, "fp8_meta"):
-                continue
-            kind: type[nn.Module] = LoraLinear
-        elif type(module) is peft_layer.ParamWrapper:
-            if not isinstance(module.get_base_layer(), Shown):
-                continue
+        if type(module) not in (peft_layer.Linear, TeLinear, peft_layer.ParamWrapper):
+            continue
+        base = module.get_base_layer()
+        parameter = getattr(module, "parameter_name", None)
+        kind: type[nn.Module]
+        if isinstance(base, Shown):
             kind = ParamWrapper
+        elif not isinstance(base, NamedRows) and not hasattr(base, "fp8_meta"):
+            continue
+        elif parameter is None:
+            kind = LoraLinear
+        elif parameter == "weight":
+            kind = LoraWeight
         else:
             continue
         if module.merged:
             continue  # by peft, which has to take it back
         adopted: Any = object.__new__(kind)
         adopted.__dict__.update(module.__dict__)
-        if kind is LoraLinear:
+        if issubclass(kind, LoraLinear):
             adopted.fan_in_fan_out = adopted.is_target_conv_1d_layer = False
         parent, _, leaf = name.rpartition(".")
         model.get_submodule(parent)._modules[leaf] = adopted

@@ -8,8 +8,8 @@ until an adapter is there; then `AdaptedRows` stands in the place of the te.Line
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +86,12 @@ class NamedRows(nn.Linear):
         """Take a tensor in place of the weight or bias, unless it is that itself, or missing as there."""
         if value is not None and not isinstance(value, Alias):
             write_rows(self.linear, name, self.place, value)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the weight, for peft's `target_parameters`; a module around this one does not have it twice."""
+        yield f"{prefix}.weight".removeprefix("."), cast(nn.Parameter, self.weight)
 
     def columns(self) -> Tensor:
         """Return which of the te.Linear's outputs the rows make, int64 [rows]."""

@@ -35,8 +35,10 @@ from te_models.kernels.elementwise import ScaledEmbedding
 LINEARS_OF_MLP = re.compile(r"(gate|up|down)_proj|\bw[123]\b")  # as files of transformers name them
 
 
-class GroupedNames:
-    """Names of te.GroupedLinears among the modules of a TEModelsForCausalLM: "mlp.te_grouped_1" for "mlp.down_proj".
+class HiddenNames:
+    """Names of te modules in a TEModelsForCausalLM that no target of peft ends like: "mlp.te_1" for "mlp.down_proj".
+
+    These are te.GroupedLinears, and te.Linears that transformers has elsewhere by the same last name.
 
     Args:
         names: their names in the model.
@@ -47,16 +49,23 @@ class GroupedNames:
         self.pattern = re.compile(rf"\b({'|'.join(map(re.escape, names))})(?=\.|$)")
 
     @classmethod
-    def of(cls, model: CausalLM) -> GroupedNames:
+    def of(cls, model: CausalLM) -> HiddenNames:
         """Return the names for a model."""
-        return cls([name for name, linear in model.config.linears.items() if linear.experts])
+        names = [name for name, linear in model.config.linears.items() if linear.experts]
+        for theirs, place in _places(model)[0].items():
+            name = theirs.removesuffix(".weight").removeprefix("model.")
+            ours = place.name.removesuffix(".weight")
+            elsewhere = name != ours and name.rpartition(".")[2] == ours.rpartition(".")[2]
+            if elsewhere and ours in model.config.linears and ours not in names:
+                names.append(ours)
+        return cls(names)
 
     def renamed(self, name: str) -> str:
         """Return the name of a module here."""
 
         def new(found: re.Match[str]) -> str:
             parent, _, leaf = found[0].rpartition(".")
-            return f"{parent}.te_grouped_{self.leaves.index(leaf)}"
+            return f"{parent}.te_{self.leaves.index(leaf)}"
 
         return self.pattern.sub(new, name, 1) if self.leaves else name
 
@@ -64,7 +73,7 @@ class GroupedNames:
         """Return the name that `renamed` had changed."""
         if not self.leaves:
             return name
-        return re.sub(r"\bte_grouped_(\d+)", lambda found: self.leaves[int(found[1])], name)
+        return re.sub(r"\bte_(\d+)\b", lambda found: self.leaves[int(found[1])], name)
 
 
 class StandIn(NamedTuple):
@@ -266,9 +275,15 @@ def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
     _warn_of_experts_left_out(model, configs, adapted)
     _warn_of_names_taken(model, configs)
     family = _places(model)[1]
-    if dropped := dropped_by_peft(family.model_type if family else "", adapted):
+    as_modules = [
+        name
+        for name in adapted
+        if type(model.get_submodule(name)).__name__ != "ParamWrapper"  # ours, or peft's
+    ]
+    if dropped := dropped_by_peft(family.model_type if family else "", as_modules):
         warnings.warn(
-            f"{dropped}: for transformers merge them, or leave them out of target_modules",
+            f"{dropped}: for transformers merge them, leave them out of target_modules, or name their weights, such as "
+            "up_proj.weight, in target_parameters",
             stacklevel=2,
         )
 

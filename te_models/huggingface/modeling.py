@@ -26,7 +26,7 @@ from te_models.files.formats import Fields, parse_size
 from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
 from te_models.huggingface.adapters import (
-    GroupedNames,
+    HiddenNames,
     is_adapted,
     is_multimodal,
     mark_adapters,
@@ -85,7 +85,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
     supports_gradient_checkpointing = True
     _multimodal = False
-    _grouped = GroupedNames([])
+    _hidden = HiddenNames([])
     # Trainer then divides by the tokens of all micro-batches (num_items_in_batch).
     accepts_loss_kwargs = True
 
@@ -99,7 +99,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             given = {name: value for name, value in {**own, **options}.items() if value is not None}
             model = CausalLM(config.model_config(), **given)
         self.model = model
-        self._grouped = GroupedNames.of(model)
+        self._hidden = HiddenNames.of(model)
         self._rows = show_linears(model)
         self._adapters: tuple[str, ...] = ()
         show_embedding(model)
@@ -483,14 +483,14 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         """Yield all modules by the names of transformers, after which peft names adapters.
 
         A head that peft has adapted has the name that it has in files; names of a multimodal folder are below
-        "model.language_model", where CausalLM.language_model leads. te.GroupedLinears, which are no modules in
-        transformers, have names that end like no target of peft: it would take "down_proj" for one of them too.
+        "model.language_model", where CausalLM.language_model leads. te modules that are none in transformers, or are
+        elsewhere, have names that end like no target of peft: it would take "down_proj" for one of them too.
         """
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
             own = name.removeprefix(prefix).removeprefix(".")
             if own.startswith(HEAD) and is_adapted(self.lm_head):
                 name = f"{prefix}.{own.removeprefix(WRAPPED)}".removeprefix(".")
-            name = self._grouped.renamed(name)
+            name = self._hidden.renamed(name)
             yield inside(name, prefix) if self._multimodal else name, module
 
     def named_parameters(
@@ -498,7 +498,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield all parameters by their names in a state_dict."""
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield self._grouped.original(name), parameter
+            yield self._hidden.original(name), parameter
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens

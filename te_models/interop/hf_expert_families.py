@@ -402,11 +402,22 @@ _CONVERTED = (
 _TAKEN = ("gate_proj", "up_proj", "down_proj")
 
 
+def taken_for_experts(model_type: str, linears: Iterable[str]) -> bool:
+    """Return whether peft takes one of `linears` for experts in a config's target_modules, with transformers' model.
+
+    It leaves their weights alone where target_parameters names those.
+    """
+    return model_type in _CONVERTED and any(name.endswith(_TAKEN) for name in linears)
+
+
 def dropped_by_peft(model_type: str, linears: Iterable[str]) -> str:
-    """Return why peft drops or refuses adapters on `linears` of a model in transformers; "" if it does not."""
+    """Return why peft drops or refuses adapters on `linears` of a model in transformers; "" if it does not.
+
+    `linears` are in a config's target_modules.
+    """
     linears = list(linears)
     if model_type == "nemotron_h" and any(name.endswith("out_proj") for name in linears):
         return "peft has no adapters on out_proj of nemotron_h in transformers and refuses the file there"
-    if model_type not in _CONVERTED or not any(name.endswith(_TAKEN) for name in linears):
+    if not taken_for_experts(model_type, linears):
         return ""
     return f"peft has no adapters on {', '.join(_TAKEN)} of {model_type} in transformers and drops them there"

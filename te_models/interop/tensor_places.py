@@ -134,10 +134,13 @@ def tensor_places(
 
 
 def module_places(
-    family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]
+    family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size], root: str = "model."
 ) -> dict[str, Place]:
-    """Return `tensor_places` by the names in the text model of transformers, "model.layers.0..." and "lm_head"."""
-    text = family.in_models("model.")
+    """Return `tensor_places` by the names in a model of transformers, "model.layers.0..." and "lm_head".
+
+    `root` comes before "layers"; by default that of a text model.
+    """
+    text = family.in_models(root)
     return {
         name if family.modules else text.in_transformers(name): place
         for name, place in tensor_places(text, config, shapes).items()

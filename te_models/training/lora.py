@@ -279,7 +279,8 @@ def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel
             raise UsageError(
                 f"an adapter on {name} needs a CausalLM: give add_lora the model inside (`.model`)"
             )
-    targets = their_targets(wanted, modules, config.use_rslora)
+    parameters = not (config.use_dora or config.lora_dropout)
+    targets = their_targets(wanted, modules, config.use_rslora, parameters)
     config = dataclasses.replace(config, **targets, task_type="CAUSAL_LM")
     # peft's own layer for Transformer Engine's linears refuses DoRA.
     config._register_custom_module({NamedRows: LoraLinear, model.model.te.Linear: LoraLinear})
@@ -327,17 +328,20 @@ def adapter_content(
     if origin.generation is not None and (of_run or origin.token_ids):
         documents[GENERATION] = dict(origin.generation)
     if of_run and origin.trained is not None:
-        documents[TRAINED] = {**origin.trained, "lora": _facts(config)}
+        documents[TRAINED] = {**origin.trained, "lora": _facts(config, own.lora_dropout)}
     return groups, documents
 
 
-def _facts(config: Mapping[str, Any]) -> dict[str, object]:
-    """Return rank, alpha, dropout, kind and modules of adapters whose file has this config."""
-    targets = [*(config["target_modules"] or ()), *(config["target_parameters"] or ())]
+def _facts(config: Mapping[str, Any], dropout: float) -> dict[str, object]:
+    """Return rank, alpha, kind and modules of adapters whose file has this config, and the dropout in training."""
+    linears = config["target_modules"] or []
+    if isinstance(linears, str):  # an expression
+        linears = [linears]
+    targets = [*linears, *(config["target_parameters"] or ())]
     return {
         "rank": config["r"],
         "alpha": config["lora_alpha"],
-        "dropout": config["lora_dropout"],
+        "dropout": dropout,
         "targets": sorted(targets),
         "whole": sorted(config["modules_to_save"] or ()),
         "dora": bool(config.get("use_dora")),

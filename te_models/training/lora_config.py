@@ -131,7 +131,9 @@ def wanted_adapters(
         )
         config.target_parameters = sorted(experts.union(config.target_parameters or ()))
     names = (
-        modules.named(False) | modules.named(True) if headless is None else modules.named(headless)
+        modules.named(False) | modules.named(True) | modules.stored()
+        if headless is None
+        else modules.named(headless)
     )
     found: dict[Place, str] = {}
     for name, place in names.items():
@@ -248,10 +250,10 @@ def read_config(path: Path, values: Any, modules: Modules) -> LoraConfig:
         )
     config.init_lora_weights = True
     if config.target_modules and not isinstance(config.target_modules, str):
-        config.target_modules = [modules.as_stored(name) for name in config.target_modules]
+        config.target_modules = [modules.in_transformers(name) for name in config.target_modules]
     for field in ("rank_pattern", "alpha_pattern"):
         patterns = getattr(config, field) or {}
-        setattr(config, field, {modules.as_stored(name): patterns[name] for name in patterns})
+        setattr(config, field, {modules.in_transformers(name): patterns[name] for name in patterns})
     return config
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -77,7 +78,8 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
             {"adapter_config": read_json(path)},
         )
     tensors = {
-        modules.as_stored(name): tensor for name, tensor in saved.tensors["adapter_model"].items()
+        modules.in_transformers(name): tensor
+        for name, tensor in saved.tensors["adapter_model"].items()
     }
     others = [name for name in tensors if name.removeprefix(PREFIX).startswith(beside_text())]
     if others:
@@ -258,29 +260,45 @@ def adapter_file(
     values: dict[str, Any] = {**own.to_dict(), "task_type": "CAUSAL_LM", "inference_mode": True}
     values["init_lora_weights"] = True
     values.pop("runtime_config", None)
-    if modules.counts.keys() & layers.keys():
-        values["lora_dropout"] = 0.0  # peft has none for experts, and only training uses it
-    if dropped := dropped_by_peft(
-        modules.architecture, (name for name in wanted if name not in modules.experts)
-    ):
+    values |= their_targets(wanted, modules, own.use_rslora, parameters=not own.use_dora)
+    values["modules_to_save"] = list(whole) or None
+    if values["target_parameters"]:
+        values["lora_dropout"] = 0.0  # peft has none for parameters, and only training uses it
+    as_parameters = set(modules.experts) | (set() if own.use_dora else modules.taken_for_experts)
+    if dropped := dropped_by_peft(modules.architecture, wanted.keys() - as_parameters):
         warnings.warn(
             f"{dropped}: load_lora reads them; for transformers merge them, or leave them out",
             stacklevel=3,
         )
-    values |= their_targets(wanted, modules, own.use_rslora) | {
-        "modules_to_save": list(whole) or None
-    }
-    # As peft saves them: by the names of modules, also where files of the model have others.
     tensors = {modules.in_adapter_file(name): tensor for name, tensor in tensors.items()}
-    values["target_modules"] = [modules.in_transformers(name) for name in values["target_modules"]]
-    for field in ("rank_pattern", "alpha_pattern"):
-        patterns = values[field]
-        values[field] = {modules.in_transformers(name): patterns[name] for name in patterns}
     return tensors, json.loads(json.dumps(values, default=list))  # peft has sets and enums there
 
 
-def their_targets(wanted: Mapping[str, Wanted], modules: Modules, rslora: bool) -> dict[str, Any]:
-    """Return the shortest fields of LoraConfig that describe these adapters of transformers' modules."""
+def _of_text(names: list[str], root: str) -> list[str] | str:
+    """Return the ends of names of modules as an expression for the text model alone where it is inside another.
+
+    peft would search that one too, such as an image encoder, and refuse modules of a kind that it does not know.
+    """
+    if root == "model." or not names:
+        return names
+    layers = r"model\.(?:language_model\.)?layers\."
+    ends = "|".join(re.escape(name) for name in names if "." not in name and name != "lm_head")
+    found = [rf"{layers}.*\.(?:{ends})"] if ends else []
+    for name in names:
+        if "." in name:  # whole
+            found.append(layers + re.escape(name.removeprefix(f"{root}layers.")))
+    return "|".join([*found, *(name for name in names if name == "lm_head")])
+
+
+def their_targets(
+    wanted: Mapping[str, Wanted], modules: Modules, rslora: bool, parameters: bool
+) -> dict[str, Any]:
+    """Return the shortest fields of LoraConfig that describe these adapters of transformers' modules.
+
+    With `parameters`, linears that peft would take for experts are named by their weights, in `target_parameters`,
+    which peft supports with neither DoRA nor dropout.
+    """
+    weights = modules.routers | (modules.taken_for_experts if parameters else set())
 
     def targets(theirs: Iterable[str], parts: int) -> list[str]:
         """Return the last `parts` of names that all are wanted, and others whole."""
@@ -293,17 +311,15 @@ def their_targets(wanted: Mapping[str, Wanted], modules: Modules, rslora: bool) 
             found += [end] if len(present) == len(names) else present
         return found
 
-    named = {
-        f"{name}.weight" if name in modules.routers else name: one for name, one in wanted.items()
-    }
+    named = {f"{name}.weight" if name in weights else name: one for name, one in wanted.items()}
     alphas = {name: alpha_of(one.scaling, one.rank, rslora) for name, one in named.items()}
     rank = Counter(one.rank for one in wanted.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
-    linears = [name for name in modules.theirs if name not in modules.routers]
-    routers = [f"{name}.weight" for name in targets(sorted(modules.routers), 1)]
+    linears = [name for name in modules.theirs if name not in weights]
+    of_weights = [f"{name}.weight" for name in targets(sorted(weights), 1)]
     return {
-        "target_modules": targets(linears, 1),
-        "target_parameters": targets(modules.experts, 2) + routers or None,
+        "target_modules": _of_text(targets(linears, 1), modules.root),
+        "target_parameters": targets(modules.experts, 2) + of_weights or None,
         "exclude_modules": None,
         "layers_to_transform": None,
         "layers_pattern": None,

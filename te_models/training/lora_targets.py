@@ -17,9 +17,10 @@ from torch import Tensor
 
 from te_models.causal_lm import CausalLM
 from te_models.errors import ConfigError, UsageError
+from te_models.interop.hf_expert_families import taken_for_experts
 from te_models.interop.hf_families import family_for, family_of
 from te_models.interop.hf_family import ROOTS
-from te_models.interop.tensor_places import Place, expert_places, tensor_places
+from te_models.interop.tensor_places import Place, expert_places, module_places
 from te_models.model.decoder import Decoder
 from te_models.model.options import SKETCH
 
@@ -48,7 +49,7 @@ class Modules:
     # transformers' modules that may be fully trained (`modules_to_save`) -> the name of ours.
     whole: Mapping[str, str]
     architecture: str  # the model_type of transformers that the names are of
-    # Parts of our names -> the names that transformers' models have instead.
+    # Parts of names in files of its models -> the names that the models have instead.
     renamed: Mapping[str, str] = field(default_factory=dict)
     root: str = "model."  # of the names of layers
 
@@ -59,11 +60,16 @@ class Modules:
         own = {name: place for name, place in self.ours.items() if name not in self.counts}
         return {name.removeprefix("model."): place for name, place in self.theirs.items()} | own
 
-    def as_stored(self, name: str) -> str:
-        """Return a name with the parts of these names in place of those in a model of transformers."""
-        for stored, there in self.renamed.items():
-            name = name.replace(there, stored)
-        return name
+    def stored(self) -> dict[str, Place]:
+        """Return the names in files of transformers' models that are others in the models."""
+        found = {}
+        for name, place in self.theirs.items():
+            old = f"{name}."
+            for stored, there in self.renamed.items():
+                old = old.replace(there, stored)
+            if old != f"{name}.":
+                found[old.removesuffix(".")] = place
+        return found
 
     def as_in(self, names: Iterable[str]) -> "Modules":
         """Return the modules by the names of transformers' model in which an adapter has modules of these `names`.
@@ -96,7 +102,7 @@ class Modules:
         )
 
     def in_transformers(self, name: str) -> str:
-        """Return a name in a model of transformers, the inverse of `as_stored`."""
+        """Return a name in a model of transformers, which may be given as a file of the model has it."""
         for stored, there in self.renamed.items():
             name = name.replace(stored, there)
         return name
@@ -107,8 +113,8 @@ class Modules:
         That is the latter itself, unless the renaming, whose dots match any character, would match it once more.
         """
         for stored, there in self.renamed.items():
-            if not re.search(stored, there):
-                name = name.replace(stored, there)
+            if re.search(stored, there):
+                name = name.replace(there, stored)
         return name
 
     @property
@@ -116,12 +122,18 @@ class Modules:
         """The part of `theirs` that are no linears in transformers, but modules with a parameter "weight"."""
         return {name for name, place in self.theirs.items() if module_of(place).endswith(".router")}
 
-    def parameters_named(self, targets: Iterable[str], headless: bool = False) -> dict[str, Place]:
-        """Return the parameters of experts and routers that peft's `target_parameters` name, by the end of their names.
+    @property
+    def taken_for_experts(self) -> set[str]:
+        """Those of `theirs` that peft takes for experts if `target_modules` names them."""
+        return {name for name in self.theirs if taken_for_experts(self.architecture, [name])}
 
-        The end of the name of the experts' module, such as "experts", names all of its parameters.
+    def parameters_named(self, targets: Iterable[str], headless: bool = False) -> dict[str, Place]:
+        """Return the parameters that peft's `target_parameters` name, by the end of their names.
+
+        They are those of experts and routers, and the weights of linears. The end of the name of the experts' module,
+        such as "experts", names all of its parameters.
         """
-        every = {**self.experts, **{f"{name}.weight": self.theirs[name] for name in self.routers}}
+        every = {**self.experts, **{f"{name}.weight": self.theirs[name] for name in self.theirs}}
         names = {
             name.removeprefix("model.") if headless else name: place
             for name, place in every.items()
@@ -143,7 +155,7 @@ class Modules:
     def in_tree(self, place: Place) -> str:
         """Return the name of rows in a CausalLM with adapters on them, which is transformers' without its root."""
         (name,) = (name for name, found in self.theirs.items() if found == place)
-        return self.in_transformers(name).removeprefix(self.root)
+        return name.removeprefix(self.root)
 
     def sizes(self, one: Wanted) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the shapes of A and B in a file; matrices of experts are side by side (LoraExperts)."""
@@ -182,8 +194,8 @@ def adaptable_modules(model: CausalLM) -> Modules:
         return Modules(
             named, ours, expert_places("model.", model.config, shapes, {}), counts, {}, "te_models"
         )
-    named = family.in_models(family.module_root)
-    places = tensor_places(named, model.config, shapes)
+    root = family.module_root
+    places = module_places(family, model.config, shapes, root)
     theirs = {}
     for name, place in places.items():
         if name.endswith(".weight") and module_of(place) in linears:
@@ -195,9 +207,9 @@ def adaptable_modules(model: CausalLM) -> Modules:
         if place.name in tops
     }
     whole = {name: own.removesuffix(".weight") for name, own in whole.items()}
-    experts = expert_places(named.root, model.config, shapes, places, family.expert_module)
+    experts = expert_places(root, model.config, shapes, places, family.expert_module)
     renamed = {} if family.modules else family.renamed
-    return Modules(theirs, ours, experts, counts, whole, family.model_type, renamed, named.root)
+    return Modules(theirs, ours, experts, counts, whole, family.model_type, renamed, root)
 
 
 def _in_one_piece(place: Place) -> Place:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import DEFAULT, FAMILY_CASES, FULL, LINEAR, PAIRS, SIZES, SLIDING, YARN
+from fewer import every
 from hf_models import (
     close,
     document_of,
@@ -189,6 +190,24 @@ def made(case: str, folder: Path) -> Any:
     randomize(judge)
     judge.save_pretrained(folder)
     return judge
+
+
+@pytest.mark.parametrize("case", every(9, CASES))
+@pytest.mark.filterwarnings("ignore")  # of transformers and of peft
+@torch.no_grad()
+def test_adapters_on_everything_are_those_of_peft(case: str, tmp_path: Path) -> None:
+    """On every linear, expert and router of the text model, and on none of the model of images."""
+    peft = pytest.importorskip("peft")
+    from adapters import save_adapters_on_everything  # noqa: PLC0415  needs peft
+
+    torch.manual_seed(len(case))
+    judge = made(case, tmp_path / "base")
+    adapted = save_adapters_on_everything(tmp_path / "base", tmp_path / "adapter")
+    back = peft.PeftModel.from_pretrained(judge, tmp_path / "adapter").eval()
+    ids = torch.randint(11, SIZES["vocab_size"], (2, 13))
+    close(adapted(ids).logits, back(input_ids=ids).logits, 1e-4)
+    names = [name for name, _ in back.named_parameters() if ".lora_A." in name]
+    assert names and all(".language_model." in name for name in names)
 
 
 @torch.no_grad()

@@ -3,14 +3,20 @@
 import faulthandler
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from adapters import assert_same_files, ours, randomize_adapters, theirs, trained_by_transformers
+from adapters import (
+    assert_same_files,
+    ours,
+    randomize_adapters,
+    save_adapters_on_everything,
+    theirs,
+    trained_by_transformers,
+)
 from bits import assert_same_bits
 from families import CASES, FAMILY_CASES, make_config
 from fewer import every
@@ -414,15 +420,56 @@ def test_an_adapter_that_does_not_fit_is_refused(
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_peft_places_no_adapters_on_the_mlp_of_qwen3_next(
-    base: Callable[[str], Path], tmp_path: Path
+@pytest.mark.filterwarnings("error:peft has no adapters")
+@pytest.mark.parametrize(("case", "fields"), every(5, ["glm4_moe-groups", "afmoe-experts", "deepseek_v2-one"], [
+    dict(target_modules=["gate_proj", "down_proj"], lora_dropout=0.1),
+    dict(target_modules=["up_proj", "o_proj"], rank_pattern={"layers.2.*up_proj": 5}, use_rslora=True),
+    dict(target_modules=r".*layers\.[12]\.mlp\..*down_proj", lora_alpha=3),
+    dict(target_parameters=["up_proj.weight", "experts.down_proj"]),
+]))  # fmt: skip
+def test_linears_that_peft_takes_for_experts(
+    case: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    adapted = add_lora(ours(base("qwen3_next")), r=2)
+    """Some of a dense MLP or a shared expert: peft finds them as parameters, also where experts have adapters."""
+    judge = make_theirs(case, tmp_path / "base")
+    adapted = add_lora(ours(tmp_path / "base"), r=2, **fields)
+    randomize_adapters(adapted)
+    save_lora(adapted, tmp_path / "adapter")
+    expected = logits(adapted)
+    back = PeftModel.from_pretrained(judge, tmp_path / "adapter")
+    assert_equal_but_for_rounding(logits(back), expected, limit=1e-4)
+    assert torch.equal(logits(load_lora(ours(tmp_path / "base"), tmp_path / "adapter")), expected)
+    back.save_pretrained(tmp_path / "again")
+    assert_same_files(tmp_path / "adapter", tmp_path / "again")
+    assert torch.equal(logits(load_lora(ours(tmp_path / "base"), tmp_path / "again")), expected)
+
+
+def test_peft_has_no_dora_on_parameters(base: Callable[[str], Path], tmp_path: Path) -> None:
+    adapted = add_lora(ours(base("qwen3_next")), r=2, use_dora=True)
     with pytest.warns(
         UserWarning, match="peft has no adapters on gate_proj, up_proj, down_proj of qwen3_next"
     ):
         save_lora(adapted, tmp_path / "adapter")
-    shutil.rmtree(tmp_path / "adapter")
+    back = load_lora(ours(base("qwen3_next")), tmp_path / "adapter")
+    assert torch.equal(logits(back), logits(adapted))
+
+
+def largest(family: str) -> str:
+    """Return a case of a family, with experts if it has some."""
+    names = list(FAMILY_CASES[family])
+    return next((name for name in names if name in ("experts", "experts-plain")), names[0])
+
+
+@pytest.mark.filterwarnings("error:peft has no adapters")
+@pytest.mark.parametrize("family", every(20, FAMILY_CASES))
+def test_adapters_on_everything_are_those_of_peft(family: str, tmp_path: Path) -> None:
+    """On every linear, expert and router of a family, saved here and placed by peft in transformers."""
+    judge = make_theirs(f"{family}-{largest(family)}", tmp_path / "base")
+    adapted = save_adapters_on_everything(tmp_path / "base", tmp_path / "adapter")
+    back = PeftModel.from_pretrained(judge, tmp_path / "adapter")
+    assert_equal_but_for_rounding(logits(back), logits(adapted), limit=1e-4)
+    again = load_lora(ours(tmp_path / "base"), tmp_path / "adapter")
+    assert torch.equal(logits(again), logits(adapted))
 
 
 @pytest.mark.parametrize(
