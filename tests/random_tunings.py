@@ -19,11 +19,13 @@ from typing import Any
 import families
 import torch
 from bases import CHATML, SPECIAL, write_chats
-from judge import AutoModelForCausalLM, transformers
+from hf_models import class_of, document_of, of_config
+from judge import transformers
 from torch import Tensor
 
 from te_models import CausalLM, TEModelsForCausalLM, load_tokenizer
 from te_models.cli import main
+from te_models.errors import ConfigError, DataError, UsageError
 from te_models.interop.hf_expert_families import dropped_by_peft
 from te_models.training.finetune import finetune
 from te_models.training.settings import run_settings
@@ -225,8 +227,11 @@ def _widen(config: Any) -> None:
             config.hidden_size = 96  # for 3 and 6 heads
         elif name.endswith(("_size", "_rank", "head_dim")) and isinstance(size, int):
             setattr(config, name, -(-size // 32) * 32)
-    # LongRoPE has a factor for each pair of channels, and there are more pairs now.
     rope = getattr(config, "rope_parameters", None) or {}
+    if config.model_type == "mistral4":  # whose config works it out when it is made
+        whole = config.qk_nope_head_dim + config.qk_rope_head_dim
+        rope["partial_rotary_factor"] = config.qk_rope_head_dim / whole
+    # LongRoPE has a factor for each pair of channels, and there are more pairs now.
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
     for name in ("short_factor", "long_factor"):
@@ -249,7 +254,7 @@ def write_base(case: Case, folder: Path) -> Any:
     if case.tied and case.shape.split("-")[0] not in ("gemma2", "gemma3_text"):
         config.tie_word_embeddings = True
     dtype = getattr(torch, case.dtype)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    model = of_config(config).to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "norm" not in name:
@@ -491,7 +496,7 @@ def check_stops(world: World, place: Path) -> None:
 
 def in_transformers(place: Path) -> Any:
     """Return transformers' model in FP32, in which its grouped products take experts of any size."""
-    return AutoModelForCausalLM.from_pretrained(
+    return class_of(document_of(place)["model_type"]).from_pretrained(
         place, trust_remote_code=True, attn_implementation="eager", dtype=torch.float32
     )
 
@@ -680,10 +685,7 @@ def judge(case: Case, folder: Path) -> dict[str, str]:
         warnings.simplefilter("ignore")
         try:
             world = tune(case, folder)
-        except (
-            Refused,
-            ValueError,
-        ) as error:  # ConfigError, UsageError and DataError are ValueErrors
+        except (Refused, ConfigError, DataError, UsageError) as error:
             return {"tuning": str(error).splitlines()[0]}
         assert world.stops == world.wanted_stops, (
             f"stops at {world.stops}, not {world.wanted_stops}"

@@ -86,12 +86,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 OTHER = os.environ.get("TE_MODELS_TRANSFORMERS")
 SLOW = pytest.mark.slow  # the options of presets and drawn ones, each of which is above
-# Not those of architectures that transformers has: with linear attention, with experts.
+# Not those of architectures that transformers has: with linear attention, experts or short convolutions.
 GATED_PRESETS = [
     name
     for name in list_presets()
     if PRESETS[name].get("attention_gate", "elementwise") != "none"
-    and not {"linear_attention", "moe"} & {*PRESETS[name]}
+    and not {"linear_attention", "moe", "short_conv"} & {*PRESETS[name]}
 ]
 MORE = {
     name: {
