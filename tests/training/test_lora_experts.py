@@ -272,7 +272,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "unknown target parameter 'experts.0.gate_proj'",
     ),
     "a parameter that is none": (
-        dict(target_parameters=["q_proj.weight"]),
+        dict(target_parameters=["input_layernorm.weight"]),
         "unknown target parameter",
     ),
     "a pattern": (
