@@ -63,6 +63,10 @@ class NamedRows(nn.Linear):
         else:
             super().__setattr__(name, value)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Take a weight or bias as an assignment does: it is no parameter here."""
+        setattr(self, name, param)
+
     def _alias(self, name: str) -> Tensor:
         parameter = self.linear.get_parameter(name)
         if isinstance(parameter, DTensor):
