@@ -1,6 +1,7 @@
 """The console that all commands print to, and one table in three places: there, as text from `str`, as HTML."""
 
 import io
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -9,6 +10,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from te_models.errors import for_terminal
+
+BLANKS_AT_END = re.compile(" +(?=\n)")
 
 
 class Terminal(Console):
@@ -24,9 +27,29 @@ class Terminal(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Yield the segments of `renderable`; those that control the terminal are rich's own."""
+        """Yield the segments of `renderable`; those that control the terminal are rich's own.
+
+        In a file no line ends in the spaces that pad a table.
+        """
+        blanks: list[Segment] = []  # seen since the last text, which may be at the end of a line
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(for_terminal(segment.text), segment.style)
+            if segment.control:
+                yield segment
+                continue
+            safe = Segment(for_terminal(segment.text), segment.style)
+            if self.is_terminal:
+                yield safe
+            elif not safe.text.strip(" "):
+                blanks.append(safe)
+            else:
+                if not safe.text.startswith("\n"):
+                    yield from blanks
+                blanks = []
+                text = safe.text.rstrip(" ")
+                yield Segment(BLANKS_AT_END.sub("", text), safe.style)
+                if text != safe.text:
+                    blanks.append(Segment(safe.text[len(text) :], safe.style))
+        yield from blanks
 
 
 class Printable(ABC):

@@ -234,7 +234,8 @@ def smooth(values: Sequence[float], width: float | None = None) -> NDArray[np.fl
 
     The fit is centered, so that a bend stays where it is. At the ends it uses the values on one side
     and follows their slope (local linear regression: Fan and Gijbels 1996), where an average would lag. `width` is the
-    standard deviation of the weights in steps; None: a 50th of the steps, at least one.
+    standard deviation of the weights in steps; None: a 50th of the steps, at least one. No result is outside the values
+    that it is fitted to, where a line beside a jump would leave them.
     """
     y = np.asarray(values, dtype=np.float64)
     if width is None:
@@ -253,4 +254,7 @@ def smooth(values: Sequence[float], width: float | None = None) -> NDArray[np.fl
     t0 = moment(0, y)
     t1 = moment(1, y)
     spread = s0 * s2 - s1**2
-    return np.where(spread > 1e-9, s2 * t0 - s1 * t1, t0) / np.where(spread > 1e-9, spread, s0)
+    fitted = np.where(spread > 1e-9, s2 * t0 - s1 * t1, t0) / np.where(spread > 1e-9, spread, s0)
+    padded = np.pad(y, reach, constant_values=np.nan)
+    near = np.lib.stride_tricks.sliding_window_view(padded, len(offsets))
+    return np.clip(fitted, np.nanmin(near, axis=1), np.nanmax(near, axis=1))

@@ -41,7 +41,7 @@ from te_models.training.timing import Row
 
 LINES = 20  # steps of a run that a log has a line about, besides evaluations
 LINE_PAUSE = 60.0  # seconds without a line in a log, where steps are slow
-LOG_WIDTH = 140  # characters of a line where the output is not a terminal, and COLUMNS is not set
+LOG_WIDTH = 100  # characters of a line where the output is not a terminal, and COLUMNS is not set
 PROMPT = 60  # characters of a prompt in a suggested command
 
 

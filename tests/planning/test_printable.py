@@ -139,3 +139,22 @@ def test_a_line_of_click_is_short_and_safe(
     said = capsys.readouterr().err
     assert said.startswith("te-models: ") and said.count("\n") == 1
     assert is_safe(said) and len(said) < LONGEST + 50
+
+
+def test_no_line_of_a_file_ends_in_spaces() -> None:
+    table = Table("name", "value", box=None)
+    table.add_row("a", "first line\nsecond")
+    table.add_row("longer name", "x " * 60)
+    for width, padded in ((60, False), (60, True)):
+        out = io.StringIO()
+        Terminal(file=out, width=width, force_terminal=padded or None, no_color=True).print(table)
+        lines = out.getvalue().splitlines()
+        assert len(lines) == 6
+        assert any(line.endswith(" ") for line in lines) == padded
+    out = io.StringIO()
+    console = Terminal(file=out, width=60)
+    console.print("asked: ", end="")
+    console.print("said")
+    console.print(Text("words that are broken between them " * 4))
+    assert out.getvalue().startswith("asked: said\n")
+    assert not any(line.endswith(" ") for line in out.getvalue().splitlines())

@@ -47,6 +47,14 @@ def test_each_value_is_a_weighted_line_fit_around_it(place: int) -> None:
     assert smooth(values, width)[place] == pytest.approx(expected, abs=1e-9)
 
 
+def test_no_smoothed_value_leaves_the_values_around_it() -> None:
+    """Beside a jump the line of the fit goes below the first value, which is the lowest."""
+    diverged = [6.5, 348.9, 752.9, 1022.3, 876.0, 766.2]
+    assert smooth(diverged)[0] == 6.5
+    jump = np.where(np.arange(400) < 200, 1.0, 50.0)
+    assert smooth(jump).min() == 1.0 and smooth(jump).max() == 50.0
+
+
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are drawn, instead of files."""

@@ -174,7 +174,7 @@ def test_a_run_without_progress_leaves_what_a_callback_prints_in_a_terminal(
     assert capsys.readouterr().out == "step 1 of my own\n"
 
 
-@pytest.mark.parametrize(("columns", "width"), [(None, report.LOG_WIDTH), ("90", 90), ("", 140)])
+@pytest.mark.parametrize(("columns", "width"), [(None, report.LOG_WIDTH), ("90", 90), ("", 100)])
 def test_a_redirected_log_has_the_width_that_is_asked_for(
     columns: str | None, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
