@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
+from te_models.config.layer import depth_of
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.precision import HEAD
 from te_models.config.presets import get_preset
@@ -130,7 +131,9 @@ class CausalLM(Decoder):
         for layer, module, gemm, precision, *_ in self.plan().folded():
             inputs, outputs = gemm.split(" -> ")
             several = not layer.isdecimal()
-            place = module if layer == "head" else f"layer{'s' * several} {layer}: {module}"
+            place = (
+                module if layer in ("head", "inputs") else f"layer{'s' * several} {layer}: {module}"
+            )
             lines.append(f"  {place}: Linear(in={inputs}, out={outputs}, {precision})")
         return "\n".join(lines)
 
@@ -146,7 +149,8 @@ class CausalLM(Decoder):
                 continue
             name = self.precision.known(name)  # without the part that an adapter adds
             recipe, reason, _ = self.precision.linears[name]
-            layer = "head" if name == HEAD else name.split(".")[1]
+            depth = depth_of(name)
+            layer = "head" if name == HEAD else "inputs" if depth is None else str(depth)
             precision = high if recipe is None else f"{recipe.formats} {recipe.scheme}"
             short = name.removeprefix(f"layers.{layer}.")
             experts = f"{module.num_gemms} x " if isinstance(module, self.te.GroupedLinear) else ""

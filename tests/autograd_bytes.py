@@ -63,9 +63,11 @@ def assert_planned(planned: int, kept: int, model: CausalLM, seq_len: int) -> No
 def held_bytes(model: CausalLM, seq_len: int) -> int:
     """Return the most bytes that Python objects hold of a pass, and autograd does not.
 
-    Those are the loss, flags and positions; of recomputes also the rotary tables of the pass; and of attention that is
-    composed of operations, its mask.
+    Those are the loss, flags and positions; of recomputes also the rotary tables of the pass, the inputs of all layers
+    and keys that layers share, of two rows of tokens; and of attention that is composed of operations, its mask.
     """
+    element = model.dtype.itemsize
+    tokens = 2 * seq_len
     held = 64 + 8 * seq_len
     mixers = [layer.mixer for layer in model.config.layers]
     attention = [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]
@@ -76,4 +78,9 @@ def held_bytes(model: CausalLM, seq_len: int) -> int:
         held += 8 * seq_len * len(ropes) * model.config.head_dim
         if model.config.query_scale_beta is not None:
             held += 4 * seq_len  # the factor of the queries at each position
+        if model.config.layer_inputs is not None:
+            width = len(mixers) * model.config.layer_inputs.width
+            held += tokens * width * element
+        lenders = [mixer for mixer in attention if mixer.lends_keys]
+        held += sum(2 * tokens * mixer.heads.kv_size * element for mixer in lenders)
     return held

@@ -714,6 +714,44 @@ FAMILY_CASES["gemma4_unified_text"] = {
     name: {key: value for key, value in case.items() if key != "hidden_size_per_layer_input"}
     for name, case in GEMMA4_DENSE.items()
 }
+# Gemma 4 E2B and E4B: inputs per layer, and last layers with the keys of earlier ones.
+_SMALL_GEMMA4: dict[str, Any] = dict(
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    global_head_dim=12,
+    sliding_window=5,
+    num_hidden_layers=5,
+    layer_types=[SLIDING, FULL, SLIDING, SLIDING, FULL],
+    hidden_size_per_layer_input=12,
+    vocab_size_per_layer_input=131,
+)
+FAMILY_CASES["gemma4_text"] |= {
+    f"small-{name}": {**_SMALL_GEMMA4, **case}
+    for name, case in dict(
+        plain=dict(num_kv_shared_layers=3),
+        wide=dict(num_kv_shared_layers=3, use_double_wide_mlp=True),
+        inputs=dict(num_kv_shared_layers=0, vocab_size_per_layer_input=150),
+        shared=dict(hidden_size_per_layer_input=5, num_kv_shared_layers=2, attention_bias=True),
+        values=dict(num_kv_shared_layers=3, attention_k_eq_v=True, num_global_key_value_heads=1),
+        untied=dict(num_kv_shared_layers=1, tie_word_embeddings=False, hidden_activation="silu"),
+        full=dict(layer_types=[FULL] * 5, num_kv_shared_layers=4),
+        odd=dict(
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            head_dim=10,
+            global_head_dim=6,
+            hidden_size=30,
+            hidden_size_per_layer_input=7,
+            num_kv_shared_layers=3,
+        ),
+        ropes=dict(
+            num_kv_shared_layers=3,
+            rope_parameters=dict(full_attention=LINEAR, sliding_attention=LLAMA3),
+        ),
+        window=dict(sliding_window=3, num_kv_shared_layers=3, final_logit_softcapping=30.0),
+    ).items()
+}
 FAMILY_CASES["hunyuan_v1_dense"] = {
     **_shapes(*EIGHT),
     "biases": dict(attention_bias=True, head_dim=16),

@@ -92,6 +92,14 @@ KINDS = {
         chooses=True,
     ),
     "heads by kind of layer, keys as values": Kind(GEMMA4),
+    "inputs per layer, shared keys": Kind(  # Gemma 4 E2B
+        GEMMA4
+        | dict(
+            num_hidden_layers=4, keys_as_values=False, shared_key_layers=(0, 0, 1, 1),
+            layer_types=("sliding_attention", "full_attention", "sliding_attention", "full_attention"),
+            intermediate_sizes=(128, 128, 256, 256), layer_inputs=dict(width=32, vocab_size=128),
+        )
+    ),
     "experts with norms of their own": Kind(  # Gemma 4 26B-A4B, whose dense MLP is the shared expert
         GEMMA4
         | dict(

@@ -48,7 +48,7 @@ class HeadSizes(Settings):
 class Heads(NamedTuple):
     """The division of the output of qkvg_proj: [q: query*dim | k: key*dim | v: key*dim | gate].
 
-    With `keys_as_values` it has no v.
+    With `keys_as_values` it has no v, and with `reuses_keys`, of another layer, neither k nor v.
     """
 
     query: int
@@ -56,6 +56,7 @@ class Heads(NamedTuple):
     dim: int
     gate: str  # "elementwise", "headwise" or "none", as ModelConfig.attention_gate
     keys_as_values: bool = False
+    reuses_keys: bool = False
 
     @property
     def q_size(self) -> int:
@@ -72,11 +73,12 @@ class Heads(NamedTuple):
         """The output rows of qkvg_proj."""
         used = {"elementwise": self.q_size, "headwise": self.query, "none": 0}[self.gate]
         headwise = self.gate == "headwise"
-        values = 0 if self.keys_as_values else self.kv_size
+        keys = 0 if self.reuses_keys else self.kv_size
+        values = 0 if self.keys_as_values else keys
         stored = -(-used // FEATURE_ALIGNMENT) * FEATURE_ALIGNMENT if headwise else used
         return (
             Section("q", self.q_size, self.q_size),
-            Section("k", self.kv_size, self.kv_size),
+            Section("k", keys, keys),
             Section("v", values, values),
             Section("g", used, stored, "gate" if headwise else "hidden"),
         )
@@ -120,6 +122,7 @@ class AttentionSpec(SoftmaxAttentionSpec):
     norm_weights: bool = True
     norm_after_rope: bool = False
     value_norm: bool = False
+    lends_keys: bool = False  # keys and values, to later layers of its kind
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -136,7 +139,8 @@ class AttentionSpec(SoftmaxAttentionSpec):
         if not self.norm_weights:
             return found
         if self.qk_norm == "head":
-            return found | {"q_norm": self.heads.dim, "k_norm": self.heads.dim}
+            found |= {"q_norm": self.heads.dim}
+            return found if self.heads.reuses_keys else found | {"k_norm": self.heads.dim}
         if self.qk_norm == "all_heads":
             return found | {"q_norm": self.heads.q_size, "k_norm": self.heads.kv_size}
         return found
@@ -157,6 +161,7 @@ class AttentionSpec(SoftmaxAttentionSpec):
             "query_scale_beta": partial and self.query_scale is not None,
             "head_dim": self.heads.dim > WIDEST_FLASH,
             "keys_as_values": self.heads.keys_as_values,
+            "shared_key_layers": self.heads.reuses_keys or self.lends_keys,
             "qk_norm_after_rope": self.qk_norm != "none" and self.norm_after_rope,
             "value_norm": self.value_norm,
         }
@@ -179,6 +184,10 @@ class AttentionSpec(SoftmaxAttentionSpec):
         return dataclasses.replace(self, heads=heads)
 
     def parallel_obstacle(self, sequence: bool) -> str:
+        if self.heads.reuses_keys or self.lends_keys:
+            return (
+                "tensor parallelism does not divide shared_key_layers: use FSDP2 (--parallel fsdp)"
+            )
         if self.qk_norm == "all_heads":
             return "qk_norm_scope='all_heads' needs the heads of all ranks: build the model without tp_mesh"
         if sequence and self.output_bias:
@@ -186,6 +195,8 @@ class AttentionSpec(SoftmaxAttentionSpec):
         return ""
 
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
+        if self.heads.reuses_keys:
+            return 0
         return 2 * batch * slots * self.heads.kv_size * element
 
     @property

@@ -14,6 +14,7 @@ from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.kda import KDAConfig
 from te_models.config.kinds import MIXERS, MLPS
 from te_models.config.latent import LatentConfig
+from te_models.config.layer_inputs import LayerInputsConfig
 from te_models.config.mamba2 import Mamba2Config
 from te_models.config.moe import MoEConfig
 from te_models.config.rope import Rope, Scaling, frozen
@@ -23,7 +24,15 @@ from te_models.config.short_conv import ShortConvConfig
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
 MAX_LAYERS = 10_000  # planning a model loops over its layers
 # Fields with one entry per layer.
-PER_LAYER = ("no_rope_layers", "layer_types", "mlp_layer_types", "expert_limits", "mlp_limits")
+PER_LAYER = (
+    "no_rope_layers",
+    "layer_types",
+    "mlp_layer_types",
+    "expert_limits",
+    "mlp_limits",
+    "shared_key_layers",
+    "intermediate_sizes",
+)
 
 
 @dataclass(kw_only=True, unsafe_hash=True)
@@ -89,6 +98,14 @@ class ModelFields(Settings):
         False,
         "Layers without a window have no projection of values: keys before norm and RoPE are those (Gemma 4).",
     )
+    shared_key_layers: tuple[int, ...] | None = setting(
+        None,
+        "One entry per layer: 1 with the keys and values of the last layer of its kind that has 0 (Gemma 4 E2B).",
+        choices=(0, 1),
+    )
+    layer_inputs: LayerInputsConfig | None = setting(
+        None, "Sizes of a second embedding, with a vector for each layer (Gemma 4 E2B)."
+    )
     kind_options: Scaling | None = setting(
         None,
         "Options of the kinds of layers that other packages register, by names of theirs.",
@@ -143,6 +160,9 @@ class ModelFields(Settings):
         "silu",
         "Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2.",
         choices=ACTIVATIONS,
+    )
+    intermediate_sizes: tuple[int, ...] | None = setting(
+        None, "One entry per layer: the width of its MLP, in place of intermediate_size."
     )
     mlp_gate: bool = setting(True, "Gate the MLP, act(gate) * up; without, act(up) (Arcee).")
     mlp_bias: bool = setting(False, "Bias on the projections of the MLP.")

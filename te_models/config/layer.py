@@ -76,7 +76,7 @@ class LinearSpec:
     @property
     def adapted(self) -> bool:
         """Return True if LoRA adapts it by default: experts and routers only when they are named as targets."""
-        return not self.experts and self.name != "router"
+        return not self.experts and self.name not in ("router", "context_proj")
 
     @property
     def gemms(self) -> int:
@@ -234,6 +234,7 @@ class LayerSpec:
         norm_position: "pre", "post" or "both", as in ModelConfig.
         scaled: whether the output of the block is multiplied by a stored number.
         post_norm_eps: the epsilon of the norms after mixer and MLP; None: as of all others.
+        input: the part that reads the input of the layer (te_models.config.layer_inputs); None: it has none.
     """
 
     mixer: MixerSpec | None
@@ -241,11 +242,12 @@ class LayerSpec:
     norm_position: str = "pre"
     scaled: bool = False
     post_norm_eps: float | None = None
+    input: PartSpec | None = None
 
     @property
     def parts(self) -> tuple[PartSpec, ...]:
-        """The mixer and the MLP, or the one of them that there is."""
-        return tuple(part for part in (self.mixer, self.mlp) if part is not None)
+        """The mixer and the MLP, or the one of them that there is, and the part that reads the layer's input."""
+        return tuple(part for part in (self.mixer, self.mlp, self.input) if part is not None)
 
     @property
     def hidden_size(self) -> int:
@@ -285,7 +287,8 @@ class LayerSpec:
     @property
     def num_norms(self) -> int:
         """RMSNorms of the residual stream's width."""
-        return len(self.parts) * (2 if self.norm_position == "both" else 1)
+        normed = [part for part in (self.mixer, self.mlp) if part is not None]
+        return len(normed) * (2 if self.norm_position == "both" else 1)
 
     @property
     def num_parameters(self) -> int:
@@ -314,11 +317,32 @@ class LayerSpec:
             self,
             mixer=None if self.mixer is None else self.mixer.local(ranks),
             mlp=None if self.mlp is None else self.mlp.local(ranks),
+            input=None if self.input is None else self.input.local(ranks),
         )
+
+
+# The module of a model that makes the inputs of all layers (te_models.model.layer_inputs).
+LAYER_INPUTS = "layer_inputs"
+
+
+def context_linear(hidden_size: int, outputs: int) -> LinearSpec:
+    """Return the te.Linear that projects the embedded tokens to the inputs of all layers; it is always BF16."""
+    section = Section("inputs", outputs, outputs, "head")
+    return LinearSpec("context_proj", hidden_size, (section,), fp8=False)
+
+
+def depth_of(name: str) -> int | None:
+    """Return the number of the layer of a te.Linear of this name in a model; None: it is in no layer."""
+    owner, _, rest = name.partition(".")
+    return int(rest.partition(".")[0]) if owner == "layers" else None
 
 
 def named_linears(layers: tuple[LayerSpec, ...]) -> Iterator[tuple[str, LinearSpec]]:
     """Yield the name in the model, such as "layers.0.self_attn.o_proj", and the description of every te.Linear."""
+    inputs = [layer.input.features["layer_inputs.width"] for layer in layers if layer.input]
+    if inputs:
+        projection = context_linear(layers[0].hidden_size, sum(inputs))
+        yield f"{LAYER_INPUTS}.{projection.name}", projection
     for depth, layer in enumerate(layers):
         for name, linear in layer.linears.items():
             yield f"layers.{depth}.{name}", linear

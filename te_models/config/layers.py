@@ -15,6 +15,7 @@ from te_models.config.kda import KDASpec
 from te_models.config.kinds import MIXERS, MLPS
 from te_models.config.latent import LatentAttentionSpec
 from te_models.config.layer import LayerSpec
+from te_models.config.layer_inputs import LayerInputSpec
 from te_models.config.mamba2 import Mamba2Spec
 from te_models.config.mlp import MLPSpec
 from te_models.config.moe import MoESpec
@@ -34,6 +35,7 @@ def describe_layers(config: ModelFields) -> tuple[LayerSpec, ...]:
             config.norm_position,
             config.layer_scale,
             config.post_norm_eps,
+            layer_input(config),
         )
         for layer, (mixer, mlp) in enumerate(zip(mixers, mlps, strict=True))
     )
@@ -53,7 +55,9 @@ def attention(config: ModelFields, layer: int) -> AttentionSpec:
             dim=sizes.head_dim,
             gate=config.attention_gate,
             keys_as_values=config.keys_as_values and window is None,
+            reuses_keys=reuses_keys(config, layer),
         ),
+        lends_keys=_lends_keys(config, layer),
         gate_activation=config.attention_gate_activation,
         bias=config.attention_bias,
         output_bias=config.attention_output_bias,
@@ -68,6 +72,28 @@ def attention(config: ModelFields, layer: int) -> AttentionSpec:
         window=window,
         rope=rope if _rotates(config, layer) else None,
     )
+
+
+def reuses_keys(config: ModelFields, layer: int) -> bool:
+    """Return whether this layer has the keys and values of the last one of its kind that has its own."""
+    return config.shared_key_layers is not None and bool(config.shared_key_layers[layer])
+
+
+def _lends_keys(config: ModelFields, layer: int) -> bool:
+    """Return whether this layer is the last of its kind with keys of its own, before others that reuse them."""
+    shared = config.shared_key_layers
+    if shared is None or shared[layer]:
+        return False
+    kinds = config.layer_types or ("",) * config.num_hidden_layers
+    later = [n for n in range(layer + 1, len(kinds)) if kinds[n] == kinds[layer]]
+    return bool(later) and all(shared[n] for n in later)
+
+
+def layer_input(config: ModelFields) -> LayerInputSpec | None:
+    """Return the part of a layer that reads its input; None without one."""
+    if config.layer_inputs is None:
+        return None
+    return LayerInputSpec(config.hidden_size, config.layer_inputs.width, config.hidden_act)
 
 
 def latent_attention(config: ModelFields, layer: int) -> LatentAttentionSpec:
@@ -146,7 +172,11 @@ def dense(config: ModelFields, layer: int) -> MLPSpec:
     """Return the MLP of this layer."""
     return MLPSpec(
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=(
+            config.intermediate_size
+            if config.intermediate_sizes is None
+            else config.intermediate_sizes[layer]
+        ),
         activation=config.hidden_act,
         gate=config.mlp_gate,
         bias=config.mlp_bias,

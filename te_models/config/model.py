@@ -156,7 +156,14 @@ class ModelConfig(ModelFields):
         """Parameters that the outputs depend on, as a published model counts them: without rows of padding."""
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         blocks = sum(count * layer.num_parameters for layer, count in Counter(self.layers).items())
-        return tables + blocks + self.hidden_size
+        inputs = 0
+        if self.layer_inputs is not None:
+            width = self.layer_inputs.width
+            rows = (
+                self.layer_inputs.vocab_size + self.hidden_size
+            )  # of the table and the projection
+            inputs = self.num_hidden_layers * width * rows + width
+        return tables + blocks + inputs + self.hidden_size
 
     @property
     def num_active_parameters(self) -> int:
@@ -267,6 +274,15 @@ def _mistakes(config: ModelConfig) -> Iterator[str]:
     if config.head_dim % 2:
         yield f"head_dim={config.head_dim} is odd: rotary embeddings rotate pairs of channels"
     yield from rotary_mistakes(config.head_dim, config.partial_rotary_factor)
+    if config.shared_key_layers is not None:
+        yield from _shared_key_mistakes(config, config.shared_key_layers)
+    if any(size <= 0 for size in config.intermediate_sizes or ()):
+        yield "intermediate_sizes are widths: give numbers above 0"
+    if config.layer_inputs is not None and config.layer_inputs.vocab_size < config.vocab_size:
+        yield (
+            f"layer_inputs.vocab_size={config.layer_inputs.vocab_size} is less than vocab_size={config.vocab_size}: "
+            "each token needs a row"
+        )
     if config.sliding_heads is not None:
         yield from _sliding_head_mistakes(config, config.sliding_heads)
     if config.sliding_rope is not None and config.sliding_window is None:
@@ -288,6 +304,28 @@ def _mistakes(config: ModelConfig) -> Iterator[str]:
         yield "qk_norm_weights=False norms each head: leave out qk_norm_scope"
     if gate != "sigmoid" and config.attention_gate == "none":
         yield f"attention_gate_activation={gate!r} without a gate: give attention_gate"
+
+
+def _shared_key_mistakes(config: ModelConfig, shared: tuple[int, ...]) -> Iterator[str]:
+    """Yield lines about layers that have no keys of their own."""
+    if config.qk_norm_scope != "head":
+        yield "shared_key_layers need norms of each head: leave out qk_norm_scope"
+    if config.latent_attention is not None:
+        yield "latent_attention computes no shared_key_layers: leave them out"
+    lenders: dict[str, int] = {}
+    reused: set[str] = set()
+    kinds = config.layer_types or ("full_attention",) * config.num_hidden_layers
+    for layer, (kind, flag) in enumerate(zip(kinds, shared, strict=True)):
+        if flag and kind not in ("full_attention", "sliding_attention"):
+            yield f"layer {layer} is {kind}, which has no keys: give 0 in shared_key_layers"
+        elif flag and kind not in lenders:
+            yield f"layer {layer} reuses the keys of an earlier layer of {kind}, and there is none"
+        elif not flag and kind in reused:
+            yield f"layer {layer} has keys of its own after others of {kind} that reuse them: give 1"
+        if flag:
+            reused.add(kind)
+        else:
+            lenders[kind] = layer
 
 
 def _sliding_head_mistakes(config: ModelConfig, sizes: HeadSizes) -> Iterator[str]:

@@ -12,6 +12,7 @@ from te_models.config.attention import HeadSizes
 from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.kda import KDAConfig
 from te_models.config.latent import LatentConfig
+from te_models.config.layer_inputs import LayerInputsConfig
 from te_models.config.mamba2 import Mamba2Config
 from te_models.config.moe import MoEConfig
 from te_models.config.rope import Scaling
@@ -77,6 +78,8 @@ class ConfigOptions(TypedDict, total=False):
     latent_attention: LatentConfig | Mapping[str, float | None] | None
     sliding_heads: HeadSizes | Mapping[str, int] | None
     keys_as_values: bool
+    shared_key_layers: tuple[int, ...] | None
+    layer_inputs: LayerInputsConfig | Mapping[str, int] | None
     kind_options: Scaling | None
     attention_gate: str
     attention_gate_activation: str
@@ -95,6 +98,7 @@ class ConfigOptions(TypedDict, total=False):
     norm_position: str
     zero_centered_norm: bool
     hidden_act: str
+    intermediate_sizes: tuple[int, ...] | None
     mlp_gate: bool
     mlp_bias: bool
     moe: MoEConfig | Mapping[str, float | str] | None

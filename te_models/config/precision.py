@@ -8,7 +8,7 @@ BF16 under every recipe (LinearSpec.fp8) stays so.
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from te_models.config.layer import LayerSpec, LinearSpec, named_linears
+from te_models.config.layer import LayerSpec, LinearSpec, depth_of, named_linears
 from te_models.config.recipe import Recipe
 from te_models.errors import ConfigError, unknown
 
@@ -58,7 +58,9 @@ def _by_edges(recipe: Recipe, layers: int, name: str) -> Precision:
     if name == HEAD:
         inside = recipe.lm_head == "fp8"
         return Precision(own if inside else None, f"lm_head = {recipe.lm_head!r}", not inside)
-    depth = int(name.split(".")[1])
+    depth = depth_of(name)
+    if depth is None:
+        return Precision(None, "under every recipe", True)
     inner = recipe.inner_layers(layers)
     if depth not in inner:
         end = "start" if depth < inner.start else "end"

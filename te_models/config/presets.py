@@ -141,6 +141,31 @@ def _gemma4(
     )  # fmt: skip
 
 
+def _gemma4_small(
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    kv_heads: int,
+    *,
+    period: int,
+    shared: int,
+    wide: bool = False,
+) -> PresetFields:
+    """Return a Gemma 4 with inputs per layer, whose last `shared` layers reuse keys.
+
+    With `wide` those have MLPs of twice the width.
+    """
+    own = [int(layer >= layers - shared) for layer in range(layers)]
+    widths = tuple(intermediate * (1 + flag) for flag in own)
+    large = _gemma4(hidden, intermediate, layers, heads=(8, kv_heads, kv_heads))
+    return {
+        **large, **_layers(layers, period, period - 1), "keys_as_values": False, "sliding_window": 512,
+        "max_position_embeddings": 131072, "shared_key_layers": tuple(own),
+        **(dict(intermediate_sizes=widths) if wide else {}),
+        "layer_inputs": dict(width=256, vocab_size=262144),
+    }  # fmt: skip
+
+
 def _hybrid(
     hidden: int,
     intermediate: int,
@@ -396,6 +421,8 @@ PRESETS: dict[str, PresetFields] = {
     "gemma3-4b": _gemma3(2560, 10240, 34, 8, 4),
     "gemma3-12b": _gemma3(3840, 15360, 48, 16, 8),
     "gemma3-27b": _gemma3(5376, 21504, 62, 32, 16, head_dim=128, attention_multiplier=168**-0.5),
+    "gemma4-e2b": _gemma4_small(1536, 6144, 35, 1, period=5, shared=20, wide=True),
+    "gemma4-e4b": _gemma4_small(2560, 10240, 42, 2, period=6, shared=18),
     "gemma4-31b": _gemma4(5376, 21504, 60, heads=(32, 16, 4)),
     "gemma4-26b-a4b": _gemma4(
         2816, 2112, 30, heads=(16, 8, 2),

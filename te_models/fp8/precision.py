@@ -8,7 +8,7 @@ from types import ModuleType
 
 from torch import Tensor, nn
 
-from te_models.config.layer import LayerSpec
+from te_models.config.layer import LayerSpec, depth_of
 from te_models.config.precision import HEAD, Precision, precisions
 from te_models.config.recipe import SCHEMES, EngineRecipe, Recipe
 from te_models.fp8.primary_weights import quantize_weights_alike
@@ -117,7 +117,7 @@ def model_precision(
         if name == HEAD:
             inside = recipe.head_in_fp8
         else:
-            inside = int(name.split(".")[1]) in fp8_layers  # layers.<number>.<linear>
+            inside = depth_of(name) in fp8_layers
         around = te_recipe if inside else None
         # Compared by identity: `built` makes one object per recipe.
         if own is not around or (recipe.stateful and divided(name)):

@@ -149,30 +149,38 @@ _GEMMA3_IMAGES: Fields = {
 }
 _GEMMA4: Fields = dict(
     scaled_vectors=True, layer=places.GEMMA4_LAYER,
-    parts=(ropes.GEMMA4_ROPE, ropes.GEMMA4_HEADS, GELU, parts.biases(), parts.EMBEDDING_ROOT,
+    parts=(ropes.GEMMA4_ROPE, ropes.GEMMA4_HEADS, ropes.GEMMA4_SMALL, GELU, parts.biases(), parts.EMBEDDING_ROOT,
            parts.same("final_logit_softcapping")),
+    unused=ropes.gemma4_unused,
     constants={**UNGATED, "norm_position": "both", "qk_norm": True, "value_norm": True, "layer_scale": True,
                "attention_multiplier": 1.0},
     defaults={"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "rms_norm_eps": 1e-6,
               "max_position_embeddings": 131072, "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1,
               "pad_token_id": 0, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 512,
               "attention_k_eq_v": False, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
-              "hidden_size_per_layer_input": 256,
+              "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
               "rope_parameters": {
                   "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
                                      "rope_theta": 1000000.0},
                   "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
-    only={**NO_DROPOUT, "use_bidirectional_attention": (None, "vision"), "num_kv_shared_layers": (0, None),
-          "hidden_size_per_layer_input": (0, None)},
+    only={**NO_DROPOUT, "use_bidirectional_attention": (None, "vision")},
     when={"enable_moe_block": (False, None)},
-    ignored=frozenset(("hidden_act", "vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts",
-                       "num_local_experts", "top_k_experts", "moe_intermediate_size", "enable_moe_block")),
+    ignored=frozenset(("hidden_act", "num_experts", "num_local_experts", "top_k_experts", "moe_intermediate_size",
+                       "enable_moe_block")),
 )  # fmt: skip
-_GEMMA4_MOE: Fields = {
+_ONLY_LARGE: Fields = {"num_kv_shared_layers": (0, None), "hidden_size_per_layer_input": (0, None)}
+# Without inputs per layer, and with keys in each.
+_GEMMA4_LARGE: Fields = {
     **_GEMMA4,
+    "parts": tuple(part for part in _GEMMA4["parts"] if part is not ropes.GEMMA4_SMALL),
+    "only": {**_GEMMA4["only"], **_ONLY_LARGE},
+    "ignored": _GEMMA4["ignored"] | {"vocab_size_per_layer_input", "use_double_wide_mlp"},
+}  # fmt: skip
+_GEMMA4_MOE: Fields = {
+    **_GEMMA4_LARGE,
     "layer": {**{name: rows for name, rows in places.GEMMA4_LAYER.items() if "mlp" not in name},
               **places.GEMMA4_EXPERTS},
-    "parts": (*_GEMMA4["parts"], experts.GEMMA4_EXPERTS),
+    "parts": (*_GEMMA4_LARGE["parts"], experts.GEMMA4_EXPERTS),
     "when": {"enable_moe_block": (True,)},
     "stacked": "outputs first", "experts": "experts",
     "ignored": frozenset(("hidden_act", "vocab_size_per_layer_input", "use_double_wide_mlp")),
@@ -184,7 +192,7 @@ _GEMMA4_IMAGES: Fields = dict(
     note="the text model of a folder whose other tensors are kept aside and written back",
 )  # fmt: skip
 _GEMMA4_UNIFIED: Fields = {
-    **_GEMMA4,
+    **_GEMMA4_LARGE,
     "defaults": {**_GEMMA4["defaults"], "max_position_embeddings": 262144, "sliding_window": 1024,
                  "hidden_size_per_layer_input": 0},
     "when": {},
@@ -509,10 +517,10 @@ FAMILIES = [
     Family(
         model_type="gemma4_text", architecture="Gemma4ForCausalLM", models="Gemma 4 (text)", **_GEMMA4,
         note="heads of 512 channels in layers without a window, whose keys may be the values too; norms of q, k and v; "
-             "a stored factor per layer",
+             "a stored factor per layer; inputs per layer, and keys that layers share (E2B, E4B)",
     ),
     Family(
-        model_type="gemma4", architecture="Gemma4ForConditionalGeneration", models="Gemma 4 31B", **_GEMMA4,
+        model_type="gemma4", architecture="Gemma4ForConditionalGeneration", models="Gemma 4 E2B, E4B, 31B", **_GEMMA4,
         **_GEMMA4_IMAGES,
     ),
     Family(

@@ -42,6 +42,7 @@ class Family:
         root: the prefix of their names of embedding, layers and last norm.
         head: their name of the head.
         aside: prefixes of tensors of other models in the folder, which are written back.
+        unused: returns the prefixes, below `root`, of tensors that transformers does not load.
         later: prefixes of tensors that predict later tokens, which are written back where a folder has them.
         stacked: where its experts are one tensor per projection, the order of their dimensions, INPUTS_FIRST or
             OUTPUTS_FIRST of te_models.interop.stacked_experts; "": each expert has tensors of its own.
@@ -83,6 +84,7 @@ class Family:
     root: str = "model."
     head: str = "lm_head"
     aside: tuple[str, ...] = ()
+    unused: Callable[[Values], tuple[str, ...]] = lambda text: ()
     later: tuple[str, ...] = ()
     stacked: str = ""
     stacks: Mapping[str, str] = field(default_factory=dict)
@@ -203,6 +205,7 @@ class Family:
         return (
             *self.aside,
             *self.later,
+            *(f"{self.root}{prefix}" for prefix in self.unused(text)),
             *(f"{self.root}{self.blocks}.{last + n}." for n in range(later)),
         )
 

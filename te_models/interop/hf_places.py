@@ -117,7 +117,12 @@ MUSE_LAYER = {
     **both_normed(LAYER, GEMMA_NORMS),
     "self_attn.gate_proj": Rows("self_attn.qkvg_proj", ("g",)),
 }
-GEMMA4_LAYER = both_normed(NORMED_LAYER, GEMMA_NORMS) | _alike("layer_scalar")
+GEMMA4_LAYER = both_normed(NORMED_LAYER, GEMMA_NORMS) | {
+    **_alike("layer_scalar"),
+    "per_layer_input_gate": Rows("layer_input.input_gate_proj"),
+    "per_layer_projection": Rows("layer_input.input_out_proj"),
+    "post_per_layer_input_norm": Rows("layer_input.norm"),
+}
 
 
 def _fused_layer(*fused: str) -> dict[str, Rows]:
@@ -411,4 +416,11 @@ NEMOTRON_LAYER = {
     "mixer.fc2_latent_proj": Rows("mlp.latent_out_proj"),
 }
 # Outside the layers: their name -> ours, below the prefix of a family where it begins with "model.".
-TOP = {"model.embed_tokens": "embed_tokens", "model.norm": "norm", "lm_head": "lm_head"}
+TOP = {
+    "model.embed_tokens": "embed_tokens",
+    "model.embed_tokens_per_layer": "layer_inputs.table",
+    "model.per_layer_model_projection": "layer_inputs.context_proj",
+    "model.per_layer_projection_norm": "layer_inputs.norm",
+    "model.norm": "norm",
+    "lm_head": "lm_head",
+}

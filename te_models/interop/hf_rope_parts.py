@@ -178,6 +178,41 @@ def _write_gemma4_heads(config: ModelConfig) -> Fields:
     }
 
 
+def _read_gemma4_small(theirs: Values) -> Fields:
+    """Read inputs per layer, the last layers without keys of their own, and the width of their MLPs."""
+    count = theirs["num_hidden_layers"]
+    shared = theirs.get("num_kv_shared_layers") or 0
+    found: Fields = {}
+    if shared:
+        found["shared_key_layers"] = [int(layer >= count - shared) for layer in range(count)]
+    if shared and theirs.get("use_double_wide_mlp"):
+        width = theirs["intermediate_size"]
+        found["intermediate_sizes"] = [width * (1 + flag) for flag in found["shared_key_layers"]]
+    if width := theirs.get("hidden_size_per_layer_input"):
+        rows = theirs["vocab_size_per_layer_input"]
+        found["layer_inputs"] = {"width": width, "vocab_size": rows}
+    return found
+
+
+def _write_gemma4_small(config: ModelConfig) -> Fields:
+    inputs = config.layer_inputs
+    return {
+        "num_kv_shared_layers": sum(config.shared_key_layers or ()),
+        "use_double_wide_mlp": config.intermediate_sizes is not None,
+        "hidden_size_per_layer_input": 0 if inputs is None else inputs.width,
+        "vocab_size_per_layer_input": config.vocab_size if inputs is None else inputs.vocab_size,
+    }
+
+
+def gemma4_unused(theirs: Values) -> tuple[str, ...]:
+    """Return the prefixes of keys and values in a folder of layers that use those of others."""
+    count = theirs["num_hidden_layers"]
+    shared = theirs.get("num_kv_shared_layers") or 0
+    names = ("k_proj", "v_proj", "k_norm", "v_norm")
+    layers = range(count - shared, count)
+    return tuple(f"layers.{layer}.self_attn.{name}." for layer in layers for name in names)
+
+
 def _every(period: int, first: int = 0) -> SeesAll:
     """Return the default of families in which one layer of `period` sees all keys, starting with number `first`."""
     return lambda theirs, layer: layer % period == first
@@ -570,6 +605,11 @@ GEMMA4_HEADS = ConfigKeys(
      "attention_k_eq_v", "per_layer_config"),
     _read_gemma4_heads,
     _write_gemma4_heads,
+)  # fmt: skip
+GEMMA4_SMALL = ConfigKeys(
+    ("num_kv_shared_layers", "use_double_wide_mlp", "hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+    _read_gemma4_small,
+    _write_gemma4_small,
 )  # fmt: skip
 MELLUM_ROPE = rope_by_type(all_full)
 LAGUNA_ROPE = rope_by_type(all_full, partial=True)

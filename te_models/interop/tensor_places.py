@@ -96,7 +96,9 @@ def tensor_places(
             _, depth, *path = name.split(".")
             modules[f"layers.{depth}"].add(".".join(path[:-1]))
     for theirs, module in TOP.items():
-        if theirs != "lm_head":
+        if theirs.startswith("model.") and module not in ("embed_tokens", "norm"):
+            note(family.root + theirs.removeprefix("model."), module)
+        elif theirs != "lm_head":
             name = family.norm if module == "norm" else family.embedding
             note(family.root + name, module)
         elif not config.tie_word_embeddings:

@@ -58,6 +58,7 @@ class Kernels:
     gated_norm: Callable[..., Tensor] = from_inputs(elementwise.gated_norm)
     delta_gates: Callable[..., tuple[Tensor, Tensor]] = from_inputs(elementwise.delta_gates)
     silu_gate: Callable[[Tensor, Tensor], Tensor] = from_inputs(elementwise.silu_gate)
+    gated_input: Callable[..., Tensor] = from_inputs(elementwise.gated_input)
     expert_rows: expert_rows.RowKernels = expert_rows.PLAIN
     linear: Callable[..., Tensor] = handover.linear
     grouped: Callable[..., Tensor] = handover.grouped
@@ -129,6 +130,7 @@ def with_compiler(fused: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
         gated_norm=from_inputs(elementwise.gated_norm, fused),
         delta_gates=fused(elementwise.delta_gates),
         silu_gate=fused(elementwise.silu_gate),
+        gated_input=fused(elementwise.gated_input),
     )
 
 

@@ -260,6 +260,12 @@ def silu_gate(x: Tensor, z: Tensor) -> Tensor:
     return (x.float() * F.silu(z.float())).to(x.dtype)
 
 
+def gated_input(gate: Tensor, x: Tensor, activation: str) -> Tensor:
+    """Return act(gate) * x, each [N, P]."""
+    forward, _ = ACTIVATIONS[activation]
+    return forward(gate) * x
+
+
 @once
 def rounded(factor: float, dtype: torch.dtype) -> float:
     """Return a factor rounded to `dtype`, as Gemma's training rounds that on embeddings; cached, for captured steps."""

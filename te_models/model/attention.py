@@ -12,7 +12,7 @@ from te_models.kernels.gated_attention import AttentionSetting, Rotation, attent
 from te_models.kernels.sdpa import causal_attention
 from te_models.kernels.unit_norm import unit_norm
 from te_models.model.forward_context import ForwardContext, Visible
-from te_models.model.kv_cache import DecodingCache, KVState
+from te_models.model.kv_cache import DecodingCache, KVState, RecurrentState, State
 from te_models.model.part import Mixer
 from te_models.model.te_modules import Factory, pad_rows
 
@@ -35,7 +35,8 @@ class GatedAttention(Mixer[AttentionSpec]):
         self.eps = factory.eps
         if spec.qk_norm != "none" and spec.norm_weights:
             self.q_norm = factory.norm(spec.vectors["q_norm"])
-            self.k_norm = factory.norm(spec.vectors["k_norm"])
+            if not spec.heads.reuses_keys:
+                self.k_norm = factory.norm(spec.vectors["k_norm"])
         self.sinks = factory.vector(spec.heads.query) if spec.sinks else None
 
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
@@ -45,10 +46,10 @@ class GatedAttention(Mixer[AttentionSpec]):
         else:
             super().initialize(name, values, std, residual_std)
 
-    def new_state(
-        self, batch: int, slots: int, device: torch.device, dtype: torch.dtype
-    ) -> KVState:
-        """Return room for the keys and values of `batch` rows of `slots` tokens."""
+    def new_state(self, batch: int, slots: int, device: torch.device, dtype: torch.dtype) -> State:
+        """Return room for keys and values of `batch` rows of `slots` tokens; none where they are another layer's."""
+        if self.spec.heads.reuses_keys:
+            return RecurrentState()
         return KVState(batch, self.spec.heads.key, slots, (self.spec.heads.dim,) * 2, device, dtype)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
@@ -84,7 +85,7 @@ class GatedAttention(Mixer[AttentionSpec]):
         spec = self.spec
         if spec.heads.keys_as_values or spec.value_norm or spec.query_scale is not None:
             return None
-        if spec.heads.dim > WIDEST_FLASH:
+        if spec.heads.dim > WIDEST_FLASH or spec.lends_keys or spec.heads.reuses_keys:
             return None
         norms = None
         if spec.qk_norm != "none":
@@ -166,9 +167,34 @@ class GatedAttention(Mixer[AttentionSpec]):
 
     def _composed(self, qkvg: Tensor, context: ForwardContext) -> Tensor:
         """Return the input of o_proj [B*S, A*H] from qkvg [N, Q]."""
-        spec = self.spec
         qkvg = qkvg[: context.batch * context.seq].view(context.batch, context.seq, -1)
         q, k, v, g = qkvg.split(self.rows, dim=-1)  # each [B, S, its rows]
+        if self.spec.heads.reuses_keys:
+            q = self._queries(q, context)
+            k, v = context.shared_keys[self.spec.window]
+        else:
+            q, k, v, g = self._own_heads(q, k, v, g, context)
+        out = self._attention(q, k, v, context.masks[self.spec.window])
+        out = out.transpose(1, 2).flatten(0, 1)
+        out = self._gated(out, g.flatten(0, 1), context)  # [B*S, A*H]
+        return out if context.real is None else out * context.real
+
+    def _queries(self, q: Tensor, context: ForwardContext) -> Tensor:
+        """Return the queries [B, A, S, H] of a layer without keys of its own, from q [B, S, A*H]."""
+        spec = self.spec
+        q = q.unflatten(-1, (-1, spec.heads.dim))
+        q = q if spec.norm_after_rope else self._normed_queries(q)
+        q = q if spec.rope is None else context.rotated(q, spec.rope)
+        q = self._normed_queries(q) if spec.norm_after_rope else q
+        if spec.query_scale is not None:
+            q = q * context.query_scales[spec.query_scale][..., None, None]
+        return q.transpose(1, 2)
+
+    def _own_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, context: ForwardContext
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return q [B, A, S, H], the k and v [B, K, slots, H] to attend to, and g, from rows of qkvg [B, S, ...]."""
+        spec = self.spec
         if spec.heads.keys_as_values:
             v = k
         if spec.copies_queries and torch.is_grad_enabled():
@@ -182,8 +208,8 @@ class GatedAttention(Mixer[AttentionSpec]):
             v = unit_norm(v, self.eps)
         if not spec.norm_after_rope:
             q, k = self._normed_heads(q, k)
-        # The scale copies q, and k alone would keep the memory of both.
-        if spec.rope is not None and spec.query_scale is not None:
+        # The scale copies q, and k alone, which may be lent, would keep the memory of both.
+        if spec.rope is not None and (spec.query_scale is not None or spec.lends_keys):
             q = context.rotated(q, spec.rope)
             k = context.rotated(k, spec.rope)
         elif spec.rope is not None:
@@ -197,17 +223,26 @@ class GatedAttention(Mixer[AttentionSpec]):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, S, H]
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)  # [B, K, slots, H]
-        out = self._attention(q, k, v, context.masks[spec.window]).transpose(1, 2).flatten(0, 1)
-        out = self._gated(out, g.flatten(0, 1), context)  # [B*S, A*H]
-        return out if context.real is None else out * context.real
+        # Later layers keep the tensors that the first pass gave them.
+        if spec.lends_keys and not context.recompute.recomputing:
+            context.lent_keys[spec.window] = (k, v)
+        return q, k, v, g
+
+    def _normed_queries(self, q: Tensor) -> Tensor:
+        """Return q [B, S, A, H] with the norm of each head, if there is one."""
+        if self.spec.qk_norm != "head":
+            return q
+        if not self.spec.norm_weights:
+            return unit_norm(q, self.eps)
+        return self.tp.norm(self.q_norm, q, partial=True)
 
     def _normed_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return q [B, S, A, H] and k [B, S, K, H] with the norms of each head, if there are such."""
+        q = self._normed_queries(q)
         if self.spec.qk_norm != "head":
             return q, k
         if not self.spec.norm_weights:
-            return unit_norm(q, self.eps), unit_norm(k, self.eps)
-        q = self.tp.norm(self.q_norm, q, partial=True)
+            return q, unit_norm(k, self.eps)
         return q, self.tp.norm(self.k_norm, k, partial=True)
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Visible) -> Tensor:

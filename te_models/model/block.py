@@ -16,8 +16,10 @@ from typing import cast
 from torch import Tensor, nn
 
 from te_models.config.layer import LayerSpec
+from te_models.config.layer_inputs import LayerInputSpec
 from te_models.fp8.step_linear import is_untouched
 from te_models.model.forward_context import ForwardContext
+from te_models.model.layer_inputs import LayerInput
 from te_models.model.part import BlockPart, Feedforward, Mixer
 from te_models.model.parts import MIXERS, MLPS
 from te_models.model.te_modules import Factory
@@ -29,8 +31,9 @@ class Block(nn.Module):
         x -+- RMSNorm - mixer -+-> + -+- RMSNorm - MLP -+-> +
            +-------------------+      +-----------------+
 
-    A block may have one of the two alone. With `norm_position` "post" each RMSNorm comes after instead, under other
-    names; with "both" there are all four.
+    A third part may read an input of the layer after the MLP (te_models.model.layer_inputs), and add to the residual
+    stream. A block may have one of the first two alone. With `norm_position` "post" each RMSNorm comes after instead,
+    under other names; with "both" there are all four.
 
     Args:
         spec: the description of this rank's share.
@@ -66,6 +69,11 @@ class Block(nn.Module):
             inside = factory.inside(f"layers.{layer}.{mlp.name}.")
             self.add_module(mlp.name, MLPS[type(mlp)](mlp, layer, inside))
         self.mlp_output_norm = factory.norm(width, eps=post_eps) if after and mlp else None
+        if spec.input is not None:
+            inside = factory.inside(f"layers.{layer}.{spec.input.name}.")
+            self.add_module(
+                spec.input.name, LayerInput(cast(LayerInputSpec, spec.input), layer, inside)
+            )
         self.layer_scalar = None
         if spec.scaled:
             self.layer_scalar = factory.vector(1).requires_grad_(False)
@@ -82,11 +90,23 @@ class Block(nn.Module):
         spec = self.spec.mlp
         return None if spec is None else cast(Feedforward, self._modules[spec.name])
 
+    @property
+    def input_reader(self) -> BlockPart | None:
+        """The part that reads the input of the layer, if there is one."""
+        spec = self.spec.input
+        return None if spec is None else cast(BlockPart, self._modules[spec.name])
+
+    @property
+    def block_parts(self) -> list[BlockPart]:
+        """The parts that there are."""
+        parts = (self.token_mixer, self.feedforward, self.input_reader)
+        return [part for part in parts if part is not None]
+
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
         """Set the initial values of the parameter `name`; see te_models.model.part.BlockPart.initialize."""
         owner, _, rest = name.partition(".")
-        for part in (self.token_mixer, self.feedforward):
-            if part is not None and owner == part.spec.name:
+        for part in self.block_parts:
+            if owner == part.spec.name:
                 return part.initialize(rest, values, std, residual_std)
         values.fill_(1.0 if name == "layer_scalar" else self.gain)
 
@@ -112,7 +132,7 @@ class Block(nn.Module):
             hidden, x = context.recompute.run_mlp(self, mlp, self._mlp_hidden, x, delta, context)
             delta = self._delta(self.mlp_output_norm, mlp.output(hidden, context))
         assert delta is not None  # a block has at least one of the two
-        return self._scaled(x + delta)
+        return self._ended(x + delta, context)
 
     def _step(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the block applied to one new token per row: each part by kernels of a step, or by its modules."""
@@ -134,7 +154,7 @@ class Block(nn.Module):
                 hidden, x = self._mlp_hidden(x, None, context)
                 made = x + self._delta(self.mlp_output_norm, mlp.output(hidden, context))
             x = made
-        return self._scaled(x)
+        return self._ended(x, context)
 
     def _by_kernels(
         self,
@@ -150,7 +170,11 @@ class Block(nn.Module):
             return None
         return part.step(norm, x, context, self.residual_multiplier)
 
-    def _scaled(self, x: Tensor) -> Tensor:
+    def _ended(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return x [N, D] after mixer and MLP with what the layer makes of its input, and its factor."""
+        reader = self.input_reader
+        if reader is not None:
+            x = x + reader(x, context)
         return x if self.layer_scalar is None else x * self.layer_scalar
 
     def _mlp_hidden(

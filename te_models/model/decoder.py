@@ -48,6 +48,7 @@ from te_models.model.inputs import (
     refuse_unknown,
 )
 from te_models.model.kv_cache import Cache, DecodingCache
+from te_models.model.layer_inputs import LayerInputs
 from te_models.model.offload import HostMemory, Offload
 from te_models.model.output import Output, OutputRequest, with_routing
 from te_models.model.part import new_states
@@ -212,6 +213,10 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
         # 1.0 where the embedding is a ScaledEmbedding.
         self.embedding_multiplier = config.embedding_multiplier
+        self.layer_inputs = None
+        if config.layer_inputs is not None:
+            sizes = (config.num_hidden_layers, config.hidden_size)
+            self.layer_inputs = LayerInputs(config.layer_inputs, *sizes, factory)
         self.layers = nn.ModuleList()
         for layer, spec in enumerate(self.specs):
             self.layers.append(self._make_block(spec, layer, factory))
@@ -238,6 +243,8 @@ class Decoder(nn.Module):
                     _, layer, rest = name.split(".", 2)
                     cast(Block, self.layers[int(layer)]).initialize(rest, values, std, residual)
                     self._clear_padding(name, values)
+                elif name == "layer_inputs.norm.weight":
+                    values.fill_(0.0 if self.config.zero_centered_norm else 1.0)
                 elif name == "norm.weight":
                     plain = self.config.plain_final_norm or not self.config.zero_centered_norm
                     values.fill_(1.0 if plain else 0.0)
@@ -462,7 +469,10 @@ class Decoder(nn.Module):
     def _decode(self, tokens: Tensor, context: ForwardContext, request: OutputRequest) -> Output:
         """Pass ids [B, S] or vectors [B, S, D] through all blocks and the head."""
         fp8 = self.fp8_layers
-        x = self.tp.scatter(self._padded(self._embedded(tokens, context), context))
+        x = self._padded(self._embedded(tokens, context), context)
+        if self.layer_inputs is not None:
+            context = context._replace(layer_inputs=self.layer_inputs(tokens, x, context))
+        x = self.tp.scatter(x)
         # Blocks before the FP8 range run outside the autocast, in BF16.
         x = self._run(range(fp8.start), x, context)
         autocast: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -490,7 +500,13 @@ class Decoder(nn.Module):
     def _run(self, layers: range, x: Tensor, context: ForwardContext) -> Tensor:
         """Pass x [N, D] through these blocks."""
         for layer in layers:
-            x = context.recompute.run_block(self.layers[layer], layer, x, context)
+            own = context
+            if self.config.shared_key_layers is not None:
+                # Copies: what a recompute holds may not lead to what it makes, or the pass would hold itself.
+                own = context._replace(shared_keys=dict(context.shared_keys), lent_keys={})
+            x = context.recompute.run_block(self.layers[layer], layer, x, own)
+            context.shared_keys.update(own.lent_keys)
+            own.lent_keys.clear()
         return x
 
     def _output(self, x: Tensor, context: ForwardContext, request: OutputRequest) -> Output:

@@ -54,6 +54,11 @@ class ForwardContext(NamedTuple):
     autocasts: Autocasts
     routing: Routing  # what routers did
     alignment: int  # the number of rows of each GEMM is a multiple of this
+    # sliding window -> keys and values [B, K, slots, H] of the layer that lends them to later ones with that window; a
+    # layer puts its own into `lent_keys`, and `Decoder._run` moves them
+    shared_keys: dict[int | None, tuple[Tensor, Tensor]]
+    lent_keys: dict[int | None, tuple[Tensor, Tensor]]
+    layer_inputs: tuple[Tensor, ...] = ()  # of each layer [N, P], where layers have inputs
 
     def without_padding(self, x: Tensor) -> Tensor:
         """Return x [N, D] with zeros at padding, which a bias has made nonzero."""
@@ -238,6 +243,8 @@ def forward_context(
         autocasts=autocasts,
         routing=Routing(),
         alignment=alignment,
+        shared_keys={},
+        lent_keys={},
     )
 
 

@@ -67,6 +67,8 @@ def checked_tokens(
         mistake = "give either input_ids or inputs_embeds, the vectors that stand for them"
     elif not isinstance(tokens, Tensor):
         mistake = f"{name} is a {type(tokens).__name__}: give {wanted}"
+    elif embedded and config.layer_inputs is not None:
+        mistake = "a model with layer_inputs looks each token up in two tables: give input_ids"
     elif embedded and (tokens.dim() != 3 or tokens.shape[2] != config.hidden_size):
         mistake = f"{name} has shape {list(tokens.shape)}: give {wanted}, D={config.hidden_size}"
     elif not embedded and tokens.dim() != 2:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from te_models.config.chunk_sizes import head_rows
 from te_models.config.layer import LayerSpec, LinearSpec, Role
+from te_models.config.layers import reuses_keys
 from te_models.config.model import ModelConfig
 from te_models.config.precision import HEAD, precisions
 from te_models.config.recipe import Recipe
@@ -405,7 +406,7 @@ def _adapt(model: Decoder, setting: StepSetting) -> None:
     for block in model.layers:
         if not isinstance(block, Block):
             continue
-        for part in filter(None, (block.token_mixer, block.feedforward)):
+        for part in block.block_parts:
             for spec in part.spec.linears:
                 kind = _Adapted if spec.adapted else None
                 if spec.experts and setting.lora_experts:
@@ -546,7 +547,10 @@ class MeasuredStep:
 
     def _head(self, layers: tuple[int, ...], batch: int) -> Stretches:
         """Return the profiles of the head alone; frozen, it would have nothing to differentiate."""
-        return self._run(layers[-1:] if self.setting.lora_rank else (), batch)
+        if not self.setting.lora_rank:
+            return self._run((), batch)
+        own = [layer for layer in layers if not reuses_keys(self.config, layer)]
+        return self._run(tuple(own[-1:]), batch)
 
     def _head_in_chunks(
         self, layers: tuple[int, ...], unit: int, batch: int

@@ -240,7 +240,7 @@ TEXTS = [
     "flex_olmo-normed", "dots1-window", "exaone_moe-mixed", "solar_open-groups", "ernie4_5_moe-interval",
     "granitemoe_swa-no_rope", "hunyuan_v1_dense-one-key", "hunyuan_v1_moe-untied", "gemma4_text-one",
     "gemma4_text-wide",
-    "gemma4_text-experts-untied",
+    "gemma4_text-experts-untied", "gemma4_text-small-untied", "gemma4_text-small-wide",
     "exaone-llama3", "helium-linear", "minicpm3-untied", "vaultgemma-untied", "sarvam_moe-groups",
     "granitemoeshared-untied", "hy_v3-mixed", "flint-odd", "bamba-one_key",
     "sarvam_mla-mscale", "mistral4-mscale", "youtu-yarn", *HYBRIDS,

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from te_models import CausalLM, ModelConfig, get_preset, list_presets
+from te_models.config.fields import PER_LAYER
 from te_models.kernels.elementwise import gate
 from te_models.model.block import Block
 from te_models.model.convolution import Taps
@@ -36,16 +37,16 @@ SMALL: dict[str, Any] = dict(
 
 def three_layers(config: ModelConfig) -> dict[str, Any]:
     """Return the fields with a value per layer, of the three layers in a row (the last such) that differ most."""
-    fields = {
-        name: value
-        for name in ("no_rope_layers", "layer_types", "mlp_layer_types")
-        if (value := getattr(config, name))
-    }
+    fields = {name: value for name in PER_LAYER if (value := getattr(config, name))}
     if not fields:
         return {}
     layers = list(zip(*fields.values(), strict=True))
     most = max(range(len(layers) - 2), key=lambda n: (len(set(layers[n : n + 3])), n))
-    return {name: value[most : most + 3] for name, value in fields.items()}
+    found = {name: value[most : most + 3] for name, value in fields.items()}
+    if config.shared_key_layers is not None:  # the last reuses the keys of the first
+        found |= dict(shared_key_layers=(0, 0, 1))
+        found["layer_types"] = ("sliding_attention", "full_attention", "sliding_attention")
+    return found
 
 
 def small(preset: str, engine: str, recipe: str = "bf16", **options: Any) -> CausalLM:
@@ -164,7 +165,7 @@ def test_parameters_belong_to_te_modules_and_the_embedding(preset: str) -> None:
     allowed = {
         model.te.Linear: "proj lm_head router shared_gate",
         model.te.RMSNorm: "norm layernorm",
-        nn.Embedding: "embed_tokens",
+        nn.Embedding: "embed_tokens layer_inputs.table",
     }
     allowed |= {model.te.GroupedLinear: "proj"} if model.config.moe is not None else {}
     found = owners(model)
