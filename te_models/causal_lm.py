@@ -31,8 +31,10 @@ from te_models.model.decoder import Decoder
 from te_models.model.graph_obstacle import graph_obstacle
 from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, PushOptions
 from te_models.model.part import BlockPart
+from te_models.numerics.stored import StoredWeight
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.precision_plan import PRECISION_NAMES, PlanRow, PrecisionPlan
+from te_models.planning.stored_base import StoredBase
 from te_models.saving.adapters import adapter_reader
 from te_models.saving.pretrained import (
     adapter_folder,
@@ -187,7 +189,17 @@ class CausalLM(Decoder):
             activation_offload=self.activation_offload,
         )
         own |= dict(fp8_params=self.fp8_params)
+        own |= dict(base_weights=self._stored_base())
         return plan_memory(self.config, self.recipe, **{**own, **options})
+
+    def _stored_base(self) -> StoredBase | None:
+        """Return which weights stay as a release stores them; None: none does."""
+        found = {}
+        for name, parameter in self.named_parameters():
+            if isinstance(parameter, StoredWeight):
+                linear = self.precision.known(name)
+                found[linear] = parameter
+        return StoredBase.in_model(found)
 
     def _chosen(self, separator: str) -> str:
         """Return why recipe="auto" chose the recipe, after a separator; empty if the recipe was given."""

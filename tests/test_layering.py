@@ -179,6 +179,8 @@ NAMED_TWICE = {
     "GroupedLinear",
     "LinearOfTorch",
     "RMSNorm",
+    "StoredLinear",
+    "StoredGroupedLinear",
 }
 
 

@@ -20,7 +20,9 @@ from te_models.fp8.primary_weights import (
 )
 from te_models.fp8.scaling_state import weight_scale
 from te_models.numerics.scale_rules import scale_from_amax
+from te_models.numerics.stored import StoredWeight
 
+STORED = "stored"  # the part of a saved weight that is a StoredWeight
 ATTRIBUTE = "_te_models_merged_weight"  # of a te module
 
 
@@ -40,6 +42,8 @@ class Merge(NamedTuple):
 
 class MergedWeight:
     """The weights of a te module with updates in them, each sum made from the values before and rounded once.
+
+    A weight that a release stores quantized is replaced by one in high precision, and comes back when it has no update.
 
     Args:
         owner: the te.Linear or te.GroupedLinear; no submodule of this object.
@@ -91,6 +95,9 @@ class MergedWeight:
         weight = self._weight(gemm)
         if not self.merges:
             return whole(plain(weight)).float()
+        stored = self.saved[gemm][0].get(STORED)
+        if stored is not None:
+            return plain(stored).float()
         merged = saved_weight(weight)
         restore_weight(weight, self.saved[gemm][0])
         values = whole(plain(weight)).to(torch.float32, copy=True)
@@ -103,17 +110,29 @@ class MergedWeight:
     def _weight(self, gemm: int) -> nn.Parameter:
         return self.owner.get_parameter(self.names[gemm])
 
+    def _replace(self, gemm: int, values: Tensor) -> None:
+        """Give the module another parameter as its weight, frozen."""
+        parameter = nn.Parameter(values, requires_grad=False)
+        self.owner.register_parameter(self.names[gemm], parameter)
+
     def _scale(self, gemm: int) -> Tensor | None:
         """Return the live scale of a weight that delayed scaling casts in each pass; None without one."""
         return None if is_quantized(self._weight(gemm)) else weight_scale(self.owner, gemm)
 
     def _save(self, gemm: int) -> tuple[dict[str, Tensor], Tensor | None]:
         scale = self._scale(gemm)
-        return saved_weight(self._weight(gemm)), None if scale is None else scale.clone()
+        weight = self._weight(gemm)
+        saved: dict[str, Tensor] = {STORED: weight}
+        if not isinstance(weight, StoredWeight):
+            saved = saved_weight(weight)
+        return saved, None if scale is None else scale.clone()
 
     def _restore(self, gemm: int) -> None:
         values, before = self.saved[gemm]
-        restore_weight(self._weight(gemm), values)
+        if STORED in values:
+            self._replace(gemm, values[STORED])
+        else:
+            restore_weight(self._weight(gemm), values)
         scale = self._scale(gemm)
         if before is not None and scale is not None:
             scale.copy_(before)
@@ -128,7 +147,11 @@ class MergedWeight:
 
     def _write(self, merges: list[Merge]) -> None:
         for gemm, values in enumerate(self._sums(merges)):
-            write_weight(self._weight(gemm), values, for_master=False)
+            weight = self._weight(gemm)
+            if isinstance(weight, StoredWeight):
+                self._replace(gemm, values.to(weight.dtype))
+            else:
+                write_weight(weight, values, for_master=False)
             scale = self._scale(gemm)
             if scale is not None and (amax := values.abs().amax().float()) > 0:
                 # The sum may exceed what the scale of the last training step allows.

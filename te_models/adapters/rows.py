@@ -24,6 +24,7 @@ from te_models.engine import engine_module
 from te_models.engine.torch_linear import padded_product
 from te_models.fp8.primary_weights import plain
 from te_models.interop.tensor_places import Place
+from te_models.numerics.stored import StoredWeight
 
 
 class NamedRows(nn.Linear):
@@ -69,8 +70,9 @@ class NamedRows(nn.Linear):
 
     def _alias(self, name: str) -> Tensor:
         parameter = self.linear.get_parameter(name)
-        if isinstance(parameter, DTensor):
-            # A shard of FSDP2, which peft asks for its dtype and device alone: gathered where the values are read.
+        if isinstance(parameter, (DTensor, StoredWeight)):
+            # peft asks for dtype and device alone: a shard of FSDP2 is gathered, and a stored weight dequantized, where
+            # the values are read.
             shape = (self.out_features, self.in_features)[: parameter.dim()]
             like = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(shape)
             return Alias(
@@ -101,7 +103,10 @@ class NamedRows(nn.Linear):
         """Return which of the te.Linear's outputs the rows make, int64 [rows]."""
         weight = self.linear.get_parameter("weight")
         if self._columns is None or self._columns.device != weight.device:
-            self._columns = self.place.save(torch.arange(len(weight), device=weight.device))
+            with torch.inference_mode(
+                False
+            ):  # the first pass may be a generation, a later one trains
+                self._columns = self.place.save(torch.arange(len(weight), device=weight.device))
         return self._columns
 
     def forward(self, input: Tensor, *args: object, **options: object) -> Tensor:

@@ -268,7 +268,9 @@ SHAPE_NAMES = [name for name, one in TABLES["shape"].items() if one.kinds[0] in 
 preset_option = setting_option("preset")
 model_option = setting_option("model")
 recipe_option = setting_option("recipe", default=None, show_default=False)
-build_options = setting_options("engine", "device", "fp8_params", *FIELD_NAMES, *SHAPE_NAMES)
+build_options = setting_options(
+    "engine", "device", "fp8_params", "base_weights", *FIELD_NAMES, *SHAPE_NAMES
+)
 model_options = chained(preset_option, model_option, recipe_option, build_options)
 
 
@@ -314,6 +316,10 @@ def build_model(
     if (preset is None) == (model is None):
         raise click.UsageError("give either --preset NAME or --model DIR")
     given = given_options(options)
+    if preset is not None and "base_weights" in given:
+        raise click.UsageError(
+            "--base-weights is for --model: a preset has no weights of a quantized release"
+        )
     if preset is not None:
         return CausalLM.from_preset(preset, **given)
     assert model is not None

@@ -22,6 +22,7 @@ from te_models.cli.options import (
     setting_options,
     show,
 )
+from te_models.config.base_weights import DEQUANTIZED, FORM_NAMES, STORED
 from te_models.config.gpus import Gpu, get_gpu, suited, why_not
 from te_models.config.presets import get_preset
 from te_models.config.recipe import AUTO
@@ -107,6 +108,15 @@ def plan(
     division = TrainConfig(expert_parallel_size=options.pop("expert_parallel_size"))
     lora = training.pop("lora")
     optimizer_options = training.pop("optimizer_options")
+    base_weights = None
+    if preset is not None:
+        base_weights = options.pop("base_weights")
+        if base_weights == STORED:
+            raise click.UsageError(
+                f"a preset has no stored weights: give --base-weights {', '.join(FORM_NAMES)}, the form of a release"
+            )
+        if base_weights == DEQUANTIZED:
+            base_weights = None
     if preset is not None or gpu is not None:
         options["device"] = options["device"] or "meta"
     card = None
@@ -131,7 +141,13 @@ def plan(
 
         training["optimizer_options"] = resolve_options(training["optimizer"], optimizer_options)
         training["expert_parallel_size"] = division.expert_parallel_size
+        if base_weights is not None:
+            training["base_weights"] = base_weights
         memory_plan = built.plan_memory(**training, lora_rank=lora)
+    elif base_weights is not None:
+        raise click.UsageError(
+            "--base-weights of a preset changes no precision: add --memory, or leave it out"
+        )
     told = None if advice is None else advice.to_dict()
     if advice is not None and not as_json:
         show(advice, as_json=False)

@@ -5,6 +5,8 @@ FP32 = 4  # bytes
 UPDATE_CHUNK = 2**28
 # Bytes that a rank sends, and that it receives, at a time in te_models.optim.parameter_owners.
 EXCHANGE_CHUNK = 2**27
+# Bytes of values of experts' stored weights at a time, in kernels/stored_experts_triton.py.
+STORED_CHUNK = 2**28
 HEAD_CHUNK = {True: 2**31, False: 2**28}  # cuda -> bytes of logits per chunk, counted in FP32
 
 
@@ -21,3 +23,8 @@ def head_rows(rows: int, vocabulary: int, width: int, cuda: bool, trained: bool 
     elif cuda and rows * vocabulary * 2 <= allowed // 2 + vocabulary * width * FP32:
         return rows
     return min(rows, max(256, allowed // (FP32 * vocabulary)))
+
+
+def experts_at_a_time(experts: int, outputs: int, inputs: int, itemsize: int) -> int:
+    """Return how many experts' weights [outputs, inputs] are dequantized at a time, to values of `itemsize` bytes."""
+    return min(experts, max(1, STORED_CHUNK // (outputs * inputs * itemsize)))

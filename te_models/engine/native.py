@@ -57,11 +57,13 @@ from te_models.engine.native_observers import (
     observer_of,
     set_observers,
 )
+from te_models.engine.remade_weight import linear_with_remade_weight
 from te_models.engine.torch_linear import TorchLinear, padded_product
 from te_models.kernels.count_cast_triton import Counts
 from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.handover import CastScale
 from te_models.kernels.handover_triton import FP8Data
+from te_models.numerics.stored import StoredWeight
 
 __version__ = version("transformer-engine")
 autocast = _te.autocast
@@ -78,6 +80,23 @@ class LinearOfTorch(Linear, TorchLinear):
         return padded_product(super().forward, inp, enabled, *args, **options)
 
 
+class StoredLinear(Linear):
+    """A te.Linear whose weight stays as a release stores it (te_models.engine.remade_weight)."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._is_fsdp2 = True
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **options: Any) -> Any:
+        """Return the output [..., out] for inp [..., in]; options are those of te.Linear."""
+        if not isinstance(self._parameters["weight"], StoredWeight):  # merged
+            return super().forward(inp, is_first_microbatch=is_first_microbatch, **options)
+        return linear_with_remade_weight(super().forward, self, inp, **options)
+
+
+StoredGroupedLinear = native_experts.StoredGroupedLinear
+runs_stored_experts = native_experts.runs_stored_experts
+STORED_RECIPES = native_experts.STORED_RECIPES
 # The layers that quantize: each has `fp8_meta` and quantizers.
 LINEARS = (Linear, GroupedLinear)
 # The emulated engine refuses recomputes whose caller does not restore its state.
@@ -96,6 +115,8 @@ __all__ = [
     "MXFP8Quantizer",
     "RMSNorm",
     "RotaryPositionEmbedding",
+    "StoredGroupedLinear",
+    "StoredLinear",
     "TransformerLayer",
     "autocast",
     "checkpoint",
@@ -115,6 +136,7 @@ __all__ = [
     "reset_fp8_state",
     "restored_recompute",
     "row_padding",
+    "runs_stored_experts",
     "separate_copy",
     "set_observers",
     "drop_cached_weights",
@@ -500,7 +522,7 @@ def _linear(module: Linear, x: Tensor, **options: bool | None) -> Tensor:
 def _cast_weight(module: Linear) -> Float8Tensor | None:
     """Return a te.Linear's weight in FP8; None where the module casts it, or where it is FP8 already."""
     if not (torch.is_grad_enabled() and isinstance(module, Linear)) or isinstance(
-        module.weight, QuantizedTensor
+        module.weight, (QuantizedTensor, StoredWeight)
     ):
         return None
     target = _target(_quantizer(module, "scaling_fwd", 1))

@@ -25,6 +25,7 @@ from transformer_engine.pytorch.quantization import (
 )
 
 from te_models.distributed.sharded_call import call_inside, only_fsdp_hooks
+from te_models.errors import UsageError
 from te_models.kernels.expert_blocks_triton import blocks_fit, cast_weight_blocks
 from te_models.kernels.expert_cast_triton import Delayed, FP8Matrices
 from te_models.kernels.expert_hidden_triton import Activation
@@ -45,8 +46,51 @@ from te_models.kernels.grouped_linear_triton import (
 )
 from te_models.kernels.groups import Groups
 from te_models.kernels.joint_experts_triton import JointExperts, Projection, experts_in_fp8
+from te_models.kernels.stored_experts_triton import (
+    StoredExperts,
+    stored_in_bf16,
+    stored_in_fp8,
+)
+from te_models.numerics.stored import StoredWeight
 
 T = TypeVar("T")
+STORED_RECIPES = (
+    "experts whose weights stay as they are stored run on a GPU in BF16 and under recipes with one scale per expert: "
+    "choose recipe='current', 'delayed' or 'bf16', or base_weights='dequantized'"
+)
+
+
+class StoredGroupedLinear(GroupedLinear):
+    """A te.GroupedLinear whose weights stay as a release stores them, of which some are dequantized at a time."""
+
+    @property
+    def stored(self) -> StoredExperts | None:
+        """The experts' weights; None if adapters were merged into them."""
+        found = []
+        for expert in range(self.num_gemms):
+            weight = self.get_parameter(f"weight{expert}")
+            if not isinstance(weight, StoredWeight):
+                return None
+            found.append(weight.rows)
+        return StoredExperts(found, self.get_parameter("weight0").dtype)
+
+    def forward(
+        self, inp: Tensor, m_splits: Any, is_first_microbatch: bool | None = None, **options: Any
+    ) -> Any:
+        """Return the experts' rows [R, out] of `inp` [R, in], whose numbers `m_splits` are; see te.GroupedLinear."""
+        stored = self.stored
+        if stored is None:
+            return super().forward(inp, m_splits, is_first_microbatch, **options)
+        enabled = FP8GlobalStateManager.is_fp8_enabled()
+        te_recipe = FP8GlobalStateManager.get_fp8_recipe() if enabled else None
+        rows = m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits
+        groups = rows if isinstance(rows, Groups) else Groups.of(list(rows), inp.device)
+        return _stored(self, stored, inp, groups, None, te_recipe)
+
+
+def runs_stored_experts(te_recipe: recipe.Recipe | None) -> bool:
+    """Return whether a recipe (None: BF16) runs experts whose weights stay as a release stores them."""
+    return te_recipe is None or _joint_casts(te_recipe) is not None
 
 
 def counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
@@ -61,6 +105,8 @@ def counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
     if adapted and (module.in_features % 8 or module.out_features % 8):
         return False  # adapters' products in one launch need rows of 16 bytes
     weight = module.get_parameter("weight0")
+    if isinstance(weight, StoredWeight):
+        return weight.is_cuda and runs_stored_experts(te_recipe)
     sharded = isinstance(weight, DTensor)  # FSDP2 will have gathered it when kernels read it
     whole = type(weight) in (Tensor, Parameter)
     plain = (sharded or whole) and weight.dtype == torch.bfloat16
@@ -184,8 +230,11 @@ def grouped(
     if not joint:
         return module(x, rows, is_first_microbatch=is_first_microbatch)
     groups = rows if isinstance(rows, Groups) else Groups.of(rows, x.device)
+    stored = module.stored if isinstance(module, StoredGroupedLinear) else None
 
     def run(x: Tensor) -> Tensor:
+        if stored is not None:
+            return _stored(module, stored, x, groups, route, te_recipe)
         weights = _read_weights(module)
         bias = _biases(module)
         if te_recipe is None:
@@ -201,6 +250,29 @@ def grouped(
 
     # Under FSDP2 the hooks of the module gather the weights around `run`.
     return call_inside([module], run, x)
+
+
+def _stored(
+    module: GroupedLinear,
+    stored: StoredExperts,
+    x: Tensor,
+    groups: Groups,
+    route: Route | None,
+    te_recipe: recipe.Recipe | None,
+) -> Tensor:
+    """Return the experts' rows of x, whose weights stay as they are stored; see te_models.kernels.handover.grouped.
+
+    Raises:
+        UsageError: the recipe casts in another way than one scale per expert.
+    """
+    if not runs_stored_experts(te_recipe):
+        raise UsageError(STORED_RECIPES)
+    bias = _biases(module)
+    if te_recipe is None:
+        return stored_in_bf16(x, groups, stored, bias)
+    with module.prepare_forward_ctx(x, num_gemms=groups.experts):
+        casts = _with_scales(module, _one_by_one(te_recipe), x)
+        return stored_in_fp8(x, groups, casts, stored, bias, route)
 
 
 def _read_weights(module: GroupedLinear) -> Weights:
@@ -286,6 +358,8 @@ def _projection(
 def experts_join(*modules: Module) -> bool:
     """See te_models.kernels.handover.experts_join."""
     if not FP8GlobalStateManager.is_fp8_enabled():
+        return False
+    if any(isinstance(module, StoredGroupedLinear) for module in modules):
         return False
     te_recipe = FP8GlobalStateManager.get_fp8_recipe()
     return all(

@@ -41,6 +41,7 @@ from te_models.engine.emulated import (
     reset_fp8_state,
     restored_recompute,
     row_padding,
+    runs_stored_experts,
     separate_copy,
 )
 from te_models.engine.planned_modules import (
@@ -49,10 +50,13 @@ from te_models.engine.planned_modules import (
     GroupedLinear,
     Linear,
     RMSNorm,
+    StoredGroupedLinear,
+    StoredLinear,
 )
 from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.planned import FP8Memory
 from te_models.numerics.quantizers import Quantizer
+from te_models.numerics.stored import StoredWeight
 from te_models.numerics.tensors import (
     Float8Tensor,
     QuantizedTensor,
@@ -70,6 +74,8 @@ __all__ = [
     "Linear",
     "MXFP8Quantizer",
     "RMSNorm",
+    "StoredGroupedLinear",
+    "StoredLinear",
     "autocast",
     "checkpoint",
     "drop_cached_weights",
@@ -88,6 +94,7 @@ __all__ = [
     "reset_fp8_state",
     "restored_recompute",
     "row_padding",
+    "runs_stored_experts",
     "separate_copy",
     "unfused",
 ]
@@ -264,7 +271,7 @@ def _cast_weight(module: nn.Module) -> QuantizedTensorStorage | None:
     """native._cast_weight."""
     if not (torch.is_grad_enabled() and isinstance(module, Linear)):
         return None
-    if isinstance(module.weight, QuantizedTensor) or module._is_fsdp2:
+    if isinstance(module.weight, (QuantizedTensor, StoredWeight)) or module._is_fsdp2:
         return None
     quantizer = _quantizer(module, "scaling_fwd", 1)
     if _target(quantizer) is None or quantizer is None:

@@ -18,7 +18,9 @@ from te_models.engine.emulated.recipe import Recipe
 from te_models.engine.planned_modules import (
     WEIGHT_COPIES,
     GroupedLinear,
+    StoredGroupedLinear,
     expert_gradients,
+    stored_experts,
 )
 from te_models.kernels.expert_rows import Route, dispatch
 from te_models.kernels.groups import Groups
@@ -40,6 +42,8 @@ def counts_on_device(module: nn.Module, te_recipe: Recipe | None) -> bool:
 def _joint(module: nn.Module, te_recipe: Recipe | None) -> bool:
     """Return whether kernels cast and multiply all experts at once: native_experts.counts_on_device."""
     if not isinstance(module, GroupedLinear) or module.weights[0].dtype != torch.bfloat16:
+        return False
+    if isinstance(module, StoredGroupedLinear):
         return False
     if te_recipe is None:
         return True
@@ -71,6 +75,11 @@ def grouped(
 ) -> Tensor:
     """native_experts.grouped."""
     te_recipe = _recipe()
+    if isinstance(module, StoredGroupedLinear):
+        if route is not None and te_recipe is None:
+            x = dispatch(x, *route)
+            route = None
+        return stored_experts(module, x, _most(rows), route)
     joint = _joint(module, te_recipe) and te_recipe is not None
     if route is not None and not joint:
         x = dispatch(x, *route)

@@ -9,15 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.config.chunk_sizes import experts_at_a_time
 from te_models.device.allocations import counted_as, fresh
 from te_models.device.autograd import Context
 from te_models.device.operations import count_flops
 from te_models.engine import emulated
+from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.linear import Call, fp8_weight, new_calls
 from te_models.engine.emulated.module import TransformerEngineBaseModule
 from te_models.engine.emulated.parallel import Parallelism
 from te_models.engine.emulated.recipe import Recipe
+from te_models.kernels.expert_rows import Route
 from te_models.numerics.quantizers import Quantizer
+from te_models.numerics.stored import StoredWeight
 from te_models.numerics.tensors import (
     MaybeQuantized,
     QuantizedTensor,
@@ -140,7 +144,11 @@ class _Linear(torch.autograd.Function):
         dgrad = call.grad and inp.requires_grad
         parallel = call.parallel
         x: MaybeQuantized = inp
-        w: MaybeQuantized = weight
+        w: MaybeQuantized | None = weight
+        ctx.stored = weight if isinstance(weight, StoredWeight) else None
+        if ctx.stored is not None:
+            with counted_as(WEIGHT_COPIES):
+                w = weight.dequantize()
         if call.fp8 is not None:
             columnwise = wgrad and call.override is None
             columnwise = columnwise and not parallel.rowwise_only(call.fp8.input)
@@ -168,6 +176,8 @@ class _Linear(torch.autograd.Function):
                 call.fp8 is not None and parallel.rowwise_only(call.fp8.input)
             )
             x.update_usage(rowwise_usage=kept, columnwise_usage=not kept)
+        if ctx.stored is not None:
+            w = None  # backward makes it again
         _save(ctx, x if wgrad else None, w if dgrad else None)
         return out
 
@@ -176,6 +186,9 @@ class _Linear(torch.autograd.Function):
         (grad,) = grads
         call: Call = ctx.call
         x, w = _restore(ctx)
+        if ctx.stored is not None:
+            with counted_as(WEIGHT_COPIES):
+                w = ctx.stored.dequantize()
         wgrad, dgrad = ctx.needs_input_grad[:2]
         dx = dw = db = None
         fp8 = call.fp8 if call.override is None else None
@@ -261,6 +274,10 @@ class Linear(_PlannedModule, emulated.Linear):
             self.end_forward()
 
 
+class StoredLinear(Linear):
+    """native.StoredLinear on meta."""
+
+
 class _Norm(torch.autograd.Function):
     """te.RMSNorm: saves its input and one FP32 number per row."""
 
@@ -312,6 +329,68 @@ class GroupedLinear(_PlannedModule, emulated.GroupedLinear):
             return _Grouped.apply(inp, self, call, *self.weights, *biases)
         finally:
             self.end_forward()
+
+
+class StoredGroupedLinear(GroupedLinear):
+    """native_experts.StoredGroupedLinear on meta."""
+
+    def forward(  # type: ignore[bad-override]  # fewer options
+        self, inp: Tensor, m_splits: Any, is_first_microbatch: bool | None = None
+    ) -> Tensor:
+        """Return the experts' rows [R, out_features] of `inp` [R, in_features]."""
+        return stored_experts(self, inp, len(inp), None)
+
+
+def stored_experts(
+    module: StoredGroupedLinear, x: Tensor, rows: int, route: Route | None
+) -> Tensor:
+    """Return the `rows` of experts whose weights stay as they are stored, [R, out_features]."""
+    return _StoredExperts.apply(x, module, rows, route)
+
+
+class _StoredExperts(torch.autograd.Function):
+    """stored_experts_triton._BF16 and _FP8: some experts' values at a time, and FP8 of these."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: Tensor, module: StoredGroupedLinear, rows: int, route: Route | None
+    ) -> Tensor:
+        fp8 = FP8GlobalStateManager.is_fp8_enabled()
+        given = _bytes(rows * module.in_features) if fp8 else None
+        out = torch.empty(rows, module.out_features, dtype=x.dtype, device=x.device)
+        _some_values(module, x.dtype, fp8)
+        ctx.module = module
+        ctx.fp8 = fp8
+        ctx.rows = rows
+        ctx.route = route
+        del given
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy = grads[0].contiguous()
+        module: StoredGroupedLinear = ctx.module
+        data = _bytes(dy.numel()) if ctx.fp8 else None
+        dx = torch.empty(ctx.rows, module.in_features, dtype=dy.dtype, device=dy.device)
+        _some_values(module, dy.dtype, ctx.fp8)
+        if ctx.route is not None:
+            dx = ctx.route.kernels.total(dx, ctx.route.row, None)
+        del data
+        return dx, None, None, None
+
+
+def _bytes(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="meta")
+
+
+def _some_values(module: StoredGroupedLinear, dtype: torch.dtype, fp8: bool) -> None:
+    """Allocate what there is of dequantized experts at one time, and free it."""
+    sizes = (module.out_features, module.in_features)
+    some = experts_at_a_time(module.num_gemms, *sizes, dtype.itemsize)
+    with counted_as(WEIGHT_COPIES):
+        values = torch.empty(some, *sizes, dtype=dtype, device="meta")
+        cast = _bytes(values.numel()) if fp8 else None
+    del values, cast
 
 
 class _Grouped(torch.autograd.Function):

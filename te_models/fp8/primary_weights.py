@@ -23,6 +23,7 @@ from te_models.fp8.scaling_state import WIDTHS, delayed_states, make_state
 from te_models.numerics.formats import FLT_MAX
 from te_models.numerics.quantizers import Float8Quantizer, Quantizer
 from te_models.numerics.scale_rules import scale_from_amax
+from te_models.numerics.stored import StoredWeight
 from te_models.numerics.tensors import Float8Tensor, QuantizedTensor
 
 E4M3_MAX = 448.0
@@ -82,7 +83,9 @@ def is_quantized(tensor: Tensor) -> bool:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the tensor detached; the dequantized values of an FP8 weight, in its nominal dtype."""
+    """Return the tensor detached; the dequantized values of an FP8 or a stored weight, in its nominal dtype."""
+    if isinstance(tensor, StoredWeight):
+        return tensor.dequantize()
     fp8 = quantized(tensor)
     return tensor.detach() if fp8 is None else from_shard(fp8.dequantize().detach(), tensor)
 

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,11 +29,19 @@ from te_models.interop.quantized import (
     CONFIG_KEYS,
     MXFP4,
     StoredWeights,
+    WeightStorage,
     dequantize,
     open_weights,
     read_storage,
 )
-from te_models.interop.stacked_experts import INPUTS_FIRST, experts_of, first_expert, stack_order
+from te_models.interop.stacked_experts import (
+    INPUTS_FIRST,
+    experts_of,
+    first_expert,
+    stack_order,
+    weights_in,
+)
+from te_models.interop.stored_base import RawWeight, storable, stored_weights
 from te_models.interop.stored_weights import keep_stored_weights
 from te_models.interop.tensor_places import Place, tensor_places
 from te_models.model.decoder import Decoder
@@ -166,6 +174,7 @@ class HuggingFaceFolder(Opened):
         places: name of each of their tensors -> its rows in ours, once `fit` was told the shapes of ours.
         shapes: those shapes.
         untied: whether it has a head of its own, although config.json ties it to the embedding.
+        mxfp4: whether its stacks of experts are MXFP4.
     """
 
     family: Family
@@ -175,6 +184,7 @@ class HuggingFaceFolder(Opened):
     places: dict[str, Place] = field(default_factory=dict)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     untied: bool = False
+    mxfp4: bool = False
 
     def fit(self, shapes: Mapping[str, torch.Size]) -> None:
         """Find the place of each tensor; raise a CheckpointError for one that has none, or is missing."""
@@ -257,11 +267,85 @@ class HuggingFaceFolder(Opened):
         rows = zip(embedding.split(MANY_ROWS), head.split(MANY_ROWS), strict=True)
         return not all(torch.equal(one.float(), other.float()) for one, other in rows)
 
-    def parameters(self, like: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter once all its rows were read, dequantized; rows that no tensor fills are zeros."""
-        left = Counter(place.name for place in self.places.values())
+    @property
+    def quantized(self) -> dict[str, WeightStorage]:
+        """The storage of each quantized weight, by its name; those of stacked experts by the expert's."""
+        found = {}
+        if self.stored.storage is not None:
+            found = dict.fromkeys(self.stored.scales, self.stored.storage)
+        if not self.mxfp4:
+            return found
+        for file in self.files:
+            for data in file.tensors:
+                stack = self.family.as_stack(data)
+                if stack.endswith("_blocks") and first_expert(stack) in self.places:
+                    experts = weights_in(stack, len(file.tensors[data]))
+                    found |= dict.fromkeys(experts, MXFP4)
+        return found
+
+    def storable(self) -> dict[str, list[str]]:
+        """Return our linears whose weights can stay as they are stored; see te_models.interop.stored_base."""
+        return storable(self, self.config.linears)
+
+    def stored_parameters(
+        self, linears: Container[str], like: Tensor
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and stored weight of the GEMMs of these linears, for a model with parameters as `like`."""
+        modules = {name: parts for name, parts in self.storable().items() if name in linears}
+        return stored_weights(
+            self,
+            self.config.linears,
+            modules,
+            like.device,
+            like.dtype,
+            lambda module: f"{self.path}: {module} (of {modules[module][0]})",
+        )
+
+    def raw_weights(self, names: Iterable[str]) -> Iterator[tuple[str, RawWeight | Tensor]]:
+        """Yield name and content of these weights, in the order of the files: raw if they are quantized."""
+        wanted = frozenset(names)
+        storage = self.stored.storage
+        for file in self.files:
+            for data in file.tensors:
+                name = self.stored.data.get(data, data)
+                stack = self.family.as_stack(data)
+                if name in wanted and name in self.stored.scales and storage is not None:
+                    scales, *factors = map(self.read, self.stored.scale_names[name])
+                    grid = storage.grid((self.places[name].shape[0], self.places[name].shape[1]))
+                    factor = factors[0].float().reshape(()) if factors else None
+                    values = file.read(data).view(torch.uint8)
+                    yield name, RawWeight(values, scales.reshape(grid), factor)
+                elif name in wanted:
+                    values = file.read(data)
+                    check_finite({name: values}, file.path)
+                    yield name, values
+                elif self.mxfp4 and stack.endswith("_blocks") and first_expert(stack) in wanted:
+                    blocks = file.read(data)
+                    exponents = self.read(data.removesuffix("_blocks") + "_scales")
+                    for expert, name in enumerate(weights_in(stack, len(blocks))):
+                        yield name, RawWeight(blocks[expert].flatten(1), exponents[expert])
+
+    def parameters(
+        self, like: Tensor, without: Container[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter once all its rows were read, dequantized; rows that no tensor fills are zeros.
+
+        The weights of the linears `without` are left out.
+        """
+        read = {}
+        for name, place in self.places.items():
+            module, _, kind = place.name.rpartition(".")
+            if not (kind.startswith("weight") and module in without):
+                read[name] = place
+        if self.mxfp4 and not self.quantized.keys().isdisjoint(read):
+            log.warning(
+                "%s: its experts are MXFP4, and are read as BF16 of the same values; base_weights='stored' leaves "
+                "them as they are",
+                self.path,
+            )
+        left = Counter(place.name for place in read.values())
         begun: dict[str, Tensor] = {}
-        for file, name, values in self._values(self.places):
+        for file, name, values in self._values(read):
             check_finite({name: values}, file.path)
             place = self.places[name]
             whole = values
@@ -328,8 +412,12 @@ class HuggingFaceFolder(Opened):
 
 
 @contextmanager
-def open_hugging_face(folder: Path, documents: Document) -> Iterator[HuggingFaceFolder]:
+def open_hugging_face(
+    folder: Path, documents: Document, read_scales: bool = True
+) -> Iterator[HuggingFaceFolder]:
     """Open a folder with these documents, and check everything in it that needs neither a model nor the values.
+
+    Without `read_scales` the scales of quantized weights are left unread, for names and sizes alone.
 
     Raises:
         CheckpointError: something is missing, damaged, of a wrong shape or not supported, or, on leaving the block, a
@@ -349,13 +437,11 @@ def open_hugging_face(folder: Path, documents: Document) -> Iterator[HuggingFace
         if told.family.stacked:
             stacks = {told.family.as_stack(name): tensor for name, tensor in found.items()}
             found = _alone(folder, stacks, told.family.stacked)
-        if scheme is MXFP4:
-            log.warning(
-                "%s: its experts are MXFP4, and are read as BF16 of the same values", folder
-            )
-            scheme = None
-        stored = open_weights(folder, scheme, found, files)
-        opened = HuggingFaceFolder(path=folder, **vars(told), files=files, stored=stored)
+        mxfp4 = scheme is MXFP4
+        stored = open_weights(folder, None if mxfp4 else scheme, found, files, read_scales)
+        opened = HuggingFaceFolder(
+            path=folder, **vars(told), files=files, stored=stored, mxfp4=mxfp4
+        )
         if opened.has_own_head():
             untied = dataclasses.replace(told.config, tie_word_embeddings=False)
             origin = dataclasses.replace(told.origin, shape=untied)

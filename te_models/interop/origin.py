@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -107,12 +107,26 @@ class Opened(ABC):
         """Raise a CheckpointError unless the tensors fit a model whose parameters have these shapes."""
 
     @abstractmethod
-    def parameters(self, like: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def parameters(
+        self, like: Tensor, without: Container[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield name and values of each parameter, whole; one that is made of parts has the dtype and device of `like`.
+
+        The weights of the linears `without` are left out.
 
         Raises:
             CheckpointError: a value is not finite, or a file changed.
         """
+
+    def storable(self) -> Collection[str]:
+        """Return the names of the linears whose weights can stay as they are stored."""
+        return ()
+
+    def stored_parameters(
+        self, linears: Container[str], like: Tensor
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and te_models.numerics.stored.StoredWeight of each GEMM of these linears."""
+        return iter(())
 
     @abstractmethod
     def fitting_fp8(self, model: Decoder) -> dict[str, Tensor]:

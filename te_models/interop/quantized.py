@@ -42,6 +42,8 @@ class WeightStorage:
         scale_dtypes: dtypes that it may have.
         activations: how a server quantizes the input of the linear: "static" (one scale per tensor, stored), "token",
             "block" (per token and 128 channels), "mxfp8", "nvfp4", or "none".
+        factor: the name of the tensor with one more scale of the whole weight, which four-bit weights have; "": none.
+        divide: whether scales are divided by it, and not multiplied.
     """
 
     block: tuple[int, int]
@@ -49,11 +51,13 @@ class WeightStorage:
     data: str = "weight"
     scales: tuple[str, ...] = ("weight_scale",)
     scale_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    factor: str = ""
+    divide: bool = True
 
     @property
     def packed(self) -> bool:
         """Two values per byte."""
-        return self.data == "weight_packed"
+        return bool(self.factor)
 
     def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return the number of scales along each dimension of a weight [out, in]."""
@@ -75,12 +79,16 @@ BLOCK = WeightStorage((128, 128), "block", scales=BOTH)
 TENSOR = WeightStorage((0, 0), "static", scales=BOTH)
 CHANNEL = WeightStorage((1, 0), "token")
 MXFP8 = WeightStorage((1, 32), "mxfp8", scale_dtypes=(torch.uint8,))
-NVFP4 = WeightStorage((1, 16), "nvfp4", data="weight_packed", scale_dtypes=(E4M3,))
+GLOBAL_SCALE = "weight_global_scale"
+NVFP4 = WeightStorage(
+    (1, 16), "nvfp4", data="weight_packed", scale_dtypes=(E4M3,), factor=GLOBAL_SCALE
+)
+# ModelOpt's, whose factors are the reciprocals of those above.
+MODELOPT_NVFP4 = dataclasses.replace(NVFP4, data="weight", factor="weight_scale_2", divide=False)
 # The parameters of stacked experts.
 MXFP4 = WeightStorage(
     (1, 32), "none", data="blocks", scales=("scales",), scale_dtypes=(torch.uint8,)
 )
-GLOBAL_SCALE = "weight_global_scale"
 INPUT_GLOBAL_SCALE = "input_global_scale"
 INPUT_SCALES = ("input_scale", "activation_scale")
 # Scales of a quantized cache of keys and values, which we do not read.
@@ -106,6 +114,7 @@ def read_storage(folder: Path, config: Document) -> WeightStorage | None:
         "fp8": _fp8_storage,
         "compressed-tensors": _compressed_storage,
         "modelopt": _modelopt_storage,
+        "modelopt_fp4": _modelopt_storage,
         "mxfp4": _mxfp4_storage,
     }
     method = values.get("quant_method") if isinstance(values, dict) else None
@@ -242,11 +251,14 @@ def _modelopt_storage(values: Document) -> WeightStorage:
     )
     _refuse_unknown({k: v for k, v in values.items() if k != "quantized_layers"}, known)
     algorithm = str(values["quant_algo"]).upper()
-    algorithms = {"FP8": TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL, "FP8_PB_WO": BLOCK}
+    algorithms = {"FP8": TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL, "FP8_PB_WO": BLOCK,
+                  "NVFP4": MODELOPT_NVFP4}  # fmt: skip
     require(
         algorithm in algorithms,
         f"quant_algo={values['quant_algo']!r}, and te-models reads {', '.join(algorithms)}",
     )
+    if algorithm == "NVFP4":
+        _require(values, "group_size", 16, None)
     return algorithms[algorithm]
 
 
@@ -260,6 +272,8 @@ class StoredWeights:
         scales: name of a quantized weight -> its scales, FP32 [rows, columns of the grid].
         inputs: name of a quantized weight -> static scale of the linear's input, FP32 []; for NVFP4, the divisor.
         data: name of the stored data -> name of the weight.
+        scale_names: name of a quantized weight -> names of the tensors with its scales: those of its blocks, and the
+            factor of all of them, if it has one.
     """
 
     storage: WeightStorage | None
@@ -267,6 +281,7 @@ class StoredWeights:
     scales: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
+    scale_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def dequantize(storage: WeightStorage, data: Tensor, scales: Tensor) -> Tensor:
@@ -289,6 +304,7 @@ def open_weights(
     storage: WeightStorage | None,
     found: Mapping[str, Tensor],
     files: Iterable[SafetensorsFile],
+    read_scales: bool = True,
 ) -> StoredWeights:
     """Return the tensors of a folder, with the scales of quantized weights read and checked.
 
@@ -297,6 +313,7 @@ def open_weights(
         storage: from `read_storage`.
         found: name -> tensor on the meta device of everything stored.
         files: the safetensors files.
+        read_scales: False leaves scales on the meta device, unread, for a caller that asks for names and sizes.
 
     Raises:
         CheckpointError: a quantized weight lacks its scales, or they have a wrong shape or dtype, or are negative or
@@ -311,6 +328,8 @@ def open_weights(
         return StoredWeights(None, dict(found))
     weights = _Weights(folder, storage, found)
     names = weights.wanted()
+    if not read_scales:
+        return weights.unread()
     return weights.checked(
         {name: file.read(name) for file in files for name in names & file.tensors.keys()}
     )
@@ -365,7 +384,8 @@ class _Weights:
 
     def wanted(self) -> set[str]:
         """Return the names of the scales to read: of the weights, and static ones of their inputs."""
-        small = (*INPUT_SCALES, GLOBAL_SCALE, INPUT_GLOBAL_SCALE)
+        factors = (self.storage.factor,) if self.storage.packed else ()
+        small = (*INPUT_SCALES, *factors, INPUT_GLOBAL_SCALE)
         singles = {
             f"{module}.{name}" for module in self.modules for name in small
         } & self.found.keys()
@@ -380,28 +400,49 @@ class _Weights:
         for module in self.modules:
             weight = f"{module}.weight"
             shape = self.shape(module)
-            stored.data[f"{module}.{self.storage.data}"] = weight
             scales = self._numbers(self.scale_names[module], read).reshape(self.storage.grid(shape))
+            stored.scale_names[weight] = (self.scale_names[module],)
             if self.storage.packed:
-                name = f"{module}.{GLOBAL_SCALE}"
-                scales = self._finite(
-                    name, scales / self._numbers(name, read, positive=True).reshape(())
-                )
+                name = f"{module}.{self.storage.factor}"
+                factor = self._numbers(name, read, positive=True).reshape(())
+                scales = scales / factor if self.storage.divide else scales * factor
+                scales = self._finite(name, scales)
+                stored.scale_names[weight] += (name,)
             stored.scales[weight] = scales
             for name in (*INPUT_SCALES, INPUT_GLOBAL_SCALE):
                 if f"{module}.{name}" in read:
-                    stored.inputs[weight] = self._numbers(
-                        f"{module}.{name}", read, positive=True
-                    ).reshape(())
-            for name in (
-                self.storage.data,
-                *self.storage.scales,
-                *INPUT_SCALES,
-                GLOBAL_SCALE,
-                INPUT_GLOBAL_SCALE,
-            ):
-                stored.tensors.pop(f"{module}.{name}", None)
-            stored.tensors[weight] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+                    scale = self._numbers(f"{module}.{name}", read, positive=True).reshape(())
+                    inverse = self.storage.packed and not self.storage.divide
+                    stored.inputs[weight] = 1 / scale if inverse else scale
+            self._take(stored, module)
+        return self._without_others(stored)
+
+    def unread(self) -> StoredWeights:
+        """Return the weights by name and shape, with scales on the meta device."""
+        stored = StoredWeights(self.storage, dict(self.found))
+        for module in self.modules:
+            grid = self.storage.grid(self.shape(module))
+            stored.scales[f"{module}.weight"] = torch.empty(grid, device="meta")
+            self._take(stored, module)
+        return self._without_others(stored)
+
+    def _take(self, stored: StoredWeights, module: str) -> None:
+        """Put a quantized weight into the place of the tensors that hold it."""
+        weight = f"{module}.weight"
+        shape = self.shape(module)
+        stored.data[f"{module}.{self.storage.data}"] = weight
+        for name in (
+            self.storage.data,
+            *self.storage.scales,
+            *INPUT_SCALES,
+            self.storage.factor,
+            INPUT_GLOBAL_SCALE,
+        ):
+            stored.tensors.pop(f"{module}.{name}", None)
+        stored.tensors[weight] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    def _without_others(self, stored: StoredWeights) -> StoredWeights:
+        """Return the weights without scales of a cache; refuse FP8 that is no weight."""
         for name, tensor in list(stored.tensors.items()):
             if name.endswith(UNREAD):
                 del stored.tensors[name]

@@ -60,6 +60,14 @@ def first_expert(name: str) -> str:
     return f"{found[1]}0.{found[2]}.{'bias' if found[3] == '_bias' else 'weight'}"
 
 
+def weights_in(name: str, experts: int) -> list[str]:
+    """Return the names of the experts' weights in a stored stack."""
+    found = STACK.fullmatch(name)
+    assert found is not None
+    prefix, projection, _ = found.groups()
+    return [f"{prefix}{expert}.{projection}.weight" for expert in range(experts)]
+
+
 def stack_order(tensors: Mapping[str, Tensor], hidden_size: int) -> str:
     """Return the order of dimensions in which a folder has the weights of experts, by their shapes.
 

@@ -348,6 +348,7 @@ def rows_times(
     dtype: torch.dtype,
     source: Tensor | None = None,
     tiles: Tiles | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return each expert's rows of a [R, D] times its matrix of b, plus its row of `bias` [E, width]: [R, width].
 
@@ -358,11 +359,13 @@ def rows_times(
         precise: FP8 sums leave the tensor cores, which keep fewer bits, every 128 terms.
         source: int64 [R], the row of a [T, D] of each row; zeros for T.
         tiles: the tile; None: the one for this product.
+        out: where the rows of these experts are written, [R, width] in `dtype`; None: memory of its own.
     """
     depth = a.data.shape[1]
     tiles = tiles or _tiles_of_rows(a, width, precise)
     count = groups.experts
-    out = torch.empty(groups.most, width, dtype=dtype, device=a.data.device)
+    if out is None:
+        out = torch.empty(groups.most, width, dtype=dtype, device=a.data.device)
     grid = (groups.high(tiles.height) * triton.cdiv(width, tiles.width),)
     rest = (
         groups.first,

@@ -22,6 +22,7 @@ class Groups:
     first: Tensor
     most: int
     _tiles: dict[int, Tensor] = field(default_factory=dict)
+    _parts: dict[tuple[int, int], Groups] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: list[int], device: torch.device) -> Groups:
@@ -32,6 +33,14 @@ class Groups:
     def equal(cls, count: int, rows: int, device: torch.device) -> Groups:
         """Return `count` groups of as many rows each."""
         return cls(torch.arange(count + 1, device=device) * rows, count * rows)
+
+    def part(self, start: int, stop: int) -> Groups:
+        """Return the groups of the experts from `start` to `stop` alone, whose rows stay where they are."""
+        if (start, stop) == (0, self.experts):
+            return self
+        if (start, stop) not in self._parts:
+            self._parts[start, stop] = Groups(self.first[start : stop + 1], self.most)
+        return self._parts[start, stop]
 
     @property
     def experts(self) -> int:

@@ -116,6 +116,8 @@ class Decoder(nn.Module):
         ep_fp8: send tokens to the ranks of their experts in FP8, with a scale per row.
         ep_replicas: the ranks that have the same experts, a DeviceMesh of one dimension; DelayedScaling needs it.
         amax_group: the processes that share their amaxes (DelayedScaling), but for experts; None: all of them.
+        stored_linears: names of te.Linears and te.GroupedLinears whose weights stay as a release stores them
+            (te_models.numerics.stored); from_pretrained gives them.
         recipe_options: any field of the recipe, such as `amax_history_len=16` or `num_layers_at_end_in_bf16=2`.
 
     Raises:
@@ -146,6 +148,7 @@ class Decoder(nn.Module):
         ep_fp8: bool = False,
         ep_replicas: DeviceMesh | None = None,
         amax_group: ProcessGroup | None = None,
+        stored_linears: frozenset[str] = frozenset(),
         **recipe_options: Unpack[RecipeOptions],
     ) -> None:
         super().__init__()
@@ -172,6 +175,9 @@ class Decoder(nn.Module):
         device = choose_device(device)
         _, self.engine, self.engine_reason = get_engine(engine, device)
         self.fp8_params = bool(fp8_params)
+        self.stored_linears = stored_linears
+        if stored_linears:
+            self._check_stored()
         chosen, self.recipe_reason = self._choose(recipe, recipe_options, device, dtype)
         self.precision = self._checked(chosen)
         if self.fp8_params:
@@ -189,6 +195,7 @@ class Decoder(nn.Module):
             device=where,
             dtype=dtype,
             fp8_weights=self.precision.te_recipes if self.fp8_params else {},
+            stored_linears=stored_linears,
         )
         self._make_modules(factory)
         if fused is None:
@@ -285,6 +292,20 @@ class Decoder(nn.Module):
         if dtype in REFUSED_DTYPES and dtype != self.dtype:
             raise UsageError(REFUSED_DTYPES[dtype])
         return super()._apply(fn, recurse)
+
+    def _check_stored(self) -> None:
+        """Raise a UsageError for what a model cannot be whose weights stay as a release stores them."""
+        advice = "or load it with base_weights='dequantized'"
+        if self.fp8_params:
+            raise UsageError(
+                "fp8_params=True quantizes weights by the recipe, and base_weights='stored' leaves them as their "
+                "release has them: leave one of them out"
+            )
+        if self.tp.size > 1 or self.ep.size > 1:
+            raise UsageError(
+                "base_weights='stored' needs each whole linear on every process, with its scales: use --parallel ddp, "
+                f"{advice}"
+            )
 
     @property
     def te(self) -> ModuleType:
@@ -665,4 +686,9 @@ class Decoder(nn.Module):
         self.tp.check_recipe(recipe)
         self.ep.check_recipe(recipe, self.fp8_params)
         check_sizes(self.specs, self.config.vocab_size, recipe, self.tp.each)
-        return model_precision(self.te, recipe, self.specs, self.ep.divides)
+        precision = model_precision(self.te, recipe, self.specs, self.ep.divides)
+        for name in self.stored_linears:
+            runs = self.te.runs_stored_experts(precision.te_recipe_of(name))
+            if self.config.linears[name].experts and not runs:
+                raise UsageError(self.te.STORED_RECIPES)
+        return precision

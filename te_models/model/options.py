@@ -30,6 +30,7 @@ class BuildOptions(RecipeOptions, total=False):
     ep_fp8: bool
     ep_replicas: DeviceMesh | None
     amax_group: ProcessGroup | None
+    stored_linears: frozenset[str]
 
 
 # Of a model without values whose shapes are compared; no recipe is chosen for it.
@@ -81,9 +82,12 @@ class LoadOptions(ModelOptions, HubOptions, total=False):
     device_map: the one device, by name, number or in a dict, or "auto", which is device=None.
     attn_implementation: only "sdpa".
     merge_adapters: add the adapters in the folder, if any, to the weights.
+    base_weights: "stored" leaves the quantized weights of a release as they are on the device, frozen, and dequantizes
+        one linear's at a time where a product needs them; "dequantized" reads them as numbers of `dtype`.
     """
 
     torch_dtype: torch.dtype | str | None
     device_map: Any
     attn_implementation: str | None
     merge_adapters: bool
+    base_weights: Literal["stored", "dequantized"]

@@ -30,6 +30,7 @@ class Factory:
         eps, zero_centered: of every norm, as ModelConfig's rms_norm_eps and zero_centered_norm.
         fp8_weights: name in the model -> the engine's recipe object of te.Linears whose weight is stored in FP8; None:
             it is not.
+        stored_linears: names in the model of those whose weights stay as a release stores them.
         prefix: of the names of what it makes, such as "layers.0.mlp.".
     """
 
@@ -41,6 +42,7 @@ class Factory:
     device: torch.device
     dtype: torch.dtype
     fp8_weights: Mapping[str, EngineRecipe | None] = dataclasses.field(default_factory=dict)
+    stored_linears: frozenset[str] = frozenset()
     prefix: str = ""
 
     def inside(self, prefix: str) -> Factory:
@@ -58,6 +60,8 @@ class Factory:
         With `fp8_weight` False its weight is not stored in FP8, whatever its precision. A description of several
         experts is a te.GroupedLinear, each of whose GEMMs is a te.Linear's.
         """
+        if self.prefix + spec.name in self.stored_linears:
+            return self._stored_linear(spec)
         recipe = self.fp8_weights.get(self.prefix + spec.name) if fp8_weight else None
         if recipe is None:
             return self._linear(spec)
@@ -67,6 +71,24 @@ class Factory:
             module = self._linear(spec)
         # At once: if they are dropped from the finished model, they leave half of its memory in holes.
         drop_transposed(module)
+        return module
+
+    def _stored_linear(self, spec: LinearSpec) -> nn.Module:
+        """Return a te.Linear or te.GroupedLinear whose weights are on the meta device until a loader brings them."""
+        here = dict(
+            bias=spec.bias, init_method=_leave_empty, params_dtype=self.dtype, device="meta"
+        )
+        if spec.experts:
+            module = self.te.StoredGroupedLinear(
+                spec.experts, spec.inputs, spec.outputs, use_grouped_tensor=False, **here
+            )
+        else:
+            module = self.te.StoredLinear(spec.inputs, spec.outputs, **here)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            parameter.requires_grad_(False)
+            if name.startswith("bias"):
+                values = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
+                module.register_parameter(name, nn.Parameter(values))
         return module
 
     def _linear(self, spec: LinearSpec) -> nn.Module:

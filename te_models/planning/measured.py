@@ -40,6 +40,7 @@ from te_models.model.decoder import Decoder
 from te_models.model.forward_context import ForwardContext
 from te_models.model.output import Output, OutputRequest
 from te_models.model.te_modules import Factory
+from te_models.numerics.stored import StoredWeight
 from te_models.numerics.tensors import QuantizedTensor
 from te_models.optim.groups import ParameterRows
 from te_models.optim.groups import parts as parameter_rows
@@ -209,7 +210,9 @@ class _PlannedDecoder(Decoder):
             compile=False,
             fused=False,
             initialize=False,
+            stored_linears=frozenset() if setting.stored is None else setting.stored.linears,
         )
+        self._store_weights(setting)
         fused = setting.fused and setting.tensor_ranks == 1
         self.kernels = planned_kernels(self.te, compile=setting.compile, fused=fused)
         for module in self.modules():
@@ -219,6 +222,19 @@ class _PlannedDecoder(Decoder):
         self.operations: OperationCount | None = None  # that counts what each layer computes
         self.layer_flops: dict[int, float] = {}
         self.held: list[Tensor] = []
+
+    def _store_weights(self, setting: StepSetting) -> None:
+        """Give the linears whose weights stay as they are stored such weights, without data."""
+        if setting.stored is None:
+            return
+        for name in setting.stored.linears:
+            if int(name.split(".")[1]) not in self.measured:
+                continue
+            spec = self.config.linears[name]
+            for weight in spec.weights:
+                rows = setting.stored.form.rows(spec.outputs, spec.inputs)
+                made = nn.Parameter(StoredWeight(rows, self.dtype), requires_grad=False)
+                self.get_submodule(name).register_parameter(weight, made)
 
     def _make_block(self, spec: LayerSpec, layer: int, factory: Factory) -> nn.Module:
         return (
@@ -385,6 +401,8 @@ def _layer(name: str) -> int:
 
 def _parts(parameter: Tensor) -> list[Tensor]:
     """Return the tensors that hold a parameter."""
+    if isinstance(parameter, StoredWeight):
+        return parameter.rows.tensors
     if not isinstance(parameter, QuantizedTensor):
         return [parameter]
     return [part for part in parameter.get_data_tensors() if part is not None]
@@ -451,8 +469,14 @@ def kinds(config: ModelConfig, recipe: Recipe, setting: StepSetting) -> tuple[in
     for depth, layer in enumerate(config.layers):
         recipes = tuple(found[f"layers.{depth}.{name}"].recipe for name in layer.linears)
         fp8 = depth in inside
+        stored = frozenset()
+        if setting.stored is not None:
+            stored = frozenset(
+                name for name in layer.linears if f"layers.{depth}.{name}" in setting.stored.linears
+            )
         kind = (
             layer,
+            stored,
             tuple(None if own is None else own.name for own in recipes),
             fp8,
             recomputes_block(setting.mode, depth),

@@ -28,6 +28,7 @@ from te_models.planning.memory_estimate import (
 )
 from te_models.planning.parameter_bytes import DEFAULTS, Options, has_masters, trained_elements
 from te_models.planning.printable import Printable
+from te_models.planning.stored_base import StoredBase
 from te_models.planning.training import Training
 
 GPUS = {"24 GB": 24, "48 GB": 48, "80 GB": 80, "141 GB": 141}  # sizes as sold: 10^9 bytes
@@ -140,7 +141,7 @@ class MemoryPlan(Printable):
         return {
             "parameters": self.config.num_parameters,
             "recipe": self.recipe.to_dict(),
-            "training": asdict(self.training),
+            "training": {**asdict(self.training), "stored": self.training.stored is not None},
             "moments": {
                 memory.moment: {**memory.parts(), "total": memory.total} for memory in self.moments
             },
@@ -163,9 +164,10 @@ class MemoryPlan(Printable):
             if t.lora_rank
             else ""
         )
+        stored = ", weights of the base as they are stored" if t.stored is not None else ""
         host = f", {self.host / unit:.2f} {name} on the host" if self.host else ""
         about = (
-            f"{self.config.num_parameters:,} parameters{lora}, recipe {self.recipe.name}, {t.batch_size} x "
+            f"{self.config.num_parameters:,} parameters{lora}{stored}, recipe {self.recipe.name}, {t.batch_size} x "
             f"{t.seq_len:,} tokens{each}, {t.optimizer or 'no optimizer'}, activation "
             f"checkpointing {t.activation_checkpointing}, {self._gpus()}{host}"
         )
@@ -271,6 +273,7 @@ def plan_memory(
     fp8_dispatch: bool = False,
     gradient_accumulation: int = 1,
     fp8_params: bool = False,
+    base_weights: StoredBase | str | None = None,
     dtype_bytes: int = 2,
     logits: bool = False,
     compile: bool = True,
@@ -297,6 +300,9 @@ def plan_memory(
         fp8_dispatch: whether tokens are sent to experts in FP8.
         gradient_accumulation: micro-batches per step; from two on, FP32 sums of gradients take 4 bytes per parameter.
         fp8_params: whether the primary weights of FP8 layers are FP8 (te_models.fp8.primary_weights).
+        base_weights: the form in which a release stores weights that stay so: "mxfp4" (experts), "nvfp4" or "fp8-block"
+            (all linears of blocks), or what te_models.planning.stored_base says of a folder; None: they are
+            dequantized.
         dtype_bytes: bytes per element of parameters and activations.
         logits: whether the forward returns logits. The Trainer's does not, so they never exist all at once.
         compile, fused: as for `CausalLM`.
@@ -326,6 +332,9 @@ def plan_memory(
         activation_checkpointing=check_mode(activation_checkpointing),
         activation_offload=activation_offload,
         fp8_params=fp8_params,
+        stored=StoredBase.of(config, base_weights)
+        if isinstance(base_weights, str)
+        else base_weights,
         dtype_bytes=dtype_bytes,
         logits=logits,
         compile=compile,
@@ -374,6 +383,13 @@ def _mistakes(
         yield "lora_experts=True is for adapters: give lora_rank, or leave it out"
     if training.lora_experts and not config.moe:
         yield "the model has no experts to adapt: leave out lora_experts, or experts among the targets of adapters"
+    if training.stored is not None:
+        if training.gpus > 1:
+            yield "weights that stay as they are stored cannot be shared by FSDP: leave out base_weights, or gpus"
+        if not training.lora_rank:
+            yield "weights that stay as they are stored are not trained: give lora_rank too, or leave out base_weights"
+        if training.fp8_params:
+            yield "fp8_params=True quantizes weights that base_weights leaves as they are: leave out one of them"
     if training.fp8_params and not recipe.quantized:
         advice = "choose another, or leave fp8_params out"
         yield f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: {advice}"

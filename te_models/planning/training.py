@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from te_models.config.recompute_modes import offload_allows_fused
+from te_models.planning.stored_base import StoredBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +15,7 @@ class StepSetting:
     mode: str | int  # of activation checkpointing
     dtype_bytes: int
     fp8_params: bool
+    stored: StoredBase | None
     lora_rank: int
     lora_experts: bool
     gradient_sums: bool
@@ -36,9 +38,9 @@ class Training:
 
     Under gradient accumulation, FP32 sums of all gradients exist, which FSDP2 does not shard (`gradient_sums`), and FP8
     copies of weights exist already (`cached_weights`). Of `gpus`, each `tensor_parallel_size` share every layer, and
-    the others divide batches and weights; each `expert_parallel_size` of those share the experts. With `lora_rank`, all
-    linears of blocks have an adapter of that rank, with `lora_experts` experts too, and nothing else is trained.
-    `compile`, `fused` and `cuda` say which kernels run.
+    the others divide batches and weights; each `expert_parallel_size` of those share the experts. `stored` are the
+    weights that stay as a release has them. With `lora_rank`, all linears of blocks have an adapter of that rank, with
+    `lora_experts` experts too, and nothing else is trained. `compile`, `fused` and `cuda` say which kernels run.
     """
 
     batch_size: int = 8  # per GPU and micro-batch
@@ -58,6 +60,7 @@ class Training:
     gradient_sums: bool = False
     cached_weights: bool = False
     fp8_params: bool = False
+    stored: StoredBase | None = None
     logits: bool = True
     compile: bool = True
     fused: bool = True
@@ -88,6 +91,7 @@ class Training:
             mode=self.activation_checkpointing,
             dtype_bytes=self.dtype_bytes,
             fp8_params=self.fp8_params,
+            stored=self.stored,
             lora_rank=self.lora_rank,
             lora_experts=self.lora_experts,
             gradient_sums=self.gradient_sums,

@@ -1,7 +1,7 @@
 """Values of an opened folder in a model: checked against a live one before it changes, written into a new one."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -53,8 +53,10 @@ class OwnFolder(Opened):
         expected = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         match(expected, self.weights, check_dtype=False)
 
-    def parameters(self, like: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and values of each weight."""
+    def parameters(
+        self, like: Tensor, without: Container[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and values of each weight; none of ours can be left out."""
         yield from self.weights.items()
 
     def fitting_fp8(self, model: Decoder) -> dict[str, Tensor]:

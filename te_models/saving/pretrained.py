@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from te_models.config.base_weights import BASE_WEIGHTS, STORED
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe
 from te_models.errors import CheckpointError, UsageError, check_known, plural
@@ -28,12 +29,13 @@ from te_models.interop.hf import hugging_face_documents, open_hugging_face, read
 from te_models.interop.hf_writing import VOCABULARIES, tokenizer_files, write_hugging_face
 from te_models.interop.hub import local_folder
 from te_models.interop.origin import MODEL_TYPE, TOKEN_IDS, TRAINED, Opened, Origin, read_own_config
-from te_models.interop.quantized import read_storage
+from te_models.interop.quantized import WeightStorage, read_storage
 from te_models.interop.te_checkpoint import te_files
 from te_models.model.decoder import Decoder
 from te_models.model.expert_parallel import stand_in
 from te_models.model.options import SKETCH
 from te_models.model.tensor_parallel import gather_state
+from te_models.numerics.stored import StoredWeight
 from te_models.saving.checkpoint_choice import only_best
 from te_models.saving.folder import MANIFEST, MAX_SHARD_BYTES, load_folder, read_listed, save_folder
 from te_models.saving.load_model import load_weights, open_te_folder, opened, read_recipe
@@ -42,6 +44,9 @@ from te_models.saving.run_folder import LATEST, Checkpoints, offering_older
 Model = TypeVar("Model", bound=Decoder)
 
 FORMATS = ("te", "hf")
+NOT_STORED = (
+    "{} has no quantized weights that can stay as they are: leave out base_weights='stored'"
+)
 ADAPTERS = "adapter_config.json"
 # Further parts of a folder of ours, where they exist.
 EXTRAS = ("fp8_state", "fp8_weights", "hf_config", "generation_config", TRAINED)
@@ -86,12 +91,15 @@ def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> di
     """
     refuse_adapters(model)
     masters = masters or {}
-    return {
-        name: masters[id(p)].detach().to(p.dtype)
-        if is_quantized(p) and id(p) in masters
-        else plain(p)
-        for name, p in model.named_parameters(remove_duplicate=False)
-    }
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if is_quantized(parameter) and id(parameter) in masters:
+            found[name] = masters[id(parameter)].detach().to(parameter.dtype)
+        elif isinstance(parameter, StoredWeight):
+            found[name] = plain(parameter).cpu()  # the device has no room for all of them
+        else:
+            found[name] = plain(parameter)
+    return found
 
 
 def refuse_adapters(model: nn.Module) -> None:
@@ -187,6 +195,10 @@ def open_model(
     """Provide the model of `read_pretrained`, and the open folder that it was read from."""
     folder = saved_folder(folder)
     fields = config_fields()
+    options = dict(options)
+    base_weights = options.pop("base_weights", None)
+    if base_weights is not None:
+        check_known("base_weights", base_weights, BASE_WEIGHTS)
     shape = {name: value for name, value in options.items() if name in fields}
     with ExitStack() as stack:
         stack.enter_context(offering_older(folder))
@@ -204,8 +216,15 @@ def open_model(
             raise CheckpointError(f"{folder / 'config.json'}: {first_line(error)}") from None
         source.fit({name: p.shape for name, p in sketch.named_parameters(remove_duplicate=False)})
         config = _reshaped(build, source, shape) if shape else source.config
-        model = build(config, **_with_saved_recipe(source, options, shape), initialize=False)
-        tensors = source.parameters(model.embed_tokens.weight)
+        stored: frozenset[str] = frozenset()
+        chosen = _with_saved_recipe(source, options, shape)
+        if base_weights == STORED:
+            stored = _stored_linears(source, config)
+            chosen["stored_linears"] = stored
+        model = build(config, **chosen, initialize=False)
+        if stored:
+            _take_stored(model, source)
+        tensors = source.parameters(model.embed_tokens.weight, without=stored)
         # A reshaped model has weights of other sizes, so the saved FP8 values no longer belong to them.
         if config == source.config:
             load_weights(model, tensors, source.fitting_fp8(model))
@@ -217,6 +236,31 @@ def open_model(
         else:
             _double_output_projections(model)
         yield model, source
+
+
+def _stored_linears(source: Opened, config: ModelConfig) -> frozenset[str]:
+    """Return the names of the linears whose weights stay as a folder has them, of a model of this shape.
+
+    Raises:
+        UsageError: there are none, or the model changes their rows.
+    """
+    found = frozenset(source.storable())
+    if not found:
+        raise UsageError(NOT_STORED.format(source.path))
+    if config.attention_gate != source.config.attention_gate:
+        raise UsageError(
+            "attention_gate adds rows to weights, which base_weights='stored' leaves as they are: leave out one of "
+            "them"
+        )
+    return found
+
+
+def _take_stored(model: Decoder, source: Opened) -> None:
+    """Give the linears whose weights stay as they are stored these weights, frozen."""
+    for name, weight in source.stored_parameters(model.stored_linears, model.embed_tokens.weight):
+        module, _, own = name.rpartition(".")
+        parameter = nn.Parameter(weight, requires_grad=False)
+        model.get_submodule(module).register_parameter(own, parameter)
 
 
 def _is_te_folder(folder: Path) -> bool:
@@ -361,6 +405,31 @@ def adapter_folder(folder: str | Path) -> Path | None:
     """Return the folder with LoRA adapters: `folder` or its newest checkpoint; None if neither has any."""
     found = saved_folder(folder)
     return found if (found / ADAPTERS).is_file() and not (found / "config.json").exists() else None
+
+
+def stored_storages(build: Callable[..., Decoder], name: str | Path) -> dict[str, WeightStorage]:
+    """Return the names of the linears whose weights can stay as the folder `name` has them -> their storage.
+
+    `build` is that of `read_pretrained`. No value and no scale is read.
+
+    Raises:
+        UsageError: there are none.
+    """
+    folder = saved_folder(local_folder(name))
+    documents = hugging_face_documents(folder)
+    if documents is None:
+        raise UsageError(NOT_STORED.format(folder))
+    with open_hugging_face(folder, documents, read_scales=False) as source:
+        sketch = build(source.config, **SKETCH)
+        source.fit({name: p.shape for name, p in sketch.named_parameters(remove_duplicate=False)})
+        found = source.storable()
+        if not found:
+            raise UsageError(NOT_STORED.format(folder))
+        quantized = source.quantized
+        storages = {}
+        for linear, parts in found.items():
+            storages[linear] = next(quantized[part] for part in parts if part in quantized)
+        return storages
 
 
 class SavedShape(NamedTuple):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from te_models.adapters.rows import without_layers
 from te_models.causal_lm import CausalLM
+from te_models.config.base_weights import DEQUANTIZED
 from te_models.config.model import config_fields
 from te_models.config.recipe import AUTO, Recipe
 from te_models.errors import CheckpointError
@@ -174,9 +175,11 @@ def load_merged(folder: Path, *, base: str | None = None, **options: Any) -> Cau
     """Return the model of `load_adapted` with the adapters merged into its weights, each sum rounded once.
 
     Under dtype=torch.float32 no small update vanishes in the rounding. The weights are not in FP8 unless `fp8_params`
-    says so. `base` is the model; None: the one that adapter_config.json names.
+    says so, and those of a quantized release are dequantized unless `base_weights` says otherwise. `base` is the model;
+    None: the one that adapter_config.json names.
     """
-    model = _load(folder, base, {"fp8_params": False, **options}).merge_and_unload()
+    whole = {"fp8_params": False, "base_weights": DEQUANTIZED}
+    model = _load(folder, base, {**whole, **options}).merge_and_unload()
     assert isinstance(model, CausalLM)
     return model
 
@@ -209,6 +212,8 @@ def _as_trained(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     saved = saved_choices(folder)
     kept = {name: value for name, value in saved.items() if name in config_fields()}
     kept = kept or _recorded_shape(folder)
+    if "base_weights" in saved:
+        kept["base_weights"] = saved["base_weights"]
     chosen = dict(options)
     if chosen.get("dtype") is None and "dtype" in saved:
         chosen["dtype"] = saved["dtype"]

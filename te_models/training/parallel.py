@@ -135,6 +135,11 @@ class Parallel:
             raise UsageError(
                 f"FP8 primary weights are for one process or --parallel fsdp, not {self.kind}: leave out --fp8-params"
             )
+        if self.uses_fsdp and options.get("stored_linears"):
+            raise UsageError(
+                f"--parallel {self.kind} would split weights without their scales: use --parallel ddp, or leave out "
+                "--base-weights stored"
+            )
         if self.tp is not None:
             options |= dict(tp_mesh=self.tp, sequence_parallel=self.config.sequence_parallel)
         if self.ep is not None:

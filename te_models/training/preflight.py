@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from te_models.causal_lm import CausalLM
+from te_models.config.base_weights import STORED
 from te_models.config.recipe import FP8_WEIGHTS
 from te_models.config.training import TrainConfig
 from te_models.device.choice import choose_device
@@ -21,6 +23,8 @@ from te_models.fp8.primary_weights import SHARDED_SCHEMES, quantize_weights_alik
 from te_models.optim import resolve_options
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.smallest_change import Change, smallest_change
+from te_models.planning.stored_base import StoredBase
+from te_models.saving.pretrained import stored_storages
 from te_models.training.parallel import Parallel
 from te_models.training.run_model import ModelSource
 from te_models.training.settings import RunSettings, names_experts
@@ -177,6 +181,9 @@ def _build_options(model: ModelSource) -> Fields:
     for name in ("activation_checkpointing", "activation_offload", "fp8_params", "compile"):
         if model.options.get(name) is not None:
             options[name] = model.options[name]
+    folder = model.settings.model
+    if model.options.get("base_weights") == STORED and folder is not None:
+        options["base_weights"] = StoredBase.in_folder(stored_storages(CausalLM, folder))
     return options
 
 
@@ -228,6 +235,8 @@ class _Refusal:
             fixed |= {"batch_size", "seq_len", "optimizer", "fp8_params", "lora_rank"}
         if self.check.device.type != "cuda":
             fixed.update(OFFLOADS)
+        if self.options.get("base_weights") is not None:
+            fixed.add("fp8_params")
         if fsdp:
             fixed.add("optimizer_offload")
         if fsdp or self.settings.command != "finetune":

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from te_models.causal_lm import CausalLM
+from te_models.config.base_weights import STORED
 from te_models.config.model import config_fields
 from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe, get_recipe
 from te_models.errors import CheckpointError, UsageError
@@ -21,6 +22,8 @@ from te_models.training.settings import RunSettings
 
 RUN_CHOICES = ("engine", "fp8_params", "activation_checkpointing", "activation_offload")
 DTYPE = "dtype"  # recorded beside them, by name
+# Recorded where the weights of a release stay as they are stored.
+BASE = "base_weights"
 
 
 def run_folder(settings: RunSettings, restarted: bool = False) -> Path:
@@ -77,8 +80,11 @@ def scheduled_recipes(settings: RunSettings) -> list[Recipe]:
 
 def run_choices(model: CausalLM) -> Fields:
     """Return the choices that a checkpoint records besides config and recipe, as JSON."""
-    dtype = str(model.dtype).removeprefix("torch.")
-    return {**{name: getattr(model, name) for name in RUN_CHOICES}, DTYPE: dtype}
+    choices: Fields = {name: getattr(model, name) for name in RUN_CHOICES}
+    choices[DTYPE] = str(model.dtype).removeprefix("torch.")
+    if model.stored_linears:
+        choices[BASE] = STORED
+    return choices
 
 
 def saved_choices(checkpoint: Path) -> Fields:
@@ -96,7 +102,7 @@ def saved_choices(checkpoint: Path) -> Fields:
     run = saved.documents.get("run", {})
     if (
         not isinstance(run, dict)
-        or not run.keys() <= {*RUN_CHOICES, DTYPE}
+        or not run.keys() <= {*RUN_CHOICES, DTYPE, BASE}
         or not isinstance(config, dict)
     ):
         raise CheckpointError(

@@ -6,10 +6,20 @@ from typing import TYPE_CHECKING
 
 from te_models.causal_lm import CausalLM
 from te_models.errors import UsageError
+from te_models.numerics.stored import StoredWeight
 from te_models.saving.pretrained import refuse_adapters
 
 if TYPE_CHECKING:
     from te_models.training.lora_run import SavedAdapters
+
+
+def refuse_stored(model: CausalLM) -> None:
+    """Raise a UsageError if all of a model is to be trained, and its release's quantized weights stay as they are."""
+    if any(isinstance(parameter, StoredWeight) for parameter in model.parameters()):
+        raise UsageError(
+            "the model's weights are as their release stores them: train adapters (add_lora), or load it with "
+            "base_weights='dequantized'"
+        )
 
 
 def saved_part(model: object, saved: SavedAdapters | None) -> tuple[CausalLM, SavedAdapters | None]:
@@ -17,6 +27,7 @@ def saved_part(model: object, saved: SavedAdapters | None) -> tuple[CausalLM, Sa
     if isinstance(model, CausalLM):
         if saved is None:
             refuse_adapters(model)
+            refuse_stored(model)
         return model, saved
     if hasattr(model, "peft_config"):
         from te_models.training.lora import AdaptedModel  # noqa: PLC0415  needs peft

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from te_models.config.base_weights import STORED
 from te_models.config.data import DataConfig, split_names, split_weight
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import PRESETS
@@ -80,6 +81,12 @@ class BuildSettings(Settings):
     )
     fp8_params: bool | None = setting(
         None, "Store the weights of FP8 layers in FP8 only, without a BF16 copy."
+    )
+    base_weights: str | None = setting(
+        None,
+        "Weights of a quantized release: stored (left as they are, with --lora), or dequantized.",
+        metavar="FORM",
+        shown="dequantized",
     )
     compile: bool | None = setting(
         None, "Fuse elementwise operations with torch.compile (on a GPU).", shown="compile"
@@ -331,6 +338,11 @@ def _check_start(command: str, flat: Mapping[str, Any]) -> None:
         )
     if command == "pretrain" and flat.get("lora") is not None:
         raise UsageError("--lora adapts a model that has weights: use finetune --model")
+    if flat.get("base_weights") == STORED and flat.get("lora") is None:
+        raise UsageError(
+            "--base-weights stored leaves the model's weights as they are: give --lora RANK, such as --lora 16, to "
+            "train adapters beside them"
+        )
     if command == "finetune" and preset is not None:
         if preset in PRESETS:
             raise UsageError(no_weights(preset))

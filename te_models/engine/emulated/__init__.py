@@ -76,6 +76,8 @@ __all__ = [
     "NVFP4Tensor",
     "QuantizedTensor",
     "RMSNorm",
+    "StoredGroupedLinear",
+    "StoredLinear",
     "autocast",
     "checkpoint",
     "drop_cached_weights",
@@ -96,6 +98,7 @@ __all__ = [
     "reset_fp8_state",
     "restored_recompute",
     "row_padding",
+    "runs_stored_experts",
     "separate_copy",
     "set_observers",
 ]
@@ -111,5 +114,15 @@ def __getattr__(name: str) -> NoReturn:
 
 # The layers that quantize: each has `fp8_meta` and quantizers.
 LINEARS = (Linear, GroupedLinear)
+# For weights that stay as a release stores them, which both of these take.
+StoredLinear = Linear
+StoredGroupedLinear = GroupedLinear
+
+
+def runs_stored_experts(te_recipe: recipe.Recipe | None) -> bool:
+    """Return True: experts run one by one, under any recipe."""
+    return True
+
+
 # No twins of te_models.kernels.handover: each module casts by itself, as Transformer Engine's modules do.
 handover: dict[str, Callable[..., object]] = {}

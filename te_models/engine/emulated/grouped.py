@@ -31,7 +31,7 @@ class _Expert(Context):
         self.call = call
         self.bias = bias
         self.needs_input_grad = (wgrad, dgrad)
-        self.saved: list[QuantizedTensorStorage | None] | None = []
+        self.saved: list[tuple[object, int]] | None = []
 
 
 class _Grouped(torch.autograd.Function):
@@ -59,6 +59,7 @@ class _Grouped(torch.autograd.Function):
                 out, qx, qw = product(weight, x, bias, call, wgrad, dgrad)
                 save(expert, x, qx, weight, qw, wgrad, dgrad)
                 outputs.append(out)
+                del qx, qw  # before the next expert's, which may be dequantized
             # An idle expert still quantizes its weight: its amax counts, and a cached copy must exist.
             elif call.fp8 is not None:
                 fp8_weight(weight, call, call.fp8, dgrad)

@@ -26,7 +26,8 @@ from te_models.engine.emulated.recipe import Recipe, refuse_options
 from te_models.engine.emulated.short_rows import are_short, full_rows, multiply
 from te_models.engine.torch_linear import TorchLinear, padded_product
 from te_models.errors import require
-from te_models.numerics.quantizers import Quantizer
+from te_models.numerics.quantizers import Float8Quantizer, Quantizer
+from te_models.numerics.stored import StoredWeight, values_of
 from te_models.numerics.tensors import (
     MaybeQuantized,
     QuantizedTensor,
@@ -62,6 +63,8 @@ class Call:
     # Split accumulation in fprop, dgrad, wgrad.
     splits: tuple[bool, bool, bool] = (False, True, True)
     context: contextvars.Context | None = None  # of the forward, in which an FP8 backward runs
+    # The cast of a stored weight, which backward repeats: its scale is the one of the forward pass.
+    weight_cast: Quantizer | None = None
 
 
 class _Linear(torch.autograd.Function):
@@ -167,6 +170,7 @@ def gradients(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | None, ..
 
 
 def _high_precision(value: MaybeQuantized, dtype: torch.dtype) -> Tensor:
+    value = values_of(value)
     if isinstance(value, QuantizedTensorStorage):
         return value.dequantize(dtype=dtype)
     return value if value.dtype == dtype else value.to(dtype)
@@ -191,7 +195,15 @@ def _fp8_operands(
 
 
 def fp8_weight(weight: Tensor, call: Call, how: Quantizers, dgrad: bool) -> QuantizedTensorStorage:
-    """Return the weight in FP8, with the copy for an input gradient if one follows."""
+    """Return the weight in FP8, with the copy for an input gradient if one follows.
+
+    Of a stored weight nothing is cached, and backward casts it again: its values are no longer there by then.
+    """
+    if isinstance(weight, StoredWeight):
+        how.weight.set_usage(rowwise=True, columnwise=False)
+        if dgrad:
+            call.weight_cast = repeated_cast(how.weight)
+        return how.weight(weight.dequantize())
     state = FP8GlobalStateManager.quantization_state
     # The first pass of a checkpoint runs without grad, but its cached weight serves the recompute too.
     columnwise = (dgrad and call.override is None) or (
@@ -200,6 +212,23 @@ def fp8_weight(weight: Tensor, call: Call, how: Quantizers, dgrad: bool) -> Quan
     return call.module.quantized_weight(
         call.weight_name, weight, how.weight, call.first_microbatch, call.grad, columnwise
     )
+
+
+def repeated_cast(quantizer: Quantizer) -> Quantizer:
+    """Return a quantizer that makes the same cast again: with the scale of now, and nobody who counts it."""
+    again = quantizer.copy()
+    again.observer = None
+    if isinstance(again, Float8Quantizer):
+        again.scale = again.scale.clone()
+        again.amax = torch.empty_like(again.amax)
+    return again
+
+
+def again(weight: StoredWeight, call: Call) -> QuantizedTensorStorage:
+    """Return a stored weight in FP8 as the forward pass had it, with the copy for an input gradient."""
+    assert call.weight_cast is not None
+    call.weight_cast.set_usage(rowwise=True, columnwise=True)
+    return call.weight_cast(weight.dequantize())
 
 
 def save(
@@ -218,6 +247,8 @@ def save(
         w = weight
     elif call.fp8 is not None and call.override is None and call.module._is_fsdp2:
         w = weight  # FSDP2 gathers it again in backward, which quantizes it again
+    if isinstance(weight, StoredWeight):
+        w = weight  # its values are made again in backward
     # The caller may still need a copy of an input that it quantized; of our own one backward reads one copy only.
     if wgrad and x is not inp and isinstance(x, QuantizedTensorStorage):
         rowwise = call.override is not None or call.parallel.rowwise_only(
@@ -227,6 +258,9 @@ def save(
     ctx.saved = []
     tensors = []
     for value in (x if wgrad else None, w if dgrad else None):
+        if isinstance(value, StoredWeight):
+            ctx.saved.append((value, 0))  # which never changes
+            continue
         quantized = isinstance(value, QuantizedTensorStorage)
         # Autograd saves tensors: the storage is kept empty beside them, so that offload and recompute hooks see the
         # data.
@@ -243,6 +277,9 @@ def _restore(ctx: Context) -> list[MaybeQuantized]:
     tensors = ctx.saved_tensors
     found = []
     for storage, count in ctx.saved:
+        if count == 0:
+            found.append(storage)
+            continue
         parts = tensors[:count]
         tensors = tensors[count:]
         if storage is not None:
@@ -268,7 +305,9 @@ def _fp8_backward(
     flat = grad if isinstance(grad, QuantizedTensorStorage) else as_matrix(grad)  # [T, O]
     dy = parallel.gather_gradient(flat, how.grad_output)
     if dgrad:
-        if not isinstance(w, QuantizedTensorStorage):
+        if isinstance(w, StoredWeight):
+            w = again(w, call)
+        elif not isinstance(w, QuantizedTensorStorage):
             how.weight.set_usage(rowwise=True, columnwise=True)
             w = how.weight(w)
         w.update_usage(columnwise_usage=True)
@@ -287,6 +326,8 @@ def _fp8_backward(
 def _plain_backward(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Compute the gradients in the activation dtype. A frozen weight's bias gets none (section 7.5)."""
     x, w = _restore(ctx)
+    if isinstance(w, StoredWeight) and call.override == "dequantized":
+        w = again(w, call)
     parallel = call.parallel
     dy = parallel.gather_gradient(as_matrix(_high_precision(grad, call.dtype)))
     dx = dw = db = None

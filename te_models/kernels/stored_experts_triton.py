@@ -1,0 +1,210 @@
+"""The linears of experts whose weights stay as a release stores them: some experts' are dequantized at a time.
+
+The numbers equal grouped_linear_triton's of the dequantized weights. Neither their values nor their FP8 outlive a
+product: backward makes them again, with the scales of the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_models.config.chunk_sizes import experts_at_a_time
+from te_models.device.autograd import Context
+from te_models.kernels.expert_cast_triton import (
+    Delayed,
+    Matrices,
+    cast,
+    cast_transposed,
+)
+from te_models.kernels.expert_rows import Route
+from te_models.kernels.grouped_gemm_triton import ExpertMatrices, rows_times, sums_of_rows
+from te_models.kernels.grouped_linear_triton import E4M3, Casts
+from te_models.kernels.groups import Groups
+from te_models.numerics.stored import StoredRows, joined
+
+
+class Chunk(NamedTuple):
+    """Some experts, from `start` to `stop`, whose values are there at one time."""
+
+    start: int
+    stop: int
+    groups: Groups
+
+    @property
+    def own(self) -> slice:
+        """The experts among all."""
+        return slice(self.start, self.stop)
+
+
+class StoredExperts(NamedTuple):
+    """The experts' frozen weights [O, I], and the dtype of their values."""
+
+    weights: Sequence[StoredRows]
+    dtype: torch.dtype
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """O and I."""
+        outputs, inputs = self.weights[0].shape
+        return outputs, inputs
+
+    def chunks(self, groups: Groups) -> Iterator[Chunk]:
+        """Yield all experts, some at a time."""
+        outputs, inputs = self.sizes
+        count = experts_at_a_time(len(self.weights), outputs, inputs, self.dtype.itemsize)
+        for start in range(0, len(self.weights), count):
+            stop = min(start + count, len(self.weights))
+            yield Chunk(start, stop, groups.part(start, stop))
+
+    def values(self, chunk: Chunk) -> Tensor:
+        """Return the values of some experts, one below the other: [n * O, I]."""
+        return joined(self.weights[chunk.own]).dequantize(self.dtype)
+
+    def matrices(self, chunk: Chunk) -> Matrices:
+        """Return the values of some experts as the operand of a cast."""
+        outputs, inputs = self.sizes
+        values = self.values(chunk)
+        count = chunk.stop - chunk.start
+        places = torch.arange(count, device=values.device) * (outputs * inputs)
+        equal = Groups.equal(count, outputs, values.device)
+        return Matrices(values[:outputs], equal, places)
+
+
+class _BF16(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context, x: Tensor, bias: Tensor | None, groups: Groups, stored: StoredExperts
+    ) -> Tensor:
+        ctx.groups = groups
+        ctx.stored = stored
+        x = x.contiguous()
+        outputs, _ = stored.sizes
+        out = torch.empty(groups.most, outputs, dtype=x.dtype, device=x.device)
+        for chunk in stored.chunks(groups):
+            rows_times(
+                ExpertMatrices(x),
+                ExpertMatrices(stored.values(chunk)),
+                chunk.groups,
+                outputs,
+                None if bias is None else bias[chunk.own],
+                down=False,
+                precise=False,
+                dtype=x.dtype,
+                out=out,
+            )
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy = grads[0].contiguous()
+        groups: Groups = ctx.groups
+        stored: StoredExperts = ctx.stored
+        _, inputs = stored.sizes
+        dx = torch.empty(groups.most, inputs, dtype=dy.dtype, device=dy.device)
+        for chunk in stored.chunks(groups):
+            rows_times(
+                ExpertMatrices(dy),
+                ExpertMatrices(stored.values(chunk)),
+                chunk.groups,
+                inputs,
+                down=True,
+                precise=False,
+                dtype=dy.dtype,
+                out=dx,
+            )
+        return dx, None, None, None
+
+
+class _FP8(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context,
+        x: Tensor,
+        bias: Tensor | None,
+        groups: Groups,
+        casts: Casts,
+        stored: StoredExperts,
+        route: Route | None,
+    ) -> Tensor:
+        ctx.groups = groups
+        ctx.casts = casts
+        ctx.stored = stored
+        x = x.contiguous()
+        token, row, ctx.kernels = (None, None, None) if route is None else route
+        given = cast(Matrices(x, groups, source=token), E4M3, casts.of_x, turn=False)
+        outputs, _ = stored.sizes
+        out = torch.empty(groups.most, outputs, dtype=x.dtype, device=x.device)
+        scales = []  # of the weights, from values to data
+        inverses = []
+        for chunk in stored.chunks(groups):
+            delayed = casts.of_weights
+            if delayed is not None:
+                delayed = Delayed(delayed.scale[chunk.own], delayed.amax[chunk.own])
+            weights = cast(stored.matrices(chunk), E4M3, delayed, turn=False)
+            rows_times(
+                ExpertMatrices(given.data.view(E4M3), given.scale_inv[chunk.own]),
+                ExpertMatrices(weights.data.view(E4M3), weights.scale_inv),
+                chunk.groups,
+                outputs,
+                None if bias is None else bias[chunk.own],
+                down=False,
+                precise=casts.output,
+                dtype=x.dtype,
+                out=out,
+            )
+            scales.append(weights.scale)
+            inverses.append(weights.scale_inv)
+        ctx.save_for_backward(row, torch.cat(scales), torch.cat(inverses))
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy = grads[0].contiguous()
+        groups: Groups = ctx.groups
+        casts: Casts = ctx.casts
+        stored: StoredExperts = ctx.stored
+        row, scales, inverses = ctx.saved_tensors
+        _, inputs = stored.sizes
+        db = sums_of_rows(dy, groups) if ctx.needs_input_grad[1] else None
+        given = cast(Matrices(dy, groups), casts.gradient, casts.of_dy, turn=False)
+        dx = torch.empty(groups.most, inputs, dtype=dy.dtype, device=dy.device)
+        for chunk in stored.chunks(groups):
+            turned = cast_transposed(stored.matrices(chunk), E4M3, scales[chunk.own])
+            rows_times(
+                ExpertMatrices(given.data.view(casts.gradient), given.scale_inv[chunk.own]),
+                ExpertMatrices(turned.view(E4M3), inverses[chunk.own]),
+                chunk.groups,
+                inputs,
+                down=False,
+                precise=casts.input_gradient,
+                dtype=dy.dtype,
+                out=dx,
+            )
+        if row is not None:
+            dx = ctx.kernels.total(dx, row, None)
+        if casts.after is not None:
+            casts.after()
+        return dx, db, None, None, None, None
+
+
+def stored_in_bf16(
+    x: Tensor, groups: Groups, stored: StoredExperts, bias: Tensor | None = None
+) -> Tensor:
+    """Return the experts' rows of x [R, I] times their weights, plus their biases [E, O]: [R, O]."""
+    return _BF16.apply(x, bias, groups, stored)
+
+
+def stored_in_fp8(
+    x: Tensor,
+    groups: Groups,
+    casts: Casts,
+    stored: StoredExperts,
+    bias: Tensor | None = None,
+    route: Route | None = None,
+) -> Tensor:
+    """Return the same with the casts of a recipe; with `route`, x [T, I] are tokens, whose rows are never stored."""
+    return _FP8.apply(x, bias, groups, casts, stored, route)
