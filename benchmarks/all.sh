@@ -42,6 +42,7 @@ python3 benchmarks/calibration.py --out "$out/calibration.json"
 python3 benchmarks/delta_rule_tuning.py --heads 16x32 --out "$out/delta_rule_fixed.json"
 python3 benchmarks/kinds_speed.py --seconds 1500 --out "$out/kinds.json"
 python3 benchmarks/expert_profile.py --profile --out "$out/expert_profile.json"
+python3 -m benchmarks.speed_map
 python3 benchmarks/expert_products.py --out "$out/expert_products.json"
 python3 benchmarks/lora_experts.py --out "$out/lora_experts.json"
 python3 benchmarks/twin_curves.py --out "$out/twin_curves.json"

@@ -165,6 +165,8 @@ def plan(
 
     precision = built.plan()
     speed = speed_rows(built, division)
+    if built.recipe.quantized:
+        speed["FP8 speed"] = _fp8_speed(built)
     if as_json:
         step = dict(layer="step", gemm=None, precision=None, engine=built.engine)
         rows = [{**step, "module": name, "reason": text} for name, text in speed.items()]
@@ -172,6 +174,17 @@ def plan(
         return
     show(precision, as_json=False)
     click.echo("\n" + "\n".join(f"{name}: {text}" for name, text in speed.items()))
+
+
+def _fp8_speed(model: CausalLM) -> str:
+    """Return what is measured of the model's recipe near its size on the GPU that is here, or that none is."""
+    import torch  # noqa: PLC0415  is slow
+
+    from te_models.config.measured_speed import gain  # noqa: PLC0415  only here
+
+    if not torch.cuda.is_available():
+        return "no GPU is here: --gpu NAME tells what is measured there"
+    return gain(torch.cuda.get_device_name(), model.config, model.recipe.name).text
 
 
 def _recipe_there(gpu: Gpu, preset: str | None, options: Mapping[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from te_models.config.gpus import Gpu, how_it_runs, suited, why_not
+from te_models.config.measured_speed import gain
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import get_recipe, list_recipes
 from te_models.model.recipe_fit import best_on
@@ -26,6 +27,7 @@ class GpuPlan(Printable):
         auto: the recipe that "auto" stands for there.
         why: the reason for it.
         memory: the plan of a training step; None: not asked for.
+        speed: what is measured of quantized recipes there near the model's size, a line each.
     """
 
     gpu: Gpu
@@ -34,6 +36,7 @@ class GpuPlan(Printable):
     auto: str
     why: str
     memory: MemoryPlan | None = None
+    speed: tuple[str, ...] = ()
 
     @property
     def fit(self) -> str:
@@ -56,6 +59,7 @@ class GpuPlan(Printable):
                 name, "no" if name in self.reasons else "yes", status or self.reasons[name]
             )
         lines = [f"recipe auto: {self.auto} ({self.why})"]
+        lines += [f"speed: {line}" for line in self.speed]
         if self.fit:
             lines.append(self.fit)
         title = Text(f"{gpu}: {self.gpu.evidence}", "bold")
@@ -72,6 +76,7 @@ class GpuPlan(Printable):
             "reasons": self.reasons,
             "auto": self.auto,
             "why": self.why,
+            "speed": list(self.speed),
         }
         if self.memory is not None:
             document["fits"] = self.memory.fits(self.gpu.memory)
@@ -81,7 +86,11 @@ class GpuPlan(Printable):
 
 def plan_for_gpu(gpu: Gpu, config: ModelConfig, memory: MemoryPlan | None = None) -> GpuPlan:
     """Return how the shipped recipes run on a GPU, and which one "auto" takes there for a model of this shape."""
+    own = None if memory is None else memory.training
+    tokens = None if own is None else own.batch_size * own.seq_len
+    lora = own is not None and own.lora_rank > 0
     recipes: dict[str, str] = {}
+    speed: list[str] = []
     reasons: dict[str, str] = {}
     for name in list_recipes():
         recipe = get_recipe(name)
@@ -89,5 +98,7 @@ def plan_for_gpu(gpu: Gpu, config: ModelConfig, memory: MemoryPlan | None = None
         if reason:
             reasons[name] = reason
         recipes[name] = "" if reason else how_it_runs(recipe, gpu.capability)
-    auto, why = best_on(gpu, config)
-    return GpuPlan(gpu, recipes, reasons, auto.name, why, memory)
+        if recipe.quantized and not reason:
+            speed.append(gain(gpu.name, config, name, tokens, lora).text)
+    auto, why = best_on(gpu, config, tokens, lora)
+    return GpuPlan(gpu, recipes, reasons, auto.name, why, memory, tuple(speed))

@@ -9,20 +9,17 @@ import torch
 
 from te_models.config.gpus import Gpu, missing_switches, why_not
 from te_models.config.layer import LayerSpec
+from te_models.config.measured_speed import gain
 from te_models.config.model import ModelConfig
 from te_models.config.precision import HEAD, precisions
 from te_models.config.recipe import SCHEMES, Recipe, get_recipe
 from te_models.engine import get_engine
 from te_models.errors import ConfigError
 
-# The smallest hidden size at which FP8 saves time. Whole training steps on an H200 under "current", relative to "bf16":
-#   768  gated-124m    0.970  benchmarks/results/first_light_h200.json (delayed 0.995)
-#  1024  qwen3-0.6b    0.969  benchmarks/results/finetune_against_trl_h200.json (delayed 1.016; with LoRA 1.006)
-#  4096  llama-3.1-8b  1.360  the same file (delayed 1.429; with LoRA 1.351)
-# Between them, gated-1b (2048) is compared with PyTorch only: 1.50 times its compiled BF16 (step_h200.json).
+# The smallest hidden size at which FP8 saves time, for sizes and GPUs near which nothing is measured
+# (te_models.config.measured_speed): under "current" 0.97 of BF16's speed at 768 and 1,024, 1.36 at 4,096 on an H200.
 WIDE_ENOUGH = 2048
-# The same for the width of experts, on an H100: 1,024 (OLMoE) at 0.99 times the speed of BF16 and 2,880 (gpt-oss) at
-# 0.98 (expert_profile_h100.json), 768 at 0.96 and 14,336 at 1.22 (kinds_h100.json).
+# The same for the width of experts: 0.96 to 0.99 up to 2,880, 1.2 at 14,336 on an H100.
 WIDE_EXPERTS = 4096
 CANDIDATES = ("mxfp8", "current")  # in this order: the first that runs natively
 
@@ -44,6 +41,8 @@ def auto_recipe(
     layers: tuple[LayerSpec, ...] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     fp8_params: bool = False,
+    tokens: int | None = None,
+    lora: bool = False,
     **fields: Any,
 ) -> tuple[Recipe, str]:
     """Return the recipe that recipe="auto" stands for in a model without a recipe of its own, and why in a few words.
@@ -51,8 +50,9 @@ def auto_recipe(
     It is FP8 where that saves time: "mxfp8" on the native engine where Transformer Engine runs it (data-centre
     Blackwell), else "current" (Ada, Hopper, other Blackwell). It is "bf16" on the emulated engine, hence on every CPU,
     which gains no speed from FP8; for another dtype than bfloat16; where the recipe cannot run the model's sizes; and
-    for models below a hidden size of WIDE_ENOUGH or with experts narrower than WIDE_EXPERTS, for which FP8 saved no
-    time on Hopper, unless they store their weights in FP8.
+    where a measurement on this GPU near the model's sizes says that FP8 saves no time, unless weights are stored in
+    FP8. Where nothing is measured near, that is taken of models below a hidden size of WIDE_ENOUGH or with experts
+    narrower than WIDE_EXPERTS. The reason has the figure.
 
     Args:
         config: the shape.
@@ -60,6 +60,8 @@ def auto_recipe(
         engine: as in `get_engine`, as is `device`.
         dtype: of the parameters.
         fp8_params: whether weights are stored in FP8, which saves memory at any size.
+        tokens: of a micro-batch on one GPU; None: not known.
+        lora: whether only adapters are trained.
         fields: fields of the recipe to change.
 
     Raises:
@@ -69,8 +71,6 @@ def auto_recipe(
     reason = "FP8 saves no time on the emulated engine" if name == "emulated" else ""
     if not reason and dtype != torch.bfloat16:
         reason = f"dtype is {str(dtype).removeprefix('torch.')}"
-    if not reason and not fp8_params:
-        reason = _too_narrow(config)
     if not reason:
         gpu = why.partition(",")[0]
         reason = f"{gpu} has no FP8"
@@ -84,7 +84,10 @@ def auto_recipe(
             except ConfigError as error:
                 reason = str(error)
                 continue
-            return recipe, f"{gpu}, hidden size {config.hidden_size}"
+            pays, reason = _pays(gpu, config, candidate, tokens, lora)
+            if pays or fp8_params:
+                return recipe, f"{gpu}, hidden size {config.hidden_size}: {reason}"
+            break
     return get_recipe("bf16", **fields), reason
 
 
@@ -105,21 +108,38 @@ def suit_to_gpu(recipe: Recipe, engine: str) -> Recipe:
     return recipe.replace(**dict.fromkeys(switches, True))
 
 
-def best_on(gpu: Gpu, config: ModelConfig) -> tuple[Recipe, str]:
-    """Return the recipe that "auto" stands for on a GPU that need not be here, and why in a few words."""
-    reason = _too_narrow(config)
-    if not reason:
-        for candidate in CANDIDATES:
-            recipe = get_recipe(candidate)
-            reason = why_not(recipe, gpu.capability)
-            if not reason:
-                return recipe, f"{gpu.name}, hidden size {config.hidden_size}"
-        reason = f"{gpu.name} has no FP8"
-    return get_recipe("bf16"), reason
+def best_on(
+    gpu: Gpu, config: ModelConfig, tokens: int | None = None, lora: bool = False
+) -> tuple[Recipe, str]:
+    """Return the recipe that "auto" stands for on a GPU that need not be here, and why in a few words.
+
+    `tokens` and `lora` are as for `auto_recipe`.
+    """
+    for candidate in CANDIDATES:
+        recipe = get_recipe(candidate)
+        if why_not(recipe, gpu.capability):
+            continue
+        pays, reason = _pays(gpu.name, config, candidate, tokens, lora)
+        if pays:
+            return recipe, f"{gpu.name}, hidden size {config.hidden_size}: {reason}"
+        return get_recipe("bf16"), reason
+    return get_recipe("bf16"), f"{gpu.name} has no FP8"
+
+
+def _pays(
+    gpu: str, config: ModelConfig, recipe: str, tokens: int | None, lora: bool
+) -> tuple[bool, str]:
+    """Return whether a recipe saves time: as measured near these sizes, else by their width; and why."""
+    measured = gain(gpu, config, recipe, tokens, lora)
+    if measured.pays is not None:
+        verdict = "" if measured.pays else "FP8 saves no time at this size: "
+        return measured.pays, verdict + measured.text
+    narrow = _too_narrow(config)
+    return not narrow, f"{narrow}; {measured.text}" if narrow else measured.text
 
 
 def _too_narrow(config: ModelConfig) -> str:
-    """Return why FP8 saves no time at this width; empty if it does."""
+    """Return why FP8 is taken to save no time at this width; empty if it is taken to save some."""
     sizes = [("a hidden size", config.hidden_size, WIDE_ENOUGH)]
     if config.moe is not None:
         sizes.append(("a width of experts", config.moe.moe_intermediate_size, WIDE_EXPERTS))

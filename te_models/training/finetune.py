@@ -85,6 +85,7 @@ def finetune(
                 command=settings.command,
                 memory=memory,
                 first=recipe,
+                shares=processes.data_world,
             )
             report.begin([*source.notes, *model_notes(source, folder, model)], about)
             sampler = run_sampler(source.settings, model, data, processes)

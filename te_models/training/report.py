@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
@@ -26,6 +27,7 @@ from te_models.data.tokenizer import Tokenizer
 from te_models.device.choice import computing_device
 from te_models.errors import DataError, plural
 from te_models.kernels.dispatch import compile_status
+from te_models.planning.expected_speed import expected_speed
 from te_models.planning.memory_plan import unit_for
 from te_models.planning.precision_plan import PRECISION_NAMES
 from te_models.planning.printable import Terminal
@@ -60,10 +62,11 @@ def summary(
     command: str = "finetune",
     memory: MemoryCheck | None = None,
     first: Recipe | None = None,
+    shares: int = 1,
 ) -> Table:
     """Return the configuration in force as a table; `start` is the number of steps taken before a resume.
 
-    `first` is the recipe of the run's first step; None: the model's.
+    `first` is the recipe of the run's first step; None: the model's. `shares` is the number of shares of a batch.
     """
     taken = [(0, (first or model.recipe).name), *config.recipe_changes]
     now = next(name for done, name in reversed(taken) if done <= start)
@@ -89,8 +92,54 @@ def summary(
         "steps": f"{start + 1} to {config.steps}" if start else f"{config.steps}",
         "tokens": _tokens(dataset, config, start),
         "memory": "not planned for this run" if memory is None else str(memory),
+        "speed": expected_line(model, config, start, now, shares, _gpu_of(model)),
     }
     return table_of(rows, f"te-models {command}")
+
+
+def _gpu_of(model: CausalLM) -> str | None:
+    """Return the name of the GPU that a model trains on with Transformer Engine; None: it does not."""
+    if model.engine != "native":
+        return None
+    return torch.cuda.get_device_name(computing_device(model.device))
+
+
+def expected_line(
+    model: CausalLM, config: TrainConfig, start: int, recipe: str, shares: int, gpu: str | None
+) -> str:
+    """Return the expected speed and duration of the steps that are left, and what they follow from, or why none.
+
+    Args:
+        model: of the run.
+        config: of the run.
+        start: steps taken before.
+        recipe: the name of the recipe that is in force.
+        shares: the number of shares of a batch.
+        gpu: the name of the GPU; None: the run is on a CPU or the emulated engine.
+    """
+    told = start + TimeLeft.SKIPPED + TimeLeft.MEASURED
+    later = f"estimated after step {told}" if config.steps > told else "too few steps to estimate"
+    if gpu is None:
+        return f"no figure for the {model.engine} engine on {model.device.type}; {later}"
+    if model.tp.size > 1 or model.ep.size > 1:
+        return f"no figure for divided layers; {later}"
+    lora = model.num_parameters(only_trainable=True) < model.num_parameters()
+    found = expected_speed(
+        gpu,
+        model.config,
+        recipe,
+        config.batch_size // shares,
+        config.seq_len,
+        lora=lora,
+        recompute=model.activation_checkpointing,
+        gpus=shares,
+    )
+    if found is None:
+        return f"nothing is measured near this size under {recipe} on {gpu}; {later}"
+    speed = float(f"{found.tokens_per_second:.2g}")
+    tokens = (config.steps - start) * config.tokens_per_step
+    whole = duration(tokens / found.tokens_per_second)
+    return f"about {speed:,.0f} tokens/s, {whole} without evaluations; {found.basis}"
 
 
 def _tokens(dataset: TokenDataset | StreamingDataset, config: TrainConfig, start: int) -> str:

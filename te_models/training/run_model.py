@@ -14,6 +14,7 @@ from te_models.causal_lm import CausalLM
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import get_preset
 from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe, get_recipe
+from te_models.distributed.environment import number
 from te_models.errors import UsageError, plural
 from te_models.files.formats import Document, Fields
 from te_models.model.recipe_fit import auto_recipe
@@ -181,7 +182,11 @@ def new_model(settings: RunSettings) -> ModelSource:
         if recipe is None:
             names = ("engine", "device", "fp8_params", *RECIPE_FIELDS)
             chosen: Fields = {name: build[name] for name in names if name in build}
-            recipe, reason = auto_recipe(shape, dtype=dtype, **chosen)
+            processes = max(1, number("WORLD_SIZE", 1))
+            tokens = settings.train.batch_size * settings.train.seq_len // processes
+            recipe, reason = auto_recipe(
+                shape, dtype=dtype, tokens=tokens, lora=settings.lora is not None, **chosen
+            )
         notes.append(f"recipe auto: {recipe.name} ({reason})")
     return ModelSource(
         settings=dataclasses.replace(settings, build=build, recipe=recipe),

@@ -1,0 +1,158 @@
+"""Speeds of training that were measured: a table over GPU, width and tokens, which `auto`, `plan` and runs read.
+
+The rows are in measured_speed.json, which `python -m benchmarks.speed_map` makes from measurements. No torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from te_models.config.gpus import get_gpu
+from te_models.config.model import ModelConfig
+from te_models.errors import UsageError
+
+FILE = Path(__file__).with_suffix(".json")
+NEAR = 1.25  # factor up to which a width counts as measured
+NEAR_TOKENS = 4.0  # the same for tokens per step
+# A recipe pays where it is faster than this: ratios of two runs vary by about a percent.
+PAYS = 1.01
+
+
+@dataclass(frozen=True)
+class MeasuredSpeed:
+    """The speed of one shape under one recipe on one GPU.
+
+    Attributes:
+        gpu: a name of te_models.config.gpus.
+        shape: its name, for people.
+        width: hidden_size.
+        expert_width: intermediate size of its experts; 0: it has none.
+        batch: sequences per micro-batch and GPU.
+        seq_len: tokens of each.
+        recipe: its name.
+        lora: whether only adapters are trained.
+        part: "step", "recomputed step" (blocks are computed again in backward), or "pass", forward and backward alone.
+        tokens_per_second: of one GPU.
+        flops_per_token: te_models.planning.flops.training_flops of a token.
+        peak_share: what both make of the GPU's peak of dense BF16 products.
+        over_bf16: the speed under BF16 is 1; None: not measured beside it.
+        source: the file of benchmarks/results with the measurement.
+        date: its day, YYYY-MM-DD.
+    """
+
+    gpu: str
+    shape: str
+    width: int
+    expert_width: int
+    batch: int
+    seq_len: int
+    recipe: str
+    lora: bool
+    part: str
+    tokens_per_second: float
+    flops_per_token: float
+    peak_share: float
+    over_bf16: float | None
+    source: str
+    date: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.batch * self.seq_len
+
+    def __str__(self) -> str:
+        size = f"hidden size {self.width}"
+        if self.expert_width:
+            size += f", experts of {self.expert_width}"
+        adapters = ", LoRA" if self.lora else ""
+        return f"{self.shape} ({size}{adapters}, {self.batch} x {self.seq_len:,} tokens, {self.gpu}, {self.date})"
+
+    def distance(self, width: int, expert_width: int, tokens: int | None) -> float:
+        """Return how far a size is from the measured one, in octaves; tokens count a quarter."""
+        found = abs(math.log2(self.width / width))
+        if expert_width:
+            found += abs(math.log2(self.expert_width / expert_width))
+        return found + (abs(math.log2(self.tokens / tokens)) / 4 if tokens else 0)
+
+    def is_near(self, width: int, expert_width: int, tokens: int | None) -> bool:
+        """Return whether a size counts as measured by it."""
+        pairs = [(self.width, width, NEAR)]
+        if expert_width:
+            pairs.append((self.expert_width, expert_width, NEAR))
+        if tokens:
+            pairs.append((self.tokens, tokens, NEAR_TOKENS))
+        return all(max(a / b, b / a) <= most for a, b, most in pairs)
+
+
+@functools.cache
+def measured_speeds() -> tuple[MeasuredSpeed, ...]:
+    """Return all rows of the table."""
+    rows = json.loads(FILE.read_text())["rows"]
+    return tuple(MeasuredSpeed(**row) for row in rows)
+
+
+def card_name(gpu: str) -> str:
+    """Return the name of a GPU in te_models.config.gpus, or `gpu` itself if none is known."""
+    try:
+        return get_gpu(gpu).name
+    except UsageError:
+        return gpu
+
+
+def sizes_of(config: ModelConfig) -> tuple[int, int]:
+    """Return the hidden size, and the width of experts or 0."""
+    experts = 0 if config.moe is None else config.moe.moe_intermediate_size
+    return config.hidden_size, experts
+
+
+def like(
+    gpu: str, config: ModelConfig, recipe: str, tokens: int | None = None, lora: bool = False
+) -> list[MeasuredSpeed]:
+    """Return the rows of this card, recipe and kind of model (with experts or without), the nearest first."""
+    width, experts = sizes_of(config)
+    found = []
+    for row in measured_speeds():
+        same = row.gpu == card_name(gpu) and row.recipe == recipe and row.lora == lora
+        if same and bool(row.expert_width) == bool(experts):
+            found.append(row)
+    return sorted(found, key=lambda row: row.distance(width, experts, tokens))
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Whether a recipe saves time: `pays` is None where nothing is measured near; `text` has the figure."""
+
+    pays: bool | None
+    text: str
+
+
+def gain(
+    gpu: str, config: ModelConfig, recipe: str, tokens: int | None = None, lora: bool = False
+) -> Gain:
+    """Return whether a quantized recipe saves time for a model on a GPU, by what was measured near its sizes.
+
+    Args:
+        gpu: its name.
+        config: the shape.
+        recipe: the recipe's name.
+        tokens: of a micro-batch on one GPU; None: any number.
+        lora: whether only adapters are trained.
+    """
+    card = card_name(gpu)
+    rows = [row for row in like(card, config, recipe, tokens, lora) if row.over_bf16 is not None]
+    width, experts = sizes_of(config)
+    for row in rows:
+        if row.is_near(width, experts, tokens):
+            assert row.over_bf16 is not None
+            pays = row.over_bf16 > PAYS
+            return Gain(pays, f"{recipe} has {row.over_bf16:.2f} of BF16's speed in {row}")
+    what = f"{recipe} on {card} is not measured near this size"
+    if not rows:
+        return Gain(None, f"{recipe} on {card} is not measured for models of this kind")
+    nearest = rows[0]
+    return Gain(None, f"{what}; nearest: {nearest.over_bf16:.2f} of BF16's speed in {nearest}")
