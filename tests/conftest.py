@@ -140,14 +140,20 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(f"texts/{name}.txt").write_text(f"hello {name}, " * 400)
 
 
-# They come first, so that no worker of `make test` is left with one of them at the end: files of more than 6 seconds.
+# They come first, so that no worker of `make test` or `make test-slow` is left with one of them at the end: files of
+# more than 4 seconds, roughly in the order of their seconds in both.
 LONGEST = (
-    "test_parallel", "test_kinds", "test_triton_kernels", "test_parameter_owners", "test_trainer", "test_hf_families",
-    "test_lora", "test_training_data", "test_commands", "test_precision", "test_cuda_graph", "test_lora_files",
-    "test_export", "test_region", "test_tensor_parallel", "test_fsdp_gather", "test_own_data", "test_lora_run",
-    "test_random_pairs", "test_memory_plan", "test_offload", "test_examples", "test_adapters", "test_causal_lm",
-    "test_resume", "test_recompute", "test_hf", "test_modeling", "test_chat_template", "test_decode_loop",
-    "test_parity", "test_optim", "test_quantized", "test_callbacks", "test_encoding",
+    "test_triton_kernels", "test_hf_families", "test_random_pairs", "test_parallel", "test_kinds", "test_memory_plan",
+    "test_resume", "test_adapters", "test_accumulation_graph", "test_commands", "test_lora_experts", "test_lora_run",
+    "test_lora_files", "test_examples", "test_modeling", "test_recompute", "test_export", "test_parameter_owners",
+    "test_offload", "test_lora_base", "test_peft_methods", "test_smallest_change", "test_state_of_its_step",
+    "test_fsdp_gather", "test_cuda_graph", "test_trainer", "test_random_tunings", "test_experts", "test_guard",
+    "test_layering", "test_serve", "test_replay", "test_tensor_parallel", "test_last_step", "test_region",
+    "test_advice", "test_expert_parallel", "test_kept_on_a_gpu", "test_multimodal", "test_optim", "test_crafted",
+    "test_recorder", "test_http_server", "test_record_report", "test_hf_experts", "test_hf_nested", "test_gpus",
+    "test_dynamic_compile", "test_training_data", "test_chat_template", "test_data_preview", "test_rope",
+    "test_checkpoint_choice", "test_precision", "test_extensions", "test_primary_weights", "test_quantized",
+    "test_golden_grouped", "test_calibration", "test_decode_loop", "test_te_modules",
 )  # fmt: skip
 ORDER = {name: place for place, name in enumerate(LONGEST)}
 

@@ -82,6 +82,7 @@ MUSE: dict[str, Any] = dict(
     output_multiplier=0.3,
     post_norm_eps=1e-3,
 )
+ADAPTER = dict(out_hidden_size=48, projector_hidden_size=32)  # by default 42 million parameters
 QWEN_VL: dict[str, Any] = dict(
     head_dim=16, rope_parameters=dict(LINEAR, mrope_section=[4, 2, 2], mrope_interleaved=True)
 )
@@ -122,11 +123,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         dict(FAMILY_CASES["gemma4_unified_text"]["plain"]),
         dict(tie_word_embeddings=True, audio_config=None),
     ),
-    "muse_glimmer": ("MuseGlimmer", dict(MUSE, sliding_window=5), dict(tie_word_embeddings=False)),
+    "muse_glimmer": ("MuseGlimmer", dict(MUSE, sliding_window=5), dict(ADAPTER, tie_word_embeddings=False)),
     "muse_glimmer-layers": (
         "MuseGlimmer",
         dict(MUSE, sliding_window=4, layer_types=[FULL, SLIDING, FULL], layer_rope_theta=[0, 9.0, 9.0]),
-        dict(tie_word_embeddings=True),
+        dict(ADAPTER, tie_word_embeddings=True),
     ),
     "step3p7": ("Step3p7", STEP, dict(tie_word_embeddings=False)),
     "qwen2_vl": ("Qwen2VL", QWEN2_VL, dict(tie_word_embeddings=True)),

@@ -65,7 +65,7 @@ def by_definition(x: Tensor, activation: str) -> Tensor:
 
 @pytest.mark.parametrize(
     ("shape", "scale", "e5m2", "activation", "gated"),
-    every(9, SHAPES, SCALES, [False, True], HANDED_OVER, [True, False]),
+    every(9, SHAPES, SCALES, [False, True], HANDED_OVER, [True, False], rest=3),
 )
 def test_activations_and_their_gradients(
     shape: tuple[int, int], scale: float, e5m2: bool, activation: str, gated: bool

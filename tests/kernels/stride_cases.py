@@ -68,7 +68,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize(("size", "gate"), every(len(SIZES) + len(GATES), SIZES, GATES))
+@pytest.mark.parametrize(("size", "gate"), every(len(SIZES) + len(GATES), SIZES, GATES, rest=2))
 def test_attention_in_spans_serves_heads_of_any_size(size: int, gate: str) -> None:
     """RoPE, attention over documents in a window, and the gate, in one operation and in FP64; dy is one number."""
     torch.manual_seed(size)

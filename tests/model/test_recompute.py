@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from bits import assert_same_bits, assert_same_tensors
-from fewer import every
+from fewer import every, slow
 from small_model import Build, loss_of, registry, tokens
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -108,8 +108,11 @@ def fail(module: Any, inputs: Any) -> None:
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize(("recipe", "mode"), every(4, RECIPES, ["none", *MODES]))
-@pytest.mark.parametrize("steps", [4, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("recipe", "mode", "steps"),
+    every(4, RECIPES, ["none", *MODES], [4], rest=2)
+    + slow(every(2, RECIPES, ["none", *MODES], [12], rest=2)),
+)
 def test_eventful_steps_change_no_bit(
     make: Build, recipe: str, mode: str | int, steps: int
 ) -> None:

@@ -123,10 +123,10 @@ def test_replayed_micro_batches_are_the_eager_ones(
     recipe: str, kind: str, count: int, tapes: list[Any], tmp_path: Path
 ) -> None:
     options = {
-        "dense": {},
-        "hybrid": HYBRID,
-        "lora": dict(lora=True),
-        "recompute": dict(activation_checkpointing="selective"),
+        "dense": dict(num_hidden_layers=3),
+        "hybrid": dict(HYBRID, num_hidden_layers=2, layer_types=HYBRID["layer_types"][:2]),
+        "lora": dict(num_hidden_layers=3, lora=True),
+        "recompute": dict(num_hidden_layers=3, activation_checkpointing="selective"),
     }[kind]
     runs = [run_of(build(recipe, **options), tmp_path, graph, count) for graph in (False, True)]
     same(*runs)
