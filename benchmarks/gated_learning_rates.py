@@ -1,0 +1,204 @@
+"""Does gated attention allow a higher learning rate? Gates, recipes, learning rates and seeds on real text.
+
+    python benchmarks/gated_learning_rates.py run --folder lr --out gated_learning_rates.json     # on one GPU or more
+    python benchmarks/gated_learning_rates.py run --tiny --folder lr --out lr.json       # anywhere: does it work?
+    python benchmarks/gated_learning_rates.py draw lr.json --out lr.png
+
+About 20 million parameters and 30 million tokens for each run, or with --size 124m one seed of gated-124m. Called again
+with the same folder it goes on with the runs that are missing. After training each model is looked at: the largest
+activation between its blocks, and the share of attention that goes to the first token of a text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+import te_models
+from benchmarks.many_runs import run_all, summary, write_corpus
+from te_models import CausalLM
+from te_models.data.tokenizer import load_tokenizer
+from te_models.model.attention import GatedAttention
+
+GATES = ("none", "headwise", "elementwise")
+RECIPES = ("bf16", "delayed", "current")
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+SEEDS = (0, 1, 2)
+# Of the model that ships: pieces of Python and English.
+TOKENIZER = Path(te_models.__file__).parent / "pretrained" / "gated-nano" / "tokenizer.json"
+VOCABULARY = 4096
+CORPUS = 120_000_000  # bytes, more than 30 million tokens
+SHAPE_20M = dict(
+    hidden_size=384,
+    intermediate_size=1024,
+    num_hidden_layers=9,
+    num_attention_heads=6,
+    num_key_value_heads=6,
+)
+STEPS = dict(
+    steps=1831, batch_size=32, seq_len=512, warmup_steps=100, eval_every=450, eval_batches=16
+)
+STEPS_124M = {**STEPS, "steps": 3000, "batch_size": 64, "warmup_steps": 200, "eval_every": 1000}
+TINY = dict(steps=4, batch_size=2, seq_len=64, warmup_steps=1, eval_every=2, eval_batches=1)
+WARM = 16  # queries before this one have few tokens to attend to
+
+
+def runs(size: str, norms: tuple[bool, ...], tiny: bool) -> dict[str, list[str]]:
+    """Return the options of every run by its name."""
+    made = {}
+    seeds = SEEDS if size == "20m" else SEEDS[:1]
+    rates = RATES
+    settings = STEPS if size == "20m" else STEPS_124M
+    shape = {"preset": "gated-nano", **SHAPE_20M} if size == "20m" else {"preset": "gated-124m"}
+    if tiny:
+        seeds, rates, settings = SEEDS[:1], RATES[:1], TINY
+        shape = {"preset": "gated-nano", "num_hidden_layers": 3}
+    for gate, recipe, rate, seed, norm in itertools.product(GATES, RECIPES, rates, seeds, norms):
+        options: dict[str, Any] = {**shape, **settings, "attention_gate": gate, "recipe": recipe}
+        options |= {"tokenizer": TOKENIZER, "vocab_size": VOCABULARY}
+        options |= {"learning_rate": rate, "seed": seed, "packing": "stream", "sample_tokens": 0}
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        flags.append("--qk-norm" if norm else "--no-qk-norm")
+        name = f"{gate}-{recipe}-{rate:g}-{seed}{'-qknorm' if norm else ''}"
+        made[name] = flags
+    return made
+
+
+@contextmanager
+def watched(model: CausalLM) -> Iterator[dict[str, float]]:
+    """Note the largest activation between blocks, and the mean share of attention on the first token, of each pass."""
+    found = {"largest_activation": 0.0, "first_token": 0.0}
+    shares: list[float] = []
+
+    def note(block: Any, inputs: Any, output: Tensor) -> None:
+        found["largest_activation"] = max(found["largest_activation"], float(output.abs().max()))
+
+    def attend(self: GatedAttention, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        keys = k.repeat_interleave(group, dim=1).float()
+        scores = q.float() @ keys.mT * self.spec.heads.dim**-0.5  # [B, A, S, S]
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+        shares.append(float(weights[..., WARM:, 0].mean()))
+        return own(self, q, k, v, mask)
+
+    own = GatedAttention._attention
+    hooks = [block.register_forward_hook(note) for block in model.layers]
+    GatedAttention._attention = attend  # type: ignore[method-assign]
+    try:
+        with model.unfused():
+            yield found
+    finally:
+        GatedAttention._attention = own  # type: ignore[method-assign]
+        for hook in hooks:
+            hook.remove()
+    found["first_token"] = sum(shares) / max(1, len(shares))
+
+
+@torch.no_grad()
+def look(folder: Path, ids: Tensor) -> dict[str, float]:
+    """Return what `watched` notes of the model that a run has left."""
+    model = CausalLM.from_pretrained(folder, recipe="bf16").eval()
+    with watched(model) as found:
+        model(ids.to(model.device))
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+@click.group()
+def main() -> None:
+    """Train, collect and draw."""
+
+
+@main.command()
+@click.option("--folder", required=True, type=click.Path(path_type=Path), help="Of all runs.")
+@click.option("--out", required=True, type=click.Path(path_type=Path))
+@click.option("--size", type=click.Choice(["20m", "124m"]), default="20m")
+@click.option("--qk-norm", type=click.Choice(["no", "yes", "both"]), default="no")
+@click.option("--per-gpu", default=6, help="Runs at a time on each GPU.")
+@click.option("--minutes", default=8.0, help="No run starts after this time.")
+@click.option("--tiny", is_flag=True, help="A few steps of a small shape: a test of this program.")
+def run(
+    folder: Path, out: Path, size: str, qk_norm: str, per_gpu: int, minutes: float, tiny: bool
+) -> None:
+    """Train what is missing, and write the results of all finished runs."""
+    from te_models.inspect.environment import environment
+
+    norms = {"no": (False,), "yes": (True,), "both": (False, True)}[qk_norm]
+    asked = runs(size, norms, tiny)
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus = folder / "corpus.jsonl"
+    if not corpus.exists():
+        write_corpus(corpus, 1_000_000 if tiny else CORPUS)
+    asked = {name: [*flags, f"--data={corpus}"] for name, flags in asked.items()}
+    metrics = run_all(asked, folder, 1 if tiny else per_gpu, minutes)
+    tokenizer = load_tokenizer(next(folder / name for name in metrics))
+    with corpus.open() as lines:
+        texts = [json.loads(line)["text"] for line in itertools.islice(lines, 4)]
+    length = 64 if tiny else 256
+    ids = torch.tensor([tokenizer.encode(text)[:length] for text in texts])
+    steps = int(TINY["steps"] if tiny else (STEPS if size == "20m" else STEPS_124M)["steps"])
+    results = {}
+    for name, rows in metrics.items():
+        results[name] = summary(rows, steps)
+        if results[name]["steps"] == steps:
+            results[name] |= look(folder / name, ids)
+    document = dict(
+        environment=environment(),
+        size=size,
+        settings=TINY if tiny else STEPS if size == "20m" else STEPS_124M,
+        missing=[name for name in asked if name not in metrics],
+        runs=results,
+    )
+    out.write_text(json.dumps(document) + "\n")
+
+
+@main.command()
+@click.argument("results", type=click.Path(exists=True, path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path))
+def draw(results: Path, out: Path) -> None:
+    """Draw held-out loss over learning rate, a panel for each recipe; crosses are runs that diverged."""
+    from te_models.training.plots import new_figure, save_figure
+
+    document = json.loads(results.read_text())
+    figure = new_figure((10, 4))
+    panels = figure.subplots(1, len(RECIPES), sharey=True)
+    for axes, recipe in zip(panels, RECIPES, strict=True):
+        for number, gate in enumerate(GATES):
+            points: dict[float, list[float]] = {}
+            lost = []
+            for name, found in document["runs"].items():
+                parts = name.split("-")
+                # A rate such as 1e-3 is written 0.001, without a dash.
+                if parts[0] != gate or parts[1] != recipe or name.endswith("qknorm"):
+                    continue
+                if found["diverged"] is None and found["held_out"] is not None:
+                    points.setdefault(float(parts[2]), []).append(found["held_out"])
+                else:
+                    lost.append(float(parts[2]))
+            rates = sorted(points)
+            means = [sum(points[rate]) / len(points[rate]) for rate in rates]
+            axes.plot(rates, means, marker="o", color=f"C{number}", label=f"gate {gate}")
+            for rate in rates:
+                axes.scatter(
+                    [rate] * len(points[rate]), points[rate], s=8, color=f"C{number}", alpha=0.5
+                )
+            top = max((max(values) for values in points.values()), default=0.0)
+            axes.scatter(lost, [top] * len(lost), marker="x", color=f"C{number}")
+        axes.set(xscale="log", title=recipe, xlabel="learning rate")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("held-out loss (nats per token)")
+    panels[0].legend(frameon=False, fontsize=8)
+    save_figure(figure, out)
+
+
+if __name__ == "__main__":
+    main()
