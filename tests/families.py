@@ -922,6 +922,38 @@ FAMILY_CASES["kimi_linear"] = {
         dense=dict(mlp_layer_types=["dense"] * 3, layer_types=[LINEAR_LAYER, LINEAR_LAYER, FULL]),
     ).items()
 }
+_LING = {
+    key: value
+    for key, value in LATENT_SIZES.items()
+    if key not in ("first_k_dense_replace", "n_routed_experts")
+}
+_LING |= dict(
+    num_experts=5,
+    q_lora_rank=None,
+    head_dim=10,
+    layer_types=[LINEAR_LAYER, FULL, LINEAR_LAYER],
+    mlp_layer_types=["dense", "sparse", "sparse"],
+)
+FAMILY_CASES["bailing_hybrid"] = {
+    name: {**_LING, **case}
+    for name, case in dict(
+        plain={},
+        odd=dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=36, kv_lora_rank=7),
+        latent=dict(q_lora_rank=5, v_head_dim=24),
+        groups=dict(
+            num_experts=6, n_group=3, topk_group=2, num_experts_per_tok=3, n_shared_experts=2
+        ),
+        one=dict(num_experts_per_tok=1, norm_topk_prob=False, short_conv_kernel_size=2),
+        all=dict(num_experts_per_tok=5, routed_scaling_factor=1.0, mlp_layer_types=["sparse"] * 3),
+        unsafe=dict(kda_safe_gate=False, head_dim=16),
+        bound=dict(kda_lower_bound=-2.5, v_head_dim=20),
+        gelu=dict(hidden_act="gelu", rope_theta=500.0),
+        attention=dict(layer_types=[FULL] * 3),
+        yarn=dict(rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}),
+        groups_of_layers=dict(layer_types=None, layer_group_size=2, num_hidden_layers=4)
+        | dict(mlp_layer_types=None, first_k_dense_replace=1),
+    ).items()
+}
 _NEMOTRON = dict(
     layers_block_type=[LINEAR_LAYER, "moe", FULL, "mlp"],
     ssm_state_size=10,

@@ -131,6 +131,9 @@ KINDS = {
             latent_attention=dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=64),
         )
     ),
+    "latent attention, a gate per head": Kind(
+        dict(**LATENT | dict(attention_gate="headwise"), latent_attention=NARROW, rope_interleaved=True)
+    ),
     "latent attention, one width": Kind(dict(**LATENT, latent_attention=ALIKE)),
     "gated convolution": Kind(
         dict(layer_types=("conv", "full_attention", "conv"), short_conv=dict(kernel_dim=3), qk_norm=True,

@@ -2,6 +2,7 @@
 
     qkv_a_proj.weight  [q_a: Rq | kv_a: R | k_rope: P, and padding]     [q: A*(M+P) | kv_a | k_rope] without Rq
     q_b_proj.weight    [q: A*(M+P)]    the M channels of a head without RoPE, then the P that rotate
+                       With a gate per head A rows g follow, and the padding comes after them.
     kv_b_proj.weight   [kv: A*(M+V)]   of each head its key's M channels, then its value's V
 
 A attention heads, Rq q_lora_rank, R kv_lora_rank, M qk_nope_head_dim, P qk_rope_head_dim, V v_head_dim. The P rotated
@@ -68,18 +69,15 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
         heads = self.heads.query
         q = _section("q", heads * s.qk_head_dim)
         first = q if s.q_lora_rank is None else _section("q_a", s.q_lora_rank)
-        used = first.used + s.kv_lora_rank
-        rotated = s.qk_rope_head_dim
-        padding = -(used + rotated) % FEATURE_ALIGNMENT
-        into = (
-            first,
-            _section("kv_a", s.kv_lora_rank),
-            Section("k_rope", rotated, rotated + padding),
-        )
+        into = [first, _section("kv_a", s.kv_lora_rank), _section("k_rope", s.qk_rope_head_dim)]
+        if self.heads.gate == "headwise":
+            into.append(Section("g", heads, heads, "gate"))
+        padding = -sum(section.used for section in into) % FEATURE_ALIGNMENT
+        into[-1] = into[-1]._replace(stored=into[-1].used + padding)
         out = (_section("o", self.hidden_size),)
         kv = (_section("kv", heads * (s.qk_nope_head_dim + s.v_head_dim)),)
         return (
-            LinearSpec("qkv_a_proj", self.hidden_size, into, bias=self.bias),
+            LinearSpec("qkv_a_proj", self.hidden_size, tuple(into), bias=self.bias),
             *(() if s.q_lora_rank is None else (LinearSpec("q_b_proj", s.q_lora_rank, (q,)),)),
             LinearSpec("kv_b_proj", s.kv_lora_rank, kv),
             LinearSpec("o_proj", heads * s.v_head_dim, out, bias=self.output_bias, residual=True),

@@ -110,7 +110,7 @@ def latent_attention(config: ModelFields, layer: int) -> LatentAttentionSpec:
     heads = config.num_attention_heads
     return LatentAttentionSpec(
         hidden_size=config.hidden_size,
-        heads=Heads(query=heads, key=heads, dim=sizes.width, gate="none"),
+        heads=Heads(query=heads, key=heads, dim=sizes.width, gate=config.attention_gate),
         bias=config.attention_bias,
         output_bias=config.attention_output_bias,
         multiplier=multiplier,

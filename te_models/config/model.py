@@ -27,7 +27,7 @@ from te_models.errors import ConfigError, field_values, refuse
 MAX_PARAMETERS = 2**60  # PyTorch counts bytes in 64 bits
 # Fields of attention that latent attention does not compute -> the value that leaves them out.
 NOT_LATENT = {
-    "attention_gate": "none",
+    "attention_gate_activation": "sigmoid",
     "qk_norm": False,
     "value_norm": False,
     "sliding_heads": None,
@@ -352,5 +352,9 @@ def _latent_mistakes(config: ModelConfig, sizes: LatentConfig) -> Iterator[str]:
         yield f"latent_attention has a key per query head: give num_key_value_heads={config.num_attention_heads}"
     if config.head_dim != sizes.qk_rope_head_dim:
         yield f"head_dim={config.head_dim} is not qk_rope_head_dim={sizes.qk_rope_head_dim}: leave it out"
+    if config.attention_gate == "elementwise":
+        yield "latent_attention computes no attention_gate='elementwise': give 'headwise' or 'none'"
+    if config.attention_gate != "none" and config.attention_bias:
+        yield "latent_attention with a gate has no attention_bias: leave it out"
     if config.attention_bias and sizes.q_lora_rank is None:
         yield "latent_attention without q_lora_rank has no attention_bias: give one of them, or neither"

@@ -101,6 +101,14 @@ def _read_latent_halves(theirs: Values) -> Fields:
     return _read_latent({"v_head_dim": filled, **theirs, "rope_interleave": False})
 
 
+# For a family whose RoPE always turns pairs of channels.
+LATENT_PAIRS = ConfigKeys(
+    LATENT_SIZES,
+    lambda theirs: _read_latent({**theirs, "rope_interleave": True}),
+    lambda config: {
+        key: value for key, value in _write_latent(config).items() if key != "rope_interleave"
+    },
+)
 # For a family without the key `rope_interleave`, and with no other width of heads.
 LATENT_HALVES = ConfigKeys(
     (*LATENT_SIZES, "head_dim"),

@@ -385,6 +385,40 @@ KIMI_LAYER = {
     "self_attn.o_norm": Rows("kda.o_norm"),
     "self_attn.o_proj": Rows("self_attn.o_proj", otherwise=Rows("kda.o_proj")),
 }
+# Kimi Delta Attention without low ranks, and latent attention with a gate per head (Ling 3).
+_LING = {
+    "q_proj": Rows("self_attn.qkv_a_proj", ("q",), otherwise=Rows(_KDA, ("q",))),
+    "q_a_proj": Rows("self_attn.qkv_a_proj", ("q_a",)),
+    "q_a_layernorm": Rows("self_attn.q_a_layernorm"),
+    "q_b_proj": Rows("self_attn.q_b_proj"),
+    "kv_a_proj_with_mqa": Rows("self_attn.qkv_a_proj", ("kv_a", "k_rope")),
+    "kv_a_layernorm": Rows("self_attn.kv_a_layernorm"),
+    "kv_b_proj": Rows("self_attn.kv_b_proj"),
+    "g_proj": Rows("self_attn.qkv_a_proj", ("g",), otherwise=Rows(_KDA, ("g",))),
+    "k_proj": Rows(_KDA, ("k",)),
+    "v_proj": Rows(_KDA, ("v",)),
+    "b_proj": Rows("kda.fb_proj", ("b",)),
+    "o_norm": Rows("kda.o_norm"),
+}
+_LING_OUT = Rows("self_attn.o_proj", otherwise=Rows("kda.o_proj"))
+LING_LAYER = {  # in a folder
+    **_NORM_AND_MLP,
+    **{f"attention.{name}": rows for name, rows in _LING.items()},
+    "attention.dense": _LING_OUT,
+    **{f"attention.{name}_conv1d": Rows("kda.conv1d", (name,)) for name in ("q", "k", "v")},
+    "attention.f_proj": Rows("kda.fb_proj", ("f",)),
+    "attention.A_log": Rows("kda.A_log"),
+    "attention.dt_bias": Rows("kda.dt_bias"),
+    **DEEPSEEK_V2_EXPERTS,
+    "mlp.gate.expert_bias": Rows("mlp.expert_bias"),
+}
+LING_MODULES = {  # in a model of transformers
+    **_NORM_AND_MLP,
+    **{f"self_attn.{name}": rows for name, rows in _LING.items()},
+    "self_attn.o_proj": _LING_OUT,
+    "self_attn.forget_gate.f_proj": Rows("kda.fb_proj", ("f",)),
+    **GLM_EXPERTS,
+}
 KIMI_EXPERTS = {
     **_experts(
         ("block_sparse_moe.experts.{}", "w1", "w3", "w2"),

@@ -7,7 +7,7 @@ from te_models.interop import hf_places as places
 from te_models.interop import hf_recurrent_parts as recurrent
 from te_models.interop import hf_rope_parts as ropes
 from te_models.interop.hf_family import NO_DROPOUT, UNGATED, Family
-from te_models.interop.hf_hybrid_parts import LATENT, ROTATED_HEAD_DIM
+from te_models.interop.hf_hybrid_parts import LATENT, LATENT_PAIRS, ROTATED_HEAD_DIM
 from te_models.interop.hf_parts import Fields
 
 ACT = parts.activation()
@@ -32,6 +32,14 @@ def _kimi(config: ModelConfig) -> bool:
     if sizes is None:
         return config.latent_attention is not None
     return sizes.gate_rank == sizes.head_dim and sizes.decay_bound is None
+
+
+def _ling(config: ModelConfig) -> bool:
+    """Return whether decays and output gates are whole, and Kimi Delta Attention has a head per head of the others."""
+    sizes = config.kda
+    if sizes is None:
+        return config.latent_attention is not None
+    return sizes.gate_rank is None and sizes.num_heads == config.num_attention_heads
 
 
 def _nemotron(config: ModelConfig) -> bool:
@@ -117,6 +125,26 @@ RECURRENT_FAMILIES = (
                   "linear_conv_kernel_dim": 4},
         accepts=_kimi, only=NO_DROPOUT, ignored=experts.IGNORED | {"qk_head_dim"},
         note="Kimi Delta Attention in most layers, latent attention without RoPE in the others; experts as DeepSeek-V3",
+    ),
+    Family(
+        model_type="bailing_hybrid", architecture="BailingHybridForCausalLM", models="Ling 3.0 Flash",
+        layer=places.LING_LAYER, embedding="word_embeddings",
+        modules=dict(layer=places.LING_MODULES, embedding="embed_tokens"),
+        renamed={"model.word_embeddings.": "model.embed_tokens.", ".attention.dense.": ".self_attn.o_proj.",
+                 ".attention.": ".self_attn.", ".self_attn.f_proj.": ".self_attn.forget_gate.f_proj."},
+        constants={"attention_gate": "headwise"}, copied={"max_position_embeddings": "model_max_length"},
+        parts=(ropes.ROPE, recurrent.LING_LAYERS, recurrent.KIMI_LENGTH, LATENT_PAIRS, ACT, experts.KIMI_EXPERTS),
+        defaults={"intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32,
+                  "num_shared_experts": 1, "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": None,
+                  "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128, "num_expert_group": 8,
+                  "topk_group": 4, "num_experts_per_token": 8, "moe_renormalize": True, "num_experts": 512,
+                  "model_max_length": 262144, "rms_norm_eps": 1e-6, "pad_token_id": 156892, "eos_token_id": 156895,
+                  "rope_theta": 6000000.0, "head_dim": 128, "short_conv_kernel_size": 4, "layer_group_size": 6,
+                  "kda_safe_gate": True, "kda_lower_bound": -5.0, "first_k_dense_replace": 2},
+        accepts=_ling, only={**NO_DROPOUT, "attention_bias": (False,), "tie_word_embeddings": (False,)},
+        ignored=experts.IGNORED | {"qk_head_dim", "mtp_loss_scaling_factor"},
+        note="Kimi Delta Attention in most layers, latent attention with a gate per head in the others; experts as "
+             "DeepSeek-V3",
     ),
     Family(
         model_type="nemotron_h", architecture="NemotronHForCausalLM", models="Nemotron-H, Nemotron Nano 2, Nemotron 3",

@@ -249,6 +249,68 @@ KIMI_LAYERS = ConfigKeys(
     _read_kimi_layers,
     _write_kimi_layers,
 )
+
+
+def _read_ling_layers(theirs: Values) -> Fields:
+    """Read which layers have Kimi Delta Attention, by default all but the last of each group, and its sizes."""
+    count = theirs["num_hidden_layers"]
+    period = theirs["layer_group_size"]
+    default = [
+        "linear_attention" if (layer + 1) % period else "full_attention" for layer in range(count)
+    ]
+    ours = {"full_attention": "latent_attention", "linear_attention": "kda"}
+    types = theirs.get("layer_types") or default
+    for kind in types:
+        if kind not in ours:
+            raise ConfigError(
+                f"layer_types holds {kind!r}, which is not supported: te-models reads linear_attention (Kimi Delta "
+                "Attention) and full_attention"
+            )
+    found: Fields = {"head_dim": theirs["qk_rope_head_dim"]}
+    if "linear_attention" in types:
+        found["layer_types"] = [ours[kind] for kind in types]
+        taps = theirs.get("linear_conv_kernel_dim", theirs["short_conv_kernel_size"])
+        found["kda"] = {
+            "num_heads": theirs.get("linear_num_heads", theirs["num_attention_heads"]),
+            "head_dim": theirs.get("linear_head_dim", theirs["head_dim"]),
+            "conv_kernel_dim": taps,
+            "decay_bound": -theirs["kda_lower_bound"] if theirs["kda_safe_gate"] else None,
+        }
+    return found
+
+
+def _write_ling_layers(config: ModelConfig) -> Fields:
+    sizes = config.kda or KDAConfig(num_heads=config.num_attention_heads)
+    types = config.layer_types or ("latent_attention",) * config.num_hidden_layers
+    theirs = {"kda": "linear_attention", "latent_attention": "full_attention"}
+    bound = sizes.decay_bound
+    return {
+        "layer_types": [theirs.get(kind, kind) for kind in types],
+        "head_dim": sizes.head_dim,
+        "linear_head_dim": sizes.head_dim,
+        "linear_num_heads": sizes.num_heads,
+        "short_conv_kernel_size": sizes.conv_kernel_dim,
+        "linear_conv_kernel_dim": sizes.conv_kernel_dim,
+        "kda_safe_gate": bound is not None,
+        "kda_lower_bound": -5.0 if bound is None else -bound,
+    }
+
+
+LING_LAYERS = ConfigKeys(
+    (
+        "layer_types",
+        "layer_group_size",
+        "head_dim",
+        "linear_head_dim",
+        "linear_num_heads",
+        "linear_conv_kernel_dim",
+        "short_conv_kernel_size",
+        "kda_safe_gate",
+        "kda_lower_bound",
+    ),
+    _read_ling_layers,
+    _write_ling_layers,
+)
 # Kinds of layers of Nemotron-H, in lists and in its older pattern -> our kinds of mixer and MLP.
 _NEMOTRON_KINDS = {
     "linear_attention": ("mamba2", "none"),

@@ -18,7 +18,10 @@ from te_models.model.te_modules import Factory, pad_rows
 
 
 class LatentAttention(Mixer[LatentAttentionSpec]):
-    """o_proj(attention(q, k, v)), with k and v of all heads from a normed latent of R channels and P rotated ones."""
+    """o_proj(attention(q, k, v)), with k and v of all heads from a normed latent of R channels and P rotated ones.
+
+    With a gate per head (Ling 3) attention is multiplied by its sigmoid, as in GatedAttention.
+    """
 
     entry = "qkv_a_proj"
 
@@ -53,12 +56,15 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         latents = context.linear(self.qkv_a_proj, x)  # [N, Rq + R + P, and padding]
         if self.spec.bias:
             latents = context.without_padding(latents)
-        q, kv, k_rope = latents[:, : sum(self.rows)].split(self.rows, dim=-1)
+        q, kv, k_rope, *gate = latents[:, : sum(self.rows)].split(self.rows, dim=-1)
         if self.q_b_proj is not None:
             q = context.linear(self.q_b_proj, self.get_submodule("q_a_layernorm")(q.contiguous()))
         out = self._attention(
             self._queries(q, context), *self._keys_and_values(kv, k_rope, context), context
         )
+        for logits in gate:  # [N, A], one per head
+            heads = out.unflatten(-1, (self.spec.heads.query, -1))  # [B*S, A, V]
+            out = context.kernels.gate(heads, logits[: out.shape[0], :, None]).flatten(1)
         if context.real is not None:
             out = out * context.real
         out = context.linear(self.o_proj, pad_rows(out, x.shape[0]))

@@ -84,6 +84,7 @@ RECURRENT = [
         "nemotron_h",
         "lfm3",
         "bamba",
+        "bailing_hybrid",
     )
     for name in FAMILY_CASES[family]
 ]
