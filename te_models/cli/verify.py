@@ -1,6 +1,7 @@
 """`te-models verify`: proof that FP8 runs, GEMM by GEMM."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -10,8 +11,10 @@ from te_models.cli.options import (
     Command,
     build_model,
     given_options,
+    is_given,
     json_option,
     model_options,
+    option,
     setting_options,
     show,
 )
@@ -22,6 +25,12 @@ from te_models.cli.options import (
 @setting_options("batch_size", "seq_len")
 @from_record_option
 @try_step_option
+@option(
+    "--against",
+    default=None,
+    metavar="RUN",
+    help="Instead, compare this card's FP8 with the one of a recorded run (--record): products, bit for bit, and loss.",
+)
 @json_option
 def verify(
     preset: str | None,
@@ -30,6 +39,7 @@ def verify(
     seq_len: int,
     from_record: str | None,
     try_step: bool,
+    against: str | None,
     as_json: bool,
     **options: Any,
 ) -> int:
@@ -42,6 +52,8 @@ def verify(
     from te_models.inspect.verify import sample_config  # noqa: PLC0415
     from te_models.inspect.verify import verify as run  # noqa: PLC0415
 
+    if against is not None:
+        return _verify_against(against, as_json, options)
     advice = None
     if try_step and from_record is None:
         raise click.UsageError("--try-step tries the advice of --from-record RUN: give both")
@@ -69,3 +81,18 @@ def verify(
         click.echo()
     show(result, as_json)
     return 1 if result.failures else 0
+
+
+def _verify_against(run: str, as_json: bool, options: Mapping[str, Any]) -> int:
+    """Compare this card with the one of a recorded run; return 1 if any product differs."""
+    from te_models.inspect.against import verify_against  # noqa: PLC0415  imports torch
+
+    for parameter in click.get_current_context().command.params:
+        name = parameter.name or ""
+        if name not in ("against", "as_json", "device", "engine") and is_given(name):
+            raise click.UsageError(
+                f"{parameter.opts[0]} has no part in --against {run}, which has its own model and recipe: leave it out"
+            )
+    result = verify_against(run, options["device"], options["engine"])
+    show(result, as_json)
+    return 0 if result.same else 1

@@ -50,6 +50,7 @@ from te_models.saving.run_folder import Checkpoints
 from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
 from te_models.training.callback import Callback
 from te_models.training.captures import Captures
+from te_models.training.card import keep_card
 from te_models.training.check_state import (
     check_patience,
     check_structure,
@@ -330,6 +331,7 @@ class Trainer(NamedFields):
             )
             self.result.signal = max(0, self.stop_requested())
             self.save()
+            keep_card(self)
         return self.result
 
     def stop(self) -> None:

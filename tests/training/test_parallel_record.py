@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from distributed_job import digest, make_trainer, solo, start
 
+from te_models.inspect.against import verify_against
 from te_models.inspect.replay import replay
 from te_models.recorder.record import read_record
 from te_models.training.captures import Marks, captured_steps, write_marks
@@ -17,7 +18,7 @@ from te_models.training.parallel import Parallel
 
 pytestmark = pytest.mark.slow  # ten runs in two processes
 
-RECORD = dict(record=1, steps=2)
+RECORD = dict(record=1, steps=2, save_every=2)
 RUNS: dict[str, dict[str, Any]] = {
     "ddp-delayed": dict(parallel="ddp", recipe="delayed"),
     "ddp-accumulating": dict(parallel="ddp", recipe="delayed", gradient_accumulation=2),
@@ -97,6 +98,13 @@ def test_two_processes_record_what_one_does(name: str, root: Path, tmp_path: Pat
         for field in ("amax", "signal", "noise", "flushed", "subnormal", "zeros"):
             then, now = one.field(field)[0, weights], two.field(field)[0, weights]
             assert np.allclose(then, now, rtol=1e-12, equal_nan=True), field
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_keep_their_card(name: str, root: Path) -> None:
+    found = verify_against(root / name)
+    assert found.products and found.same, found
+    assert found.loss == pytest.approx(found.card.loss, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", GUARDED)

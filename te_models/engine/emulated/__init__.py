@@ -29,7 +29,7 @@ from te_models.engine.emulated.autocast import (
     quantized_model_init,
     region_lock,
 )
-from te_models.engine.emulated.gemm import exact_gemm
+from te_models.engine.emulated.gemm import exact_gemm, exact_unless_set
 from te_models.engine.emulated.grouped import GroupedLinear
 from te_models.engine.emulated.linear import Linear, LinearOfTorch
 from te_models.engine.emulated.module import (
@@ -82,6 +82,7 @@ __all__ = [
     "checkpoint",
     "drop_cached_weights",
     "exact_gemm",
+    "exact_unless_set",
     "fp8_autocast",
     "get_align_size_for_quantization",
     "get_default_recipe",

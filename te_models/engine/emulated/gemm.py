@@ -34,8 +34,8 @@ from te_models.numerics.tensors import (
 )
 
 # The largest M*N*K that is computed as the tensor cores do, by default a millisecond or two on a CPU core.
-_EXACT_PRODUCTS: ContextVar[float] = ContextVar("exact_products", default=2**20)
-
+_USUAL_PRODUCTS = 2**20
+_EXACT_PRODUCTS: ContextVar[float] = ContextVar("exact_products", default=_USUAL_PRODUCTS)
 
 _TENSOR_CORE: ContextVar[TensorCore] = ContextVar("tensor_core", default=HOPPER)
 
@@ -62,6 +62,19 @@ def exact_gemm(products: float = float("inf"), gpu: str = "hopper") -> Iterator[
     finally:
         _EXACT_PRODUCTS.reset(limit)
         _TENSOR_CORE.reset(core)
+
+
+@contextlib.contextmanager
+def exact_unless_set() -> Iterator[None]:
+    """Compute every GEMM as a GPU's tensor cores do, unless an `exact_gemm` around it says which ones."""
+    if _EXACT_PRODUCTS.get() != _USUAL_PRODUCTS:
+        yield
+        return
+    limit = _EXACT_PRODUCTS.set(float("inf"))
+    try:
+        yield
+    finally:
+        _EXACT_PRODUCTS.reset(limit)
 
 
 def tensor_core() -> TensorCore:
