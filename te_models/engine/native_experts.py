@@ -25,6 +25,7 @@ from transformer_engine.pytorch.quantization import (
 )
 
 from te_models.distributed.sharded_call import call_inside, only_fsdp_hooks
+from te_models.engine.native_observers import experts_observer
 from te_models.errors import UsageError
 from te_models.kernels.expert_blocks_triton import blocks_fit, cast_weight_blocks
 from te_models.kernels.expert_cast_triton import Delayed, FP8Matrices
@@ -171,7 +172,12 @@ def _joint_casts(te_recipe: recipe.Recipe) -> Casts | None:
 
 
 def _with_scales(module: GroupedLinear, casts: Casts, x: Tensor) -> Casts:
-    """Return `casts` of x with the scales and amaxes of a te.GroupedLinear, if it has delayed ones."""
+    """Return `casts` of x with the observers of a te.GroupedLinear, and its delayed scales and amaxes if it has any."""
+    casts = casts._replace(
+        seen_x=experts_observer(module, 0),
+        seen_weights=experts_observer(module, 1),
+        seen_dy=experts_observer(module, 2),
+    )
     forward, backward = (module.fp8_meta[direction] for direction in ("scaling_fwd", "scaling_bwd"))
     if not isinstance(forward, DelayedScalingRecipeState):
         return casts
@@ -300,9 +306,11 @@ def _cast_experts(
             weight: Any = module.get_parameter(f"weight{expert}")
             inverses.append(weight._scale_inv)
         return Stored(data, weights.at, torch.cat(inverses))
-    return _cached(
-        module, is_first_microbatch, lambda turn: weights.cast(casts.of_weights, turn=turn)
-    )
+
+    def cast(turn: bool) -> FP8Matrices:
+        return weights.cast(casts.of_weights, turn=turn, seen=casts.seen_weights)
+
+    return _cached(module, is_first_microbatch, cast)
 
 
 def _cached(

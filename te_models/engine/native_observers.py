@@ -7,13 +7,12 @@ recognizes a quantizer by its exact class, so a subclass would not do.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
-if TYPE_CHECKING:
-    from te_models.recorder.table import Observer, Observers
+from te_models.recorder.table import ExpertObserver, Observer, Observers
 
 # The method by which te.Linear and te.GroupedLinear get their quantizers in each forward pass.
 _GETTER = "_get_quantizers"
@@ -49,6 +48,15 @@ def give_observer(quantizer: Any, module: Module, direction: str, operand: int) 
     observers = vars(module).get(_OBSERVERS, ())
     place = 2 if direction == "scaling_bwd" else operand
     vars(quantizer)[_OBSERVER] = observers[0][place] if observers else None
+
+
+def experts_observer(module: Module, operand: int) -> ExpertObserver | None:
+    """Return the observer of an operand (0 input, 1 weight, 2 output gradient) of all experts of a te.GroupedLinear.
+
+    None where nobody counts them, or looks at each tensor by itself, as the search for a NaN does.
+    """
+    own = [one[operand] for one in vars(module).get(_OBSERVERS, ())]
+    return ExpertObserver(own) if own and isinstance(own[0], Observer) else None
 
 
 def observer_of(quantizer: Any) -> Observer | None:

@@ -7,7 +7,7 @@ expert's rows on the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_models.device.autograd import Context
+from te_models.kernels.count_experts_triton import count_experts
 from te_models.kernels.expert_cast_triton import (
     Delayed,
     FP8Matrices,
@@ -36,10 +37,27 @@ E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 
 
+class Seen(Protocol):
+    """An observer of a cast of all experts: `counts` is where its counts go, None where it is not counted."""
+
+    @property
+    def counts(self) -> Any: ...
+
+
+def count_if_seen(
+    seen: Seen | None, given: Matrices | None, groups: Groups, made: FP8Matrices, form: torch.dtype
+) -> None:
+    """Count a cast of all experts if an observer wants it; arguments are as in `count_experts`."""
+    counts = None if seen is None else seen.counts
+    if counts is not None:
+        count_experts(given, groups, made, form, counts)
+
+
 class Casts(NamedTuple):
     """The casts and products of a recipe: the format of gradients, and which of the sums are precise.
 
-    The last four are delayed scaling's: scales of x, of the weights and of dy, and what follows backward.
+    Delayed scaling has scales of x, of the weights and of dy, and what follows backward. The last three count the casts
+    of a run that is recorded (te_models.recorder.table.ExpertObserver).
     """
 
     gradient: torch.dtype
@@ -50,6 +68,9 @@ class Casts(NamedTuple):
     of_weights: Delayed | None = None
     of_dy: Delayed | None = None
     after: Callable[[], None] | None = None
+    seen_x: Seen | None = None
+    seen_weights: Seen | None = None
+    seen_dy: Seen | None = None
 
 
 @triton.jit(do_not_specialize=["count", *"abcdefgh"])
@@ -143,9 +164,14 @@ class Weights(NamedTuple):
     tensors: Sequence[Tensor]
     at: Locations
 
-    def cast(self, delayed: Delayed | None = None, turn: bool = True) -> FP8Matrices:
-        """Return them in FP8, with `turn` transposed too."""
-        return cast(matrices_of(self.tensors, self.at.places), E4M3, delayed, turn)
+    def cast(
+        self, delayed: Delayed | None = None, turn: bool = True, seen: Seen | None = None
+    ) -> FP8Matrices:
+        """Return them in FP8, with `turn` transposed too; `seen` counts the cast."""
+        given = matrices_of(self.tensors, self.at.places)
+        made = cast(given, E4M3, delayed, turn)
+        count_if_seen(seen, given, given.groups, made, E4M3)
+        return made
 
 
 def matrices_of(weights: Sequence[Tensor], places: Tensor) -> Matrices:
@@ -240,9 +266,9 @@ class _FP8(torch.autograd.Function):
         trained = any(ctx.needs_input_grad[7:])
         x = x.contiguous()
         token, row, ctx.kernels = (None, None, None) if route is None else route
-        given = cast(
-            Matrices(x, groups, source=token), E4M3, casts.of_x, turn=trained and route is None
-        )
+        rows = Matrices(x, groups, source=token)
+        given = cast(rows, E4M3, casts.of_x, turn=trained and route is None)
+        count_if_seen(casts.seen_x, rows, groups, given, E4M3)
         kept = x if trained and route is not None else given.transposed
         ctx.stored = own.data if isinstance(own, Stored) else ()
         turned = None if isinstance(own, Stored) else own.transposed
@@ -266,7 +292,9 @@ class _FP8(torch.autograd.Function):
         casts = ctx.casts
         dx = None
         x, x_inverse, x_scale, token, row, turned, weights_scale, *again = ctx.saved_tensors
-        given = cast(Matrices(dy, groups), casts.gradient, casts.of_dy, turn=x is not None)
+        slopes = Matrices(dy, groups)
+        given = cast(slopes, casts.gradient, casts.of_dy, turn=x is not None)
+        count_if_seen(casts.seen_dy, slopes, groups, given, casts.gradient)
         db = sums_of_rows(dy, groups) if ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
             if again:

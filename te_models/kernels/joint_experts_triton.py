@@ -29,7 +29,14 @@ from te_models.kernels.expert_hidden_triton import Activation, HiddenGradients, 
 from te_models.kernels.expert_rows import Route
 from te_models.kernels.expert_rows_triton import dots, total
 from te_models.kernels.grouped_gemm_triton import ExpertMatrices, rows_times, weights_from
-from te_models.kernels.grouped_linear_triton import E4M3, Casts, Locations, Stored, matrices_of
+from te_models.kernels.grouped_linear_triton import (
+    E4M3,
+    Casts,
+    Locations,
+    Stored,
+    count_if_seen,
+    matrices_of,
+)
 from te_models.kernels.groups import Groups
 
 T = TypeVar("T")
@@ -157,6 +164,7 @@ class _Up(torch.autograd.Function):
         # With a route backward casts the rows again from the tokens, instead of keeping k transposed copies of each.
         turn = trained and route is None
         of_x = cast(given, E4M3, up.casts.of_x, turn=turn, amax=known)
+        count_if_seen(up.casts.seen_x, given, groups, of_x, E4M3)
         # Tokens in high precision are smaller than the rows of all experts in FP8.
         kept = (x if route is not None else of_x.transposed) if trained else None
         ctx.groups = groups
@@ -247,6 +255,7 @@ class _Down(torch.autograd.Function):
         up = how.up
         down = how.down
         of_hidden = hidden(gate_up, groups, activation, down.casts.of_x)
+        count_if_seen(down.casts.seen_x, None, groups, of_hidden, E4M3)
         a = ExpertMatrices(of_hidden.data.view(E4M3), of_hidden.scale_inv)
         out = rows_times(
             a,
@@ -304,6 +313,7 @@ class _Down(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             sums = room_for_sums(groups, dy.shape[1], dy.device)
         slopes = cast(given, casts.gradient, casts.of_dy, turn=half.trained, amax=known, sums=sums)
+        count_if_seen(casts.seen_dy, given, groups, slopes, casts.gradient)
         of_bias = None if sums is None else total_sums(sums, groups, dtype)
         a = ExpertMatrices(slopes.data.view(casts.gradient), slopes.scale_inv)
         of_rows, inverse = slopes.transposed, slopes.scale_inv
@@ -331,6 +341,8 @@ class _Down(torch.autograd.Function):
             summed=ctx.summed_up,
         )
         del dh
+        up = ctx.up.casts
+        count_if_seen(up.seen_dy, None, groups, found.of_gate_up, up.gradient)
         of_weights: Sequence[Tensor | None] = [None] * half.count
         if half.trained:
             assert of_rows is not None and found.hidden is not None

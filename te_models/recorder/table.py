@@ -155,6 +155,14 @@ class Table:
         """Return where a kernel adds the counts of a tensor (te_models.kernels.count_cast_triton.Counts)."""
         return kernels().Counts(self.parts[row], self.codes[row : row + 1], self.flag)
 
+    def expert_counts(self, rows: Sequence[int]) -> Any:
+        """Return where a kernel adds the counts of one operand of every expert, whose rows are equally far apart."""
+        first = rows[0]
+        apart = rows[1] - first if len(rows) > 1 else 1
+        assert list(rows) == [first + apart * expert for expert in range(len(rows))]
+        module = importlib.import_module("te_models.kernels.count_experts_triton")
+        return module.ExpertCounts(self.parts[first:], self.codes[first:], self.flag, apart)
+
     def add_cast(self, row: int, source: Tensor | None, cast: Cast) -> None:
         """Count a cast, in plain PyTorch."""
         counts, codes = count_cast(source, cast)
@@ -214,6 +222,25 @@ class Observer:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Leave the observer out of a pickle."""
         return type(None), ()
+
+
+class ExpertObserver:
+    """Counts the casts of one operand of all experts of a te.GroupedLinear, which a kernel makes at once.
+
+    Args:
+        observers: of this operand, one per expert.
+    """
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = observers
+
+    @property
+    def counts(self) -> Any:
+        """Where a kernel adds the counts of the next cast; None where it is not counted, or nobody has kernels."""
+        first = self.observers[0]
+        if not (first.table.kernels and first.open):
+            return None
+        return first.table.expert_counts([one.row for one in self.observers])
 
 
 Observers = tuple[Observer, Observer, Observer]  # of input, weight and gradient of the output

@@ -10,9 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from expert_counts import APART, counts_of
 from torch import Tensor
 
 from te_models.kernels import elementwise, grouped_gemm_triton
+from te_models.kernels.count_experts_triton import ExpertCounts
 from te_models.kernels.expert_cast_triton import Delayed, Matrices, cast, cast_transposed
 from te_models.kernels.expert_hidden_triton import Activation, gradients, hidden
 from te_models.kernels.expert_rows import PLAIN, Route, combine
@@ -28,6 +30,7 @@ from te_models.kernels.grouped_linear_triton import (
 )
 from te_models.kernels.groups import Groups
 from te_models.kernels.joint_experts_triton import JointExperts, Projection, experts_in_fp8
+from te_models.recorder.layout import INDEX
 
 # A tile may contain rows that are not stored, of which the interpreter warns where they are not finite.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -368,3 +371,59 @@ def test_amaxes_of_copies_are_those_of_rows() -> None:
         own = slice(begin, begin + count)
         assert torch.equal(again[:, own], wanted.transposed[:, own])
         begin += apart
+
+
+class Watched(NamedTuple):
+    """An observer that lets the kernels count into a table of its own (te_models.recorder.table.ExpertObserver)."""
+
+    counts: ExpertCounts
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # of NumPy's exponential
+@pytest.mark.parametrize("routed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("joint", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_observers_count_every_cast_and_change_no_bit(joint: bool, routed: bool) -> None:
+    """Elements of each expert's operands; values in memory with signal and noise, others as unknown."""
+    torch.manual_seed(4)
+    where = places()
+    groups = where.groups
+    route = Route(where.token, where.row, PLAIN) if routed else None
+    up, up_weights = weights_of(len(ROWS), WIDTH, 2 * HIDDEN)
+    down, down_weights = weights_of(len(ROWS), HIDDEN, WIDTH)
+    x = torch.randn(TOKENS if routed else len(where.token), WIDTH, device=DEVICE)
+    x = x.to(DTYPE).requires_grad_()
+    gates = torch.rand(TOKENS, CHOICES, device=DEVICE) if routed else None
+    plain = Casts(E5M2, False, True, True)
+
+    def step(of_up: Casts, of_down: Casts) -> list[Tensor]:
+        own = up_weights.cast(turn=False, seen=of_up.seen_weights)
+        if joint:
+            other = down_weights.cast(turn=False, seen=of_down.seen_weights)
+            how = JointExperts(
+                groups,
+                route,
+                Activation(None, 1.0),
+                Projection(of_up, own, up_weights.at, WIDTH, 2 * HIDDEN, up),
+                Projection(of_down, other, down_weights.at, HIDDEN, WIDTH, down),
+            )
+            y = experts_in_fp8(x, gates, how)
+            return [y, *torch.autograd.grad(y, (x, *up, *down), torch.ones_like(y))]
+        y = in_fp8(x, groups, of_up, own, up_weights, None, route)
+        return [y, *torch.autograd.grad(y, (x, *up), torch.ones_like(y))]
+
+    seen = [[Watched(counts_of(len(ROWS), DEVICE)) for _ in range(3)] for _ in range(2)]
+    watched = [plain._replace(seen_x=own[0], seen_weights=own[1], seen_dy=own[2]) for own in seen]
+    there = sum(ROWS)
+    for found, expected in zip(step(*watched), step(plain, plain), strict=True):
+        whole = found[:there] if len(found) == len(where.token) else found
+        assert torch.equal(whole, expected[: len(whole)])
+    sizes = [(WIDTH, 2 * HIDDEN, 2 * HIDDEN * WIDTH), (HIDDEN, WIDTH, HIDDEN * WIDTH)]
+    for side, (inputs, outputs, weight) in enumerate(sizes[: 2 if joint else 1]):
+        for operand, columns in ((0, inputs), (2, outputs), (1, 0)):
+            fields = seen[side][operand].counts.fields[::APART].sum(1)
+            elements = [weight] * len(ROWS) if operand == 1 else [r * columns for r in ROWS]
+            assert fields[:, INDEX["elements"]].tolist() == elements, (side, operand)
+            signal = fields[:, INDEX["signal"]][fields[:, INDEX["elements"]] > 0]
+            # In one function, the activation and its gradient are never stored in high precision.
+            unknown = joint and (side, operand) in ((1, 0), (0, 2))
+            assert signal.isnan().all() if unknown else (signal > 0).all()

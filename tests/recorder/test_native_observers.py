@@ -3,9 +3,10 @@
 import copy
 from typing import Any
 
+import pytest
 import torch
 
-from te_models.engine.native_observers import observe_quantizer, set_observers
+from te_models.engine.native_observers import experts_observer, observe_quantizer, set_observers
 from te_models.numerics.formats import DType
 from te_models.numerics.quantizers import Float8CurrentScalingQuantizer
 from te_models.recorder.layout import INDEX, OPERANDS, RecordedTensor
@@ -89,3 +90,41 @@ def test_a_separate_copy_is_not_observed() -> None:
     table.begin()
     twin(torch.ones(16, 16))
     assert counted(table) == 0
+
+
+def test_all_experts_of_a_grouped_linear_are_counted_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a kernel casts without quantizers; experts of other ranks have the rows before and after."""
+    names = [RecordedTensor("grouped", o, expert) for expert in range(4) for o in OPERANDS]
+    table = Table([RecordedTensor("linear", "input"), *names], [True] * 13, torch.device("cpu"))
+    held = [
+        tuple(Observer(table, table.rows[RecordedTensor("grouped", o, e)], o) for o in OPERANDS)
+        for e in (2, 3)
+    ]
+    module = Linear()
+    assert experts_observer(module, 0) is None  # before anybody records
+    set_observers(module, held)
+    dy = experts_observer(module, 2)
+    assert dy is not None and dy.counts is None  # no kernels on a CPU
+    pytest.importorskip("triton")
+    monkeypatch.setattr(table, "kernels", True)
+    assert dy.counts is None  # no step is recorded
+    table.begin()
+    counts = dy.counts
+    assert counts.apart == 3 and counts.fields.data_ptr() == table.parts[9].data_ptr()
+    assert counts.codes.data_ptr() == table.codes[9:].data_ptr() and counts.flag is table.flag
+    weight = experts_observer(module, 1)
+    assert weight is not None and weight.counts is not None
+    table.first_micro_batch = False
+    assert weight.counts is None and dy.counts is not None
+    x = torch.ones(2, requires_grad=True)
+    inputs = experts_observer(module, 0)
+    assert inputs is not None and inputs.counts is not None
+    found = []
+    x.register_hook(lambda grad: found.append((inputs.counts, dy.counts)))
+    x.sum().backward()
+    # A recompute in backward counts no input again; gradients are there only then.
+    assert found[0][0] is None and found[0][1] is not None
+    set_observers(module, None)
+    assert experts_observer(module, 0) is None
