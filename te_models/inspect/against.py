@@ -23,7 +23,6 @@ from torch import Tensor
 from te_models.causal_lm import CausalLM
 from te_models.config.recipe import SCHEMES, Recipe
 from te_models.engine import engine_module, get_engine
-from te_models.engine.emulated.tensor_core import TENSOR_CORES
 from te_models.errors import UsageError
 from te_models.inspect.replay import plain
 from te_models.inspect.verify import sqnr_db
@@ -33,6 +32,7 @@ from te_models.training.captures import device_name
 from te_models.training.card import Card, compute, read_card
 from te_models.training.evaluation import evaluate
 
+CORES = ("hopper", "ada")  # as exact_gemm of the emulated engine names them
 PER_TENSOR = ("DelayedScaling", "Float8CurrentScaling")
 # Schemes whose products the emulated engine computes as a tensor core does.
 EXACT = (*PER_TENSOR, "Float8BlockScaling")
@@ -248,7 +248,7 @@ def as_tensor_cores(operands: dict[str, Tensor], recipe: Recipe) -> dict[str, di
     """Return the results of a sample as each emulated tensor core computes them, by its name."""
     emulated = engine_module("emulated")
     found = {}
-    for core in TENSOR_CORES:
+    for core in CORES:
         if recipe.scheme in (EXACT if core == "hopper" else PER_TENSOR):
             with emulated.exact_gemm(gpu=core):
                 found[core] = compute(emulated, operands, recipe)
@@ -307,7 +307,7 @@ def common(names: Iterator[tuple[str, ...]]) -> tuple[str, ...]:
     first, *rest = [set(one) for one in names]
     for one in rest:
         first &= one
-    return tuple(core for core in TENSOR_CORES if core in first)
+    return tuple(core for core in CORES if core in first)
 
 
 def named(cores: tuple[str, ...]) -> str:
