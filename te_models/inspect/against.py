@@ -39,7 +39,7 @@ EXACT = (*PER_TENSOR, "Float8BlockScaling")
 
 
 @dataclass(frozen=True)
-class Product:
+class ComparedProduct:
     """A recorded product, and the same one here.
 
     Attributes:
@@ -86,7 +86,7 @@ class Against(Printable):
     card: Card
     device: str
     engine: str
-    products: tuple[Product, ...]
+    products: tuple[ComparedProduct, ...]
     loss: float | None
     reason: str
     refused: dict[str, str]
@@ -118,7 +118,7 @@ class Against(Printable):
             line += self._arithmetic(different)
         return f"{line}; {self._loss()}"
 
-    def _arithmetic(self, different: list[Product]) -> str:
+    def _arithmetic(self, different: list[ComparedProduct]) -> str:
         """Name the tensor cores that explain a difference, if any do."""
         then = common(one.recorded_as for one in different)
         now = common(one.here_as for one in different)
@@ -207,7 +207,7 @@ def verify_against(
     if device is None:
         device = "cuda" if torch.cuda.is_available() and name == "native" else "cpu"
     place = torch.device(device)
-    products: list[Product] = []
+    products: list[ComparedProduct] = []
     refused: dict[str, str] = {}
     for sample in card.linears:
         here: dict[str, Tensor] = {}
@@ -262,7 +262,7 @@ def compared(
     recorded: Tensor,
     here: Tensor | None,
     cores: dict[str, Tensor],
-) -> Product:
+) -> ComparedProduct:
     """Compare a recorded result with the one here (None: there is none), and both with tensor cores."""
     differing = largest = math.nan
     sqnr = -math.inf
@@ -273,7 +273,7 @@ def compared(
         change = (recorded.double() - here.double()).abs().max().item()
         largest = change / size if size else change
         sqnr = sqnr_db(recorded, here)
-    return Product(
+    return ComparedProduct(
         linear=linear,
         gemm=gemm,
         recipe=recipe,
