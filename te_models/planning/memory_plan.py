@@ -221,8 +221,9 @@ class MemoryPlan(Printable):
         modes = (Column(f"checkpointing {mode}", justify="right") for mode in plans)
         table = Table("GPU", "this plan", *modes, box=None, pad_edge=False)
         for name, size in GPUS.items():
-            largest = (str(plan.largest_batch(size) or "-") for plan in plans.values())
-            table.add_row(name, "fits" if self.fits(size) else "does not fit", *largest)
+            batches = [plan.largest_batch(size) for plan in plans.values()]
+            fits = "fits" if self.fits(size) else "does not fit"
+            table.add_row(name, fits, *(f"{batch:,}" if batch else "-" for batch in batches))
         return table
 
     def _optimizer_table(self) -> Table:
@@ -235,7 +236,10 @@ class MemoryPlan(Printable):
         table = Table("optimizer", *numbers, "state", box=None, pad_edge=False)
         elements = self.num_trained / self.training.data_ranks
         for name, size in found.items():
-            saved = f"{100 * (size / found['adamw'] - 1):+.0f} %" if name != "adamw" else ""
+            saved = ""
+            if name != "adamw":
+                percent = round(100 * (size / found["adamw"] - 1))
+                saved = f"{percent:+d} %" if percent else "0 %"
             style = "green" if name == self.training.optimizer else ""
             table.add_row(
                 name,
