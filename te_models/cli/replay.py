@@ -37,9 +37,14 @@ def capture(run: str, steps: tuple[int, ...], every: int) -> None:
             )
     marks = Marks(tuple(sorted({*before.steps, *steps})), every or before.every)
     write_marks(folder, marks)
-    listed = ", ".join(map(str, marks.steps)) or "no single steps"
-    more = f", and each {marks.every}-th" if marks.every else ""
-    show_line(f"{run} keeps {listed}{more}: replay them with `te-models replay {run} --step N`")
+    kept = []
+    if marks.steps:
+        kept.append(f"step{'s' * (len(marks.steps) > 1)} {', '.join(map(str, marks.steps))}")
+    if marks.every:
+        kept.append(f"each {marks.every}-th step")
+    show_line(
+        f"{run} keeps {' and '.join(kept)} when it gets there; then `te-models replay {run} --step N`"
+    )
 
 
 @click.command(cls=Command)

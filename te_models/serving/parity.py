@@ -203,7 +203,8 @@ def _row(
         least = None
         if survival is not None and survival.worst is not None:
             share = survival.share
-            least = (survival.worst.name, survival.worst.share)
+            if survival.worst.share != 1:  # else all of each is left
+                least = (survival.worst.name, survival.worst.share)
         difference = compare(model, read_served(folder, model.device), batches)
         return dataclasses.replace(difference, export=name, survives=share, least=least)
 

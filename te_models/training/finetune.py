@@ -20,12 +20,15 @@ from te_models.data.training_data import steps_of
 from te_models.errors import Diverged, UsageError
 from te_models.files.formats import Fields
 from te_models.optim import resolve_options
+from te_models.recorder.record import FOLDER as RECORD
+from te_models.recorder.record import has_record
 from te_models.training.callback import Callback
 from te_models.training.facts import dataset_names
 from te_models.training.launch import choose_parallel, parallel
 from te_models.training.loggers import LoggedRun, Loggers
 from te_models.training.parallel import Parallel
 from te_models.training.preflight import check_memory
+from te_models.training.profiling import FOLDER as PROFILE
 from te_models.training.report import summary
 from te_models.training.result import Result
 from te_models.training.resume import check_unfinished
@@ -201,7 +204,14 @@ class Run:
                 trainer.evaluation,
                 trainer.result,
             )
-        return {"loss curve": self.report.draw_losses(trainer), **saved}
+        written = {"loss curve": self.report.draw_losses(trainer), **saved}
+        if has_record(trainer.out):
+            written["record"] = (
+                f"{trainer.out / RECORD}, which `te-models report {trainer.out}` shows"
+            )
+        if (trainer.out / PROFILE).is_dir():
+            written["profile"] = f"{trainer.out / PROFILE}, for ui.perfetto.dev"
+        return written
 
 
 def training_config(settings: RunSettings) -> TrainConfig:

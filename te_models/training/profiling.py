@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,8 @@ class StepProfiler:
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         self.active = True
+        # Kineto writes a line to stderr as it begins and ends, unless its own level hides it.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         try:
             with named_layers(self.model), profile(activities=activities) as trace:
                 yield

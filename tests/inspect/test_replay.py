@@ -207,6 +207,13 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     run = str(tmp_path / "run")
     assert main(["capture", run, "--step", f"{MARKED}", "--step", "2"]) == 0
     assert main(["capture", run, "--every", "3"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(
+        f"{run} keeps steps 2, {MARKED} when it gets there; then `te-models replay"
+    )
+    assert said[1].startswith(
+        f"{run} keeps steps 2, {MARKED} and each 3-th step when it gets there"
+    )
     assert read_marks(Path(run)) == Marks((2, MARKED), 3)
     trainer(Path(run), "current").run()
     assert captured_steps(Path(run)) == [2, 3, MARKED, 6]

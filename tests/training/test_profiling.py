@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import losses, tiny_model, tiny_trainer
+from tiny_runs import PRETRAIN, losses, tiny_model, tiny_trainer
 
+from te_models.cli import main
 from te_models.errors import UsageError
 from te_models.training.profiling import profiled_steps
 
@@ -47,3 +48,19 @@ def test_steps(text: str, steps: list[int]) -> None:
 def test_other_words_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=f"profile='{text}'"):
         profiled_steps(text)
+
+
+@pytest.mark.usefixtures("texts")
+def test_a_run_names_its_record_and_its_traces(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And PyTorch's profiler writes no lines of its own among those of the run."""
+    run = tmp_path / "run"
+    command = [*PRETRAIN, "--steps", "2", "--recipe", "current", "--record", "1", "--profile", "2"]
+    assert main([*command, "--out", str(run)]) == 0
+    said = capfd.readouterr()
+    assert " ".join(f"record {run}/record, which `te-models report".split()) in " ".join(
+        said.out.split()
+    )
+    assert f"{run}/profile, for ui.perfetto.dev" in " ".join(said.out.split())
+    assert "profiler_start" not in said.err
