@@ -166,6 +166,19 @@ def _gemma4_small(
     }  # fmt: skip
 
 
+def _gpt_oss(layers: int, experts: int) -> PresetFields:
+    """Return the shape of a gpt-oss: attention with sinks, under a window in every second layer, and experts."""
+    return dict(
+        vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8,
+        head_dim=64, **_layers(layers, 2, 1), sliding_window=128, max_position_embeddings=131072, rope_theta=150000.0,
+        rope_scaling=dict(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, beta_fast=32.0,
+                          beta_slow=1.0, truncate=False),
+        rms_norm_eps=1e-5, attention_gate="none", attention_bias=True, attention_output_bias=True,
+        attention_sinks=True, eos_token_id=200002, pad_token_id=199999,
+        moe=dict(num_experts=experts, num_experts_per_tok=4, moe_intermediate_size=2880, bias=True, swiglu_limit=7.0),
+    )  # fmt: skip
+
+
 def _hybrid(
     hidden: int,
     intermediate: int,
@@ -457,6 +470,14 @@ PRESETS: dict[str, PresetFields] = {
     "qwen3.5-4b": _hybrid(2560, 9216, 32, 16, 4, 32, tie_word_embeddings=True),
     "qwen3.5-9b": _hybrid(4096, 12288, 32, 16, 4, 32),
     "qwen3.5-27b": _hybrid(5120, 17408, 64, 24, 4, 48),
+    # Qwen3.5-35B-A3B has the same.
+    "qwen3.6-35b-a3b": _hybrid(
+        2048, 512, 40, 16, 2, 32,
+        moe=dict(num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512,
+                 shared_expert_intermediate_size=512, shared_expert_gate=True),
+    ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "lfm2-350m": _lfm2(1024, 4608, 16, _LFM2_ATTENTION),
     "lfm2-700m": _lfm2(1536, 6912, 16, _LFM2_ATTENTION),
     "lfm2-1.2b": _lfm2(2048, 8192, 16, _LFM2_ATTENTION),

@@ -1,10 +1,13 @@
 """Which models do not compute the same shapes in every pass."""
 
 from te_models.model.decoder import Decoder
+from te_models.numerics.stored import StoredWeight
 
 
 def graph_obstacle(model: Decoder) -> str:
     """Return why no CUDA graph can contain a pass of `model`; "" if one can."""
+    if any(isinstance(parameter, StoredWeight) for parameter in model.parameters()):
+        return "weights of the base stay as they are stored, and are dequantized in each pass"
     counts = model.kernels.counts_on_device
     experts = [name for name, linear in model.config.linears.items() if linear.experts]
     if model.ep.size == 1 and all(
