@@ -1,8 +1,8 @@
 """Tune a release whose quantized weights stay as they are stored, beside the same base in BF16 and in FP8.
 
-    python benchmarks/stored_base.py loss                                    # two small models, 200 steps, a CPU will do
+    python benchmarks/stored_base.py loss                            # two small models, 200 steps, on a CPU
     python benchmarks/stored_base.py loss --device cuda --recipe current
-    python benchmarks/stored_base.py plan                                    # the peaks of large shapes on 80 GB
+    python benchmarks/stored_base.py plan                            # the peaks of large shapes on 80 GB
     python benchmarks/stored_base.py speed --out benchmarks/results/stored_base_h100.json     # on one GPU
 
 `loss` prints the largest difference between the losses of both bases over all steps. `speed` has random weights: of

@@ -364,7 +364,8 @@ class CausalLM(Decoder):
         Args:
             folder: the folder to write; an earlier save in it is replaced.
             format: "fp8-block" (128 x 128, as DeepSeek and Qwen), "fp8-tensor" (static), "fp8-channel", "mxfp8",
-                "nvfp4" or "bf16". See docs/guide/serving.md.
+                "nvfp4" or "bf16"; or "stored", the base of saved adapters byte for byte, with the adapters beside it.
+                See docs/guide/serving.md.
             calibration: token ids, int64 [B, S], or several such batches, on which to measure the linears' inputs. Only
                 fp8-tensor and nvfp4 need it: without it they use the scales that recipe "delayed" has learned, or those
                 of the folder that the model was read from, and nvfp4 amaxes of random tokens otherwise.

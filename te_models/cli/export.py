@@ -11,6 +11,7 @@ from te_models.cli.options import (
     option,
     out_option,
     setting_option,
+    show_choice,
     show_line,
 )
 from te_models.config.settings import EVERYDAY
@@ -21,7 +22,8 @@ from te_models.errors import check_known
 @out_option("Folder to write.", required=True)
 @option(
     "--format",
-    help="Format: fp8-block, fp8-tensor, fp8-channel, mxfp8, nvfp4 or bf16. Default: fp8-block, or fp8-channel for a "
+    help="Format: fp8-block, fp8-tensor, fp8-channel, mxfp8, nvfp4, bf16, or stored, which copies a run's base "
+    "unchanged and its adapters. Default: fp8-block, or fp8-channel for a "
     "model of which servers read no blocks, since its sizes are no multiples of 128.",
 )
 @one_source_option("Text or records that set the scales of inputs, for fp8-tensor and nvfp4.")
@@ -50,12 +52,28 @@ def export(
 
     transformers reads it too.
     """
+    from te_models.interop.hub import local_folder  # noqa: PLC0415
+    from te_models.saving.pretrained import adapter_folder  # noqa: PLC0415
     from te_models.serving.export import default_format  # noqa: PLC0415  imports torch
     from te_models.serving.formats import FORMATS  # noqa: PLC0415
     from te_models.serving.parity import read_batches  # noqa: PLC0415
+    from te_models.serving.unchanged_base import (  # noqa: PLC0415
+        ADAPTER,
+        UNCHANGED,
+        export_unchanged,
+    )
 
     if format is not None:
-        check_known("format", format, FORMATS)
+        check_known("format", format, [*FORMATS, UNCHANGED])
+    if format == UNCHANGED:
+        if model is None:
+            raise click.UsageError(
+                f"--format {UNCHANGED} writes a base with adapters: give --model"
+            )
+        show_choice(model)
+        files = export_unchanged(adapter_folder(local_folder(model)), out)
+        show_line(f"{out}: {len(files)} files of the base, unchanged; adapters in {out}/{ADAPTER}")
+        return
     built = build_trained_model(preset, model, options)
     if format is None:
         format = default_format(built, built.origin)

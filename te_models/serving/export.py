@@ -53,6 +53,7 @@ from te_models.serving.rounding import (
     to_bfloat16,
 )
 from te_models.serving.survival import Survival, WeightChange, change_of
+from te_models.serving.unchanged_base import ADAPTER, UNCHANGED, export_unchanged
 
 # E4M3 with the largest power of two for a scale rounds this to 2^128, which is infinite in FP32.
 TOO_LARGE = 31 * 2.0**123
@@ -95,7 +96,16 @@ def export(
 
     `base` is the model before it was tuned, on any device, of which the export says how much of the tuning is left.
     """
-    check_known("format", format, FORMATS)
+    check_known("format", format, [*FORMATS, UNCHANGED])
+    if format == UNCHANGED:
+        if origin.adapters is None and any(".lora_" in n for n, _ in model.named_parameters()):
+            raise UsageError(
+                "format 'stored' writes adapters that are saved: save_lora first, and export the model that "
+                "from_pretrained of their folder returns"
+            )
+        export_unchanged(origin.adapters, folder)
+        note = f"adapters of peft are in {Path(folder) / ADAPTER}"
+        return Export(Path(folder), format, (), (), (note,))
     check_known("rounding", rounding, ROUNDINGS)
     if calibration is not None and not isinstance(calibration, Iterable):
         kind = type(calibration).__name__

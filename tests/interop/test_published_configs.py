@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from te_models import get_preset
+from te_models import ModelConfig, get_preset
 from te_models.errors import ConfigError
 from te_models.interop.hf_families import family_of
 
@@ -197,6 +197,9 @@ def test_gpt_oss_has_the_parameters_that_its_paper_counts(
     family = family_of(document)
     config = family.read(document)
     assert round(config.num_parameters / 1e9, 2) == parameters
+    preset = get_preset("gpt-oss-20b" if layers == 24 else "gpt-oss-120b")
+    own = preset.to_dict() | {"moe": preset.to_dict()["moe"] | {"router_aux_loss_coef": 0.9}}
+    assert config == ModelConfig.from_dict(own)
     for name in (
         "rope_scaling",
         "layer_types",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("peft")
 
-from te_models import CausalLM, add_lora, load_lora
+from te_models import CausalLM, add_lora, get_preset, get_recipe, load_lora
 from te_models.adapters.layers import LoraLinear
 from te_models.cli import main
 from te_models.errors import CheckpointError, UsageError
@@ -230,6 +230,59 @@ def test_merges_have_the_bits_of_the_dequantized_base_and_are_undone(
     merged.save_pretrained(tmp_path / "merged")
     again = CausalLM.from_pretrained(tmp_path / "merged", device="cpu")
     assert torch.equal(again(IDS).logits, wanted(IDS).logits)
+
+
+def test_an_export_gives_the_base_back_unchanged_with_adapters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(tmp_path / "m", "mxfp4", "gpt_oss")
+    model = load(tmp_path / "m", "stored")
+    trained = adapted(model)
+    trained.peft_config["default"].base_model_name_or_path = str(tmp_path / "m")
+    wanted = trained(IDS).logits.detach()
+    with pytest.raises(UsageError, match="save_lora first"):
+        model.export(tmp_path / "out", format="stored")
+    save_lora(trained, tmp_path / "adapter")
+    out = tmp_path / "out"
+    words = ["--model", str(tmp_path / "adapter"), "--format", "stored", "--out", str(out)]
+    assert main(["export", *words]) == 0
+    assert "unchanged" in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "m").iterdir()}
+    assert names == {path.name for path in out.iterdir() if path.is_file()}
+    for name in names:
+        assert (out / name).read_bytes() == (tmp_path / "m" / name).read_bytes()
+    again = load_lora(load(out, "stored"), out / "adapter")
+    assert torch.equal(again(IDS).logits, wanted)
+    result = CausalLM.from_pretrained(tmp_path / "adapter", device="cpu").export(
+        tmp_path / "second", format="stored"
+    )
+    assert (result.folder / "adapter/adapter_model.safetensors").is_file()
+    assert main(["export", *words]) == 2 and "new or empty" in capsys.readouterr().err
+    assert main(["export", "--model", str(tmp_path / "m"), "--format", "stored", "--out", "x"]) == 2
+    assert "with --lora" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("preset", "form", "most"), [("gpt-oss-120b", "mxfp4", 72), ("qwen3.6-35b-a3b", "nvfp4", 30)]
+)
+def test_large_shapes_fit_on_one_h100(preset: str, form: str, most: float) -> None:
+    """With adapters on every expert and 4,096 tokens; the weights alone have the size of the releases' files."""
+    plan = plan_memory(
+        get_preset(preset),
+        get_recipe("bf16"),
+        base_weights=form,
+        lora_rank=8,
+        lora_experts=True,
+        batch_size=1,
+        seq_len=4096,
+        optimizer="adamw8bit",
+        activation_checkpointing="full",
+    )
+    assert plan.fits(80) and plan.peak.total < most * 2**30
+    # Four bits, and a scale for 32 or 16 of them: 0.53 and 0.56 bytes, beside tables and linears that stay BF16.
+    per_parameter = plan.peak.weights / get_preset(preset).num_parameters
+    assert 0.53 < per_parameter < 0.70
+    assert "as they are stored" in str(plan)
 
 
 @pytest.mark.slow
