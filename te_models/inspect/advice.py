@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
-from te_models.config.recipe import Recipe, recipe_from_dict
+from te_models.config.recipe import Recipe, list_recipes, recipe_from_dict
 from te_models.config.toml import read_toml
 from te_models.errors import DataError, plural
 from te_models.numerics.formats import FP8_MAX, DType
@@ -36,6 +37,7 @@ LOST = 0.3
 UNUSED_BITS = 3.0  # powers of two that a scale may leave unused above a tensor's largest magnitude
 JUMP_BITS = 3.0  # by which a scale may not change from one step to the next while the amax stays
 DEAD_STEPS = 3
+PER_TENSOR = ("DelayedScaling", "Float8CurrentScaling")  # schemes with one scale per tensor
 # dB below which a cast is worth a word, by format: LEEWAY below what numbers of a normal distribution have.
 LEEWAY = 9.0
 LEAST_SQNR = {DType.kFloat8E4M3: 22.0, DType.kFloat8E5M2: 16.0, DType.kFloat4E2M1: 11.0}
@@ -100,8 +102,25 @@ class RunFacts:
         scaled = self.record.field("amax") * self.record.field("scale_min")
         with np.errstate(divide="ignore", invalid="ignore"):
             room = np.log2(largest / scaled)
-        one_scale = self.record.field("blocks") == 1
-        return np.where(one_scale & np.isfinite(room), room, np.nan)
+        return np.where(self.one_scale() & np.isfinite(room), room, np.nan)
+
+    def one_scale(self) -> Mask:
+        """Return which tensors have one scale per cast, bool [steps, tensors]; the others have one per block.
+
+        The number of scales does not tell: those of micro-batches and of processes are added.
+        """
+        if not self.recipe.quantized:  # of a run without run.toml
+            return np.asarray(self.record.field("blocks") == 1)
+        names = {int(row["step"]): str(row.get("recipe")) for row in self.rows}
+        own = _with_one_scale(self.recipe, self.tensors)
+        changed: dict[str, list[bool]] = {self.recipe.name: own}
+        found = np.zeros(self.record.values.shape[:2], bool)
+        for place, step in enumerate(self.record.steps):
+            name = names.get(step, self.recipe.name)
+            if name in list_recipes() and name not in changed:  # of a recipe schedule
+                changed[name] = _with_one_scale(self.recipe.followed_by(name), self.tensors)
+            found[place] = changed.get(name, own)
+        return found
 
     def rms(self) -> Floats:
         """Return the root mean square of each tensor before its cast, [steps, tensors]."""
@@ -125,6 +144,18 @@ class RunFacts:
         """Return which of these tensors a step computes first: inputs and weights forward, then gradients backward."""
         forward = [int(one) for one in tensors if self.tensors[one].operand != "grad_output"]
         return forward[0] if forward else int(tensors[-1])
+
+
+def _with_one_scale(recipe: Recipe, tensors: Sequence[RecordedTensor]) -> list[bool]:
+    """Return which tensors a recipe quantizes with one scale each, by its own scheme and its table of patterns."""
+    found = []
+    for tensor in tensors:
+        own: Recipe | None = recipe
+        for pattern, name in recipe.precision.items():
+            if fnmatchcase(tensor.linear, pattern):
+                own = recipe.called(name)
+        found.append(own is not None and own.scheme in PER_TENSOR)
+    return found
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from te_models.config.gpus import Gpu, get_gpu, why_not
+from te_models.config.gpus import Gpu, get_gpu, suited, why_not
 from te_models.config.model import ModelConfig
 from te_models.config.precision import precisions
 from te_models.config.recipe import Recipe, get_recipe
+from te_models.config.toml import read_toml
 from te_models.errors import CheckpointError, ConfigError, DataError, UsageError, plural
 from te_models.inspect.advice import (
     LOST,
@@ -35,12 +36,13 @@ from te_models.inspect.advice import (
     read_facts,
 )
 from te_models.inspect.replay import Variant, plain, try_recipes
-from te_models.model.recipe_fit import best_on, check_layers, check_sizes
+from te_models.model.recipe_fit import check_layers, check_sizes, pays_on
 from te_models.planning.printable import Printable
 from te_models.recorder.record import Record
 from te_models.saving.pretrained import read_shape
 from te_models.training.captures import captured_steps
 from te_models.training.run_file import read_record as read_run_record
+from te_models.training.settings import RUN_FILE
 
 # Rules that say that the scales of `delayed` do not follow the tensors.
 LATE_SCALES = ("uncalibrated", "wrong-scale", "stale-scale", "gradient-overflow", "saturation")
@@ -206,7 +208,7 @@ def advise_recipe(
     card = _card(run, gpu)
     diagnosis = diagnose(facts)
     numbers, reasons, linears = _by_numbers(facts, diagnosis.findings, config, card)
-    pays, speed = _speed(config, card, fp8_params)
+    pays, speed = _speed(run, config, card, numbers, fp8_params)
     recipe = numbers if pays is not False else get_recipe("bf16")
     tried: tuple[Variant, ...] = ()
     if try_step:
@@ -483,13 +485,20 @@ def _notes(findings: Sequence[Finding]) -> list[str]:
 
 
 def _speed(
-    config: ModelConfig | None, gpu: Gpu | None, fp8_params: bool
+    run: str | Path, config: ModelConfig | None, gpu: Gpu | None, recipe: Recipe, fp8_params: bool
 ) -> tuple[bool | None, str]:
-    """Return whether FP8 saves time for a model on a card, and why; (None, "") where no card is known."""
-    if gpu is None or config is None:
+    """Return whether a recipe saves time on a card at the size of a run, and the figures; (None, "") for no card."""
+    if gpu is None or config is None or not recipe.quantized:
         return None, ""
-    best, why = best_on(gpu, config)
-    pays = best.quantized
+    reason = why_not(suited(recipe, gpu), gpu.capability)
+    if reason:
+        return None, f"{recipe.name} does not run on {gpu.name}: {reason}"
+    file = Path(run) / RUN_FILE
+    document: Any = read_toml(file) if file.is_file() else {}
+    size = [document.get("training", {}).get(name) for name in ("batch_size", "seq_len")]
+    tokens = math.prod(size) if all(isinstance(one, int) for one in size) else None
+    lora = bool(document.get("lora", {}).get("lora"))
+    pays, why = pays_on(gpu.name, config, recipe.name, tokens, lora)
     if pays:
         return True, f"FP8 pays on {gpu.name}: {why}"
     if fp8_params:

@@ -84,7 +84,7 @@ def auto_recipe(
             except ConfigError as error:
                 reason = str(error)
                 continue
-            pays, reason = _pays(gpu, config, candidate, tokens, lora)
+            pays, reason = pays_on(gpu, config, candidate, tokens, lora)
             if pays or fp8_params:
                 return recipe, f"{gpu}, hidden size {config.hidden_size}: {reason}"
             break
@@ -119,17 +119,20 @@ def best_on(
         recipe = get_recipe(candidate)
         if why_not(recipe, gpu.capability):
             continue
-        pays, reason = _pays(gpu.name, config, candidate, tokens, lora)
+        pays, reason = pays_on(gpu.name, config, candidate, tokens, lora)
         if pays:
             return recipe, f"{gpu.name}, hidden size {config.hidden_size}: {reason}"
         return get_recipe("bf16"), reason
     return get_recipe("bf16"), f"{gpu.name} has no FP8"
 
 
-def _pays(
+def pays_on(
     gpu: str, config: ModelConfig, recipe: str, tokens: int | None, lora: bool
 ) -> tuple[bool, str]:
-    """Return whether a recipe saves time: as measured near these sizes, else by their width; and why."""
+    """Return whether a recipe saves time on a GPU: as measured near these sizes, else by their width; and why.
+
+    Arguments are as in `best_on`, with the names of GPU and recipe.
+    """
     measured = gain(gpu, config, recipe, tokens, lora)
     if measured.pays is not None:
         verdict = "" if measured.pays else "FP8 saves no time at this size: "

@@ -1,6 +1,7 @@
 """The advice about a run: healthy runs get none, and each planted failure is named, explained and healed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,34 @@ def test_a_planted_failure_is_named_and_the_advice_heals_it(
     name: str, recipe: str, tmp_path: Path
 ) -> None:
     check_named(name, recipe, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("outlier channel grows", "current"),
+        pytest.param("a long history keeps an old peak", "delayed", marks=pytest.mark.slow),
+        pytest.param("wrong scales after a resume", "delayed", marks=pytest.mark.slow),
+    ],
+)
+def test_failures_are_named_with_accumulation(name: str, recipe: str, tmp_path: Path) -> None:
+    """The scales of several micro-batches add up, and are one scale all the same."""
+    failure = FAILURES[name]
+    failure = replace(failure, train={**failure.train, "gradient_accumulation": 2})
+    facts = read_facts(run_planted(tmp_path, recipe, failure))
+    assert facts.one_scale().all()
+    found = {finding.rule: finding for finding in diagnose(facts).findings}
+    assert failure.rule in found and failure.tensors in found[failure.rule].tensor
+
+
+def test_blocks_have_several_scales(tmp_path: Path) -> None:
+    facts = read_facts(run_planted(tmp_path, "blockwise", None))
+    assert not facts.one_scale().any() and np.isnan(facts.headroom()).all()
+    facts.recipe = facts.recipe.replace(precision={"*.down_proj": "current"})
+    single = facts.one_scale()[0]
+    assert [tensor.linear.endswith("down_proj") for tensor in facts.tensors] == list(single)
+    facts.rows[3]["recipe"] = "current"  # of a recipe schedule
+    assert facts.one_scale()[3].all() and not facts.one_scale()[4].all()
 
 
 @pytest.mark.slow
