@@ -34,10 +34,10 @@ def test_some_cases_of_every_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_minutes_of_cases() -> None:
-    found = fuzz(SEED, 10**6, budget=float(os.environ.get("TE_MODELS_FUZZ_SECONDS", 120)))
+def test_half_a_minute_of_cases() -> None:
+    found = fuzz(SEED, 10**6, budget=float(os.environ.get("TE_MODELS_FUZZ_SECONDS", 30)))
     assert not found["failures"]
-    assert found["cases"] > 100
+    assert found["cases"] > 10
 
 
 def test_a_changed_live_model_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

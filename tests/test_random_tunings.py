@@ -14,7 +14,7 @@ from random_tunings import draw, judge
 pytest.importorskip("peft")
 
 SEED = int(os.environ.get("TE_MODELS_SEED", "0"))
-FEW, MANY = 4, 60
+FEW, MANY = 4, 40
 TRL = all(importlib.util.find_spec(name) for name in ("trl", "datasets"))
 CASES = [pytest.param(SEED + n, marks=[] if n < FEW else [pytest.mark.slow]) for n in range(MANY)]
 
@@ -29,6 +29,6 @@ def test_what_becomes_of_a_tuned_model_is_the_model_that_was_tuned(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not TRL, reason="needs trl and datasets")
-@pytest.mark.parametrize("number", range(SEED + 10_000, SEED + 10_020))
+@pytest.mark.parametrize("number", range(SEED + 10_000, SEED + 10_012))
 def test_with_trl_among_the_ways(number: int, tmp_path: Path) -> None:
     judge(draw(number, trl=True), tmp_path)
