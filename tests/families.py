@@ -798,6 +798,10 @@ FAMILY_CASES["glm4_moe_lite"] = {
     for name, case in _LATENT.items()
     for more in [dict(mlp_layer_types=MIXED[name]) if name in MIXED else {}]
 }
+FAMILY_CASES["axk1"] = {
+    name: {**case, **dict(q_lora_rank=case["q_lora_rank"] or 9)}
+    for name, case in FAMILY_CASES["glm4_moe_lite"].items()
+}
 # transformers rotates complex numbers there, which are views of an even stride only.
 V2 = dict(groups=dict(topk_method="group_limited_greedy"), odd=dict(kv_lora_rank=6))
 V2 |= dict(tied=dict(n_group=5, topk_group=1))  # which its method ignores

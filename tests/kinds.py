@@ -83,6 +83,12 @@ KINDS = {
     "shared expert": Kind(
         dict(attention_gate="none", moe=EXPERTS | SHARED, mlp_layer_types=("dense", "sparse", "sparse")), chooses=True
     ),
+    "experts with a norm after them": Kind(
+        dict(**LATENT, latent_attention=ALIKE, mlp_layer_types=("dense", "sparse", "sparse"), rope_interleaved=True,
+             moe=EXPERTS | dict(output_norm=True, shared_expert_intermediate_size=64, router_scores="sigmoid",
+                                expert_bias=True, router_fp32=True)),
+        chooses=True,
+    ),
     "sinks, biased experts": Kind(
         dict(
             attention_gate="none", attention_sinks=True, **BIASED, sliding_window=4, layer_types=BY_TURNS,

@@ -80,6 +80,7 @@ class MoEConfig(Settings):
         False,
         "Experts and the shared one have norms of their own, and a normed router a scale per expert (Gemma 4).",
     )
+    output_norm: bool = setting(False, "RMSNorm on the sum of all experts (A.X K1).")
     expert_bias: bool = setting(
         False, "A number per expert, added to its score for the choice (DeepSeek-V3)."
     )
@@ -153,6 +154,8 @@ class MoESpec(FeedforwardSpec):
         if e.separate_norms:
             found |= {"router_scale": width, "expert_scale": e.num_experts}
             found |= dict.fromkeys(SEPARATE_NORMS, width)
+        if e.output_norm:
+            found["output_norm"] = width
         return found
 
     @property

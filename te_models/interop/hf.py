@@ -173,6 +173,7 @@ class HuggingFaceFolder(Opened):
         stored: the tensors in them.
         places: name of each of their tensors -> its rows in ours, once `fit` was told the shapes of ours.
         shapes: those shapes.
+        absent: our parameters that its release lacks, which are zeros.
         untied: whether it has a head of its own, although config.json ties it to the embedding.
         mxfp4: whether its stacks of experts are MXFP4.
     """
@@ -183,6 +184,7 @@ class HuggingFaceFolder(Opened):
     stored: StoredWeights
     places: dict[str, Place] = field(default_factory=dict)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
     untied: bool = False
     mxfp4: bool = False
 
@@ -198,6 +200,9 @@ class HuggingFaceFolder(Opened):
         for name, tensor in self.stored.tensors.items():
             if not name.startswith(self.aside):
                 text[name] = tensor
+        for name in sorted(self.places.keys() - text.keys()):
+            if self.family.absent and name.endswith(self.family.absent):
+                self.absent.append(self.places.pop(name).name)
         unexpected = []
         different = []
         for name, tensor in sorted(text.items()):
@@ -359,6 +364,8 @@ class HuggingFaceFolder(Opened):
             if not left[place.name]:
                 begun.pop(place.name, None)
                 yield place.name, whole
+        for name in self.absent:
+            yield name, torch.zeros(self.shapes[name], dtype=torch.float32, device=like.device)
 
     def tensors_aside(self) -> dict[str, Tensor]:
         """Return the tensors that are not of the text model as they are, dequantized to BF16 where they are FP8."""

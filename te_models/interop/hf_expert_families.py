@@ -59,6 +59,12 @@ def _without_rope_or_windowed(config: ModelConfig) -> bool:
     return config.sliding_window is not None or config.no_rope_layers is not None
 
 
+def _axk1(config: ModelConfig) -> bool:
+    """Return whether queries have a latent, and some layer has experts."""
+    latent = config.latent_attention
+    return latent is not None and latent.q_lora_rank is not None and config.moe is not None
+
+
 def _served_by_bias(config: ModelConfig) -> Fields:
     """Return the keys without which vLLM takes softmax scores, and has no place for the bias of the choice."""
     dense = (config.mlp_layer_types or ()).count("dense")
@@ -320,6 +326,19 @@ EXPERT_FAMILIES = (
     ),
     Family(
         model_type="sarvam_mla", models="Sarvam 105B", **_SARVAM_MLA, served=_served_by_bias, note="as DeepSeek-V3",
+    ),
+    Family(
+        model_type="axk1", architecture="AXK1ForCausalLM", models="A.X K1",
+        layer={**places.LATENT_LAYER, **places.AXK1_EXPERTS}, constants=UNGATED,
+        parts=(ropes.ROPE, LATENT, ROTATED_HEAD_DIM, ACT, parts.biases(), experts.AXK1_EXPERTS),
+        renamed={".post_mlp_layernorm.": ".mlp.post_mlp_layernorm."}, unused=experts.axk1_unused,
+        absent=(".mlp.gate.e_score_correction_bias",),
+        defaults={**_SIZES, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "n_routed_experts": 192,
+                  "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "q_lora_rank": 1536,
+                  "qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 8, "topk_group": 4,
+                  "routed_scaling_factor": 2.5, "bos_token_id": 163691, "eos_token_id": 163691},
+        accepts=_axk1, only=NO_DROPOUT, ignored=_DEEPSEEK_KEYS | {"scoring_func", "topk_method"},
+        note="as DeepSeek-V3, with a norm on the sum of the experts",
     ),
     Family(
         model_type="mistral4", architecture="Mistral4ForCausalLM", models="Mistral Small 4 (text)",

@@ -59,6 +59,20 @@ def _types_or_first_dense(theirs: Values) -> list[bool]:
     return FIRST_DENSE.read(theirs)
 
 
+def _axk1_layout(theirs: Values) -> list[bool]:
+    if given := theirs.get("mlp_layer_types"):
+        return [kind == "dense" for kind in given]
+    first = theirs.get("first_k_dense_replace", 1)
+    step = theirs.get("moe_layer_freq", 1)
+    return [layer < first or layer % step != 0 for layer in range(theirs["num_hidden_layers"])]
+
+
+def axk1_unused(theirs: Values) -> tuple[str, ...]:
+    """Return the prefixes of norms that A.X K1's release has in dense layers, which have none."""
+    dense = enumerate(_axk1_layout(theirs))
+    return tuple(f"layers.{layer}.post_mlp_layernorm." for layer, one in dense if one)
+
+
 def _ernie_layout(theirs: Values) -> list[bool]:
     """Read the first and the last layer that may have experts, and at which distance they have."""
     count = theirs["num_hidden_layers"]
@@ -248,6 +262,10 @@ TYPES_OR_FIRST = Layout(
 SOLAR_EXPERTS = experts(ALL_SPARSE, _GROUPED, **_DEEPSEEK)
 _EXAONE: Fields = {**_DEEPSEEK, "number": "num_experts", "shared": "num_shared_experts"}
 EXAONE_EXPERTS = experts(TYPES_OR_FIRST, _GROUPED, without={}, **_EXAONE)
+AXK1_LAYOUT = Layout(
+    ("mlp_layer_types", "first_k_dense_replace", "moe_layer_freq"), _axk1_layout, TYPES.write
+)
+AXK1_EXPERTS = experts(AXK1_LAYOUT, _GROUPED, without={}, output_norm=True, **_DEEPSEEK)
 HY3_EXPERTS = experts(
     TYPES,
     {**_CHOSEN, **_SIZE, "routed_scaling_factor": "router_scaling_factor"},

@@ -42,6 +42,7 @@ class Family:
         root: the prefix of their names of embedding, layers and last norm.
         head: their name of the head.
         aside: prefixes of tensors of other models in the folder, which are written back.
+        absent: ends of names of tensors that a release may lack; they are zeros then.
         unused: returns the prefixes, below `root`, of tensors that transformers does not load.
         later: prefixes of tensors that predict later tokens, which are written back where a folder has them.
         stacked: where its experts are one tensor per projection, the order of their dimensions, INPUTS_FIRST or
@@ -84,6 +85,7 @@ class Family:
     root: str = "model."
     head: str = "lm_head"
     aside: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
     unused: Callable[[Values], tuple[str, ...]] = lambda text: ()
     later: tuple[str, ...] = ()
     stacked: str = ""

@@ -182,6 +182,7 @@ GLM_EXPERTS = {
     **DEEPSEEK_V2_EXPERTS,
     "mlp.gate.e_score_correction_bias": Rows("mlp.expert_bias"),
 }
+AXK1_EXPERTS = {**GLM_EXPERTS, "post_mlp_layernorm": Rows("mlp.output_norm")}
 _FUSED_EXPERTS = {  # in one tensor per projection for all experts
     "mlp.experts.{}.gate_up_proj": Rows("mlp.gate_up_proj", ("gate", "up"), experts=True),
     "mlp.experts.{}.down_proj": Rows("mlp.down_proj", experts=True),

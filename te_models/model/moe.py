@@ -61,6 +61,7 @@ class Experts(Feedforward[MoESpec]):
                 self.add_module(name, factory.norm(spec.hidden_size))
             self.router_scale = factory.vector(spec.hidden_size)
             self.expert_scale = factory.vector(spec.experts.num_experts)
+        self.output_norm = factory.norm(spec.hidden_size) if spec.experts.output_norm else None
         self.router_logits = nn.Identity()  # where hooks see them
         self.ep = factory.ep
         self.jitters = spec.experts.router_jitter_noise > 0
@@ -224,7 +225,7 @@ class Experts(Feedforward[MoESpec]):
                 own = self.get_submodule("shared_output_norm")(own)
             # The shared expert sees every token; its gate [N, 1] is a sigmoid.
             out = out + (own if gate is None else own * gate)
-        return out
+        return out if self.output_norm is None else self.output_norm(out)
 
     def _projected(self, hidden: Tensor, own: Places, context: ForwardContext) -> Tensor:
         """Return the rows of the experts [R, D], where down_proj is an operation of its own."""

@@ -61,6 +61,8 @@ OTHERS = [
     "mistral4-mscale",
     "youtu-biases",
     "minicpm3-scales",
+    "axk1-plain",
+    "axk1-groups",
     "minicpm3-filled",
     "sarvam_moe-groups",
     "sarvam_moe-biases",

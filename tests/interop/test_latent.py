@@ -10,7 +10,7 @@ import pytest
 import torch
 from bits import assert_same_tensors
 from families import LATENT_SIZES
-from hf_models import close, document_of, load, make_theirs, tensors_of
+from hf_models import close, document_of, load, make_theirs, save_hf, tensors_of
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -185,3 +185,41 @@ def test_the_cache_keeps_the_latent() -> None:
     # A product of a query and a key, and of a weight and a value, for each of the keys of which it sees half.
     linears = sum(part.linear_flops(10) for part in config.layers[0].parts)
     assert forward_flops(config, 10).layers[0] - linears == 2 * 10 * 10 / 2 * 6 * (136 + 128)
+
+
+@torch.no_grad()
+def test_a_release_without_biases_of_the_choice_is_read(tmp_path: Path) -> None:
+    """As A.X K1's, which has the norm after experts in dense layers too, where transformers does not read it."""
+    judge = make_theirs("axk1-plain", tmp_path / "base")
+    tensors = tensors_of(tmp_path / "base")
+    kept = {name: t for name, t in tensors.items() if not name.endswith("correction_bias")}
+    assert len(kept) < len(tensors)
+    sparse = next(name for name in kept if name.endswith(".0.post_mlp_layernorm.weight"))
+    unread = sparse.replace(".0.", ".1.")
+    kept[unread] = torch.full_like(kept[sparse], 3.0)
+    save_file(kept, tmp_path / "base/model.safetensors", {"format": "pt"})
+    for name, buffer in judge.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.zero_()
+    model = load(tmp_path / "base")
+    ids = torch.randint(1, 131, (2, 17))
+    close(model(ids).logits, judge(ids).logits)
+    save_hf(model, tmp_path / "back")
+    assert torch.equal(tensors_of(tmp_path / "back")[unread], kept[unread])
+
+
+@torch.no_grad()
+def test_keys_that_no_layer_reads_are_written_back(tmp_path: Path) -> None:
+    """As Gemma 4 E2B's release has them, in layers with the keys of others."""
+    judge = make_theirs("gemma4_text-small-wide", tmp_path / "base")
+    tensors = tensors_of(tmp_path / "base")
+    own = next(name for name in tensors if name.endswith(".0.self_attn.k_proj.weight"))
+    unread = own.replace(".0.", ".3.")
+    assert unread not in tensors
+    tensors[unread] = torch.full_like(tensors[own], 2.0)
+    save_file(tensors, tmp_path / "base/model.safetensors", {"format": "pt"})
+    model = load(tmp_path / "base")
+    ids = torch.randint(1, 131, (2, 17))
+    close(model(ids).logits, judge(ids).logits)
+    save_hf(model, tmp_path / "back")
+    assert torch.equal(tensors_of(tmp_path / "back")[unread], tensors[unread])
