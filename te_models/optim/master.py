@@ -122,6 +122,12 @@ class MasterWeights:
         """The groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
+    @property
+    def saved_masters(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The masters of `state_dict`, with their parameters: an FP32 parameter is its own and not among them."""
+        pairs = zip(self.parameters, self.masters, strict=True)
+        return list(compress(pairs, self._copied))
+
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate of the next steps; a group with "lr_scale" gets that multiple of it."""
         for group in self.param_groups:

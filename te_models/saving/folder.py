@@ -51,6 +51,8 @@ FORMAT_VERSION = 1
 # File name without its suffix -> tensor name -> tensor.
 TensorGroups = Mapping[str, Mapping[str, Tensor]]
 MAX_SHARD_BYTES = 5 * 2**30
+# Groups that are never split: peft reads adapters from one file.
+UNDIVIDED = ("adapter_model",)
 MANIFEST = "manifest.json"
 INDEX = ".safetensors.index.json"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,63}")
@@ -291,6 +293,8 @@ def write_content(path: Path, content: Content, max_shard_bytes: int = MAX_SHARD
         files: dict[str, Fields] = {}
         for group, tensors in content.tensors.items():
             limit = max_shard_bytes if group == "model" else max(max_shard_bytes, MAX_SHARD_BYTES)
+            if group in UNDIVIDED:
+                limit = max(limit, sum(tensor.nbytes for tensor in tensors.values()))
             shards = split_by_size(group, tensors, limit)
             for file, members in shards.items():
                 files[file] = entry(*write_safetensors(folder / file, members))

@@ -11,7 +11,7 @@ leaves slices by rank that have to be consolidated before anything else can read
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from te_models.model.decoder import Decoder
 from te_models.model.expert_parallel import stand_in
 from te_models.model.tensor_parallel import gather_state, shard
 from te_models.saving.folder import (
+    UNDIVIDED,
     Content,
     TensorGroups,
     entry,
@@ -61,11 +62,11 @@ class ShardedCheckpoints(Checkpoints):
         *,
         ranks: Ranks,
         model: Decoder,
-        names: Sequence[str],
+        names: Mapping[str, Sequence[str]],
         fetch: Callable[[str, int, Tensor], Tensor],
         **options: Any,
     ) -> None:
-        """Accept the options of Checkpoints, the names of the optimizer's parameters in its order, and its `fetch`."""
+        """Accept the options of Checkpoints, the names of the optimizer's entries by their kind, and its `fetch`."""
         super().__init__(root, **options)
         self.ranks = ranks
         self.model = model
@@ -150,6 +151,8 @@ class ShardedCheckpoints(Checkpoints):
             # One file per process, or as many as their largest size asks for.
             needed = -(-sum(sizes.values()) // self.max_shard_bytes)
             count = max(min(self.ranks.world, len(sizes)), needed, 1)
+            if group in UNDIVIDED:
+                count = 1
             plan[group] = dict(zip(sizes, share_out(list(sizes.values()), count), strict=True))
         return plan
 
@@ -163,7 +166,7 @@ class ShardedCheckpoints(Checkpoints):
             tensor = self.fetch(entry_of[1], number, tensor)
             # A tensor of the optimizer is divided like its parameter.
             if tensor.dim() and (model.tp.size > 1 or model.ep.size > 1):
-                name = self.names[number]
+                name = self.names[entry_of[1]][number]
         tensor = gather_state({name: tensor}, model.config, model.tp)[name]
         return model.ep.fetch(name, tensor, model.device)
 
@@ -217,29 +220,34 @@ def _file(group: str, number: int, files: Mapping[str, int]) -> str:
 
 
 def cut_optimizer_state(
-    state: Fields, masters: Sequence[Tensor], model: Decoder, names: Sequence[str]
+    state: Fields,
+    masters: Mapping[str, Sequence[Tensor]],
+    model: Decoder,
+    names: Mapping[str, Sequence[str]],
 ) -> Fields:
     """Return a saved optimizer state with this rank's shard of every tensor that belongs to a sharded master.
 
-    `names` are all parameters of the whole model, of which this rank may have only some.
+    `names` are the parameters of the whole model with an entry in "state" and in "masters", of which this rank may have
+    only some; `masters` are those of this rank's.
 
     Raises:
         CheckpointError: it is of other parameters.
     """
 
-    def on_this_rank(values: Sequence[T]) -> list[T]:
-        """Return the values, of which there is one per parameter of the whole model, of this rank's parameters."""
-        if not values:
-            return []
-        return [value for _, value in model.ep.own(zip(names, values, strict=True))]
+    def on_this_rank(kind: str) -> Iterator[tuple[str, Tensor, Any]]:
+        """Yield name, master and saved value of this rank's entries."""
+        if not state[kind]:
+            return
+        own = list(model.ep.own(zip(names[kind], state[kind], strict=True)))
+        for (name, value), master in zip(own, masters[kind], strict=True):
+            yield name, master, value
 
-    def cut(index: int, value: Value) -> Value:
-        """Return this rank's shard of a value of its parameter number `index`."""
+    def cut(name: str, master: Tensor, value: Value) -> Value:
+        """Return this rank's shard of a value of the parameter `name`."""
         if not isinstance(value, Tensor) or not value.dim():
             return value
-        return shard_like(shard(own_names[index], value, model.config, model.tp), masters[index])
+        return shard_like(shard(name, value, model.config, model.tp), master)
 
-    own_names = on_this_rank(names)
     with reraising(
         "the optimizer's state is of other parameters",
         AttributeError,
@@ -249,33 +257,37 @@ def cut_optimizer_state(
         ValueError,
     ):
         entries = []
-        for index, values in enumerate(on_this_rank(state["state"])):
-            entries.append({key: cut(index, value) for key, value in values.items()})
+        for name, master, values in on_this_rank("state"):
+            entries.append({key: cut(name, master, value) for key, value in values.items()})
         own_masters = []
-        for index, master in enumerate(on_this_rank(state["masters"])):
-            own_masters.append(cut(index, master))
+        for name, master, value in on_this_rank("masters"):
+            own_masters.append(cut(name, master, value))
         return {**state, "state": entries, "masters": own_masters}
 
 
-def whole_optimizer_state(state: Fields, model: Decoder, names: Sequence[str]) -> Fields:
+def whole_optimizer_state(
+    state: Fields, model: Decoder, names: Mapping[str, Sequence[str]]
+) -> Fields:
     """Return an optimizer's state with an entry per parameter of the whole model: the inverse of `cut_optimizer_state`.
 
-    `names` are this rank's parameters; the entries of other ranks' are stand-ins, for `ShardedCheckpoints`.
+    `names` are this rank's parameters with an entry in "state" and in "masters"; the entries of other ranks' are
+    stand-ins, for `ShardedCheckpoints`.
     """
 
-    def of_all_ranks(values: Sequence[T], other: Callable[[T], T]) -> list[T]:
+    def of_all_ranks(kind: str, other: Callable[[T], T]) -> list[T]:
         """Return a value per parameter of the whole model; `other` makes a stand-in of a value of this rank's."""
-        if not values:
+        if not state[kind]:
             return []
-        return [value for _, value in model.ep.every(zip(names, values, strict=True), other)]
+        pairs = zip(names[kind], state[kind], strict=True)
+        return [value for _, value in model.ep.every(pairs, other)]
 
     def stand_in_entry(entry: dict[str, Any]) -> dict[str, Any]:
         return {key: stand_in(value) for key, value in entry.items()}
 
     return {
         **state,
-        "state": of_all_ranks(state["state"], stand_in_entry),
-        "masters": of_all_ranks(state["masters"], stand_in),
+        "state": of_all_ranks("state", stand_in_entry),
+        "masters": of_all_ranks("masters", stand_in),
     }
 
 

@@ -6,15 +6,20 @@ from te_models.optim.master import MasterWeights
 from te_models.saving.sharded import whole_optimizer_state
 
 
-def optimizer_names(optimizer: MasterWeights, model: Decoder) -> list[str]:
-    """Return the names of the whole model's parameters, in the order of the optimizer."""
-    names = _own_names(optimizer, model)
-    return [name for name, _ in model.ep.every(zip(names, names, strict=True), str)]
+def optimizer_names(optimizer: MasterWeights, model: Decoder) -> dict[str, list[str]]:
+    """Return the names of the whole model's parameters that have an entry in "state" and in "masters", in their order.
+
+    Some may be their own masters, such as the FP32 ones of a model in BF16.
+    """
+    found = {}
+    for kind, names in _own_names(optimizer, model).items():
+        found[kind] = [name for name, _ in model.ep.every(zip(names, names, strict=True), str)]
+    return found
 
 
 def trained_names(optimizer: MasterWeights, model: Decoder) -> list[str]:
     """Return the names of the whole model's parameters that a run trains, each once."""
-    return list(dict.fromkeys(optimizer_names(optimizer, model)))
+    return list(dict.fromkeys(optimizer_names(optimizer, model)["state"]))
 
 
 def optimizer_state(optimizer: MasterWeights, model: Decoder) -> Fields:
@@ -25,7 +30,10 @@ def optimizer_state(optimizer: MasterWeights, model: Decoder) -> Fields:
     return whole_optimizer_state(state, model, _own_names(optimizer, model))
 
 
-def _own_names(optimizer: MasterWeights, model: Decoder) -> list[str]:
-    """Return the names of the optimizer's parameters, in its order."""
+def _own_names(optimizer: MasterWeights, model: Decoder) -> dict[str, list[str]]:
+    """Return the names of this process's parameters that have an entry in "state" and in "masters", in their order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names[id(parameter)] for parameter in optimizer.parameters]
+    return {
+        "state": [names[id(parameter)] for parameter in optimizer.parameters],
+        "masters": [names[id(parameter)] for parameter, _ in optimizer.saved_masters],
+    }

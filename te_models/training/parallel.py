@@ -203,8 +203,12 @@ class Parallel:
         self.sum_gradients(model)
 
     def start_alike(self, model: CausalLM) -> None:
-        """Give whole copies of a model the trained weights of the first process, as DistributedDataParallel does."""
-        if self.kind != "ddp":
+        """Give what every process has a copy of, and trains, the values of the first process, as DDP does.
+
+        Under FSDP2 those are adapters. Where experts are divided, each process has adapters of its own, and the random
+        states with which they are made have to agree.
+        """
+        if self.kind != "ddp" and not (self.kind == "fsdp" and self.frozen):
             return
         first = dist.get_global_rank(self.data_group, 0)
         for parameter in model.parameters():

@@ -239,8 +239,8 @@ class _Refusal:
             fixed.add("fp8_params")
         if fsdp:
             fixed.add("optimizer_offload")
-        if fsdp or self.settings.command != "finetune":
-            fixed.add("lora_rank")  # adapters need the whole model on each process
+        if self.settings.command != "finetune":
+            fixed.add("lora_rank")
         replicated = not fsdp and self.processes.ranks.world > 1 and not lora
         if scheme not in (SHARDED_SCHEMES if fsdp else FP8_WEIGHTS) or replicated:
             fixed.add("fp8_params")
@@ -248,7 +248,8 @@ class _Refusal:
 
     def _more_gpus(self) -> str | None:
         """Return how to start the run on several GPUs; None if it cannot be, or that does not help."""
-        single = self.config.optimizer_offload or self.settings.lora is not None
+        merges = self.settings.lora is not None and self.settings.lora.merge  # the whole model
+        single = self.config.optimizer_offload or merges
         if single or self.processes.ranks.world > 1 or self.check.device.type != "cuda":
             return None
         for gpus in GPUS:

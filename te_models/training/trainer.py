@@ -710,7 +710,11 @@ class Trainer(NamedFields):
         if not self.parallel.sharded or self.parallel.owners() is not None:
             return saved
         names = optimizer_names(self.optimizer, self.model)
-        return cut_optimizer_state(saved, self.optimizer.masters, self.model, names)
+        masters = {
+            "state": self.optimizer.masters,
+            "masters": [master for _, master in self.optimizer.saved_masters],
+        }
+        return cut_optimizer_state(saved, masters, self.model, names)
 
     def _refuse_to_replace(self) -> None:
         """Raise UsageError if `out` has a run that a new one would replace."""

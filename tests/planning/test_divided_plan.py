@@ -132,6 +132,31 @@ def test_layers_on_more_gpus_take_less_of_each() -> None:
     assert "4 GPUs (layers and tokens in 4)" in str(tokens)
 
 
+def test_adapters_of_a_70b_shape_on_several_gpus() -> None:
+    """By hand: FP8 weights, half of them or a quarter on each, and whole adapters with FP32 masters and moments."""
+    config = get_preset(
+        "llama-3.1-8b", hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        head_dim=128,
+    )  # fmt: skip
+    assert config.num_parameters == pytest.approx(70.55e9, rel=1e-3)
+    tables = 2 * 2 * 128256 * 8192  # bytes of embedding and head
+    for gpus, size in ((2, 141), (4, 80)):
+        plan = plan_memory(
+            config, get_recipe("current"), batch_size=gpus, seq_len=4096, gpus=gpus, lora_rank=16,
+            fp8_params=True, activation_checkpointing="full",
+        )  # fmt: skip
+        peak = plan.peak
+        assert plan.fits(size)
+        shard = (config.num_parameters - tables // 2 + tables) / gpus
+        edges = 2 * (config.num_parameters - tables // 2) / 80  # first and last layer in BF16
+        blocks = 2 * (config.num_parameters - tables // 2) / 80  # gathered
+        adapters = plan.num_trained
+        assert peak.weights == pytest.approx(
+            shard + edges / gpus + tables + blocks + 2 * adapters, rel=0.01
+        )
+        assert peak.optimizer == pytest.approx(12 * adapters, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -449,7 +449,7 @@ def of_several(root: Path) -> ShardedCheckpoints:
         "gated-nano", device="cpu", hidden_size=96, intermediate_size=96, num_hidden_layers=3
     )
     return ShardedCheckpoints(
-        root, ranks=Ranks(), model=model, names=[], fetch=lambda *arguments: arguments[-1]
+        root, ranks=Ranks(), model=model, names={}, fetch=lambda *arguments: arguments[-1]
     )
 
 
