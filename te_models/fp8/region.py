@@ -94,7 +94,7 @@ def evaluating(model: nn.Module, te: ModuleType, recipe: Recipe) -> Iterator[Non
     with te.region_lock(model, recipe.quantized), _LOCK:
         users, was_training = _EVALUATING.get(model, (0, model.training))
         # The first user notes the mode, the last one restores it.
-        _EVALUATING[model] = users + 1, was_training
+        _EVALUATING[model] = (users + 1, was_training)
         model.eval()
     try:
         yield
@@ -102,7 +102,7 @@ def evaluating(model: nn.Module, te: ModuleType, recipe: Recipe) -> Iterator[Non
         with te.region_lock(model, recipe.quantized), _LOCK:
             users, was_training = _EVALUATING[model]
             if users > 1:
-                _EVALUATING[model] = users - 1, was_training
+                _EVALUATING[model] = (users - 1, was_training)
             else:
                 del _EVALUATING[model]
                 model.train(was_training)
@@ -208,7 +208,8 @@ class Autocasts:
         if module not in self.others:
             yield
             return
-        with self._autocast(*self.others[module]):
+        te_recipe, group = self.others[module]
+        with self._autocast(te_recipe, group):
             yield
 
     def in_fp8(self, module: nn.Module) -> bool:
@@ -225,6 +226,7 @@ class Autocasts:
     def _autocast(
         self, te_recipe: EngineRecipe | None, group: ProcessGroup | None
     ) -> Iterator[None]:
+        """Open an autocast, disabled where `te_recipe` is None, and hand the flag of the pass through it."""
         state = self.te.FP8GlobalStateManager.quantization_state
         if state.fp8_enabled:
             self.first = state.is_first_fp8_module
@@ -253,20 +255,22 @@ def _discarding_amaxes_of_a_failure(model: nn.Module) -> Iterator[None]:
     except BaseException:
         with torch.no_grad():
             for name, state in delayed_states(model, ("scaling_fwd",)).items():
+                module = model.get_submodule(name.rpartition(".")[0])  # <module>.scaling_fwd
                 step = state.amax_history[0]
                 weights = slice(1, None, WIDTHS["scaling_fwd"])
                 before = step[weights].clone()
                 step.zero_()
-                own = dict(
-                    model.get_submodule(name.rpartition(".")[0]).named_parameters(recurse=False)
-                )
-                if any(
-                    is_quantized(parameter)
-                    for name, parameter in own.items()
-                    if name.startswith("weight")
-                ):
+                if _has_fp8_weight(module):
                     step[weights] = before
         raise
+
+
+def _has_fp8_weight(module: nn.Module) -> bool:
+    """Return whether a weight of a te module is an FP8 primary weight."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if name.startswith("weight") and is_quantized(parameter):
+            return True
+    return False
 
 
 def preserve_scales_in_backward(model: nn.Module, outputs: Iterable[Tensor]) -> None:

@@ -392,14 +392,14 @@ class _FP8Gradient:
         self.out = fp8.new(rows, columns, qkvg.device)
 
     def gate(self, dy: Tensor, mixed: Tensor, logits: Tensor) -> Tensor:
-        """Do the work of _PlainGradient.gate."""
+        """Write the gradient of the gate's logits in FP8; return the gradient of attention's output."""
         at = (self.out, self.target.cast_scale, self.starts[3])
         return self.ops.gate_backward(*at, dy, mixed, logits, self.softplus)
 
     def heads(
         self, section: int, slope: Tensor, x: Tensor, norm: Norm | None, rotation: Rotation | None
     ) -> Tensor | None:
-        """Do the work of _PlainGradient.heads."""
+        """Write the gradient of q, k or v in FP8, before norm and RoPE, given attention's; return the norm weight's."""
         at = (self.out, self.target.cast_scale, self.starts[section])
         if norm is not None:
             dweight = self.ops.norm_backward(*at, slope, x, norm, rotation)

@@ -167,7 +167,7 @@ class Weights(NamedTuple):
     def cast(
         self, delayed: Delayed | None = None, turn: bool = True, seen: Seen | None = None
     ) -> FP8Matrices:
-        """Return them in FP8, with `turn` transposed too; `seen` counts the cast."""
+        """Return the weights in FP8, with `turn` transposed too; `seen` counts the cast."""
         given = matrices_of(self.tensors, self.at.places)
         made = cast(given, E4M3, delayed, turn)
         count_if_seen(seen, given, given.groups, made, E4M3)
@@ -349,7 +349,7 @@ def in_fp8(
     bias: Tensor | None = None,
     route: Route | None = None,
 ) -> Tensor:
-    """Return the same with FP8 weights `own`, the casts of `weights`, which get gradients, or frozen ones.
+    """Return `in_bf16` with FP8 weights `own`: the casts of `weights`, which get gradients, or frozen ones.
 
     With `route`, x [T, I] are tokens, and their rows are never stored in x's dtype.
     """

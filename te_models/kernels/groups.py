@@ -49,7 +49,7 @@ class Groups:
 
     @cached_property
     def apart(self) -> Groups:
-        """The same rows, each expert's from a multiple of LINE on."""
+        """The groups with each expert's rows from a multiple of LINE on, as transposed copies have them."""
         most = self.most + self.experts * (LINE - 1)
         return Groups(_ends(-(-self.first.diff() // LINE) * LINE), -(-most // LINE) * LINE)
 

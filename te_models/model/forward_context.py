@@ -102,7 +102,7 @@ class ForwardContext(NamedTuple):
             return self.run_linear(module, x, shape)
 
     def run_linear(self, module: nn.Module, x: Tensor, shape: tuple[int, int] | None) -> Tensor:
-        """Return the same as `linear`, in the autocast that is open."""
+        """Return a te.Linear of x [N, I] in the autocast that is open; arguments as in `linear`."""
         first = self.recompute.first_microbatch
         batch, seq = (self.batch, self.seq) if shape is None else shape
         # A layer of peft in the linear's place may treat each sequence differently.

@@ -80,7 +80,7 @@ class Experts(Feedforward[MoESpec]):
         return self.hidden_with_residual(x, x, context)
 
     def hidden_with_residual(self, x: Tensor, residual: Tensor, context: ForwardContext) -> Routed:
-        """Return the same; with `separate_norms` x is the shared expert's, and the others read `residual` [N, D]."""
+        """Return the input of down_proj; with `separate_norms` x is for the shared expert, `residual` for others."""
         shared = x
         x, routed = self._inputs(x, residual)
         return self._hidden(x, routed, shared, context)

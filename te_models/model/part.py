@@ -103,7 +103,7 @@ class Feedforward(BlockPart[Spec]):
     """The part of a block that treats each token by itself; recompute may discard what is between its two halves."""
 
     def hidden_with_residual(self, x: Tensor, residual: Tensor, context: ForwardContext) -> Any:
-        """Return the same as `hidden`; `residual` [N, D] is x before the block's norm."""
+        """Return `hidden` of x; a part with norms of its own reads `residual` [N, D], x before the block's norm."""
         return self.hidden(x, context)
 
     @abstractmethod

@@ -31,7 +31,7 @@ from te_models.device.autograd import Context
 from te_models.distributed.collectives import all_gather, all_reduce
 from te_models.distributed.dtensor import filling, whole
 from te_models.distributed.mesh_ranks import MeshRanks
-from te_models.errors import UsageError, refuse
+from te_models.errors import UsageError
 from te_models.fp8.primary_weights import is_quantized, write_weight
 
 Map = Callable[[Tensor], Tensor]
@@ -91,22 +91,18 @@ class TensorParallel(MeshRanks):
         if self.size == 1:
             return config.layers
         counts: dict[str, int] = {}
-        mistakes = []
         for part in config.parts:
-            mistakes += filter(None, [part.parallel_obstacle(self.sequence)])
+            obstacle = part.parallel_obstacle(self.sequence)
+            if obstacle:
+                raise UsageError(obstacle)
             counts |= part.divided
         common = math.gcd(*counts.values())
         fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-        uneven = (f"{name}={count}" for name, count in counts.items() if count % self.size)
-        refuse(
-            [
-                *mistakes,
-                *(
-                    f"{one} cannot be divided between {self.size} ranks: use {fits}"
-                    for one in uneven
-                ),
-            ]
-        )
+        for name, count in counts.items():
+            if count % self.size:
+                raise UsageError(
+                    f"{name}={count} cannot be divided between {self.size} ranks: use {fits}"
+                )
         return tuple(layer.local(self.size) for layer in config.layers)
 
     @property
@@ -130,7 +126,9 @@ class TensorParallel(MeshRanks):
 
     def scatter(self, x: Tensor) -> Tensor:
         """Return this rank's rows of x [N, D], which all ranks have; its gradient is again whole on all ranks."""
-        return Mapped.apply(x, lambda x: self._own(x).clone(), self._all) if self.scatters else x
+        if not self.scatters:
+            return x
+        return Mapped.apply(x, lambda x: self._own(x).clone(), self._all)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows of all ranks [N, D], which all of them use in the same way."""
@@ -203,7 +201,10 @@ class TensorParallel(MeshRanks):
 
 def whole_shape(linear: LinearSpec, local: torch.Size, size: int) -> tuple[int, ...]:
     """Return the shape of the whole parameter of a divided linear, given the shape of a rank's part."""
-    return (local[0], local[1] * size) if linear.split == "row" else (linear.outputs, *local[1:])
+    if linear.split == "row":
+        return (local[0], local[1] * size)
+    # Not local[0] * size: each rank pads its sections by itself.
+    return (linear.outputs, *local[1:])
 
 
 def shard(name: str, whole: Tensor, config: ModelConfig, tp: TensorParallel) -> Tensor:
@@ -247,7 +248,9 @@ def _own_sections(name: str, config: ModelConfig, tp: TensorParallel) -> tuple[S
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
-    return F.pad(rows, (*(0, 0) * (rows.ndim - 1), 0, count - len(rows)))
+    # F.pad counts from the last dimension: nothing there, and rows behind the last of the first dimension.
+    nothing = (0, 0) * (rows.ndim - 1)
+    return F.pad(rows, (*nothing, 0, count - len(rows)))
 
 
 def shard_state(

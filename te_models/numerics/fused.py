@@ -208,7 +208,7 @@ def cast_blocks(
 def cast_mx(
     x: Tensor, dtype: DType, two_d: bool, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, ...]:
-    """Return the same as `cast_blocks`, with padded scale bytes, one per 32 elements."""
+    """Return what `cast_blocks` returns, with an E8M0 scale byte per 32 elements, padded."""
     p, q = _tiles(x)
     groups = _TILE // 32
     row_scale = x.new_empty(p * _TILE if rowwise else 0, q * groups, dtype=torch.uint8)

@@ -287,7 +287,7 @@ class NVFP4Quantizer(Quantizer):
         return *row, *column
 
     def _fused(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
-        """Return the same from the kernels; a copy that was not asked for is empty."""
+        """Return what `_plain` returns, from the kernels; a copy that was not asked for is empty."""
         t = self._transformed(x) if columnwise else x
         both = rowwise and t is not x
         amax = fused.amax(x if rowwise else t, t if both else None, nan=True)

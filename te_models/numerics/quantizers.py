@@ -169,7 +169,7 @@ class Quantizer:
 
     @abstractmethod
     def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> StorageFields:
-        """Return the same for a contiguous tensor of a suitable shape, without its graph."""
+        """Return the attributes of the storage for a contiguous, detached tensor of a suitable shape."""
 
 
 def _bare(tensor: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ class _BlockQuantizer(Quantizer):
     def _both(
         self, x: Tensor, size: int, rowwise: bool, columnwise: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the same, of blocks of `size` elements along each copy's contraction, with unpadded scales."""
+        """Return `_copies` for blocks of `size` elements along each copy's contraction, with unpadded scales."""
         row = self._cast(x, (1, size)) if rowwise else (x, x[:0, :0])
         column = self._cast(x, (size, 1)) if columnwise else (x, x[:0, :0])
         return *row, *column

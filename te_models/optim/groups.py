@@ -31,7 +31,7 @@ class ParameterRows:
     stop: int | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the same rows of a tensor of the parameter's shape: a view, or the tensor itself for all rows."""
+        """Return these rows of a tensor of the parameter's shape: a view, or the tensor itself for all rows."""
         return tensor if self.stop is None else tensor.detach()[self.start : self.stop]
 
 

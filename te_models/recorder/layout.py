@@ -71,7 +71,7 @@ class RecordedTensor:
         return cls(str(entry["linear"]), str(entry["operand"]), expert)
 
     def to_dict(self) -> dict[str, object]:
-        """Return it as layout.json has it."""
+        """Return the entry of this tensor in layout.json."""
         return {
             "name": self.name,
             "linear": self.linear,

@@ -155,9 +155,9 @@ def bare_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     found = {name: tensor for name, tensor in tensors.items() if not name.endswith(f".{EXTRA}")}
     wrapped = all(name.startswith(WRAPPED) for name in found)
-    return (
-        {name.removeprefix(WRAPPED): tensor for name, tensor in found.items()} if wrapped else found
-    )
+    if not wrapped:
+        return found
+    return {name.removeprefix(WRAPPED): tensor for name, tensor in found.items()}
 
 
 def restore_model(model: Decoder, source: OwnFolder) -> None:
@@ -241,12 +241,15 @@ def load_te_checkpoint(
     Raises:
         CheckpointError: it cannot be read or is of another model; `model` is unchanged.
     """
-    found = source if isinstance(source, TECheckpoint) else read_te_checkpoint(source, rename)
+    if isinstance(source, TECheckpoint):
+        found = source
+        path = Path("the Transformer Engine checkpoint")  # its name in messages
+    else:
+        found = read_te_checkpoint(source, rename)
+        path = Path(source)
     weights = _with_tied_head(found.weights, model.config)
     checkpoint = OwnFolder(
-        path=Path(
-            "the Transformer Engine checkpoint" if isinstance(source, TECheckpoint) else source
-        ),
+        path=path,
         config=model.config,
         dtype=model.dtype,
         recipe=found.recipe(model.config.num_hidden_layers),

@@ -210,8 +210,9 @@ def _row(
 
 
 def _folder(name: str) -> Path:
-    # A model of the hub, or one on this machine.
-    folder = local_folder(name) if "/" in name and not Path(name).exists() else Path(name)
+    folder = Path(name)
+    if "/" in name and not folder.exists():
+        folder = local_folder(name)  # the name of a model on the hub
     if not folder.is_dir():
         raise UsageError(f"export {name} is neither a format ({', '.join(FORMATS)}) nor a folder")
     return folder
@@ -244,21 +245,29 @@ def compare(
             if not bool(counted.any()):
                 continue
             targets = batch["labels"][row, 1:][counted].to(trained.device)
-            p, q = (_log_probabilities(model, ids, counted) for model in (trained, served))
-            divergence = (p.exp() * (p - q)).sum(-1)
-            same = (p.argmax(-1) == q.argmax(-1)).float()
-            losses = [-values.gather(1, targets[:, None]).sum() for values in (p, q)]
-            sums += torch.stack([divergence.sum(), same.sum(), *losses]).double().cpu()
-            largest = torch.maximum(
-                largest, torch.stack([divergence.amax(), (p - q).abs().amax()]).double().cpu()
-            )
+            log_p = _log_probabilities(trained, ids, counted)  # [n, V]
+            log_q = _log_probabilities(served, ids, counted)
+            divergence = (log_p.exp() * (log_p - log_q)).sum(-1)  # [n]
+            same = (log_p.argmax(-1) == log_q.argmax(-1)).float()
+            trained_losses = -log_p.gather(1, targets[:, None])
+            served_losses = -log_q.gather(1, targets[:, None])
+            totals = [divergence.sum(), same.sum(), trained_losses.sum(), served_losses.sum()]
+            sums += torch.stack(totals).double().cpu()
+            peaks = [divergence.amax(), (log_p - log_q).abs().amax()]
+            largest = torch.maximum(largest, torch.stack(peaks).double().cpu())
             count += len(targets)
     trained.train(was_training)
     if not count:
         raise UsageError("the text has no token to predict: give more data")
     kl, agreement, trained_loss, served_loss = (sums / count).tolist()
     return Difference(
-        "", kl, largest[0].item(), largest[1].item(), agreement, trained_loss, served_loss
+        export="",
+        kl=kl,
+        largest_kl=largest[0].item(),
+        largest=largest[1].item(),
+        agreement=agreement,
+        trained_loss=trained_loss,
+        served_loss=served_loss,
     )
 
 

@@ -50,7 +50,7 @@ def over_micro_batches(routed: Sequence[Tensor], like: Tensor) -> tuple[Tensor, 
 
 
 def router_row(values: Sequence[float]) -> dict[str, object]:
-    """Return these metrics by name: losses, the share of the fullest expert of all layers, and the mean of each."""
+    """Return metrics of routers by name: two losses, the largest share of an expert, and the mean share of each."""
     if not values:
         return {}
     balance, z, fullest, *shares = values

@@ -224,7 +224,7 @@ def _product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def _narrow_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the same for BF16 numbers, of which the faster BF16 units give the same products."""
+    """Return the product of FP32 tensors that hold BF16 numbers, which the faster BF16 units multiply as exactly."""
     if a.is_cuda:  # rounding to BF16 within the product saves a launch; FP16 would round twice
         a = a.bfloat16()
         b = b.bfloat16()
@@ -233,7 +233,6 @@ def _narrow_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mm(a, b, out_dtype=torch.float32).to(dtype)
     # A CPU's BF16 units return BF16. With FP32 results they are reached only through a switch of the whole process,
     # under which the products of other threads would be rounded too.
-    narrow = dtype == torch.bfloat16
-    return (
-        multiply(a.bfloat16(), b.bfloat16()) if narrow else multiply(a.float(), b.float()).to(dtype)
-    )
+    if dtype == torch.bfloat16:
+        return multiply(a.bfloat16(), b.bfloat16())
+    return multiply(a.float(), b.float()).to(dtype)

@@ -128,7 +128,7 @@ class HostFactor(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, floor: int) -> HostFactor:
-        """Return the same factor as `Factor.of`."""
+        """Return the factor of x [R, K]; arguments as in `Factor.of`."""
         values, exponents = Factor.of(x, floor)
         return cls(values.numpy(), (exponents >> 23).clamp_(min=_NOTHING).to(torch.int8).numpy())
 
