@@ -161,16 +161,23 @@ def plan(
         else:
             show(memory_plan, as_json=False)
         return
+    _show_precision(built, division, as_json, told)
+
+
+def _show_precision(
+    model: CausalLM, division: TrainConfig, as_json: bool, advice: dict[str, Any] | None
+) -> None:
+    """Print the precision of each linear, and which kernels a step runs on this machine."""
     from te_models.training.report import speed_rows  # noqa: PLC0415  imports torch
 
-    precision = built.plan()
-    speed = speed_rows(built, division)
-    if built.recipe.quantized:
-        speed["FP8 speed"] = _fp8_speed(built)
+    precision = model.plan()
+    speed = speed_rows(model, division)
+    if model.recipe.quantized:
+        speed["FP8 speed"] = _fp8_speed(model)
     if as_json:
-        step = dict(layer="step", gemm=None, precision=None, engine=built.engine)
+        step = dict(layer="step", gemm=None, precision=None, engine=model.engine)
         rows = [{**step, "module": name, "reason": text} for name, text in speed.items()]
-        _echo_json([*precision.to_dict(), *rows], told)
+        _echo_json([*precision.to_dict(), *rows], advice)
         return
     show(precision, as_json=False)
     click.echo("\n" + "\n".join(f"{name}: {text}" for name, text in speed.items()))

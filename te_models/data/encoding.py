@@ -149,16 +149,7 @@ def encode_documents(
     begin = np.array([], dtype=np.int64)
     if begin_prompts and tokenizer.begins_with_bos():
         begin = np.array([tokenizer.bos_token_id])
-    chats = []
-    pairs = []
-    texts = []
-    for document in documents:
-        if document.conversation is not None:
-            chats.append(document)
-        elif document.prompt is not None:
-            pairs.append((document.prompt, document.text))
-        else:
-            texts.append(document.text)
+    chats, pairs, texts = _by_kind(documents)
     encoded_chats = _encode_conversations(chats, tokenizer, bad) if chats else iter(())
     encoded_pairs = iter(tokenizer.encode_pairs(pairs))
     encoded_texts = iter(tokenizer.encode_batch(texts))
@@ -200,6 +191,26 @@ def encode_documents(
         records,
         refused if refused.any() else None,
     )
+
+
+def _by_kind(
+    documents: Sequence[Document],
+) -> tuple[list[Document], list[tuple[str, str]], list[str]]:
+    """Return the conversations, the prompts with their completions, and the texts among documents.
+
+    Each kind is encoded as one batch, in a way of its own.
+    """
+    chats = []
+    pairs = []
+    texts = []
+    for document in documents:
+        if document.conversation is not None:
+            chats.append(document)
+        elif document.prompt is not None:
+            pairs.append((document.prompt, document.text))
+        else:
+            texts.append(document.text)
+    return chats, pairs, texts
 
 
 def fit_records(

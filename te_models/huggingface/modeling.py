@@ -238,7 +238,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             UsageError: arguments that the model does not support.
         """
-        if self.config.output_attentions if output_attentions is None else output_attentions:
+        if self._chosen("output_attentions", output_attentions):
             raise UsageError(
                 "attention weights are never computed as a whole: leave out output_attentions"
             )
@@ -253,19 +253,14 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         passed = self.attention(tokens, attention_mask, position_ids, cache)
         count = logits_to_keep if isinstance(logits_to_keep, int) else 0  # of positions, or all
         passed |= dict(is_first_microbatch=self._weights_pass, logits_to_keep=count or None)
-        if output_router_logits is None:
-            asked = self.config.output_router_logits
-        else:
-            asked = output_router_logits
-        if asked and cache is None:
+        if self._chosen("output_router_logits", output_router_logits) and cache is None:
             # With labels, even ignored ones, the model reports routing.
             passed["labels"] = tokens.new_full(tokens.shape[:2], IGNORED, dtype=torch.int64)
-        if output_hidden_states is None:
-            wanted = self.config.output_hidden_states
-        else:
-            wanted = output_hidden_states
-        before = [self.model.layers[0]] if wanted else []
-        after = [*self.model.layers[:-1], self.model.norm] if wanted else []
+        before: list[nn.Module] = []
+        after: list[nn.Module] = []
+        if self._chosen("output_hidden_states", output_hidden_states):
+            before = [self.model.layers[0]]
+            after = [*self.model.layers[:-1], self.model.norm]
         with hidden_states(before, after, tokens.shape) as hidden:
             _, logits, routing = self.model(input_ids, inputs_embeds=inputs_embeds, **passed)
         if self._weights_pass:
@@ -275,27 +270,27 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         elif count and logits.shape[1] > count:  # with routing there are logits of all positions
             logits = logits[:, -count:]
         if labels is not None and shift_labels is None:
-            mask = (
-                attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
-            )
-            shift_labels = shifted(
-                labels, None if mask is None else mask[:, -labels.shape[1] :].to(labels.device)
-            )
-        loss = (
-            None if shift_labels is None else self._loss(logits, shift_labels, num_items_in_batch)
-        )
-        rest = logits, cache, tuple(hidden) if hidden else None
+            shift_labels = _shifted_labels(labels, attention_mask)
+        loss = None
+        if shift_labels is not None:
+            loss = self._loss(logits, shift_labels, num_items_in_batch)
+        states = tuple(hidden) if hidden else None
         if routing is None or self.model.config.moe is None:
-            output = CausalLMOutputWithPast(loss, *rest)
+            output = CausalLMOutputWithPast(loss, logits, cache, states)
         else:
             moe = replace(
                 self.model.config.moe, router_aux_loss_coef=self.config.router_aux_loss_coef
             )
-            loss = None if loss is None else loss + routing.loss(moe)
-            output = MoeCausalLMOutputWithPast(loss, routing.balance_loss, *rest)
-        if self.config.return_dict if return_dict is None else return_dict:
+            if loss is not None:
+                loss = loss + routing.loss(moe)
+            output = MoeCausalLMOutputWithPast(loss, routing.balance_loss, logits, cache, states)
+        if self._chosen("return_dict", return_dict):
             return output
         return output.to_tuple()
+
+    def _chosen(self, name: str, given: bool | None) -> bool:
+        """Return the value of an option of `forward`, which the config has where it is None."""
+        return getattr(self.config, name) if given is None else given
 
     def calibrate(
         self, *batches: Mapping[str, Tensor], weights: Sequence[Tensor | float] | None = None
@@ -631,6 +626,15 @@ def _stated_outputs(model: CausalLM) -> Fields:
     if "router_aux_loss_coef" not in family.known():  # its class in transformers has no such loss
         found.pop("output_router_logits", None)
     return found
+
+
+def _shifted_labels(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return the target of each position, int64 [B, S], of labels that are not shifted."""
+    mask = None
+    # A mask of four dimensions says who sees whom, and not which tokens are padding.
+    if attention_mask is not None and attention_mask.dim() == 2:
+        mask = attention_mask[:, -labels.shape[1] :].to(labels.device)
+    return shifted(labels, mask)
 
 
 def _changed(config: TEModelsConfig, folder: Path) -> Fields:

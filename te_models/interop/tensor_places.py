@@ -90,11 +90,7 @@ def tensor_places(
                 form=bool(form),
             )
 
-    modules: dict[str, set[str]] = defaultdict(set)  # of each layer, those that have parameters
-    for name in shapes:
-        if name.startswith("layers."):
-            _, depth, *path = name.split(".")
-            modules[f"layers.{depth}"].add(".".join(path[:-1]))
+    modules = _modules_of_layers(shapes)
     for theirs, module in TOP.items():
         if theirs.startswith("model.") and module not in ("embed_tokens", "norm"):
             note(family.root + theirs.removeprefix("model."), module)
@@ -116,11 +112,10 @@ def tensor_places(
             blocks = [ranges.get(block, (0, 0)) for block in rows.blocks]
             if rows.blocks and not any(used for _, used in blocks):
                 continue  # a model without a gate, or a layer of another kind
-            if rows.per is None:
-                groups = 1
-            elif rows.per == "row":
+            groups = 1
+            if rows.per == "row":
                 groups = blocks[0][1]
-            else:
+            elif rows.per is not None:
                 groups = counts[rows.per]
             experts = range(linear.experts) if linear and linear.experts else ("",)
             for expert in experts:
@@ -133,6 +128,16 @@ def tensor_places(
                     form=rows.form,
                 )
     return found
+
+
+def _modules_of_layers(shapes: Mapping[str, torch.Size]) -> dict[str, set[str]]:
+    """Return "layers.<number>" -> the modules in it, such as "mlp.down_proj", that have parameters."""
+    modules: dict[str, set[str]] = defaultdict(set)
+    for name in shapes:
+        if name.startswith("layers."):
+            _, depth, *path = name.split(".")
+            modules[f"layers.{depth}"].add(".".join(path[:-1]))
+    return modules
 
 
 def module_places(

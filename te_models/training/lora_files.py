@@ -58,25 +58,9 @@ class SavedAdapter(NamedTuple):
 
 def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter:
     """Read and check an adapter for `model`, which does not change."""
-    if folder.is_dir() and not (folder / WEIGHTS).exists() and list(folder.glob("*.bin")):
-        raise CheckpointError(
-            f"{folder} holds its adapters as a pickle, which can run code: save them as safetensors"
-        )
-    modules, path = adaptable_modules(model), folder / "adapter_config.json"
-    if folder.is_dir() and not path.exists() and (folder / "config.json").exists():
-        raise CheckpointError(
-            f"{folder} holds a whole model and no adapters: load it with CausalLM.from_pretrained"
-        )
-    if (folder / MANIFEST).exists():
-        saved = load_folder(
-            folder, ["adapter_config", "adapter_model"], optional=["fp8_state", "recipe"]
-        )
-    else:  # of peft itself
-        saved = Folder(
-            folder,
-            {"adapter_model": read_safetensors(folder / WEIGHTS)},
-            {"adapter_config": read_json(path)},
-        )
+    path = folder / "adapter_config.json"
+    modules = adaptable_modules(model)
+    saved = _open_adapter(folder, path)
     tensors = {
         modules.in_transformers(name): tensor
         for name, tensor in saved.tensors["adapter_model"].items()
@@ -111,14 +95,16 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
     values = {f"{ours}.weight": tensors[f"{PREFIX}{name}.weight"] for name, ours in whole.items()}
     layers = share_a(layers, modules, pairs)
     for name, one in layers.items():
+        # A layer of a whole te.Linear has the adapters of all of its parts.
         module = module_of(one.place)
         whole_module = one.place == modules.ours[module]
-        own = {
-            place: pair
-            for place, pair in pairs.items()
-            if place == one.place or (whole_module and module_of(place) == module)
-        }
-        values[f"{name}.lora_A"], values[f"{name}.lora_B"] = join(one.place, own)
+        own = {}
+        for place, pair in pairs.items():
+            if place == one.place or (whole_module and module_of(place) == module):
+                own[place] = pair
+        a, b = join(one.place, own)
+        values[f"{name}.lora_A"] = a
+        values[f"{name}.lora_B"] = b
         if config.use_dora:
             lengths = torch.zeros(one.place.shape[0])
             for place in own:
@@ -129,6 +115,28 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
                     place.load(lengths, of_rows)
             values[f"{name}.lora_magnitude"] = lengths
     return SavedAdapter(saved, config, layers, values)
+
+
+def _open_adapter(folder: Path, config_file: Path) -> Folder:
+    """Return the content of a folder of adapters, ours or peft's; refuse pickles and whole models."""
+    if folder.is_dir() and not (folder / WEIGHTS).exists() and list(folder.glob("*.bin")):
+        raise CheckpointError(
+            f"{folder} holds its adapters as a pickle, which can run code: save them as safetensors"
+        )
+    if folder.is_dir() and not config_file.exists() and (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{folder} holds a whole model and no adapters: load it with CausalLM.from_pretrained"
+        )
+    if (folder / MANIFEST).exists():
+        return load_folder(
+            folder, ["adapter_config", "adapter_model"], optional=["fp8_state", "recipe"]
+        )
+    # peft's own folders have no manifest.
+    return Folder(
+        folder,
+        {"adapter_model": read_safetensors(folder / WEIGHTS)},
+        {"adapter_config": read_json(config_file)},
+    )
 
 
 def _without_head(
