@@ -170,6 +170,7 @@ class CausalLM(Decoder):
             for title, names in obstacles.items()
             if names
         ]
+        # Parts of the same spec have the same remark: once for all layers.
         parts = [module for module in self.modules() if isinstance(module, BlockPart)]
         for spec, part in {part.spec: part for part in parts}.items():
             if remark := part.remark(computing_device(self.device), self.dtype):
@@ -340,6 +341,7 @@ class CausalLM(Decoder):
         """
         for name in options:
             check_known("keyword", name, PushOptions.__annotations__)
+        # Every rank has its part in writing; only the first uploads.
         with tempfile.TemporaryDirectory() as temp:
             folder = Path(temp) / "model"
             write_pretrained(
@@ -382,6 +384,7 @@ class CausalLM(Decoder):
             SaveError: writing failed; the previous content is intact.
         """
         if isinstance(base, (str, Path)):
+            # Only its weights are compared: on the CPU, beside a model that may fill the GPU.
             base = CausalLM.from_pretrained(base, device="cpu", recipe="bf16", dtype=self.dtype)
         return export(self, self.origin, folder, format, calibration, rounding, base)
 
@@ -434,6 +437,7 @@ class CausalLM(Decoder):
         hub, rest = split_options(options)
         path = local_folder(folder, **hub)
         adapters = adapter_folder(path)
+        # A folder of adapters names the model that they belong to, which is read first.
         if adapters is not None:
             return adapter_reader()(adapters, merge=merge, build=build, **hub, **rest)
         model, model.origin = read_pretrained(build or cls, path, rest)
@@ -464,6 +468,7 @@ def plan(shape: str | ModelConfig, **options: Unpack[ModelOptions]) -> Precision
         raise UsageError(
             f"the shape is a {type(shape).__name__}: give a preset's name or a ModelConfig; a model has plan() itself"
         )
+    # On the meta device nothing is allocated, whatever the size.
     own, rest = _split({"device": "meta", **options})
     config = (
         get_preset(shape, **own) if isinstance(shape, str) else dataclasses.replace(shape, **own)

@@ -51,6 +51,7 @@ class Values(Tensor):
     ) -> Any:
         """Run an operation as on a plain tensor, and write the values if it has changed them."""
         sources = [arg for arg in args if isinstance(arg, Values)]
+        # The version of a tensor counts the operations that changed it in place, views included.
         before = [source.whole._version for source in sources]
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -183,6 +184,7 @@ class AdaptedWeight(nn.Module):
 
     def __init__(self, base_layer: nn.Module, part: nn.Module, holder: str, name: str) -> None:
         nn.Module.__init__(self)
+        # The tuple hides `part` from nn.Module: as a child it would contain itself.
         self.base_layer, self.part, self.holder, self.name = base_layer, (part,), holder, name
 
     def forward(
@@ -209,6 +211,7 @@ class AdaptedWeight(nn.Module):
         """Return the layers of peft around the parameter."""
         layers: list[Any] = []
         found: Any = self.part[0].get_submodule(self.holder)
+        # ParamWrappers lie around each other, one per parameter; `Shown` is innermost.
         while not isinstance(found, Shown):
             if found.parameter_name == self.name:
                 layers.append(found)

@@ -139,6 +139,7 @@ class TokenDataset:
         self._pad = (
             end_of_text(tokenizer) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         )
+        # A position counts windows, so it means nothing in other data.
         self.fingerprint = self._hash_data()
         self._in_order = self._lay(np.arange(self.num_documents), None)
         if shuffle and not self.whole and self.num_tokens < seq_len:
@@ -208,6 +209,7 @@ class TokenDataset:
         for number in range(self.batch_size * self.world_size):
             self._end_epochs()
             if number // self.batch_size == self.rank:
+                # Every rank counts all windows, so that a position means the same on each.
                 rows.append(self._shuffled(self._epoch).window(self._position))
             self._position += 1
         return stack_windows(rows)
@@ -222,6 +224,7 @@ class TokenDataset:
         """
         count = min(max_batches, math.ceil(self.num_windows / (self.batch_size * self.world_size)))
         total = count * self.world_size * self.batch_size
+        # Not the first windows: those would be of the first documents alone.
         spread = max(self.num_windows, total)
         filled = {"input_ids": self._pad, "labels": IGNORED, "document_ids": PAD_DOCUMENT}
         blank = {}
@@ -284,6 +287,7 @@ class TokenDataset:
         if not self.shuffle:
             return self._in_order
         if epoch != self._cached[0]:
+            # From seed and epoch alone: a resumed run needs no state of a generator.
             random = np.random.default_rng((self.seed, epoch))
             documents = np.arange(self.num_documents)
             if self.weights is not None:

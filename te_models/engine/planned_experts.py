@@ -47,6 +47,7 @@ def _joint(module: nn.Module, te_recipe: Recipe | None) -> bool:
         return False
     if te_recipe is None:
         return True
+    # Backward then computes with values that the kernels do not keep.
     if te_recipe.backward_override:
         return False
     if not (te_recipe.delayed() or te_recipe.mxfp8() or te_recipe.nvfp4()):
@@ -57,6 +58,7 @@ def _joint(module: nn.Module, te_recipe: Recipe | None) -> bool:
         return False
     if te_recipe.float8_block_scaling():
         dims = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
+        # The kernels know rows of 128 for inputs and gradients, and squares for weights.
         usual = [getattr(te_recipe, name) for name in dims] == [1, 2, 1]
         e4m3 = te_recipe.fp8_format == recipe.Format.E4M3
         whole = not isinstance(module.weights[0], QuantizedTensor)
@@ -82,6 +84,7 @@ def grouped(
         return stored_experts(module, x, _most(rows), route)
     joint = _joint(module, te_recipe) and te_recipe is not None
     if route is not None and not joint:
+        # Only the joint kernels read the rows of tokens from where they are; others need a tensor of them.
         x = dispatch(x, *route)
         route = None
     if not isinstance(module, GroupedLinear):
@@ -104,6 +107,7 @@ class _ExpertCopies:
         self.module = module
         self.size = module.num_gemms * module.out_features * module.in_features
         self.stored = isinstance(module.weights[0], QuantizedTensor)
+        # Kept for the other micro-batches of the step, unless FSDP frees the weight that they belong to.
         keeps = is_first_microbatch is not None and not module._is_fsdp2
         self.straight: Tensor | None = None
         self.turned: Tensor | None = None
@@ -142,16 +146,19 @@ class _JointLinear(torch.autograd.Function):
     ) -> Tensor:
         module = own.module
         trained = ctx.needs_input_grad[4]
+        # As the kernels allocate it, in this order: only then is the highest sum of bytes that of a real run.
         given = _bytes(rows * module.in_features)
         turned = _bytes(rows * module.in_features) if trained and route is None else None
         ctx.own = own
         ctx.rows = rows
         ctx.route = route
         ctx.biases = len(module.biases)
+        # With a route the tokens are saved, T rows in place of one per expert and token; backward casts them anew.
         ctx.save_for_backward(x if trained and route is not None else turned)
         ctx.shape = x.shape
         out = _wide(rows, module.out_features, x)
         count_flops(out, 2.0 * out.numel() * module.in_features)
+        # A copy that no later micro-batch reads is freed at once, before backward.
         own.straight = None if own.turned is None else own.straight
         del given
         return out
@@ -284,6 +291,7 @@ class _DownOfExperts(torch.autograd.Function):
         of_weights = expert_gradients(ctx, module, dy.dtype)
         del hidden, turned
         ctx.passed.append((slopes, slopes_turned))
+        # Autograd asks for a gradient of the shape of gate_up; the slopes in FP8 go past it, by `passed`.
         passed = gate_up.new_zeros(1).expand_as(gate_up)
         return passed, dgates, None, None, None, None, *of_weights
 

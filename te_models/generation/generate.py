@@ -95,6 +95,7 @@ def stream(
             min_p=settings.min_p,
         )
     ended = torch.zeros(len(ids), dtype=torch.bool)
+    # Without padding, for stop strings, which are searched in text.
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     rows = [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
     with evaluating(model, model.te, model.recipe):
@@ -102,8 +103,10 @@ def stream(
             steps = cached_tokens(model, ids, mask, max_new_tokens, pick, generator, graph)
         else:
             steps = recomputed_tokens(model, ids, mask, max_new_tokens, pick)
+        # Closed also where the caller stops reading: the loop then drops the FP8 copies of the weights.
         with contextlib.closing(steps):
             for new_tokens, new in enumerate(steps, start=1):
+                # Rows go on together: one that has ended is computed further, and what it gives is not shown.
                 new = new.masked_fill(ended, filler)
                 ended = ended | torch.isin(new, stops)
                 if tokenizer is not None and settings.endings:
@@ -216,6 +219,7 @@ def _has_ended(
     row: list[int], new_tokens: int, endings: Sequence[str], tokenizer: Tokenizer
 ) -> bool:
     """Return whether a stop string is among the last `new_tokens` tokens; each is at least one byte of text."""
+    # One byte per token at least, and up to four more for a character that the tail begins inside.
     tail = min(new_tokens, max(len(end.encode()) for end in endings) + 4)
     text = text_after(tokenizer, row[:-tail], row[-tail:])
     return any(end in text for end in endings)

@@ -74,6 +74,7 @@ def tensor_places(
 
         `blocks` of rows, (first row, rows) each, alternate `groups` times in their tensor; none: all rows.
         """
+        # "": a parameter without a module, such as a vector per head.
         for kind in (".weight", ".bias", ""):
             name = f"{ours}{kind}{expert}"
             if name not in shapes:
@@ -100,6 +101,7 @@ def tensor_places(
         elif not config.tie_word_embeddings:
             note(family.head, module)
     for depth, layer in enumerate(config.layers):
+        # How many groups of rows a table's `per` stands for, such as the heads.
         counts = layer.divided
         own = modules[f"layers.{depth}"]
         for name, either in family.layer.items():
@@ -117,6 +119,7 @@ def tensor_places(
                 groups = blocks[0][1]
             elif rows.per is not None:
                 groups = counts[rows.per]
+            # One note per expert, whose number is in both names; "" for what has none.
             experts = range(linear.experts) if linear and linear.experts else ("",)
             for expert in experts:
                 note(

@@ -76,6 +76,7 @@ class ForwardContext(NamedTuple):
         whole = rope.size == x.shape[-1]
         turned = x if whole else x[..., : rope.size]
         if rope.interleaved:
+            # The kernels know halves only.
             turned = rearrange(turned, "b s a (r two) -> b s a (two r)", two=2)
         turned = self.kernels.rope(turned, cos, sin)
         return turned if whole else torch.cat((turned, x[..., rope.size :]), dim=-1)
@@ -147,6 +148,7 @@ class ForwardContext(NamedTuple):
 
     def experts_join(self, *modules: nn.Module) -> bool:
         """Return whether `experts` takes these te.GroupedLinears; not where backward recomputes what is between."""
+        # Each of the two would need an autocast of its own, and a recomputation needs what lies between them.
         apart = any(module in self.autocasts.others for module in modules)
         if apart or self.kernels.experts is None or self.recompute.mode == "selective":
             return False
@@ -197,6 +199,7 @@ def forward_context(
     te_models.model.inputs.
     """
     batch, seq = ids.shape[:2]
+    # A mask that hides nothing is dropped: the fast causal kernels take none.
     padded = None if real is None or masks_nothing(real) else real.to(ids.device, torch.bool)
     documents = None if documents is None else documents.to(ids.device)
     attentions = distinct(
@@ -210,6 +213,7 @@ def forward_context(
         if spec.window in masks:
             continue
         if cache and positions is not None:
+            # A cache with tokens knows which of its slots the new ones see.
             masks[spec.window] = cache.visible(spec.window)
         else:
             masks[spec.window] = _mask(spec, seq, padded, documents, kernels, ids.device, dtype)

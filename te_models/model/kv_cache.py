@@ -92,9 +92,12 @@ class KVState:
         In the first forward those are k and v, afterwards the contents of all slots.
         """
         if slots is None:
+            # The prompt, from slot 0 on: a slice is known to the host, and the fast causal kernels take k and v as they
+            # are.
             self.keys[:, :, : k.shape[2]] = k
             self.values[:, :, : v.shape[2]] = v
             return k, v
+        # Slots as a tensor on the device: a slice would be fixed in a captured graph.
         self.keys.index_copy_(2, slots, k)
         self.values.index_copy_(2, slots, v)
         return self.keys, self.values
@@ -214,11 +217,15 @@ class DecodingCache:
             )
         new = self.real.new_ones(len(self.counts), seq) if real is None else real
         slots = self.filled + self._index[:seq]
+        # A token comes after the real tokens of its row: padding takes a slot but no position. Padding in front would
+        # be at -1.
         positions = (self.counts[:, None] + new.cumsum(-1) - 1).clamp(min=0)
         self.real.index_copy_(1, slots, new)
         self.positions.index_copy_(1, slots, positions)
+        # In place, so that the next replay of a captured step reads what this one left.
         self.counts += new.sum(-1)
         self.filled += seq
+        # Counted by the host: whether there is a past decides which kernels run, which no graph can decide.
         first = self.length == 0
         self.length += seq
         self._slots = None if first else slots

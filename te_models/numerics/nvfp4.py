@@ -83,6 +83,7 @@ def _random_words(
 ) -> Tensor:
     """Return random int16 numbers `[draws, n]`, with n rounded up to a multiple of 4."""
     words = torch.empty(draws, -(-n // 4), dtype=torch.int64, device=device)
+    # One draw per copy: rows and columns are rounded with numbers of their own.
     for draw in words:
         draw.random_(-(2**63), None, generator=generator)
     return words.view(torch.int16)
@@ -313,13 +314,16 @@ class NVFP4Quantizer(Quantizer):
 
     def _cast_blocks(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return E2M1 data `[M, K]` of x `[M, K]`, one scale byte per block, and the amax `[1]`."""
+        # Two levels of scales: one FP32 factor for the tensor brings the block scales into the range of E4M3.
         largest = _block_amax(x, block)
         amax = largest.amax().reshape(1) if largest.numel() else largest.new_zeros(1)
         if self.with_amax_reduction:
             all_reduce_max(amax, self.amax_reduction_group)
         whole = _global_scale(amax)
+        # Times 1/6 as FP32 has it, like the kernels: a division by 6 would round otherwise.
         sixth = torch.ones_like(whole).div_(FP4_MAX)
         scale = (largest * (whole * sixth)).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
+        # With the scale as it was rounded, so that the block is divided by what it will be multiplied with.
         data = _round_blocks(
             x, _multiplier(scale, whole), block, self.stochastic_rounding, self.generator
         )

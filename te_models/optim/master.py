@@ -102,6 +102,7 @@ class MasterWeights:
             self._views[id(part.parameter)].append((part, view))
         view_groups = []
         for group in groups:
+            # The optimizer updates the masters, not the parameters.
             view_groups.append({**group, "params": [views[part] for part in group["params"]]})
         self.optimizers = build(view_groups)
         self._clip: Tensor | None = None  # factor of the gradients in the next step
@@ -163,17 +164,22 @@ class MasterWeights:
         if self._at_once:
             self._update_at_once([(p, masters[p], gradient) for p, gradient in used.items()])
             used.clear()
+        # A chunk at a time: gradients in FP32 of all parameters at once would take as much memory as the masters.
         for parameters in chunks(list(used), UPDATE_CHUNK):
             chunk = [(parameter, masters[parameter]) for parameter in parameters]
+            # Taken out one by one, so that a gradient is freed once its FP32 copy exists.
             self._hand_over(chunk, (used.pop(parameter) for parameter in parameters))
             for optimizer in self.optimizers:
                 optimizer.step()
             for parameter, _ in chunk:
                 for _, view in self._views[id(parameter)]:
+                    # Dropped before the values are spread, which needs memory of its own; also an optimizer updates all
+                    # that have one.
                     view.grad = None
             values = self._values(chunk)
             copies = []
             for p, v in values:
+                # A parameter that is its own master has its value; FP8 weights are cast below, with their scales.
                 if v is not p and not is_quantized(p):
                     copies.append((p, v))
             if copies:

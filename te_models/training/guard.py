@@ -122,6 +122,7 @@ class Guard:
     @staticmethod
     def is_bad(loss: Tensor, grad_norm: Tensor, bounds: Bounds) -> Tensor:
         """Return whether a step must not update the weights, a bool scalar on the device."""
+        # The sum is finite where both are: one kernel in place of two.
         bad = ~(loss + grad_norm).isfinite()
         if math.isfinite(bounds.loss):
             bad = bad | (loss > bounds.loss) | (grad_norm > bounds.grad_norm)
@@ -147,23 +148,30 @@ class Guard:
         """
         trainer = self.trainer
         begun = bad.queued.begun
+        # The search below draws random numbers of its own; a run that skips goes on with those it had.
         random = random_state(trainer.device)
+        # On a GPU the loss is read a step late: the next step was drawn, and began, before this one was known to be
+        # bad.
         later = None if drawn is None or drawn.begun is begun else drawn
         trainer.pending = None
         trainer.begun = begun
+        # Before the search, which stops the recorder.
         self._keep_entry(bad, finished=later is not None)
         if self.policy == "stop":
             trainer.captures.save_batch(bad.step, bad.queued.micro_batches)
+            # The batch is written first: finding the tensor runs the step again, and that may fail.
             raise self.stopped(bad) from None
         self._forget(begun)
         trainer.captures.save_bad_step(bad.step, bad.queued.micro_batches)
         tensor, reproduced = self._search(bad)
         self._forget(begun)
+        # Counted under any policy: a model whose every step is bad would skip all its data, or rewind for ever.
         self.in_a_row += 1
         if self.in_a_row > MOST_IN_A_ROW:
             self._give_up(bad, tensor, reproduced, f"{MOST_IN_A_ROW} other bad steps in a row")
         if self.policy == "demote":
             self._demote(bad, tensor, reproduced)
+            # The same step again, from the state of the random numbers in which it began.
             self.returned = [Drawn(begun, bad.queued.micro_batches)]
             self.returned += [] if later is None else [later]
             set_random_state((begun.random, begun.cuda_random), trainer.device)
@@ -171,8 +179,10 @@ class Guard:
         self.returned = [] if later is None else [later]
         if self.policy == "rewind":
             return self._rewind(bad, tensor, reproduced)
+        # "skip": the step that was drawn after the bad one is used next, as if it had followed at once.
         self._report(bad, "skip", tensor, reproduced, "its data is skipped")
         if later is not None:
+            # It drew its data already: its random numbers start where they did the first time.
             random = (later.begun.random, later.begun.cuda_random)
         set_random_state(random, trainer.device)
         trainer.begun = None if later is None else later.begun
@@ -224,13 +234,16 @@ class Guard:
         queued = bad.queued
         set_random_state((queued.begun.random, queued.begun.cuda_random), trainer.device)
         if trainer.recorder is not None:
+            # The steps of a search are no steps of the run, which the record holds.
             trainer.recorder.stop()
         if bad.event == SPIKE:
             return self._least_exact(queued), True
         watched = BadTensors(trainer.model)
         with watched.watching():
+            # Not as a captured CUDA graph: it calls no hooks.
             loss = trainer.passes.run(queued.micro_batches, eager=True)
         norm = trainer.optimizer.take_gradients(trainer.config.clip_grad_norm)
+        # A second run of the same numbers that is finite tells a fault of the hardware from one of the model.
         again = not bool((loss + norm).isfinite())
         ranks = trainer.parallel.ranks
         return first_of_all(watched.first, ranks), any(ranks.gather(again))
@@ -283,6 +296,7 @@ class Guard:
         later = self.returned
         trainer.begun = None if not later else later[0].begun
         target = trainer.last_checkpoint()
+        # The data goes on, so each return tries other batches; if those fail too, the state itself is at fault.
         if self.returns.get(target, 0) == MOST_RETURNS:
             reason = f"{MOST_RETURNS} returns to step {target}"
             self._give_up(bad, tensor, reproduced, reason)

@@ -155,6 +155,7 @@ class Parallel:
         if fsdp:
             shard(model, self)
             assert self.device is not None
+            # Sharded on the meta device first: no process ever holds a whole model.
             model.to_empty(device=self.device)
             model.tp.mark(model, model.config)
             if model.fp8_params:
@@ -225,6 +226,7 @@ class Parallel:
     def prepare_micro_batch(self, model: Callable[..., Any], last: bool) -> None:
         """Make FSDP2 reduce gradients, and where possible reshard weights, only in the last micro-batch of a step."""
         if isinstance(model, FSDPModule):
+            # Micro-batches add up in place before anything is sent.
             model.set_is_last_backward(last)
             model.set_requires_gradient_sync(last)
             if self.retains_weights:
@@ -315,6 +317,7 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
         unit.set_gradient_divide_factor(float(parallel.data_world))
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=resharded)
+    # What is left, embeddings and head: backward begins with the head, so it would be gathered again at once.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     # Nobody changes such a view in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
@@ -326,6 +329,7 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
         if config.prefetch_blocks:
             after = blocks[number + 1 :]
             before = blocks[:number][::-1]
+            # In the order in which forward needs them: experts of the block itself first.
             block.set_modules_to_forward_prefetch(inside + after[: config.prefetch_blocks])
             block.set_modules_to_backward_prefetch(inside[::-1] + before[: config.prefetch_blocks])
     assert parallel.device is not None

@@ -119,6 +119,7 @@ class Recorder:
 
     def end(self, step: int) -> RecordedStep:
         """End the recording of a step after its update; return its entry. All processes call this together."""
+        # Sums and counts of codes on the device; both copies run while the next step begins.
         values, codes = self.table.end()
         values, _ = copy_to_host(values)
         codes, ready = copy_to_host(codes)
@@ -198,6 +199,7 @@ def experts_of(model: CausalLM, name: str, module: nn.Module) -> list[int | None
     if not isinstance(module, model.te.GroupedLinear):
         return [None]
     held = gemms_of(module)
+    # Expert parallelism: this rank holds a block of the experts, whose numbers in the model go on.
     first = model.ep.rank * held if model.ep.divides(name) else 0
     return list(range(first, first + held))
 
@@ -220,6 +222,7 @@ def _of_all_ranks(own: list[RecordedTensor], parallel: Parallel) -> list[Recorde
             found.setdefault(tensor.linear, set()).add(tensor)
     ordered = []
     for tensors in found.values():
+        # The order of a dict of sets differs between processes; rows of the table are summed over them.
         ordered += sorted(tensors, key=lambda one: (one.expert or 0, OPERANDS.index(one.operand)))
     return ordered
 
@@ -228,12 +231,14 @@ def _first_copies(modules: dict[str, Any], model: CausalLM, parallel: Parallel) 
     """Return, for each operand of each GEMM, whether this rank has the first copy of it, or a part of its own."""
     found = []
     for name, module in modules.items():
+        # A tensor that all ranks of a layer have whole is counted by the first one alone, a divided one by each.
         split = layer_parts(module) if parallel.tp is not None else dict.fromkeys(OPERANDS, True)
         first_layer_rank = parallel.tp is None or parallel.tp.get_local_rank() == 0
         for gemm, _ in enumerate(experts_of(model, name, module)):
             for operand in OPERANDS:
                 counts = first_layer_rank or split[operand]
                 if operand == "weight":
+                    # FP8 weights under FSDP are cast shard by shard: each process has a part of its own.
                     stored = _fp8_weights(module)[gemm] is not None and parallel.uses_fsdp
                     counts = counts and (stored or _has_first_weight(name, model, parallel))
                 found.append(counts)
