@@ -238,7 +238,7 @@ def test_plan_as_json_has_the_rows_of_the_table_and_of_the_step(
         main(["plan", "--preset", "gated-nano", "--recipe", "current", "--device", "cpu", "--json"])
         == 0
     )
-    *linears, compiled, graph = json.loads(capsys.readouterr().out)
+    *linears, compiled, graph, speed = json.loads(capsys.readouterr().out)
     assert len(linears) == 6 * 4 + 1
     assert {row["precision"] for row in linears} == {"BF16", "E4M3/E5M2 Float8CurrentScaling"}
     assert (
@@ -246,7 +246,8 @@ def test_plan_as_json_has_the_rows_of_the_table_and_of_the_step(
         and compiled["reason"] == "off, because the model is on cpu"
     )
     assert graph["module"] == "CUDA graph" and graph["reason"] == "off, because the model is on cpu"
-    assert compiled.keys() == graph.keys() == linears[0].keys()
+    assert speed["module"] == "FP8 speed"
+    assert compiled.keys() == graph.keys() == speed.keys() == linears[0].keys()
     assert main(["plan", "--preset", "gated-nano", "--recipe", "current", "--device", "cpu"]) == 0
     assert f"CUDA graph: {graph['reason']}" in capsys.readouterr().out
 
