@@ -63,6 +63,11 @@ TARGETS: dict[str, dict[str, Any]] = {
         target_parameters=["experts.gate_up_proj", "experts.down_proj"],
         r=3,
     ),
+    "whatever their parent": dict(
+        target_modules=["q_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        r=3,
+    ),
     "without a gate": dict(
         target_modules=["q_proj"], target_parameters=["experts.up_proj", "experts.down_proj"], r=3
     ),
@@ -88,6 +93,12 @@ ROWS = [
     ("gpt_oss-window", "ranks"),
     ("deepseek_v3-groups", "down alone"),
     ("deepseek_v2-plain", "ranks"),
+    ("sarvam_moe-groups", "experts and attention"),
+    ("granitemoe-one-key", "whatever their parent"),
+    ("hy_v3-mixed", "experts and attention"),
+    ("flint-odd", "experts and attention"),
+    ("axk1-groups", "down alone"),
+    ("bailing_hybrid-plain", "down alone"),
 ]
 
 
