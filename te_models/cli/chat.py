@@ -15,6 +15,7 @@ import click
 
 from te_models.cli.options import Command, build_model, model_options, option, setting_option
 from te_models.cli.sampling import (
+    chat_template_option,
     input_line,
     sampling_options,
     show_piece,
@@ -43,11 +44,7 @@ KEYS = "Ctrl-C stops an answer, Ctrl-D leaves. End a line with \\ to continue it
 @click.command(cls=Command)
 @model_options
 @option("--system", metavar="TEXT", callback=utf8_text, help="System message.")
-@option(
-    "--chat-template",
-    metavar="FILE",
-    help="Jinja template of the conversation; default: the tokenizer's own.",
-)
+@chat_template_option
 @option(
     "--template-option",
     multiple=True,

@@ -4,12 +4,14 @@ import click
 
 from te_models.cli.options import Command, build_model, model_options, option, setting_option
 from te_models.cli.sampling import (
+    chat_template_option,
     input_line,
     sampling_options,
     show_piece,
     take_sampling,
     utf8_text,
 )
+from te_models.errors import UsageError
 
 
 @click.command(cls=Command)
@@ -20,6 +22,7 @@ from te_models.cli.sampling import (
     help="Apply the tokenizer's chat template; without --prompt, answer each line of standard input.",
 )
 @option("--system", callback=utf8_text, help="System message, with --chat.")
+@chat_template_option
 @model_options
 @setting_option("tokenizer")
 @sampling_options
@@ -29,6 +32,7 @@ def generate(
     prompt: str | None,
     chat: bool,
     system: str | None,
+    chat_template: str | None,
     tokenizer: str | None,
     **options: object,
 ) -> None:
@@ -37,6 +41,7 @@ def generate(
     `te-models chat` also has commands, such as /reset.
     """
     from te_models.data.dataset import check_fit  # noqa: PLC0415  imports torch
+    from te_models.data.named_templates import use_template  # noqa: PLC0415
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415
     from te_models.generation.conversation import Conversation  # noqa: PLC0415
     from te_models.generation.text import stream_text  # noqa: PLC0415
@@ -46,7 +51,12 @@ def generate(
         raise click.UsageError("give --prompt TEXT, or --chat")
     if prompt == "":
         raise click.UsageError("the prompt is empty: give at least one token")
+    for name, value in (("--system", system), ("--chat-template", chat_template)):
+        if value is not None and not chat:
+            raise UsageError(f"{name} is for a conversation: give --chat too, or leave it out")
     text_tokenizer = load_tokenizer(tokenizer or model)
+    if chat_template is not None:
+        use_template(text_tokenizer, chat_template)
     if chat:
         text_tokenizer.chat_template()  # fail before the model is loaded
     network = build_model(preset, model, options)

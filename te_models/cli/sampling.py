@@ -15,6 +15,12 @@ SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_st
 
 TEMPERATURE = 0.8  # by default
 
+chat_template_option = option(
+    "--chat-template",
+    metavar="FILE|NAME",
+    help="Jinja file, or chatml, llama3 or gemma, for conversations; default: the tokenizer's own template.",
+)
+
 _option = functools.partial(option, group="Sampling")
 
 sampling_options = chained(

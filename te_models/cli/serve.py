@@ -24,6 +24,7 @@ from te_models.cli.options import (
     setting_option,
     show_line,
 )
+from te_models.cli.sampling import chat_template_option
 from te_models.errors import ConfigError, UsageError, check_known
 
 BACKENDS = ("auto", "vllm", "own")
@@ -45,6 +46,7 @@ BACKENDS = ("auto", "vllm", "own")
     default="bf16",
     help="Format of `te-models export` in which vLLM gets the model.",
 )
+@chat_template_option
 @setting_option("tokenizer")
 def serve(
     preset: str | None,
@@ -54,6 +56,7 @@ def serve(
     name: str | None,
     backend: str,
     format: str,
+    chat_template: str | None,
     tokenizer: str | None,
     **options: Any,
 ) -> int:
@@ -68,16 +71,23 @@ def serve(
     name = name or Path(model or str(preset)).name
     if backend == "vllm" or (backend == "auto" and importlib.util.find_spec("vllm")):
         try:
+            if chat_template is not None:
+                raise UsageError(
+                    "--chat-template is for --backend own; vLLM takes the template that is saved with the model"
+                )
             return _through_vllm(preset, model, options, host, port, name, format)
         except ConfigError as error:  # no server has this architecture
             if backend == "vllm":
                 raise
             show_line(f"vLLM cannot serve it ({error}): it serves itself", err=True)
     from te_models.data.dataset import check_fit  # noqa: PLC0415  imports torch
+    from te_models.data.named_templates import use_template  # noqa: PLC0415
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415
     from te_models.generation.http_server import is_local, make_server  # noqa: PLC0415
 
     text_tokenizer = load_tokenizer(tokenizer or model)
+    if chat_template is not None:
+        use_template(text_tokenizer, chat_template)
     network = build_model(preset, model, options)
     check_fit(text_tokenizer, network.config)
 

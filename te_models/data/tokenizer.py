@@ -226,11 +226,13 @@ class Tokenizer(ABC):
         if not self._templates:
             sources = self.template_sources()
             if not sources:
+                if self.folder is None:
+                    raise DataError(
+                        "bytes have no chat template: give --model or --tokenizer a folder that has one"
+                    )
                 raise DataError(
-                    "bytes have no chat template: give --model or --tokenizer a folder that has one"
-                    if self.folder is None
-                    else f"{self.folder} has no chat template, so it is no chat model: give --chat-template FILE, or "
-                    "use te-models generate without --chat"
+                    f"{self.folder} has no chat template, so it is no chat model: give --chat-template, a FILE or "
+                    "chatml, or use te-models generate without --chat"
                 )
             used = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
             if not used:

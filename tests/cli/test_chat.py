@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,6 +86,30 @@ def test_a_chat_answers_as_generate_does(
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nagain\n"))
     assert main(["generate", "--model", str(folder), *FIXED, "--chat", "--system", "be brief"]) == 0
     assert capsys.readouterr().out == out
+
+
+def test_generate_takes_a_template_as_chat_does(
+    chat: Callable, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A model without one of its own is told the option, which each command has that answers conversations."""
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    for file in [bare / "chat_template.jinja", bare / "chat_template.json"]:
+        file.unlink(missing_ok=True)
+    config = json.loads((bare / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (bare / "tokenizer_config.json").write_text(json.dumps(config))
+    words = ["generate", "--model", str(bare), *FIXED, "--chat", "--prompt", "hi"]
+    assert main(words) == 2
+    assert "give --chat-template, a FILE or chatml" in capsys.readouterr().err
+    assert main([*words, "--chat-template", "chatml"]) == 0
+    said = capsys.readouterr().out
+    _, expected, _ = chat("hi", options=("--model", str(bare), "--chat-template", "chatml"))
+    assert said == expected
+    for option in ("--chat-template", "--system"):
+        alone = ["generate", "--model", str(bare), *FIXED, "--prompt", "hi", option, "chatml"]
+        assert main(alone) == 2
+        assert f"{option} is for a conversation: give --chat too" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
