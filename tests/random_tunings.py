@@ -257,6 +257,10 @@ def write_base(case: Case, folder: Path) -> Any:
     config.max_position_embeddings = 160
     config.eos_token_id = case.eos
     config.initializer_range = 0.1
+    if (
+        config.model_type == "youtu"
+    ):  # transformers 5.24 zeroes this token's row whenever it reads the model
+        config.pad_token_id = None
     if case.tied and case.shape.split("-")[0] not in ("gemma2", "gemma3_text"):
         config.tie_word_embeddings = True
     dtype = getattr(torch, case.dtype)
