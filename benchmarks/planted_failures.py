@@ -2,9 +2,9 @@
 
     python benchmarks/planted_failures.py [--out RESULT.json] [--screenshot FILE.png]
 
-Each failure (tests/planted.py) runs under each recipe in which it shows, then with the advised change. The result says
-which tensor is named, in which step after the failure began, and whether the rule still finds it after the change. With
---screenshot, a Chromium draws the report of one of the runs.
+Each failure (tests/planted.py) runs under each recipe, and where it shows, with the advised change. The result says
+which tensor is named, in which step after the failure began, whether the rule still finds it after the change, and
+which recipe the record speaks for. With --screenshot, a Chromium draws the report of one of the runs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from rich.console import Console
 
 from te_models.inspect.advice import diagnose, read_facts
 from te_models.inspect.environment import environment
+from te_models.inspect.recipe_advice import advise_recipe
 from te_models.inspect.record_report import write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from planted import BEGIN, FAILURES, run_planted  # noqa: E402
+from planted import BEGIN, FAILURES, NATIVE_RECIPES, run_planted  # noqa: E402
 
 # The steps in which failures begin that are not planted in step BEGIN.
 BEGUN = {"stale-scale": 3, "uncalibrated": 1, "learning-rate": 1}
@@ -45,7 +46,10 @@ def try_failure(name: str, recipe: str, folder: Path) -> dict[str, Any]:
     if found:
         row |= dict(tensor=found[0].tensor, step=found[0].step, message=found[0].message)
         row["steps_after"] = found[0].step - BEGUN.get(failure.rule, BEGIN)
-    if any(failure.heal):
+    advice = advise_recipe(run)
+    row["advised"] = advice.recipe.name
+    row["advised_precision"] = dict(advice.recipe.precision)
+    if found and any(failure.heal):
         healed = diagnose(read_facts(run_planted(folder / "healed", recipe, failure, healed=True)))
         row["change"] = {**failure.heal[0], **failure.heal[1]}
         row["healed"] = failure.rule not in {one.rule for one in healed.findings}
@@ -75,8 +79,8 @@ def main() -> None:
     console = Console()
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
-        for name, failure in FAILURES.items():
-            for recipe in failure.recipes:
+        for name in FAILURES:
+            for recipe in NATIVE_RECIPES:
                 row = try_failure(name, recipe, Path(temporary) / f"{name}-{recipe}")
                 rows.append(row)
                 after = row.get("steps_after", "not found")

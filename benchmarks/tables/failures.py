@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from benchmarks.tables.text import load, markdown, prose, table
 from te_models.inspect.advice import RULES
 
@@ -23,21 +25,35 @@ def planted_failures() -> str:
     rows = []
     for row in result["rows"]:
         after = row.get("steps_after")
-        healed = "" if "healed" not in row else "healed" if row["healed"] else "not healed"
-        change = ", ".join(f"`{name}={value}`" for name, value in row.get("change", {}).items())
+        tensor = f"`{row['tensor']}`" if row["tensor"] else "the run"
+        precisions = "".join(
+            f", `{name}` in {used}" for name, used in row["advised_precision"].items()
+        )
         rows.append(
             [
                 row["failure"],
                 f"`{row['recipe']}`",
-                row["rule"],
-                f"`{row['tensor']}`" if row["tensor"] else "the run",
-                "not found" if after is None else str(after),
-                f"{change}: {healed}" if change else "",
+                row["rule"] if after is not None else "does not show",
+                tensor if after is not None else "",
+                "" if after is None else str(after),
+                _change(row),
+                f"`{row['advised']}`{precisions}",
             ]
         )
     about = prose(
         f"A model of three layers on a CPU, 14 steps, recorded in each ({result['environment']['date']}). A layer "
-        "without gradients and a NaN are no matter of FP8, and have no change to try."
+        "without gradients and a NaN are no matter of FP8, and have no change to try. Where a failure does not show, "
+        "the recipe has no scale that it could spoil. The last column is the recipe that the record speaks for."
     )
-    header = "failure | recipe | rule | tensor named | steps after it began | change"
+    header = (
+        "failure | recipe | rule | tensor named | steps after it began | change | by the record"
+    )
     return f"{about}\n\n{markdown(header, rows)}"
+
+
+def _change(row: dict[str, Any]) -> str:
+    """Return the change that was tried, and whether it healed the failure."""
+    if "healed" not in row:
+        return ""
+    change = ", ".join(f"`{name}={value}`" for name, value in row["change"].items())
+    return f"{change}: {'healed' if row['healed'] else 'not healed'}"
