@@ -106,6 +106,8 @@ def _runs() -> Table:
 
 def _size(config: ModelConfig) -> str:
     count = config.num_parameters
+    if count >= 100e9:
+        return f"{count / 1e9:.1f} B"
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
 
