@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from te_models import CausalLM, ModelConfig, get_preset, list_presets
 from te_models.config.fields import PER_LAYER
 from te_models.kernels.elementwise import gate
+from te_models.model.attention import GatedAttention
 from te_models.model.block import Block
 from te_models.model.convolution import Taps
 from te_models.model.deltanet import GatedDeltaNet
@@ -74,8 +75,17 @@ def small(preset: str, engine: str, recipe: str = "bf16", **options: Any) -> Cau
 
 
 # Modules of recurrent layers with taps, decays and a norm that is one operation with its gate; experts with numbers for
-# their choice; and blocks with a factor.
-BESIDE = (Block, Experts, GatedDeltaNet, GroupNorm, KimiDeltaAttention, Mamba2, Taps)
+# their choice; attention with sinks; and blocks with a factor.
+BESIDE = (
+    Block,
+    Experts,
+    GatedAttention,
+    GatedDeltaNet,
+    GroupNorm,
+    KimiDeltaAttention,
+    Mamba2,
+    Taps,
+)
 
 
 def owners(model: CausalLM) -> dict[str, nn.Module]:
