@@ -135,11 +135,8 @@ class Parallel:
             raise UsageError(
                 f"FP8 primary weights are for one process or --parallel fsdp, not {self.kind}: leave out --fp8-params"
             )
-        if self.uses_fsdp and options.get("stored_linears"):
-            raise UsageError(
-                f"--parallel {self.kind} would split weights without their scales: use --parallel ddp, or leave out "
-                "--base-weights stored"
-            )
+        if options.get("stored_linears"):
+            self.refuse_stored()
         if self.tp is not None:
             options |= dict(tp_mesh=self.tp, sequence_parallel=self.config.sequence_parallel)
         if self.ep is not None:
@@ -169,6 +166,14 @@ class Parallel:
             if initialize:
                 model.init_weights()
         return model
+
+    def refuse_stored(self) -> None:
+        """Raise a UsageError if the processes would divide weights that stay as a release stores them."""
+        if self.uses_fsdp:
+            raise UsageError(
+                f"--parallel {self.kind} would split weights without their scales: use --parallel ddp, or leave out "
+                "--base-weights stored"
+            )
 
     def owners(self) -> Callable[[list[nn.Parameter]], Owners] | None:
         """Return a function that assigns owners to parameters, for optimizers that need whole tensors; else None."""
