@@ -183,3 +183,14 @@ def test_merged_rows_of_an_fp8_weight_are_rounded_once(recipe: str) -> None:
     write_weight(linear.weight, exact, for_master=False)
     for name, tensor in saved_weight(linear.weight).items():
         assert_same_bits(name, tensor, found[name])
+
+
+def test_a_generation_may_come_before_the_first_step() -> None:
+    """Samples before training run in inference mode, whose tensors no backward may use."""
+    model = CausalLM.from_preset("gated-nano", device="cpu", num_hidden_layers=1)
+    adapted = lora.add_lora(model, r=2, target_modules=["q_proj", "up_proj"])
+    ids = torch.arange(32)[None]
+    with torch.inference_mode():
+        adapted(ids)
+    adapted(ids, labels=ids).loss.backward()
+    assert any(parameter.grad is not None for parameter in model.parameters())
