@@ -92,7 +92,14 @@ def roofline(
     recurrence = 0.0
     other = 0.0
     moved = 0
-    counted = forward_flops(config, seq).layers
+    found = forward_flops(config, seq)
+    counted = found.layers
+    # Outside layers there may be more than the head, such as the inputs of all layers.
+    other += (
+        3
+        * (batch * found.rest - 2.0 * tokens * config.hidden_size * config.vocab_size)
+        * ms_per_flop
+    )
     for depth, layer in enumerate(config.layers):
         for rows, i, o, fp8 in products(layer, depth, tokens, precision):
             # fprop, dgrad and wgrad: the same product with its dimensions exchanged.

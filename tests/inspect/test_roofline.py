@@ -101,11 +101,13 @@ def test_the_plan_counts_what_runs(name: str) -> None:
                 comparable = comparable and isinstance(mixer, DeltaNetSpec)
                 rules += rule_flops(mixer, 64)
         head = 2 * BATCH * SEQ * kind.config.hidden_size * kind.config.vocab_size
-        assert sum(found[operation] for operation in PRODUCTS) == linears + head
+        # Only inputs per layer are made by a linear outside the layers.
+        outside = sum(found[operation] for operation in PRODUCTS) - linears - head
+        assert outside == 0 or (name.startswith("inputs per layer") and outside > 0)
         if rules and comparable:
             rule = found["bmm"] + found["linalg_solve_triangular"] - 2 * attention
             assert rule == pytest.approx(rules, rel=0.02)
-        expected = linears + head + attention + convolutions + rules
+        expected = outside + linears + head + attention + convolutions + rules
         assert model_flops(kind.config, BATCH, SEQ) == 3 * expected
 
 
