@@ -53,7 +53,11 @@ def test_the_change_is_enough_and_no_single_one_is_if_it_has_several(
         assert "fp8_params" not in changed
     steps = [name for name in changed if name != "gradient_accumulation"]
     for left_out in steps:
-        gone = {left_out, "gradient_accumulation"} if left_out == "batch_size" else {left_out}
+        gone = {left_out}
+        if left_out == "batch_size":
+            gone.add("gradient_accumulation")
+        if left_out == "optimizer":
+            gone.add("optimizer_options")  # adamw has none of an 8-bit optimizer's
         kept = {name: value for name, value in changed.items() if name not in gone}
         assert plan(**kept).peak.total > available, f"{left_out} is not needed"
 
@@ -70,7 +74,7 @@ def test_masters_go_where_that_is_enough(optimizer: str, flags: tuple[str, ...])
         enough < 0.62 * plan(optimizer="adamw8bit").peak.total
     )  # 16 GB each of weights, moments and gradients
     change = smallest_change(plan, options, enough)
-    assert change is not None and change.flags == flags and change.peak == enough
+    assert change is not None and change.flags == flags and change.peak <= enough
     with pytest.raises(UsageError, match="fp8_params=True needs FP32 masters"):
         plan(optimizer_options=ROUNDED, fp8_params=True)
 
@@ -155,9 +159,9 @@ def test_adapters_and_an_offloaded_optimizer_leave_their_parts_out(recipe: str) 
     assert whole.peak.optimizer and not offloaded.peak.optimizer
     assert [m.gradients for m in offloaded.moments] == [m.gradients for m in whole.moments]
     own = lora.peak.weights - whole.peak.weights  # BF16, with FP32 masters and moments
-    assert (
-        0 < own == lora.peak.gradients < whole.peak.weights / 20 and lora.peak.optimizer == 6 * own
-    )
+    assert 0 < own == lora.peak.gradients < whole.peak.weights / 20
+    adapters = get_preset("gated-350m").num_hidden_layers * 4 * 2  # A and B of four linears
+    assert lora.peak.optimizer == 6 * own + 4 * adapters  # and a count of steps for each
 
 
 @pytest.mark.parametrize("batch", every(3, [2**61 - 1, 10**9, 10**12]), ids=str)
