@@ -103,8 +103,8 @@ def _heads(
 
 def _latents(
     config: ModelConfig, weights: Weights, name: str, layer: int, x: Tensor
-) -> tuple[Tensor, Tensor, Tensor, None]:
-    """Return q and k [S, A, M + P] and v [S, A, V], from one latent for all queries and one for all keys and values."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return q and k [S, A, M + P], v [S, A, V] and the gate [S, A, 1], from one latent each for q and for k and v."""
     sizes, heads = config.latent_attention, config.num_attention_heads
     assert sizes is not None
     parts = [
@@ -112,7 +112,11 @@ def _latents(
         sizes.kv_lora_rank,
         sizes.qk_rope_head_dim,
     ]
-    q, kv, turned = _linear(weights, f"{name}qkv_a_proj", x)[:, : sum(parts)].split(parts, dim=1)
+    every = _linear(weights, f"{name}qkv_a_proj", x)
+    q, kv, turned = every[:, : sum(parts)].split(parts, dim=1)
+    gate = None
+    if config.attention_gate == "headwise":
+        gate = every[:, sum(parts) :][:, :heads, None]
     if sizes.q_lora_rank:
         q = _linear(
             weights,
@@ -131,7 +135,7 @@ def _latents(
     if config.no_rope_layers is None or config.no_rope_layers[layer]:
         last, turned = _rotated(config, last), _rotated(config, turned)
     same = turned.expand(-1, heads, -1)
-    return torch.cat([plain, last], dim=2), torch.cat([k, same], dim=2), v, None
+    return torch.cat([plain, last], dim=2), torch.cat([k, same], dim=2), v, gate
 
 
 def _rotated(config: ModelConfig, x: Tensor) -> Tensor:

@@ -165,7 +165,11 @@ def with_latents(rng: random.Random, config: ModelConfig, width: int) -> ModelCo
     changes = NOT_LATENT | dict(
         num_key_value_heads=config.num_attention_heads, head_dim=turned, attention_bias=biased
     )
-    changes |= dict(qk_norm_scope="head", attention_gate_activation="sigmoid")
+    gated = (
+        config.attention_gate == "headwise" and not biased
+    )  # the only gate on latents, without biases
+    gate = "headwise" if gated else "none"
+    changes |= dict(attention_gate=gate, qk_norm_scope="head", attention_gate_activation="sigmoid")
     return dataclasses.replace(config, latent_attention=sizes, layer_types=None, **changes)
 
 
