@@ -23,6 +23,7 @@ ARGUMENTS = {
     "recorder_cost": ["gated-nano", "delayed"],
     "span_attention": OUT,
     "split_k": OUT,
+    "stored_base": ["speed", *OUT],
     "whole_step": ["speed", "gated-nano", "bf16"],
 }
 

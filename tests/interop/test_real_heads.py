@@ -41,6 +41,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "bailing_hybrid": LATENT,
     "deepseek_v2": LATENT,
     "sarvam_mla": LATENT,
+    "axk1": LATENT,
     "dots1": dict(
         n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=96
     ),

@@ -29,6 +29,7 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 # Half a unit in the last place for each of the roundings in a row, of which attention has the most: norm, RoPE, the
 # probabilities, the sum and the gate.
 BOUND = 5 * 2**-9 if ON_GPU else 1e-5
+SLOW = pytest.mark.slow
 E4M3 = DType.kFloat8E4M3
 
 
@@ -67,15 +68,17 @@ def activated(y: Tensor, activation: StepActivation) -> Tensor:
     return act(gate) * up
 
 
-@pytest.mark.parametrize("scaling", ["none", "delayed", "current", "power of 2"])
+@pytest.mark.parametrize(
+    "scaling", ["none", "delayed", "current", pytest.param("power of 2", marks=SLOW)]
+)
 @pytest.mark.parametrize(
     ("tokens", "rows", "width", "outputs", "activation", "centered"),
     [
         (1, 1, 48, 40, None, None),
-        (3, 16, 40, 48, None, False),
+        pytest.param(3, 16, 40, 48, None, False, marks=SLOW),
         (5, 8, 64, 96, StepActivation("silu", True), True),
         (2, 2, 33, 32, StepActivation("relu2", False), None),
-        (16, 16, 32, 64, StepActivation("gelu_pytorch_tanh", True), False),
+        pytest.param(16, 16, 32, 64, StepActivation("gelu_pytorch_tanh", True), False, marks=SLOW),
     ],
 )
 def test_a_product_with_all_that_surrounds_it(
@@ -165,9 +168,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("used", "slots"), [(1, 16), (17, 32), pytest.param(70, 80, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("used", "slots"), [(1, 16), (17, 32), pytest.param(70, 80, marks=SLOW)])
 @pytest.mark.parametrize(
     ("batch", "heads", "turned", "interleaved", "centered", "cap", "sinks"), CASES
 )

@@ -118,6 +118,7 @@ ELSEWHERE = {
     "kernels/grouped_linear_triton.py": "kernels/grouped_linear_cases.py",
     "kernels/joint_experts_triton.py": "kernels/joint_experts_cases.py",
     "kernels/grouped_blocks_triton.py": "kernels/expert_blocks_cases.py",
+    "kernels/stored_experts_triton.py": "kernels/stored_cases.py",
     "engine/native.py": "model/test_strides_on_gpu.py",
     "model/tensor_parallel.py": "model/test_tensor_parallel.py",
 }
