@@ -156,7 +156,12 @@ class Replay(Printable):
         different = [one for one in self.tensors if not one.equal]
         outside = [one for one in different if not one.within]
         if not different:
-            return "every tensor has the recorded bits: the step does the same again, so its cause is in the software"
+            same = "every tensor has the recorded bits: the step does the same again"
+            if math.isfinite(self.first.loss) and math.isfinite(self.first.grad_norm):
+                return same
+            return (
+                f"{same}, so its cause is in the model, the data or the recipe, not in the hardware"
+            )
         same_kind = self.recorded_on == f"{self.device}, {self.engine}"
         if same_kind and self.repeatable:
             return (
