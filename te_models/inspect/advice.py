@@ -166,12 +166,14 @@ class Rule:
         key: its name.
         symptom: what it looks for, for the documentation.
         change: what to change.
+        shown_by: the statistic in which a reader sees it (te_models.inspect.record_report.STATISTICS).
         look: yields what it finds in a run.
     """
 
     key: str
     symptom: str
     change: str
+    shown_by: str
     look: Callable[[RunFacts, Rule], Iterator[Finding]]
 
 
@@ -435,6 +437,7 @@ RULES: tuple[Rule, ...] = (
         "a NaN or an infinity in a tensor",
         "look at this linear's weights and data; --on-nan demote keeps its layer in BF16 and goes on, --on-nan skip "
         "leaves out the data; if it comes back under --recipe bf16, FP8 is not the cause",
+        "nonfinite",
         _nonfinite,
     ),
     Rule(
@@ -442,6 +445,7 @@ RULES: tuple[Rule, ...] = (
         "values saturate or vanish under a scale that was never measured (`delayed`)",
         "calibrate the first scales: leave out --no-calibrate, in a loop of your own call model.calibrate(batch) "
         "before the first step; or take --recipe current",
+        "sqnr",
         _uncalibrated,
     ),
     Rule(
@@ -449,12 +453,14 @@ RULES: tuple[Rule, ...] = (
         "most scales jump between two steps, and the tensors do not, as after a resume with other FP8 state",
         "resume from a checkpoint with its own fp8_state.safetensors, calibrate again, or take --recipe current, which "
         "has no state",
+        "scale",
         _jumped,
     ),
     Rule(
         "stale-scale",
         "a scale from an old, larger amax leaves the values too small (`delayed`)",
         "shorten --amax-history-len, take --amax-compute-algo most_recent, or --recipe current",
+        "scale_age",
         _stale,
     ),
     Rule(
@@ -462,6 +468,7 @@ RULES: tuple[Rule, ...] = (
         "gradients saturate",
         "--recipe current takes the scale from the gradient itself; or --margin 1 for headroom, a lower "
         "--learning-rate, or a longer --warmup-steps",
+        "saturated",
         _gradient_saturates,
     ),
     Rule(
@@ -469,6 +476,7 @@ RULES: tuple[Rule, ...] = (
         "an input or a weight saturates",
         "--recipe current takes the scale from the tensor itself; or --margin 1 for headroom, or --amax-compute-algo "
         "most_recent, whose scales are one step old",
+        "saturated",
         _saturates,
     ),
     Rule(
@@ -476,6 +484,7 @@ RULES: tuple[Rule, ...] = (
         "few values are far above all others and take the scale with them",
         "scales per block keep an outlier to its block: --recipe blockwise on Hopper, mxfp8 on Blackwell; or keep this "
         "linear in BF16 through the recipe's table precision",
+        "flushed",
         _outlier,
     ),
     Rule(
@@ -483,6 +492,7 @@ RULES: tuple[Rule, ...] = (
         "a tensor is zero in every recorded step of late",
         "this is no matter of FP8: look at the weights between this linear and the loss (a matrix of zeros, a gate "
         "that is closed, frozen parameters)",
+        "amax",
         _dead,
     ),
     Rule(
@@ -490,6 +500,7 @@ RULES: tuple[Rule, ...] = (
         "the loss rises again while the weights grow",
         "lower --learning-rate, or warm up longer (--warmup-steps); try --recipe bf16 for a few steps to see that FP8 "
         "is not the cause",
+        "amax",
         _learning_rate,
     ),
     Rule(
@@ -497,6 +508,7 @@ RULES: tuple[Rule, ...] = (
         "a cast is less exact than its format usually is",
         "finer scales (--recipe blockwise on Hopper, mxfp8 on Blackwell), or BF16 for this linear through the recipe's "
         "table precision",
+        "sqnr",
         _inexact,
     ),
 )

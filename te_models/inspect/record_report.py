@@ -15,7 +15,7 @@ from rich.table import Table
 
 from te_models.errors import SaveError
 from te_models.files.atomic import replace_text, reraising
-from te_models.inspect.advice import Diagnosis, RunFacts, diagnose
+from te_models.inspect.advice import RULES, Diagnosis, RunFacts, diagnose
 from te_models.planning.printable import Printable
 from te_models.recorder.record import FOLDER, Floats, Record
 
@@ -90,6 +90,7 @@ def report_data(facts: RunFacts, diagnosis: Diagnosis, title: str) -> dict[str, 
         "columns": [[steps[part.start], steps[part.stop - 1]] for part in columns],
         "rows": rows,
         "stats": statistics,
+        "opens": _first_shown(diagnosis),
         "findings": [asdict(finding) for finding in diagnosis.findings],
         "events": [_event(row) for row in facts.events],
         "metrics": {
@@ -98,6 +99,13 @@ def report_data(facts: RunFacts, diagnosis: Diagnosis, title: str) -> dict[str, 
             "grad_norm": [_finite(row.get("grad_norm")) for row in facts.rows],
         },
     }
+
+
+def _first_shown(diagnosis: Diagnosis) -> str:
+    """Return the key of the statistic that the page opens with: the one that shows its first finding."""
+    if not diagnosis.findings:
+        return "sqnr"
+    return next(rule.shown_by for rule in RULES if rule.key == diagnosis.findings[0].rule)
 
 
 def _rows(record: Record, shown: Any) -> tuple[list[list[int]], list[dict[str, Any]]]:

@@ -18,7 +18,7 @@ from planted import FAILURES, run_planted
 
 from te_models.cli import main
 from te_models.inspect import record_report
-from te_models.inspect.advice import diagnose, read_facts
+from te_models.inspect.advice import RULES, diagnose, read_facts
 from te_models.inspect.record_report import WorstTensors, report_data, write_report
 
 CHROMIUM = (
@@ -117,7 +117,10 @@ def expected_color(statistic: dict[str, Any], value: float) -> tuple[int, ...]:
 @pytest.mark.parametrize("key", ["saturated", "sqnr", "amax"])
 def test_a_browser_draws_the_map_that_the_data_say(key: str, run: Path, tmp_path: Path) -> None:
     page = write_report(run, read_facts(run), tmp_path / "page.html")
-    address = f"{page.as_uri()}#stat={key}"
+    data = data_of(run)
+    # The page opens with the statistic that shows the first finding.
+    assert data["opens"] == "saturated"
+    address = page.as_uri() if key == data["opens"] else f"{page.as_uri()}#stat={key}"
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     options += ["--force-device-scale-factor=1", "--window-size=1240,1600"]
     options += [f"--user-data-dir={tmp_path / 'profile'}"]
@@ -135,7 +138,6 @@ def test_a_browser_draws_the_map_that_the_data_say(key: str, run: Path, tmp_path
         float(re.search(rf'data-{name}="([\d.]+)"', shown)[1])  # type: ignore[index]
         for name in ("left", "cell", "row")
     )
-    data = data_of(run)
     statistic = next(one for one in data["stats"] if one["key"] == key)
     grid = grid_of(data, key)
     pixels = np.asarray(Image.open(picture).convert("RGB"))
@@ -165,4 +167,9 @@ def test_a_page_of_a_run_without_metrics_or_events(tmp_path: Path) -> None:
     (run / "metrics.jsonl").unlink()
     page = write_report(run, read_facts(run)).read_text()
     data = json.loads(re.search(r'application/json">(.*?)</script>', page, re.S)[1])  # type: ignore[index]
+    assert data["opens"] == "sqnr"  # nothing was found
     assert data["metrics"] == {"steps": [], "loss": [], "grad_norm": []} and not data["events"]
+
+
+def test_each_rule_names_a_statistic_of_the_page() -> None:
+    assert {rule.shown_by for rule in RULES} <= {one.key for one in record_report.STATISTICS}
