@@ -44,6 +44,7 @@ from te_models.training.timing import Row
 LINES = 20  # steps of a run that a log has a line about, besides evaluations
 LINE_PAUSE = 60.0  # seconds without a line in a log, where steps are slow
 LOG_WIDTH = 100  # characters of a line where the output is not a terminal, and COLUMNS is not set
+PADDING = 4  # characters around the two columns of a table
 PROMPT = 60  # characters of a prompt in a suggested command
 
 
@@ -300,8 +301,19 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def print_table(console: Console, table: Table) -> None:
+    """Print a table. A log, unlike a terminal, may have lines that are longer, so that no path in it is broken."""
+    width = console.width
+    if not console.is_terminal:
+        names, values = table.columns
+        longest = max(len(word) for value in values.cells for word in str(value).split())
+        console.width = max(width, max(len(str(name)) for name in names.cells) + longest + PADDING)
+    console.print(table)
+    console.width = width
+
+
 def table_of(rows: Mapping[str, str], title: str | None = None) -> Table:
-    """Return names and values as a table; a long path is wrapped rather than cut."""
+    """Return names and values as a table; where a long path does not fit, it is wrapped rather than cut."""
     table = Table(
         "",
         Column(overflow="fold"),
@@ -365,7 +377,7 @@ def print_outcome(
         "settings": str(folder / RUN_FILE),
         **written,
     }
-    console.print(table_of(rows))
+    print_table(console, table_of(rows))
 
 
 def _exp(loss: float) -> str:

@@ -13,7 +13,7 @@ from te_models.config.training import TrainConfig
 from te_models.errors import ConfigError
 from te_models.saving.checkpoint_choice import describe_choice
 from te_models.serving.export import default_format
-from te_models.training.report import draw_run, print_next, print_outcome, run_console
+from te_models.training.report import draw_run, print_next, print_outcome, print_table, run_console
 from te_models.training.resume import saved_choices
 from te_models.training.run_data import RunData
 from te_models.training.run_model import ModelSource
@@ -40,7 +40,7 @@ class Report:
         """Print what was chosen for the user or changed, and the settings in force."""
         for note in notes:
             self.console.print(note, soft_wrap=True)  # paths stay whole
-        self.console.print(summary)
+        print_table(self.console, summary)
 
     def draw_losses(self, trainer: Trainer) -> str:
         """Draw the loss curve; return its path, or why there is none."""

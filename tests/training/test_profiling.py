@@ -52,10 +52,9 @@ def test_other_words_are_refused(text: str) -> None:
 
 @pytest.mark.usefixtures("texts")
 def test_a_run_names_its_record_and_its_traces(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """And PyTorch's profiler writes no lines of its own among those of the run."""
-    monkeypatch.setenv("COLUMNS", "300")  # as long as a line with this path
     run = tmp_path / "run"
     command = [*PRETRAIN, "--steps", "2", "--recipe", "current", "--record", "1", "--profile", "2"]
     assert main([*command, "--out", str(run)]) == 0

@@ -183,3 +183,18 @@ def test_a_redirected_log_has_the_width_that_is_asked_for(
         monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     assert report.run_console().width == width
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_log_breaks_no_path(terminal: bool) -> None:
+    """A terminal does, rather than cut it."""
+    path = "/runs/" + "a-long-name/" * 12 + "metrics.jsonl"
+    written = io.StringIO()
+    console = Console(file=written, width=80, force_terminal=terminal)
+    rows = {"eval loss before": "5.0 nats per token", "metrics": f"{path}, which plots read"}
+    report.print_table(console, report.table_of(rows))
+    lines = written.getvalue().splitlines()
+    assert (path in lines[1]) is not terminal
+    assert console.width == 80
+    if terminal:
+        assert path in "".join(line[18:].strip() for line in lines[1:])
