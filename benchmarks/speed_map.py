@@ -2,7 +2,7 @@
 
 On a GPU, `python -m benchmarks.speed_map` measures forward and backward of four layers over widths, widths of experts
 and numbers of tokens under each recipe, writes benchmarks/results/speed_map_<gpu>.json, and makes
-te_models/config/measured_speed.json anew from all measurements in benchmarks/results. `--collect` does the latter
+te_models/measurements/speed.json anew from all measurements in benchmarks/results. `--collect` does the latter
 alone.
 """
 

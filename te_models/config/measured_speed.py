@@ -1,6 +1,6 @@
 """Speeds of training that were measured: a table over GPU, width and tokens, which `auto`, `plan` and runs read.
 
-The rows are in measured_speed.json, which `python -m benchmarks.speed_map` makes from measurements. No torch.
+The rows are in te_models/measurements/speed.json, which `python -m benchmarks.speed_map` makes. No torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from te_models.config.gpus import get_gpu
 from te_models.config.model import ModelConfig
 from te_models.errors import UsageError
 
-FILE = Path(__file__).with_suffix(".json")
+FILE = Path(__file__).parents[1] / "measurements" / "speed.json"
 NEAR = 1.25  # factor up to which a width counts as measured
 NEAR_TOKENS = 4.0  # the same for tokens per step
 # A recipe pays where it is faster than this: ratios of two runs vary by about a percent.

@@ -90,7 +90,7 @@ def test_modules_run_where_something_watches_them(monkeypatch: pytest.MonkeyPatc
     seen = []
     block: Any = model.layers[0]
     block.self_attn.o_proj.register_forward_hook(lambda *given: seen.append(1))
-    block.mlp.register_forward_pre_hook(lambda *given: seen.append(2))
+    block.mlp.down_proj.register_forward_pre_hook(lambda *given: seen.append(2))
     ids = torch.randint(0, 256, (1, 6), device=model.device)
     logits_of_a_step(model, ids, torch.ones_like(ids[:, :5]))
     assert counts == {GatedAttention: 1, MLP: 1}  # of the second layer
