@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ class OwnBatches:
         self._position = 0  # the batches so far of this epoch
         self._digest = 0  # of the last one
         self._random = torch.get_rng_state()
+        self._iterator: Iterator[Any] | None = None  # None: paused
         self._begin()
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -66,6 +68,9 @@ class OwnBatches:
         Raises:
             DataError: there is none, or it is not a batch.
         """
+        if self._iterator is None:
+            self._go_on()
+        assert self._iterator is not None
         with self._own_random():
             batch_or_none = next(self._iterator, None)
         if batch_or_none is None:
@@ -126,6 +131,22 @@ class OwnBatches:
                 "the data gives other batches than in the saved run: draw its random numbers from PyTorch or from a "
                 "seed that is the same for each iteration, or start a new run"
             )
+
+    def pause(self) -> None:
+        """End the workers of a DataLoader. The next batch is the one that follows all the same.
+
+        Without it they live until Python collects the loader's iterator. If that is part of a cycle, its queue is
+        finalized first, nobody tells the workers to end, and PyTorch waits five seconds before it kills them.
+        """
+        if not self.once:
+            self._iterator = None
+
+    def _go_on(self) -> None:
+        """Begin the epoch again, and drop the batches that were drawn before a pause."""
+        self._begin()
+        with self._own_random():
+            for _ in range(self._position):
+                next(self._iterator, None)  # type: ignore[arg-type]  # _begin has made it
 
     def _begin(self) -> None:
         """Begin the epoch."""

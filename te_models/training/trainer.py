@@ -263,6 +263,8 @@ class Trainer(NamedFields):
             OutputInUse: another run writes to `out`.
         """
         with contextlib.ExitStack() as stack:
+            if isinstance(self.data, OwnBatches):
+                stack.callback(self.data.pause)
             self.parallel.ranks.from_first(
                 lambda: stack.enter_context(locked(self.out)), OutputInUse
             )

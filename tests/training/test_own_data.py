@@ -1,5 +1,6 @@
 """A Trainer on batches of the user's own: lists, DataLoaders and generators, with exact resume where it is possible."""
 
+import multiprocessing
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -91,6 +92,18 @@ def test_resume_is_exact(kind: str, micro: int, tmp_path: Path) -> None:
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     for name, weight in whole.model.named_parameters():
         assert_same_bits(name, again.model.get_parameter(name), weight)
+
+
+def test_workers_end_with_the_run(tmp_path: Path) -> None:
+    """And a program that goes on gets the batches that follow."""
+    before = set(multiprocessing.active_children())
+    trainer = run(tmp_path / "workers", DATA["workers"](), steps=7)
+    assert set(multiprocessing.active_children()) <= before
+    wanted = run(tmp_path / "loader", DATA["workers"](), steps=4)
+    rows = [[next(one.data)["labels"].tolist() for _ in range(12)] for one in (trainer, wanted)]
+    assert rows[0][:9] == rows[1][3:]
+    for one in (trainer, wanted):
+        one.data.pause()
 
 
 def test_epochs_shuffle_anew_and_by_the_seed(tmp_path: Path) -> None:
