@@ -125,7 +125,7 @@ def like(
 
 @dataclass(frozen=True)
 class Gain:
-    """Whether a recipe saves time: `pays` is None where nothing is measured near; `text` has the figure."""
+    """The answer to whether a recipe saves time: `pays` is None where nothing is near; `text` has the figure."""
 
     pays: bool | None
     text: str

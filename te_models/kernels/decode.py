@@ -93,7 +93,7 @@ class HeadNorms(NamedTuple):
 
 @dataclass(frozen=True)
 class StepAttention:
-    """The settings of attention in a step; the fields are those of te_models.config.attention.AttentionSpec."""
+    """The settings of attention in a step; its fields are named as in te_models.config.attention.AttentionSpec."""
 
     heads: Heads
     scale: float

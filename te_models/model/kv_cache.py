@@ -254,11 +254,11 @@ class DecodingCache:
 
     @property
     def is_first(self) -> bool:
-        """Whether the forward under way is the first one, which attends to its own tokens alone."""
+        """True if the forward under way is the first one, which attends to its own tokens alone."""
         return self._slots is None
 
     def keys(self, layer: int, mask: Tensor) -> StepKeys:
-        """Return keys and values of an attention layer for a kernel that also writes those of the newest token.
+        """Return keys and values of an attention layer for a kernel that also writes the newest token's.
 
         `mask` is the one that `visible` returned for the layer's window.
         """

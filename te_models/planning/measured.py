@@ -119,7 +119,7 @@ class HeldTensor(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """What is there before a step: of each measured layer, and under REST of everything else."""
+    """The memory before a step: of each measured layer, and under REST of everything else."""
 
     weights: Mapping[int, int]  # bytes, without adapters
     expert_weights: Mapping[int, int]  # those of experts among them
