@@ -46,7 +46,6 @@ from transformer_engine.pytorch.quantization import (
     get_align_size_for_quantization,
 )
 
-import te_models.kernels.decode_triton as decode_triton
 import te_models.kernels.handover_triton as handover_triton
 from te_models.device.autograd import Context
 from te_models.engine import native_experts
@@ -548,5 +547,4 @@ handover = {
     "experts": native_experts.experts,
     "experts_join": native_experts.experts_join,
     "counts_on_device": native_experts.counts_on_device,
-    "decode": decode_triton.TRITON,
 }
