@@ -22,7 +22,11 @@ python3 benchmarks/whole_step.py speed gated-1b delayed --accumulation 1,8 --mic
 python3 benchmarks/whole_step.py profile gated-1b delayed > "$out/whole_step_1b.txt"
 python3 benchmarks/whole_step.py first gated-1b delayed > "$out/first_steps_1b.txt"
 python3 benchmarks/engine_gpu.py "$out/engine_gpu.json"
-python3 benchmarks/checkpoint_grid.py run --out "$out/checkpoint_grid.json"
+python3 -m benchmarks.checkpoint_grid run --peers torch,torchao --out "$out/checkpoint_grid.json"
+python3 -m benchmarks.recompute_detection --out "$out/recompute_detection.json"
+for shape in 350m 454m; do python3 -m benchmarks.compiled_fp8 --shape $shape --out "$out/compiled_fp8_$shape.json"; done
+for shape in 124m 1b; do python3 -m benchmarks.optimizer_speed --shape $shape --out "$out/optimizer_speed_$shape.json"; done
+python3 -m benchmarks.optimizer_study --folder "$out/optimizer_study" --out "$out/optimizer_study.json"
 python3 benchmarks/generate.py run --out "$out/generate.json"
 python3 benchmarks/finetune_against_trl.py run --out "$out/finetune_against_trl.json"
 python3 benchmarks/span_attention.py --out "$out/span_attention.json"
@@ -34,6 +38,10 @@ te-models bench --preset gated-1b --vocab-size 32000 --hidden-size 2560 --num-hi
     --peers torch,torchao --out "$out/heads_80"
 python3 benchmarks/fast_and_plain.py --seeds 12 --processes 6 --out "$out/fast_and_plain.json"
 python3 benchmarks/checkpoint_parity.py --out "$out/checkpoint_parity.json"
+for exact in "" --deterministic; do
+    python3 benchmarks/checkpoint_parity.py --steps 200 --attention own --seq-len 256 --processes 14 --every 10 $exact \
+        --out "$out/checkpoint_parity_own$exact.json"
+done
 python3 benchmarks/engine_parity.py --out "$out/engine_parity.json"
 python3 benchmarks/resume_parity.py --out "$out/resume_parity.json"
 python3 -m benchmarks.serving_parity --model gated-nano --out "$out/serving_parity.json"

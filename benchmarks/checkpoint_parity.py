@@ -2,18 +2,24 @@
 
     python benchmarks/checkpoint_parity.py --out benchmarks/results/checkpoint_parity_h200.json      # on a GPU
     python benchmarks/checkpoint_parity.py --engine emulated --recipe delayed --steps 3              # anywhere
+    python benchmarks/checkpoint_parity.py --steps 200 --attention own --seq-len 256 --processes 14 --every 10 \
+        --out benchmarks/results/checkpoint_parity_cudnn_h100.json
 
 Four layers, three micro-batches per step, an evaluation every fifth step, one forward that is abandoned and one that
 ends in an exception. It compares every loss, and after every step gradients, weights, scales and amax histories, and
 counts the scale updates of a step. Attention runs PyTorch's plain kernel: the gradients of the fused ones vary from run
-to run.
+to run. With `--attention own` it runs what a training run takes, cuDNN's from 128 tokens on, or with --deterministic
+the deterministic kernel. "again" is none once more: where it differs, a mode cannot be equal either.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +28,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from te_models import CausalLM
+from te_models.device.determinism import deterministic
 from te_models.fp8.primary_weights import plain, quantized_weights
 from te_models.fp8.scaling_state import fp8_state
 from te_models.inspect.environment import environment
@@ -61,11 +68,17 @@ def digest(model: CausalLM) -> str:
     return found.hexdigest()
 
 
-def run(options: dict[str, Any], mode: str | int, steps: int, cache: bool) -> dict[str, Any]:
-    """Return the losses, a hash per step, and how often a step updated forward and backward scales."""
+def run(
+    options: dict[str, Any], mode: str | int, steps: int, cache: bool, seq_len: int, every: int
+) -> dict[str, Any]:
+    """Return the losses, a hash per `every` steps, and how often a step updated forward and backward scales."""
     torch.manual_seed(0)
     model = CausalLM.from_preset(
-        "gated-nano", activation_checkpointing=mode, compile=False, **SHAPE, **options
+        "gated-nano",
+        activation_checkpointing="none" if mode == "again" else mode,
+        compile=False,
+        **SHAPE,
+        **options,
     )
     model.te.FP8GlobalStateManager.reset()
     optimizer = build_optimizer("adamw", model, lr=1e-3, weight_decay=0.1)
@@ -80,7 +93,7 @@ def run(options: dict[str, Any], mode: str | int, steps: int, cache: bool) -> di
         original(forward)
 
     def loss_of(**how: Any) -> torch.Tensor:
-        ids = torch.randint(0, model.config.vocab_size, (4, 64), generator=generator).to(
+        ids = torch.randint(0, model.config.vocab_size, (4, seq_len), generator=generator).to(
             model.device
         )
         loss = model(ids, labels=ids, **how).loss
@@ -106,7 +119,8 @@ def run(options: dict[str, Any], mode: str | int, steps: int, cache: bool) -> di
                 (loss / MICRO_BATCHES).backward()
                 found["losses"].append(loss.item())
             found["updates"].append([counts[True], counts[False]])
-            found["digests"].append(digest(model))
+            if step % every == every - 1:
+                found["digests"].append(digest(model))
             optimizer.take_gradients(1.0)
             optimizer.step()
             if step % 5 == 4:
@@ -117,10 +131,63 @@ def run(options: dict[str, Any], mode: str | int, steps: int, cache: bool) -> di
     return found
 
 
+def compare(
+    case: tuple[str, bool, bool], engine: str, steps: int, attention: str, exact: bool, seq_len: int, every: int
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return a row per mode of a recipe, with FP8 primary weights or not, with shared quantized weights or not."""
+    name, fp8_params, cache = case
+    options = dict(RECIPES[name], engine=engine, fp8_params=fp8_params)
+    modes = MODES
+    if attention == "plain":
+        sdpa.CUDA_ORDER = sdpa.SMALL_ORDER = [SDPBackend.MATH]
+    else:
+        modes = (*MODES, "again")
+    try:
+        with deterministic() if exact else contextlib.nullcontext():
+            runs = {mode: run(options, mode, steps, cache, seq_len, every) for mode in modes}
+    except Exception as error:  # one case that fails must not cost the others
+        kind = "skipped" if isinstance(error, ValueError) else "error"
+        print(name, f"{kind}:", error, flush=True)
+        return [
+            {"recipe": name, "fp8_params": fp8_params, "cached_weights": cache, kind: str(error)}
+        ]
+    rows = []
+    for mode in modes[1:]:
+        same = {
+            part: runs[mode][part] == runs["none"][part]
+            for part in ("losses", "digests", "updates")
+        }
+        first = [
+            a == b for a, b in zip(runs[mode]["digests"], runs["none"]["digests"], strict=True)
+        ]
+        difference = None
+        if False in first:
+            difference = every * (first.index(False) + 1)
+        rows.append(
+            dict(
+                recipe=name,
+                fp8_params=fp8_params,
+                cached_weights=cache,
+                mode=mode,
+                same=same,
+                first_difference=difference,
+                last_loss=runs[mode]["losses"][-1],
+                updates_a_micro_batch=[n / MICRO_BATCHES for n in runs[mode]["updates"][-1]],
+            )
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path))
 @click.option("--engine", default="native", type=click.Choice(["native", "emulated"]))
 @click.option("--steps", default=50)
+@click.option("--every", default=1, help="Steps between comparisons of weights and gradients.")
+@click.option("--seq-len", default=64)
+@click.option("--attention", default="plain", type=click.Choice(["plain", "own"]))
+@click.option("--deterministic", "exact", is_flag=True)
+@click.option("--processes", default=1, help="Cases at a time.")
 @click.option(
     "--recipe",
     "only",
@@ -128,46 +195,29 @@ def run(options: dict[str, Any], mode: str | int, steps: int, cache: bool) -> di
     type=click.Choice(list(RECIPES)),
     help="May be repeated; default: all.",
 )
-def main(out: Path | None, engine: str, steps: int, only: tuple[str, ...]) -> None:
+def main(
+    out: Path | None, engine: str, steps: int, every: int, seq_len: int, attention: str, exact: bool, processes: int,
+    only: tuple[str, ...],
+) -> None:  # fmt: skip
     """Compare; exits with 1 if a bit differs."""
-    sdpa.CUDA_ORDER = sdpa.SMALL_ORDER = [SDPBackend.MATH]
-    rows: list[dict[str, Any]] = []
+    cases = []
     for name in only or RECIPES:
         for fp8_params, cache in ((False, False), (False, True), (True, False)):
-            if fp8_params and name == "bf16":
-                continue
-            options = dict(RECIPES[name], engine=engine, fp8_params=fp8_params)
-            try:
-                runs = {mode: run(options, mode, steps, cache) for mode in MODES}
-            except ValueError as error:
-                rows.append(dict(recipe=name, skipped=str(error)))
-                print(name, "skipped:", error, flush=True)
-                break
-            for mode in MODES[1:]:
-                same = {
-                    part: runs[mode][part] == runs["none"][part]
-                    for part in ("losses", "digests", "updates")
-                }
-                first = [
-                    a == b
-                    for a, b in zip(runs[mode]["digests"], runs["none"]["digests"], strict=True)
-                ]
-                rows.append(
-                    dict(recipe=name, fp8_params=fp8_params, cached_weights=cache, mode=mode, same=same,
-                         first_difference=first.index(False) + 1 if False in first else None,
-                         updates_a_micro_batch=[n / MICRO_BATCHES for n in runs[mode]["updates"][-1]])
-                )  # fmt: skip
-                print(rows[-1], flush=True)
-    if out is not None:
-        result = {
-            "environment": environment(),
-            "engine": engine,
-            "steps": steps,
-            "shape": SHAPE,
-            "rows": rows,
-        }
-        out.write_text(json.dumps(result, indent=1))
-    raise SystemExit(any(not all(row.get("same", {}).values()) for row in rows))
+            if not (fp8_params and name == "bf16"):
+                cases.append((name, fp8_params, cache))
+    settings = dict(
+        engine=engine, steps=steps, attention=attention, exact=exact, seq_len=seq_len, every=every
+    )
+    rows: list[dict[str, Any]] = []
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context) as pool:
+        for found in pool.map(functools.partial(compare, **settings), cases):
+            rows += found
+            if out is not None:
+                result = {"environment": environment(), **settings, "shape": SHAPE, "rows": rows}
+                out.write_text(json.dumps(result, indent=1))
+    failed = any("error" in row or not all(row.get("same", {}).values()) for row in rows)
+    raise SystemExit(failed)
 
 
 if __name__ == "__main__":

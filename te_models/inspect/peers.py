@@ -229,13 +229,23 @@ def step_of(model: nn.Module, loss_of: Callable[[], Tensor | None]) -> StepFunct
     return step
 
 
-def peer_step(peer: Peer, ids: Tensor) -> StepFunction:
-    """Return a function that runs forward and backward of `peer` on ids [B, S]; it returns the loss."""
+def peer_loss(peer: Peer, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Return a function of ids [B, S] that returns the loss of `peer` on them, compiled on a GPU."""
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
         return elementwise.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    if ids.is_cuda:
+    if device.type == "cuda":
         loss_of = torch.compile(loss_of)
-    targets = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
-    return step_of(peer, lambda: loss_of(peer(ids), targets))
+
+    def loss(ids: Tensor) -> Tensor:
+        targets = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+        return loss_of(peer(ids), targets)
+
+    return loss
+
+
+def peer_step(peer: Peer, ids: Tensor) -> StepFunction:
+    """Return a function that runs forward and backward of `peer` on ids [B, S]; it returns the loss."""
+    loss = peer_loss(peer, ids.device)
+    return step_of(peer, lambda: loss(ids))
