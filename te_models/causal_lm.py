@@ -165,6 +165,8 @@ class CausalLM(Decoder):
         for part in self.config.parts:
             known = obstacles.setdefault(part.title, [])
             known += [name for name in part.obstacles if name not in known]
+        if self.config.norm_type != "rms":
+            obstacles["norms"] = ["norm_type"]
         notes = [
             f"{title}: separate kernels, since the fused ones do not compute {', '.join(names)}"
             for title, names in obstacles.items()

@@ -28,6 +28,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window by layer": dict(sliding_window=5, layer_types=["full_attention", "sliding_attention"] * 2),
     "smollm3": dict(no_rope_layers=[1, 0, 1, 0]),
     "qwen3_next": dict(partial_rotary_factor=0.5, zero_centered_norm=True, qk_norm=True),
+    "cohere2": dict(norm_type="layer", parallel_residual=True, sliding_window=5, no_rope_layers=[1, 0, 1, 0],
+                    layer_types=["sliding_attention", "full_attention"] * 2, rope_interleaved=True),
     "dynamic": dict(rope_scaling=dict(rope_type="dynamic", factor=3.0), max_position_embeddings=32),
     "yarn": dict(rope_scaling=YARN),
     "longrope": dict(rope_scaling=LONG),

@@ -1148,6 +1148,31 @@ FAMILY_CASES["bamba"] = {
 }
 for _case in FAMILY_CASES["bamba"].values():
     _case.pop("layer_types")
+_COHERE_SHAPES = {
+    name: {**shape, "logit_scale": 0.3}
+    for name, shape in _shapes(
+        "odd", "all-keys", "tied", "linear", "llama3", "yarn", "dynamic", "gelu", drop=("head_dim",)
+    ).items()
+}
+FAMILY_CASES["cohere"] = {
+    **_COHERE_SHAPES,
+    "one-key": dict(num_key_value_heads=1),
+    "untied": dict(tie_word_embeddings=False, layer_norm_eps=1e-3, logit_scale=0.0625),
+    "biases": dict(attention_bias=True, logit_scale=1.7),
+}
+FAMILY_CASES["cohere2"] = {
+    **{
+        name: {"sliding_window": 6, "layer_types": [SLIDING, FULL, SLIDING], **shape}
+        for name, shape in _COHERE_SHAPES.items()
+        if name != "tied"
+    },
+    "tied": dict(num_hidden_layers=1, layer_types=[SLIDING], sliding_window=3),
+    "one-key": dict(num_key_value_heads=1, num_hidden_layers=5, sliding_window=5),
+    "untied": dict(tie_word_embeddings=False, layer_norm_eps=1e-3, sliding_window=6),
+    "biases": dict(attention_bias=True, layer_types=[FULL, SLIDING, SLIDING], sliding_window=4),
+    "full": dict(layer_types=[FULL] * 3),
+    "slide": dict(layer_types=[SLIDING] * 3, sliding_window=4),
+}
 CASES = {
     f"{family}-{name}": (family, case)
     for family, cases in FAMILY_CASES.items()
@@ -1166,6 +1191,9 @@ def make_config(case: str) -> Any:
         fields["layer_norm_epsilon"] = fields.pop("rms_norm_eps")
     if family in ("lfm2", "lfm2_moe", "lfm3"):
         fields.setdefault("norm_eps", fields.pop("rms_norm_eps"))
+    if family in ("cohere", "cohere2"):
+        fields.setdefault("layer_norm_eps", fields.pop("rms_norm_eps"))
+        fields.pop("head_dim", None)
     if family in ("phi3", "mistral4"):  # take no other head_dim
         del fields["head_dim"]
     if family == "cwm":

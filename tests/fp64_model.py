@@ -26,7 +26,7 @@ def logits_of(config: ModelConfig, weights: Weights, ids: Tensor) -> Tensor:
     x = weights["embed_tokens.weight"][ids] * config.embedding_multiplier  # [S, D]
     for layer in range(config.num_hidden_layers):
         x = _block(config, weights, f"layers.{layer}.", layer, x)
-    x = _norm(config, weights, "norm", x)
+    x = _stream_norm(config, weights, "norm", x)
     table = "embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     return _capped(x @ weights[table].T / config.logits_scaling, config.final_logit_softcapping)
 
@@ -40,10 +40,13 @@ def _block(config: ModelConfig, weights: Weights, name: str, layer: int, x: Tens
         ),
         ("post_attention_layernorm", "mlp_output_norm", lambda h: _mlp(config, weights, name, h)),
     )
+    if config.parallel_residual:
+        h = _stream_norm(config, weights, f"{name}input_layernorm", x)
+        return x + config.residual_multiplier * sum(part(h) for _, _, part in parts)
     for before, after, part in parts:
-        h = x if config.norm_position == "post" else _norm(config, weights, name + before, x)
+        h = x if config.norm_position == "post" else _stream_norm(config, weights, name + before, x)
         h = part(h)
-        h = h if config.norm_position == "pre" else _norm(config, weights, name + after, h)
+        h = h if config.norm_position == "pre" else _stream_norm(config, weights, name + after, h)
         x = x + config.residual_multiplier * h
     return x
 
@@ -217,6 +220,12 @@ def _experts(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Ten
 def _linear(weights: Weights, name: str, x: Tensor, expert: str = "") -> Tensor:
     out = x @ weights[f"{name}.weight{expert}"].T
     return out + weights[f"{name}.bias{expert}"] if f"{name}.bias{expert}" in weights else out
+
+
+def _stream_norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
+    """A norm of the residual stream; LayerNorm is RMSNorm of the centered input."""
+    centered = x - x.mean(-1, keepdim=True) if config.norm_type == "layer" else x
+    return _norm(config, weights, name, centered)
 
 
 def _norm(

@@ -119,6 +119,14 @@ KINDS = {
             zero_centered_norm=True, plain_final_norm=True,
         )
     ),
+    "LayerNorm, side by side": Kind(  # as Cohere
+        dict(attention_gate="none", norm_type="layer", parallel_residual=True, rope_interleaved=True,
+             sliding_window=4, layer_types=BY_TURNS, no_rope_layers=(1, 0, 1), tie_word_embeddings=True)
+    ),
+    "experts side by side": Kind(
+        dict(attention_gate="headwise", parallel_residual=True, residual_multiplier=0.5, moe=EXPERTS | SHARED),
+        chooses=True, family=False,
+    ),
     "norms after RoPE": Kind(dict(attention_gate="none", qk_norm=True, qk_norm_after_rope=True)),
     "linear attention": Kind(
         dict(
@@ -205,6 +213,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         attn_logit_softcapping=3.0, final_logit_softcapping=4.0, embedding_multiplier=8.0, tie_word_embeddings=True,
         **WINDOW,
     ),
+    "LayerNorms": dict(norm_type="layer", norm_position="both", zero_centered_norm=True, qk_norm=True),
     "AFM": dict(attention_gate="none", hidden_act="relu2", mlp_gate=False),
     "Laguna": dict(attention_gate="headwise", attention_gate_activation="softplus", qk_norm=True),
     "sinks": dict(attention_sinks=True, qk_norm=True, **WINDOW),

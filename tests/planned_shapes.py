@@ -17,6 +17,8 @@ VARIANTS: dict[str, dict[str, Any]] = OPTIONS | {
     "Qwen3": dict(attention_gate="none", qk_norm=True, tie_word_embeddings=True),
     "SmolLM3": dict(no_rope_layers=(1, 0, 1)),
     "post-norm": dict(norm_position="post", residual_multiplier=0.5),
+    "side by side": dict(norm_type="layer", parallel_residual=True),
+    "RMSNorm side by side": dict(parallel_residual=True),
     "hybrid": KINDS["linear attention"].fields,
     "FP32": dict(dtype=torch.float32),
     "FP32 Llama": dict(dtype=torch.float32, attention_gate="none"),

@@ -73,6 +73,7 @@ def draw_config(rng: random.Random, aligned: bool = False) -> ModelConfig:
         cap=dict(attn_logit_softcapping=3.0), final_cap=dict(final_logit_softcapping=5.0),
         sinks=dict(attention_sinks=True), scale=dict(attention_multiplier=0.3),
         embedding=dict(embedding_multiplier=2.5), residual=dict(residual_multiplier=0.6),
+        layer_norm=dict(norm_type="layer"), beside=dict(parallel_residual=True, norm_position="pre"),
         logits=dict(logits_scaling=1.7), query=dict(query_scale_beta=0.3, query_scale_length=5),
     )  # fmt: skip
     for name in rng.sample(sorted(some), rng.randint(0, 6)):

@@ -178,6 +178,7 @@ NAMED_TWICE = {
     "Linear",
     "GroupedLinear",
     "LinearOfTorch",
+    "LayerNormWithoutBias",
     "RMSNorm",
     "StoredLinear",
     "StoredGroupedLinear",

@@ -49,7 +49,7 @@ class ModelFields(Settings):
     )
     head_dim: int = count(None, "Channels per head; default: hidden size / query heads.")
     max_position_embeddings: int = count(4096, "Longest sequence.")
-    rms_norm_eps: float = positive(1e-5, "Epsilon of every RMSNorm.")
+    rms_norm_eps: float = positive(1e-5, "Epsilon of every norm.")
     rope_theta: float = positive(10000.0, "Base of the RoPE frequencies.")
     rope_scaling: Scaling | None = setting(
         None, "Scaling of RoPE beyond the trained length.", hash=False
@@ -150,6 +150,15 @@ class ModelFields(Settings):
         False, "Norms of q and k come after RoPE instead of before (Hunyuan)."
     )
     value_norm: bool = setting(False, "RMSNorm without weights on each head of v (Gemma 4).")
+    norm_type: str = setting(
+        "rms",
+        "Norms of the residual stream: rms (te.RMSNorm), or layer (te.LayerNorm without a bias; Cohere).",
+        choices=("rms", "layer"),
+    )
+    parallel_residual: bool = setting(
+        False,
+        "Attention and MLP read one norm of the same input, beside each other (Cohere).",
+    )
     norm_position: str = setting(
         "pre",
         "RMSNorm of attention and MLP: pre (their input), post (their output) or both.",

@@ -235,6 +235,8 @@ class LayerSpec:
         scaled: whether the output of the block is multiplied by a stored number.
         post_norm_eps: the epsilon of the norms after mixer and MLP; None: as of all others.
         input: the part that reads the input of the layer (te_models.config.layer_inputs); None: it has none.
+        norm_type: "rms" or "layer", as in ModelConfig.
+        parallel_residual: whether mixer and MLP, where there are both, read one norm of the layer's input.
     """
 
     mixer: MixerSpec | None
@@ -243,6 +245,13 @@ class LayerSpec:
     scaled: bool = False
     post_norm_eps: float | None = None
     input: PartSpec | None = None
+    norm_type: str = "rms"
+    parallel_residual: bool = False
+
+    @property
+    def side_by_side(self) -> bool:
+        """Return whether mixer and MLP read one norm of the layer's input."""
+        return self.parallel_residual and self.mixer is not None and self.mlp is not None
 
     @property
     def parts(self) -> tuple[PartSpec, ...]:
@@ -286,7 +295,9 @@ class LayerSpec:
 
     @property
     def num_norms(self) -> int:
-        """RMSNorms of the residual stream's width."""
+        """Norms of the residual stream's width."""
+        if self.side_by_side:
+            return 1
         normed = [part for part in (self.mixer, self.mlp) if part is not None]
         return len(normed) * (2 if self.norm_position == "both" else 1)
 

@@ -30,12 +30,14 @@ def describe_layers(config: ModelFields) -> tuple[LayerSpec, ...]:
     mlps = config.mlp_layer_types or ("dense" if config.moe is None else "sparse",) * count
     return tuple(
         LayerSpec(
-            MIXERS[mixer](config, layer),
-            MLPS[mlp](config, layer),
-            config.norm_position,
-            config.layer_scale,
-            config.post_norm_eps,
-            layer_input(config),
+            mixer=MIXERS[mixer](config, layer),
+            mlp=MLPS[mlp](config, layer),
+            norm_position=config.norm_position,
+            scaled=config.layer_scale,
+            post_norm_eps=config.post_norm_eps,
+            input=layer_input(config),
+            norm_type=config.norm_type,
+            parallel_residual=config.parallel_residual,
         )
         for layer, (mixer, mlp) in enumerate(zip(mixers, mlps, strict=True))
     )

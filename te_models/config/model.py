@@ -50,7 +50,8 @@ class ModelConfig(ModelFields):
     window, {"rope_theta": 10000.0}, where needed with "partial_rotary_factor" and the fields of a row of ROPE_SCALINGS.
 
     A block with `norm_position` "pre" computes x + f(norm(x)), with "post" x + norm(f(x)), and with "both"
-    x + norm(f(norm(x))), for attention and for the MLP. A cap c of logits l is c * tanh(l / c).
+    x + norm(f(norm(x))), for attention and for the MLP; with `parallel_residual` it computes
+    x + attention(norm(x)) + mlp(norm(x)) with one norm. A cap c of logits l is c * tanh(l / c).
 
     Raises:
         ConfigError: an unknown keyword (the message names the nearest field), or values that do not fit each other.
@@ -289,6 +290,10 @@ def _mistakes(config: ModelConfig) -> Iterator[str]:
         yield "sliding_rope is the RoPE of layers with a window: give sliding_window"
     if (config.query_scale_beta is None) != (config.query_scale_length is None):
         yield "query_scale_beta and query_scale_length belong together: give both or neither"
+    if config.parallel_residual and config.norm_position != "pre":
+        yield f"parallel_residual has one norm, of the layer's input: leave out norm_position={config.norm_position!r}"
+    if config.parallel_residual and config.moe is not None and config.moe.separate_norms:
+        yield "parallel_residual has one norm, of the layer's input: leave out moe.separate_norms"
     if config.qk_norm_scope != "head" and not config.qk_norm:
         yield f"qk_norm_scope={config.qk_norm_scope!r} norms nothing without qk_norm=True"
     limits = (*(config.expert_limits or ()), *(config.mlp_limits or ()))

@@ -95,6 +95,8 @@ class ConfigOptions(TypedDict, total=False):
     qk_norm_weights: bool
     qk_norm_after_rope: bool
     value_norm: bool
+    norm_type: str
+    parallel_residual: bool
     norm_position: str
     zero_centered_norm: bool
     hidden_act: str

@@ -83,6 +83,15 @@ def _layers(count: int, period: int, first: int = 0) -> PresetFields:
     return dict(num_hidden_layers=count, layer_types=tuple(kinds))
 
 
+def _cohere(hidden: int, intermediate: int, layers: int, heads: int, **fields: Any) -> PresetFields:
+    """Return the shape of a Command R: attention and MLP side by side after LayerNorm."""
+    own = dict(
+        vocab_size=256000, norm_type="layer", parallel_residual=True, rope_interleaved=True, attention_gate="none",
+        tie_word_embeddings=True, rms_norm_eps=1e-5, bos_token_id=5, eos_token_id=255001, pad_token_id=0,
+    )  # fmt: skip
+    return {**_shape(hidden, intermediate, layers, heads, 8, **own), **fields}
+
+
 def _gemma2(
     hidden: int, intermediate: int, layers: int, *heads: int, **fields: Any
 ) -> PresetFields:
@@ -388,6 +397,14 @@ PRESETS: dict[str, PresetFields] = {
         2560, 7040, 24, 20, vocab_size=48000, max_position_embeddings=4096, rope_theta=100000.0, rms_norm_eps=1e-8,
         rope_interleaved=True, attention_gate="none", bos_token_id=1, eos_token_id=2, pad_token_id=3,
     ),
+    "command-r-08-2024": _cohere(
+        8192, 24576, 40, 64, rope_theta=4000000.0, max_position_embeddings=131072, logits_scaling=16.0,
+    ),
+    "command-r7b": _cohere(
+        4096, 14336, 32, 32, **_layers(32, 4, 3), no_rope_layers=(1, 1, 1, 0) * 8, sliding_window=4096,
+        rope_theta=50000.0, max_position_embeddings=132096, logits_scaling=4.0,
+    ),
+    "aya-23-8b": _cohere(4096, 14336, 32, 32, max_position_embeddings=8192, logits_scaling=16.0),
     # Without its LongRoPE, which is for texts beyond 32,768 tokens.
     "minicpm3-4b": _shape(
         2560, 6400, 62, 40, vocab_size=73448, max_position_embeddings=32768, attention_gate="none",

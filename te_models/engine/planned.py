@@ -48,6 +48,7 @@ from te_models.engine.planned_modules import (
     GRADIENTS,
     WEIGHT_COPIES,
     GroupedLinear,
+    LayerNormWithoutBias,
     Linear,
     RMSNorm,
     StoredGroupedLinear,
@@ -71,6 +72,7 @@ __all__ = [
     "Float8Quantizer",
     "GroupedLinear",
     "LINEARS",
+    "LayerNormWithoutBias",
     "Linear",
     "MXFP8Quantizer",
     "RMSNorm",
@@ -194,10 +196,13 @@ class _NormInto(torch.autograd.Function):
 
 
 def _norm(
-    module: RMSNorm, x: Tensor, delta: Tensor | None, consumer: nn.Module | None
+    module: RMSNorm | LayerNormWithoutBias,
+    x: Tensor,
+    delta: Tensor | None,
+    consumer: nn.Module | None,
 ) -> tuple[Tensor, Tensor]:
     """native._norm."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and isinstance(module, RMSNorm):
         return _NormInto.apply(x, delta, module.weight, _quantizer(consumer, "scaling_fwd"))
     total = x if delta is None else x + delta
     return module(total), total

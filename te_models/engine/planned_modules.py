@@ -279,13 +279,13 @@ class StoredLinear(Linear):
 
 
 class _Norm(torch.autograd.Function):
-    """te.RMSNorm: saves its input and one FP32 number per row."""
+    """A norm of te: saves its input and `numbers` FP32 numbers per row."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, numbers: int) -> Tensor:
         rows = x.numel() // weight.numel()
-        inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
-        ctx.save_for_backward(x, weight, inverse)
+        statistics = torch.empty(numbers, rows, dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, statistics)
         return torch.empty(x.shape, dtype=weight.dtype, device=x.device)
 
     @staticmethod
@@ -296,17 +296,26 @@ class _Norm(torch.autograd.Function):
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         with counted_as(GRADIENTS):
             dw = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        return dx, dw
+        return dx, dw, None
 
 
 class RMSNorm(emulated.RMSNorm):
-    """te.RMSNorm on meta."""
+    """te.RMSNorm on meta, which saves 1 / RMS."""
 
     def forward(self, input_: Tensor) -> Tensor:
         """Normalize a tensor whose trailing dimensions are the weight's."""
         width = self.weight.shape
         x = input_.reshape(-1, *width).contiguous()
-        return _Norm.apply(x, self.weight).view(input_.shape)
+        return _Norm.apply(x, self.weight, 1).view(input_.shape)
+
+
+class LayerNormWithoutBias(emulated.LayerNormWithoutBias):
+    """native.LayerNormWithoutBias on meta, which saves mean and 1 / standard deviation."""
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Normalize a tensor whose trailing dimensions are the weight's."""
+        x = input_.reshape(-1, *self.weight.shape).contiguous()
+        return _Norm.apply(x, self.weight, 2).view(input_.shape)
 
 
 class GroupedLinear(_PlannedModule, emulated.GroupedLinear):

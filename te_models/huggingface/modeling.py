@@ -106,7 +106,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         if model.origin.generation is not None:
             self.generation_config = GenerationConfig.from_dict(dict(model.origin.generation))
         # Modules that peft copies for modules_to_save, looking for the names of their state.
-        copied = (model.te.RMSNorm, model.te.Linear)
+        copied = (model.te.RMSNorm, model.te.LayerNormWithoutBias, model.te.Linear)
         for module in (self, *(module for module in model.modules() if isinstance(module, copied))):
             module.register_state_dict_post_hook(leave_out_empty)
         self.register_state_dict_post_hook(name_adapted_head)

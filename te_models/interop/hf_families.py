@@ -169,6 +169,17 @@ _GEMMA4: Fields = dict(
                        "enable_moe_block")),
 )  # fmt: skip
 _ONLY_LARGE: Fields = {"num_kv_shared_layers": (0, None), "hidden_size_per_layer_input": (0, None)}
+_COHERE: Fields = dict(
+    layer=places.PARALLEL_LAYER, copied={"rms_norm_eps": "layer_norm_eps"},
+    constants={**UNGATED, "rope_interleaved": True, "norm_type": "layer", "parallel_residual": True},
+    defaults={"max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "tie_word_embeddings": True, "pad_token_id": 0,
+              "bos_token_id": 5, "eos_token_id": 255001, "logit_scale": 0.0625},
+    accepts=lambda config: config.num_attention_heads * config.head_dim == config.hidden_size,
+)  # fmt: skip
+_COHERE2: Fields = {
+    **_COHERE,
+    "defaults": {**_COHERE["defaults"], "sliding_window": 4096, "sliding_window_pattern": 4},
+}
 # Without inputs per layer, and with keys in each.
 _GEMMA4_LARGE: Fields = {
     **_GEMMA4,
@@ -396,6 +407,21 @@ FAMILIES = [
                   "rope_theta": 100000.0, "pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2},
         accepts=lambda config: config.num_attention_heads * config.head_dim == config.hidden_size,
         only=NO_DROPOUT, note="RoPE on neighboring channels",
+    ),
+    Family(
+        model_type="cohere", architecture="CohereForCausalLM", models="Command R, Aya 23 and Expanse",
+        parts=(ropes.ROPE, ACT, parts.biases(), parts.LOGIT_SCALE, parts.FILLED_WIDTH), **_COHERE,
+        only={**NO_DROPOUT, "use_qk_norm": (False,)},
+        note="LayerNorm without a bias; attention and MLP read one norm; RoPE on neighboring channels",
+    ),
+    Family(
+        model_type="cohere2", architecture="Cohere2ForCausalLM", models="Command R7B, Command A",
+        parts=(ropes.ROPE, ropes.COHERE2_WINDOW, ACT, parts.biases(), parts.LOGIT_SCALE, parts.FILLED_WIDTH),
+        **_COHERE2, only=NO_DROPOUT,
+        ignored=frozenset(("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct",
+                           "use_embedding_sharing", "use_gated_activation", "use_parallel_block",
+                           "use_parallel_embedding", "use_qk_norm")),
+        note="as `cohere`; RoPE in layers with a sliding window only",
     ),
     Family(
         model_type="exaone", architecture="ExaoneForCausalLM", models="EXAONE 3.0, 3.5, Deep",

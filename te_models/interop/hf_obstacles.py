@@ -4,14 +4,11 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-_NORM = "LayerNorm, which centers its input, instead of RMSNorm"
-_BESIDE = f"attention and MLP side by side, and {_NORM}"
+_NORM = "LayerNorm with a bias, or without a weight"
 # model_type -> (what te-models does not compute, the nearest family that it reads), where no key below tells.
 MODELS = {
     "apertus": ("xIELU, an activation with trained parameters", "arcee"),
-    "cohere": (_BESIDE, "llama"),
-    "cohere2": (_BESIDE, "llama"),
-    "falcon": (_BESIDE, "llama"),
+    "falcon": (_NORM, "cohere"),
     "gemma3n": (
         "embeddings of their own per layer, and several residual streams (AltUp)",
         "gemma3_text",
@@ -22,7 +19,7 @@ MODELS = {
     ),
     "minimax": ("experts behind lightning attention, a recurrence", "qwen3_next"),
     "olmo": (_NORM, "olmo2"),
-    "phi": (_BESIDE, "phi3"),
+    "phi": (_NORM, "phi3"),
 }
 # Keys that tell the same of any other model_type, the strongest first.
 KEYS = (

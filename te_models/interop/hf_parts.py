@@ -232,6 +232,13 @@ QUERY_FACTOR = ConfigKeys(
     _write_query_factor,
 )
 LOGIT_FACTOR = logit_factor("logits_scaling")
+LOGIT_SCALE = logit_factor("logit_scale")
+# The heads of Cohere fill the width, whatever a file says.
+FILLED_WIDTH = ConfigKeys(
+    (),
+    lambda theirs: {"head_dim": theirs["hidden_size"] // theirs["num_attention_heads"]},
+    lambda config: {},
+)
 POST_NORMS_BY_FLAG = ConfigKeys(
     ("use_post_norm",),
     lambda theirs: {"norm_position": "both" if theirs["use_post_norm"] else "pre"},
@@ -265,7 +272,7 @@ OWN_OPTIONS = (
     "sliding_window", "layer_types", "attention_gate", "attention_gate_activation", "attention_bias",
     "attention_output_bias", "attention_multiplier", "attn_logit_softcapping", "attention_sinks", "query_scale_beta",
     "query_scale_length", "qk_norm", "qk_norm_scope", "qk_norm_weights", "qk_norm_after_rope", "value_norm",
-    "norm_position", "zero_centered_norm", "hidden_act", "mlp_gate",
+    "norm_type", "parallel_residual", "norm_position", "zero_centered_norm", "hidden_act", "mlp_gate",
     "mlp_bias", "embedding_multiplier", "residual_multiplier", "logits_scaling", "final_logit_softcapping",
     "embedding_norm", "post_norm_eps", "plain_final_norm",
 )  # fmt: skip

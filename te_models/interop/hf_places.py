@@ -57,6 +57,8 @@ LAYER = {
     "mlp.up_proj": Rows("mlp.gate_up_proj", ("up",)),
     "mlp.down_proj": Rows("mlp.down_proj"),
 }
+# Attention and MLP read one norm.
+PARALLEL_LAYER = {name: rows for name, rows in LAYER.items() if name != "post_attention_layernorm"}
 # EXAONE 3, whose names in a model of transformers are those of Llama.
 EXAONE3_LAYER = {
     "ln_1": Rows("input_layernorm"),

@@ -616,6 +616,7 @@ LAGUNA_ROPE = rope_by_type(all_full, partial=True)
 EXAONE_WINDOW = window_with_rope(
     _by_pattern("sliding_window_pattern"), "sliding_window_pattern", unless_none=True
 )
+COHERE2_WINDOW = window_with_rope(_by_pattern("sliding_window_pattern"), "sliding_window_pattern")
 FLINT_WINDOW = window_with_rope(
     lambda theirs, layer: layer < 2 or layer % 4 == 1 or layer == theirs["num_hidden_layers"] - 1
 )

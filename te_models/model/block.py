@@ -1,4 +1,4 @@
-"""The decoder block, built only from te.Linear and te.RMSNorm.
+"""The decoder block, built only from te.Linear and te.RMSNorm, or te.LayerNorm without its bias.
 
 `te` is an engine (te_models.engine): Transformer Engine or its emulation; the code of all layers is the same for both.
 
@@ -33,7 +33,11 @@ class Block(nn.Module):
 
     A third part may read an input of the layer after the MLP (te_models.model.layer_inputs), and add to the residual
     stream. A block may have one of the first two alone. With `norm_position` "post" each RMSNorm comes after instead,
-    under other names; with "both" there are all four.
+    under other names; with "both" there are all four. With `parallel_residual` mixer and MLP are side by side::
+
+        x -+- norm -+- mixer -+-> + -> +
+           |        +--- MLP -|-------'
+           +------------------+
 
     Args:
         spec: the description of this rank's share.
@@ -59,16 +63,19 @@ class Block(nn.Module):
         mixer = spec.mixer
         mlp = spec.mlp
         post_eps = spec.post_norm_eps
-        self.input_layernorm = factory.norm(width) if before and mixer else None
+        self.input_layernorm = factory.residual_norm(width) if before and mixer else None
         if mixer is not None:
             inside = factory.inside(f"layers.{layer}.{mixer.name}.")
             self.add_module(mixer.name, MIXERS[type(mixer)](mixer, layer, inside))
-        self.attention_output_norm = factory.norm(width, eps=post_eps) if after and mixer else None
-        self.post_attention_layernorm = factory.norm(width) if before and mlp else None
+        self.attention_output_norm = (
+            factory.residual_norm(width, eps=post_eps) if after and mixer else None
+        )
+        own = before and mlp is not None and not spec.side_by_side
+        self.post_attention_layernorm = factory.residual_norm(width) if own else None
         if mlp is not None:
             inside = factory.inside(f"layers.{layer}.{mlp.name}.")
             self.add_module(mlp.name, MLPS[type(mlp)](mlp, layer, inside))
-        self.mlp_output_norm = factory.norm(width, eps=post_eps) if after and mlp else None
+        self.mlp_output_norm = factory.residual_norm(width, eps=post_eps) if after and mlp else None
         if spec.input is not None:
             inside = factory.inside(f"layers.{layer}.{spec.input.name}.")
             self.add_module(
@@ -120,6 +127,8 @@ class Block(nn.Module):
         return self._forward(x, context)
 
     def _forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        if self.spec.side_by_side:
+            return self._side_by_side(x, context)
         if context.step is not None:
             return self._step(x, context)
         mixer = self.token_mixer
@@ -133,6 +142,23 @@ class Block(nn.Module):
             delta = self._delta(self.mlp_output_norm, mlp.output(hidden, context))
         assert delta is not None  # a block has at least one of the two
         return self._ended(x + delta, context)
+
+    def _side_by_side(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the block applied to x [N, D] where mixer and MLP read the same norm of x."""
+        mixer = self.token_mixer
+        mlp = self.feedforward
+        assert mixer is not None and mlp is not None
+        h, x = self._normed(self.input_layernorm, x, None, None, context)
+        mixed = self._delta(None, mixer(h, context))
+        hidden = context.recompute.run_mlp(self, mlp, self._hidden_beside, h, None, context)
+        made = self._delta(None, mlp.output(hidden, context))
+        return self._ended(x + mixed + made, context)
+
+    def _hidden_beside(self, h: Tensor, delta: None, context: ForwardContext) -> Tensor:
+        """Return the input of the second half of the MLP [N, F] from the norm h [N, D] that the mixer reads too."""
+        mlp = self.feedforward
+        assert mlp is not None
+        return mlp.hidden(h, context)
 
     def _step(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the block applied to one new token per row: each part by kernels of a step, or by its modules."""
@@ -197,14 +223,14 @@ class Block(nn.Module):
         norm: nn.Module | None,
         x: Tensor,
         delta: Tensor | None,
-        reader: BlockPart,
+        reader: BlockPart | None,
         context: ForwardContext,
     ) -> tuple[Tensor, Tensor]:
-        """Return the input of the part `reader`, and x + delta."""
+        """Return the input of the part `reader` (None: of two parts), and x + delta."""
         if norm is not None and self.tp.size == 1:
-            consumer = (
-                None if reader.entry is None else context.neighbour(reader._modules[reader.entry])
-            )
+            consumer = None
+            if reader is not None and reader.entry is not None:
+                consumer = context.neighbour(reader._modules[reader.entry])
             return context.kernels.norm(norm, x, delta, consumer)
         if delta is not None:
             x = x + delta

@@ -192,6 +192,7 @@ class Decoder(nn.Module):
             ep=self.ep,
             eps=config.rms_norm_eps,
             zero_centered=config.zero_centered_norm,
+            norm_type=config.norm_type,
             device=where,
             dtype=dtype,
             fp8_weights=self.precision.te_recipes if self.fp8_params else {},
@@ -228,7 +229,7 @@ class Decoder(nn.Module):
         for layer, spec in enumerate(self.specs):
             self.layers.append(self._make_block(spec, layer, factory))
         plain = False if config.plain_final_norm else None
-        self.norm = factory.norm(config.hidden_size, zero_centered=plain)
+        self.norm = factory.residual_norm(config.hidden_size, zero_centered=plain)
         self.lm_head = factory.linear(config.head, fp8_weight=not config.tie_word_embeddings)
         # One Parameter under two names: gradients of both uses add up in it.
         if config.tie_word_embeddings:

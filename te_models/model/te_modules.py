@@ -1,4 +1,4 @@
-"""The factory of a model's te.Linear and te.RMSNorm, with the options that all of them share."""
+"""The factory of a model's te.Linear and norms, with the options that all of them share."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Factory:
         tp: the ranks that share the model.
         ep: the ranks that share its experts.
         eps, zero_centered: of every norm, as ModelConfig's rms_norm_eps and zero_centered_norm.
+        norm_type: of the norms of the residual stream, as in ModelConfig.
         fp8_weights: name in the model -> the engine's recipe object of te.Linears whose weight is stored in FP8; None:
             it is not.
         stored_linears: names in the model of those whose weights stay as a release stores them.
@@ -39,6 +40,7 @@ class Factory:
     ep: ExpertParallel
     eps: float
     zero_centered: bool
+    norm_type: str
     device: torch.device
     dtype: torch.dtype
     fp8_weights: Mapping[str, EngineRecipe | None] = dataclasses.field(default_factory=dict)
@@ -129,9 +131,22 @@ class Factory:
         self, size: int, zero_centered: bool | None = None, eps: float | None = None
     ) -> nn.Module:
         """Return a te.RMSNorm of this many channels; `zero_centered` and `eps` None: as the model's others."""
+        return self._norm(self.te.RMSNorm, size, zero_centered, eps)
+
+    def residual_norm(
+        self, size: int, zero_centered: bool | None = None, eps: float | None = None
+    ) -> nn.Module:
+        """Return a norm of the residual stream, of the model's type; arguments as of `norm`."""
+        kind = self.te.LayerNormWithoutBias if self.norm_type == "layer" else self.te.RMSNorm
+        return self._norm(kind, size, zero_centered, eps)
+
+    def _norm(
+        self, kind: type[nn.Module], size: int, zero_centered: bool | None, eps: float | None
+    ) -> nn.Module:
+        """Return a norm of this class."""
         if zero_centered is None:
             zero_centered = self.zero_centered
-        return self.te.RMSNorm(
+        return kind(
             size,
             eps=eps or self.eps,
             zero_centered_gamma=zero_centered,

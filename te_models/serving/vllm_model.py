@@ -236,6 +236,11 @@ class Layer(nn.Module):
         for name in ("embedding_norm", "post_norm_eps", "plain_final_norm"):
             if getattr(build.config, name):
                 raise UsageError(f"{name} is not served by te-models' plugin")
+        if spec.norm_type != "rms" or spec.parallel_residual:
+            raise UsageError(
+                "norm_type='layer' and parallel_residual are served only in the families of Hugging Face that have "
+                "them: cohere2"
+            )
         if spec.scaled:
             raise UsageError(
                 "layer_scale is served only in the families of Hugging Face that have it: gemma4"

@@ -69,6 +69,7 @@ OTHERS = [
     "hy_v3-mixed",
     "hy_v3-scaled",
     "helium-biases",
+    "cohere2-biases",
     "exaone-biases",
     "vaultgemma-odd",
 ]

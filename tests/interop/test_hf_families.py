@@ -241,7 +241,8 @@ TEXTS = [
     "granitemoe_swa-no_rope", "hunyuan_v1_dense-one-key", "hunyuan_v1_moe-untied", "gemma4_text-one",
     "gemma4_text-wide",
     "gemma4_text-experts-untied", "gemma4_text-small-untied", "gemma4_text-small-wide",
-    "exaone-llama3", "helium-linear", "minicpm3-untied", "vaultgemma-untied", "sarvam_moe-groups",
+    "exaone-llama3", "helium-linear", "cohere-llama3", "cohere2-one-key",
+    "minicpm3-untied", "vaultgemma-untied", "sarvam_moe-groups",
     "granitemoeshared-untied", "hy_v3-mixed", "flint-odd", "bamba-one_key", "bailing_hybrid-latent", "axk1-yarn",
     "sarvam_mla-mscale", "mistral4-mscale", "youtu-yarn", *HYBRIDS,
 ]  # fmt: skip

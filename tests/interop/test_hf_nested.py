@@ -291,8 +291,8 @@ def test_the_first_config_of_step_means_what_transformers_makes_of_it() -> None:
 @pytest.mark.parametrize(
     ("kind", "missing", "nearest"),
     [
-        ("cohere", "side by side", "llama"),
-        ("phi", "side by side", "phi3"),
+        ("falcon", "LayerNorm", "cohere"),
+        ("phi", "LayerNorm", "phi3"),
         ("starcoder2", "LayerNorm", "llama"),
         ("olmo", "LayerNorm", "olmo2"),
         ("apertus", "xIELU", "arcee"),

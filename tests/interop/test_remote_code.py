@@ -64,6 +64,10 @@ CASES: dict[str, dict[str, Any]] = {
     "softplus": dict(
         attention_gate="headwise", attention_gate_activation="softplus", attention_output_bias=True
     ),
+    "layer-norm": dict(norm_type="layer", parallel_residual=True, residual_multiplier=0.5),
+    "layer-norms": dict(
+        norm_type="layer", norm_position="both", zero_centered_norm=True, qk_norm=True
+    ),
     "post-norm": dict(norm_position="post", qk_norm=True, qk_norm_scope="all_heads"),
     "four-norms": dict(
         norm_position="both", zero_centered_norm=True, hidden_act="gelu_pytorch_tanh"

@@ -151,7 +151,8 @@ def counted(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counte
     calls: Counter[str] = Counter()
     names = {id(m): name for name, m in model.named_modules()}
     with monkeypatch.context() as patch:
-        for kind in (*model.te.LINEARS, model.te.RMSNorm, nn.Embedding):
+        norms = (model.te.RMSNorm, model.te.LayerNormWithoutBias)
+        for kind in (*model.te.LINEARS, *norms, nn.Embedding):
             own = kind.forward
 
             def forward(self: nn.Module, *args: Any, own: Any = own, **options: Any) -> Any:
@@ -178,6 +179,8 @@ def test_parameters_belong_to_te_modules_and_the_embedding(preset: str) -> None:
         nn.Embedding: "embed_tokens layer_inputs.table",
     }
     allowed |= {model.te.GroupedLinear: "proj"} if model.config.moe is not None else {}
+    if model.config.norm_type == "layer":
+        allowed[model.te.LayerNormWithoutBias] = allowed.pop(model.te.RMSNorm)
     found = owners(model)
     assert {type(module) for module in found.values()} == set(allowed)
     for name, module in found.items():

@@ -43,6 +43,7 @@ SHAPES = {
         embedding_multiplier=4.0,
         rope_interleaved=True,
     ),
+    "side by side": ModelConfig(**BASE, norm_type="layer", parallel_residual=True),
     "hybrid": ModelConfig(
         **BASE,
         zero_centered_norm=True,

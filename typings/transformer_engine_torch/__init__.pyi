@@ -22,6 +22,26 @@ def rmsnorm_bwd_add(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[Tensor, Tensor]: ...
+def layernorm_fwd(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    ln_out: Any,
+    quantizer: Any,
+    otype: DType,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> tuple[Any, Tensor, Tensor]: ...
+def layernorm_bwd(
+    dz: Tensor,
+    x: Tensor,
+    mu: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> tuple[Tensor, Tensor, Tensor]: ...
 
 # Activations: (input, quantizer) to the output; gradients: (gradient, input, quantizer).
 def swiglu(input: Tensor, quantizer: Any) -> Any: ...

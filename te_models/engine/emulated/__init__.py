@@ -31,6 +31,7 @@ from te_models.engine.emulated.autocast import (
 )
 from te_models.engine.emulated.gemm import exact_gemm, exact_unless_set
 from te_models.engine.emulated.grouped import GroupedLinear
+from te_models.engine.emulated.layernorm import LayerNormWithoutBias
 from te_models.engine.emulated.linear import Linear, LinearOfTorch
 from te_models.engine.emulated.module import (
     drop_cached_weights,
@@ -68,6 +69,7 @@ __all__ = [
     "Float8Tensor",
     "GroupedLinear",
     "LINEARS",
+    "LayerNormWithoutBias",
     "Linear",
     "LinearOfTorch",
     "MXFP8Quantizer",

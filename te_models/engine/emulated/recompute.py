@@ -18,8 +18,8 @@ from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
 from te_models.engine.emulated.autocast import FP8GlobalStateManager, autocast
 from te_models.engine.emulated.module import TransformerEngineBaseModule
+from te_models.engine.emulated.norm import NormModule
 from te_models.engine.emulated.recipe import refuse_options
-from te_models.engine.emulated.rmsnorm import RMSNorm
 
 T = TypeVar("T")
 # The contexts of a first pass and of its recompute.
@@ -68,7 +68,7 @@ def _has_te_modules(function: Callable[..., object]) -> bool:
     """Return True if there may be te modules inside; a plain callable may hold any."""
     if not isinstance(function, nn.Module):
         return True
-    return any(isinstance(m, (TransformerEngineBaseModule, RMSNorm)) for m in function.modules())
+    return any(isinstance(m, (TransformerEngineBaseModule, NormModule)) for m in function.modules())
 
 
 def checkpoint(

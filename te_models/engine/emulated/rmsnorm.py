@@ -1,16 +1,12 @@
 """te.RMSNorm: statistics, weight and product in FP32, one rounding at the end."""
 
-import warnings
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_models.device.autograd import Context
-from te_models.device.host import device_type
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
-from te_models.engine.emulated.module import EmptyExtraState
+from te_models.engine.emulated.norm import NormModule
 from te_models.engine.emulated.rmsnorm_kernels import (
     input_gradient,
     reciprocal_rms,
@@ -67,94 +63,22 @@ def _normalized(
     return wide.mul_(r).mul_(gamma).to(x.dtype), r
 
 
-class RMSNorm(EmptyExtraState):
-    """Root mean square normalization over the trailing dimensions; the output has the weight's dtype.
-
-    Under torch.autocast the computation and the output have autocast's dtype.
-    """
-
-    def __init__(
-        self,
-        normalized_shape: Iterable[int] | int | None = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        sm_margin: int = 0,
-    ) -> None:
-        """Make a norm; `zero_centered_gamma` stores gamma - 1, and `params_dtype` and `hidden_size` are deprecated
-        names."""
-        super().__init__()
-        if hidden_size is not None:
-            warnings.warn(
-                "hidden_size is deprecated: use normalized_shape", DeprecationWarning, stacklevel=2
-            )
-            if normalized_shape is None:
-                normalized_shape = hidden_size
-        if params_dtype is not None:
-            warnings.warn("params_dtype is deprecated: use dtype", DeprecationWarning, stacklevel=2)
-            if dtype is None:
-                dtype = params_dtype
-        if normalized_shape is None:
-            raise ValueError(
-                "normalized_shape is missing: give the size of the dimension to normalize over"
-            )
-        shape = (
-            (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        )
-        self.eps = eps
-        self.zero_centered_gamma = zero_centered_gamma
-        self.sequence_parallel = sequence_parallel
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        if self.weight.device.type != "meta":
-            self.reset_parameters()
+class RMSNorm(NormModule):
+    """Root mean square normalization over the trailing dimensions."""
 
     @property
     def row_multiple(self) -> int:
         """The number of rows whose multiples all have one kernel."""
         return row_multiple(self.weight.numel())
 
-    def reset_parameters(self) -> None:
-        """Set gamma to 1, in a new parameter, on the default device if it was on meta."""
-        old = self.weight
-        device = torch.get_default_device() if old.device.type == "meta" else old.device
-        fill = torch.zeros_like if self.zero_centered_gamma else torch.ones_like
-        self.weight = nn.Parameter(fill(old, device=device))
+    def normalized(self, x: Tensor, gamma: Tensor) -> Tensor:
+        """Return `gamma * r * x` of x [T, H]."""
+        y, _ = _normalized(x, gamma, self.eps, self.zero_centered_gamma)
+        return y
 
-    def forward(self, input_: Tensor) -> Tensor:
-        """Normalize a tensor whose trailing dimensions are the weight's."""
-        weight = self.weight
-        shape = input_.shape
-        if shape[len(shape) - weight.ndim :] != weight.shape:
-            raise ValueError(
-                f"Input tensor (shape={tuple(shape)}) and weight tensor (shape={tuple(weight.shape)}) "
-                "are not compatible"
-            )
-        device = device_type(input_)
-        dtype = (
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        )
-        x = input_.to(dtype)
-        gamma = weight.to(dtype)
-        # The kernels know matrices [rows, columns]; leading dimensions are rows, trailing ones of the weight columns.
-        if (x.ndim, gamma.ndim) != (2, 1):
-            x = x.reshape(-1, gamma.numel())
-            gamma = gamma.reshape(-1)
-        if not torch.is_grad_enabled():
-            y, _ = _normalized(x, gamma, self.eps, self.zero_centered_gamma)
-            return y if y.ndim == len(shape) else y.view(shape)
+    def tracked(self, x: Tensor, gamma: Tensor, requires_grad: bool) -> Tensor:
+        """Return the same for autograd."""
         # Without FP8 of its own, the module still takes the "first module" flag and with it the backward update.
-        tracked = input_.requires_grad or weight.requires_grad
-        first = tracked and FP8GlobalStateManager.is_first_fp8_module()
+        first = requires_grad and FP8GlobalStateManager.is_first_fp8_module()
         updates = FP8GlobalStateManager.quantization_state.scales if first else None
-        y = _RMSNorm.apply(x, gamma, self.eps, self.zero_centered_gamma, updates)
-        return y.view(shape)
-
-    def extra_repr(self) -> str:
-        """Return the shape and the options."""
-        centered = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
-        return f"{tuple(self.weight.shape)}, eps={self.eps}{centered}"
+        return _RMSNorm.apply(x, gamma, self.eps, self.zero_centered_gamma, updates)

@@ -93,11 +93,11 @@ class Kernel(NamedTuple):
         """Return the sums over rows [T, 1] of what the lanes [T, lanes] hold."""
         lanes = lanes.view(lanes.shape[0], self.warps, self.blocks, LANES)
         if self.warps * self.blocks == 1:
-            return _tree(lanes)[:, 0, 0]
+            return tree(lanes)[:, 0, 0]
         warps = _halving_tree(lanes)[..., 0]
-        blocks = _sequence(warps.unbind(1))
+        blocks = sequence(warps.unbind(1))
         # One warp adds the sums of the blocks.
-        return _tree(pad(blocks, (0, -blocks.shape[-1] % LANES)))
+        return tree(pad(blocks, (0, -blocks.shape[-1] % LANES)))
 
     def grid_rows(self, rows: int, device: torch.device) -> int:
         """Return the number of rows that the whole grid of the backward kernel works on at a time."""
@@ -130,11 +130,11 @@ def reciprocal_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
     cols = x.shape[1]
     if not kernel.tuned:
         if _is_few(kernel, x):
-            return torch.rsqrt(_fma(_squares_of_few_rows(kernel, wide), *_on_host(1.0 / cols, eps)))
+            return torch.rsqrt(fma(_squares_of_few_rows(kernel, wide), *_on_host(1.0 / cols, eps)))
         return torch.rsqrt(
-            _fma(
-                kernel.row_sum(_dot(kernel, wide, wide)),
-                _reciprocal(cols, x),
+            fma(
+                kernel.row_sum(dot(kernel, wide, wide)),
+                reciprocal(cols, x),
                 wide.new_full((), eps),
             )
         )
@@ -142,7 +142,7 @@ def reciprocal_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
     by_warp = (x.shape[0], kernel.warps, LANES)
     # [T, warps, 1]
     # A tuned kernel: mean and centered squares per warp, merged below as variances are.
-    mean = _tree(_sequence(kernel.spread(wide)).view(by_warp)) * _reciprocal(per_warp, x)
+    mean = tree(sequence(kernel.spread(wide)).view(by_warp)) * reciprocal(per_warp, x)
     columns = (
         x.shape[0],
         cols // (kernel.lanes * kernel.width),
@@ -150,20 +150,20 @@ def reciprocal_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
         LANES * kernel.width,
     )
     centered = (wide.view(columns) - mean[:, None]).view_as(wide)
-    squares = _tree(_dot(kernel, centered, centered).view(by_warp))
+    squares = tree(dot(kernel, centered, centered).view(by_warp))
     mean = mean[..., 0]
     squares = squares[..., 0]
     count = per_warp
     while mean.shape[1] > 1:
         mean, squares, count = _merge(mean, squares, count)
-    return torch.rsqrt(_fma(mean, mean, squares * _reciprocal(cols, x)) + eps)
+    return torch.rsqrt(fma(mean, mean, squares * reciprocal(cols, x)) + eps)
 
 
 def input_gradient(dy: Tensor, gamma: Tensor, x: Tensor, y_hat: Tensor, r: Tensor) -> Tensor:
     """Return `r * (g dy - y_hat * mean(g dy y_hat))` in FP32 [T, H]; all arguments in FP32, but x, for its dtype."""
     kernel = Kernel.of("backward", x)
     scaled = dy * gamma
-    mean = kernel.row_sum(_dot(kernel, scaled, y_hat)) * _reciprocal(x.shape[1], x)
+    mean = kernel.row_sum(dot(kernel, scaled, y_hat)) * reciprocal(x.shape[1], x)
     return _add_product(scaled, -mean, y_hat).mul_(r)
 
 
@@ -180,19 +180,19 @@ def weight_gradient(dy: Tensor, x: Tensor, y_hat: Tensor) -> Tensor:
         _add_product(sums[: min(grid, rows - start)], dy[part], y_hat[part])
     sums = _block_sums(kernel, sums.view(len(sums) // kernel.rows, kernel.rows, cols))
     if kernel.tuned:
-        return _tree(_strided_sum(sums, LANES).t())[:, 0]
+        return tree(_strided_sum(sums, LANES).t())[:, 0]
     return _halving_tree(_strided_sum(sums, 4).t())[:, 0]
 
 
 def _block_sums(kernel: Kernel, sums: Tensor) -> Tensor:
     """Add [blocks, rows, H] over the rows of each block in sequence, a general kernel from the column's writer on."""
     if kernel.tuned or kernel.rows == 1:
-        return _sequence(sums.unbind(1))
+        return sequence(sums.unbind(1))
     parts = []
     for step, columns in enumerate(sums.split(LANES * kernel.width, dim=-1)):
         warps = list(columns.unbind(1))
         # The warp that writes a column begins with its own sum, and adds the others in order.
-        parts.append(_sequence([warps.pop(step % kernel.rows), *warps]))
+        parts.append(sequence([warps.pop(step % kernel.rows), *warps]))
     return torch.cat(parts, dim=-1)
 
 
@@ -204,7 +204,7 @@ def _strided_sum(t: Tensor, stride: int) -> Tensor:
     return sums
 
 
-def _dot(kernel: Kernel, a: Tensor, b: Tensor) -> Tensor:
+def dot(kernel: Kernel, a: Tensor, b: Tensor) -> Tensor:
     """Return the sums of products that the lanes [T, lanes] hold, added one after the other with FMAs."""
     sums = part = a.new_zeros(a.shape[0], kernel.lanes)
     terms = kernel.spread(a)
@@ -244,7 +244,7 @@ def _on_host(*numbers: float) -> list[Tensor]:
         return [torch.tensor(number, dtype=torch.float32) for number in numbers]
 
 
-def _sequence(terms: Iterable[Tensor]) -> Tensor:
+def sequence(terms: Iterable[Tensor]) -> Tensor:
     """Return the sum of FP32 terms, one after the other."""
     terms = iter(terms)
     total = next(terms)
@@ -253,7 +253,7 @@ def _sequence(terms: Iterable[Tensor]) -> Tensor:
     return total
 
 
-def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Return a * b + c in FP32, rounded once (without fused units: but for ties made by the FP64 sum, one in 2^29)."""
     if _fuses(c.device):
         return torch.addcmul(c, a, b)
@@ -261,8 +261,8 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add a * b to `total` in place, rounded as _fma does, and return it."""
-    return total.addcmul_(a, b) if _fuses(total.device) else total.copy_(_fma(a, b, total))
+    """Add a * b to `total` in place, rounded as fma does, and return it."""
+    return total.addcmul_(a, b) if _fuses(total.device) else total.copy_(fma(a, b, total))
 
 
 @once
@@ -282,7 +282,7 @@ def _fuses(device: torch.device) -> bool:
 _fuses(torch.device("cpu"))  # now: torch.export from cold has no numbers to measure
 
 
-def _tree(lanes: Tensor) -> Tensor:
+def tree(lanes: Tensor) -> Tensor:
     """Add the last dimension in pairs of neighbors, as a butterfly of shuffles does."""
     while lanes.shape[-1] > 1:
         even, odd = lanes.unflatten(-1, (-1, 2)).unbind(-1)
@@ -309,6 +309,6 @@ def _merge(mean: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor, i
     return (mean_a + mean_b) * 0.5, squares_a + squares_b + delta * delta * (count / 2), 2 * count
 
 
-def _reciprocal(count: int, like: Tensor) -> Tensor:
+def reciprocal(count: int, like: Tensor) -> Tensor:
     """Return 1 / count in FP32."""
     return torch.full((), 1.0 / count, dtype=torch.float32, device=like.device)

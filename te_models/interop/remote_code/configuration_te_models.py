@@ -32,7 +32,10 @@ DEFAULTS: dict[str, Any] = {
     "qk_norm_weights": True,
     "qk_norm_after_rope": False,
     "value_norm": False,  # of each head, without weights
-    # Norms: before attention and MLP ("pre"), after ("post"), or "both"; gamma - 1 as the weight.
+    # Norms: "rms", or "layer" (LayerNorm without a bias) but for q and k; of one input for attention and MLP side by
+    # side; before attention and MLP ("pre"), after ("post"), or "both"; gamma - 1 as the weight.
+    "norm_type": "rms",
+    "parallel_residual": False,
     "norm_position": "pre",
     "zero_centered_norm": False,
     "post_norm_eps": None,  # of the norms after attention and MLP; None: rms_norm_eps

@@ -87,6 +87,22 @@ class TEModelsRMSNorm(nn.Module):
         )
 
 
+class TEModelsLayerNorm(TEModelsRMSNorm):
+    """LayerNorm (Ba et al. 2016, arXiv 1607.06450) without a bias, computed in FP32; the weight may be gamma - 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] -> the same shape and dtype."""
+        wide = x.float()
+        centered = wide - wide.mean(-1, keepdim=True)
+        gamma = self.weight.float() + 1.0 if self.zero_centered else self.weight.float()
+        inverse = torch.rsqrt(centered.square().mean(-1, keepdim=True) + self.eps)
+        return (centered * inverse * gamma).to(x.dtype)
+
+
+# Norms of the residual stream by `norm_type`.
+NORMS = {"rms": TEModelsRMSNorm, "layer": TEModelsLayerNorm}
+
+
 def unit_norm(x: Tensor, eps: float) -> Tensor:
     """RMSNorm without weights over the last dimension of x, computed in FP32."""
     wide = x.float()
@@ -409,7 +425,10 @@ class TEModelsMLP(nn.Module):
 
 
 class TEModelsDecoderLayer(nn.Module):
-    """x + f(norm(x)), x + norm(f(x)) or x + norm(f(norm(x))), for attention and then for the MLP."""
+    """x + f(norm(x)), x + norm(f(x)) or x + norm(f(norm(x))), for attention and then for the MLP.
+
+    With `parallel_residual` x + attention(norm(x)) + mlp(norm(x)), with one norm.
+    """
 
     def __init__(self, config: TEModelsDecoderConfig, layer: int) -> None:
         super().__init__()
@@ -417,24 +436,28 @@ class TEModelsDecoderLayer(nn.Module):
         places = {"pre": (True, False), "post": (False, True), "both": (True, True)}
         before, after = choose(places, "norm_position", options["norm_position"])
         self.multiplier = options["residual_multiplier"]
+        self.parallel = options["parallel_residual"]
+        norm = choose(NORMS, "norm_type", options["norm_type"])
         post_eps = options["post_norm_eps"]
-        self.input_layernorm = (
-            TEModelsRMSNorm(config, config.hidden_size) if before else nn.Identity()
-        )
+        self.input_layernorm = norm(config, config.hidden_size) if before else nn.Identity()
         self.self_attn = TEModelsAttention(config, layer)
         self.attention_output_norm = (
-            TEModelsRMSNorm(config, config.hidden_size, post_eps) if after else nn.Identity()
+            norm(config, config.hidden_size, post_eps) if after else nn.Identity()
         )
         self.post_attention_layernorm = (
-            TEModelsRMSNorm(config, config.hidden_size) if before else nn.Identity()
+            norm(config, config.hidden_size) if before and not self.parallel else nn.Identity()
         )
         self.mlp = TEModelsMLP(config)
         self.mlp_output_norm = (
-            TEModelsRMSNorm(config, config.hidden_size, post_eps) if after else nn.Identity()
+            norm(config, config.hidden_size, post_eps) if after else nn.Identity()
         )
 
     def forward(self, x: Tensor, *attention: Tensor | None) -> Tensor:
         """x [B, S, D] -> [B, S, D]; `attention` are the further arguments of TEModelsAttention."""
+        if self.parallel:
+            h = self.input_layernorm(x)
+            mixed = self.self_attn(h, *attention) * self.multiplier
+            return x + mixed + self.mlp(h) * self.multiplier
         x = (
             x
             + self.attention_output_norm(self.self_attn(self.input_layernorm(x), *attention))
@@ -476,7 +499,8 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
         self.layers = nn.ModuleList(
             TEModelsDecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
         )
-        self.norm = TEModelsRMSNorm(config, config.hidden_size, last=True)
+        norm = choose(NORMS, "norm_type", config.options["norm_type"])
+        self.norm = norm(config, config.hidden_size, last=True)
         self.ropes = {sliding: RoPE(config, sliding) for sliding in (False, True)}
         self.gradient_checkpointing = False
         self.post_init()

@@ -101,6 +101,20 @@ class RMSNorm(torch.nn.Module):
         **options: Any,
     ) -> None: ...
 
+class LayerNorm(torch.nn.Module):
+    weight: torch.nn.Parameter
+    eps: float
+    zero_centered_gamma: bool
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        **options: Any,
+    ) -> None: ...
+    def reset_parameters(self, defer_init: bool | None = None) -> None: ...
+
 class RotaryPositionEmbedding(torch.nn.Module): ...
 class TransformerLayer(torch.nn.Module): ...
 
