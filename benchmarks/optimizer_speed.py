@@ -6,7 +6,8 @@
 
 The optimizer's part is the norm of the gradients, clipping and the update, by events on the GPU's queue, of each step.
 `galore` computes new projectors in one of 200 steps: its own row is of the steps between, and one of steps that all do.
-Master weights and state are the bytes after a step.
+Its projections in backward are no part of the optimizer's time, but of the tokens per second. Master weights and state
+are the bytes after a step.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ ROWS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "muon": ("muon", {}, False),
     "muon8bit": ("muon8bit", {}, False),
     "galore, rank 128": ("galore", {}, False),
+    "galore, rank 128, in backward": ("galore", {"in_backward": True}, False),
     "galore, rank 128, new projectors": ("galore", {"refresh": 1}, False),
     "adamwfp8": ("adamwfp8", {}, False),
     "adamw8bit, no masters": ("adamw8bit", {"stochastic_rounding": True}, False),

@@ -23,11 +23,12 @@ from te_models.errors import UsageError, check_known, needs
 from te_models.optim.adamw import AdamW
 from te_models.optim.galore import GaLore
 from te_models.optim.gradients import Gradients, Norm, gradient_norm
-from te_models.optim.groups import groups
+from te_models.optim.groups import groups, parts
 from te_models.optim.lowbit_state import EIGHT_BIT_CODES, FP8_CODES, lowbit_state
 from te_models.optim.master import MasterWeights
 from te_models.optim.muon8bit import Muon8bit
 from te_models.optim.parameter_owners import Owners
+from te_models.optim.projected import ProjectedGradients, projected_parameters
 from te_models.optim.state_tensors import (
     Group,
     Options,
@@ -47,9 +48,11 @@ Build = Callable[[float, Options, Groups], Built]
 ADAM: Options = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 LOWBIT: Options = ADAM | {"stochastic_rounding": False}
 REST: Options = {"rest": ("adamw", "adamw8bit", "adamwfp8"), "rest_lr": 1.0} | ADAM
+# An option that changes where gradients are, not the state, so a run may be resumed with another value.
+IN_BACKWARD = "in_backward"
 ADJUST = ("match_rms_adamw", "original")
 MUON: Options = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr": ADJUST} | REST
-GALORE: Options = {"rank": 128, "refresh": 200, "scale": 1.0} | REST
+GALORE: Options = {"rank": 128, "refresh": 200, "scale": 1.0, IN_BACKWARD: False} | REST
 
 
 class Muon(torch.optim.Muon):
@@ -227,8 +230,22 @@ def build_optimizer(
     """
     values = resolve_options(name, options)
     choice = OPTIMIZERS[name]
+    kind = {"optimizer": name, **values}
+    if kind.pop(IN_BACKWARD, False):
+        if offload:
+            raise UsageError(
+                f"{IN_BACKWARD}=true projects on the GPU: leave it out, or optimizer_offload"
+            )
+        if owners is not None:
+            raise UsageError(
+                f"{IN_BACKWARD}=true needs whole gradients, which FSDP2 divides: leave it out"
+            )
+        if not isinstance(gradients, ProjectedGradients):
+            gradients = ProjectedGradients(
+                parts(model), values["rank"], values["refresh"], gradients or Gradients()
+            )
     return MasterWeights(
-        {"optimizer": name, **values},
+        kind,
         groups(model, weight_decay, choice.matrices),
         lambda groups: choice.build(lr, values, groups),
         keep=not values.get("stochastic_rounding", False),
@@ -237,6 +254,20 @@ def build_optimizer(
         gradients=gradients,
         norm=norm,
     )
+
+
+def projected_in_backward(
+    name: str, options: str | Mapping[str, object], model: nn.Module
+) -> list[nn.Parameter]:
+    """Return the parameters of which no full gradients are kept; none but with GaLore's option `in_backward`.
+
+    Args:
+        name: one of OPTIMIZERS.
+        options: its options, as a dict or as "name=value,name=value".
+        model: the model to train.
+    """
+    values = resolve_options(name, options)
+    return projected_parameters(parts(model), values["rank"]) if values.get(IN_BACKWARD) else []
 
 
 def resolve_options(name: str, options: str | Mapping[str, object]) -> Options:

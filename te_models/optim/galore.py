@@ -12,6 +12,7 @@ instead of a full SVD, which takes minutes at 4096 x 14336.
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,17 @@ OVERSAMPLING = 8
 POWER_ITERATIONS = 2
 
 
+class Projected(NamedTuple):
+    """A gradient of which only its projection exists: P^T G [r, n] of the wider orientation, and P [m, r]."""
+
+    gradient: Tensor
+    projector: Tensor
+
+
 class GaLore(torch.optim.Optimizer):
     """AdamW in a subspace of rank `rank`; matrices with a side of at most `rank` get plain AdamW.
+
+    A matrix that has an entry in `projected` is updated from it, and has no gradient of its own.
 
     Args:
         params: FP32 matrices, or groups of them.
@@ -64,15 +74,24 @@ class GaLore(torch.optim.Optimizer):
             scale=scale,
         )
         super().__init__(params, defaults)
+        self.projected: dict[
+            Tensor, Projected
+        ] = {}  # of the next step, by te_models.optim.projected
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
         """Update every matrix that has a gradient. A closure is not supported."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None:
-                    update = self._update(p.grad, self.state[p], group)
-                    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+                projected = self.projected.pop(p, None)
+                if projected is not None:
+                    self.state[p]["projector"] = projected.projector
+                    update = self._update_of(p, projected.gradient, group)
+                elif p.grad is not None:
+                    update = self._update(p, p.grad, group)
+                else:
+                    continue
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
     def expected_state(self, view: Tensor, group: Group) -> State:
         """Return the state of one matrix after a step, as a template for te_models.optim.state_tensors.check_values."""
@@ -84,17 +103,27 @@ class GaLore(torch.optim.Optimizer):
         moment = like(view, rank, long)
         return dict(step=int, exp_avg=moment, exp_avg_sq=moment, projector=like(view, short, rank))
 
-    def _update(self, gradient: Tensor, state: State, group: Group) -> Tensor:
+    def _update(self, p: Tensor, gradient: Tensor, group: Group) -> Tensor:
         """Return the update direction, of the gradient's shape; the step subtracts it times the learning rate."""
+        state = self.state[p]
         if min(gradient.shape) <= group["rank"]:
             return _adam(gradient, state, group)
-        # [m, n] with m <= n: the projector works on the shorter side.
-        wide = gradient.mT if gradient.shape[0] > gradient.shape[1] else gradient
+        wide = as_wide(gradient)
         if state.get("step", 0) % group["refresh"] == 0:
             state["projector"] = leading_directions(wide, group["rank"], seed=state.get("step", 0))
-        low = _adam(state["projector"].mT @ wide, state, group)  # [r, n]
+        return self._update_of(p, state["projector"].mT @ wide, group)
+
+    def _update_of(self, p: Tensor, projected: Tensor, group: Group) -> Tensor:
+        """Return the update direction [m, n] of a matrix, or [n, m] of a tall one, from P^T G [r, n]."""
+        state = self.state[p]
+        low = _adam(projected, state, group)
         update = (state["projector"] @ low) * group["scale"]  # [m, n]
-        return update.mT if gradient.shape[0] > gradient.shape[1] else update
+        return update.mT if p.shape[0] > p.shape[1] else update
+
+
+def as_wide(matrix: Tensor) -> Tensor:
+    """Return a matrix [m, n] with m <= n, transposed if need be: the projector works on the shorter side."""
+    return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
 
 
 def _adam(gradient: Tensor, state: State, group: Group) -> Tensor:
@@ -120,7 +149,10 @@ def leading_directions(matrix: Tensor, rank: int, seed: int) -> Tensor:
     resumed run computes the same.
     """
     width = min(rank + OVERSAMPLING, *matrix.shape)
-    generator = torch.Generator(matrix.device).manual_seed(seed)
+    # On meta, for a plan, there are no random numbers.
+    generator = None
+    if not matrix.is_meta:
+        generator = torch.Generator(matrix.device).manual_seed(seed)
     start = torch.randn(
         matrix.shape[1], width, generator=generator, device=matrix.device, dtype=matrix.dtype
     )

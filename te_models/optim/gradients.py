@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_models.kernels.dispatch import fused_operations
+from te_models.optim.groups import ParameterRows
 
 P = TypeVar("P", bound=Tensor)
 
@@ -27,9 +28,18 @@ class Gradients:
 
     in_fp32 = False
 
+    @property
+    def changes_projectors(self) -> bool:
+        """Whether the next step computes new projectors, and so has to run without its CUDA graph."""
+        return False
+
     def of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the parameter's gradient; None if the step did not use the parameter."""
         return parameter.grad
+
+    def hand_over(self, part: ParameterRows, view: Tensor, gradient: Tensor) -> None:
+        """Give an optimizer the gradient of `view`: these rows of what `of` returned, converted for the master."""
+        view.grad = part.of(gradient)
 
     def drop(self, parameter: nn.Parameter) -> None:
         """Free the parameter's gradient."""
@@ -51,6 +61,9 @@ class Gradients:
             last: whether it is the last of the step.
         """
         yield
+
+    def state_loaded(self) -> None:
+        """Take note that state was loaded into the optimizer."""
 
     def last_micro_batch(self) -> None:
         """Announce that the next backward pass is the last of the step."""

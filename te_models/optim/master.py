@@ -22,6 +22,7 @@ from te_models.optim.adamw import AdamW, Update, has_kernel
 from te_models.optim.gradients import Gradients, Norm, chunks, clip_factor, gradient_norm, scale
 from te_models.optim.groups import ParameterRows
 from te_models.optim.parameter_owners import Owners, placeholder
+from te_models.optim.projected import ProjectedGradients
 from te_models.optim.state_tensors import (
     Group,
     Options,
@@ -105,6 +106,8 @@ class MasterWeights:
             # The optimizer updates the masters, not the parameters.
             view_groups.append({**group, "params": [views[part] for part in group["params"]]})
         self.optimizers = build(view_groups)
+        if isinstance(self.gradients, ProjectedGradients):
+            self.gradients.attach(self.optimizers, self._views)
         self._clip: Tensor | None = None  # factor of the gradients in the next step
         fused = all(
             isinstance(o, torch.optim.AdamW) and o.defaults["fused"] for o in self.optimizers
@@ -212,7 +215,7 @@ class MasterWeights:
                 continue
             gradient = found.to(master)
             for part, view in self._views[id(parameter)]:
-                view.grad = part.of(gradient)
+                self.gradients.hand_over(part, view, gradient)
             gradients.append(gradient)
         if self._clip is not None and gradients:
             scale([local(gradient) for gradient in gradients], self._clip)
@@ -304,6 +307,7 @@ class MasterWeights:
             optimizer.state[view] = {
                 name: unpack(value, name, view, group) for name, value in saved.items()
             }
+        self.gradients.state_loaded()
         for master, saved in self._own(
             compress(self.masters, self._copied), state["masters"], "masters"
         ):

@@ -42,8 +42,10 @@ from te_models.model.output import Output, OutputRequest
 from te_models.model.te_modules import Factory
 from te_models.numerics.stored import StoredWeight
 from te_models.numerics.tensors import QuantizedTensor
+from te_models.optim.gradients import Gradients
 from te_models.optim.groups import ParameterRows
 from te_models.optim.groups import parts as parameter_rows
+from te_models.optim.projected import ProjectedGradients
 from te_models.planning.training import StepSetting
 
 # Parts of te_models.planning.memory_estimate.Memory that the run counts, in the order of the columns of a Profile.
@@ -314,8 +316,19 @@ def _run_step(
         experts = {id(p) for owner in _grouped(model) for p in owner.parameters()}
         parameters = [part for p in model.parameters() for part in _parts(p)]
         found.leave_out([ids, labels, *parameters])
+        projected: Gradients = Gradients()
+        own: list[nn.Parameter] = []
+        if setting.projected_rank:
+            with counted_as(None):
+                rows = parameter_rows(model)
+                # New projectors in each step: the steps that compute them need most memory.
+                made = _Projection(rows, setting.projected_rank, 1, Gradients())
+            made.keeps_sums = setting.gradient_sums  # counted before the step
+            projected = made
+            own = made.parameters
+        projects = set(map(id, own))
         for parameter in model.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and id(parameter) not in projects:
                 part = "expert_gradients" if id(parameter) in experts else "gradients"
                 parameter.register_post_accumulate_grad_hook(
                     _drop if setting.gradient_sums else functools.partial(_keep, found, part)
@@ -327,7 +340,7 @@ def _run_step(
         ).loss
         assert loss is not None
         model.note("loss")
-        with counted_as("activation_gradients"):
+        with counted_as("activation_gradients"), projected.collecting():
             loss.backward()
         del loss
         model.note("end")
@@ -411,6 +424,18 @@ def _parts(parameter: Tensor) -> list[Tensor]:
 def _drop(parameter: Tensor) -> None:
     """Free a gradient, which is in an FP32 sum now."""
     parameter.grad = None
+
+
+class _Projection(ProjectedGradients):
+    """Projected gradients whose memory is counted as that of gradients; sums that stay are left out."""
+
+    def _new_sums(self, key: int) -> None:
+        with counted_as(None if self.keeps_sums else "gradients"):
+            super()._new_sums(key)
+
+    def _add(self, parameter: Tensor) -> None:
+        with counted_as("gradients"):
+            super()._add(parameter)
 
 
 def _keep(found: Allocations, part: str, parameter: Tensor) -> None:

@@ -11,6 +11,7 @@ rounds up a tensor.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +21,7 @@ from te_models.config.chunk_sizes import EXCHANGE_CHUNK, FP32, UPDATE_CHUNK
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.optim import OPTIMIZERS
+from te_models.optim.projected import is_projected
 from te_models.planning.measured import (
     PARTS,
     REST,
@@ -33,6 +35,7 @@ from te_models.planning.parameter_bytes import (
     has_masters,
     matrix_elements,
     optimizer_bytes,
+    projected_sums,
     trained_elements,
 )
 from te_models.planning.training import Training
@@ -179,7 +182,8 @@ def _standing(
     if training.optimizer is not None and not training.optimizer_offload:
         state = planned_optimizer_bytes(training.optimizer, training, tensors)
     summed = training.gradient_sums or (training.lora_rank > 0 and ranks > 1)
-    sums = summed * FP32 * trained
+    projected, projections = projected_sums(tensors, training.projected_rank)
+    sums = summed * FP32 * (trained - projected + projections)
     scales = found.states.get(REST, 0) + sum(found.states.get(n, 0) for n in layers)
     return Memory(
         weights=share + gathered + own,
@@ -221,11 +225,25 @@ def _updated(training: Training, tensors: Counter[HeldTensor]) -> int:
             + whole
             + 3 * min(EXCHANGE_CHUNK, held * training.dtype_bytes)
         )
+    rank = training.projected_rank
+    projected, projections = projected_sums(trained, rank)
+    share -= projected
     chunk = min(share, UPDATE_CHUNK)
+    kept = projections * FP32 + _raised_bytes(trained, rank)
     if training.gradient_sums and ranks == 1:  # FP32 masters take the sums themselves
-        return share * FP32 + (0 if masters else chunk * training.dtype_bytes)
+        return kept + share * FP32 + (0 if masters else chunk * training.dtype_bytes)
     wider = max(0, FP32 - training.dtype_bytes) if masters else 0
-    return share * training.dtype_bytes + chunk * wider
+    return kept + share * training.dtype_bytes + chunk * wider
+
+
+def _raised_bytes(tensors: Mapping[HeldTensor, int], rank: int) -> int:
+    """Return the bytes of the largest update that GaLore makes of a projected one: before it is scaled, and after."""
+    largest = 0
+    for tensor in tensors:
+        for role, shape in tensor.parts:
+            if rank and is_projected(role, shape, rank):
+                largest = max(largest, shape[0] * shape[1])
+    return 2 * FP32 * largest
 
 
 def saved_bytes(

@@ -394,6 +394,10 @@ def _mistakes(
             yield "weights that stay as they are stored are not trained: give lora_rank too, or leave out base_weights"
         if training.fp8_params:
             yield "fp8_params=True quantizes weights that base_weights leaves as they are: leave out one of them"
+    if training.projected_rank and training.gpus > 1 and not training.lora_rank:
+        yield "in_backward=true projects the gradients of one GPU: leave it out, or gpus"
+    if training.projected_rank and training.optimizer_offload:
+        yield "in_backward=true projects on the GPU: leave it out, or optimizer_offload"
     if training.fp8_params and not recipe.quantized:
         advice = "choose another, or leave fp8_params out"
         yield f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: {advice}"

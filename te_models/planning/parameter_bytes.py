@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -13,6 +14,7 @@ import torch
 from te_models.config.chunk_sizes import FP32
 from te_models.config.shares import share_out
 from te_models.optim import OPTIMIZERS, Choice, resolve_options, state_bytes
+from te_models.optim.projected import is_projected, sum_elements
 from te_models.planning.measured import HeldTensor
 
 Options = Mapping[
@@ -98,6 +100,27 @@ def _state_bytes(
 def trained_elements(tensors: Mapping[HeldTensor, int]) -> int:
     """Return the number of parameters that are trained."""
     return sum(count * tensor.numel for tensor, count in tensors.items() if tensor.trained)
+
+
+def projected_sums(tensors: Mapping[HeldTensor, int], rank: int) -> tuple[int, int]:
+    """Return the elements of the trained parameters that backward projects, and of the sums that it leaves of them.
+
+    `rank` is GaLore's; 0: nothing is projected.
+    """
+    elements = 0
+    sums = 0
+    for tensor, count in tensors.items():
+        if not rank or not tensor.trained:
+            continue
+        if not any(is_projected(role, shape, rank) for role, shape in tensor.parts):
+            continue
+        elements += count * tensor.numel
+        for role, shape in tensor.parts:
+            if is_projected(role, shape, rank):
+                sums += count * sum_elements(shape, rank)
+            else:
+                sums += count * math.prod(shape)
+    return elements, sums
 
 
 def matrix_elements(tensors: Counter[HeldTensor] | Mapping[HeldTensor, int]) -> int:

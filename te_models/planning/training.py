@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from te_models.config.recompute_modes import offload_allows_fused
+from te_models.optim import IN_BACKWARD, resolve_options
 from te_models.planning.stored_base import StoredBase
 
 
@@ -19,6 +20,9 @@ class StepSetting:
     lora_rank: int
     lora_experts: bool
     gradient_sums: bool
+    projected_rank: (
+        int  # of the gradients of hidden matrices that backward projects; 0: it projects none
+    )
     cached_weights: bool
     sharded: bool  # whether FSDP2 shards the weights
     tensor_ranks: int
@@ -68,6 +72,13 @@ class Training:
     dtype_bytes: int = 2
 
     @property
+    def projected_rank(self) -> int:
+        """The rank at which backward projects the gradients of hidden matrices (te_models.optim.projected); 0: none."""
+        if self.optimizer is None or not self.optimizer_options.get(IN_BACKWARD):
+            return 0
+        return int(resolve_options(self.optimizer, self.optimizer_options)["rank"])
+
+    @property
     def fused_kernels(self) -> bool:
         """Return whether fused kernels run, as model/decoder.py decides."""
         allowed = not self.activation_offload or offload_allows_fused(self.activation_checkpointing)
@@ -95,6 +106,7 @@ class Training:
             lora_rank=self.lora_rank,
             lora_experts=self.lora_experts,
             gradient_sums=self.gradient_sums,
+            projected_rank=self.projected_rank,
             cached_weights=self.cached_weights,
             sharded=self.data_ranks > 1,
             tensor_ranks=self.tensor_parallel_size,

@@ -182,18 +182,30 @@ class Parallel:
             return None
         return lambda parameters: Owners(parameters, self.data_group, self.ranks)
 
-    def gradients(self, model: CausalLM, micro_batches: int) -> Gradients:
+    def gradients(
+        self, model: CausalLM, micro_batches: int, projected: Sequence[nn.Parameter] = ()
+    ) -> Gradients:
         """Return the source of a step's gradients: FP32 sums for several micro-batches, except under FSDP2.
 
         FSDP2 has no part in adapters, which are made after it has sharded the model, and whole on each process.
+        Parameters in `projected` have no sums: te_models.optim.projected keeps theirs.
+
+        Raises:
+            UsageError: `projected` in several processes.
         """
+        if projected and self.kind != "none":
+            raise UsageError(
+                f"in_backward=true projects gradients before --parallel {self.kind} can sum them over the processes: "
+                "leave it out, or use one process"
+            )
         adapters = self.uses_fsdp and self.frozen
         reduced = adapters or self.kind == "ddp"
         if self.uses_fsdp and not adapters:
             return Gradients()
         if micro_batches == 1 and not reduced:
             return Gradients()
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        left_out = set(map(id, projected))
+        trained = [p for p in model.parameters() if p.requires_grad and id(p) not in left_out]
         in_fp32 = micro_batches > 1 or adapters
         return GradientSums(trained, self.data_group if reduced else None, in_fp32)
 

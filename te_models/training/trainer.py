@@ -41,7 +41,7 @@ from te_models.files.lock import locked
 from te_models.fp8.primary_weights import drop_initial_values
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import divide_gradient_amaxes
-from te_models.optim import build_optimizer
+from te_models.optim import build_optimizer, projected_in_backward
 from te_models.optim.state_tensors import bytes_in
 from te_models.saving.adapters import facts_in
 from te_models.saving.load_model import read_training_state
@@ -170,7 +170,8 @@ class Trainer(NamedFields):
         # Before parallel.prepare, which may shard the model; the optimizer after it, over the shards.
         weigh_losses(self.model, config)
         parallel.prepare(self.model)
-        self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
+        projected = projected_in_backward(config.optimizer, config.optimizer_options, self.model)
+        gradients = parallel.gradients(self.model, config.gradient_accumulation, projected)
         self.optimizer = build_optimizer(
             config.optimizer,
             self.model,
@@ -179,9 +180,10 @@ class Trainer(NamedFields):
             options=config.optimizer_options,
             offload=config.optimizer_offload,
             owners=parallel.owners(),
-            gradients=self.gradients,
+            gradients=gradients,
             norm=parallel.norm,
         )
+        self.gradients = self.optimizer.gradients  # an optimizer may project some of them
         self.schedule = RecipeSchedule(self.model, self.recipe or self.model.recipe, config)
         first = parallel.ranks.first
         self.profiler = StepProfiler(self.model, config.profile, self.out if first else None)
