@@ -14,7 +14,7 @@ import click
 
 from te_models.config.data import split_pair
 from te_models.config.recipe import AUTO, FIELDS
-from te_models.config.settings import EVERYDAY
+from te_models.config.settings import EVERYDAY, Setting
 from te_models.errors import OutOfMemory, UsageError, for_stream, for_terminal
 from te_models.files.atomic import first_line
 from te_models.planning.printable import Printable, Terminal
@@ -227,6 +227,8 @@ def setting_option(name: str, **attributes: Any) -> Decorator:
     keywords |= {"callback": CALLBACKS[name]} if name in CALLBACKS else {}
     if one.bare is not None:
         keywords |= dict(is_flag=False, flag_value=one.bare, metavar=f"[{one.metavar}]")
+    if kind is bool and str in one.kinds:
+        return _switch_or_mode(one, name, keywords | attributes)
     if kind in (tuple, dict):
         keywords |= dict(multiple=True, default=None, show_default=False)
     elif kind is bool:
@@ -238,6 +240,36 @@ def setting_option(name: str, **attributes: Any) -> Decorator:
     if attributes.get("required"):
         del keywords["default"]  # click takes one of None as given
     return option(one.flag, name, **keywords | attributes)
+
+
+def _switch_or_mode(one: Setting, name: str, keywords: dict[str, Any]) -> Decorator:
+    """Add the option of a setting that is on or off or a mode: `--NAME`, `--NAME MODE` and `--no-NAME`."""
+    off = f"te_models.cli.no_{name}"  # in a context's meta: whether --no-NAME is given
+
+    def switch_off(ctx: click.Context, parameter: click.Parameter, given: bool) -> None:
+        if given:
+            ctx.meta[off] = True
+            ctx.params[name] = False  # also where a mode came before it
+
+    def read(ctx: click.Context, parameter: click.Parameter, mode: str | None) -> str | bool | None:
+        # The option that is not given is read last.
+        if mode is None and off in ctx.meta:
+            return False
+        return mode
+
+    modes = [choice for choice in one.choices if isinstance(choice, str)]
+    keywords |= dict(is_flag=False, flag_value=modes[0], type=click.Choice(modes), callback=read)
+    keywords |= dict(metavar=f"[{'|'.join(modes)}]")
+    without = option(
+        f"--no-{one.flag[2:]}",
+        f"no_{name}",
+        is_flag=True,
+        expose_value=False,
+        callback=switch_off,
+        group=one.group,
+        help=f"Turn off {one.flag}.",
+    )
+    return chained(option(one.flag, name, **keywords), without)
 
 
 def setting_options(*names: str, **attributes: Any) -> Decorator:

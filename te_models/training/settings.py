@@ -88,8 +88,12 @@ class BuildSettings(Settings):
         metavar="FORM",
         shown="dequantized",
     )
-    compile: bool | None = setting(
-        None, "Fuse elementwise operations with torch.compile (on a GPU).", shown="compile"
+    compile: bool | str | None = setting(
+        None,
+        "Fuse elementwise operations with torch.compile (on a GPU); max-autotune also times variants of each kernel.",
+        metavar="MODE",
+        choices=(True, False, "default", "max-autotune"),
+        shown="compile",
     )
     activation_checkpointing: str | int | None = setting(
         None,

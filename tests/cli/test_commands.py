@@ -16,13 +16,14 @@ from typing import Any
 import click
 import pytest
 import torch
+from click.testing import CliRunner
 from ranks import run_process
 
 import te_models.training.finetune
 from te_models import CausalLM, list_presets, list_recipes
 from te_models.cli import main
 from te_models.cli.commands import cli
-from te_models.cli.options import console
+from te_models.cli.options import console, setting_option
 from te_models.config.model import ModelConfig
 from te_models.config.presets import PRESETS
 from te_models.config.toml import read_toml
@@ -655,3 +656,36 @@ def test_the_list_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
     for name, shape in found["presets"].items():
         count = shape.pop("num_parameters")
         assert ModelConfig.from_dict(shape).num_parameters == count, name
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("", None),
+        ("--compile", "default"),
+        ("--no-compile", False),
+        ("--compile max-autotune", "max-autotune"),
+        ("--compile=max-autotune", "max-autotune"),
+        ("--compile --recipe bf16", "default"),
+        ("--compile max-autotune --no-compile", False),
+    ],
+)
+def test_compile_is_a_switch_or_a_mode(words: str, value: str | bool | None) -> None:
+    @click.command()
+    @setting_option("compile")
+    @setting_option("recipe")
+    def command(**given: object) -> None:
+        click.echo(repr(given["compile"]))
+
+    found = CliRunner().invoke(command, words.split())
+    assert found.output.strip() == repr(value)
+
+
+def test_a_run_in_a_mode_of_compile_says_so(tmp_path: Path) -> None:
+    """It is in the file of the run, too, from which a resumed run takes it."""
+    words = "pretrain --preset gated-nano --num-hidden-layers 3 --steps 1 --batch-size 1 --seq-len 32 --eval-every 0"
+    words += f" --sample-tokens 0 --compile max-autotune --out {tmp_path / 'run'}"
+    found = CliRunner().invoke(cli, words.split())
+    assert found.exit_code == 0, found.output
+    assert "compiled" in found.output
+    assert 'compile = "max-autotune"' in (tmp_path / "run" / "run.toml").read_text()
