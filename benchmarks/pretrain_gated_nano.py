@@ -228,7 +228,7 @@ def card(
 A decoder of 3.4 million parameters with gated attention that continues Python code. It is small enough to fine-tune on
 two CPU cores in minutes, and too small to be useful for anything else.
 
-* Blocks: those of the preset `gated-nano` (6 layers, width 192, elementwise gate). Tokens: a byte-level BPE of
+* Blocks: as in the preset `gated-nano` (6 layers, width 192, elementwise gate). Tokens: a byte-level BPE of
   {VOCABULARY:,}, trained on the same text.
 * Data: {files:,} Python files ({size / 1e6:.0f} MB) of {len(sources)} packages from PyPI under permissive licences
   (MIT, BSD, Apache-2.0 and the like), listed with version and licence in sources.json. Tests and vendored code are

@@ -23,8 +23,8 @@ rounding_option = option(
 base_option = option(
     "--base",
     metavar="DIR",
-    help="The model before it was tuned, to tell how much of the tuning is left; default: that of the run or of the "
-    "adapters; none: do not tell.",
+    help="The model before it was tuned, to tell how much of the tuning is left; default: the run's or the adapters' "
+    "own; none: do not tell.",
 )
 
 

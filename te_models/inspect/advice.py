@@ -107,7 +107,7 @@ class RunFacts:
     def one_scale(self) -> Mask:
         """Return which tensors have one scale per cast, bool [steps, tensors]; the others have one per block.
 
-        The number of scales does not tell: those of micro-batches and of processes are added.
+        The number of scales does not tell: it is a sum over micro-batches and processes.
         """
         if not self.recipe.quantized:  # of a run without run.toml
             return np.asarray(self.record.field("blocks") == 1)
@@ -303,7 +303,7 @@ def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Findi
         since = ""
         if begun < step:
             since = f", and more than {SATURATED:.1%} since step {facts.steps[begun]}"
-        old = "that of this step" if age == 0 else f"{plural(int(age), 'step')} old"
+        old = "of this step" if age == 0 else f"{plural(int(age), 'step')} old"
         return f"{seen}{since}; its scale is {old}, its amax {amax[step, tensor]:.3g}"
 
     yield from over(facts, rule, (share > SATURATED) & operands, share, say, origin=True)

@@ -1,7 +1,7 @@
 """The FP8 of a card beside the one that a run was trained with: recorded products and a loss, computed again.
 
 The products are those that the run kept when it ended (te_models.training.card). They are compared bit for bit with
-those of the same operands on the card at hand, and both with the emulated engine, which adds as the tensor cores of
+products of the same operands on the card at hand, and both with the emulated engine, which adds as the tensor cores of
 Hopper or of Ada do.
 """
 
@@ -103,7 +103,7 @@ class Against(Printable):
         count = len(self.products)
         different = [one for one in self.products if not one.equal]
         if not different:
-            line = f"the FP8 of this card is that of {then}: all {count} recorded products have equal bits"
+            line = f"the FP8 of this card equals {then}: all {count} recorded products have equal bits"
         elif self.refused:
             line = "; ".join(
                 f"{name} does not run here: {why}" for name, why in self.refused.items()
@@ -111,7 +111,7 @@ class Against(Printable):
         else:
             worst = min(different, key=lambda one: one.sqnr)
             line = (
-                f"the FP8 of this card is not that of {then}: {len(different)} of {count} products differ, most "
+                f"the FP8 of this card differs from {then}: {len(different)} of {count} products differ, most "
                 f"{worst.gemm} of {worst.linear}, in {worst.differing:.1%} of its elements by up to "
                 f"{worst.largest:.2g} of the largest ({worst.sqnr:.0f} dB)"
             )
@@ -293,7 +293,7 @@ def loss_here(
     """Return the loss of the run's last model on the recorded batch, or None and the reason."""
     folder = saved_folder(run)
     if folder.name != f"step-{card.step:08d}":
-        return None, f"its newest checkpoint is not that of step {card.step}"
+        return None, f"its newest checkpoint is not of step {card.step}"
     place: dict[str, Any] = {"engine": engine, "device": device}
     try:
         model = CausalLM.from_pretrained(folder, **place)

@@ -274,7 +274,7 @@ class HuggingFaceFolder(Opened):
 
     @property
     def quantized(self) -> dict[str, WeightStorage]:
-        """The storage of each quantized weight, by its name; those of stacked experts by the expert's."""
+        """The storage of each quantized weight, by its name; stacked experts have an entry per expert."""
         found = {}
         if self.stored.storage is not None:
             found = dict.fromkeys(self.stored.scales, self.stored.storage)

@@ -50,7 +50,7 @@ def _phi(config: ModelConfig) -> bool:
     return not scaling or (scaling["rope_type"] == "longrope" and config.head_dim == filled)
 
 
-# Keys of EXAONE 3's files -> those of transformers' config.
+# Keys of EXAONE 3's files -> keys of transformers' config.
 _EXAONE_ALIASES = {
     "num_layers": "num_hidden_layers",
     "layer_norm_epsilon": "rms_norm_eps",

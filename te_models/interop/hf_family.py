@@ -22,10 +22,10 @@ class Family:
         norm, embedding, blocks: their names of the last norm, of the embedding and of the list of layers, below
             `root`.
         modules: the fields above, and `layer`, that are others in a model of transformers than in a folder.
-        stated: returns a config.json with the keys that follow from others of it.
+        stated: returns a config.json with the keys that follow from its other keys.
         layer: their name below "model.layers.<i>." -> its place in ours, for weights and biases.
         parts: keys that need more than copying.
-        spellings: names among those of `layer` -> others that some folders have instead.
+        spellings: names in `layer` -> other names that some folders have instead.
         constants: values of our fields that all models of the family share.
         defaults: the values that transformers uses for absent keys.
         only: their keys -> the values that te-models supports; any other is refused.

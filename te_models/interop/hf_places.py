@@ -59,7 +59,7 @@ LAYER = {
 }
 # Attention and MLP read one norm.
 PARALLEL_LAYER = {name: rows for name, rows in LAYER.items() if name != "post_attention_layernorm"}
-# EXAONE 3, whose names in a model of transformers are those of Llama.
+# EXAONE 3: the names in its files -> Llama's, which it has in a model of transformers.
 EXAONE3_LAYER = {
     "ln_1": Rows("input_layernorm"),
     "attn.attention.q_proj": Rows("self_attn.qkvg_proj", ("q",)),

@@ -205,7 +205,7 @@ def _write_gemma4_small(config: ModelConfig) -> Fields:
 
 
 def gemma4_unused(theirs: Values) -> tuple[str, ...]:
-    """Return the prefixes of keys and values in a folder of layers that use those of others."""
+    """Return the prefixes of keys and values in a folder that nothing reads: their layers use another layer's."""
     count = theirs["num_hidden_layers"]
     shared = theirs.get("num_kv_shared_layers") or 0
     names = ("k_proj", "v_proj", "k_norm", "v_norm")

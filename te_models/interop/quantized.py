@@ -272,8 +272,8 @@ class StoredWeights:
         scales: name of a quantized weight -> its scales, FP32 [rows, columns of the grid].
         inputs: name of a quantized weight -> static scale of the linear's input, FP32 []; for NVFP4, the divisor.
         data: name of the stored data -> name of the weight.
-        scale_names: name of a quantized weight -> names of the tensors with its scales: those of its blocks, and the
-            factor of all of them, if it has one.
+        scale_names: name of a quantized weight -> names of the tensors with its scales: one for its blocks, and one
+            for the factor of all blocks, if it has one.
     """
 
     storage: WeightStorage | None

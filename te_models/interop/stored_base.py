@@ -69,7 +69,7 @@ def _alike(source: StoredFolder, names: list[str], linear: LinearSpec) -> bool:
     if not quantized or (linear.experts and len(quantized) < len(names)):
         return False
     if not linear.fp8:
-        return False  # a router, for example, whose products are not those of a te.Linear
+        return False  # a router, for example, which is no te.Linear
     if any(source.places[name].form for name in names):
         return False
     return len({source.quantized[name] for name in quantized}) == 1

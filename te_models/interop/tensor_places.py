@@ -148,7 +148,7 @@ def module_places(
 ) -> dict[str, Place]:
     """Return `tensor_places` by the names in a model of transformers, "model.layers.0..." and "lm_head".
 
-    `root` comes before "layers"; by default that of a text model.
+    `root` comes before "layers"; by default a text model's root.
     """
     text = family.in_models(root)
     return {

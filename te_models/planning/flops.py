@@ -54,7 +54,7 @@ def _forward_flops(config: ModelConfig, length: int) -> ForwardFlops:
 def training_flops(config: ModelConfig, tokens: int, length: int) -> float:
     """Return the FLOPs of one forward and backward over `tokens` tokens in sequences of `length`.
 
-    Three times those of the forward: backward has two products for each of it. Recomputed operations do not count.
+    Three times the forward's: backward has two products for each of its products. Recomputed operations do not count.
     """
     return 3 * forward_flops(config, length).total * tokens / length
 
@@ -64,7 +64,7 @@ def utilization(
 ) -> float | None:
     """Return the share of a GPU's peak that training reaches (MFU); None where the peak is not known.
 
-    The peak is that of dense BF16 products, also for FP8, so that runs under different recipes compare.
+    The peak is the GPU's for dense BF16 products, also under FP8, so that runs under different recipes compare.
 
     Args:
         config: the shape.

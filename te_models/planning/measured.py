@@ -2,7 +2,7 @@
 
 A `Decoder` on the meta device, with the planned engine, runs one block of each kind, forward and backward, inside
 `te_models.device.allocations`. What each block's forward leaves behind, and what is alive at every moment of its
-forward and backward, is a `Profile`; te_models.planning.memory_estimate puts those of all blocks together. All sizes
+forward and backward, is a `Profile`; te_models.planning.memory_estimate puts all profiles together. All sizes
 are affine in the batch, so that two batches give any other.
 """
 
@@ -71,7 +71,7 @@ class Profile(NamedTuple):
         return self.moments[-1]
 
     def between(self, other: Profile, share: float) -> Profile | None:
-        """Return the profile of a batch at `share` of the way to that of `other`; None if they cannot be compared."""
+        """Return the profile of a batch at `share` of the way to `other`'s; None if they cannot be compared."""
         if self.moments.shape != other.moments.shape:
             return None
         change = (other.moments - self.moments).double() * share
@@ -124,7 +124,7 @@ class Standing(NamedTuple):
     """The memory before a step: of each measured layer, and under REST of everything else."""
 
     weights: Mapping[int, int]  # bytes, without adapters
-    expert_weights: Mapping[int, int]  # those of experts among them
+    expert_weights: Mapping[int, int]  # the part of `weights` in experts
     states: Mapping[int, int]  # bytes of scales and amax histories
     tensors: Mapping[int, Counter[HeldTensor]]  # with their numbers, adapters too
 
@@ -356,7 +356,7 @@ def count_pass(
 ) -> dict[int, float]:
     """Run a forward of one row through these layers, and return the operations of each.
 
-    Inside `operations` and an Allocations; afterwards `operations` has those of the head as well.
+    Inside `operations` and an Allocations; afterwards `operations` has the head's as well.
     """
     model = _PlannedDecoder(config, recipe, setting, layers)
     model.operations = operations
@@ -427,7 +427,7 @@ def _drop(parameter: Tensor) -> None:
 
 
 class _Projection(ProjectedGradients):
-    """Projected gradients whose memory is counted as that of gradients; sums that stay are left out."""
+    """Projected gradients whose memory counts as gradients; sums that stay are left out."""
 
     def _new_sums(self, key: int) -> None:
         with counted_as(None if self.keeps_sums else "gradients"):
@@ -531,7 +531,7 @@ class MeasuredStep:
         return kinds(self.config, self.recipe, self.setting)
 
     def run(self, batch: int) -> Stretches:
-        """Return the profiles of a batch, from those of two small batches where their rows need no padding."""
+        """Return the profiles of a batch, computed from two small batches where their rows need no padding."""
         unit = self._unit
         layers = tuple(dict.fromkeys(self.same))
         if batch % unit or batch <= 2 * unit:
@@ -559,7 +559,7 @@ class MeasuredStep:
         return int(run.embedding.end.sum()) + blocks + int(run.head.end.sum())
 
     def _scaled(self, layers: tuple[int, ...], unit: int, batch: int) -> Stretches | None:
-        """Return the profiles of a batch from those of one and of two units; None if they do different things."""
+        """Return the profiles of a batch, computed from one and from two units; None if these do different things."""
         one = self._run(layers, unit)
         two = self._run(layers, 2 * unit)
         share = batch / unit - 1

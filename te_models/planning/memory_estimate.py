@@ -204,7 +204,7 @@ def planned_optimizer_bytes(name: str, training: Training, tensors: Counter[Held
 
 
 def _updated(training: Training, tensors: Counter[HeldTensor]) -> int:
-    """Return the bytes of gradients in the optimizer step: all that remain, and those of a chunk in the masters' dtype.
+    """Return the bytes of gradients in the optimizer step: all that remain, and a chunk's in the masters' dtype.
 
     With owners (te_models.optim.parameter_owners) the gradients of a chunk, which may be one large table, are whole on
     the GPU that owns it, beside the buffers of an exchange.

@@ -119,7 +119,7 @@ class MemoryPlan(Printable):
     def optimizers(self) -> dict[str, int]:
         """Return name -> bytes of optimizer state and FP32 masters per GPU; the plan's own with its options.
 
-        Of several GPUs, those of the one that has most.
+        Of several GPUs, the one that has most counts.
         """
         tensors = self._tensors
         return {name: planned_optimizer_bytes(name, self.training, tensors) for name in OPTIMIZERS}
@@ -356,7 +356,7 @@ def _mistakes(
     batch_size: int,
     gradient_accumulation: int,
 ) -> Iterator[str]:
-    """Yield what no training run could have; `batch_size` is that of all GPUs."""
+    """Yield a line for each value that no training run could have; `batch_size` counts all GPUs."""
     gpus = training.gpus
     counts = dict(batch_size=batch_size, seq_len=training.seq_len, gpus=gpus)
     for name, number in {**counts, "gradient_accumulation": gradient_accumulation}.items():

@@ -36,14 +36,14 @@ def optimizer_bytes(
     ranks: int = 1,
     expert_ranks: int | None = None,
 ) -> int:
-    """Return the bytes of state and FP32 masters on that of the GPUs which has most.
+    """Return the bytes of optimizer state and FP32 masters on the GPU that has most of them.
 
     Args:
         name: one of te_models.optim.OPTIMIZERS.
         tensors: the parameters of a rank's model with their numbers; those that are not trained have no state.
         options: of the optimizer.
         ranks: the GPUs among which FSDP2 shares them.
-        expert_ranks: the same for those of experts, if others.
+        expert_ranks: the GPUs among which it shares the experts' parameters; None: `ranks`.
     """
     choice = OPTIMIZERS[name]
     options = {**resolve_options(name, {}), **options}

@@ -18,7 +18,7 @@ UNQUANTIZED = tuple(PRECISION_NAMES.values())
 class PlanRow:
     """One te.Linear: `gemm` is "in -> out" features.
 
-    `precision` is that of the model's dtype ("BF16", "FP16" or "FP32"), or the FP8 formats, forward/backward.
+    `precision` is the model's dtype ("BF16", "FP16" or "FP32"), or the FP8 formats, forward/backward.
     """
 
     layer: str

@@ -410,7 +410,7 @@ def adapter_folder(folder: str | Path) -> Path | None:
 def stored_storages(build: Callable[..., Decoder], name: str | Path) -> dict[str, WeightStorage]:
     """Return the names of the linears whose weights can stay as the folder `name` has them -> their storage.
 
-    `build` is that of `read_pretrained`. No value and no scale is read.
+    `build` as for `read_pretrained`. No value and no scale is read.
 
     Raises:
         UsageError: there are none.

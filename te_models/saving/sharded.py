@@ -228,7 +228,7 @@ def cut_optimizer_state(
     """Return a saved optimizer state with this rank's shard of every tensor that belongs to a sharded master.
 
     `names` are the parameters of the whole model with an entry in "state" and in "masters", of which this rank may have
-    only some; `masters` are those of this rank's.
+    only some; `masters` are the ones on this rank.
 
     Raises:
         CheckpointError: it is of other parameters.

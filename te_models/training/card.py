@@ -2,8 +2,8 @@
 
 A recorded run keeps them when it ends, in the folder record/card; `te-models verify --against RUN` computes them again
 on another card (te_models.inspect.against). Each te.Linear is a sample of one of the model's: its weight's first rows
-over the whole of K, and rows of its real input. Results are those of the three GEMMs under the te.Linear's own recipe,
-with scales that follow its operands.
+over the whole of K, and rows of its real input. The results come from the three GEMMs under the te.Linear's own
+recipe, with scales that follow its operands.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def _chosen(model: CausalLM) -> Iterator[tuple[str, Recipe]]:
 
 
 def _same_on_all_ranks(tensor: Tensor) -> None:
-    """Give all processes the first one's values: a delayed scale is that of all of them."""
+    """Give all processes the first one's values: they share one delayed scale."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(tensor, src=0)
 

@@ -41,7 +41,7 @@ def broken_tensor(tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> 
 def broken_line(name: str, step: int, checkpoints: Checkpoints, best: Checkpoints) -> str:
     """Return the line about a checkpoint that was not written, since the tensor of this name is broken.
 
-    `checkpoints` are those of the run, and `best` has the model of its lowest evaluation loss.
+    `checkpoints` are the run's own; `best` holds the model with its lowest evaluation loss.
     """
     latest = checkpoints.latest()
     best_latest = best.latest()

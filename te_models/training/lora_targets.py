@@ -130,7 +130,7 @@ class Modules:
     def parameters_named(self, targets: Iterable[str], headless: bool = False) -> dict[str, Place]:
         """Return the parameters that peft's `target_parameters` name, by the end of their names.
 
-        They are those of experts and routers, and the weights of linears. The end of the name of the experts' module,
+        They are the parameters of experts and routers, and the weights of linears. The end of the name of the experts' module,
         such as "experts", names all of its parameters.
         """
         every = {**self.experts, **{f"{name}.weight": self.theirs[name] for name in self.theirs}}
