@@ -28,16 +28,9 @@ from te_models.data.files import (
     readable_errors,
     text_bytes,
 )
-from te_models.data.formats import (
-    ROW_COLUMNS,
-    Document,
-    may_be_recognized,
-    misspelled,
-    rename,
-    row_document,
-    unrecognized,
-    without_nulls,
-)
+from te_models.data.formats import ROW_COLUMNS, Document, may_be_recognized, rename, row_document
+from te_models.data.row_values import without_nulls
+from te_models.data.unrecognized_rows import misspelled, unrecognized
 from te_models.errors import DataError, DataUnavailable, needs
 from te_models.files.atomic import first_line
 from te_models.files.formats import collecting_later

@@ -11,17 +11,11 @@ from fsspec import AbstractFileSystem
 from te_models.config.data import MAX_WEIGHT, split_weight
 from te_models.data.bad_records import BadRecords
 from te_models.data.files import file_format, find_files, open_bytes, readable_errors, text_bytes
-from te_models.data.formats import (
-    TEXT,
-    Document,
-    misspelled,
-    recognize,
-    rename,
-    row_document,
-    without_nulls,
-)
+from te_models.data.formats import TEXT, Document, recognize, rename, row_document
+from te_models.data.row_values import without_nulls
 from te_models.data.rows import TEXT as TEXT_FILE
 from te_models.data.rows import FileRange, file_ranges, first_rows
+from te_models.data.unrecognized_rows import misspelled
 from te_models.errors import DataError, UsageError
 
 

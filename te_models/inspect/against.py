@@ -103,7 +103,9 @@ class Against(Printable):
         count = len(self.products)
         different = [one for one in self.products if not one.equal]
         if not different:
-            line = f"the FP8 of this card equals {then}: all {count} recorded products have equal bits"
+            line = (
+                f"the FP8 of this card equals {then}: all {count} recorded products have equal bits"
+            )
         elif self.refused:
             line = "; ".join(
                 f"{name} does not run here: {why}" for name, why in self.refused.items()

@@ -175,8 +175,8 @@ def load_merged(folder: Path, *, base: str | None = None, **options: Any) -> Cau
     """Return the model of `load_adapted` with the adapters merged into its weights, each sum rounded once.
 
     Under dtype=torch.float32 no small update vanishes in the rounding. The weights are not in FP8 unless `fp8_params`
-    says so, and a quantized release's weights are dequantized unless `base_weights` says otherwise. `base` is the model;
-    None: the one that adapter_config.json names.
+    says so, and a quantized release's weights are dequantized unless `base_weights` says otherwise. `base` is the
+    model; None: the one that adapter_config.json names.
     """
     whole = {"fp8_params": False, "base_weights": DEQUANTIZED}
     model = _load(folder, base, {**whole, **options}).merge_and_unload()

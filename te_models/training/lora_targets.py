@@ -130,8 +130,8 @@ class Modules:
     def parameters_named(self, targets: Iterable[str], headless: bool = False) -> dict[str, Place]:
         """Return the parameters that peft's `target_parameters` name, by the end of their names.
 
-        They are the parameters of experts and routers, and the weights of linears. The end of the name of the experts' module,
-        such as "experts", names all of its parameters.
+        They are the parameters of experts and routers, and the weights of linears. The end of the name of the experts'
+        module, such as "experts", names all of its parameters.
         """
         every = {**self.experts, **{f"{name}.weight": self.theirs[name] for name in self.theirs}}
         names = {

@@ -11,8 +11,9 @@ from packaging.version import Version
 
 from te_models.data.chat_template import PLAIN
 from te_models.data.encoding import Fit, encode_documents, fit_records
-from te_models.data.formats import THOUGHTS, Document, row_document
+from te_models.data.formats import Document, row_document
 from te_models.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from te_models.data.turns import THOUGHTS
 from te_models.errors import DataError
 
 tokenizers = pytest.importorskip("tokenizers")
