@@ -17,7 +17,7 @@ from te_models.config.model import ModelConfig, config_fields
 from te_models.config.precision import HEAD
 from te_models.config.presets import get_preset
 from te_models.config.recipe import unknown_option
-from te_models.data.tokenizer import Tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 from te_models.device.choice import computing_device
 from te_models.errors import UsageError, check_known
 from te_models.files.formats import Document, Fields, parse_size

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from te_models import CausalLM
-from te_models.data.tokenizer import ByteTokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
 
 TEMPLATE = """
 {%- if messages[0].role == 'user' and not messages[0].content %}{{ raise_exception('say something') }}{% endif %}

@@ -13,7 +13,7 @@ from judge import AutoModelForCausalLM, transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from te_models.data.tokenizer import ByteTokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
 
 SIZES: dict[str, Any] = dict(
     vocab_size=288, hidden_size=64, intermediate_size=96, num_hidden_layers=2,

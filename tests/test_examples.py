@@ -14,7 +14,7 @@ import torch
 from ranks import run_process
 
 from te_models import CausalLM
-from te_models.data.tokenizer import ByteTokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
 
 EXAMPLES = sorted(path.name for path in (Path(__file__).parent.parent / "examples").glob("*.py"))
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"

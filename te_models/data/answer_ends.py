@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from te_models.data.encoding import Encoded
-from te_models.data.tokenizer import Tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 
 BLANKS = 8  # blank tokens after the token that ends an answer, such as a line break, that are looked past
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from te_models.data.chat_template import ChatTemplate, Rendered
 from te_models.data.formats import Document
-from te_models.data.tokenizer import Tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 from te_models.data.turns import THOUGHTS
 from te_models.errors import DataError
 from te_models.files.formats import Fields

@@ -20,7 +20,7 @@ from te_models.data.formats import Document
 from te_models.data.packing import RecordEpoch, flags_of
 from te_models.data.rows import FileRange, file_ranges, read_range
 from te_models.data.sources import Source, open_sources
-from te_models.data.tokenizer import Tokenizer, end_of_text
+from te_models.data.tokenizer_base import Tokenizer, end_of_text
 
 CHUNK_BYTES = 2**19
 

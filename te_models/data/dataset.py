@@ -35,7 +35,7 @@ from te_models.data.packing import (
     repeats,
     stack_windows,
 )
-from te_models.data.tokenizer import Tokenizer, end_of_text
+from te_models.data.tokenizer_base import Tokenizer, end_of_text
 from te_models.errors import DataError, UsageError, plural
 from te_models.model.targets import IGNORED, PAD_DOCUMENT
 

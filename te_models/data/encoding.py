@@ -14,7 +14,7 @@ from te_models.data.bad_records import BadRecords
 from te_models.data.chat_template import Rendered
 from te_models.data.conversations import render_conversations
 from te_models.data.formats import Document
-from te_models.data.tokenizer import Tokenizer, end_of_text
+from te_models.data.tokenizer_base import Tokenizer, end_of_text
 from te_models.errors import DataError, plural
 
 _BATCH = 32  # conversations encoded at once

@@ -7,7 +7,7 @@ other two have no form for them and refuse such records.
 from pathlib import Path
 
 from te_models.data.json_files import read_file
-from te_models.data.tokenizer import Tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 from te_models.errors import DataError
 
 _THOUGHTS = """\

@@ -21,16 +21,11 @@ import contextlib
 import hashlib
 import json
 import math
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import lru_cache, partial
-from multiprocessing import resource_tracker
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,16 +33,17 @@ from torch import Tensor
 
 from te_models.data.answer_ends import answer_ends
 from te_models.data.bad_records import BadRecords
+from te_models.data.chunk_workers import encode_chunk, handler_waits, interrupts_wait, worker_pool
 from te_models.data.corpus_chunks import CHUNK_BYTES, ChunkReader, Chunks, find_chunks
 from te_models.data.dataset import check_position
 from te_models.data.documents import ignored_lines
 from te_models.data.encoding import Fit, encode_documents
 from te_models.data.files import check_text
 from te_models.data.formats import Document
-from te_models.data.packing import Marked, check_windows, pack_window, repeats, stack_windows
-from te_models.data.rows import FileRange
+from te_models.data.lane import Lane, Position, Request
+from te_models.data.packing import check_windows, pack_window, repeats, stack_windows
 from te_models.data.sources import Source
-from te_models.data.tokenizer import Tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 from te_models.distributed.control import Ranks
 from te_models.errors import DataError, DataUnavailable, UsageError, plural
 from te_models.files.formats import Fields
@@ -55,10 +51,6 @@ from te_models.files.formats import Fields
 MAX_LANES = 64
 # Limit of the text in all lanes of one process, which bounds their number where chunks are large.
 LANE_BYTES = 2**30
-
-# Epoch, which of the lane's chunks in it, and how many of that chunk's tokens are taken.
-Position = list[int]
-Request = Callable[[], NDArray[np.int32]]
 
 
 class StreamingDataset:
@@ -124,6 +116,7 @@ class StreamingDataset:
         self.ranks = ranks or Ranks()
         self.chunks = find_chunks(corpus, chunk_bytes)
         self.num_lanes = _count_lanes(self.chunks, num_lanes) if shuffle else 1
+        # Records must not be cut: they are packed whole into windows.
         self.whole = packing == "none" or (
             packing == "documents" and not all(source.is_text for source in self.chunks.sources)
         )
@@ -131,17 +124,17 @@ class StreamingDataset:
         if not self.whole and tokenizer.eos_token_id is not None:
             self.ends = (tokenizer.eos_token_id,)
         self.reader = ChunkReader(
-            self.chunks.source,
-            tokenizer,
-            seed,
-            eval_fraction,
-            columns or {},
-            self.whole,
-            seq_len,
-            packing,
-            truncate,
-            records,
-            BadRecords(skip_bad),
+            source=self.chunks.source,
+            tokenizer=tokenizer,
+            seed=seed,
+            eval_fraction=eval_fraction,
+            columns=columns or {},
+            whole=self.whole,
+            seq_len=seq_len,
+            packing=packing,
+            truncate=truncate,
+            records=records,
+            bad=BadRecords(skip_bad),
         )
         self.remarks: list[str] = []  # lines that `describe` ends with
         self.fingerprint = self._hash_data(tokenizer)
@@ -305,7 +298,7 @@ class StreamingDataset:
             for lane in self._lanes.values():
                 lane.ahead = None
             # Python would take the pool's thread for ended, and wait for its workers for ever.
-            with _handler_waits():
+            with handler_waits():
                 pool.shutdown(cancel_futures=True)
 
     @property
@@ -356,14 +349,9 @@ class StreamingDataset:
         order = (self.seed, epoch, chunk, *([time] if time else [])) if self.shuffle else None
         if not self.num_workers:
             return partial(self.reader.encode, self.chunks[chunk], order)
-        # Workers share no thread, lock or CUDA device.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["te_models.data.corpus_chunks"])
-        with _interrupts_wait(), self._worker_errors():  # it may start a worker
-            self._pool = self._pool or ProcessPoolExecutor(
-                self.num_workers, context, _start_worker, (self.reader,)
-            )
-            future = self._pool.submit(_encode, self.chunks[chunk], order)
+        with interrupts_wait(), self._worker_errors():  # it may start a worker
+            self._pool = self._pool or worker_pool(self.num_workers, self.reader)
+            future = self._pool.submit(encode_chunk, self.chunks[chunk], order)
 
         def wait() -> NDArray[np.int32]:
             with self._worker_errors():
@@ -417,64 +405,6 @@ class StreamingDataset:
         return int.from_bytes(digest.digest(), "big")
 
 
-class Lane:
-    """An endless stream of windows from every num_lanes-th chunk, and its position."""
-
-    def __init__(
-        self, data: StreamingDataset, number: int, position: Position, windows: int
-    ) -> None:
-        self.data = data
-        self.number = number
-        self.windows = windows
-        self.epoch, self.place, self.taken = position
-        if not self.taken:
-            self.epoch, self.place = data.next_place(number, self.epoch, self.place)
-        self._chunk: NDArray[np.int32] | None = None
-        self.ahead: Request | None = data.request(number, self.epoch, self.place)
-
-    def window(self, index: int) -> Marked:
-        """Return window `index`, which is no earlier than the last."""
-        self.skip_to(index)
-        ids, flags = np.concatenate(list(self._take(self.data.seq_len)), axis=1)
-        self.windows += 1
-        return ids.astype(np.int64), flags
-
-    def skip_to(self, index: int) -> None:
-        """Skip the windows before `index`, which belong to other ranks."""
-        for _ in self._take((index - self.windows) * self.data.seq_len):
-            pass
-        self.windows = index
-
-    def _take(self, count: int) -> Iterator[NDArray[np.int32]]:
-        """Yield the next `count` tokens, in parts of one chunk each."""
-        while count > 0:
-            part = self._tokens_left()[:, :count]
-            self.taken += part.shape[1]
-            count -= part.shape[1]
-            yield part
-
-    def _tokens_left(self) -> NDArray[np.int32]:
-        """Return the rest of the chunk at the position, or the next chunk that has tokens."""
-        for _ in range(64 + 16 * len(self.data.chunks)):
-            if self._chunk is None:
-                wait = self.ahead or self.data.request(self.number, self.epoch, self.place)
-                self._chunk = wait()
-                epoch, place = self._next_place()
-                self.ahead = self.data.request(self.number, epoch, place)
-            if self.taken < self._chunk.shape[1]:
-                return self._chunk[:, self.taken :]
-            self.epoch, self.place = self._next_place()
-            self.taken = 0
-            self._chunk = None
-        raise DataError(
-            f"{self.data.chunks.source}: there is no text in it, or no record fits seq_len={self.data.seq_len}; give "
-            "JSONL, Parquet or text with some"
-        )
-
-    def _next_place(self) -> tuple[int, int]:
-        return self.data.next_place(self.number, self.epoch, self.place + 1)
-
-
 def merge_states(states: list[Fields]) -> Fields:
     """Combine the states of all ranks into one."""
     lanes: Fields = {}
@@ -493,59 +423,3 @@ def _count_lanes(chunks: Chunks, lanes: int | None) -> int:
 def _windows_before(window: int, lane: int, num_lanes: int) -> int:
     """Return the number of the run's first `window` windows that come from this lane."""
     return max(0, -((lane - window) // num_lanes))
-
-
-@contextlib.contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Let Ctrl-C wait until the worker that starts is known to the pool, which then waits for it before it ends.
-
-    A worker that the pool does not know finds no semaphore of a parent that has ended, and prints a traceback. The
-    fork server and its workers inherit the mask, so that they are not interrupted while they import. The mask is of
-    this thread alone and any other one takes the signal, so the handler, which runs here, waits too.
-    """
-    with _handler_waits():
-        resource_tracker.ensure_running()  # before: it unblocks SIGINT
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def _handler_waits() -> Iterator[None]:
-    """Call Python's handler of SIGINT at the end only. It runs in the main thread and interrupts no other one."""
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if came:
-            signal.raise_signal(signal.SIGINT)
-
-
-_READER: list[ChunkReader] = []  # of this worker process
-
-
-def _start_worker(reader: ChunkReader) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    os.setpgrp()  # Ctrl-C and torchrun signal the group; a run that stops cleanly still needs its next batch
-    _READER[:] = [reader]
-    threading.Thread(target=_follow_parent, daemon=True).start()
-
-
-def _follow_parent() -> None:
-    """End with the process that started this one, even if that is killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _encode(chunk: list[FileRange], order: tuple[int, ...] | None) -> NDArray[np.int32]:
-    return _READER[0].encode(chunk, order)

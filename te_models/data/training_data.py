@@ -28,7 +28,8 @@ from te_models.data.named_templates import use_template
 from te_models.data.python_docstrings import PYTHON_DOCS, PYTHON_DOCSTRINGS, python_docstrings
 from te_models.data.sources import Formatting, Source, is_records, open_sources, read_records
 from te_models.data.streaming import StreamingDataset
-from te_models.data.tokenizer import Tokenizer, TokenizerLike, as_tokenizer
+from te_models.data.tokenizer import TokenizerLike, as_tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 from te_models.distributed.control import Ranks
 from te_models.errors import DataError, UsageError, plural
 from te_models.files.formats import Fields

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from te_models.data.tokenizer import Tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 from te_models.errors import UsageError, mistyped
 from te_models.files.formats import Fields
 from te_models.generation.options import GenerationOptions, complete

@@ -5,7 +5,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from te_models.data.tokenizer import Tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 from te_models.generation.options import GenerationOptions
 from te_models.generation.text import stream_text
 from te_models.model.decoder import Decoder

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from te_models.config.settings import Setting
-from te_models.data.tokenizer import Tokenizer, text_after
+from te_models.data.tokenizer_base import Tokenizer, text_after
 from te_models.errors import UsageError
 from te_models.fp8.region import evaluating
 from te_models.generation.decode_loop import cached_tokens, recomputed_tokens

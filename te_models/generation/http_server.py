@@ -17,7 +17,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from te_models.data.tokenizer import Tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 from te_models.errors import TeModelsError, UsageError, plural
 from te_models.files.atomic import first_line
 from te_models.files.formats import Fields, parse_json

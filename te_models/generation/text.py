@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from typing_extensions import Unpack
 
-from te_models.data.tokenizer import TokenizerLike, as_tokenizer, text_after
+from te_models.data.tokenizer import TokenizerLike, as_tokenizer
+from te_models.data.tokenizer_base import text_after
 from te_models.errors import UsageError
 from te_models.generation.generate import stop_ids, stream
 from te_models.generation.options import GenerationOptions, complete

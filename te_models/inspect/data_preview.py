@@ -21,7 +21,7 @@ from te_models.data.named_templates import use_template
 from te_models.data.python_docstrings import PYTHON_DOCS, PYTHON_DOCSTRINGS, python_docstrings
 from te_models.data.rows import file_ranges, read_range
 from te_models.data.sources import Source, open_sources
-from te_models.data.tokenizer import Tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 from te_models.errors import DataError, UsageError, plural
 from te_models.files.formats import Fields
 from te_models.planning.printable import Printable

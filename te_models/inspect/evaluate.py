@@ -18,7 +18,7 @@ from te_models.data.dataset import TokenDataset, check_fit
 from te_models.data.documents import Document, ignored_lines
 from te_models.data.encoding import encode_documents
 from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, read_documents
-from te_models.data.tokenizer import CONTEXT, Tokenizer, text_after
+from te_models.data.tokenizer_base import CONTEXT, Tokenizer, text_after
 from te_models.errors import CheckpointError, DataError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.planning.printable import Printable

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from te_models.causal_lm import CausalLM
-from te_models.data.tokenizer import Tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 from te_models.errors import DataError, TeModelsError, UsageError, needs
 from te_models.files.atomic import first_line
 from te_models.huggingface.modeling import TEModelsForCausalLM

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from te_models.causal_lm import CausalLM
-from te_models.data.tokenizer import Tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 from te_models.files.formats import Fields
 from te_models.interop.model_card import CARD, adapter_card, user_card
 from te_models.interop.origin import DTYPES, TRAINED, as_facts

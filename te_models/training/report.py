@@ -23,7 +23,7 @@ from te_models.config.recipe import Recipe
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
-from te_models.data.tokenizer import Tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 from te_models.device.choice import computing_device
 from te_models.errors import DataError, plural
 from te_models.kernels.dispatch import compile_status

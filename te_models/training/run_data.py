@@ -9,7 +9,8 @@ from pathlib import Path
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
-from te_models.data.tokenizer import Tokenizer, load_tokenizer
+from te_models.data.tokenizer import load_tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 from te_models.data.training_data import open_data
 from te_models.training.evaluation import Batch
 from te_models.training.parallel import Parallel

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from te_models.causal_lm import CausalLM
 from te_models.config.training import TrainConfig
-from te_models.data.tokenizer import Tokenizer, text_after
+from te_models.data.tokenizer_base import Tokenizer, text_after
 from te_models.generation.options import GenerationOptions
 from te_models.generation.text import stream_text
 from te_models.model.targets import IGNORED

@@ -8,7 +8,7 @@ from tiny_runs import tiny_model
 
 from te_models import CausalLM, load_tokenizer
 from te_models.config import shipped
-from te_models.data.tokenizer import ByteTokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.errors import UsageError
 
 

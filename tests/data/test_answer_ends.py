@@ -10,7 +10,7 @@ from bases import CHATML, write_chats, write_model, write_tokenizer
 
 from te_models import CausalLM, TrainConfig, load_tokenizer, open_data
 from te_models.cli import main
-from te_models.data.tokenizer import ByteTokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 import te_models.data.chat_template as module
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.data.chat_template import ChatTemplate, template_source
 from te_models.data.encoding import encode_documents
 from te_models.data.formats import row_document
-from te_models.data.tokenizer import ByteTokenizer, load_tokenizer
+from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import DataError, UsageError
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -14,10 +14,10 @@ from torch import Tensor
 from te_models.config.data import PACKINGS
 from te_models.config.presets import get_preset
 from te_models.config.recipe import get_recipe
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.data.dataset import TokenDataset, check_fit
 from te_models.data.documents import Document, load_documents
 from te_models.data.encoding import encode_documents
-from te_models.data.tokenizer import ByteTokenizer
 from te_models.model.targets import IGNORED
 from te_models.planning.memory_plan import plan_memory
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import te_models.data.documents as documents_module
 import te_models.data.files as files_module
 import te_models.data.rows as rows_module
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.data.corpus_chunks import ChunkReader, find_chunks
 from te_models.data.documents import Document, load_documents, split_documents
-from te_models.data.tokenizer import ByteTokenizer
 from te_models.errors import DataError, UsageError
 
 

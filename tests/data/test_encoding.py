@@ -9,10 +9,12 @@ import pytest
 from fewer import every
 from packaging.version import Version
 
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.data.chat_template import PLAIN
 from te_models.data.encoding import Fit, encode_documents, fit_records
 from te_models.data.formats import Document, row_document
-from te_models.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from te_models.data.tokenizer import load_tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 from te_models.data.turns import THOUGHTS
 from te_models.errors import DataError
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from te_models.config.training import TrainConfig
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.data.formats import row_document
-from te_models.data.tokenizer import ByteTokenizer
 from te_models.data.training_data import open_data
 from te_models.errors import DataError
 from te_models.model.targets import IGNORED

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from te_models.data import packing
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.data.dataset import TokenDataset
 from te_models.data.encoding import Fit
 from te_models.data.formats import Document
 from te_models.data.packing import cut_texts, pack_records, repeats
-from te_models.data.tokenizer import ByteTokenizer
 from te_models.errors import DataError
 from te_models.model.targets import IGNORED
 

@@ -8,8 +8,8 @@ import pytest
 
 from te_models.config.training import TrainConfig
 from te_models.data import python_docstrings as module
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.data.python_docstrings import python_docstrings, read_pairs
-from te_models.data.tokenizer import ByteTokenizer
 from te_models.data.training_data import open_data
 from te_models.errors import DataError
 

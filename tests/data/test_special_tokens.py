@@ -11,7 +11,8 @@ from chat_model import write_chat_model
 
 from te_models import CausalLM, get_recipe
 from te_models.cli.commands import main
-from te_models.data.tokenizer import ByteTokenizer, load_tokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
+from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import UsageError
 from te_models.training.run_model import ModelSource
 from te_models.training.settings import run_settings

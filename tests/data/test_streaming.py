@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 from te_models.config.training import TrainConfig
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.data.corpus_chunks import ChunkReader, find_chunks
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document, load_documents
 from te_models.data.rows import read_range
 from te_models.data.streaming import StreamingDataset, merge_states
-from te_models.data.tokenizer import ByteTokenizer
 from te_models.data.training_data import open_data
 from te_models.distributed.control import Ranks
 from te_models.model.targets import IGNORED

@@ -16,7 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from ranks import run_once
 
-from te_models.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
+from te_models.data.tokenizer import load_tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 from te_models.errors import DataError
 from te_models.saving.folder import save_folder
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from te_models import load_tokenizer
-from te_models.data.tokenizer import ByteTokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.errors import DataError
 
 pytest.importorskip("transformers")

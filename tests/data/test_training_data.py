@@ -17,9 +17,9 @@ import torch
 from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer, open_data
 from te_models.cli.commands import main
 from te_models.data import rows as rows_module
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
-from te_models.data.tokenizer import ByteTokenizer
 from te_models.data.training_data import steps_of
 from te_models.errors import DataError, UsageError
 from te_models.model.targets import IGNORED

@@ -6,7 +6,7 @@ import pytest
 from chat_model import write_chat_model
 
 from te_models import CausalLM, load_tokenizer
-from te_models.data.tokenizer import ByteTokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.errors import DataError, UsageError
 from te_models.generation import conversation
 from te_models.generation.conversation import Conversation

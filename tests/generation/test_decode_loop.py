@@ -12,7 +12,7 @@ from fewer import every
 from graph_tape import pretend_cuda
 
 from te_models import CausalLM, list_recipes
-from te_models.data.tokenizer import ByteTokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.fp8.scaling_state import fp8_state
 from te_models.generation.decode_loop import DecodeLoop, te_linears
 

@@ -16,7 +16,8 @@ from decoding import PROMPTS, build
 
 from te_models import CausalLM, list_recipes
 from te_models.cli import main
-from te_models.data.tokenizer import ByteTokenizer, load_tokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
+from te_models.data.tokenizer import load_tokenizer
 from te_models.fp8.scaling_state import fp8_state
 from te_models.generation.sampling import sample
 from te_models.generation.text import stream_text

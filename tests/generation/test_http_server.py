@@ -15,7 +15,7 @@ import torch
 from chat_model import write_chat_model
 
 from te_models import CausalLM, load_tokenizer
-from te_models.data.tokenizer import Tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 from te_models.errors import UsageError
 from te_models.generation.http_server import Server, is_local, make_server
 

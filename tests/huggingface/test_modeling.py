@@ -16,7 +16,7 @@ from places import PLACE
 from torch import Tensor
 
 from te_models import CausalLM, TEModelsConfig, TEModelsForCausalLM
-from te_models.data.tokenizer import ByteTokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.errors import MissingPackage, UsageError
 
 IDS = torch.randint(3, 96, (3, 11), generator=torch.Generator().manual_seed(5))

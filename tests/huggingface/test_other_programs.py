@@ -12,7 +12,7 @@ from judge import transformers
 
 from te_models import TEModelsForCausalLM
 from te_models.config.recipe import Recipe, get_recipe
-from te_models.data.tokenizer import ByteTokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.errors import UsageError
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]

@@ -11,7 +11,9 @@ from chat_model import write_chat_model
 from te_models.cli.commands import main
 from te_models.config.data import DataConfig
 from te_models.config.training import TrainConfig
-from te_models.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
+from te_models.data.tokenizer import load_tokenizer
+from te_models.data.tokenizer_base import Tokenizer
 from te_models.data.training_data import open_data
 from te_models.errors import DataError, UsageError
 from te_models.inspect.data_preview import CUT, LEARNED, Preview, preview

@@ -9,7 +9,7 @@ import torch
 
 from te_models import CausalLM
 from te_models.cli import main
-from te_models.data.tokenizer import ByteTokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
 
 lm_eval = pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from te_models import CausalLM
 from te_models.cli import main
-from te_models.data.tokenizer import ByteTokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.errors import CheckpointError
 from te_models.fp8.primary_weights import is_quantized, quantized_weights
 from te_models.interop.quantized import (

@@ -11,7 +11,7 @@ from rich.text import Text
 from te_models import CausalLM
 from te_models.cli.commands import main
 from te_models.cli.sampling import show_piece
-from te_models.data.tokenizer import ByteTokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.errors import LONGEST, for_terminal
 from te_models.inspect.bench_report import bench_table
 from te_models.inspect.evaluate import Evaluation, RecipeLoss

@@ -13,7 +13,7 @@ from tiny_runs import PRETRAIN, SHORT
 from te_models import CausalLM
 from te_models.cli import main
 from te_models.config.toml import read_toml
-from te_models.data.tokenizer import ByteTokenizer
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.saving.pretrained import read_shape
 from te_models.training.lora_run import load_adapted
 from te_models.training.resume import saved_choices

@@ -16,9 +16,9 @@ from tiny_runs import said_at_the_end, tiny_model
 from te_models import CausalLM
 from te_models.cli import main
 from te_models.config.training import TrainConfig
+from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document
-from te_models.data.tokenizer import ByteTokenizer
 from te_models.generation.text import stream_text
 from te_models.planning.printable import Terminal
 from te_models.training import samples
