@@ -69,7 +69,7 @@ def held_bytes(model: CausalLM, seq_len: int) -> int:
     element = model.dtype.itemsize
     tokens = 2 * seq_len
     held = 64 + 8 * seq_len
-    mixers = [layer.mixer for layer in model.config.layers]
+    mixers = [mixer for layer in model.config.layers for mixer in layer.mixers]
     attention = [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]
     if any(mixer.window or mixer.sinks or mixer.softcap for mixer in attention):
         held += 2 * seq_len**2
@@ -79,7 +79,7 @@ def held_bytes(model: CausalLM, seq_len: int) -> int:
         if model.config.query_scale_beta is not None:
             held += 4 * seq_len  # the factor of the queries at each position
         if model.config.layer_inputs is not None:
-            width = len(mixers) * model.config.layer_inputs.width
+            width = len(model.config.layers) * model.config.layer_inputs.width
             held += tokens * width * element
         lenders = [mixer for mixer in attention if mixer.lends_keys]
         held += sum(2 * tokens * mixer.heads.kv_size * element for mixer in lenders)

@@ -108,6 +108,11 @@ class SoftmaxAttentionSpec(MixerSpec):
         """Return whether no kernel of PyTorch's computes this attention fast, even of all keys before a query."""
         return self.sinks or self.softcap is not None or self.heads.dim > WIDEST_FLASH
 
+    @property
+    def pair_channels(self) -> int:
+        """Return the channels of a key and a value of one head, with which a query and its score are multiplied."""
+        return 2 * self.heads.dim
+
     name: ClassVar[str] = "self_attn"
     title: ClassVar[str] = "attention"
     keeps = "keys and values"
@@ -206,5 +211,11 @@ class AttentionSpec(SoftmaxAttentionSpec):
 
 
 def window(layer: LayerSpec) -> int | None:
-    """Return the number of keys that a query of this layer sees, itself included; None for all, or no attention."""
-    return layer.mixer.window if isinstance(layer.mixer, SoftmaxAttentionSpec) else None
+    """Return the number of keys that a query of this layer sees, itself included; None for all, or no attention.
+
+    Of several attentions beside each other the first counts.
+    """
+    for mixer in layer.mixers:
+        if isinstance(mixer, SoftmaxAttentionSpec):
+            return mixer.window
+    return None

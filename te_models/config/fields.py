@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from dataclasses import MISSING, dataclass
 
 from te_models.config.attention import HeadSizes
@@ -17,6 +18,7 @@ from te_models.config.latent import LatentConfig
 from te_models.config.layer_inputs import LayerInputsConfig
 from te_models.config.mamba2 import Mamba2Config
 from te_models.config.moe import MoEConfig
+from te_models.config.parallel import ParallelConfig
 from te_models.config.rope import Rope, Scaling, frozen
 from te_models.config.settings import Settings, count, positive, setting
 from te_models.config.short_conv import ShortConvConfig
@@ -72,7 +74,8 @@ class ModelFields(Settings):
     layer_types: tuple[str, ...] | None = setting(
         None,
         'One entry per layer, "full_attention", "sliding_attention", "linear_attention", "latent_attention", '
-        '"conv", "mamba2", "kda", or "mlp" without a mixer; None: the window applies to all, or all are latent.',
+        '"conv", "mamba2", "kda", "parallel", or "mlp" without a mixer; None: the window applies to all, or all are '
+        "latent.",
         choices=MIXERS,
     )
     linear_attention: DeltaNetConfig | None = setting(
@@ -90,6 +93,9 @@ class ModelFields(Settings):
     )
     short_conv: ShortConvConfig | None = setting(
         None, "Sizes of the conv layers, gated short convolutions (LFM2)."
+    )
+    parallel: ParallelConfig | None = setting(
+        None, "The mixers beside each other in each parallel layer (Falcon-H1)."
     )
     sliding_heads: HeadSizes | None = setting(
         None, "Heads of the layers with a window, where they differ (Gemma 4)."
@@ -187,6 +193,11 @@ class ModelFields(Settings):
     )
     mlp_limits: tuple[float, ...] | None = setting(
         None, "The same for the MLPs and the shared experts."
+    )
+    mlp_multipliers: tuple[float, ...] | None = setting(
+        None,
+        "Two factors in each MLP: on the gate before its activation, and on the output (Falcon-H1).",
+        least=-math.inf,
     )
     embedding_multiplier: float = positive(1.0, "Factor on the embeddings (Granite, Gemma).")
     embedding_norm: bool = setting(

@@ -64,6 +64,10 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
     title: ClassVar[str] = "latent attention"
 
     @property
+    def pair_channels(self) -> int:
+        return self.sizes.qk_head_dim + self.sizes.v_head_dim
+
+    @property
     def linears(self) -> tuple[LinearSpec, ...]:
         s = self.sizes
         heads = self.heads.query

@@ -213,9 +213,16 @@ class PartSpec(ABC):
 class MixerSpec(PartSpec):
     """A part that mixes tokens."""
 
-    # What it keeps of earlier tokens while decoding: tensors that grow with the text, or of one size
-    # (te_models.model.kv_cache.KVState and RecurrentState).
-    keeps: ClassVar[Literal["keys and values", "a recurrent state"]] = "a recurrent state"
+    # What it keeps of earlier tokens while decoding: tensors that grow with the text, tensors of one size, or both
+    # (te_models.model.kv_cache.KVState, RecurrentState and JointState).
+    keeps: ClassVar[Literal["keys and values", "a recurrent state", "states of several mixers"]] = (
+        "a recurrent state"
+    )
+
+    @property
+    def members(self) -> tuple[MixerSpec, ...]:
+        """The mixers that it consists of: itself, or several beside each other (te_models.config.parallel)."""
+        return (self,)
 
     @abstractmethod
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
@@ -257,6 +264,11 @@ class LayerSpec:
     def parts(self) -> tuple[PartSpec, ...]:
         """The mixer and the MLP, or the one of them that there is, and the part that reads the layer's input."""
         return tuple(part for part in (self.mixer, self.mlp, self.input) if part is not None)
+
+    @property
+    def mixers(self) -> tuple[MixerSpec, ...]:
+        """The mixers: none, one, or several beside each other."""
+        return () if self.mixer is None else self.mixer.members
 
     @property
     def hidden_size(self) -> int:

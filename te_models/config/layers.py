@@ -19,6 +19,7 @@ from te_models.config.layer_inputs import LayerInputSpec
 from te_models.config.mamba2 import Mamba2Spec
 from te_models.config.mlp import MLPSpec
 from te_models.config.moe import MoESpec
+from te_models.config.parallel import ParallelSpec
 from te_models.config.short_conv import ShortConvSpec
 
 
@@ -43,10 +44,18 @@ def describe_layers(config: ModelFields) -> tuple[LayerSpec, ...]:
     )
 
 
-def attention(config: ModelFields, layer: int) -> AttentionSpec:
+def full_attention(config: ModelFields, layer: int) -> AttentionSpec:
+    """Return the attention of this layer to all keys; without `layer_types` the window applies to all layers."""
+    return _attention(config, layer, config.sliding_window if config.layer_types is None else None)
+
+
+def sliding_attention(config: ModelFields, layer: int) -> AttentionSpec:
+    """Return the attention of this layer to the keys of a window."""
+    return _attention(config, layer, config.sliding_window)
+
+
+def _attention(config: ModelFields, layer: int, window: int | None) -> AttentionSpec:
     """Return the attention of this layer."""
-    slides = config.layer_types is None or config.layer_types[layer] == "sliding_attention"
-    window = config.sliding_window if slides else None
     rope = config.rope if window is None else config.window_rope
     sizes = config if window is None or config.sliding_heads is None else config.sliding_heads
     return AttentionSpec(
@@ -166,6 +175,26 @@ def mamba2(config: ModelFields, layer: int) -> Mamba2Spec:
     return Mamba2Spec(hidden_size=config.hidden_size, sizes=config.mamba2)
 
 
+def parallel(config: ModelFields, layer: int) -> ParallelSpec:
+    """Return the mixers of this layer, beside each other."""
+    kinds = config.parallel
+    assert kinds is not None
+    before = kinds.input_multipliers
+    after = kinds.output_multipliers
+    assert before is not None and after is not None  # the config has filled them
+    mixers = []
+    for kind in kinds.mixers:
+        mixer = MIXERS[kind](config, layer)
+        assert mixer is not None
+        mixers.append(mixer)
+    return ParallelSpec(
+        hidden_size=config.hidden_size,
+        mixers=tuple(mixers),
+        input_multipliers=before,
+        output_multipliers=after,
+    )
+
+
 def nothing(config: ModelFields, layer: int) -> None:
     """Return None: this layer has no such part."""
 
@@ -183,6 +212,7 @@ def dense(config: ModelFields, layer: int) -> MLPSpec:
         gate=config.mlp_gate,
         bias=config.mlp_bias,
         limit=_limit(config.mlp_limits, layer),
+        multipliers=config.mlp_multipliers,
     )
 
 
@@ -205,13 +235,14 @@ def _limit(limits: tuple[float, ...] | None, layer: int) -> float | None:
 
 
 MIXERS.update(
-    full_attention=attention,
-    sliding_attention=attention,
+    full_attention=full_attention,
+    sliding_attention=sliding_attention,
     linear_attention=linear_attention,
     latent_attention=latent_attention,
     conv=short_convolution,
     mamba2=mamba2,
     kda=kda,
+    parallel=parallel,
     mlp=nothing,
 )
 MLPS.update(

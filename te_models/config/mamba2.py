@@ -22,6 +22,7 @@ from te_models.config.layer import FEATURE_ALIGNMENT, LinearSpec, MixerSpec, Sec
 from te_models.config.settings import Settings, count, positive, setting
 from te_models.errors import ConfigError
 
+ROWS = ("z", "x", "b", "c", "dt")  # of the first projection
 CHUNK = 64  # tokens that te_models.kernels.state_space computes at once
 
 
@@ -41,6 +42,7 @@ class Mamba2Config(Settings):
     conv_kernel_dim: int = count(4, "Tokens that the causal convolution sees.")
     conv_bias: bool = setting(True, "Bias on the convolution.")
     bias: bool = setting(False, "Bias on both projections.")
+    out_bias: bool | None = setting(None, "Bias on the second projection; None: as `bias`.")
     activation: str = setting(
         "silu",
         "Activation of the convolution's output: silu, gelu, gelu_pytorch_tanh or relu2.",
@@ -51,6 +53,11 @@ class Mamba2Config(Settings):
         "RMSNorm per group of the gated output; of the output before its gate; or none (Falcon-H1).",
         choices=("gated", "before_gate", "none"),
     )
+    multipliers: tuple[float, ...] | None = setting(
+        None,
+        "Five factors on the first projection's z, x, b, c and time steps (Falcon-H1).",
+        least=-math.inf,
+    )
     time_step_min: float | None = positive(None, "Lower bound of the time step.")
     time_step_max: float | None = positive(None, "Upper bound of the time step.")
 
@@ -60,6 +67,25 @@ class Mamba2Config(Settings):
             raise ConfigError(
                 f"mamba2.num_heads={self.num_heads} is not a multiple of num_groups={self.num_groups}"
             )
+        if self.multipliers is not None and set(self.multipliers) == {1.0}:
+            object.__setattr__(self, "multipliers", None)
+        if self.out_bias == self.bias:
+            object.__setattr__(self, "out_bias", None)
+        if self.multipliers is not None and len(self.multipliers) != len(ROWS):
+            raise ConfigError(
+                f"mamba2.multipliers has {len(self.multipliers)} entries: give one for each of {', '.join(ROWS)}"
+            )
+
+    @property
+    def has_out_bias(self) -> bool:
+        """Return True if the second projection has a bias."""
+        return self.bias if self.out_bias is None else self.out_bias
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """Rows of the first projection, such as "z" -> the factor on them."""
+        values = (1.0,) * len(ROWS) if self.multipliers is None else self.multipliers
+        return dict(zip(ROWS, values, strict=True))
 
     @property
     def inner_size(self) -> int:
@@ -113,7 +139,7 @@ class Mamba2Spec(MixerSpec):
         out = (Section("out", self.hidden_size, self.hidden_size),)
         return (
             LinearSpec("zxbcdt_proj", self.hidden_size, into, bias=sizes.bias),
-            LinearSpec("out_proj", inner, out, bias=sizes.bias, residual=True),
+            LinearSpec("out_proj", inner, out, bias=sizes.has_out_bias, residual=True),
         )
 
     @property

@@ -25,6 +25,9 @@ class MLPSpec(FeedforwardSpec):
     gate: bool = True
     bias: bool = False
     limit: float | None = None  # of silu(gate) and |up|
+    multipliers: tuple[float, ...] | None = (
+        None  # two: on the gate before its activation, and on the output
+    )
 
     name: ClassVar[str] = "mlp"
     title: ClassVar[str] = "MLP"
@@ -48,6 +51,7 @@ class MLPSpec(FeedforwardSpec):
             "hidden_act": self.activation not in HANDED_OVER,
             "mlp_bias": self.bias,
             "mlp_limits": self.limit is not None,
+            "mlp_multipliers": self.multipliers is not None,
         }
         return tuple(name for name, given in found.items() if given)
 

@@ -60,6 +60,8 @@ class ModelConfig(ModelFields):
     def __post_init__(self) -> None:
         take_settings(self, ModelConfig)  # a subclass checks its own fields
         refuse(_layer_mistakes(self), ConfigError)
+        if self.mlp_multipliers == (1.0, 1.0):
+            object.__setattr__(self, "mlp_multipliers", None)
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.head_dim is None:
@@ -188,9 +190,8 @@ class ModelConfig(ModelFields):
         for name in config_fields():
             value = getattr(self, name)
             if isinstance(value, Settings):
-                value = field_values(value)
-            value = copy.deepcopy(value)
-            plain[name] = list(value) if isinstance(value, tuple) else value
+                value = {key: _plain(own) for key, own in field_values(value).items()}
+            plain[name] = _plain(copy.deepcopy(value))
         return plain
 
     def document(self) -> dict[str, Any]:
@@ -224,6 +225,11 @@ def config_fields() -> Mapping[str, object]:
     return MappingProxyType({f.name: hints[f.name] for f in fields(ModelConfig)})
 
 
+def _plain(value: object) -> object:
+    """Return a tuple as a list, and everything else as it is."""
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
     """Yield lines about fields per layer: too many layers to plan, or a kind of layer without its group of fields."""
     values = field_values(config)
@@ -231,13 +237,23 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
     for name in PER_LAYER:
         if values[name] is not None and len(values[name]) != layers:
             yield f"{name} has {len(values[name])} entries for num_hidden_layers={layers}"
-    needs = {kind: kind for kind in ("linear_attention", "latent_attention", "mamba2", "kda")} | {
+    own = ("linear_attention", "latent_attention", "mamba2", "kda", "parallel")
+    needs = {kind: kind for kind in own} | {
         "sliding_attention": "sliding_window",
         "conv": "short_conv",
     }
+    kinds = config.layer_types or ()
+    if "parallel" in kinds and config.parallel is not None:
+        kinds += config.parallel.mixers
     for kind, field in needs.items():
-        if kind in (config.layer_types or ()) and values[field] is None:
+        if kind in kinds and values[field] is None:
             yield f"layer_types asks for {kind}: give {field}"
+    factors = config.mlp_multipliers
+    if factors is not None and len(factors) != 2:
+        yield f"mlp_multipliers has {len(factors)} entries: give one for the gate and one for the output"
+    unscaled = config.moe is not None or not config.mlp_gate or any(config.mlp_limits or ())
+    if factors is not None and unscaled:
+        yield "mlp_multipliers scale MLPs with a gate: leave them out with moe, mlp_gate=False and mlp_limits"
     if "sparse" in (config.mlp_layer_types or ()) and config.moe is None:
         yield "mlp_layer_types asks for sparse layers: give moe, their experts"
     if config.moe is not None and config.mlp_bias:
@@ -246,8 +262,8 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
         yield "moe.swiglu_limit clamps SwiGLU, which has a gate: leave out mlp_gate"
     mixers = config.layer_types or ("full_attention",) * layers
     mlps = config.mlp_layer_types or ("dense",) * layers
-    for number, kinds in enumerate(zip(mixers, mlps, strict=False)):
-        if kinds == ("mlp", "none"):
+    for number, both in enumerate(zip(mixers, mlps, strict=False)):
+        if both == ("mlp", "none"):
             yield f"layer {number} has neither a mixer nor an MLP: change layer_types or mlp_layer_types"
     if (
         config.moe is not None

@@ -15,6 +15,7 @@ from te_models.config.latent import LatentConfig
 from te_models.config.layer_inputs import LayerInputsConfig
 from te_models.config.mamba2 import Mamba2Config
 from te_models.config.moe import MoEConfig
+from te_models.config.parallel import ParallelConfig
 from te_models.config.rope import Scaling
 from te_models.config.short_conv import ShortConvConfig
 
@@ -73,9 +74,10 @@ class ConfigOptions(TypedDict, total=False):
     layer_types: tuple[str, ...] | None
     linear_attention: DeltaNetConfig | None
     kda: KDAConfig | Mapping[str, int | float | None] | None
-    mamba2: Mamba2Config | Mapping[str, int | float | str | bool | None] | None
+    mamba2: Mamba2Config | Mapping[str, int | float | str | bool | tuple[float, ...] | None] | None
     short_conv: ShortConvConfig | Mapping[str, int | bool] | None
     latent_attention: LatentConfig | Mapping[str, float | None] | None
+    parallel: ParallelConfig | Mapping[str, tuple[str, ...] | tuple[float, ...] | None] | None
     sliding_heads: HeadSizes | Mapping[str, int] | None
     keys_as_values: bool
     shared_key_layers: tuple[int, ...] | None
@@ -107,6 +109,7 @@ class ConfigOptions(TypedDict, total=False):
     mlp_layer_types: tuple[str, ...] | None
     expert_limits: tuple[float, ...] | None
     mlp_limits: tuple[float, ...] | None
+    mlp_multipliers: tuple[float, ...] | None
     embedding_multiplier: float
     embedding_norm: bool
     post_norm_eps: float | None

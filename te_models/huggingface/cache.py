@@ -6,6 +6,7 @@ values and says which slots it returns; the masks are made here. The state of a 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,68 @@ class RecurrentLayer(CacheLayerMixin):
         raise UsageError("a recurrent layer has no keys and values to put into a cache")
 
 
+class JointLayer(RecurrentLayer):
+    """A layer of a cache of transformers for several mixers beside each other, with a layer for each inside."""
+
+    def __init__(self, **sizes: Any) -> None:
+        """Make an empty layer; `sizes` may have the `max_cache_len` of a static cache."""
+        super().__init__(**sizes)
+        self.slots: int | None = sizes.get("max_cache_len")
+        # The layer of each mixer by its number, made when it is first used.
+        self.members: dict[int, Any] = {}
+
+    def member(self, number: int, make: Callable[[], CacheLayerMixin]) -> CacheLayerMixin:
+        """Return the layer of one mixer, which `make` makes."""
+        if number not in self.members:
+            self.members[number] = make()
+        return self.members[number]
+
+    def keys_of(self, number: int) -> CacheLayerMixin:
+        """Return the layer of a mixer with keys and values, all of which it keeps, whatever its window."""
+
+        def make() -> CacheLayerMixin:
+            return DynamicLayer() if self.slots is None else StaticLayer(self.slots)
+
+        return self.member(number, make)
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens so far."""
+        return max((int(layer.get_seq_length()) for layer in self.members.values()), default=0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the slots that attention sees, and the first of them."""
+        return self.get_seq_length() + query_length if self.slots is None else self.slots, 0
+
+    def get_max_length(self) -> int:
+        """Return the slots of a static cache; -1: there is no limit."""
+        return -1 if self.slots is None else self.slots
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        for layer in self.members.values():
+            layer.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace the rows by the rows that a beam search keeps."""
+        for layer in self.members.values():
+            layer.reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows of these numbers."""
+        for layer in self.members.values():
+            layer.batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        for layer in self.members.values():
+            layer.batch_repeat_interleave(repeats)
+
+    def crop(self, *lengths: int) -> None:
+        """Forget the newest tokens; raise a UsageError where one of the mixers cannot."""
+        for layer in self.members.values():
+            layer.crop(*lengths)
+
+
 def add_cache_layers(config: ModelConfig) -> None:
     """Tell transformers which layers DynamicCache and StaticCache need for kinds of layers that it does not know.
 
@@ -107,9 +170,17 @@ def add_cache_layers(config: ModelConfig) -> None:
     for kind, layer in zip(config.layer_types or (), config.layers, strict=False):
         if layer.mixer is None:  # transformers keeps nothing for a layer of the kind "mlp"
             continue
-        recurrent = layer.mixer.keeps == "a recurrent state"
-        dynamic.setdefault(kind, RecurrentLayer if recurrent else DynamicLayer)
-        static.setdefault(kind, RecurrentLayer if recurrent else StaticLayer)
+        growing, fixed = CACHE_LAYERS[layer.mixer.keeps]
+        dynamic.setdefault(kind, growing)
+        static.setdefault(kind, fixed)
+
+
+# What a mixer keeps -> its layer of a dynamic cache, and of a static one.
+CACHE_LAYERS: dict[str, tuple[type[CacheLayerMixin], type[CacheLayerMixin]]] = {
+    "keys and values": (DynamicLayer, StaticLayer),
+    "a recurrent state": (RecurrentLayer, RecurrentLayer),
+    "states of several mixers": (JointLayer, JointLayer),
+}
 
 
 def seen_before(past: Cache) -> int:
@@ -153,6 +224,9 @@ class CacheView:
         self.whole = mask if mask is not None and mask.dim() == 4 else None
         self.mask = None if mask is None or mask.dim() == 4 or masks_nothing(mask) else mask.bool()
         self.length = 0 if past is None else seen_before(past)
+        self.member: int | None = (
+            None  # the number of the mixer whose states it shows; None: there is one per layer
+        )
         self._slots = torch.empty(0, dtype=torch.long, device=device)
 
     def extend(self, seq: int, real: Tensor | None) -> Tensor:
@@ -207,23 +281,50 @@ class CacheView:
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [B, K, S, H] of the newest tokens; return keys and values of all slots, [B, K, slots, H]."""
-        return (k, v) if self.past is None else self.past.update(k, v, layer)
+        if self.past is None:
+            return k, v
+        if self.member is None:
+            return self.past.update(k, v, layer)
+        return self._joint(layer).keys_of(self.member).update(k, v)
 
     def recurrent(self, layer: int, make: Callable[[], RecurrentState]) -> RecurrentState | None:
         """Return the state of a recurrent layer, which the cache stores; `make` makes one without tokens."""
         if self.past is None:
             return None
-        layers = self.past.layers
-        # A DynamicCache without a config grows with the layers that store something.
-        while len(layers) <= layer:
-            layers.append(RecurrentLayer())
-        own = layers[layer]
-        if not isinstance(own, RecurrentLayer):  # transformers' own layer, without a state so far
-            own = layers[layer] = RecurrentLayer()
+        if self.member is None:
+            own = self._own_layer(layer, RecurrentLayer)
+        else:
+            own = self._joint(layer).member(self.member, RecurrentLayer)
+        assert isinstance(own, RecurrentLayer)
         if own.state is None:
             own.state = make()
         own.length = self.length + len(self._slots)
         return own.state
+
+    def of_member(self, number: int) -> CacheView:
+        """Return the same view with the states of one of several mixers beside each other."""
+        view = copy.copy(self)
+        view.member = number
+        return view
+
+    def _joint(self, layer: int) -> JointLayer:
+        """Return the layer of several mixers beside each other."""
+        found = self._own_layer(layer, JointLayer)
+        assert isinstance(found, JointLayer)
+        return found
+
+    def _own_layer(self, layer: int, kind: type[RecurrentLayer]) -> RecurrentLayer:
+        """Return the layer of the cache with this number, of a kind of ours, which transformers may not have made."""
+        assert self.past is not None
+        layers = self.past.layers
+        # A DynamicCache without a config grows with the layers that store something.
+        while len(layers) <= layer:
+            layers.append(kind())
+        if not isinstance(layers[layer], kind):  # transformers' own layer, without a state so far
+            layers[layer] = kind()
+        found = layers[layer]
+        assert isinstance(found, kind)
+        return found
 
     def _sizes(self, window: int | None, seq: int) -> tuple[int, int]:
         """Return the number of slots that layers with this window attend to, and the position of the first."""
@@ -232,6 +333,7 @@ class CacheView:
         depth = next(
             depth
             for depth, layer in enumerate(self.config.layers)
-            if isinstance(layer.mixer, SoftmaxAttentionSpec) and layer.mixer.window == window
+            for mixer in layer.mixers
+            if isinstance(mixer, SoftmaxAttentionSpec) and mixer.window == window
         )
         return self.past.get_mask_sizes(seq, depth)

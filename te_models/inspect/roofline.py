@@ -107,14 +107,18 @@ def roofline(
                 gemm += measure_gemm(*dimensions, fp8)
             # BF16 input and output of each GEMM: once in the forward, and twice in the backward with their gradients.
             moved += 2 * 3 * rows * (i + o)
-        mixer = layer.mixer
-        if isinstance(mixer, SoftmaxAttentionSpec):
-            attention += measure_attention(mixer.heads) * seen_share(mixer.window, seq)
-        elif isinstance(mixer, DeltaNetSpec):
-            recurrence += measure_recurrence(mixer.sizes)
-        else:
-            linears = sum(part.linear_flops(tokens) for part in layer.parts)
-            other += 3 * (batch * counted[depth] - linears) * ms_per_flop
+        rest = batch * counted[depth] - sum(part.linear_flops(tokens) for part in layer.parts)
+        has_others = not layer.mixers
+        for mixer in layer.mixers:
+            if isinstance(mixer, SoftmaxAttentionSpec):
+                attention += measure_attention(mixer.heads) * seen_share(mixer.window, seq)
+                rest -= batch * seq**2 * mixer.heads.query * mixer.pair_channels
+            elif isinstance(mixer, DeltaNetSpec) and len(layer.mixers) == 1:
+                recurrence += measure_recurrence(mixer.sizes)
+            else:
+                has_others = True
+        if has_others:
+            other += 3 * rest * ms_per_flop
     return Roofline(gemm, attention, moved / _copy_rate(device), recurrence, other)
 
 

@@ -57,7 +57,7 @@ class Kernels:
     time_steps: Callable[..., Tensor] = from_inputs(elementwise.time_steps)
     gated_norm: Callable[..., Tensor] = from_inputs(elementwise.gated_norm)
     delta_gates: Callable[..., tuple[Tensor, Tensor]] = from_inputs(elementwise.delta_gates)
-    silu_gate: Callable[[Tensor, Tensor], Tensor] = from_inputs(elementwise.silu_gate)
+    silu_gate: Callable[..., Tensor] = from_inputs(elementwise.silu_gate)
     gated_input: Callable[..., Tensor] = from_inputs(elementwise.gated_input)
     expert_rows: expert_rows.RowKernels = expert_rows.PLAIN
     linear: Callable[..., Tensor] = handover.linear

@@ -53,22 +53,34 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tenso
 }
 
 
-def mlp_activation(gate_up: Tensor, activation: str, gated: bool) -> Tensor:
-    """Return act(gate) * up [..., F] of gate_up [..., 2F] = [gate | up]; without a gate act(up) of [..., F]."""
+def mlp_activation(gate_up: Tensor, activation: str, gated: bool, factor: float = 1.0) -> Tensor:
+    """Return act(factor * gate) * up [..., F] of gate_up [..., 2F] = [gate | up].
+
+    Without a gate it is act(up) of up [..., F].
+    """
     forward, _ = ACTIVATIONS[activation]
     if not gated:
         return forward(gate_up)
     gate_half, up = gate_up.chunk(2, dim=-1)  # [..., F] each
+    if factor != 1:
+        gate_half = gate_half * factor
     return forward(gate_half) * up
 
 
-def mlp_activation_backward(dy: Tensor, gate_up: Tensor, activation: str, gated: bool) -> Tensor:
+def mlp_activation_backward(
+    dy: Tensor, gate_up: Tensor, activation: str, gated: bool, factor: float = 1.0
+) -> Tensor:
     """Return the gradient of mlp_activation's input from the gradient `dy` [..., F] of its output."""
     forward, backward = ACTIVATIONS[activation]
     if not gated:
         return backward(dy, gate_up)
     gate_half, up = gate_up.chunk(2, dim=-1)
-    return torch.cat((backward(dy * up, gate_half), dy * forward(gate_half)), dim=-1)
+    if factor != 1:
+        gate_half = gate_half * factor
+    dgate = backward(dy * up, gate_half)
+    if factor != 1:
+        dgate = dgate * factor
+    return torch.cat((dgate, dy * forward(gate_half)), dim=-1)
 
 
 def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
@@ -241,13 +253,21 @@ def time_steps(
 
 
 def gated_norm(
-    x: Tensor, z: Tensor, weight: Tensor, *, groups: int, eps: float, before_gate: bool
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    *,
+    groups: int,
+    eps: float,
+    before_gate: bool,
+    factor: float = 1.0,
 ) -> Tensor:
-    """Return RMSNorm per group of channels of x * silu(z) [T, C], or with `before_gate` of x, times silu(z).
+    """Return RMSNorm per group of channels of x * silu(factor * z) [T, C], or with `before_gate` of x, times the gate.
 
     x, z [T, C], weight [C]; computed in FP32, in the dtype of x.
     """
-    opening = F.silu(z.float())
+    z = z.float()
+    opening = F.silu(z if factor == 1 else z * factor)
     values = x.float() if before_gate else x.float() * opening
     parts = values.unflatten(-1, (groups, -1))  # [T, groups, C / groups]
     parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)
@@ -255,9 +275,10 @@ def gated_norm(
     return (out * opening if before_gate else out).to(x.dtype)
 
 
-def silu_gate(x: Tensor, z: Tensor) -> Tensor:
-    """Return x * silu(z) in the dtype of x, computed in FP32: the output gate of Gated DeltaNet."""
-    return (x.float() * F.silu(z.float())).to(x.dtype)
+def silu_gate(x: Tensor, z: Tensor, *, factor: float = 1.0) -> Tensor:
+    """Return x * silu(factor * z) in the dtype of x, computed in FP32: the output gate of Gated DeltaNet."""
+    z = z.float()
+    return (x.float() * F.silu(z if factor == 1 else z * factor)).to(x.dtype)
 
 
 def gated_input(gate: Tensor, x: Tensor, activation: str) -> Tensor:

@@ -60,6 +60,10 @@ class ForwardContext(NamedTuple):
     lent_keys: dict[int | None, tuple[Tensor, Tensor]]
     layer_inputs: tuple[Tensor, ...] = ()  # of each layer [N, P], where layers have inputs
 
+    def of_member(self, number: int) -> "ForwardContext":
+        """Return the pass as one of several mixers beside each other sees it: its own states are in the cache."""
+        return self if self.cache is None else self._replace(cache=self.cache.of_member(number))
+
     def without_padding(self, x: Tensor) -> Tensor:
         """Return x [N, D] with zeros at padding, which a bias has made nonzero."""
         count = self.batch * self.seq
@@ -203,7 +207,10 @@ def forward_context(
     padded = None if real is None or masks_nothing(real) else real.to(ids.device, torch.bool)
     documents = None if documents is None else documents.to(ids.device)
     attentions = distinct(
-        layer.mixer for layer in layers if isinstance(layer.mixer, SoftmaxAttentionSpec)
+        mixer
+        for layer in layers
+        for mixer in layer.mixers
+        if isinstance(mixer, SoftmaxAttentionSpec)
     )
     positions = None  # of a cache that has tokens already
     if cache:

@@ -7,6 +7,7 @@ CUDA graph. The first forward, the prompt, attends only to itself, with the fast
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -40,6 +41,10 @@ class Cache(Protocol):
 
         None in a pass that stores nothing.
         """
+        ...
+
+    def of_member(self, number: int) -> Cache:
+        """Return the cache as one of several mixers beside each other sees it: with the states of that mixer."""
         ...
 
 
@@ -142,6 +147,23 @@ class RecurrentState:
             self.tensors[name] = tensor.index_select(0, rows.to(tensor.device))
 
 
+class JointState:
+    """The states of several mixers beside each other in one layer, in their order."""
+
+    def __init__(self, members: list[State]) -> None:
+        self.members = members
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(state.nbytes for state in self.members)
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        for state in self.members:
+            state.clear()
+
+
 def slots_for(length: int) -> int:
     """Return the slots of a cache for `length` positions."""
     return -(-length // SLOTS) * SLOTS
@@ -166,6 +188,9 @@ class DecodingCache:
     """
 
     documents: Tensor | None = None
+    member: int | None = (
+        None  # the number of the mixer whose states it shows; None: there is one per layer
+    )
 
     def __init__(
         self,
@@ -248,7 +273,7 @@ class DecodingCache:
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [B, K, S, H] of the newest tokens in an attention layer; return those that they attend to."""
-        state = self.states[layer]
+        state = self._state(layer)
         assert isinstance(state, KVState)
         return state.append(k, v, self._slots)
 
@@ -262,12 +287,26 @@ class DecodingCache:
 
         `mask` is the one that `visible` returned for the layer's window.
         """
-        state = self.states[layer]
+        state = self._state(layer)
         assert isinstance(state, KVState)
         return StepKeys(keys=state.keys, values=state.values, filled=self.filled, mask=mask)
 
     def recurrent(self, layer: int, make: Callable[[], RecurrentState]) -> RecurrentState | None:
         """Return the state of a recurrent layer."""
-        state = self.states[layer]
+        state = self._state(layer)
         assert isinstance(state, RecurrentState)
         return state
+
+    def of_member(self, number: int) -> DecodingCache:
+        """Return the same cache, tokens and all, with the states of one of several mixers beside each other."""
+        view = copy.copy(self)
+        view.member = number
+        return view
+
+    def _state(self, layer: int) -> State:
+        """Return the state of a layer, or of the one of its mixers that this cache shows."""
+        state = self.states[layer]
+        if self.member is None:
+            return state
+        assert isinstance(state, JointState)
+        return state.members[self.member]

@@ -100,13 +100,25 @@ class Mamba2(Mixer[Mamba2Spec]):
         out = without_padding(mix, context, mixed, steps)  # [B, S, H, P], zeros at padding
         out = self._gated(out.flatten(2).flatten(0, 1), z, context)  # [B*S, H P]
         out = context.linear(self.out_proj, pad_rows(out, x.shape[0]))
-        return context.without_padding(out) if sizes.bias else out
+        return context.without_padding(out) if sizes.has_out_bias else out
+
+    def _taps(self) -> Tensor:
+        """Return the taps [C, 1, K] with the factors on x, b and c: a convolution is linear in each channel."""
+        sizes = self.spec.sizes
+        taps = self.conv1d.weight
+        if sizes.multipliers is None:
+            return taps
+        groups = (sizes.inner_size, sizes.group_size, sizes.group_size)
+        scaled = []
+        for name, part in zip("xbc", taps.float().split(groups), strict=True):
+            scaled.append(part * sizes.factors[name])
+        return torch.cat(scaled)
 
     def _gated(self, y: Tensor, z: Tensor, context: ForwardContext) -> Tensor:
         """Return the output y [T, H P] with its gate and its norm."""
         sizes = self.spec.sizes
         if self.norm is None:
-            return context.kernels.silu_gate(y, z)
+            return context.kernels.silu_gate(y, z, factor=sizes.factors["z"])
         return context.kernels.gated_norm(
             y,
             z,
@@ -114,6 +126,7 @@ class Mamba2(Mixer[Mamba2Spec]):
             groups=sizes.num_groups,
             eps=self.eps,
             before_gate=sizes.norm == "before_gate",
+            factor=sizes.factors["z"],
         )
 
     def _mix(
@@ -132,7 +145,7 @@ class Mamba2(Mixer[Mamba2Spec]):
         x, b, c = kernels.mixed_parts(
             mixed,
             tail,
-            self.conv1d.weight,
+            self._taps(),
             context.documents,
             self.conv1d.bias,
             sizes=(sizes.inner_size, sizes.group_size, sizes.group_size),
@@ -140,6 +153,8 @@ class Mamba2(Mixer[Mamba2Spec]):
         )
         real = None if counts is None else torch.arange(seq, device=counts.device) < counts[:, None]
         low, high = sizes.time_step_limits
+        if sizes.factors["dt"] != 1:
+            steps = steps.float() * sizes.factors["dt"]
         dt = kernels.time_steps(steps, self.dt_bias, real, low=low, high=high)  # [B, S, H]
         rates = -self.A_log.float().exp()  # [H]
         x = x.unflatten(-1, (-1, sizes.head_dim))

@@ -43,14 +43,16 @@ class MLP(Feedforward[MLPSpec]):
                 lambda dy, both: kernels.limited_swiglu_backward(dy, both, limit),
             )
 
+        factor = 1.0 if spec.multipliers is None else spec.multipliers[0]
+
         def forward(gate_up: Tensor) -> Tensor:
-            hidden = kernels.mlp_activation(gate_up, spec.activation, spec.gate)
+            hidden = kernels.mlp_activation(gate_up, spec.activation, spec.gate, factor)
             return context.without_padding(hidden) if spec.bias else hidden
 
         def backward(dy: Tensor, gate_up: Tensor) -> Tensor:
             if spec.bias:
                 dy = context.without_padding(dy)
-            return kernels.mlp_activation_backward(dy, gate_up, spec.activation, spec.gate)
+            return kernels.mlp_activation_backward(dy, gate_up, spec.activation, spec.gate, factor)
 
         return handover.swiglu(gate_up, *neighbours, forward, backward)
 
@@ -62,7 +64,7 @@ class MLP(Feedforward[MLPSpec]):
         into = context.linear_of_step(self.gate_up_proj)
         out = context.linear_of_step(self.down_proj)
         kernels = context.step
-        known = spec.activation in HANDED_OVER and spec.limit is None
+        known = spec.activation in HANDED_OVER and spec.limit is None and spec.multipliers is None
         if not known or into is None or out is None or kernels is None:
             return None
         activation = StepActivation(spec.activation, spec.gate)
@@ -73,4 +75,6 @@ class MLP(Feedforward[MLPSpec]):
         """Return [N, D] from `hidden` [N, F]."""
         with context.recompute.discarding(hidden, context.autocasts.in_fp8(self.down_proj)):
             out = context.linear(self.down_proj, hidden)
+        if self.spec.multipliers is not None:
+            out = out * self.spec.multipliers[1]
         return context.without_padding(out) if self.spec.bias else out

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from te_models.config.layer import PartSpec
+from te_models.config.layer import FeedforwardSpec, MixerSpec, PartSpec
 from te_models.errors import OutOfMemory
 from te_models.kernels.decode import StepNorm
 from te_models.model.forward_context import ForwardContext
@@ -28,6 +28,8 @@ class BlockPart(nn.Module, ABC, Generic[Spec]):
 
     # The name of the te.Linear that alone reads the part's input, which may therefore be FP8; None: several read it.
     entry: ClassVar[str | None]
+    # True if its te.Linears and vectors belong to parts inside it, which are modules of this kind too.
+    holds_parts: ClassVar[bool] = False
 
     def __init__(self, spec: Spec, layer: int, factory: Factory) -> None:
         super().__init__()
@@ -117,6 +119,11 @@ class Feedforward(BlockPart[Spec]):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return its contribution to the residual stream [N, D], given its input x [N, D]."""
         return self.output(self.hidden(x, context), context)
+
+
+# The module of each kind of description; te_models.model.parts fills them.
+MIXERS: dict[type[MixerSpec], type[Mixer]] = {}
+MLPS: dict[type[FeedforwardSpec], type[Feedforward]] = {}
 
 
 def new_states(

@@ -89,7 +89,7 @@ def _structure(module: nn.Module) -> Iterator[tuple[Tensor, list[tuple[Role, int
     """Yield the weights of this module as (weight, [(role, rows), ...] from its first row to its last)."""
     if type(module) is nn.Embedding or isinstance(module, ScaledEmbedding):
         yield module.weight, [("embedding", module.num_embeddings)]
-    elif isinstance(module, BlockPart):
+    elif isinstance(module, BlockPart) and not module.holds_parts:
         for linear in module.spec.linears:
             owner = module.get_submodule(linear.name)
             owner = getattr(owner, "base_layer", owner)  # of one with adapters

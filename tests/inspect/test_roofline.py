@@ -74,6 +74,12 @@ def rule_flops(mixer: Any, count: int, seq: int = SEQ) -> float:
     return 0
 
 
+def head_width(mixer: Any) -> int:
+    """Return the channels of a key and a value of one head."""
+    sizes = getattr(mixer, "sizes", None)
+    return 2 * mixer.heads.dim if sizes is None else sizes.qk_head_dim + sizes.v_head_dim
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_the_plan_counts_what_runs(name: str) -> None:
     """Half of the pairs of attention, which is causal."""
@@ -87,19 +93,14 @@ def test_the_plan_counts_what_runs(name: str) -> None:
         for layer in kind.config.layers:
             for part in layer.parts:
                 linears += part.linear_flops(64)
-            mixer: Any = layer.mixer
-            if mixer is None:
-                continue
-            convolutions += convolution(mixer, 64)
-            if isinstance(mixer, SoftmaxAttentionSpec):
-                sizes = getattr(mixer, "sizes", None)
-                width = (
-                    2 * mixer.heads.dim if sizes is None else sizes.qk_head_dim + sizes.v_head_dim
-                )
-                attention += 2 * BATCH * mixer.heads.query * SEQ**2 * width // 2
-            else:
-                comparable = comparable and isinstance(mixer, DeltaNetSpec)
-                rules += rule_flops(mixer, 64)
+            mixer: Any
+            for mixer in layer.mixers:
+                convolutions += convolution(mixer, 64)
+                if isinstance(mixer, SoftmaxAttentionSpec):
+                    attention += 2 * BATCH * mixer.heads.query * SEQ**2 * head_width(mixer) // 2
+                else:
+                    comparable = comparable and isinstance(mixer, DeltaNetSpec)
+                    rules += rule_flops(mixer, 64)
         head = 2 * BATCH * SEQ * kind.config.hidden_size * kind.config.vocab_size
         # Only inputs per layer are made by a linear outside the layers.
         outside = sum(found[operation] for operation in PRODUCTS) - linears - head
@@ -144,15 +145,11 @@ def test_the_roofline_has_every_flop(name: str) -> None:
         floor = floor_of(kind.config, BATCH, SEQ, "bf16")
         expected = model_flops(kind.config, BATCH, SEQ)
         for layer in kind.config.layers:
-            mixer: Any = layer.mixer
-            if isinstance(mixer, SoftmaxAttentionSpec):
-                sizes = getattr(mixer, "sizes", None)
-                width = (
-                    2 * mixer.heads.dim if sizes is None else sizes.qk_head_dim + sizes.v_head_dim
-                )
-                beside = BATCH * mixer.heads.query * SEQ**2 * width
-                kernel = 2.0 * BATCH * SEQ**2 * mixer.heads.q_size  # whose heads have one width
-                expected += 3 * (kernel * seen_share(mixer.window, SEQ) - beside)
+            for mixer in layer.mixers:
+                if isinstance(mixer, SoftmaxAttentionSpec):
+                    beside = BATCH * mixer.heads.query * SEQ**2 * head_width(mixer)
+                    kernel = 2.0 * BATCH * SEQ**2 * mixer.heads.q_size  # whose heads have one width
+                    expected += 3 * (kernel * seen_share(mixer.window, SEQ) - beside)
         assert floor.total == pytest.approx(expected, rel=1e-12)
 
 

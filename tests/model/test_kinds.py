@@ -41,6 +41,7 @@ from te_models.model.tensor_parallel import divided_linear, gather_state
 # In slow tests; random pairs and the tests of families draw such options too.
 RARER = ("headwise gate", "no gate", "no attention", "shared expert", *OPTIONS)
 RARER += ("gated convolution, biases", "Mamba 2, biases")
+RARER += ("two states, two windows",)
 RARER += ("latent attention, wide values", "latent attention, one width")
 
 
