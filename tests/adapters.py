@@ -58,7 +58,7 @@ def save_adapters_on_everything(folder: Path, out: Path) -> Any:
     model = ours(folder)
     modules = adaptable_modules(model)
     linears = {name.rpartition(".")[2] for name in modules.theirs.keys() - modules.routers}
-    refused = {"out_proj"} if modules.architecture == "nemotron_h" else set()
+    refused = {"out_proj"} if modules.architecture in ("nemotron_h", "falcon_h1") else set()
     experts = {".".join(name.split(".")[-2:]) for name in modules.experts}
     routers = {f"{name.rpartition('.')[2]}.weight" for name in modules.routers}
     adapted = add_lora(

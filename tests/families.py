@@ -1173,6 +1173,61 @@ FAMILY_CASES["cohere2"] = {
     "full": dict(layer_types=[FULL] * 3),
     "slide": dict(layer_types=[SLIDING] * 3, sliding_window=4),
 }
+_FALCON = {
+    key: value for key, value in _MAMBA.items() if key not in ("layer_types", "mamba_expand")
+}
+_FALCON |= dict(
+    mamba_d_ssm=96,
+    key_multiplier=0.7,
+    embedding_multiplier=3.3,
+    lm_head_multiplier=0.3,
+    mlp_multipliers=[0.8, 1.7],
+    attention_in_multiplier=0.9,
+    attention_out_multiplier=1.3,
+    ssm_in_multiplier=1.2,
+    ssm_out_multiplier=0.6,
+    ssm_multipliers=[0.7, 0.9, 0.4, 1.3, 1.1],
+)
+FAMILY_CASES["falcon_h1"] = {
+    name: {**_FALCON, **case}
+    for name, case in dict(
+        plain={},
+        odd=dict(
+            hidden_size=30,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            head_dim=10,
+            intermediate_size=17,
+            mamba_d_ssm=42,
+            mamba_n_heads=6,
+            mamba_d_head="auto",
+            mamba_n_groups=3,
+            mamba_d_conv=3,
+        ),
+        one_key=dict(num_key_value_heads=1, mamba_rms_norm=True, mamba_norm_before_gate=False),
+        normed=dict(mamba_rms_norm=True, tie_word_embeddings=True, num_hidden_layers=1),
+        biases=dict(
+            mamba_proj_bias=True, mamba_conv_bias=False, attention_bias=True, mlp_bias=True
+        ),
+        out_bias=dict(projectors_bias=True, hidden_act="gelu", rms_norm_eps=1e-6),
+        limits=dict(time_step_limit=(0.01, 0.3), mamba_n_groups=1, mamba_rms_norm=True),
+        expanded=dict(mamba_d_ssm=None, mamba_expand=2, rope_parameters=LINEAR),
+        theta=dict(
+            rope_parameters=dict(rope_type="default", rope_theta=500.0), num_hidden_layers=2
+        ),
+        unscaled=dict(
+            key_multiplier=1.0,
+            embedding_multiplier=1.0,
+            lm_head_multiplier=1.0,
+            mlp_multipliers=None,
+            attention_in_multiplier=1.0,
+            attention_out_multiplier=1.0,
+            ssm_in_multiplier=1.0,
+            ssm_out_multiplier=1.0,
+            ssm_multipliers=None,
+        ),
+    ).items()
+}
 CASES = {
     f"{family}-{name}": (family, case)
     for family, cases in FAMILY_CASES.items()

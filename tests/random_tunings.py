@@ -245,7 +245,8 @@ def _widen(config: Any) -> None:
         for name in ("short_factor", "long_factor"):
             rope[name] = (rope[name] * pairs)[:pairs]
     if hasattr(config, "mamba_d_head"):
-        config.mamba_d_head = config.mamba_expand * config.hidden_size // config.mamba_n_heads
+        inner = getattr(config, "mamba_d_ssm", None) or config.mamba_expand * config.hidden_size
+        config.mamba_d_head = inner // config.mamba_n_heads
 
 
 def write_base(case: Case, folder: Path) -> Any:

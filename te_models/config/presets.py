@@ -256,6 +256,24 @@ def _nemotron(pattern: str, **fields: Any) -> PresetFields:
     )  # fmt: skip
 
 
+def _falcon(
+    hidden: int, intermediate: int, layers: int, heads: int, mamba2: PresetFields, **fields: Any
+) -> PresetFields:
+    """Return the shape of a Falcon-H1, with Mamba 2 beside attention in every layer."""
+    common: PresetFields = dict(
+        num_key_value_heads=2,
+        vocab_size=65537,
+        head_dim=128,
+        max_position_embeddings=131072,
+        parallel={},
+    )
+    return _shape(
+        hidden, intermediate, layers, heads, **{**common, **fields}, layer_types=("parallel",) * layers,
+        rope_theta=1e11, mamba2={"state_dim": 256, "num_groups": 1, **mamba2},
+        attention_gate="none", pad_token_id=0,
+    )  # fmt: skip
+
+
 def _granite3_moe(hidden: int, layers: int, heads: int, experts: int) -> PresetFields:
     """Return the shape of a Granite 3.1 with experts of 512 channels, of which a token goes through eight."""
     own = {name: value for name, value in _GRANITE.items() if name[:4] != "num_"}
@@ -428,6 +446,26 @@ PRESETS: dict[str, PresetFields] = {
         layer_types=tuple("full_attention" if layer in (9, 18, 27) else "mamba2" for layer in range(32)),
         mamba2=dict(num_heads=128, head_dim=64, state_dim=128, num_groups=1), attention_gate="none",
         bos_token_id=128000, eos_token_id=128001, pad_token_id=0,
+    ),
+    # The releases scale every projection; of those above 0.5B these are the shapes, without the factors.
+    "falcon-h1-0.5b": _falcon(
+        1024, 2048, 36, 8, vocab_size=32784, head_dim=64, max_position_embeddings=16384,
+        mamba2=dict(num_heads=24, head_dim=64, state_dim=128, num_groups=1, norm="none",
+                    multipliers=(0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738)),
+        parallel=dict(input_multipliers=(1.0, 1.25), output_multipliers=(0.9375, 0.23570226039551587)),
+        mlp_multipliers=(0.8838834764831844, 0.5859375), attention_multiplier=0.39062499999999994 * 64**-0.5,
+        embedding_multiplier=5.656854249492381, logits_scaling=1 / 0.0390625,
+    ),
+    "falcon-h1-1.5b": _falcon(2048, 4608, 24, 8, mamba2=dict(num_heads=48, head_dim=64)),
+    "falcon-h1-1.5b-deep": _falcon(1280, 3072, 66, 6, mamba2=dict(num_heads=24, head_dim=64)),
+    "falcon-h1-3b": _falcon(2560, 6144, 32, 10, mamba2=dict(num_heads=32, head_dim=128)),
+    "falcon-h1-7b": _falcon(
+        3072, 12288, 44, 12, mamba2=dict(num_heads=24, head_dim=128), vocab_size=130049,
+        max_position_embeddings=262144,
+    ),
+    "falcon-h1-34b": _falcon(
+        5120, 21504, 72, 20, mamba2=dict(num_heads=32, head_dim=128, num_groups=2), vocab_size=261120,
+        num_key_value_heads=4, max_position_embeddings=262144,
     ),
     "vaultgemma-1b": _shape(
         1152, 6912, 26, 4, 4, **{**_GEMMA, "norm_position": "pre"}, **_layers(26, 2, 1)

@@ -418,6 +418,8 @@ _CONVERTED = (
     "sarvam_mla",
     "solar_open",
 )
+# Families with Mamba 2 whose out_proj peft refuses (`mamba_model_types` in peft.tuners.tuners_utils).
+_REFUSED = ("nemotron_h", "falcon_h1")
 _TAKEN = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -435,8 +437,8 @@ def dropped_by_peft(model_type: str, linears: Iterable[str]) -> str:
     `linears` are in a config's target_modules.
     """
     linears = list(linears)
-    if model_type == "nemotron_h" and any(name.endswith("out_proj") for name in linears):
-        return "peft has no adapters on out_proj of nemotron_h in transformers and refuses the file there"
+    if model_type in _REFUSED and any(name.endswith("out_proj") for name in linears):
+        return f"peft has no adapters on out_proj of {model_type} in transformers and refuses the file there"
     if not taken_for_experts(model_type, linears):
         return ""
     return f"peft has no adapters on {', '.join(_TAKEN)} of {model_type} in transformers and drops them there"

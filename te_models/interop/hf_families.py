@@ -583,7 +583,7 @@ FAMILIES = [
     Family(
         model_type="muse_glimmer", architecture="MuseGlimmerForConditionalGeneration", models="Muse-Glimmer 30B",
         layer=places.MUSE_LAYER,
-        parts=(ropes.MUSE_LAYERS, GELU, parts.QUERY_FACTOR, parts.logit_factor("output_multiplier"),
+        parts=(ropes.MUSE_LAYERS, GELU, parts.query_factor("qk_scale_factor"), parts.logit_factor("output_multiplier"),
                parts.same("final_logit_softcapping", "post_norm_eps")),
         constants={"attention_gate": "elementwise", "qk_norm": True, "qk_norm_weights": False, "embedding_norm": True,
                    "norm_position": "both", "zero_centered_norm": True, "plain_final_norm": True},

@@ -217,20 +217,21 @@ def logit_factor(key: str) -> ConfigKeys:
     )
 
 
-def _write_query_factor(config: ModelConfig) -> Fields:
-    root = config.head_dim**-0.5
-    multiplier = _write_multiplier(config)
-    return {
-        "qk_scale_factor": inverted(multiplier, lambda factor: factor * root, multiplier / root)
-    }
+def query_factor(key: str) -> ConfigKeys:
+    """Return the part of the key of a factor on queries or keys, on top of the root of the width of heads."""
+
+    def read(theirs: Values) -> Fields:
+        size = theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
+        return _multiplier(theirs, theirs[key] * size**-0.5)
+
+    def write(config: ModelConfig) -> Fields:
+        root = config.head_dim**-0.5
+        multiplier = _write_multiplier(config)
+        return {key: inverted(multiplier, lambda factor: factor * root, multiplier / root)}
+
+    return ConfigKeys((key,), read, write)
 
 
-# On top of the root of the width of heads.
-QUERY_FACTOR = ConfigKeys(
-    ("qk_scale_factor",),
-    lambda theirs: {"attention_multiplier": theirs["qk_scale_factor"] * theirs["head_dim"] ** -0.5},
-    _write_query_factor,
-)
 LOGIT_FACTOR = logit_factor("logits_scaling")
 LOGIT_SCALE = logit_factor("logit_scale")
 # The heads of Cohere fill the width, whatever a file says.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -369,6 +369,13 @@ BAMBA_LAYER = {
     "feed_forward.gate_proj": Rows("mlp.gate_up_proj", ("gate",)),
     "feed_forward.up_proj": Rows("mlp.gate_up_proj", ("up",)),
     "feed_forward.down_proj": Rows("mlp.down_proj"),
+}
+# Mamba 2 beside attention in every layer.
+FALCON_LAYER = {
+    name: replace(rows, module=f"parallel.{rows.module}")
+    if name.startswith(("self_attn.", "mamba."))
+    else rows
+    for name, rows in BAMBA_LAYER.items()
 }
 # Kimi Delta Attention in some layers, latent attention in the others.
 _KDA = "kda.qkvg_proj"

@@ -4,6 +4,7 @@ Facts: the configuration and modeling files of transformers 5.24.
 """
 
 import math
+from collections.abc import Iterable
 
 from te_models.config.kda import KDAConfig
 from te_models.config.mamba2 import Mamba2Config
@@ -198,6 +199,81 @@ BAMBA_LAYERS = ConfigKeys(
 )
 
 
+# Rows of Falcon-H1 beside each other, with the keys of their factors on input and output.
+_BESIDE = (
+    ("full_attention", "attention_in_multiplier", "attention_out_multiplier"),
+    ("mamba2", "ssm_in_multiplier", "ssm_out_multiplier"),
+)
+
+
+def _read_falcon_layers(theirs: Values) -> Fields:
+    """Read the sizes of Mamba 2, which is beside attention in every layer, and the factors of both and of MLPs."""
+    inner = theirs["mamba_d_ssm"]
+    if inner is None:
+        inner = theirs["mamba_expand"] * theirs["hidden_size"]
+    norm = "before_gate" if theirs["mamba_norm_before_gate"] else "gated"
+    sizes = {
+        **read_mamba(theirs, inner),
+        "out_bias": theirs["projectors_bias"],
+        "norm": norm if theirs["mamba_rms_norm"] else "none",
+        "multipliers": _factors(theirs["ssm_multipliers"]),
+    }
+    beside = {
+        "mixers": [kind for kind, _, _ in _BESIDE],
+        "input_multipliers": _factors(theirs[key] for _, key, _ in _BESIDE),
+        "output_multipliers": _factors(theirs[key] for _, _, key in _BESIDE),
+    }
+    return {
+        "layer_types": ["parallel"] * theirs["num_hidden_layers"],
+        "parallel": beside,
+        "mamba2": sizes,
+        "mlp_multipliers": _factors(theirs["mlp_multipliers"]),
+    }
+
+
+def _factors(values: Iterable[float]) -> list[float]:
+    """Return factors, of which a file may have whole numbers."""
+    return [float(value) for value in values]
+
+
+def _write_falcon_layers(config: ModelConfig) -> Fields:
+    sizes = config.mamba2
+    beside = config.parallel
+    if sizes is None or beside is None or sizes.activation != config.hidden_act:
+        raise ConfigError("this family has Mamba 2 beside attention, and one activation")
+    found = {
+        **write_mamba(sizes),
+        "mamba_d_ssm": sizes.inner_size,
+        "projectors_bias": sizes.has_out_bias,
+        "mamba_rms_norm": sizes.norm != "none",
+        "mamba_norm_before_gate": sizes.norm != "gated",
+        "ssm_multipliers": list(sizes.factors.values()),
+        "mlp_multipliers": list(config.mlp_multipliers or (1.0, 1.0)),
+    }
+    before = beside.input_multipliers or ()
+    after = beside.output_multipliers or ()
+    for (_, into, out), first, last in zip(_BESIDE, before, after, strict=False):
+        found |= {into: first, out: last}
+    return found
+
+
+FALCON_LAYERS = ConfigKeys(
+    (
+        "mamba_d_ssm",
+        "mamba_expand",
+        "mamba_chunk_size",
+        "time_step_limit",
+        "projectors_bias",
+        "mamba_rms_norm",
+        "mamba_norm_before_gate",
+        "ssm_multipliers",
+        "mlp_multipliers",
+        *(key for _, *keys in _BESIDE for key in keys),
+        *_MAMBA.values(),
+    ),
+    _read_falcon_layers,
+    _write_falcon_layers,
+)
 # Sizes of Kimi Delta Attention -> the keys of transformers, and those in `linear_attn_config` of the release.
 _KDA = {
     "num_heads": ("linear_num_heads", "num_heads"),

@@ -87,6 +87,7 @@ RECURRENT = [
         "nemotron_h",
         "lfm3",
         "bamba",
+        "falcon_h1",
         "bailing_hybrid",
     )
     for name in FAMILY_CASES[family]

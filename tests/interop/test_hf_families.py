@@ -163,11 +163,12 @@ PADDING_READ = (
     "nemotron_h-biases",
     "lfm3-biases",
     "bamba-biases",
+    "falcon_h1-biases",
 )
 # Its positions begin with 0 in every pass, but for those that `generate` gives it.
 COUNTS_ANEW = ("bamba",)
 # Its steps of one token leave out the bounds of Mamba's time steps.
-UNBOUNDED = ("granitemoehybrid-limits", "nemotron_h-steps", "bamba-limits")
+UNBOUNDED = ("granitemoehybrid-limits", "nemotron_h-steps", "bamba-limits", "falcon_h1-limits")
 
 
 @pytest.mark.parametrize("case", ALL)
@@ -244,6 +245,7 @@ TEXTS = [
     "exaone-llama3", "helium-linear", "cohere-llama3", "cohere2-one-key",
     "minicpm3-untied", "vaultgemma-untied", "sarvam_moe-groups",
     "granitemoeshared-untied", "hy_v3-mixed", "flint-odd", "bamba-one_key", "bailing_hybrid-latent", "axk1-yarn",
+    "falcon_h1-one_key", "falcon_h1-theta",
     "sarvam_mla-mscale", "mistral4-mscale", "youtu-yarn", *HYBRIDS,
 ]  # fmt: skip
 

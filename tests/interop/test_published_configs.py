@@ -135,6 +135,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **tokens(1, [2, 75864, 75869], None), pretraining_tp=1, rms_norm_eps=1e-5, rope_scaling=None,
         rope_theta=500000.0, tie_word_embeddings=False,
     ),
+    "falcon-h1-0.5b": dict(
+        model_type="falcon_h1", architectures=["FalconH1ForCausalLM"], **SILU, head_dim=64, attn_layer_indices=None,
+        **sizes(1024, 2048, 36, 8, 2, 32784, 16384), **tokens(None, None, 0), attention_bias=False, mlp_bias=False,
+        attention_in_multiplier=1.0, attention_out_multiplier=0.9375, embedding_multiplier=5.656854249492381,
+        key_multiplier=0.39062499999999994, lm_head_multiplier=0.0390625, mamba_chunk_size=128, mamba_conv_bias=True,
+        mamba_d_conv=4, mamba_d_head=64, mamba_d_ssm=1536, mamba_d_state=128, mamba_expand=2, mamba_n_groups=1,
+        mamba_n_heads=24, mamba_norm_before_gate=False, mamba_proj_bias=False, mamba_rms_norm=False,
+        mamba_use_mlp=True, mlp_multipliers=[0.8838834764831844, 0.5859375], projectors_bias=False, rms_norm_eps=1e-5,
+        rope_scaling=None, rope_theta=100000000000.0, ssm_in_multiplier=1.25, tie_word_embeddings=False,
+        ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+        ssm_out_multiplier=0.23570226039551587,
+    ),
     "ministral3-3b": dict(
         model_type="ministral3", architectures=["Ministral3ForCausalLM"], **SILU, head_dim=128,
         **sizes(3072, 9216, 26, 32, 8, 131072, 262144), **tokens(1, 2, 11), rms_norm_eps=1e-5, sliding_window=None,
