@@ -233,11 +233,15 @@ class ProjectedGradients(Gradients):
     def _begin(self) -> None:
         self._used.clear()
         self._begun.clear()
+        if not self.keeps_sums:  # those of a step whose backward was abandoned
+            self._sums.clear()
 
     def _new_sums(self, key: int) -> None:
         parts = self._parts[key]
         device = parts[0].rows.parameter.device
-        self._sums[key] = torch.zeros(parts[-1].place.stop, device=device)
+        # Zeros for a graph of further micro-batches, which adds to sums that the first one may not have used.
+        make = torch.zeros if self.keeps_sums else torch.empty
+        self._sums[key] = make(parts[-1].place.stop, device=device)
 
     @torch.no_grad()
     def _add(self, parameter: Tensor) -> None:

@@ -180,17 +180,21 @@ class GraphedStep:
             Kind(first=number == 0, last=number == last) for number in range(len(micro_batches))
         ]
         self.routing = []
-        if all(kind in self.graphs for kind in kinds):
+        # A step with new projectors runs eagerly, between replays too.
+        eager = self.gradients.changes_projectors
+        if not eager and all(kind in self.graphs for kind in kinds):
             total = self._micro_batches(kinds, micro_batches, weights, router_weights, self._replay)
             # A replay writes to the same addresses; whoever set .grad to None only dropped the references.
             self.gradients.restore(self.parameters, self.found)
             return total
         # Still warming up, or given up after failed captures.
         run = self._run_eagerly
-        if self.warm >= WARM_UP and self.failures < ATTEMPTS:
+        if not eager and self.warm >= WARM_UP and self.failures < ATTEMPTS:
             run = self._capture_and_replay
         with self.gradients.collecting():
             total = self._micro_batches(kinds, micro_batches, weights, router_weights, run)
+        if eager:
+            return total
         if all(kind in self.graphs for kind in kinds):
             self.found = self.gradients.found(self.parameters)
         else:

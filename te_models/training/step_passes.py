@@ -78,9 +78,7 @@ class StepPasses:
         batches = [to_device(batch, self.device) for batch in micro_batches]
         if self.recorder is not None and not eager:
             self.recorder.attach()  # a new recipe may have replaced the quantizers
-        graph = None
-        if use_graph and not eager and not self.gradients.changes_projectors:
-            graph = self.graph
+        graph = self.graph if use_graph and not eager else None
         if graph is not None and self._fits(graph, batches):
             loss = graph.step(batches, weights.predictions, weights.routers)
             self.routed += graph.routing

@@ -1,10 +1,12 @@
 """GaLore's gradients projected in backward: the bits of projecting full ones, none of which are kept."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from graph_tape import pretend_cuda
 from torch import Tensor
 
 from te_models import CausalLM, TrainConfig, Trainer, get_preset, get_recipe
@@ -23,10 +25,15 @@ RANK = 16
 KINDS: dict[str, dict[str, Any]] = {
     "bf16": dict(recipe="bf16"),
     "current": dict(recipe="current"),
+    "delayed": dict(recipe="delayed"),
     "delayed, FP8 weights": dict(recipe="delayed", fp8_params=True),
     "headwise gate": dict(recipe="bf16", attention_gate="headwise"),
     "experts": dict(recipe="bf16", moe=dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)),
 }  # fmt: skip
+
+
+MORE = ("current", "delayed", "headwise gate", "experts")
+SLOW = pytest.mark.slow
 
 
 def model_of(device: str = "cpu", **options: Any) -> CausalLM:
@@ -79,7 +86,10 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(value, other[name]), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    ["bf16", "delayed, FP8 weights", *(pytest.param(kind, marks=SLOW) for kind in MORE)],
+)
 def test_a_run_is_that_of_full_gradients_in_every_bit(kind: str, tmp_path: Path) -> None:
     """Without clipping and with one micro-batch per step, over several projectors."""
     runs = []
@@ -162,7 +172,7 @@ def test_the_norm_is_of_projected_gradients_and_clips_them(tmp_path: Path) -> No
     assert total**0.5 == pytest.approx(0.1, rel=1e-3)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=SLOW)])
 def test_a_resumed_run_is_the_same_in_every_bit(accumulation: int, tmp_path: Path) -> None:
     whole = trainer_of(tmp_path / "whole", True, gradient_accumulation=accumulation)
     whole.run()
@@ -185,6 +195,34 @@ def test_a_run_may_be_resumed_with_full_gradients(tmp_path: Path) -> None:
     again = trainer_of(tmp_path / "whole", False, schedule="constant")
     again.run()
     assert_equal(values_of(resumed), values_of(again))
+
+
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=SLOW)])
+@pytest.mark.parametrize("kind", ["bf16", pytest.param("delayed", marks=SLOW)])
+def test_replayed_steps_are_the_eager_ones(
+    kind: str, accumulation: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a stand-in for CUDA graphs, whose tape replays operations at their addresses."""
+    monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
+    tapes = pretend_cuda(monkeypatch)
+    found = []
+    for graph in (False, True):
+        trainer = trainer_of(
+            tmp_path / str(graph), True, kind, gradient_accumulation=accumulation, cuda_graph=graph, steps=100
+        )  # fmt: skip
+        rows = []
+        batches_of_run = trainer.passes.calibrated(iter(trainer.data))
+        for number in range(14):
+            row = trainer.step(batches_of_run)
+            rows.append((row["loss"], row["grad_norm"]))
+            if number == 10:  # a graph reads loaded projectors too
+                trainer.optimizer.load_state_dict(deepcopy(trainer.optimizer.state_dict()))
+        assert (trainer.passes.graph is not None and trainer.passes.graph.captured) == graph
+        found.append((rows, values_of(trainer)))
+    assert len(tapes) == accumulation
+    assert found[0][0] == found[1][0]
+    assert_equal(found[0][1], found[1][1])
 
 
 @pytest.mark.gpu
@@ -316,8 +354,10 @@ def test_what_it_cannot_be_combined_with_is_said_in_a_line(
             build_optimizer("galore", model, 1e-3, 0.0, {"in_backward": True}, offload=True)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("fp8_params", [False, True])
+@pytest.mark.parametrize(
+    ("accumulation", "fp8_params"),
+    [(1, True), (4, False), pytest.param(1, False, marks=SLOW), pytest.param(4, True, marks=SLOW)],
+)
 def test_the_plan_has_no_full_gradients(accumulation: int, fp8_params: bool) -> None:
     """At the update what is left of full gradients is the tables' and norms', by hand."""
     config = get_preset("gated-1b")
