@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import hypothesis
+import interpreter
 import places
 import plain_numbers
 import pytest
@@ -78,6 +79,15 @@ def freed() -> Iterator[None]:
 def plain_sums() -> Iterator[None]:
     """Outside tests/engine FP8 products and norms are plain ones."""
     with plain_numbers.plain():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interpreted() -> Iterator[None]:
+    """Kernels in Triton's interpreter, where it runs, without work that it repeats."""
+    if interpreter.INTERPRETED:
+        yield from interpreter.faster()
+    else:
         yield
 
 

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-import torch
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -19,9 +17,10 @@ def once(function: Callable[P, R]) -> Callable[P, R]:
     """
     cached = functools.cache(function)
 
-    @torch.compiler.assume_constant_result
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return cached(*args, **kwargs)
 
+    # torch.compiler.assume_constant_result does no more than this, and imports TorchDynamo, which takes a second.
+    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return call

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
@@ -75,13 +76,13 @@ FP16_GRADIENTS = (
 )
 
 
-@torch.compiler.disable
+@_disable_dynamo  # torch.compiler.disable would import TorchDynamo now, which takes a second
 def _not_traced(model: Decoder, input_ids: Tensor | None, **options: Any) -> Output:
     """Run a model under an FP8 recipe inside a user's torch.compile, which would trace it in many small pieces."""
     warnings.warn(
         "torch.compile leaves a model under an FP8 recipe as it is: on a GPU te-models compiles the operations between "
         "its GEMMs itself (compile=True)",
-        stacklevel=3,
+        stacklevel=4,
     )
     return Decoder.forward(model, input_ids, **options)
 
