@@ -1,6 +1,7 @@
 """Transformer Engine's te.GroupedLinear through kernels that compute all experts at once.
 
-A part of te_models.engine.native, for its `handover`. Sections are in docs/internals/transformer_engine.md.
+A part of te_models.engine.native, for `handover` in native_handover.py. Sections are in
+docs/internals/transformer_engine.md.
 """
 
 from __future__ import annotations

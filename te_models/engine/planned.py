@@ -105,11 +105,11 @@ __all__ = [
 LINEARS = (Linear, GroupedLinear)
 
 
-# What engine/native.py hands over: its functions of these names explain them.
+# What engine/native_handover.py hands over: its functions of these names explain them.
 
 
 class _Target(NamedTuple):
-    """native.Target: where a kernel writes FP8 for a te.Linear."""
+    """native_handover.QuantizerTarget: where a kernel writes FP8 for a te.Linear."""
 
     quantizer: Quantizer
     cast_scale: None = None

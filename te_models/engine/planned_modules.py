@@ -15,7 +15,8 @@ from te_models.device.autograd import Context
 from te_models.device.operations import count_flops
 from te_models.engine import emulated
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
-from te_models.engine.emulated.linear import Call, fp8_weight, new_calls
+from te_models.engine.emulated.linear_call import Call, new_calls
+from te_models.engine.emulated.linear_products import fp8_weight
 from te_models.engine.emulated.module import TransformerEngineBaseModule
 from te_models.engine.emulated.parallel import Parallelism
 from te_models.engine.emulated.recipe import Recipe

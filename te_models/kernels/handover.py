@@ -2,8 +2,8 @@
 
 A te.Linear casts its input to FP8 by itself, in a pass over a BF16 tensor that the operation before it has just
 written; its backward does the same with the gradient of its output. An engine's `handover` contains twins under these
-names that write FP8 directly, with the te.Linear's own scale and amax; Transformer Engine's are in engine/native.py.
-The only difference is one rounding to BF16, which the twins leave out.
+names that write FP8 directly, with the te.Linear's own scale and amax (engine/native_handover.py). The only difference
+is one rounding to BF16, which the twins leave out.
 
 `producer` is the te.Linear whose output is read, `consumer` the one whose input is made; None stands for one that
 takes plain tensors, since it runs in another precision than its neighbours.
@@ -157,7 +157,7 @@ class CastScale(NamedTuple):
 
 
 class CastTarget(Protocol):
-    """Where a kernel may write FP8 for a te.Linear (te_models.engine.native.QuantizerTarget)."""
+    """Where a kernel may write FP8 for a te.Linear (te_models.engine.native_handover.QuantizerTarget)."""
 
     @property
     def cast_scale(self) -> CastScale:

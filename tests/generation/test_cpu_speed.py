@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from te_models import CausalLM
 from te_models.device.cpu_matmul import PACKED_ROWS, matmul, packed, packed_matmul
 from te_models.engine import emulated as te
-from te_models.engine.emulated import linear as te_linear
+from te_models.engine.emulated import linear_products
 from te_models.numerics.quantizers import Quantizer
 
 PLACE = dict(device="cpu", engine="emulated")
@@ -91,7 +91,7 @@ def test_packed_weights_change_no_bit(outputs: int, inputs: int, rows: int) -> N
 def test_a_kept_weight_is_that_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Tensor] = []
     monkeypatch.setattr(
-        te_linear, "packed_matmul", lambda x, w: calls.append(w) or packed_matmul(x, w)
+        linear_products, "packed_matmul", lambda x, w: calls.append(w) or packed_matmul(x, w)
     )
     linear = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cpu")
     if packed(linear.weight) is None:
@@ -115,7 +115,7 @@ def test_a_kept_weight_is_that_of_the_module(monkeypatch: pytest.MonkeyPatch) ->
 def test_steps_use_packed_weights_and_drop_them(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Tensor] = []
     monkeypatch.setattr(
-        te_linear, "packed_matmul", lambda x, w: calls.append(w) or packed_matmul(x, w)
+        linear_products, "packed_matmul", lambda x, w: calls.append(w) or packed_matmul(x, w)
     )
     model = CausalLM.from_preset("gated-nano", recipe="bf16", num_hidden_layers=2, **PLACE).eval()
     if packed(model.lm_head.weight) is None:

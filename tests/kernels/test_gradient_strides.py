@@ -119,7 +119,8 @@ ELSEWHERE = {
     "kernels/joint_experts_triton.py": "kernels/joint_experts_cases.py",
     "kernels/grouped_blocks_triton.py": "kernels/expert_blocks_cases.py",
     "kernels/stored_experts_triton.py": "kernels/stored_cases.py",
-    "engine/native.py": "model/test_strides_on_gpu.py",
+    "engine/native_handover.py": "model/test_strides_on_gpu.py",
+    "engine/native_norm.py": "model/test_strides_on_gpu.py",
     "model/tensor_parallel.py": "model/test_tensor_parallel.py",
 }
 

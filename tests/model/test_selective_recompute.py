@@ -1,5 +1,6 @@
 """Operations that "selective" recomputes, and the memory it saves; test_recompute.py compares bits."""
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from te_models import CausalLM
 from te_models.config.recompute_modes import recomputes_mlp
-from te_models.engine import engine_module
 from te_models.kernels import elementwise, handover
 from te_models.kernels.early_save import discarding, save_early
 
@@ -59,14 +59,17 @@ def test_a_recompute_ends_with_the_gemm(
         name: [] for name in ("post_attention_layernorm", "mlp.gate_up_proj", "mlp.down_proj")
     }
     swiglu: list[int] = []
-    for owner in (handover, *([engine_module("native")] if engine == "native" else [])):
-        forward = owner._SwiGLU.forward
+    activations: list[Any] = [handover._SwiGLU]
+    if engine == "native":
+        activations.append(importlib.import_module("te_models.engine.native_handover")._Activation)
+    for activation in activations:
+        forward = activation.forward
 
         def spy(*args: Any, forward: Callable[..., Tensor] = forward) -> Tensor:
             swiglu.append(0)
             return forward(*args)
 
-        monkeypatch.setattr(owner._SwiGLU, "forward", staticmethod(spy))
+        monkeypatch.setattr(activation, "forward", staticmethod(spy))
     model = build(recipe, "selective", engine, compile=compile, fused=fused)
     for layer, block in enumerate(model.layers):
         for name, found in ran.items():

@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 from te_models.device.autograd import Context
 from te_models.distributed.planned_ranks import world_size
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
-from te_models.engine.emulated.linear import Call, fp8_weight, gradients, new_calls, product, save
+from te_models.engine.emulated.linear_call import Call, new_calls
+from te_models.engine.emulated.linear_products import fp8_weight, gradients, product, save
 from te_models.engine.emulated.module import TransformerEngineBaseModule
 from te_models.engine.emulated.parallel import MODES, Parallelism
 from te_models.engine.emulated.recipe import Recipe, refuse_options

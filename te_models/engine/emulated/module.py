@@ -19,85 +19,18 @@ from te_models.distributed.planned_ranks import world_size
 from te_models.engine.emulated import recipe as recipes
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.delayed_scaling import DelayedScalingRecipeState
+from te_models.engine.emulated.extra_state import EmptyExtraState
 from te_models.engine.emulated.parallel import divide
-from te_models.engine.emulated.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-    fp8_dtype,
-)
+from te_models.engine.emulated.quantizer_choice import DIRECTIONS, SLOTS, make_quantizer
+from te_models.engine.emulated.recipe import DelayedScaling, Recipe
 from te_models.errors import require
-from te_models.numerics.nvfp4 import NVFP4Quantizer
-from te_models.numerics.quantizers import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    MXFP8Quantizer,
-    Quantizer,
-)
+from te_models.numerics.quantizers import Quantizer
 from te_models.numerics.tensors import QuantizedTensor, QuantizedTensorStorage
 from te_models.recorder.table import Observer, Observers
 
-DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 # The largest weight, in elements, of which a second form is kept for the steps of a generation: the values of FP8 data,
 # which take 2 to 4 bytes each, or a copy in the layout of the product.
 KEPT_VALUES = 2**22
-SLOTS = {"scaling_fwd": ("input", "weight", "output"), "scaling_bwd": ("grad_output", "grad_input")}
-
-
-def make_quantizer(recipe: Recipe, slot: str, device: torch.device) -> Quantizer:
-    """Return the quantizer of one of a te.Linear's `SLOTS` under a recipe without state, for a weight on `device`."""
-    forward = slot in SLOTS["scaling_fwd"]
-    dtype = fp8_dtype(recipe.fp8_format, forward)
-    result = slot in ("output", "grad_input")
-    if slot == "weight":
-        operand = "fwd_weight"
-    elif forward:
-        operand = "fwd_inp"
-    else:
-        operand = "bwd_grad"
-    if isinstance(recipe, MXFP8BlockScaling):
-        return MXFP8Quantizer(
-            dtype, with_2d_quantization=recipe.enable_2d_quantization and slot == "weight"
-        )
-    if isinstance(recipe, NVFP4BlockScaling):
-        params = recipe.options(operand)
-        transform = params.random_hadamard_transform
-        return NVFP4Quantizer(
-            with_rht=transform,
-            with_post_rht_amax=transform,
-            with_2d_quantization=params.fp4_2d_quantization,
-            stochastic_rounding=params.stochastic_rounding,
-        )
-    if isinstance(recipe, Float8CurrentScaling) and result:
-        # It follows `use_power_2_scales`, where the operands of a GEMM follow `fp8_quant_*`, as in Transformer Engine.
-        return Float8CurrentScalingQuantizer(
-            dtype, device, force_pow_2_scales=recipe.use_power_2_scales
-        )
-    if isinstance(recipe, (Float8BlockScaling, Float8CurrentScaling)):
-        params = recipe.options(operand)
-        if isinstance(recipe, Float8CurrentScaling):
-            return Float8CurrentScalingQuantizer(
-                dtype,
-                device,
-                force_pow_2_scales=params.power_2_scale,
-                amax_epsilon=params.amax_epsilon,
-            )
-        dims = {"fwd_weight": recipe.w_block_scaling_dim, "bwd_grad": recipe.grad_block_scaling_dim}
-        dim = dims.get(operand, recipe.x_block_scaling_dim)
-        return Float8BlockQuantizer(
-            dtype,
-            rowwise=True,
-            columnwise=True,
-            block_scaling_dim=dim,
-            force_pow_2_scales=params.power_2_scale,
-            amax_epsilon=params.amax_epsilon,
-        )
-    raise ValueError(
-        f"{type(recipe).__name__} is not emulated: use one of the recipes of te_models.engine.emulated.recipe"
-    )
 
 
 @contextlib.contextmanager
@@ -109,22 +42,6 @@ def restored_recompute() -> Iterator[None]:
         yield
     finally:
         state.restored_recomputes -= 1
-
-
-class EmptyExtraState(nn.Module):
-    """A module with an empty `_extra_state` in its state_dict: the FP8 state is saved elsewhere, not as a pickle."""
-
-    def get_extra_state(self) -> Tensor:
-        """Return an empty tensor: the key has to be there, as in Transformer Engine."""
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state: Tensor | None) -> None:
-        """Accept an absent or empty state; raise a RuntimeError for Transformer Engine's pickled one."""
-        if state is not None and (not isinstance(state, Tensor) or state.numel()):
-            raise RuntimeError(
-                f"Refusing to load pickled Transformer Engine extra state for {type(self).__name__}. "
-                "Replace the _extra_state entry by torch.empty(0, dtype=torch.uint8)"
-            )
 
 
 class TransformerEngineBaseModule(EmptyExtraState):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.device.host import device_type
-from te_models.engine.emulated.module import EmptyExtraState
+from te_models.engine.emulated.extra_state import EmptyExtraState
 
 
 class NormModule(EmptyExtraState):

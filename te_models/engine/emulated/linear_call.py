@@ -1,0 +1,113 @@
+"""The arguments of one GEMM of te.Linear or te.GroupedLinear: quantizers, dtype, and what its backward updates."""
+
+import contextvars
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from te_models.engine.emulated.autocast import FP8GlobalStateManager
+from te_models.engine.emulated.delayed_scaling import ScaleRegistry
+from te_models.engine.emulated.module import TransformerEngineBaseModule
+from te_models.engine.emulated.parallel import Parallelism
+from te_models.engine.emulated.quantizer_choice import SLOTS
+from te_models.engine.emulated.recipe import Recipe
+from te_models.numerics.quantizers import Quantizer
+
+
+class Quantizers(NamedTuple):
+    """The quantizers of one GEMM in FP8, of its gradients, and of results that are to be quantized."""
+
+    input: Quantizer
+    weight: Quantizer
+    grad_output: Quantizer
+    output: Quantizer | None = None
+    grad_input: Quantizer | None = None
+
+
+@dataclass
+class Call:
+    """The arguments of one forward pass, beside the differentiable tensors."""
+
+    module: TransformerEngineBaseModule
+    parallel: Parallelism
+    dtype: torch.dtype
+    grad: bool
+    first_microbatch: bool | None
+    override: str | None
+    weight_name: str = "weight"
+    fp8: Quantizers | None = None
+    updates: ScaleRegistry | None = None  # whose backward scales this module's backward updates
+    # Split accumulation in fprop, dgrad, wgrad.
+    splits: tuple[bool, bool, bool] = (False, True, True)
+    context: contextvars.Context | None = None  # of the forward, in which an FP8 backward runs
+    # The cast of a stored weight, which backward repeats: its scale is the one of the forward pass.
+    weight_cast: Quantizer | None = None
+
+
+def new_calls(
+    module: TransformerEngineBaseModule,
+    parallel: Parallelism,
+    first: bool | None,
+    tracked: bool,
+    results: tuple[bool, bool] = (False, False),
+) -> list[Call]:
+    """Return the arguments of the pass of each GEMM; takes the "first module" flag.
+
+    `tracked`: autograd records the pass. `results`: whether the output and the gradient of the input are quantized.
+    """
+    dtype = module.activation_dtype
+    grad = torch.is_grad_enabled()
+    assert dtype is not None
+    if not module.fp8:
+        return [
+            Call(module, parallel, dtype, grad, first, None, name) for name in module.weight_names
+        ]
+    recipe: Recipe = module.fp8_meta["recipe"]
+    override = recipe.backward_override
+    # Backward may run in a thread of autograd, which does not see the context variables of this one.
+    context = contextvars.copy_context() if tracked else None
+    updates = registry_to_update() if tracked and override is None else None
+    forward, backward = (module.quantizers[direction] for direction in SLOTS)
+    found = []
+    for i, name in enumerate(module.weight_names):
+        x, weight, y = forward[3 * i : 3 * i + 3]
+        dy, dx = backward[2 * i : 2 * i + 2]
+        for quantizer in (x, weight, dy):
+            # A bare storage is enough within a layer; autograd needs a tensor subclass only for results.
+            quantizer.internal = True
+        if module.observers is not None:
+            x.observer, weight.observer, dy.observer = module.observers[i]
+        quantize_output, quantize_gradient = results
+        call = Call(
+            module,
+            parallel,
+            dtype,
+            grad,
+            first_microbatch=first,
+            override=override,
+            weight_name=name,
+            fp8=Quantizers(
+                input=x,
+                weight=weight,
+                grad_output=dy,
+                output=y if quantize_output else None,
+                grad_input=dx if quantize_gradient else None,
+            ),
+            updates=updates,
+            splits=recipe.split_accumulators,
+            context=context,
+        )
+        found.append(call)
+    return found
+
+
+def registry_to_update() -> ScaleRegistry | None:
+    """Return the scales that the first module's backward updates; a recompute leaves the flag as it was."""
+    state = FP8GlobalStateManager.quantization_state
+    before = state.is_first_fp8_module
+    first = FP8GlobalStateManager.is_first_fp8_module()
+    # In a recompute the flag stays for the module that took it in the first pass.
+    if state.recompute_phase:
+        state.is_first_fp8_module = before
+    return state.scales if first else None

@@ -1,0 +1,363 @@
+"""The operations that write FP8 for a te.Linear with its own scale and amax (te_models.kernels.handover).
+
+A part of te_models.engine.native: Transformer Engine's kernels where it has one, else ours. In shapes: N rows, D the
+width of the residual stream, F of the MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import transformer_engine_torch as tex
+from torch import Tensor
+from torch.nn import Module
+from transformer_engine.pytorch import (
+    DType,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    Linear,
+    QuantizedTensor,
+    RMSNorm,
+)
+from transformer_engine.pytorch.constants import TE_DType
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+import te_models.kernels.handover_triton as handover_triton
+from te_models.device.autograd import Context
+from te_models.engine import native_experts
+from te_models.engine.native_norm import LayerNormWithoutBias
+from te_models.engine.native_observers import give_observer, observe, observer_of
+from te_models.kernels.count_cast_triton import Counts
+from te_models.kernels.early_save import save_early, save_input, saved_input
+from te_models.kernels.handover import CastScale
+from te_models.kernels.handover_triton import FP8Data
+from te_models.numerics.stored import StoredWeight
+
+# The quantizers with one scale per tensor, for which one module hands FP8 to the next.
+PerTensorQuantizer = Float8Quantizer | Float8CurrentScalingQuantizer
+
+
+class QuantizerTarget(NamedTuple):
+    """Where a kernel writes FP8 for a te.Linear, as its own quantizer would (te_models.kernels.handover.CastTarget)."""
+
+    quantizer: Float8Quantizer
+
+    @property
+    def counts(self) -> Counts | None:
+        """Where the kernel counts what it casts; None where nothing is recorded."""
+        observer = observer_of(self.quantizer)
+        return None if observer is None else observer.counts
+
+    @property
+    def cast_scale(self) -> CastScale:
+        """The quantizer's own scale and amax."""
+        return CastScale(
+            scale=self.quantizer.scale,
+            amax=self.quantizer.amax,
+            e5m2=self.quantizer.dtype == DType.kFloat8E5M2,
+        )
+
+    def tensor(self, fp8: FP8Data, dtype: torch.dtype, counted: bool = False) -> Float8Tensor:
+        """Return Transformer Engine's tensor of FP8 data [N, K], with the nominal `dtype`.
+
+        Unless the kernel has `counted` what it cast, an observer counts the data, without the values before.
+        """
+        made = Float8Tensor(
+            shape=fp8.transposed.shape[::-1],
+            dtype=dtype,
+            data=fp8.data,
+            data_transpose=fp8.transposed,
+            fp8_scale_inv=fp8.scale_inv,
+            fp8_dtype=self.quantizer.dtype,
+            quantizer=self.quantizer,
+            device=fp8.transposed.device,
+        )
+        if not counted:
+            observe(self.quantizer, made)
+        return made
+
+
+def _quantizer(
+    linear: Module | None, direction: str, operand: int = 0
+) -> PerTensorQuantizer | None:
+    """Return a te.Linear's quantizer of the input ("scaling_fwd"; operand 1: the weight) or of dy ("scaling_bwd").
+
+    It shares the module's scale and amax. None where the module takes BF16, and for block scaling, which gains nothing.
+    """
+    if not (isinstance(linear, Linear) and FP8GlobalStateManager.is_fp8_enabled()):
+        return None
+    # Without it there is no quantizer before the module's first forward.
+    linear.init_fp8_metadata(num_gemms=1)
+    own = linear.quantizers[direction][operand]
+    if not isinstance(own, (Float8Quantizer, Float8CurrentScalingQuantizer)):
+        return None
+    # The module sets the usage of its own one anew at each call; this copy shares scale and amax.
+    quantizer = own.copy()
+    # Autograd can pass on tensors, not Transformer Engine's bare storages.
+    quantizer.internal = False
+    quantizer.set_usage(rowwise=True, columnwise=linear.weight.requires_grad)
+    give_observer(quantizer, linear, direction, operand)
+    return quantizer
+
+
+def _target(quantizer: PerTensorQuantizer | None) -> QuantizerTarget | None:
+    """Return the target of our own kernels: only for delayed scaling, whose scale is known before the values."""
+    if isinstance(quantizer, Float8Quantizer) and quantizer.columnwise_usage:
+        return QuantizerTarget(quantizer)
+    return None
+
+
+def _targets(
+    producer: Module | None, consumer: Module | None
+) -> tuple[QuantizerTarget | None, QuantizerTarget | None]:
+    """See te_models.kernels.handover.targets."""
+    if not torch.is_grad_enabled():
+        return None, None
+    gradient = _target(_quantizer(producer, "scaling_bwd"))
+    if isinstance(producer, Linear) and producer.use_bias:  # the bias gradient is summed from BF16
+        gradient = None
+    return gradient, _target(_quantizer(consumer, "scaling_fwd"))
+
+
+class _Norm(torch.autograd.Function):
+    """RMSNorm that writes FP8; its backward adds the gradient of the residual stream in the same kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        x: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        module: RMSNorm,
+        quantizer: PerTensorQuantizer | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (y [N, D], x + delta), from x and delta [N, D]."""
+        ctx.zero_centered = module.zero_centered_gamma
+        ctx.both = delta is not None
+        if (target := _target(quantizer)) is not None:
+            cast_scale = target.cast_scale
+            fp8, total, inverse = handover_triton.norm(
+                x,
+                delta,
+                weight=weight,
+                eps=module.eps,
+                zero_centered=ctx.zero_centered,
+                scale=cast_scale.scale,
+                amax=cast_scale.amax,
+                e5m2=cast_scale.e5m2,
+                counts=target.counts,
+            )
+            y = target.tensor(fp8, x.dtype, counted=True)
+        else:
+            # Without a scale that is known before, or under BF16: the sum in PyTorch, the norm by Transformer Engine.
+            total = (x if delta is None else x + delta).contiguous()  # rmsnorm_fwd reads no strides
+            # Positional, as Transformer Engine itself calls it: out (None: a new tensor), quantizer, dtype of the
+            # output, multiprocessors to leave free, zero-centred weight.
+            y, _, inverse = tex.rmsnorm_fwd(
+                total,
+                weight,
+                module.eps,
+                None,
+                quantizer,
+                TE_DType[x.dtype],
+                0,
+                ctx.zero_centered,
+            )
+            observe(quantizer, y)
+        ctx.save_for_backward(total, weight, inverse)
+        # Autograd must not see an input returned as an output: a view is another tensor.
+        return y, total.view_as(total) if delta is None else total
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and delta, which are one tensor, and of the weight."""
+        dy, dtotal = grads
+        total, weight, inverse = ctx.saved_tensors
+        dy = dy.contiguous()
+        dtotal = dtotal.contiguous()
+        # The residual gradient is added in the same kernel, which saves reading and writing [N, D] once.
+        dx, dweight = tex.rmsnorm_bwd_add(dy, total, dtotal, inverse, weight, 0, ctx.zero_centered)
+        return dx, dx if ctx.both else None, dweight, None, None
+
+
+# (activation, gated) -> Transformer Engine's kernel and its gradient.
+ACTIVATIONS: dict[tuple[str, bool], tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    ("silu", True): (tex.swiglu, tex.dswiglu),
+    ("silu", False): (tex.silu, tex.dsilu),
+    ("gelu_pytorch_tanh", True): (tex.geglu, tex.dgeglu),
+    ("gelu_pytorch_tanh", False): (tex.gelu, tex.dgelu),
+    ("relu2", True): (tex.sreglu, tex.dsreglu),
+    ("relu2", False): (tex.srelu, tex.dsrelu),
+}
+
+
+class _Activation(torch.autograd.Function):
+    """The activation of an MLP that writes FP8, and whose backward does."""
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        gate_up: Tensor,
+        gradient: QuantizerTarget | None,
+        quantizer: PerTensorQuantizer | None,
+        kind: tuple[str, bool],
+    ) -> Tensor:
+        """Return [N, F], from gate_up [N, 2F] or [N, F]."""
+        ctx.gradient = gradient
+        ctx.kind = kind
+        save_input(ctx, gate_up, recompute=lambda: _activation_for_backward(quantizer, kind))
+        if (target := _target(quantizer)) is not None:
+            cast_scale = target.cast_scale
+            activation, gated = kind
+            fp8 = handover_triton.activate(
+                gate_up,
+                scale=cast_scale.scale,
+                amax=cast_scale.amax,
+                e5m2=cast_scale.e5m2,
+                activation=activation,
+                gated=gated,
+                counts=target.counts,
+            )
+            return target.tensor(fp8, gate_up.dtype, counted=True)
+        y = ACTIVATIONS[kind][0](gate_up, quantizer)
+        observe(quantizer, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of gate_up."""
+        (dy,) = grads
+        gate_up = saved_input(ctx)
+        dy = dy.contiguous()
+        if ctx.gradient is not None:
+            cast_scale = ctx.gradient.cast_scale
+            activation, gated = ctx.kind
+            fp8 = handover_triton.activate_backward(
+                dy,
+                gate_up,
+                scale=cast_scale.scale,
+                amax=cast_scale.amax,
+                e5m2=cast_scale.e5m2,
+                activation=activation,
+                gated=gated,
+                counts=ctx.gradient.counts,
+            )
+            return ctx.gradient.tensor(fp8, gate_up.dtype, counted=True), None, None, None
+        return ACTIVATIONS[ctx.kind][1](dy, gate_up, None), None, None, None
+
+
+def _activation_for_backward(
+    quantizer: PerTensorQuantizer | None, kind: tuple[str, bool]
+) -> Callable[[Tensor], Tensor]:
+    """Return a function that recomputes the activation for te.Linear's backward: the present scale, no amax."""
+    target = _target(quantizer)
+    if target is None:
+        return lambda gate_up: ACTIVATIONS[kind][0](gate_up, quantizer)
+    activation, gated = kind
+    present = target.cast_scale
+    # A copy: the update after the forward pass changes the scale in place, and backward needs the one of the pass.
+    scale = present.scale.clone()
+    unread_amax = torch.empty_like(present.amax)
+
+    def again(gate_up: Tensor) -> Tensor:
+        fp8 = handover_triton.activate(
+            gate_up,
+            scale=scale,
+            amax=unread_amax,
+            e5m2=present.e5m2,
+            activation=activation,
+            gated=gated,
+            # The weight gradient reads the transposed copy only.
+            rowwise=False,
+        )
+        # The recorder counted this cast in the forward pass.
+        return target.tensor(fp8, gate_up.dtype, counted=True)
+
+    return again
+
+
+def _norm(
+    module: RMSNorm | LayerNormWithoutBias,
+    x: Tensor,
+    delta: Tensor | None,
+    consumer: Module | None,
+) -> tuple[Tensor, Tensor]:
+    """See te_models.kernels.handover.norm."""
+    # LayerNorm runs its own forward: no kernel of it adds the residual stream or writes FP8.
+    if torch.is_grad_enabled() and isinstance(module, RMSNorm):
+        return _Norm.apply(x, delta, module.weight, module, _quantizer(consumer, "scaling_fwd"))
+    total = x if delta is None else x + delta
+    return module(total), total
+
+
+def _activate(
+    gate_up: Tensor,
+    producer: Module | None,
+    consumer: Module | None,
+    activation: str = "silu",
+    gated: bool = True,
+) -> Tensor:
+    """See te_models.kernels.handover.activate."""
+    kind = (activation, gated)
+    if not torch.is_grad_enabled():
+        return ACTIVATIONS[kind][0](gate_up, None)
+    gate_up = save_early(gate_up)
+    gradient, _ = _targets(producer, consumer)
+    return _Activation.apply(gate_up, gradient, _quantizer(consumer, "scaling_fwd"), kind)
+
+
+def _linear(module: Linear, x: Tensor, **options: bool | None) -> Tensor:
+    """See te_models.kernels.handover.linear."""
+    weight = _cast_weight(module) if options.get("is_first_microbatch") is None else None
+    if weight is None:
+        y = module(x, **options)
+    else:
+        # is_first_microbatch=False reads the weight from the cache: for one call it holds the copy made by our kernel.
+        cache = module._fp8_workspaces
+        module._fp8_workspaces = {"weight": weight}
+        try:
+            # It takes the weight from the cache.
+            y = module(x, **options | {"is_first_microbatch": False})
+        finally:
+            module._fp8_workspaces = cache
+        # Backward reads only the transposed copy.
+        weight.update_usage(rowwise_usage=False, columnwise_usage=True)
+    if isinstance(x, QuantizedTensor) and module.weight.requires_grad:
+        # te.Linear does so with an input that it quantized itself.
+        x.update_usage(rowwise_usage=False, columnwise_usage=True)
+    return y
+
+
+def _cast_weight(module: Linear) -> Float8Tensor | None:
+    """Return a te.Linear's weight in FP8; None where the module casts it, or where it is FP8 already."""
+    if not (torch.is_grad_enabled() and isinstance(module, Linear)) or isinstance(
+        module.weight, (QuantizedTensor, StoredWeight)
+    ):
+        return None
+    target = _target(_quantizer(module, "scaling_fwd", 1))
+    if target is None or module.is_fsdp2:  # FSDP2 gathers and casts again in backward
+        return None
+    cast_scale = target.cast_scale
+    fp8 = handover_triton.cast(
+        module.weight.detach(),
+        scale=cast_scale.scale,
+        amax=cast_scale.amax,
+        e5m2=cast_scale.e5m2,
+        counts=target.counts,
+    )
+    return target.tensor(fp8, module.weight.dtype, counted=True)
+
+
+handover = {
+    "norm": _norm,
+    "activate": _activate,
+    "linear": _linear,
+    "targets": _targets,
+    "grouped": native_experts.grouped,
+    "experts": native_experts.experts,
+    "experts_join": native_experts.experts_join,
+    "counts_on_device": native_experts.counts_on_device,
+}
