@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -27,6 +28,8 @@ from te_models.config.recipe import AUTO, get_recipe
 
 if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
+    from te_models.data.tokenizer_base import Tokenizer
+    from te_models.inspect.harness import Score
 
 harness_option = functools.partial(option, group="With --tasks")
 
@@ -89,11 +92,7 @@ def evaluate(
     """
     if data is None and tasks is None:
         raise click.UsageError("give --data PATH, --tasks NAMES, or both")
-    if recipes is not None and recipe is not None:
-        raise click.UsageError("give --recipe NAME, or several as --recipes NAMES, not both")
-    names = [recipe] if recipes is None else split_names(recipes)
-    for name in {name for name in names if name is not None} - {AUTO}:
-        get_recipe(name)  # an unknown name is an error before anything is loaded
+    names = _recipe_names(recipe, recipes)
     DataConfig(columns=columns, truncate=truncate, on_bad_record=on_bad_record)  # checks them
     from te_models.data.named_templates import use_template  # noqa: PLC0415
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415  imports torch
@@ -104,13 +103,7 @@ def evaluate(
     if chat_template is not None:
         use_template(text_tokenizer, chat_template)
     if tasks is not None:
-        from te_models.inspect.harness import find_tasks, score_tasks  # noqa: PLC0415  optional, and slow to import
-
-        manager, found_tasks = find_tasks(split_names(tasks))
-        examples = dict(batch_size=batch_size, limit=limit, few_shot=few_shot)
-        score = functools.partial(
-            score_tasks, tokenizer=text_tokenizer, tasks=found_tasks, manager=manager, **examples
-        )
+        score = _scorer(tasks, text_tokenizer, batch_size, limit, few_shot)
 
     def load(name: str | None) -> CausalLM:
         return build_model(preset, model, {**options, "recipe": name})
@@ -138,3 +131,32 @@ def evaluate(
     for row in evaluation.refused:
         show_line(f"te-models: recipe {row.recipe} was not run: {row.note}", err=True)
     return 2 if evaluation.refused else 0
+
+
+def _recipe_names(recipe: str | None, recipes: str | None) -> Sequence[str | None]:
+    """Return the names of the recipes to compare; None stands for the model's own."""
+    if recipes is not None and recipe is not None:
+        raise click.UsageError("give --recipe NAME, or several as --recipes NAMES, not both")
+    names = [recipe] if recipes is None else [*split_names(recipes)]
+    for name in names:
+        if name not in (None, AUTO):
+            get_recipe(name)  # an unknown name is an error before anything is loaded
+    return names
+
+
+def _scorer(
+    tasks: str, tokenizer: Tokenizer, batch_size: int, limit: int | None, few_shot: int | None
+) -> Callable[[CausalLM], list[Score]]:
+    """Return the function that scores a model on these tasks of lm-evaluation-harness."""
+    from te_models.inspect.harness import find_tasks, score_tasks  # noqa: PLC0415  optional, and slow to import
+
+    manager, found_tasks = find_tasks(split_names(tasks))
+    return functools.partial(
+        score_tasks,
+        tokenizer=tokenizer,
+        tasks=found_tasks,
+        manager=manager,
+        batch_size=batch_size,
+        limit=limit,
+        few_shot=few_shot,
+    )

@@ -110,13 +110,7 @@ def plan(
     optimizer_options = training.pop("optimizer_options")
     base_weights = None
     if preset is not None:
-        base_weights = options.pop("base_weights")
-        if base_weights == STORED:
-            raise click.UsageError(
-                f"a preset has no stored weights: give --base-weights {', '.join(FORM_NAMES)}, the form of a release"
-            )
-        if base_weights == DEQUANTIZED:
-            base_weights = None
+        base_weights = _form_of_preset(options.pop("base_weights"))
     if preset is not None or gpu is not None:
         options["device"] = options["device"] or "meta"
     card = None
@@ -154,14 +148,21 @@ def plan(
         click.echo()
     if card is not None:
         _show_for_gpu(built, card, memory_plan, as_json, told)
-        return
-    if memory_plan is not None:
-        if as_json:
-            _echo_json(memory_plan.to_dict(), told)
-        else:
-            show(memory_plan, as_json=False)
-        return
-    _show_precision(built, division, as_json, told)
+    elif memory_plan is None:
+        _show_precision(built, division, as_json, told)
+    elif as_json:
+        _echo_json(memory_plan.to_dict(), told)
+    else:
+        show(memory_plan, as_json=False)
+
+
+def _form_of_preset(base_weights: str | None) -> str | None:
+    """Return the form in which a plan of a preset has the weights under its adapters; None: dequantized."""
+    if base_weights == STORED:
+        raise click.UsageError(
+            f"a preset has no stored weights: give --base-weights {', '.join(FORM_NAMES)}, the form of a release"
+        )
+    return None if base_weights == DEQUANTIZED else base_weights
 
 
 def _show_precision(

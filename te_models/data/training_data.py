@@ -39,6 +39,7 @@ OWN_EVALUATION = "the evaluation data in memory"
 STREAMED_BYTES = 2**30  # larger corpora are streamed by default
 EVAL_SPLIT = 0.05  # of the documents in memory
 STREAMED_EVAL_SPLIT = 0.01
+BUILT_IN = ((), (PYTHON_DOCSTRINGS,))  # values of DataConfig.data; () is Python's documentation
 
 Data = str | os.PathLike[str] | Sequence[str] | DataConfig | Iterable[object] | None
 
@@ -95,19 +96,12 @@ def open_data(
     if settings.data == (PYTHON_DOCS,):
         settings = dataclasses.replace(settings, data=())
     columns = parse_columns(settings.columns)
-    built_in = settings.data in ((), (PYTHON_DOCSTRINGS,))
     bad = BadRecords(skip=settings.on_bad_record == "skip")
-    opened = {}
-    for name, records in in_memory.items():
-        opened[name] = [read_records(records, columns, formatting, name, bad)]
-    sources = opened.get(OWN, [])
-    if not sources and not built_in:
-        sources = open_sources(settings.data, columns, skip_bad=bad.skip)
-    evaluated = opened.get(OWN_EVALUATION) or open_sources(
-        settings.eval_data, columns, required=False, skip_bad=bad.skip
-    )
+    sources, evaluated = _open_sources(settings, in_memory, columns, formatting, bad)
     packing = _packing(settings, sources)
-    streaming = _streams(settings, sources, whole=built_in or OWN in in_memory)
+    whole = settings.data in BUILT_IN or OWN in in_memory
+    streaming = _streams(settings, sources, whole=whole)
+    # Before any text is encoded: both change the ids of a conversation.
     about_template: list[str] = []
     if tokens := split_names(settings.special_tokens):
         tokenizer.add_special_tokens(tokens)
@@ -144,6 +138,26 @@ def _settings(data: Data, options: Fields) -> tuple[DataConfig, dict[str, Iterab
     paths: object = OWN if OWN in in_memory else data
     evaluated: object = OWN_EVALUATION if OWN_EVALUATION in in_memory else eval_data
     return DataConfig(data=paths, eval_data=evaluated, **options), in_memory
+
+
+def _open_sources(
+    settings: DataConfig,
+    in_memory: Mapping[str, Iterable[object]],
+    columns: Mapping[str, str],
+    formatting: Formatting | None,
+    bad: BadRecords,
+) -> tuple[list[Source], list[Source]]:
+    """Return the sources to train on, none of built-in data, and the sources to evaluate on, none if not given."""
+    opened = {}
+    for name, records in in_memory.items():
+        opened[name] = [read_records(records, columns, formatting, name, bad)]
+    sources = opened.get(OWN, [])
+    if not sources and settings.data not in BUILT_IN:
+        sources = open_sources(settings.data, columns, skip_bad=bad.skip)
+    evaluated = opened.get(OWN_EVALUATION) or open_sources(
+        settings.eval_data, columns, required=False, skip_bad=bad.skip
+    )
+    return sources, evaluated
 
 
 def _packing(settings: DataConfig, sources: Sequence[Source]) -> str:

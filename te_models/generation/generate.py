@@ -6,7 +6,7 @@ every scale and amax history as it was.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import index
 from typing import cast
@@ -81,19 +81,9 @@ def stream(
     graph = _with_graph(model, settings)
     stops = torch.tensor(stop_ids(model, settings.eos_token_id), dtype=torch.long)
     filler = pad_id(model, stops)
+    # The loop also registers the generator with a CUDA graph, without which a replay would repeat its numbers.
     generator = torch.Generator(device=model.device)
-    if settings.do_sample:
-        generator.manual_seed(_drawn_seed() if settings.seed is None else settings.seed)
-    pick = partial(torch.argmax, dim=-1)
-    if settings.do_sample:
-        pick = partial(
-            sample,
-            generator=generator,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            min_p=settings.min_p,
-        )
+    pick = _picker(settings, generator)
     ended = torch.zeros(len(ids), dtype=torch.bool)
     # Without padding, for stop strings, which are searched in text.
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
@@ -188,6 +178,21 @@ def _rows(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
         raise UsageError(
             "the prompts must be lists of token ids: give tokenizer.encode_prompt(text), or a text to stream_text"
         ) from None
+
+
+def _picker(settings: GenerationSettings, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+    """Return the function from logits [B, V] to tokens [B]: the largest, or one drawn with `generator`, seeded here."""
+    if not settings.do_sample:
+        return partial(torch.argmax, dim=-1)
+    generator.manual_seed(_drawn_seed() if settings.seed is None else settings.seed)
+    return partial(
+        sample,
+        generator=generator,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+    )
 
 
 def _check_room(model: Decoder, length: int, max_new_tokens: int) -> None:

@@ -58,6 +58,7 @@ from te_models.interop.hub import local_folder, split_options
 from te_models.interop.remote_code.modeling_te_models import CACHE, CACHES, cache_by_either_name
 from te_models.model.inputs import check_inputs, checked_tokens
 from te_models.model.rope import context_before_long_angles
+from te_models.model.router import RoutingReport
 from te_models.model.targets import IGNORED, nan_if, shifted, valid_targets
 from te_models.saving.pretrained import refuse_pickle
 
@@ -265,28 +266,32 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             _, logits, routing = self.model(input_ids, inputs_embeds=inputs_embeds, **passed)
         if self._weights_pass:
             self._weights_pass = False
-        if not isinstance(logits_to_keep, int):
-            logits = logits[:, logits_to_keep]
-        elif count and logits.shape[1] > count:  # with routing there are logits of all positions
-            logits = logits[:, -count:]
+        logits = _kept_logits(logits, logits_to_keep)
         if labels is not None and shift_labels is None:
             shift_labels = _shifted_labels(labels, attention_mask)
         loss = None
         if shift_labels is not None:
             loss = self._loss(logits, shift_labels, num_items_in_batch)
-        states = tuple(hidden) if hidden else None
-        if routing is None or self.model.config.moe is None:
-            output = CausalLMOutputWithPast(loss, logits, cache, states)
-        else:
-            moe = replace(
-                self.model.config.moe, router_aux_loss_coef=self.config.router_aux_loss_coef
-            )
-            if loss is not None:
-                loss = loss + routing.loss(moe)
-            output = MoeCausalLMOutputWithPast(loss, routing.balance_loss, logits, cache, states)
+        output = self._output(loss, logits, cache, tuple(hidden) or None, routing)
         if self._chosen("return_dict", return_dict):
             return output
         return output.to_tuple()
+
+    def _output(
+        self,
+        loss: Tensor | None,
+        logits: Tensor,
+        cache: Cache | None,
+        states: tuple[Tensor, ...] | None,
+        routing: RoutingReport | None,
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+        """Return the output of `forward`; with `routing`, its balance loss too, which is added to a loss by labels."""
+        if routing is None or self.model.config.moe is None:
+            return CausalLMOutputWithPast(loss, logits, cache, states)
+        moe = replace(self.model.config.moe, router_aux_loss_coef=self.config.router_aux_loss_coef)
+        if loss is not None:
+            loss = loss + routing.loss(moe)
+        return MoeCausalLMOutputWithPast(loss, routing.balance_loss, logits, cache, states)
 
     def _chosen(self, name: str, given: bool | None) -> bool:
         """Return the value of an option of `forward`, which the config has where it is None."""
@@ -626,6 +631,15 @@ def _stated_outputs(model: CausalLM) -> Fields:
     if "router_aux_loss_coef" not in family.known():  # its class in transformers has no such loss
         found.pop("output_router_logits", None)
     return found
+
+
+def _kept_logits(logits: Tensor, keep: int | Tensor) -> Tensor:
+    """Return the logits of the newest `keep` positions (0: of all), or of the positions `keep`."""
+    if not isinstance(keep, int):
+        return logits[:, keep]
+    if keep and logits.shape[1] > keep:  # with routing there are logits of all positions
+        return logits[:, -keep:]
+    return logits
 
 
 def _shifted_labels(labels: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -197,6 +197,7 @@ def preview(
     encoded = dataclasses.replace(encoded, tokens=unfitted)
     lines += fit.describe(int(encoded.records.sum()), seq_len, settings.truncate)
     lines += bad.describe()
+    # Number of a document -> its number among those that fit.
     places = dict(zip(fitting.tolist(), range(len(fitting)), strict=True))
     shown = []
     for index in range(min(records, len(documents))):
@@ -207,17 +208,8 @@ def preview(
         )
     counted = sum(int(_counted(fitted, place).sum()) for place in range(len(fitted)))
     total = fitted.num_tokens
-    if more:
-        of = f"the first {plural(len(documents), 'record')}"
-    else:
-        of = plural(len(documents), "record")
-    share = f"{counted / total:.0%}" if total else "none"
-    lines.insert(
-        0,
-        f"{of}, {plural(total, 'token')} in {plural(len(fitted), 'record')} that are kept, {share} learned",
-    )
     return Preview(
-        lines=tuple(lines),
+        lines=(_total_line(documents, more, fitted, counted), *lines),
         records=tuple(shown),
         count=len(documents),
         seq_len=seq_len,
@@ -226,6 +218,16 @@ def preview(
         quantiles=_quantiles(encoded.lengths),
         lengths=_histogram(encoded.lengths),
     )
+
+
+def _total_line(documents: Sequence[Document], more: bool, fitted: Encoded, counted: int) -> str:
+    """Return the line on how much was read, of `more` data or of all, how much is kept, and how much is learned."""
+    read = plural(len(documents), "record")
+    if more:
+        read = f"the first {read}"
+    total = fitted.num_tokens
+    share = f"{counted / total:.0%}" if total else "none"
+    return f"{read}, {plural(total, 'token')} in {plural(len(fitted), 'record')} that are kept, {share} learned"
 
 
 def _read(

@@ -193,6 +193,7 @@ class HuggingFaceFolder(Opened):
         self.shapes.update(shapes)
         self.places.update(tensor_places(self.family, self.config, shapes))
         embedding, head = self.names_of_ends
+        # Of a tied pair, some folders have the head in place of the embedding.
         only_head = head in self.stored.tensors and embedding not in self.stored.tensors
         if self.config.tie_word_embeddings and only_head:
             self.places[head] = self.places.pop(embedding)
@@ -203,6 +204,11 @@ class HuggingFaceFolder(Opened):
         for name in sorted(self.places.keys() - text.keys()):
             if self.family.absent and name.endswith(self.family.absent):
                 self.absent.append(self.places.pop(name).name)
+        self._check_tensors(text, head)
+        self._warn(len(text), head)
+
+    def _check_tensors(self, text: Mapping[str, Tensor], head: str) -> None:
+        """Raise a CheckpointError if the tensors of the text model are not the ones that have a place, in its shape."""
         unexpected = []
         different = []
         for name, tensor in sorted(text.items()):
@@ -230,6 +236,9 @@ class HuggingFaceFolder(Opened):
                 raise CheckpointError(
                     f"{self.path}: the tensors do not fit config.json; {what}: {list_some(names, limit=2)}"
                 )
+
+    def _warn(self, text: int, head: str) -> None:
+        """Warn of what the model does not take from the folder as config.json says; `text` tensors are of its text."""
         if self.untied:
             log.warning(
                 "%s: config.json ties the head to the embedding, and %s has other values: it is kept, as in "
@@ -243,10 +252,10 @@ class HuggingFaceFolder(Opened):
             warnings.warn(
                 f"{self.path / 'config.json'}: transformers does not read {', '.join(unread)} of {family.model_type}: "
                 "such keys change nothing in the model, and are written back",
-                stacklevel=2,
+                stacklevel=3,
             )
         aside = family.prefixes_aside(document)
-        if others := len(self.stored.tensors) - len(text):
+        if others := len(self.stored.tensors) - text:
             log.warning(
                 "%s: the text model is read; %s tensors of other parts (%s) are not: save_pretrained(format='hf') "
                 "copies them from there, and exports for servers leave them out",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from te_models.config.layer import LayerSpec
 from te_models.config.model import ModelConfig
 from te_models.interop.hf_families import Family
 from te_models.interop.hf_places import TOP
@@ -60,9 +61,23 @@ def tensor_places(
     family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]
 ) -> dict[str, Place]:
     """Return their tensor's name -> its place in ours, in their order; `shapes` are our parameters'."""
-    found: dict[str, Place] = {}
+    found = _Found(shapes)
+    _find_ends(found, family, config)
+    modules = _modules_of_layers(shapes)
+    for depth, layer in enumerate(config.layers):
+        _find_layer(found, family, depth, layer, modules[f"layers.{depth}"])
+    return found.places
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The places that are found so far, by the names of their tensors; `shapes` are our parameters'."""
+
+    shapes: Mapping[str, torch.Size]
+    places: dict[str, Place] = dataclasses.field(default_factory=dict)
 
     def note(
+        self,
         theirs: str,
         ours: str,
         blocks: Sequence[tuple[int, int]] = (),
@@ -72,18 +87,19 @@ def tensor_places(
     ) -> None:
         """Note the places of the weight and the bias of their module in our module (or parameter) `ours`.
 
-        `blocks` of rows, (first row, rows) each, alternate `groups` times in their tensor; none: all rows.
+        `blocks` of rows, (first row, rows) each, alternate `groups` times in their tensor; none: all rows. `form`
+        is the shape of their tensor where it has other dimensions, with -1 for the rows.
         """
         # "": a parameter without a module, such as a vector per head.
         for kind in (".weight", ".bias", ""):
             name = f"{ours}{kind}{expert}"
-            if name not in shapes:
+            if name not in self.shapes:
                 continue
-            ranges = blocks or [(0, shapes[name][0])]
-            shape = (sum(rows for _, rows in ranges), *shapes[name][1:])
+            ranges = blocks or [(0, self.shapes[name][0])]
+            shape = (sum(rows for _, rows in ranges), *self.shapes[name][1:])
             if form:
                 shape = tuple(shape[0] if size < 0 else size for size in form)
-            found[f"{theirs}{kind}"] = Place(
+            self.places[f"{theirs}{kind}"] = Place(
                 name=name,
                 blocks=tuple((start, rows // groups) for start, rows in ranges),
                 groups=groups,
@@ -91,46 +107,54 @@ def tensor_places(
                 form=bool(form),
             )
 
-    modules = _modules_of_layers(shapes)
+
+def _find_ends(found: _Found, family: Family, config: ModelConfig) -> None:
+    """Note the places of the tensors outside layers; a head that is tied to the embedding has no tensor."""
     for theirs, module in TOP.items():
         if theirs.startswith("model.") and module not in ("embed_tokens", "norm"):
-            note(family.root + theirs.removeprefix("model."), module)
+            found.note(family.root + theirs.removeprefix("model."), module)
         elif theirs != "lm_head":
             name = family.norm if module == "norm" else family.embedding
-            note(family.root + name, module)
+            found.note(family.root + name, module)
         elif not config.tie_word_embeddings:
-            note(family.head, module)
-    for depth, layer in enumerate(config.layers):
-        # How many groups of rows a table's `per` stands for, such as the heads.
-        counts = layer.divided
-        own = modules[f"layers.{depth}"]
-        for name, either in family.layer.items():
-            rows = either.among(own)
-            linear = layer.linears.get(rows.module)
-            if rows.experts != bool(linear and linear.experts):
-                continue  # of a dense layer, or of one with experts
-            sections = linear or layer.vector_rows.get(rows.module)
-            ranges = sections.row_ranges if rows.blocks and sections else {}
-            blocks = [ranges.get(block, (0, 0)) for block in rows.blocks]
-            if rows.blocks and not any(used for _, used in blocks):
-                continue  # a model without a gate, or a layer of another kind
-            groups = 1
-            if rows.per == "row":
-                groups = blocks[0][1]
-            elif rows.per is not None:
-                groups = counts[rows.per]
-            # One note per expert, whose number is in both names; "" for what has none.
-            experts = range(linear.experts) if linear and linear.experts else ("",)
-            for expert in experts:
-                note(
-                    f"{family.root}{family.blocks}.{depth}.{name.format(expert)}",
-                    f"layers.{depth}.{rows.module}",
-                    blocks=blocks,
-                    groups=groups,
-                    expert=str(expert),
-                    form=rows.form,
-                )
-    return found
+            found.note(family.head, module)
+
+
+def _find_layer(
+    found: _Found, family: Family, depth: int, layer: LayerSpec, modules: set[str]
+) -> None:
+    """Note the places of the tensors of one layer, in which we have these modules.
+
+    The family's table has the modules of every kind of layer; a row applies where this layer has such rows.
+    """
+    # How many groups of rows a table's `per` stands for, such as the heads.
+    counts = layer.divided
+    for name, either in family.layer.items():
+        rows = either.among(modules)
+        linear = layer.linears.get(rows.module)
+        if rows.experts != bool(linear and linear.experts):
+            continue  # of a dense layer, or of one with experts
+        sections = linear or layer.vector_rows.get(rows.module)
+        ranges = sections.row_ranges if rows.blocks and sections else {}
+        blocks = [ranges.get(block, (0, 0)) for block in rows.blocks]
+        if rows.blocks and not any(used for _, used in blocks):
+            continue  # a model without a gate, or a layer of another kind
+        groups = 1
+        if rows.per == "row":
+            groups = blocks[0][1]
+        elif rows.per is not None:
+            groups = counts[rows.per]
+        # One note per expert, whose number is in both names; "" for what has none.
+        experts = range(linear.experts) if linear and linear.experts else ("",)
+        for expert in experts:
+            found.note(
+                f"{family.root}{family.blocks}.{depth}.{name.format(expert)}",
+                f"layers.{depth}.{rows.module}",
+                blocks=blocks,
+                groups=groups,
+                expert=str(expert),
+                form=rows.form,
+            )
 
 
 def _modules_of_layers(shapes: Mapping[str, torch.Size]) -> dict[str, set[str]]:

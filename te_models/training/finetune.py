@@ -69,14 +69,7 @@ def finetune(
         memory = check_memory(source, config, processes)
         data = open_run_data(source.settings, config, processes, source.checkpoint)
         with contextlib.closing(data):  # after Ctrl-C too, while processes that read it start
-            if config.epochs:
-                # Only the opened data says how many steps an epoch has.
-                config = dataclasses.replace(config, steps=steps_of(data.dataset, config))
-                source = source.with_steps(config.steps)
-            if source.checkpoint is not None:
-                check_unfinished(source.settings, folder, source.steps_taken, config.steps)
-            # The tokenizer may have more tokens than the model rows.
-            source = source.with_rows_for(data.tokenizer.vocab_size, data.new_tokens)
+            source, config = fit_to_data(source, config, data, folder)
             model, adapters = build_model(source, config, processes, data)
             recipe = source.first_recipe(model)
             about = summary(
@@ -223,6 +216,23 @@ def training_config(settings: RunSettings) -> TrainConfig:
             "--merge needs the whole model in one process: leave it out, and merge with te-models convert"
         )
     return config
+
+
+def fit_to_data(
+    source: ModelSource, config: TrainConfig, data: RunData, folder: Path
+) -> tuple[ModelSource, TrainConfig]:
+    """Return the source and the config with what only the opened data tells: the steps of epochs, and new tokens.
+
+    Raises:
+        UsageError: a run to resume has no steps left.
+    """
+    if config.epochs:
+        config = dataclasses.replace(config, steps=steps_of(data.dataset, config))
+        source = source.with_steps(config.steps)
+    if source.checkpoint is not None:
+        check_unfinished(source.settings, folder, source.steps_taken, config.steps)
+    # The tokenizer may have more tokens than the model rows.
+    return source.with_rows_for(data.tokenizer.vocab_size, data.new_tokens), config
 
 
 def build_model(

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,43 +117,12 @@ def wanted_adapters(
         raise UsageError(
             f"target_modules is missing: name the modules with adapters, or give {ALL_LINEAR!r}"
         )
-    targets = config.target_modules
-    if not isinstance(targets, str) or targets.lower() == ALL_LINEAR:
-        given = {ALL_LINEAR} if isinstance(targets, str) else set(targets or ())
-        linears = {
-            name.rsplit(".", 1)[1]
-            for name, place in modules.theirs.items()
-            if name != "lm_head" and name not in modules.routers
-        }
-        experts = {target for target in given if headless is None and names_experts(target)}
-        config.target_modules = sorted(
-            given - experts - {ALL_LINEAR} | (linears if ALL_LINEAR in given else set())
-        )
-        config.target_parameters = sorted(experts.union(config.target_parameters or ()))
-    names = (
-        modules.named(False) | modules.named(True) | modules.stored()
-        if headless is None
-        else modules.named(headless)
-    )
-    found: dict[Place, str] = {}
-    for name, place in names.items():
-        if _is_target(config, name):
-            found.setdefault(place, name)
-    if headless is None and not isinstance(config.target_modules, str):
-        for target in config.target_modules or ():
-            if not any(name == target or name.endswith(f".{target}") for name in names):
-                raise unknown("target module", target, {name.rsplit(".", 1)[-1] for name in names})
-    # An expression for transformers' names may fit our names too.
-    if isinstance(config.target_modules, str):
-        divided = {module_of(place) for place in found if place != modules.ours[module_of(place)]}
-        found = {
-            p: name
-            for p, name in found.items()
-            if module_of(p) not in divided or p != modules.ours[module_of(p)]
-        }
+    new = headless is None  # a new adapter, not one in a file: names that match nothing are refused
+    _name_targets(config, modules, new)
+    found = _targeted_modules(config, modules, headless)
     for target in config.target_parameters or ():
         named = modules.parameters_named([target], bool(headless))
-        if not named and headless is None:
+        if not named and new:
             able = {".".join(name.split(".")[-2:]) for name in modules.experts}
             raise unknown(
                 "target parameter", target, able, advice="" if able else "the model has no experts"
@@ -163,18 +132,77 @@ def wanted_adapters(
         raise UsageError(
             f"target_modules={str(config.target_modules)[:120]} matches no linear of the model"
         )
-    for field, patterns in (
-        ("rank_pattern", config.rank_pattern),
-        ("alpha_pattern", config.alpha_pattern),
-    ):
-        for key in patterns or ():
-            matched = any(re.match(rf"(.*\.)?({key})$", name) for name in found.values())
-            if not matched and headless is None:  # peft ignores it in a file
+    if new:  # in a file, peft ignores patterns that match nothing
+        _check_patterns(config, found.values())
+    wanted = {}
+    for place, name in found.items():
+        rank, scaling = _rank_and_scaling(config, name)
+        wanted[name.removesuffix(".weight")] = Wanted(place, rank, scaling)
+    return wanted
+
+
+def _name_targets(config: LoraConfig, modules: Modules, new: bool) -> None:
+    """Write out "all-linear" in `config`, and move the experts among the targets of a new adapter to the parameters."""
+    targets = config.target_modules
+    if isinstance(targets, str) and targets.lower() != ALL_LINEAR:
+        return  # a regular expression
+    given = {ALL_LINEAR} if isinstance(targets, str) else set(targets or ())
+    experts = set()
+    if new:
+        experts = set(filter(names_experts, given))
+    names = given - experts - {ALL_LINEAR}
+    if ALL_LINEAR in given:
+        for name in modules.theirs:
+            if name != "lm_head" and name not in modules.routers:
+                names.add(name.rsplit(".", 1)[1])
+    config.target_modules = sorted(names)
+    config.target_parameters = sorted(experts.union(config.target_parameters or ()))
+
+
+def _targeted_modules(
+    config: LoraConfig, modules: Modules, headless: bool | None
+) -> dict[Place, str]:
+    """Return the place of each module that `target_modules` matches -> the first of its names that does."""
+    if headless is None:
+        names = modules.named(False) | modules.named(True) | modules.stored()
+    else:
+        names = modules.named(headless)
+    found: dict[Place, str] = {}
+    for name, place in names.items():
+        if _is_target(config, name):
+            found.setdefault(place, name)
+    if isinstance(config.target_modules, str):
+        return _without_whole(found, modules)
+    if headless is None:
+        for target in config.target_modules or ():
+            if not any(name == target or name.endswith(f".{target}") for name in names):
+                raise unknown("target module", target, {name.rsplit(".", 1)[-1] for name in names})
+    return found
+
+
+def _without_whole(found: Mapping[Place, str], modules: Modules) -> dict[Place, str]:
+    """Return the places without fused modules of ours of which it has parts too.
+
+    An expression for transformers' names, such as one for q_proj, may fit our name for the fused linear as well; it
+    would then have two adapters.
+    """
+    divided = set()
+    for place in found:
+        if place != modules.ours[module_of(place)]:
+            divided.add(module_of(place))
+    parts = {}
+    for place, name in found.items():
+        if module_of(place) not in divided or place != modules.ours[module_of(place)]:
+            parts[place] = name
+    return parts
+
+
+def _check_patterns(config: LoraConfig, names: Collection[str]) -> None:
+    """Raise UsageError for a key of rank_pattern or alpha_pattern that matches none of the names with an adapter."""
+    for field in ("rank_pattern", "alpha_pattern"):
+        for key in getattr(config, field) or ():
+            if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):
                 raise UsageError(f"{field}: {key[:80]!r} matches no module that has an adapter")
-    wanted = {
-        name: Wanted(place, *_rank_and_scaling(config, name)) for place, name in found.items()
-    }
-    return {name.removesuffix(".weight"): one for name, one in wanted.items()}
 
 
 def _is_target(config: LoraConfig, name: str) -> bool:

@@ -54,28 +54,11 @@ def plot_run(
     )
     steps = [row["step"] for row in rows]
     loss = [row["loss"] for row in rows]
-    points = [(0, first_eval_loss)] * math.isfinite(first_eval_loss)
-    points += [
-        (row["step"], row["eval_loss"])
-        for row in rows
-        if math.isfinite(row.get("eval_loss", math.nan))
-    ]
-    _draw_loss(top, steps, loss, points)
+    _draw_loss(top, steps, loss, _evaluations(rows, first_eval_loss))
     for number, (step, name) in enumerate(recipes_of(rows)[1:]):
         _mark(top, step, name, number)
-    point = _point(steps)
-    rates = [row["learning_rate"] for row in rows]
-    rate.plot(steps, rates, color=RATE, linewidth=1.5, **point)
-    rate.set_title("learning rate", loc="left", fontsize=9, color=MUTED)
-    rate.yaxis.set_major_formatter("{x:g}")
-    speeds = [row["tokens_per_second"] for row in rows]
-    speed.plot(steps, speeds, color=SPEED, alpha=0.3, linewidth=0.8, **point)
-    typical = float(np.median(speeds))
-    speed.axhline(typical, color=SPEED, linewidth=1.2)
-    speed.set_title(f"tokens/s, median {typical:,.0f}", loc="left", fontsize=9, color=MUTED)
-    speed.set_ylim(0, 1.15 * float(np.quantile(speeds, 0.98)))
-    speed.yaxis.set_major_formatter("{x:,.0f}")
-    rate.set_ylim(bottom=0)
+    _draw_rate(rate, steps, [row["learning_rate"] for row in rows])
+    _draw_speed(speed, steps, [row["tokens_per_second"] for row in rows])
     for panel in (top, rate, speed):
         panel.set_xlim(0, max(steps))
         # Of the upper panel on the left: its legend is on the right.
@@ -87,6 +70,36 @@ def plot_run(
         panel.spines[["top", "right", "left"]].set_visible(False)
         panel.spines["bottom"].set_color("#9ca3af")
     save_figure(figure, path)
+
+
+def _evaluations(rows: Sequence[Row], first_eval_loss: float) -> list[tuple[int, float]]:
+    """Return step and loss of each evaluation; a loss that is not finite has no place in a plot."""
+    points = []
+    if math.isfinite(first_eval_loss):
+        points.append((0, first_eval_loss))
+    for row in rows:
+        if math.isfinite(row.get("eval_loss", math.nan)):
+            points.append((row["step"], row["eval_loss"]))
+    return points
+
+
+def _draw_rate(axes: Any, steps: Sequence[int], rates: Sequence[float]) -> None:
+    """Draw the learning rate."""
+    axes.plot(steps, rates, color=RATE, linewidth=1.5, **_point(steps))
+    axes.set_title("learning rate", loc="left", fontsize=9, color=MUTED)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(bottom=0)
+
+
+def _draw_speed(axes: Any, steps: Sequence[int], speeds: Sequence[float]) -> None:
+    """Draw the tokens per second of each step, and their median."""
+    axes.plot(steps, speeds, color=SPEED, alpha=0.3, linewidth=0.8, **_point(steps))
+    typical = float(np.median(speeds))
+    axes.axhline(typical, color=SPEED, linewidth=1.2)
+    axes.set_title(f"tokens/s, median {typical:,.0f}", loc="left", fontsize=9, color=MUTED)
+    # A few steps that are much faster, such as the last one of a short run, would flatten the curve.
+    axes.set_ylim(0, 1.15 * float(np.quantile(speeds, 0.98)))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
 def recipes_of(rows: Sequence[Row]) -> list[tuple[int, str]]:
@@ -145,6 +158,26 @@ def _draw_loss(
             clip_on=False,
             zorder=3,
         )
+    _write_evaluations(axes, points)
+    seen = np.concatenate([smoothed, evaluated, np.quantile(loss, [0.01, 0.99])])
+    _scale_losses(axes, low=float(seen.min()), high=float(seen.max()))
+    axes.set_ylabel("loss (nats per token)", fontsize=9, color=MUTED)
+    # Below the axes, where it covers neither a curve nor a number.
+    axes.legend(
+        frameon=False,
+        fontsize=9,
+        labelcolor=INK,
+        loc="upper right",
+        bbox_to_anchor=(1, -0.07),
+        ncols=3,
+        borderaxespad=0,
+    )
+
+
+def _write_evaluations(axes: Any, points: Sequence[tuple[int, float]]) -> None:
+    """Write the first, the best and the last loss of an evaluation beside their points."""
+    evaluated = [value for _, value in points]
+    # Number of the point -> offset of its text in points, and the side of the text that is there.
     written = {len(points) - 1: (-4, 9, "right")} if points else {}
     if points and points[0][0] == 0:  # left of it are the ticks of the axis
         written[0] = (9, 3, "left")
@@ -163,9 +196,10 @@ def _draw_loss(
             fontweight="bold",
             bbox=dict(boxstyle="round,pad=0.15", facecolor="white", alpha=0.8, edgecolor="none"),
         )
-    seen = np.concatenate([smoothed, evaluated, np.quantile(loss, [0.01, 0.99])])
-    low = float(seen.min())
-    high = float(seen.max())
+
+
+def _scale_losses(axes: Any, low: float, high: float) -> None:
+    """Give the axis of losses a logarithmic scale if they span more than a factor of 2.5, else a linear one."""
     if low > 0 and high > 2.5 * low:
         axes.set_yscale("log")
         axes.set_ylim(low / 1.06, high * 1.08)
@@ -175,17 +209,6 @@ def _draw_loss(
     else:
         margin = 0.08 * (high - low) or 0.1
         axes.set_ylim(low - margin, high + margin)
-    axes.set_ylabel("loss (nats per token)", fontsize=9, color=MUTED)
-    # Below the axes, where it covers neither a curve nor a number.
-    axes.legend(
-        frameon=False,
-        fontsize=9,
-        labelcolor=INK,
-        loc="upper right",
-        bbox_to_anchor=(1, -0.07),
-        ncols=3,
-        borderaxespad=0,
-    )
 
 
 def log_ticks(low: float, high: float) -> list[float]:

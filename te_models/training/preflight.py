@@ -67,23 +67,7 @@ def check_memory(model: ModelSource, config: TrainConfig, processes: Parallel) -
     shape = model.shape
     recipe = model.recipe
     device = torch.device(processes.device or choose_device(settings.build.get("device")))
-    options = _build_options(model)
-    layers = 1 if processes.tp is None else processes.tp.size()
-    options |= dict(
-        batch_size=config.batch_size if processes.uses_fsdp else processes.rows(config.batch_size),
-        gpus=(processes.data_world if processes.uses_fsdp else 1) * layers,
-        tensor_parallel_size=layers,
-        sequence_parallel=config.sequence_parallel,
-        expert_parallel_size=1 if processes.ep is None else processes.ep.size(),
-        fp8_dispatch=config.fp8_dispatch,
-        seq_len=config.seq_len,
-        gradient_accumulation=config.gradient_accumulation,
-        optimizer=config.optimizer,
-        optimizer_options=resolve_options(config.optimizer, config.optimizer_options),
-        optimizer_offload=config.optimizer_offload,
-        lora_rank=0 if settings.lora is None else settings.lora.rank,
-        lora_experts=settings.lora is not None and any(map(names_experts, settings.lora.targets)),
-    )
+    options = {**_build_options(model), **_step_options(settings, config, processes)}
     if device.type != "cuda":  # offloaded tensors stay in the same memory
         options |= dict.fromkeys(OFFLOADS, False)
 
@@ -97,10 +81,11 @@ def check_memory(model: ModelSource, config: TrainConfig, processes: Parallel) -
             f"recipe_schedule={config.recipe_schedule!r}: FP8 weights have the format of one recipe: leave out "
             "recipe_schedule, or fp8_params"
         )
-    if len(used) > 1:
+    if len(used) > 1:  # the run must fit under each recipe of its schedule
         recipe = max(used, key=lambda one: plan_memory(shape, one, **options).peak.total)
     host = available_memory(torch.device("cpu")) // max(1, number("LOCAL_WORLD_SIZE", 1))
 
+    # Of the run, or of one with changed options, for which it looks where the run itself does not fit.
     def plan(**changes: Any) -> MemoryPlan:
         changed = plan_memory(shape, recipe, **{**options, **changes})
         if changes and changed.host > host:
@@ -111,11 +96,7 @@ def check_memory(model: ModelSource, config: TrainConfig, processes: Parallel) -
     check = MemoryCheck(found_plan, found_plan.peak.total, available_memory(device), device)
     problem = ""
     if found_plan.host > host:
-        moved = " and ".join(f"--{name.replace('_', '-')}" for name in OFFLOADS if options[name])
-        problem = (
-            f"this run does not fit: {moved} needs {_gib(found_plan.host)} of the host's memory per process, "
-            f"{_gib(host)} free: leave it out, or use a smaller batch or model (--no-memory-check tries it)"
-        )
+        problem = _host_problem(options, needed=found_plan.host, free=host)
     elif check.needed > check.available and config.memory_check:
         refusal = _Refusal(
             check=check,
@@ -187,6 +168,39 @@ def _build_options(model: ModelSource) -> Fields:
     return options
 
 
+def _step_options(settings: RunSettings, config: TrainConfig, processes: Parallel) -> Fields:
+    """Return the keywords of plan_memory that follow from the run's steps and how processes share them.
+
+    Only FSDP2 shares weights: without it each process holds what one GPU would, and the plan is of one.
+    """
+    layers = 1 if processes.tp is None else processes.tp.size()
+    lora = settings.lora
+    return dict(
+        batch_size=config.batch_size if processes.uses_fsdp else processes.rows(config.batch_size),
+        gpus=(processes.data_world if processes.uses_fsdp else 1) * layers,
+        tensor_parallel_size=layers,
+        sequence_parallel=config.sequence_parallel,
+        expert_parallel_size=1 if processes.ep is None else processes.ep.size(),
+        fp8_dispatch=config.fp8_dispatch,
+        seq_len=config.seq_len,
+        gradient_accumulation=config.gradient_accumulation,
+        optimizer=config.optimizer,
+        optimizer_options=resolve_options(config.optimizer, config.optimizer_options),
+        optimizer_offload=config.optimizer_offload,
+        lora_rank=0 if lora is None else lora.rank,
+        lora_experts=lora is not None and any(map(names_experts, lora.targets)),
+    )
+
+
+def _host_problem(options: Fields, needed: int, free: int) -> str:
+    """Return the line for a run whose offloaded tensors need more bytes than the host has free."""
+    moved = " and ".join(f"--{name.replace('_', '-')}" for name in OFFLOADS if options[name])
+    return (
+        f"this run does not fit: {moved} needs {_gib(needed)} of the host's memory per process, "
+        f"{_gib(free)} free: leave it out, or use a smaller batch or model (--no-memory-check tries it)"
+    )
+
+
 @dataclass(frozen=True)
 class _Refusal:
     """The line that says what is missing, and the smallest change that helps."""
@@ -205,7 +219,7 @@ class _Refusal:
         anyway = "(--no-memory-check tries it)"
         fixed = self._fixed(self.processes.uses_fsdp)
         if self.processes.tp is not None or self.processes.ep is not None:
-            # Of divided layers and experts only adamw updates the parts.
+            # The parts of divided layers and experts have no optimizer but adamw, and none of the other options.
             fixed |= {"optimizer", "optimizer_offload", "fp8_params", "lora_rank"}
         copies = 1 if self.processes.uses_fsdp else self.processes.data_world
         change = self._change(self.plan, self.options, fixed, copies)

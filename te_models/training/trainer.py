@@ -13,7 +13,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,32 +36,20 @@ from te_models.errors import (
     plural,
 )
 from te_models.files.atomic import replace_text
-from te_models.files.formats import Fields, flatten_state, render_json
+from te_models.files.formats import Fields, render_json
 from te_models.files.lock import locked
-from te_models.fp8.primary_weights import drop_initial_values
 from te_models.fp8.region import saving
-from te_models.fp8.scaling_state import divide_gradient_amaxes
 from te_models.optim import build_optimizer, projected_in_backward
+from te_models.optim.master import MasterWeights
 from te_models.optim.state_tensors import bytes_in
-from te_models.saving.adapters import facts_in
-from te_models.saving.load_model import read_training_state
 from te_models.saving.pretrained import model_content
 from te_models.saving.run_folder import Checkpoints
-from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
+from te_models.saving.sharded import ShardedCheckpoints, shared_amaxes
 from te_models.training.callback import Callback
 from te_models.training.captures import Captures
 from te_models.training.card import keep_card
-from te_models.training.check_state import (
-    check_patience,
-    check_structure,
-    check_trained,
-    gradient_factor,
-    random_states,
-    read_random_states,
-    read_result,
-)
 from te_models.training.evaluation import Batch, evaluate
-from te_models.training.facts import facts_at_start, facts_now, resumed_facts
+from te_models.training.facts import facts_at_start, facts_now
 from te_models.training.failed_run import (
     background_saves,
     broken_line,
@@ -70,7 +58,7 @@ from te_models.training.failed_run import (
 )
 from te_models.training.guard import BadStep, Drawn, Guard
 from te_models.training.metrics import MetricsLog
-from te_models.training.optimizer_state import optimizer_names, optimizer_state, trained_names
+from te_models.training.optimizer_state import optimizer_names
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.preflight import available_memory, check_disk
 from te_models.training.profiling import StepProfiler
@@ -82,6 +70,7 @@ from te_models.training.result import Result
 from te_models.training.resume import run_choices
 from te_models.training.routers import over_micro_batches, router_row, weigh_losses
 from te_models.training.run_file import rewrite_recipe
+from te_models.training.run_state import checkpoint_content, load_checkpoint
 from te_models.training.saved import saved_part
 from te_models.training.settings import RUN_FILE
 from te_models.training.step_passes import StepPasses
@@ -170,19 +159,7 @@ class Trainer(NamedFields):
         # Before parallel.prepare, which may shard the model; the optimizer after it, over the shards.
         weigh_losses(self.model, config)
         parallel.prepare(self.model)
-        projected = projected_in_backward(config.optimizer, config.optimizer_options, self.model)
-        gradients = parallel.gradients(self.model, config.gradient_accumulation, projected)
-        self.optimizer = build_optimizer(
-            config.optimizer,
-            self.model,
-            lr=config.learning_rate,
-            weight_decay=config.weight_decay,
-            options=config.optimizer_options,
-            offload=config.optimizer_offload,
-            owners=parallel.owners(),
-            gradients=gradients,
-            norm=parallel.norm,
-        )
+        self.optimizer = self._build_optimizer()
         self.gradients = self.optimizer.gradients  # an optimizer may project some of them
         self.schedule = RecipeSchedule(self.model, self.recipe or self.model.recipe, config)
         first = parallel.ranks.first
@@ -199,13 +176,7 @@ class Trainer(NamedFields):
         self.speeds: deque[float] = deque(maxlen=RECENT)  # tokens per second of each step
         self.checkpoints = self.new_checkpoints(self.out / "checkpoints", config.keep_last)
         self.best = self.new_checkpoints(self.out / "best" / "checkpoints", keep_last=1)
-        # Serializing a tokenizer takes about a second: do it once.
-        rendered: Fields = {}
-        for name, document in self.documents.items():
-            rendered[name] = (
-                document if isinstance(document, bytes) else render_json(document, name)
-            )
-        self.documents = rendered
+        self.documents = self._render_documents()
         self.starts = StepStarts(self.model, self.data)
         self.begun: StepStart | None = None  # of the step that has begun and has changed no weight
         self.drawn: Drawn | None = None  # the newest step
@@ -220,6 +191,32 @@ class Trainer(NamedFields):
         self.stopping = False  # of any process, as of the last step that was read
         self.result = Result()
         self.facts = facts_at_start(self, self.about)
+
+    def _build_optimizer(self) -> MasterWeights:
+        """Return the optimizer over the model's parameters, or over this process's shards of them."""
+        config = self.config
+        projected = projected_in_backward(config.optimizer, config.optimizer_options, self.model)
+        gradients = self.parallel.gradients(self.model, config.gradient_accumulation, projected)
+        return build_optimizer(
+            config.optimizer,
+            self.model,
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            options=config.optimizer_options,
+            offload=config.optimizer_offload,
+            owners=self.parallel.owners(),
+            gradients=gradients,
+            norm=self.parallel.norm,
+        )
+
+    def _render_documents(self) -> Fields:
+        """Return the documents as bytes of files, made once: to serialize a tokenizer takes about a second."""
+        rendered: Fields = {}
+        for name, document in self.documents.items():
+            if not isinstance(document, bytes):
+                document = render_json(document, name)
+            rendered[name] = document
+        return rendered
 
     def _check_arguments(self) -> None:
         """Raise UsageError for an argument of the wrong type."""
@@ -557,7 +554,7 @@ class Trainer(NamedFields):
             row["eval_loss"] = result.eval_loss
         # After the first step the optimizer has its state, so the size of a checkpoint is known.
         if self.config.save_every and len(self.speeds) == 1 and self.parallel.ranks.world == 1:
-            tensors, documents = self._content()
+            tensors, documents = checkpoint_content(self)
             self.checkpoints.reserve(tensors, documents)
         return row
 
@@ -588,7 +585,7 @@ class Trainer(NamedFields):
         if interrupted:
             self.result.interrupted = True
         with saving(self.model):
-            tensors, documents = self._content()
+            tensors, documents = checkpoint_content(self)
             broken = broken_tensor(tensors, self.parallel.ranks)
             if broken is not None:
                 step = self.result.step
@@ -625,40 +622,13 @@ class Trainer(NamedFields):
             parts=self.parallel.sharded,
         )
 
-    def _content(self) -> tuple[dict[str, dict[str, Tensor]], Fields]:
-        """Return the tensors and documents of a checkpoint."""
-        tensors, documents = self.saved_model()
-        start = self.begun
-        ranks = self.parallel.ranks
-        if start is None:
-            random = torch.get_rng_state()
-            cuda = self.device.type == "cuda"
-            cuda_random = torch.cuda.get_rng_state(self.device) if cuda else None
-            position = self.data.state_dict()
-        else:  # the step that follows has begun, and failed
-            random = start.random
-            cuda_random = start.cuda_random
-            position = self.starts.whole_data(start)
-        state = {
-            "optimizer": optimizer_state(self.optimizer, self.model),
-            "dataset": position,
-            "rng": random_states(random, ranks),
-            "cuda_rng": None if cuda_random is None else random_states(cuda_random, ranks),
-            "result": asdict(self.result),
-            # The gradients that the scales were measured on, over the same gradients in one process.
-            "gradient_factor": 1,
-            "trained": trained_names(self.optimizer, self.model),
-        }
-        tensors["training"], documents["training"] = flatten_state(state)
-        return tensors, {**documents, "run": run_choices(self.model), **self.documents}
-
     def restore(self) -> None:
         """Load the newest checkpoint of `out`.
 
         Raises:
             ValueError: there is none, or it is of another model or optimizer.
         """
-        self._load(self.checkpoints.to_resume(), with_data=True)
+        load_checkpoint(self, self.checkpoints.to_resume(), with_data=True)
 
     def last_checkpoint(self) -> int:
         """Return the step of the newest checkpoint, once a save under way is done."""
@@ -667,58 +637,14 @@ class Trainer(NamedFields):
 
     def rewind(self) -> int:
         """Load the newest checkpoint into the run in progress, but for the place in the data; return its step."""
-        self._load(self.checkpoints.to_resume(), with_data=False)
+        load_checkpoint(self, self.checkpoints.to_resume(), with_data=False)
         return self.result.step
-
-    def _load(self, checkpoint: Path, with_data: bool) -> None:
-        self.schedule.take(checkpoint)
-        if self.saved is None:
-            training = read_training_state(self.model, checkpoint)
-        else:
-            training = self.saved.read(checkpoint)
-        state = training.state
-        names = trained_names(self.optimizer, self.model)
-        check_trained(state.get("trained"), names, checkpoint)
-        optimizer = self._own_optimizer_state(state["optimizer"])
-        self.optimizer.check_state_dict(optimizer)
-        random, cuda_random = read_random_states(
-            state, checkpoint, self.parallel.ranks.rank, self.device
-        )
-        result = read_result(state["result"])
-        factor = gradient_factor(state, self.out, self.parallel)
-        check_patience(result, self.config.patience)
-        check_structure(state["dataset"], self.data.state_dict(), "dataset")
-        if with_data:
-            # The last that may refuse, before it changes anything.
-            self.data.load_state_dict(state["dataset"])
-        training.write()
-        if factor != 1:
-            divide_gradient_amaxes(self.model, factor)
-        self.optimizer.load_state_dict(optimizer)
-        drop_initial_values(self.model)
-        torch.set_rng_state(random)
-        if cuda_random is not None:
-            torch.cuda.set_rng_state(cuda_random, self.device)
-        self.result = replace(result, stopped_early=False, signal=0)
-        self.saved_step = self.result.step
-        self.facts = resumed_facts(self.facts, facts_in(checkpoint))
 
     def keep_recipe(self) -> None:
         """Write the recipe of the run's first step into run.toml, once layers of it stay in BF16."""
         path = self.out / RUN_FILE
         if self.parallel.ranks.first and path.is_file():
             rewrite_recipe(path, self.schedule.first)
-
-    def _own_optimizer_state(self, saved: Fields) -> Fields:
-        """Return this process's part of an optimizer's saved state: where FSDP2 shards it, the shards."""
-        if not self.parallel.sharded or self.parallel.owners() is not None:
-            return saved
-        names = optimizer_names(self.optimizer, self.model)
-        masters = {
-            "state": self.optimizer.masters,
-            "masters": [master for _, master in self.optimizer.saved_masters],
-        }
-        return cut_optimizer_state(saved, masters, self.model, names)
 
     def _refuse_to_replace(self) -> None:
         """Raise UsageError if `out` has a run that a new one would replace."""

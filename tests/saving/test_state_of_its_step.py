@@ -26,6 +26,7 @@ from te_models.saving.folder import load_folder
 from te_models.saving.run_folder import Checkpoints
 from te_models.saving.sharded import ShardedCheckpoints
 from te_models.training.launch import parallel
+from te_models.training.run_state import checkpoint_content
 from te_models.training.trainer import Callback, Row, Trainer
 
 OPTIMIZERS = ("adamw8bit", "adamwfp8", "muon", "muon8bit", "galore")
@@ -59,7 +60,7 @@ class Witness(Callback):
         self.seen: dict[int, Content] = {}
 
     def on_step(self, trainer: Trainer, row: Row) -> None:
-        tensors, documents = trainer._content()
+        tensors, documents = checkpoint_content(trainer)
         if isinstance(trainer.checkpoints, ShardedCheckpoints):
             whole = trainer.checkpoints._whole
             tensors = {

@@ -19,7 +19,7 @@ from te_models.cli import main
 from te_models.config.toml import read_toml
 from te_models.errors import UsageError
 from te_models.saving.run_folder import Checkpoints
-from te_models.training import trainer
+from te_models.training import run_state
 from te_models.training.resume import run_choices, run_folder, saved_choices
 from te_models.training.run_file import read_record
 from te_models.training.settings import RunSettings, resumed_settings, run_settings
@@ -98,7 +98,7 @@ def test_a_resumed_run_asks_for_its_engine_again(
     """A run that began on another machine, with and without its run.toml."""
     with monkeypatch.context() as there:
         there.setattr(
-            trainer, "run_choices", lambda model: {**run_choices(model), "engine": "native"}
+            run_state, "run_choices", lambda model: {**run_choices(model), "engine": "native"}
         )
         run("--steps", "1", "--recipe", "current", "--out", "mine")
     if not record:

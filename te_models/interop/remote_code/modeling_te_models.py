@@ -538,13 +538,7 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
         count, past = x.shape[1], 0 if cache is None else cache.get_seq_length()
         steps = kwargs.get("cache_position")  # which transformers 4 gives
         steps = torch.arange(count, device=x.device) + past if steps is None else steps
-        if position_ids is not None:
-            positions = position_ids.reshape(-1, count)
-        # Count from the first token that is not padding.
-        elif attention_mask is not None and attention_mask.dim() == 2:
-            positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -count:]
-        else:
-            positions = steps[None]
+        positions = self._positions(steps, attention_mask, position_ids)
         rotary = {sliding: rope.tables(positions, x.dtype) for sliding, rope in self.ropes.items()}
         scale = self.query_scale(positions, x.dtype)
         masks = Masks(
@@ -570,6 +564,20 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
             if (self.config.return_dict if return_dict is None else return_dict)
             else output.to_tuple()
         )
+
+    def _positions(
+        self, steps: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> Tensor:
+        """Return the positions for RoPE, [B or 1, S]: the given ones, else counted from the first that is no padding.
+
+        `steps` are the places in the cache, [S].
+        """
+        count = steps.shape[0]
+        if position_ids is not None:
+            return position_ids.reshape(-1, count)
+        if attention_mask is not None and attention_mask.dim() == 2:
+            return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -count:]
+        return steps[None]
 
     def query_scale(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The factor on queries, [B, 1, S, 1]; None: 1."""
