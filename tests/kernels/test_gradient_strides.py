@@ -88,6 +88,7 @@ OPERATIONS: dict[str, Operation] = {
     "engine/emulated/grouped.py, unquantized": _te(
         emulated.GroupedLinear(3, 64, 32), False, [3, 0, 13]
     ),
+    "engine/emulated/layernorm.py": emulated.LayerNormWithoutBias(64),
     "engine/emulated/rmsnorm.py": emulated.RMSNorm(64),
     "numerics/tensors.py": _quantized,
     "kernels/gated_attention.py": _attention,
