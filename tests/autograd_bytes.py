@@ -71,7 +71,7 @@ def held_bytes(model: CausalLM, seq_len: int) -> int:
     held = 64 + 8 * seq_len
     mixers = [mixer for layer in model.config.layers for mixer in layer.mixers]
     attention = [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]
-    if any(mixer.window or mixer.sinks or mixer.softcap for mixer in attention):
+    if any(mixer.window or mixer.chunk or mixer.sinks or mixer.softcap for mixer in attention):
         held += 2 * seq_len**2
     if model.activation_checkpointing != "none":
         ropes = {getattr(mixer, "rope", None) for mixer in mixers} - {None}

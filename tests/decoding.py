@@ -30,6 +30,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(partial_rotary_factor=0.5, zero_centered_norm=True, qk_norm=True),
     "cohere2": dict(norm_type="layer", parallel_residual=True, sliding_window=5, no_rope_layers=[1, 0, 1, 0],
                     layer_types=["sliding_attention", "full_attention"] * 2, rope_interleaved=True),
+    "llama4": dict(attention_chunk_size=6, no_rope_layers=[1, 0, 1, 0],
+                   layer_types=["chunked_attention", "full_attention"] * 2),
     "dynamic": dict(rope_scaling=dict(rope_type="dynamic", factor=3.0), max_position_embeddings=32),
     "yarn": dict(rope_scaling=YARN),
     "longrope": dict(rope_scaling=LONG),

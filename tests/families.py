@@ -1228,6 +1228,39 @@ FAMILY_CASES["falcon_h1"] = {
         ),
     ).items()
 }
+CHUNKED = "chunked_attention"
+_LLAMA4: dict[str, Any] = dict(
+    intermediate_size=20,
+    intermediate_size_mlp=28,
+    attention_chunk_size=5,
+    no_rope_layers=[1, 0, 1],
+    floor_scale=4,
+    attn_scale=0.3,
+    moe_layers=[1, 2],
+)
+FAMILY_CASES["llama4_text"] = {
+    name: {"head_dim": 16, **case}
+    for name, case in _experts(
+        _LLAMA4,
+        "num_local_experts",
+        "one-key",
+        "all-keys",
+        "tied",
+        "linear",
+        "llama3",
+        "yarn",
+        "gelu",
+        interleaved=dict(moe_layers=None, interleave_moe_layer_step=2, num_hidden_layers=5)
+        | dict(no_rope_layers=None, no_rope_layer_interval=3),
+        dense=dict(moe_layers=[], num_local_experts=2, num_experts_per_tok=1),
+        sparse=dict(moe_layers=None, attn_temperature_tuning=False, use_qk_norm=False),
+        whole=dict(attention_chunk_size=None, attention_bias=True, floor_scale=3),
+        types=dict(layer_types=[FULL, CHUNKED, CHUNKED], attention_chunk_size=4),
+        no_rope=dict(no_rope_layers=[0, 0, 0], layer_types=[CHUNKED, FULL, FULL], floor_scale=7),
+    ).items()
+}
+FAMILY_CASES["llama4_text"]["odd"] |= dict(intermediate_size=12, intermediate_size_mlp=20)
+FAMILY_CASES["llama4_text"]["tied"] |= dict(no_rope_layers=[1], moe_layers=[0])
 CASES = {
     f"{family}-{name}": (family, case)
     for family, cases in FAMILY_CASES.items()

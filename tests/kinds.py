@@ -127,6 +127,20 @@ KINDS = {
         dict(attention_gate="headwise", parallel_residual=True, residual_multiplier=0.5, moe=EXPERTS | SHARED),
         chooses=True, family=False,
     ),
+    "attention in chunks, experts with scaled inputs": Kind(  # as Llama 4
+        dict(
+            attention_gate="none", attention_chunk_size=5, no_rope_layers=(1, 0, 1), rope_interleaved=True,
+            layer_types=("chunked_attention", "full_attention", "chunked_attention"), qk_norm=True,
+            qk_norm_weights=False, qk_norm_after_rope=True, qk_norm_layers="rope",
+            mlp_layer_types=("dense", "sparse", "sparse"),
+            moe=EXPERTS | dict(router_scores="sigmoid", norm_topk_prob=False, scale_inputs=True,
+                               shared_expert_intermediate_size=64),
+        ),
+        chooses=True,
+    ),
+    "chunks, gated": Kind(
+        dict(attention_chunk_size=6, layer_types=("chunked_attention", "full_attention", "chunked_attention"))
+    ),
     "norms after RoPE": Kind(dict(attention_gate="none", qk_norm=True, qk_norm_after_rope=True)),
     "linear attention": Kind(
         dict(

@@ -302,8 +302,9 @@ class ParamWrapper(ExactMerges, peft_layer.ParamWrapper):
     def add_to(self, values: Tensor, gemm: int, adapters: Sequence[str]) -> None:
         """Add the updates of `adapters` to the FP32 weight [out, in] of a GEMM; see MergedWeight."""
         rows = self.stack.place.save(values).clone()
+        swapped = self.stack.swapped
         for adapter in adapters:
-            a, b = expert_factors(self, adapter, self.num_experts, torch.float32)
+            a, b = expert_factors(self, adapter, self.num_experts, torch.float32, swapped)
             rows += self.scaling[adapter] * (b[gemm] @ a[gemm])
         self.stack.place.load(values, rows)
 

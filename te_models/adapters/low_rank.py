@@ -50,10 +50,14 @@ class LoraLayer(AdapterFactors, Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """A layer with adapters, and which outputs of the te.Linear it updates: int64 [rows], None: all of them."""
+    """A layer with adapters, and which outputs of the te.Linear it updates: int64 [rows], None: all of them.
+
+    With `swapped` its A and B are those of the transposed weights of experts (`swapped_factors`).
+    """
 
     layer: LoraLayer
     columns: Tensor | None = None
+    swapped: bool = False
 
     def has(self, adapter: str) -> bool:
         """Return whether the layer adds the update of this adapter, which is neither off nor in the weight."""
@@ -81,17 +85,32 @@ class Part:
 
 
 def expert_factors(
-    layer: AdapterFactors, adapter: str, experts: int, dtype: torch.dtype
+    layer: AdapterFactors,
+    adapter: str,
+    experts: int,
+    dtype: torch.dtype,
+    swapped: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return A [E, r, in] and B [E, out, r] of the experts, which an adapter has side by side as files have them.
 
     Its A [E * r, in] has the experts' matrices one after the other; in its B [out, r * E] column j * E + e is column j
-    of expert e.
+    of expert e. With `swapped` those are of the transposed weights.
     """
     a: Tensor = layer.lora_A[adapter].weight
     b: Tensor = layer.lora_B[adapter].weight
     a = a.to(dtype).unflatten(0, (experts, -1))
-    return a, b.to(dtype).unflatten(1, (-1, experts)).permute(2, 0, 1)
+    b = b.to(dtype).unflatten(1, (-1, experts)).permute(2, 0, 1)
+    return (b.mT, a.mT) if swapped else (a, b)
+
+
+def swapped_factors(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Return A and B of the transposed weights of experts, from A [E * r, in] and B [out, r * E] as files have them.
+
+    The transpose of B A is A^T B^T: the new A is [E * r, out], the new B [in, r * E]. Twice, it changes nothing.
+    """
+    own_a = a.unflatten(0, (experts, -1))  # [E, r, in]
+    own_b = b.unflatten(1, (-1, experts))  # [out, r, E]
+    return own_b.permute(2, 1, 0).flatten(0, 1), own_a.permute(2, 1, 0).flatten(1, 2)
 
 
 def add_expert_updates(
@@ -116,7 +135,7 @@ def add_expert_updates(
         for adapter in layer.active_adapters:
             if not part.has(adapter):
                 continue
-            a, b = expert_factors(layer, adapter, experts, dtype)
+            a, b = expert_factors(layer, adapter, experts, dtype, part.swapped)
             if part.columns is not None:
                 b = torch.zeros_like(b).index_copy(1, part.columns, b)
             dropped = layer.lora_dropout[adapter](x.to(dtype))

@@ -110,13 +110,15 @@ def write_rows(owner: nn.Module, name: str, place: Place, values: Tensor) -> Non
 class Stack:
     """A parameter of transformers: the weights [E, out, in] of the E experts of `owner`, or its one weight [out, in].
 
-    `place` says where their rows are in ours; `transposed` ones are [E, in, out].
+    `place` says where their rows are in ours; `transposed` ones are [E, in, out]. With `swapped` peft does not know
+    that they are, and takes inputs for outputs.
     """
 
     owner: nn.Module
     place: Place
     experts: int = 0
     transposed: bool = False
+    swapped: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -162,7 +164,7 @@ class Shown(nn.Module):
     def show(self, name: str, stack: Stack) -> None:
         """Add a parameter."""
         self.stacks[name] = stack
-        self.is_transposed = stack.transposed
+        self.is_transposed = stack.transposed and not stack.swapped
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -219,8 +221,9 @@ class AdaptedWeight(nn.Module):
         for layer in layers:
             if layer.disable_adapters and layer.merged:
                 layer.unmerge()
-        columns = found.stacks[self.name].columns()
-        return [Part(layer, columns) for layer in layers]
+        stack = found.stacks[self.name]
+        columns = stack.columns()
+        return [Part(layer, columns, stack.swapped) for layer in layers]
 
     def unload_and_optionally_merge_module(self, **options: object) -> nn.Module:
         """Return the te module, into which peft merges the adapters of its parameters; peft calls it."""

@@ -89,6 +89,21 @@ class Heads(NamedTuple):
         return self.sections[-1].stored
 
 
+class QueryScale(NamedTuple):
+    """The scale of a query by the tokens before it: 1 + beta * log(1 + count // length)."""
+
+    beta: float
+    length: int
+    by_slot: bool = False  # the count is one more than the slots before the query, padding included
+
+
+class SeenKeys(NamedTuple):
+    """Which of the keys up to its own a query sees: the newest `window`, or those of its `chunk`; both None: all."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
 @dataclass(frozen=True)
 class SoftmaxAttentionSpec(MixerSpec):
     """A mixer with queries, keys and values, of whatever origin. ModelConfig documents the fields."""
@@ -99,9 +114,17 @@ class SoftmaxAttentionSpec(MixerSpec):
     multiplier: float | None = None
     softcap: float | None = None
     sinks: bool = False
-    query_scale: tuple[float, int] | None = None
+    query_scale: QueryScale | None = None
     window: int | None = None  # keys that a query sees, itself included; None: all before it
     rope: Rope | None = None  # None: queries and keys are not rotated
+    chunk: int | None = (
+        None  # tokens of a chunk, of which a query sees its own; None: there are none
+    )
+
+    @property
+    def seen(self) -> SeenKeys:
+        """The keys that a query sees; a pass makes one mask for each."""
+        return SeenKeys(self.window, self.chunk)
 
     @property
     def needs_spans(self) -> bool:

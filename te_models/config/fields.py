@@ -71,11 +71,15 @@ class ModelFields(Settings):
     sliding_window: int | None = count(
         None, "Number of keys that a query sees, itself included (Mistral)."
     )
+    attention_chunk_size: int | None = count(
+        None,
+        "Tokens of a chunk in the chunked_attention layers, where a query sees the keys of its own (Llama 4).",
+    )
     layer_types: tuple[str, ...] | None = setting(
         None,
-        'One entry per layer, "full_attention", "sliding_attention", "linear_attention", "latent_attention", '
-        '"conv", "mamba2", "kda", "parallel", or "mlp" without a mixer; None: the window applies to all, or all are '
-        "latent.",
+        'One entry per layer, "full_attention", "sliding_attention", "chunked_attention", "linear_attention", '
+        '"latent_attention", "conv", "mamba2", "kda", "parallel", or "mlp" without a mixer; None: the window applies '
+        "to all, or all are latent.",
         choices=MIXERS,
     )
     linear_attention: DeltaNetConfig | None = setting(
@@ -143,7 +147,15 @@ class ModelFields(Settings):
     query_scale_length: int | None = count(
         None, "Positions that query_scale_beta leaves as they are."
     )
+    query_scale_rule: str = setting(
+        "position",
+        "What scales queries: their position; or slot + 1, padding counted, in layers without RoPE (Llama 4).",
+        choices=("position", "slot"),
+    )
     qk_norm: bool = setting(False, "RMSNorm on q and k (Qwen3).")
+    qk_norm_layers: str = setting(
+        "all", "Layers with qk_norm: all, or those with rope (Llama 4).", choices=("all", "rope")
+    )
     qk_norm_scope: str = setting(
         "head",
         "Scope of qk_norm: each head, or all_heads together (OLMo 2).",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from te_models.config.attention import AttentionSpec, Heads
+from te_models.config.attention import AttentionSpec, Heads, QueryScale
 from te_models.config.deltanet import DeltaNetSpec
 from te_models.config.fields import ModelFields
 from te_models.config.kda import KDASpec
@@ -54,7 +54,14 @@ def sliding_attention(config: ModelFields, layer: int) -> AttentionSpec:
     return _attention(config, layer, config.sliding_window)
 
 
-def _attention(config: ModelFields, layer: int, window: int | None) -> AttentionSpec:
+def chunked_attention(config: ModelFields, layer: int) -> AttentionSpec:
+    """Return the attention of this layer to the keys of a chunk."""
+    return _attention(config, layer, None, config.attention_chunk_size)
+
+
+def _attention(
+    config: ModelFields, layer: int, window: int | None, chunk: int | None = None
+) -> AttentionSpec:
     """Return the attention of this layer."""
     rope = config.rope if window is None else config.window_rope
     sizes = config if window is None or config.sliding_heads is None else config.sliding_heads
@@ -72,15 +79,16 @@ def _attention(config: ModelFields, layer: int, window: int | None) -> Attention
         gate_activation=config.attention_gate_activation,
         bias=config.attention_bias,
         output_bias=config.attention_output_bias,
-        qk_norm=config.qk_norm_scope if config.qk_norm else "none",
+        qk_norm=config.qk_norm_scope if _norms_heads(config, layer) else "none",
         norm_weights=config.qk_norm_weights,
         norm_after_rope=config.qk_norm_after_rope,
         value_norm=config.value_norm,
         multiplier=config.attention_multiplier,
         softcap=config.attn_logit_softcapping,
         sinks=config.attention_sinks,
-        query_scale=_query_scale(config),
+        query_scale=_query_scale(config, layer),
         window=window,
+        chunk=chunk,
         rope=rope if _rotates(config, layer) else None,
     )
 
@@ -125,7 +133,7 @@ def latent_attention(config: ModelFields, layer: int) -> LatentAttentionSpec:
         bias=config.attention_bias,
         output_bias=config.attention_output_bias,
         multiplier=multiplier,
-        query_scale=_query_scale(config),
+        query_scale=_query_scale(config, layer),
         rope=config.rope if _rotates(config, layer) else None,
         sizes=sizes,
     )
@@ -136,11 +144,20 @@ def _rotates(config: ModelFields, layer: int) -> bool:
     return config.no_rope_layers is None or bool(config.no_rope_layers[layer])
 
 
-def _query_scale(config: ModelFields) -> tuple[float, int] | None:
-    """Return the factor beta and the length of the scale of queries by their position; None without one."""
+def _norms_heads(config: ModelFields, layer: int) -> bool:
+    """Return whether this layer norms queries and keys."""
+    return config.qk_norm and (config.qk_norm_layers == "all" or _rotates(config, layer))
+
+
+def _query_scale(config: ModelFields, layer: int) -> QueryScale | None:
+    """Return the scale of queries in this layer; None without one."""
     beta = config.query_scale_beta
     length = config.query_scale_length
-    return None if beta is None or length is None else (beta, length)
+    if beta is None or length is None:
+        return None
+    if config.query_scale_rule == "position":
+        return QueryScale(beta, length)
+    return None if _rotates(config, layer) else QueryScale(beta, length, by_slot=True)
 
 
 def linear_attention(config: ModelFields, layer: int) -> DeltaNetSpec:
@@ -237,6 +254,7 @@ def _limit(limits: tuple[float, ...] | None, layer: int) -> float | None:
 MIXERS.update(
     full_attention=full_attention,
     sliding_attention=sliding_attention,
+    chunked_attention=chunked_attention,
     linear_attention=linear_attention,
     latent_attention=latent_attention,
     conv=short_convolution,

@@ -35,6 +35,8 @@ NOT_LATENT = {
     "attention_sinks": False,
     "attn_logit_softcapping": None,
     "sliding_window": None,
+    "attention_chunk_size": None,
+    "query_scale_rule": "position",
     "partial_rotary_factor": 1.0,
 }
 
@@ -240,6 +242,7 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
     own = ("linear_attention", "latent_attention", "mamba2", "kda", "parallel")
     needs = {kind: kind for kind in own} | {
         "sliding_attention": "sliding_window",
+        "chunked_attention": "attention_chunk_size",
         "conv": "short_conv",
     }
     kinds = config.layer_types or ()
@@ -310,6 +313,13 @@ def _mistakes(config: ModelConfig) -> Iterator[str]:
         yield f"parallel_residual has one norm, of the layer's input: leave out norm_position={config.norm_position!r}"
     if config.parallel_residual and config.moe is not None and config.moe.separate_norms:
         yield "parallel_residual has one norm, of the layer's input: leave out moe.separate_norms"
+    if config.query_scale_rule != "position" and config.query_scale_beta is None:
+        yield f"query_scale_rule={config.query_scale_rule!r} scales nothing: give query_scale_beta"
+    chunked = "chunked_attention" in (config.layer_types or ())
+    if config.attention_chunk_size is not None and not chunked:
+        yield "attention_chunk_size is the size of chunks in chunked_attention layers: give layer_types"
+    if config.qk_norm_layers != "all" and not config.qk_norm:
+        yield f"qk_norm_layers={config.qk_norm_layers!r} norms nothing without qk_norm=True"
     if config.qk_norm_scope != "head" and not config.qk_norm:
         yield f"qk_norm_scope={config.qk_norm_scope!r} norms nothing without qk_norm=True"
     limits = (*(config.expert_limits or ()), *(config.mlp_limits or ()))

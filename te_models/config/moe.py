@@ -68,6 +68,10 @@ class MoEConfig(Settings):
         None,
         "Width to which tokens are projected for the chosen experts; default: none (Nemotron 3).",
     )
+    scale_inputs: bool = setting(
+        False,
+        "The weights of a token's experts multiply what those read, instead of what they return (Llama 4).",
+    )
     bias: bool = setting(
         False, "Biases on the router and on the chosen experts' projections (gpt-oss)."
     )
@@ -106,6 +110,8 @@ class MoEConfig(Settings):
             yield f"moe.num_experts_per_tok={self.num_experts_per_tok} is more than the {choice} experts to choose from"
         if self.shared_expert_gate and not self.shared_expert_intermediate_size:
             yield "moe.shared_expert_gate needs a shared expert: give shared_expert_intermediate_size"
+        if self.scale_inputs and self.bias:
+            yield "moe.scale_inputs has experts without biases: leave out moe.bias"
         if self.separate_norms and not self.shared_expert_intermediate_size:
             yield "moe.separate_norms needs a shared expert: give shared_expert_intermediate_size"
 
@@ -167,6 +173,7 @@ class MoESpec(FeedforwardSpec):
             "mlp_gate": not self.gate,
             "moe.swiglu_limit": e.swiglu_limit,
             "moe.bias": e.bias,
+            "moe.scale_inputs": e.scale_inputs,
             "expert_limits": self.limit is not None,
             "mlp_limits": self.shared_limit is not None,
         }

@@ -71,6 +71,7 @@ class ConfigOptions(TypedDict, total=False):
     partial_rotary_factor: float
     no_rope_layers: tuple[int, ...] | None
     sliding_window: int | None
+    attention_chunk_size: int | None
     layer_types: tuple[str, ...] | None
     linear_attention: DeltaNetConfig | None
     kda: KDAConfig | Mapping[str, int | float | None] | None
@@ -92,7 +93,9 @@ class ConfigOptions(TypedDict, total=False):
     attention_sinks: bool
     query_scale_beta: float | None
     query_scale_length: int | None
+    query_scale_rule: str
     qk_norm: bool
+    qk_norm_layers: str
     qk_norm_scope: str
     qk_norm_weights: bool
     qk_norm_after_rope: bool

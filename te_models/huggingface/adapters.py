@@ -174,6 +174,7 @@ def _show_parameters(model: CausalLM, places: Mapping[str, Place], family: Famil
     mlp = "mlp" if family is None else family.mlp
     experts = "mlp.experts" if family is None else family.expert_module
     transposed = family is not None and family.inputs_first
+    swapped = family is not None and family.swapped_by_peft
     # te module -> its parameter: of which module below the block, its name, its values
     shown: dict[str, tuple[str, str, Stack]] = {}
     for name, place in expert_places("", model.config, _shapes(model), places, experts).items():
@@ -182,12 +183,15 @@ def _show_parameters(model: CausalLM, places: Mapping[str, Place], family: Famil
         shown[ours] = (
             experts,
             leaf,
-            Stack(model.get_submodule(ours), place, linears[ours].experts, transposed),
+            Stack(model.get_submodule(ours), place, linears[ours].experts, transposed, swapped),
         )
     for theirs, place in places.items():
         ours = place.name.removesuffix(".weight")
-        if ours.endswith(".router") and theirs.endswith(f".{mlp}.gate.weight"):
-            shown[ours] = (f"{mlp}.gate", "weight", Stack(model.get_submodule(ours), place))
+        if not ours.endswith(".router"):
+            continue
+        for router in (f"{mlp}.gate", f"{mlp}.router"):
+            if theirs.endswith(f".{router}.weight") and router != "mlp.router":
+                shown[ours] = (router, "weight", Stack(model.get_submodule(ours), place))
     stand_ins: Placed = {}
     for ours, (below, name, stack) in shown.items():
         # Below our MLP, or beside it in the block where theirs has another name.
@@ -315,9 +319,12 @@ def mark_adapters(model: CausalLM) -> None:
 
 
 def take_away(model: CausalLM) -> None:
-    """Put the te modules back in the place of what adapts experts and routers, once peft has unloaded its layers."""
+    """Put the te modules back in the place of what adapts them, once peft has unloaded its layers.
+
+    peft itself does so for te.Linears that it finds by their names here, and not for those of HiddenNames.
+    """
     for name, module in list(model.named_modules()):
-        if isinstance(module, AdaptedWeight):
+        if isinstance(module, (AdaptedRows, AdaptedWeight)):
             parent, _, leaf = name.rpartition(".")
             model.get_submodule(parent)._modules[leaf] = module.base_layer
 

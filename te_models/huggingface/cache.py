@@ -22,11 +22,11 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from te_models.config.attention import SoftmaxAttentionSpec
+from te_models.config.attention import SeenKeys, SoftmaxAttentionSpec
 from te_models.config.model import ModelConfig
 from te_models.errors import UsageError
 from te_models.kernels.sdpa import attention_mask as causal_mask
-from te_models.kernels.sdpa import masks_nothing, within_window
+from te_models.kernels.sdpa import chunk_numbers, masks_nothing, within_chunk, within_window
 from te_models.model.kv_cache import RecurrentState
 
 
@@ -234,49 +234,80 @@ class CacheView:
         self._slots = torch.arange(self.length, self.length + seq, device=self.device)
         return self._slots if self.positions is None else self.positions
 
-    def visible(self, window: int | None) -> Tensor | None:
+    @property
+    def slots(self) -> Tensor:
+        """The slots of the newest tokens, int64 [S]."""
+        return self._slots
+
+    def visible(self, keys: SeenKeys) -> Tensor | None:
         """Return which slots each of the newest tokens sees, [B or 1, 1, S, slots]; None for plain causal attention."""
+        window, chunk = keys
         seq = self._slots.shape[0]
-        slots, first = self._sizes(window, seq)
+        slots, first = self._sizes(keys, seq)
         if self.whole is not None:
             return self.whole[..., :slots]
         if self.length == 0 and slots == seq:
-            return causal_mask(seq, window, self.mask, self.documents, self.device)
+            return causal_mask(seq, window, self.mask, self._pieces(chunk), self.device)
         if (
             self.mask is None
             and seq == 1
             and slots == self.length + 1
             and (window is None or slots <= window)
+            and (chunk is None or slots <= chunk)
         ):
             return None
-        keys = torch.arange(first, first + slots, device=self.device)
-        distance = self._slots[:, None] - keys
+        others = torch.arange(first, first + slots, device=self.device)
+        distance = self._slots[:, None] - others
         if self.mask is None:
             seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            if chunk is not None:
+                seen = seen & (self._slots[:, None] // chunk == others // chunk)
             return seen[None, None]
         real = F.pad(self.mask, (0, max(first + slots - self.mask.shape[1], 0)), value=True)
         seen = (distance >= 0) & real[:, None, None, first : first + slots]
+        tokens = real.cumsum(-1)  # [B, slots so far], of each row up to this slot
         if window is not None:
-            tokens = real.cumsum(-1)  # [B, slots so far], of each row up to this slot
             if first > 0:
-                self._check_kept(real[:, :first], tokens[:, : self.length], window)
+                oldest = tokens[:, self.length - 1, None] + 1 - window
+                self._check_kept(real[:, :first], tokens, oldest)
             queries = tokens[:, self._slots]
             seen = seen & within_window(queries, tokens[:, first : first + slots], window)
+        if chunk is not None:
+            places = (tokens - 1).clamp(min=0)  # of padding before all tokens, too
+            if first > 0:
+                # The last token before the chunk of the next one.
+                oldest = tokens[:, self.length - 1, None] // chunk * chunk
+                self._check_kept(real[:, :first], tokens, oldest)
+            queries = places[:, self._slots]
+            seen = seen & within_chunk(queries, places[:, first : first + slots], chunk)
         return seen | (distance == 0)  # padding sees itself, so that no row is empty
 
-    @staticmethod
-    def _check_kept(dropped: Tensor, tokens: Tensor, window: int) -> None:
-        """Raise a UsageError if a window of the next token covers tokens that the cache has `dropped`.
+    def _pieces(self, chunk: int | None) -> Tensor | None:
+        """Return the numbers of the documents of a pass without past, int [B, S], or of their chunks; None: one."""
+        seq = self._slots.shape[0]
+        if chunk is None or (seq <= chunk and not torch.compiler.is_compiling()):
+            return self.documents
+        positions = self._slots
+        if self.documents is not None:
+            assert self.positions is not None  # which the documents were found in
+            positions = self.positions
+        elif self.mask is not None:
+            positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
+        return chunk_numbers(torch.atleast_2d(positions), self.documents, chunk)
 
-        `dropped` bool [B, D] is False at padding, and `tokens` [B, past] counts the tokens of each row up to a slot.
-        transformers' caches of windows keep the newest slots, of which some may be padding.
+    @staticmethod
+    def _check_kept(dropped: Tensor, tokens: Tensor, oldest: Tensor) -> None:
+        """Raise a UsageError if the next token sees tokens that the cache has `dropped`: those after the `oldest`.
+
+        `dropped` bool [B, D] is False at padding, `tokens` [B, slots] counts the tokens of each row up to a slot, and
+        `oldest` [B, 1] is such a count. transformers' caches of windows and chunks keep the newest slots, of which some
+        may be padding.
         """
-        oldest = tokens[:, -1:] + 1 - window
         missed = dropped & (tokens[:, : dropped.shape[1]] > oldest)
         if not torch.compiler.is_compiling() and bool(missed.any()):
             raise UsageError(
-                "padding has pushed tokens out of the cache of a sliding window: pad the prompts on the left, or give "
-                "a DynamicCache() without a config, which keeps all tokens"
+                "padding has pushed tokens out of the cache of a sliding window or of chunks: pad the prompts on the "
+                "left, or give a DynamicCache() without a config, which keeps all tokens"
             )
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -326,14 +357,14 @@ class CacheView:
         assert isinstance(found, kind)
         return found
 
-    def _sizes(self, window: int | None, seq: int) -> tuple[int, int]:
-        """Return the number of slots that layers with this window attend to, and the position of the first."""
+    def _sizes(self, keys: SeenKeys, seq: int) -> tuple[int, int]:
+        """Return the number of slots that layers that see these keys attend to, and the position of the first."""
         if self.past is None:
             return seq, 0
         depth = next(
             depth
             for depth, layer in enumerate(self.config.layers)
             for mixer in layer.mixers
-            if isinstance(mixer, SoftmaxAttentionSpec) and mixer.window == window
+            if isinstance(mixer, SoftmaxAttentionSpec) and mixer.seen == keys
         )
         return self.past.get_mask_sizes(seq, depth)

@@ -200,6 +200,7 @@ def _check(config: ModelConfig) -> None:
     }
     missing_in_peers |= {
         "norm_position": config.norm_position != "pre",
+        "attention_chunk_size": config.attention_chunk_size is not None,
         "norm_type": config.norm_type != "rms",
         "parallel_residual": config.parallel_residual,
         "attention_output_bias": config.attention_output_bias,

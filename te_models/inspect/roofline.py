@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from te_models.config.attention import Heads, SoftmaxAttentionSpec
+from te_models.config.attention import Heads, SeenKeys, SoftmaxAttentionSpec
 from te_models.config.deltanet import DeltaNetConfig, DeltaNetSpec
 from te_models.config.layer import LayerSpec
 from te_models.config.model import ModelConfig
@@ -111,7 +111,7 @@ def roofline(
         has_others = not layer.mixers
         for mixer in layer.mixers:
             if isinstance(mixer, SoftmaxAttentionSpec):
-                attention += measure_attention(mixer.heads) * seen_share(mixer.window, seq)
+                attention += measure_attention(mixer.heads) * seen_share(mixer.seen, seq)
                 rest -= batch * seq**2 * mixer.heads.query * mixer.pair_channels
             elif isinstance(mixer, DeltaNetSpec) and len(layer.mixers) == 1:
                 recurrence += measure_recurrence(mixer.sizes)
@@ -122,12 +122,16 @@ def roofline(
     return Roofline(gemm, attention, moved / _copy_rate(device), recurrence, other)
 
 
-def seen_share(window: int | None, seq: int) -> float:
-    """Return the share of the pairs of causal attention over `seq` tokens that lie inside a window."""
-    if window is None or window >= seq:
-        return 1.0
-    inside = window * (window + 1) / 2 + (seq - window) * window
-    return inside / (seq * (seq + 1) / 2)
+def seen_share(keys: SeenKeys, seq: int) -> float:
+    """Return the share of the pairs of causal attention over `seq` tokens that lie inside a window or a chunk."""
+    window, chunk = keys
+    inside = pairs = seq * (seq + 1) / 2
+    if window is not None and window < seq:
+        inside = window * (window + 1) / 2 + (seq - window) * window
+    if chunk is not None and chunk < seq:
+        whole, rest = divmod(seq, chunk)
+        inside = whole * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2
+    return inside / pairs
 
 
 def _copy_rate(device: torch.device) -> float:

@@ -49,6 +49,21 @@ _GRANITE_MOE: Fields = dict(
 _GRANITE_PARTS = (ropes.ROPE, ACT, parts.biases(), parts.ATTENTION_MULTIPLIER, parts.MULTIPLIERS)
 
 
+_LLAMA4: Fields = dict(
+    layer=places.LLAMA4_LAYER, copied={"intermediate_size": "intermediate_size_mlp"}, stacked="inputs first",
+    inputs_first=True, swapped_by_peft=True, mlp="feed_forward",
+    parts=(ropes.ROPE, ropes.LLAMA4_LAYERS, ropes.LLAMA4_TEMPERATURE, ACT, parts.biases(),
+           parts.UNIT_NORM, experts.LLAMA4_EXPERTS),
+    constants={**UNGATED, "rope_interleaved": True},
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+              "intermediate_size": 8192, "intermediate_size_mlp": 16384, "rope_theta": 500000.0, "bos_token_id": 1,
+              "eos_token_id": 2, "num_experts_per_tok": 1, "num_local_experts": 16, "interleave_moe_layer_step": 1,
+              "use_qk_norm": True, "no_rope_layer_interval": 4, "attention_chunk_size": 8192,
+              "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1},
+    only=NO_DROPOUT, ignored=experts.IGNORED | {"router_aux_loss_coef", "router_jitter_noise", "for_llm_compressor"},
+)  # fmt: skip
+
+
 def _sparse(config: ModelConfig) -> bool:
     """Return whether the model has experts: one that began here without them is written as a dense family."""
     return config.moe is not None
@@ -385,6 +400,18 @@ EXPERT_FAMILIES = (
                   "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1,
                   "routed_scaling_factor": 1.8},
         only=NO_DROPOUT, ignored=experts.IGNORED | {"qk_head_dim"}, served=_served_by_bias, note="as DeepSeek-V3",
+    ),
+    Family(
+        model_type="llama4_text", architecture="Llama4ForCausalLM", models="Llama 4 (text)", **_LLAMA4,
+        note="attention in chunks in layers with RoPE, queries scaled by their position in the others; experts whose "
+             "input the router scales, in one tensor per projection",
+    ),
+    Family(
+        model_type="llama4", architecture="Llama4ForConditionalGeneration", models="Llama 4 Scout, Maverick", **_LLAMA4,
+        inner="text_config", inside="language_model.model.", root="language_model.model.",
+        head="language_model.lm_head", aside=("vision_model.", "multi_modal_projector."),
+        accepts=lambda config: False,
+        note="the text model of a folder whose other tensors are kept aside and written back",
     ),
     Family(
         model_type="gpt_oss", architecture="GptOssForCausalLM", models="gpt-oss-20b, gpt-oss-120b",

@@ -211,6 +211,31 @@ GPT_OSS_EXPERTS = experts(
     number="num_local_experts",
     bias=True,
 )
+
+
+def _read_llama4_layout(theirs: Values) -> list[bool]:
+    """Read the layers with experts, or at which distance they have."""
+    step = theirs["interleave_moe_layer_step"]
+    listed = theirs.get("moe_layers")
+    count = theirs["num_hidden_layers"]
+    sparse = range(step - 1, count, step) if listed is None else listed
+    return [layer not in sparse for layer in range(count)]
+
+
+LLAMA4_EXPERTS = experts(
+    Layout(
+        ("moe_layers", "interleave_moe_layer_step"),
+        _read_llama4_layout,
+        lambda dense: {"moe_layers": [layer for layer, one in enumerate(dense) if not one]},
+    ),
+    {**_CHOSEN, **_SAME_SIZE, "shared_expert_intermediate_size": "intermediate_size"},
+    number="num_local_experts",
+    without={},
+    router_scores="sigmoid",
+    norm_topk_prob=False,
+    scale_inputs=True,
+    router_aux_loss_coef=0.0,
+)
 OLMOE_EXPERTS = experts(ALL_SPARSE, {**_CHOSEN, **_LOSS, **_NORMED, **_SAME_SIZE})
 MELLUM_EXPERTS = experts(SPARSE_TYPES, _QWEN, without={})
 _SIGMOID: Fields = dict(router_scores="sigmoid", expert_bias=True)

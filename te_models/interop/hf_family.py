@@ -39,6 +39,7 @@ class Family:
         flat: keys of other models in a config.json that has the text model's beside them and not below `inner`,
             as earlier versions of transformers wrote it; (): there are no such files.
         text_type: the model_type below that key, where families of one outer model_type differ in it.
+        inside: the prefix of the names of layers in a model of transformers with images.
         root: the prefix of their names of embedding, layers and last norm.
         head: their name of the head.
         aside: prefixes of tensors of other models in the folder, which are written back.
@@ -49,6 +50,7 @@ class Family:
             OUTPUTS_FIRST of te_models.interop.stacked_experts; "": each expert has tensors of its own.
         stacks: ends of their names of such tensors that lack "experts" -> the same with it.
         inputs_first: whether experts in a model of transformers have inputs before outputs.
+        swapped_by_peft: whether peft takes those inputs for outputs, since the model does not say `is_transposed`.
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
         scaled_vectors: whether its embedding in transformers multiplies, and `inputs_embeds` come multiplied.
         mlp: the name of experts and their router, below a layer of a model of transformers.
@@ -82,6 +84,7 @@ class Family:
     blocks: str = "layers"
     modules: Mapping[str, Any] = field(default_factory=dict)
     stated: Callable[[Values], Values] = lambda config: config
+    inside: str = "model.language_model."
     root: str = "model."
     head: str = "lm_head"
     aside: tuple[str, ...] = ()
@@ -91,6 +94,7 @@ class Family:
     stacked: str = ""
     stacks: Mapping[str, str] = field(default_factory=dict)
     inputs_first: bool = False
+    swapped_by_peft: bool = False
     code: bool = False
     scaled_vectors: bool = False
     mlp: str = "mlp"
@@ -267,7 +271,7 @@ class Family:
     @property
     def module_root(self) -> str:
         """The prefix of the names of layers in a model of transformers, and in adapters for it."""
-        return "model.language_model." if self.inner else "model."
+        return self.inside if self.inner else "model."
 
     def in_models(self, root: str) -> "Family":
         """Return the family with the names that its modules have in a model of transformers, below `root`."""
@@ -390,6 +394,7 @@ COPIED = (
 # Keys whose null means "none" rather than the default.
 NULLABLE = (
     "sliding_window",
+    "attention_chunk_size",
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "q_lora_rank",

@@ -140,6 +140,18 @@ def _write_laguna(config: ModelConfig) -> Fields:
     }
 
 
+_UNIT_NORM = {
+    "qk_norm": True,
+    "qk_norm_weights": False,
+    "qk_norm_after_rope": True,
+    "qk_norm_layers": "rope",
+}
+# Norms of q and k without weights, after RoPE and where there is one.
+UNIT_NORM = ConfigKeys(
+    ("use_qk_norm",),
+    lambda theirs: dict(_UNIT_NORM) if theirs["use_qk_norm"] else {},
+    lambda config: {"use_qk_norm": config.qk_norm},
+)
 # Gemma 1 calls gelu_pytorch_tanh "gelu".
 GEMMA_ACT = activation(aliases={**ALIASES, "gelu": "gelu_pytorch_tanh"})
 GATE = ConfigKeys((*GATE_FLAGS.values(), "use_qk_norm"), _read_gate, _write_gate)
@@ -273,7 +285,8 @@ OWN_OPTIONS = (
     "sliding_window", "layer_types", "attention_gate", "attention_gate_activation", "attention_bias",
     "attention_output_bias", "attention_multiplier", "attn_logit_softcapping", "attention_sinks", "query_scale_beta",
     "query_scale_length", "qk_norm", "qk_norm_scope", "qk_norm_weights", "qk_norm_after_rope", "value_norm",
-    "norm_type", "parallel_residual", "norm_position", "zero_centered_norm", "hidden_act", "mlp_gate",
+    "norm_type", "parallel_residual", "attention_chunk_size", "query_scale_rule", "qk_norm_layers",
+    "norm_position", "zero_centered_norm", "hidden_act", "mlp_gate",
     "mlp_bias", "embedding_multiplier", "residual_multiplier", "logits_scaling", "final_logit_softcapping",
     "embedding_norm", "post_norm_eps", "plain_final_norm",
 )  # fmt: skip

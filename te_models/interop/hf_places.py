@@ -252,6 +252,15 @@ GPT_OSS_LAYER = {
     "mlp.experts.{}.gate_up_proj": Rows("mlp.gate_up_proj", ("gate", "up"), "row", experts=True),
     "mlp.experts.{}.down_proj": Rows("mlp.down_proj", experts=True),
 }
+LLAMA4_LAYER = {
+    **{name.replace("mlp.", "feed_forward."): rows for name, rows in LAYER.items()},
+    "feed_forward.router": Rows("mlp.router"),
+    "feed_forward.experts.{}.gate_up_proj": Rows("mlp.gate_up_proj", ("gate", "up"), experts=True),
+    "feed_forward.experts.{}.down_proj": Rows("mlp.down_proj", experts=True),
+    "feed_forward.shared_expert.gate_proj": Rows("mlp.shared_gate_up_proj", ("gate",)),
+    "feed_forward.shared_expert.up_proj": Rows("mlp.shared_gate_up_proj", ("up",)),
+    "feed_forward.shared_expert.down_proj": Rows("mlp.shared_down_proj"),
+}
 SARVAM_LAYER = {
     **{name: rows for name, rows in LAYER.items() if "self_attn" not in name},
     **DEEPSEEK_V2_EXPERTS,

@@ -453,6 +453,64 @@ def _write_no_rope(config: ModelConfig) -> Fields:
     return {"no_rope_layers": list(config.no_rope_layers or [1] * config.num_hidden_layers)}
 
 
+def _read_llama4_layers(theirs: Values) -> Fields:
+    """Read which layers have RoPE, and in which attention stays in chunks: by default the same."""
+    rope = _rope_layers(theirs)[: theirs["num_hidden_layers"]]
+    chunk = theirs.get("attention_chunk_size")
+    types = theirs.get("layer_types")
+    if not types:
+        types = [
+            "chunked_attention" if flag and chunk is not None else "full_attention" for flag in rope
+        ]
+    if len(types) != len(rope):
+        raise ConfigError(f"layer_types has {len(types)} entries for {len(rope)} layers")
+    for kind in types:
+        if kind not in ("full_attention", "chunked_attention"):
+            raise ConfigError(
+                f"layer_types holds {kind!r}, which is not supported for this model type"
+            )
+    found: Fields = {} if all(rope) else {"no_rope_layers": [int(bool(flag)) for flag in rope]}
+    if "chunked_attention" in types:
+        if chunk is None:
+            raise ConfigError("layer_types has chunked_attention, and attention_chunk_size is null")
+        found |= {"layer_types": types, "attention_chunk_size": chunk}
+    return found
+
+
+def _write_llama4_layers(config: ModelConfig) -> Fields:
+    types = []
+    for layer in config.layers:
+        # Any config is written, to see what the family lacks.
+        chunked = isinstance(layer.mixer, SoftmaxAttentionSpec) and layer.mixer.chunk is not None
+        types.append("chunked_attention" if chunked else "full_attention")
+    return {
+        **_write_no_rope(config),
+        "layer_types": types,
+        "attention_chunk_size": config.attention_chunk_size,
+    }
+
+
+def _read_temperature(theirs: Values) -> Fields:
+    """Read the scale of queries in layers without RoPE."""
+    if not theirs["attn_temperature_tuning"] or not theirs["attn_scale"]:
+        return {}
+    return {
+        "query_scale_beta": theirs["attn_scale"],
+        "query_scale_length": theirs["floor_scale"],
+        "query_scale_rule": "slot",
+    }
+
+
+def _write_temperature(config: ModelConfig) -> Fields:
+    if config.query_scale_beta is None:
+        return {"attn_temperature_tuning": False}
+    return {
+        "attn_temperature_tuning": True,
+        "attn_scale": config.query_scale_beta,
+        "floor_scale": config.query_scale_length,
+    }
+
+
 # The defaults of transformers where a config.json has no RoPE.
 _MINISTRAL3 = dict(
     rope_type="yarn", rope_theta=1000000.0, factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0,
@@ -622,6 +680,14 @@ FLINT_WINDOW = window_with_rope(
 )
 AFMOE_WINDOW = window_with_rope(
     _by_pattern("global_attn_every_n_layers"), "global_attn_every_n_layers"
+)
+LLAMA4_LAYERS = ConfigKeys(
+    ("no_rope_layers", "no_rope_layer_interval", "layer_types", "attention_chunk_size"),
+    _read_llama4_layers,
+    _write_llama4_layers,
+)
+LLAMA4_TEMPERATURE = ConfigKeys(
+    ("attn_temperature_tuning", "attn_scale", "floor_scale"), _read_temperature, _write_temperature
 )
 NO_ROPE = ConfigKeys(("no_rope_layers", "no_rope_layer_interval"), _read_no_rope, _write_no_rope)
 LAYER_THETAS = ConfigKeys(

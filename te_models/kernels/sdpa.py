@@ -172,9 +172,27 @@ def attention_mask(
     return mask if real is None else (mask & real[:, None, None, :]) | (distance == 0)
 
 
+def chunk_numbers(positions: Tensor, documents: Tensor | None, chunk: int) -> Tensor:
+    """Return a number for each chunk of `chunk` tokens that tells it from all others of its row, int64 [(B,) S].
+
+    `positions` [S] or [B, S] are counted in each document of `documents`, int [B, S], which are below 0 at padding, as
+    the numbers are there then.
+    """
+    own = positions // chunk
+    if documents is None:
+        return own
+    numbers = documents.long() * (positions.shape[-1] + 1) + own
+    return torch.where(documents < 0, documents.long(), numbers)
+
+
 def within_window(queries: Tensor, keys: Tensor, window: int) -> Tensor:
     """Return which keys at positions [B, M] are newer than `window` tokens before the queries [B, S]: [B, 1, S, M]."""
     return keys[:, None, None, :] > queries[:, None, :, None] - window
+
+
+def within_chunk(queries: Tensor, keys: Tensor, chunk: int) -> Tensor:
+    """Return which keys at positions [B, M] are in the chunk of the queries [B, S]: bool [B, 1, S, M]."""
+    return (queries // chunk)[:, None, :, None] == (keys // chunk)[:, None, None, :]
 
 
 def masks_nothing(mask: Tensor) -> bool:

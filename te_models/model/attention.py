@@ -73,7 +73,7 @@ class GatedAttention(Mixer[AttentionSpec]):
         kernels = context.step
         if setting is None or into is None or out is None or kernels is None:
             return None
-        mask = context.masks[self.spec.window]
+        mask = context.masks[self.spec.seen]
         assert isinstance(context.cache, DecodingCache) and isinstance(mask, Tensor)
         keys = context.cache.keys(self.layer, mask)
         qkvg = kernels.product(x, into, context.batch, norm=norm)
@@ -111,7 +111,7 @@ class GatedAttention(Mixer[AttentionSpec]):
 
     def _can_fuse(self, qkvg: Tensor, context: ForwardContext) -> bool:
         """Return whether attention may run as one operation: the model asks for it and these tokens need no mask."""
-        mask = context.masks.get(self.spec.window)
+        mask = context.masks.get(self.spec.seen)
         masked = context.real is not None or isinstance(mask, Tensor)
         asked = context.kernels.attention is not None and context.cache is None and not masked
         return asked and can_fuse(self.spec, context.seq, qkvg.device, qkvg.dtype, mask is not None)
@@ -124,7 +124,7 @@ class GatedAttention(Mixer[AttentionSpec]):
         rotation = None
         if spec.rope is not None:
             rotation = Rotation(*context.rotary[spec.rope], spec.rope.interleaved)
-        spans = context.masks[spec.window]
+        spans = context.masks[spec.seen]
         assert not isinstance(spans, Tensor)
         q_weight = k_weight = None
         norms: dict[str, Any] = {}
@@ -174,7 +174,7 @@ class GatedAttention(Mixer[AttentionSpec]):
             k, v = context.shared_keys[self.spec.window]
         else:
             q, k, v, g = self._own_heads(q, k, v, g, context)
-        out = self._attention(q, k, v, context.masks[self.spec.window])
+        out = self._attention(q, k, v, context.masks[self.spec.seen])
         out = out.transpose(1, 2).flatten(0, 1)
         out = self._gated(out, g.flatten(0, 1), context)  # [B*S, A*H]
         return out if context.real is None else out * context.real

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from te_models.config.attention import WIDEST_SPANS, SoftmaxAttentionSpec
+from te_models.config.attention import WIDEST_SPANS, QueryScale, SeenKeys, SoftmaxAttentionSpec
 from te_models.config.layer import LayerSpec, distinct
 from te_models.config.rope import Rope
 from te_models.fp8.region import Autocasts
@@ -16,7 +16,7 @@ from te_models.kernels.decode import MOST_ROWS, DecodeKernels, StepLinear, StepN
 from te_models.kernels.dispatch import Kernels
 from te_models.kernels.expert_rows import Route
 from te_models.kernels.groups import Groups
-from te_models.kernels.sdpa import attention_mask, masks_nothing
+from te_models.kernels.sdpa import attention_mask, chunk_numbers, masks_nothing
 from te_models.model.kv_cache import Cache, DecodingCache
 from te_models.model.recompute import Recompute
 from te_models.model.rope import rotary_tables
@@ -39,9 +39,9 @@ class ForwardContext(NamedTuple):
     # cos and sin [S, R] or [B, S, R], R channels rotated, in the dtype of the activations
     rotary: dict[Rope, tuple[Tensor, Tensor]]
     # SoftmaxAttentionSpec.query_scale -> factors [S] or [B, S]
-    query_scales: dict[tuple[float, int], Tensor]
+    query_scales: dict[QueryScale, Tensor]
     cache: Cache | None
-    masks: dict[int | None, Visible]  # sliding window -> which keys are seen
+    masks: dict[SeenKeys, Visible]
     # bool [B*S, 1], False at padding inside the batch; None where there is none
     real: Tensor | None
     # bool [B*S, 1], False at padding of either kind, which no expert gets; None: all are tokens
@@ -215,17 +215,22 @@ def forward_context(
     positions = None  # of a cache that has tokens already
     if cache:
         positions = cache.extend(seq, padded)
-    masks: dict[int | None, Visible] = {}
-    for spec in attentions:
-        if spec.window in masks:
-            continue
-        if cache and positions is not None:
-            # A cache with tokens knows which of its slots the new ones see.
-            masks[spec.window] = cache.visible(spec.window)
-        else:
-            masks[spec.window] = _mask(spec, seq, padded, documents, kernels, ids.device, dtype)
-    if positions is None:
+    masks: dict[SeenKeys, Visible] = {}
+    if cache and positions is not None:
+        # A cache with tokens knows which of its slots the new ones see.
+        for seen in distinct(spec.seen for spec in attentions):
+            masks[seen] = cache.visible(seen)
+    else:
         positions = _positions(seq, padded, documents, ids.device)
+        for spec in attentions:
+            if spec.seen in masks:
+                continue
+            pieces = documents
+            if spec.chunk is not None and (torch.compiler.is_compiling() or spec.chunk < seq):
+                # A chunk is to attention what a document is.
+                pieces = torch.atleast_2d(chunk_numbers(positions, documents, spec.chunk))
+            shape = (batch, seq)
+            masks[spec.seen] = _mask(spec, shape, padded, pieces, kernels, ids.device, dtype)
     real = None if padded is None else padded.reshape(-1, 1)  # [B*S, 1]
     routed = real if documents is None else documents.reshape(-1, 1) >= 0  # [B*S, 1]
     if cache:
@@ -233,10 +238,13 @@ def forward_context(
     rotary = {}
     for rope in distinct(spec.rope for spec in attentions):
         rotary[rope] = rotary_tables(rope, positions, dtype, documents)
+    slots = positions  # of documents, each as if it had a row to itself
+    if documents is None:
+        given = cache.slots if cache else None
+        slots = torch.arange(seq, device=ids.device) if given is None else given
     query_scales = {}
     for scale in distinct(spec.query_scale for spec in attentions):
-        beta, length = scale
-        query_scales[scale] = _query_scale(beta, length, positions, dtype)
+        query_scales[scale] = _query_scale(scale, positions, slots, dtype)
     return ForwardContext(
         batch=batch,
         seq=seq,
@@ -261,27 +269,34 @@ def forward_context(
 
 def _mask(
     spec: SoftmaxAttentionSpec,
-    seq: int,
+    shape: tuple[int, int],
     padded: Tensor | None,
     documents: Tensor | None,
     kernels: Kernels,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Visible:
-    """Return which keys the queries of `spec` see in a pass without a cache."""
+    """Return which keys the queries of `spec` see in a pass over [B, S], `shape`, without a cache.
+
+    `documents` int [B or 1, S] are those of the tokens, or their chunks.
+    """
+    batch, seq = shape
     # A span has one first key per query, which padding does not allow.
     spans = kernels.attention.spans if kernels.attention is not None else None
     if padded is not None or dtype.itemsize != 2 or spec.heads.dim > WIDEST_SPANS:
         spans = None
     slides = spec.window is not None and spec.window < seq
     if spans is not None and (documents is not None or slides or spec.needs_spans):
+        if documents is not None:
+            documents = documents.expand(batch, seq)
         return spans(seq, spec.window, documents, device)
     return attention_mask(seq, spec.window, padded, documents, device)
 
 
-def _query_scale(beta: float, length: int, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 1 + beta * log(1 + position // length) of each position, in `dtype` (Llama 4, Ministral 3)."""
-    return (1 + beta * torch.log(1.0 + positions // length)).to(dtype)
+def _query_scale(scale: QueryScale, positions: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the factor of each query in `dtype`, by its position (Ministral 3) or by its slot (Llama 4)."""
+    count = slots + 1 if scale.by_slot else positions
+    return (1 + scale.beta * torch.log(1.0 + count // scale.length)).to(dtype)
 
 
 def _positions(

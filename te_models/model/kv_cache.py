@@ -14,9 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from te_models.config.attention import SeenKeys
 from te_models.errors import UsageError
 from te_models.kernels.decode import StepKeys
-from te_models.kernels.sdpa import within_window
+from te_models.kernels.sdpa import within_chunk, within_window
 
 # The number of slots is a multiple of this, as kernels with a mask require of its rows.
 SLOTS = 16
@@ -30,7 +31,12 @@ class Cache(Protocol):
     documents: Tensor | None
 
     def extend(self, seq: int, real: Tensor | None) -> Tensor | None: ...
-    def visible(self, window: int | None) -> Tensor | None: ...
+    def visible(self, keys: SeenKeys) -> Tensor | None: ...
+
+    @property
+    def slots(self) -> Tensor | None:
+        """The slots of the newest tokens, int64 [S]; None: the first S."""
+        ...
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [B, K, S, H] of the newest tokens in an attention layer; return those that they attend to."""
@@ -256,18 +262,27 @@ class DecodingCache:
         self._slots = None if first else slots
         return None if first else positions
 
-    def visible(self, window: int | None) -> Tensor:
+    @property
+    def slots(self) -> Tensor | None:
+        """The slots of the newest tokens, int64 [S]; None: the first S."""
+        return self._slots
+
+    def visible(self, keys: SeenKeys) -> Tensor:
         """Return the mask of the newest tokens, added to the scores of slots [B, 1, S, slots]: 0 where seen, else -inf.
 
-        As in kernels.sdpa.attention_mask: a window counts tokens, between which there may be slots of padding, and a
-        padding token sees itself, so that no row is empty.
+        As in kernels.sdpa.attention_mask: windows and chunks count tokens, between which there may be slots of padding,
+        and a padding token sees itself, so that no row is empty.
         """
+        window, chunk = keys
         assert self._slots is not None
         distance = self._slots[:, None] - self._index  # [S, slots]
         seen = (distance >= 0) & self.real[:, None, None, :]
         if window is not None:
             queries = self.positions.index_select(1, self._slots)
             seen = seen & within_window(queries, self.positions, window)
+        if chunk is not None:
+            queries = self.positions.index_select(1, self._slots)
+            seen = seen & within_chunk(queries, self.positions, chunk)
         seen = seen | (distance == 0)
         return torch.zeros_like(seen, dtype=self.dtype).masked_fill_(~seen, float("-inf"))
 
@@ -285,7 +300,7 @@ class DecodingCache:
     def keys(self, layer: int, mask: Tensor) -> StepKeys:
         """Return keys and values of an attention layer for a kernel that also writes the newest token's.
 
-        `mask` is the one that `visible` returned for the layer's window.
+        `mask` is the one that `visible` returned for the layer.
         """
         state = self._state(layer)
         assert isinstance(state, KVState)

@@ -119,7 +119,7 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         """
         width = self.spec.sizes.width
         widths = q.shape[-1] + v.shape[-1]
-        mask = context.masks[self.spec.window]
+        mask = context.masks[self.spec.seen]
         scale = self.spec.multiplier
         q, k, v = (
             t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v)

@@ -141,13 +141,18 @@ class Experts(Feedforward[MoESpec]):
         own = exchange.places if exchange else where
         route = Route(where.token, where.row, kernels)
         swiglu = self.spec.activation == "silu" and self.spec.gate and self.spec.limit is None
-        joint = swiglu and context.experts_join(gate_up, down)
-        if joint:
+        joint = swiglu and not moe.scale_inputs and context.experts_join(gate_up, down)
+        # Outside of `route`: their gradient goes through the logits, so a recompute has to build this graph again.
+        if moe.scale_inputs:
+            factors = self._weights(logits, chosen)
+            rows = self._separate(_scaled(tokens, factors, route), own, exchange, None, context)
+            weights = torch.ones_like(factors)
+        elif joint:
             rows = tokens if exchange is None else exchange.to_experts(dispatch(tokens, *route))
+            weights = self._weights(logits, chosen)
         else:
             rows = self._separate(tokens, own, exchange, route, context)
-        # Outside of `route`: their gradient goes through the logits, so a recompute has to build this graph again.
-        weights = self._weights(logits, chosen)
+            weights = self._weights(logits, chosen)
         shared_hidden, shared_gate = self._shared(shared, context)
         return Routed(
             hidden=rows,
@@ -169,18 +174,22 @@ class Experts(Feedforward[MoESpec]):
 
     def _separate(
         self,
-        tokens: Tensor,
+        x: Tensor,
         own: Places,
         exchange: Exchange | None,
-        route: Route,
+        route: Route | None,
         context: ForwardContext,
     ) -> Tensor:
-        """Return the input of down_proj [R, F], where gate_up_proj is an operation of its own."""
+        """Return the input of down_proj [R, F], where gate_up_proj is an operation of its own.
+
+        x are tokens [T, D], or without a `route` the rows of all experts.
+        """
         gate_up = self.get_submodule("gate_up_proj")
         if exchange is None:
-            both = context.grouped(gate_up, tokens, own.rows, route)  # [R, 2F]
+            both = context.grouped(gate_up, x, own.rows, route)  # [R, 2F]
         else:
-            both = context.grouped(gate_up, exchange.to_experts(dispatch(tokens, *route)), own.rows)
+            rows = x if route is None else dispatch(x, *route)
+            both = context.grouped(gate_up, exchange.to_experts(rows), own.rows)
         real = (own.token < len(own.row))[:, None] if self._pads(context) else None
         return self._activated(both, "", context, real)
 
@@ -286,6 +295,15 @@ class Experts(Feedforward[MoESpec]):
         if not moe.shared_expert_gate:
             return hidden, None
         return hidden, torch.sigmoid(context.linear(self.get_submodule("shared_gate"), x))
+
+
+def _scaled(tokens: Tensor, weights: Tensor, route: Route) -> Tensor:
+    """Return the rows of all experts [R, D], each the token [T, D] of a row times its weight, of FP32 [T, k]."""
+    rows = dispatch(tokens, *route)
+    # The places of padding are R, behind all rows.
+    factors = weights.new_zeros(len(rows) + 1)
+    factors = factors.index_copy(0, route.row.flatten(), weights.flatten())[:-1]  # [R]
+    return rows * factors[:, None].to(rows.dtype)
 
 
 def _in_fp32(linear: nn.Module, x: Tensor) -> Tensor:

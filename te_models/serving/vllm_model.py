@@ -120,6 +120,12 @@ class GatedAttention(nn.Module):
             raise UsageError(
                 "attention_sinks are served only in the families of Hugging Face that have them: gpt_oss"
             )
+        by_slot = spec.query_scale is not None and spec.query_scale.by_slot
+        if spec.chunk is not None or by_slot:
+            raise UsageError(
+                "attention_chunk_size and query_scale_rule='slot' are served only in the family of Hugging Face that "
+                "has them: llama4"
+            )
         unknown = [name for name in spec.obstacles if name not in COMPUTED]
         if unknown:
             raise UsageError(
@@ -181,7 +187,7 @@ class GatedAttention(nn.Module):
         if self.rope is not None:
             q, k = self.rope(positions, q.contiguous(), k.contiguous())
         if self.spec.query_scale is not None:
-            beta, length = self.spec.query_scale
+            beta, length, _ = self.spec.query_scale
             q = q * (1 + beta * torch.log(1.0 + positions // length)).to(q.dtype)[:, None]
         out = self.attn(q, k, v)
         if self.g_proj is not None:

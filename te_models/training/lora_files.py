@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from te_models.adapters.layers import LoraLinear
+from te_models.adapters.low_rank import swapped_factors
 from te_models.adapters.rows import NamedRows, without_layers
 from te_models.causal_lm import CausalLM
 from te_models.errors import CheckpointError, UsageError, needs
@@ -87,10 +88,10 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
                 f"{folder}: {name} is {tensor.dtype}: save adapters in BF16, FP16 or FP32"
             )
     check_finite(tensors, folder)
-    pairs = {
-        one.place: (tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"])
-        for key, one in _keys(wanted, modules).items()
-    }
+    pairs = {}
+    for key, one in _keys(wanted, modules).items():
+        pair = (tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"])
+        pairs[one.place] = _as_in_file(*pair, one.place, modules)
     keys = {one.place: key for key, one in _keys(wanted, modules).items()}
     values = {f"{ours}.weight": tensors[f"{PREFIX}{name}.weight"] for name, ours in whole.items()}
     layers = share_a(layers, modules, pairs)
@@ -249,7 +250,7 @@ def adapter_file(
         for name, place in theirs.items():
             wanted[name] = dataclasses.replace(one, place=place)
             rows = place.save(b) if whole_module else b
-            pairs[place] = a.clone(), rows.clone().contiguous()
+            pairs[place] = _as_in_file(a.clone(), rows.clone().contiguous(), place, modules)
             if magnitude is not None:
                 of_rows = place.save(magnitude) if whole_module else magnitude
                 lengths[place] = of_rows.clone()
@@ -282,6 +283,14 @@ def adapter_file(
     return tensors, json.loads(json.dumps(values, default=list))  # peft has sets and enums there
 
 
+def _as_in_file(a: Tensor, b: Tensor, place: Place, modules: Modules) -> tuple[Tensor, Tensor]:
+    """Return A and B of a module as a file has them, or those that a file has as they are here."""
+    if not modules.swaps(place):
+        return a, b
+    a, b = swapped_factors(a, b, modules.counts[module_of(place)])
+    return a.contiguous(), b.contiguous()
+
+
 def _of_text(names: list[str], root: str) -> list[str] | str:
     """Return the ends of names of modules as an expression for the text model alone where it is inside another.
 
@@ -289,7 +298,7 @@ def _of_text(names: list[str], root: str) -> list[str] | str:
     """
     if root == "model." or not names:
         return names
-    layers = r"model\.(?:language_model\.)?layers\."
+    layers = rf"(?:{re.escape(root)}|model\.)layers\."
     ends = "|".join(re.escape(name) for name in names if "." not in name and name != "lm_head")
     found = [rf"{layers}.*\.(?:{ends})"] if ends else []
     for name in names:

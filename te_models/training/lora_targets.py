@@ -52,6 +52,7 @@ class Modules:
     # Parts of names in files of its models -> the names that the models have instead.
     renamed: Mapping[str, str] = field(default_factory=dict)
     root: str = "model."  # of the names of layers
+    swapped: bool = False  # peft takes inputs of experts for outputs (Family.swapped_by_peft)
 
     def named(self, headless: bool) -> dict[str, Place]:
         """Return the names in an adapter of transformers' model with a head, or without one, which are like ours."""
@@ -161,7 +162,13 @@ class Modules:
         """Return the shapes of A and B in a file; matrices of experts are side by side (LoraExperts)."""
         ranks = one.rank * self.counts.get(module_of(one.place), 1)
         rows, inputs = one.place.shape
+        if self.swaps(one.place):
+            rows, inputs = inputs, rows
         return (ranks, inputs), (rows, ranks)
+
+    def swaps(self, place: Place) -> bool:
+        """Return whether a file has A and B of the transposed weights (te_models.adapters.low_rank.swapped_factors)."""
+        return self.swapped and module_of(place) in self.counts
 
 
 def module_of(place: Place) -> str:
@@ -209,7 +216,17 @@ def adaptable_modules(model: CausalLM) -> Modules:
     whole = {name: own.removesuffix(".weight") for name, own in whole.items()}
     experts = expert_places(root, model.config, shapes, places, family.expert_module)
     renamed = {} if family.modules else family.renamed
-    return Modules(theirs, ours, experts, counts, whole, family.model_type, renamed, root)
+    return Modules(
+        theirs=theirs,
+        ours=ours,
+        experts=experts,
+        counts=counts,
+        whole=whole,
+        architecture=family.model_type,
+        renamed=renamed,
+        root=root,
+        swapped=family.swapped_by_peft,
+    )
 
 
 def _in_one_piece(place: Place) -> Place:

@@ -216,7 +216,11 @@ def test_options_count_their_parameters(change: dict[str, Any], more: int) -> No
         ),
         (dict(no_rope_layers=[1, 0]), "no_rope_layers has 2 entries"),
         (dict(no_rope_layers=[1, 0, 2]), "unknown no_rope_layers 2: choose one of 0, 1"),
-        (dict(layer_types=["full_attention"] * 2 + ["chunked_attention"]), "'chunked_attention'"),
+        (dict(layer_types=["full_attention"] * 2 + ["dilated_attention"]), "'dilated_attention'"),
+        (dict(layer_types=["chunked_attention"] * 3), "give attention_chunk_size"),
+        (dict(attention_chunk_size=4), "give layer_types"),
+        (dict(query_scale_rule="slot"), "give query_scale_beta"),
+        (dict(qk_norm_layers="rope"), "without qk_norm=True"),
         (dict(layer_types=["sliding_attention"] * 3), "give sliding_window"),
         (
             dict(num_hidden_layers=10**9),

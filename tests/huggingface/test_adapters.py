@@ -341,13 +341,14 @@ def test_adapters_of_hybrids_and_experts_are_saved(
 
 
 # peft turns "all-linear" into parameters of experts and routers in qwen3_moe, mixtral, glm4_moe and qwen3_next; the
-# rows of gpt_oss alternate, and its parameters are transposed.
+# rows of gpt_oss alternate, and its parameters are transposed, as are Llama 4's, where peft does not know it.
 @pytest.mark.parametrize(("case", "targets"), [
     ("qwen2_moe-all-keys", "all-linear"),
     ("qwen3_moe-steps", "all-linear"),
     ("mixtral-all-keys", "all-linear"),
     ("laguna-experts", "all-linear"),
     ("gpt_oss-all-keys", ["q_proj"]),
+    ("llama4_text-types", ["q_proj"]),
     *every(2, ["qwen3_5_moe_text-full", "glm4_moe-groups", "deepseek_v3-groups", "qwen3_next-steps"], ["all-linear"]),
 ])  # fmt: skip
 def test_adapters_of_experts_and_routers_are_those_of_transformers(
@@ -355,9 +356,7 @@ def test_adapters_of_experts_and_routers_are_those_of_transformers(
 ) -> None:
     """A file of transformers' model: logits, gradients, merged, unmerged and saved again; load_lora reads it too."""
     theirs = make_theirs(case, tmp_path / "base")
-    named = (
-        ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if targets != "all-linear" else None
-    )
+    named = ["experts.gate_up_proj", "experts.down_proj"] if targets != "all-linear" else None
     fields = peft.LoraConfig(
         r=4, target_modules=targets, target_parameters=named, task_type="CAUSAL_LM"
     )

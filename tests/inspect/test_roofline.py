@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from te_models import CausalLM
-from te_models.config.attention import SoftmaxAttentionSpec
+from te_models.config.attention import SeenKeys, SoftmaxAttentionSpec
 from te_models.config.deltanet import DeltaNetSpec
 from te_models.config.kda import KDASpec
 from te_models.config.mamba2 import Mamba2Spec
@@ -149,7 +149,7 @@ def test_the_roofline_has_every_flop(name: str) -> None:
                 if isinstance(mixer, SoftmaxAttentionSpec):
                     beside = BATCH * mixer.heads.query * SEQ**2 * head_width(mixer)
                     kernel = 2.0 * BATCH * SEQ**2 * mixer.heads.q_size  # whose heads have one width
-                    expected += 3 * (kernel * seen_share(mixer.window, SEQ) - beside)
+                    expected += 3 * (kernel * seen_share(mixer.seen, SEQ) - beside)
         assert floor.total == pytest.approx(expected, rel=1e-12)
 
 
@@ -169,8 +169,13 @@ def test_a_window_sees_its_share_of_the_pairs() -> None:
         place = torch.arange(seq)
         distance = place[:, None] - place
         causal, inside = distance >= 0, (distance >= 0) & (distance < window)
-        assert seen_share(window, seq) == pytest.approx((inside.sum() / causal.sum()).item())
-    assert seen_share(None, 8) == 1.0
+        assert seen_share(SeenKeys(window), seq) == pytest.approx(
+            (inside.sum() / causal.sum()).item()
+        )
+        own = place[:, None] // window == place // window
+        share = (causal & own).sum() / causal.sum()
+        assert seen_share(SeenKeys(chunk=window), seq) == pytest.approx(share.item())
+    assert seen_share(SeenKeys(), 8) == 1.0
 
 
 def test_verify_casts_the_weights_of_all_experts() -> None:

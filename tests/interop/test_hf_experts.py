@@ -70,6 +70,8 @@ OTHERS = [
     "hy_v3-scaled",
     "helium-biases",
     "cohere2-biases",
+    "llama4_text-types",
+    "llama4_text-no_rope",
     "exaone-biases",
     "vaultgemma-odd",
 ]

@@ -48,6 +48,7 @@ def test_every_new_family_has_ten_shapes() -> None:
         "step3p7",
         "mistral3",
         "kimi_k2",
+        "llama4",
     }  # in test_hf_nested.py
     others |= {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
     assert set(FAMILY_CASES) | others == {family.model_type for family in FAMILIES}
@@ -243,6 +244,7 @@ TEXTS = [
     "gemma4_text-wide",
     "gemma4_text-experts-untied", "gemma4_text-small-untied", "gemma4_text-small-wide",
     "exaone-llama3", "helium-linear", "cohere-llama3", "cohere2-one-key",
+    "llama4_text-interleaved", "llama4_text-types", "llama4_text-no_rope",
     "minicpm3-untied", "vaultgemma-untied", "sarvam_moe-groups",
     "granitemoeshared-untied", "hy_v3-mixed", "flint-odd", "bamba-one_key", "bailing_hybrid-latent", "axk1-yarn",
     "falcon_h1-one_key", "falcon_h1-theta",

@@ -30,6 +30,7 @@ OTHER_PARTS = {
     "heads", "layer_scale_init_value", "layers", "ls_init_value", "num_channels", "pop", "projector_bias", "width",
     "merge_size", "patch_temporal", "pos_emb_height", "pos_emb_width", "projector_hidden_act", "projector_hidden_size",
     "residual_weight", "standardize", "subsampling_conv_channels", "use_clipped_linears",
+    "pixel_shuffle_ratio", "projector_dropout", "projector_input_dim", "projector_output_dim", "vision_output_dim",
     "fullatt_block_indexes", "mlp_ratio", "tokens_per_second", "window_size",
 }  # fmt: skip
 # Of linear attention alone, in a cache that its families fill.

@@ -30,6 +30,7 @@ VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_att
 MORE_VISION = {"Gemma3": {}, "Mistral3": dict(head_dim=16)}
 MORE_VISION["MuseGlimmer"] = dict(pos_emb_height=4, pos_emb_width=4)
 MORE_VISION["Step3p7"] = {}
+MORE_VISION["Llama4"] = dict(vision_output_dim=16, projector_input_dim=16, projector_output_dim=16)
 STEP: dict[str, Any] = dict(
     num_sliding_attention_heads=4, layer_types=[FULL, SLIDING, FULL], sliding_window=5, n_routed_experts=5,
     num_experts_per_tok=2, moe_intermediate_size=20, share_expert_dim=28, moe_router_scaling_factor=2.5,
@@ -129,6 +130,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         dict(MUSE, sliding_window=4, layer_types=[FULL, SLIDING, FULL], layer_rope_theta=[0, 9.0, 9.0]),
         dict(ADAPTER, tie_word_embeddings=True),
     ),
+    "llama4": (
+        "Llama4",
+        {key: value for key, value in FAMILY_CASES["llama4_text"]["types"].items() if key[:3] != "tie"},
+        dict(tie_word_embeddings=False),
+    ),
     "step3p7": ("Step3p7", STEP, dict(tie_word_embeddings=False)),
     "qwen2_vl": ("Qwen2VL", QWEN2_VL, dict(tie_word_embeddings=True)),
     "qwen2_5_vl": ("Qwen2_5_VL", QWEN2_VL, dict(tie_word_embeddings=False)),
@@ -155,7 +161,7 @@ def test_the_text_of_a_folder_with_images(
     assert (
         "model.visual.*, mtp.*" if name.startswith("Qwen3_5") else "tensors of other parts ("
     ) in caplog.text
-    reference = judge(input_ids=ids).logits
+    reference = text_of(judge)(input_ids=ids).logits
     close(model(ids).logits, reference, 1e-4 if case == "qwen3_5" else 2e-5)
     model.save_pretrained(tmp_path / "back", format="hf")
     same_folder(tmp_path / "theirs", tmp_path / "back")
@@ -164,7 +170,7 @@ def test_the_text_of_a_folder_with_images(
         .from_pretrained(tmp_path / "back")
         .eval()
     )
-    assert torch.equal(again(input_ids=ids).logits, reference)
+    assert torch.equal(text_of(again)(input_ids=ids).logits, reference)
     model.save_pretrained(tmp_path / "theirs", format="hf")  # over the tensors that it reads
     same_folder(tmp_path / "theirs", tmp_path / "back")
     model.save_pretrained(tmp_path / "native")
@@ -179,6 +185,11 @@ def test_the_text_of_a_folder_with_images(
         native.save_pretrained(tmp_path / "text", format="hf")
     own = dict(trust_remote_code=True) if name == "MuseGlimmer" else {}  # which has no text class
     close(read_by_transformers(tmp_path / "text", **own)(ids).logits, reference, 1e-4)
+
+
+def text_of(judge: Any) -> Any:
+    """The model of transformers that computes logits; in 5.24 Llama 4 with images fails after it has them."""
+    return judge.language_model if type(judge).__name__.startswith("Llama4") else judge
 
 
 def made(case: str, folder: Path) -> Any:
@@ -206,7 +217,8 @@ def test_adapters_on_everything_are_those_of_peft(case: str, tmp_path: Path) -> 
     adapted = save_adapters_on_everything(tmp_path / "base", tmp_path / "adapter")
     back = peft.PeftModel.from_pretrained(judge, tmp_path / "adapter").eval()
     ids = torch.randint(11, SIZES["vocab_size"], (2, 13))
-    close(adapted(ids).logits, back(input_ids=ids).logits, 1e-4)
+    reference = text_of(back.get_base_model())(input_ids=ids).logits
+    close(adapted(ids).logits, reference, 1e-4)
     names = [name for name, _ in back.named_parameters() if ".lora_A." in name]
     assert names and all(".language_model." in name for name in names)
 

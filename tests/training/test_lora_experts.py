@@ -91,6 +91,7 @@ ROWS = [
     ("laguna-experts", "experts and attention"),
     ("gpt_oss-all-keys", "experts and attention"),
     ("gpt_oss-window", "ranks"),
+    ("llama4_text-one-key", "whatever their parent"),
     ("deepseek_v3-groups", "down alone"),
     ("deepseek_v2-plain", "ranks"),
     ("sarvam_moe-groups", "experts and attention"),

@@ -18,6 +18,8 @@ DEFAULTS: dict[str, Any] = {
     # Attention: keys that a query sees, itself included, in the layers of type "sliding_attention" (None: in all).
     "sliding_window": None,
     "layer_types": None,
+    # Tokens of a chunk, in the layers of type "chunked_attention": a query sees the keys of its own.
+    "attention_chunk_size": None,
     "attention_gate": "elementwise",  # or "headwise", "none": a factor on the output, from a projection of its own
     "attention_gate_activation": "sigmoid",  # or "softplus"
     "attention_bias": False,
@@ -27,7 +29,9 @@ DEFAULTS: dict[str, Any] = {
     "attention_sinks": False,  # a trained logit per head in the denominator of the softmax
     "query_scale_beta": None,  # queries times 1 + beta * log(1 + position // query_scale_length)
     "query_scale_length": None,
+    "query_scale_rule": "position",  # or "slot": + 1, with padding counted, and in layers without RoPE alone
     "qk_norm": False,
+    "qk_norm_layers": "all",  # or "rope"
     "qk_norm_scope": "head",  # or "all_heads"
     "qk_norm_weights": True,
     "qk_norm_after_rope": False,
@@ -113,6 +117,11 @@ class TEModelsDecoderConfig(PretrainedConfig):
         return self.options["sliding_window"] is not None and (
             types is None or types[layer] == "sliding_attention"
         )
+
+    def chunks(self, layer: int) -> bool:
+        """Return whether attention of a layer stays in chunks."""
+        types = self.options["layer_types"]
+        return types is not None and types[layer] == "chunked_attention"
 
     def has_rope(self, layer: int) -> bool:
         """Return whether a layer rotates its queries and keys."""

@@ -246,6 +246,7 @@ class Masks:
         count: S, the queries.
         past: the position of the first.
         window: keys that a query sees in layers with a window, itself included and padding left out.
+        chunk: tokens of a chunk, in layers where a query sees the keys of its own; padding left out.
         given: [B, M or fewer], 0 at keys that no query sees; or [B, 1, S, M], bool or added to the scores; None: none.
         cached: whether the keys come from a cache.
         device: of the masks.
@@ -256,25 +257,31 @@ class Masks:
         count: int,
         past: Any,
         window: int | None,
+        chunk: int | None,
         given: Tensor | None,
         cached: bool,
         device: torch.device,
     ) -> None:
-        self.count, self.past, self.window = count, past, window
+        self.count, self.past, self.window, self.chunk = count, past, window, chunk
         self.given, self.cached, self.device = given, cached, device
-        self.made: dict[bool, Tensor | None] = {}  # all layers of a kind have as many keys
+        # All layers of a kind have as many keys.
+        self.made: dict[tuple[bool, bool], Tensor | None] = {}
 
-    def __call__(self, sliding: bool, keys: int) -> Tensor | None:
+    def __call__(self, sliding: bool, chunked: bool, keys: int) -> Tensor | None:
         """Return bool [1 or B, 1, S, M] for M keys, or a given mask of that shape; None: plain causal attention."""
-        if sliding not in self.made:
-            self.made[sliding] = self.make(self.window if sliding else None, keys)
-        return self.made[sliding]
+        kind = (sliding, chunked)
+        if kind not in self.made:
+            window, chunk = self.window if sliding else None, self.chunk if chunked else None
+            self.made[kind] = self.make(window, chunk, keys)
+        return self.made[kind]
 
-    def make(self, window: int | None, keys: int) -> Tensor | None:
+    def make(self, window: int | None, chunk: int | None, keys: int) -> Tensor | None:
         """As __call__."""
         query = torch.arange(self.count, device=self.device)[:, None] + self.past
         key = torch.arange(keys, device=self.device)
         near = None if window is None else key > query - window
+        if chunk is not None:
+            near = key // chunk == query // chunk
         if self.given is not None and self.given.dim() == 4:
             given = self.given[..., :keys]
             if near is None:
@@ -295,6 +302,9 @@ class Masks:
             tokens = real.cumsum(-1)  # [B, M], of each row up to this key
             oldest = tokens[:, query.flatten()] - window
             seen = seen & (tokens[:, None, None, :] > oldest[:, None, :, None])
+        if chunk is not None:
+            own = (real.cumsum(-1) - 1).clamp(min=0) // chunk  # [B, M]
+            seen = seen & (own[:, None, None, :] == own[:, query.flatten()][:, None, :, None])
         # A query at padding, which sees nothing, would become NaN.
         return seen | ~seen.any(-1, keepdim=True)
 
@@ -321,12 +331,18 @@ class TEModelsAttention(nn.Module):
             GATES, "attention_gate_activation", self.options["attention_gate_activation"]
         )
         self.o_proj = nn.Linear(q, d, bias=self.options["attention_output_bias"])
+        layers = choose(
+            {"all": True, "rope": config.has_rope(layer)},
+            "qk_norm_layers",
+            self.options["qk_norm_layers"],
+        )
+        norms = self.options["qk_norm"] and layers
         scope = choose(
             {"head": False, "all_heads": True}, "qk_norm_scope", self.options["qk_norm_scope"]
         )
-        self.norms_all_heads = self.options["qk_norm"] and scope
-        self.norms_each_head = self.options["qk_norm"] and not scope
-        if self.options["qk_norm"] and self.options["qk_norm_weights"]:
+        self.norms_all_heads = norms and scope
+        self.norms_each_head = norms and not scope
+        if norms and self.options["qk_norm_weights"]:
             self.q_norm = TEModelsRMSNorm(config, q if scope else size)
             self.k_norm = TEModelsRMSNorm(config, kv if scope else size)
         scale = self.options["attention_multiplier"]
@@ -359,11 +375,13 @@ class TEModelsAttention(nn.Module):
             q, k = (rotate(t, *rotary, self.options["rope_interleaved"]) for t in (q, k))
         if self.options["qk_norm_after_rope"]:
             q, k = self.normed(q, k)
-        if query_scale is not None:
+        everywhere = self.options["query_scale_rule"] == "position"
+        if query_scale is not None and (everywhere or not self.config.has_rope(self.layer)):
             q = q * query_scale
         if cache is not None:
             k, v = cache.update(k, v, self.layer, {"cache_position": steps})
-        mask = masks(self.config.slides(self.layer), k.shape[-2])
+        kind = (self.config.slides(self.layer), self.config.chunks(self.layer))
+        mask = masks(*kind, k.shape[-2])
         out = self.attend(q, k, v, mask).transpose(1, 2)  # [B, S, A, H]
         if self.g_proj is not None:
             g = self.gate(self.g_proj(x))
@@ -540,9 +558,17 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
         steps = torch.arange(count, device=x.device) + past if steps is None else steps
         positions = self._positions(steps, attention_mask, position_ids)
         rotary = {sliding: rope.tables(positions, x.dtype) for sliding, rope in self.ropes.items()}
-        scale = self.query_scale(positions, x.dtype)
+        rules = {"position": positions, "slot": steps[None] + 1}
+        rule = choose(rules, "query_scale_rule", options["query_scale_rule"])
+        scale = self.query_scale(rule, x.dtype)
         masks = Masks(
-            count, steps[0], options["sliding_window"], attention_mask, cache is not None, x.device
+            count,
+            steps[0],
+            options["sliding_window"],
+            options["attention_chunk_size"],
+            attention_mask,
+            cache is not None,
+            x.device,
         )
         states = [x]
         for layer, block in enumerate(self.layers):
