@@ -184,7 +184,7 @@ class GatedAttention(Mixer[AttentionSpec]):
         spec = self.spec
         q = q.unflatten(-1, (-1, spec.heads.dim))
         q = q if spec.norm_after_rope else self._normed_queries(q)
-        q = q if spec.rope is None else context.rotated(q, spec.rope)
+        q = q if spec.rope is None else context.rotated(q, spec.rope, spec.norm_after_rope)
         q = self._normed_queries(q) if spec.norm_after_rope else q
         if spec.query_scale is not None:
             q = q * context.query_scales[spec.query_scale][..., None, None]
@@ -210,10 +210,10 @@ class GatedAttention(Mixer[AttentionSpec]):
             q, k = self._normed_heads(q, k)
         # The scale copies q, and k alone, which may be lent, would keep the memory of both.
         if spec.rope is not None and (spec.query_scale is not None or spec.lends_keys):
-            q = context.rotated(q, spec.rope)
-            k = context.rotated(k, spec.rope)
+            q = context.rotated(q, spec.rope, spec.norm_after_rope)
+            k = context.rotated(k, spec.rope, spec.norm_after_rope)
         elif spec.rope is not None:
-            q, k = context.rotated(torch.cat((q, k), dim=2), spec.rope).split(
+            q, k = context.rotated(torch.cat((q, k), dim=2), spec.rope, spec.norm_after_rope).split(
                 (q.shape[2], k.shape[2]), dim=2
             )
         if spec.norm_after_rope:

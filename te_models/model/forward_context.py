@@ -71,10 +71,11 @@ class ForwardContext(NamedTuple):
             x = pad_rows(x[:count], x.shape[0])
         return x if self.real is None else x * pad_rows(self.real.to(x.dtype), x.shape[0])
 
-    def rotated(self, x: Tensor, rope: Rope) -> Tensor:
+    def rotated(self, x: Tensor, rope: Rope, ordered: bool = False) -> Tensor:
         """Return x [B, S, heads, H] with RoPE on the first channels of each head, as many as the tables have.
 
-        Interleaved pairs of channels become halves and stay so: products of queries and keys ignore the order.
+        Interleaved pairs of channels become halves and stay so: products of queries and keys ignore the order. With
+        `ordered` they go back to their places, where a norm has a weight for each channel.
         """
         cos, sin = self.rotary[rope]
         whole = rope.size == x.shape[-1]
@@ -83,6 +84,8 @@ class ForwardContext(NamedTuple):
             # The kernels know halves only.
             turned = rearrange(turned, "b s a (r two) -> b s a (two r)", two=2)
         turned = self.kernels.rope(turned, cos, sin)
+        if rope.interleaved and ordered:
+            turned = rearrange(turned, "b s a (two r) -> b s a (r two)", two=2)
         return turned if whole else torch.cat((turned, x[..., rope.size :]), dim=-1)
 
     def tokens_first(self) -> tuple[Tensor, Tensor] | None:
