@@ -8,35 +8,58 @@ from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
+from fp64_mixers import ACTIVATIONS, RECURRENT, rms
 from torch import Tensor
 
 from te_models.config.model import ModelConfig
 
 Weights = Mapping[str, Tensor]
-ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu2": lambda x: x.relu() ** 2,
-}
+# The kind of attention -> keys and values of the last layer that has its own; all others are left out.
+Shared = dict[str, tuple[Tensor, Tensor]]
 
 
 def logits_of(config: ModelConfig, weights: Weights, ids: Tensor) -> Tensor:
     """Return the logits [S, V] of one document, ids int64 [S]; `weights` are the model's, by name, in FP64."""
     x = weights["embed_tokens.weight"][ids] * config.embedding_multiplier  # [S, D]
+    inputs = _inputs_of_layers(config, weights, ids, x)
+    shared: Shared = {}
     for layer in range(config.num_hidden_layers):
-        x = _block(config, weights, f"layers.{layer}.", layer, x)
+        name = f"layers.{layer}."
+        x = _block(config, weights, name, layer, x, shared)
+        if inputs is not None:
+            gate = _linear(weights, f"{name}layer_input.input_gate_proj", x)
+            own = ACTIVATIONS[config.hidden_act](gate) * inputs[:, layer]
+            out = _linear(weights, f"{name}layer_input.input_out_proj", own)
+            x = x + _norm(config, weights, f"{name}layer_input.norm", out)
+        if config.layer_scale:
+            x = x * weights[f"{name}layer_scalar"]
     x = _stream_norm(config, weights, "norm", x)
     table = "embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     return _capped(x @ weights[table].T / config.logits_scaling, config.final_logit_softcapping)
 
 
-def _block(config: ModelConfig, weights: Weights, name: str, layer: int, x: Tensor) -> Tensor:
+def _inputs_of_layers(
+    config: ModelConfig, weights: Weights, ids: Tensor, x: Tensor
+) -> Tensor | None:
+    """Return the second inputs of all layers [S, L, P], from the tokens and their embeddings; None without any."""
+    if config.layer_inputs is None:
+        return None
+    width = config.layer_inputs.width
+    own = weights["layer_inputs.table.weight"][ids] * width**0.5
+    projected = _linear(weights, "layer_inputs.context_proj", x) / config.hidden_size**0.5
+    projected, own = (t.reshape(len(ids), -1, width) for t in (projected, own))
+    return (_norm(config, weights, "layer_inputs.norm", projected) + own) / 2**0.5
+
+
+def _block(
+    config: ModelConfig, weights: Weights, name: str, layer: int, x: Tensor, shared: Shared
+) -> Tensor:
+    kind = config.layer_types[layer] if config.layer_types else ""
     parts = (
         (
             "input_layernorm",
             "attention_output_norm",
-            lambda h: _attention(config, weights, name, layer, h),
+            lambda h: _mixer(config, weights, name, kind, layer, h, shared),
         ),
         ("post_attention_layernorm", "mlp_output_norm", lambda h: _mlp(config, weights, name, h)),
     )
@@ -51,17 +74,68 @@ def _block(config: ModelConfig, weights: Weights, name: str, layer: int, x: Tens
     return x
 
 
-def _attention(config: ModelConfig, weights: Weights, name: str, layer: int, x: Tensor) -> Tensor:
+def _mixer(
+    config: ModelConfig,
+    weights: Weights,
+    name: str,
+    kind: str,
+    layer: int,
+    x: Tensor,
+    shared: Shared,
+) -> Tensor:
+    """The mixer of a layer of this kind; "" where all layers have attention."""
+    if kind == "parallel":
+        beside = config.parallel
+        assert beside is not None
+        total = torch.zeros_like(x)
+        seen: list[str] = []
+        factors = zip(beside.input_multipliers or (), beside.output_multipliers or (), strict=True)
+        for one, (before, after) in zip(beside.mixers, factors, strict=True):
+            module = RECURRENT[one][0] if one in RECURRENT else "self_attn"
+            seen.append(module)
+            number = seen.count(module)
+            prefix = f"{name}parallel.{module}{'' if number == 1 else f'_{number}'}."
+            total = total + after * _alone(config, weights, prefix, one, layer, before * x, shared)
+        return total
+    module = RECURRENT[kind][0] if kind in RECURRENT else "self_attn"
+    return _alone(config, weights, f"{name}{module}.", kind, layer, x, shared)
+
+
+def _alone(
+    config: ModelConfig,
+    weights: Weights,
+    name: str,
+    kind: str,
+    layer: int,
+    x: Tensor,
+    shared: Shared,
+) -> Tensor:
+    if kind in RECURRENT:
+        return RECURRENT[kind][1](config, weights, name, x)
+    return _attention(config, weights, name, kind, layer, x, shared)
+
+
+def _attention(
+    config: ModelConfig,
+    weights: Weights,
+    name: str,
+    kind: str,
+    layer: int,
+    x: Tensor,
+    shared: Shared,
+) -> Tensor:
     """q, k and v, from the input or from latents, attention of each head, the gate, the last projection."""
-    name, length = f"{name}self_attn.", len(x)
-    q, k, v, gate = (_heads if config.latent_attention is None else _latents)(
-        config, weights, name, layer, x
-    )
+    length = len(x)
+    slides = kind in ("", "sliding_attention") and config.sliding_window is not None
+    if config.latent_attention is None:
+        q, k, v, gate = _heads(config, weights, name, slides, layer, x, shared.get(kind))
+        shared[kind] = k, v
+    else:
+        q, k, v, gate = _latents(config, weights, name, layer, x)
     if config.query_scale_beta is not None and config.query_scale_length is not None:
         steps = torch.arange(length) // config.query_scale_length
         q = q * (1 + config.query_scale_beta * torch.log1p(steps.double()))[:, None, None]
     factor = config.attention_multiplier or q.shape[2] ** -0.5
-    slides = config.layer_types is None or config.layer_types[layer] == "sliding_attention"
     window = config.sliding_window if slides and config.sliding_window else length
     query, key = torch.arange(length)[:, None], torch.arange(length)[None]
     sees = (key <= query) & (key > query - window)  # [S, S]
@@ -81,26 +155,54 @@ def _attention(config: ModelConfig, weights: Weights, name: str, layer: int, x: 
 
 
 def _heads(
-    config: ModelConfig, weights: Weights, name: str, layer: int, x: Tensor
+    config: ModelConfig,
+    weights: Weights,
+    name: str,
+    slides: bool,
+    layer: int,
+    x: Tensor,
+    lent: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return q, k and v [S, heads, H] and the gate [S, A, H or 1], all rows of one projection."""
-    heads, keys, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    """Return q, k and v [S, heads, H] and the gate [S, A, H or 1], all rows of one projection.
+
+    A layer that shares keys has `lent` ones, and a layer with keys as values no rows of values.
+    """
+    sizes = config.sliding_heads if slides and config.sliding_heads is not None else config
+    heads, keys, dim = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
     gates = {"elementwise": heads * dim, "headwise": heads, "none": 0}[config.attention_gate]
     qkvg = _linear(weights, f"{name}qkvg_proj", x)
-    q, k, v, rest = qkvg.split(
-        [heads * dim, keys * dim, keys * dim, qkvg.shape[1] - (heads + 2 * keys) * dim], dim=1
-    )
+    reuses = config.shared_key_layers is not None and bool(config.shared_key_layers[layer])
+    alike = config.keys_as_values and not slides
+    rows = [heads * dim, 0 if reuses else keys * dim, 0 if reuses or alike else keys * dim]
+    q, k, v, rest = qkvg.split([*rows, qkvg.shape[1] - sum(rows)], dim=1)
+    v = k if alike else v
     if config.qk_norm and config.qk_norm_scope == "all_heads":
         q, k = (
             _norm(config, weights, f"{name}{which}_norm", t) for which, t in (("q", q), ("k", k))
         )
     q, k, v = (t.reshape(len(x), -1, dim) for t in (q, k, v))
-    if config.qk_norm and config.qk_norm_scope == "head":
-        q, k = (
-            _norm(config, weights, f"{name}{which}_norm", t) for which, t in (("q", q), ("k", k))
-        )
-    if config.no_rope_layers is None or config.no_rope_layers[layer]:
-        q, k = _rotated(config, q), _rotated(config, k)
+    turns = config.no_rope_layers is None or bool(config.no_rope_layers[layer])
+
+    def prepared(heads: Tensor, norm: str) -> Tensor:
+        """Return queries or keys with their norm and RoPE."""
+        after = config.qk_norm_after_rope
+        if turns and after:
+            heads = _rotated(config, heads, slides)
+        if config.qk_norm and config.qk_norm_scope == "head":
+            heads = (
+                _norm(config, weights, f"{name}{norm}", heads)
+                if config.qk_norm_weights
+                else rms(heads, config.rms_norm_eps)
+            )
+        return _rotated(config, heads, slides) if turns and not after else heads
+
+    q = prepared(q, "q_norm")
+    if reuses:
+        assert lent is not None
+        k, v = lent
+    else:
+        k = prepared(k, "k_norm")
+        v = rms(v, config.rms_norm_eps) if config.value_norm else v
     return q, k, v, rest[:, :gates].reshape(len(x), heads, -1) if gates else None
 
 
@@ -141,29 +243,34 @@ def _latents(
     return torch.cat([plain, last], dim=2), torch.cat([k, same], dim=2), v, gate
 
 
-def _rotated(config: ModelConfig, x: Tensor) -> Tensor:
+def _rotated(config: ModelConfig, x: Tensor, slides: bool = False) -> Tensor:
     """Return x [S, heads, H] with its first channels turned by the angles of its positions, pair by pair."""
-    size = int(config.head_dim * config.partial_rotary_factor)
+    own = config.sliding_rope if slides else None
+    theta, share = config.rope_theta, config.partial_rotary_factor
+    if own is not None:
+        theta, share = own["rope_theta"], own.get("partial_rotary_factor", 1.0)
+    size = int(x.shape[2] * share)
     out = list(x.unbind(2))
     for pair in range(size // 2):
         one, other = (
             (2 * pair, 2 * pair + 1) if config.rope_interleaved else (pair, pair + size // 2)
         )
-        angle = torch.arange(len(x)).double()[:, None] * config.rope_theta ** (-2 * pair / size)
+        angle = torch.arange(len(x)).double()[:, None] * theta ** (-2 * pair / size)
         a, b = x[..., one], x[..., other]
         out[one], out[other] = a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()
-    return torch.stack(out, dim=2)
+    return torch.stack(out, dim=2).to(x.dtype)
 
 
 def _mlp(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
     """The MLP of a layer, or its experts if it has a router."""
     if f"{name}mlp.router.weight" in weights:
         return _experts(config, weights, f"{name}mlp.", x)
-    return _linear(
-        weights,
-        f"{name}mlp.down_proj",
-        _activated(config, _linear(weights, f"{name}mlp.gate_up_proj", x)),
-    )
+    inside, outside = config.mlp_multipliers or (1.0, 1.0)
+    up = _linear(weights, f"{name}mlp.gate_up_proj", x)
+    if config.mlp_gate:
+        gate, up = up.chunk(2, dim=-1)
+        up = torch.cat((inside * gate, up), dim=-1)
+    return outside * _linear(weights, f"{name}mlp.down_proj", _activated(config, up))
 
 
 def _activated(config: ModelConfig, up: Tensor, clamped: bool = False) -> Tensor:

@@ -118,36 +118,104 @@ class Life(NamedTuple):
     kills: tuple[int, ...]
 
 
-def other_kinds(
-    rng: random.Random, config: ModelConfig, linear: bool = True, width: int = 32
-) -> ModelConfig:
-    """Return the same model, perhaps with latent attention, or layers of linear attention, and with experts.
+def other_kinds(rng: random.Random, config: ModelConfig, width: int = 32) -> ModelConfig:
+    """Return the same model, perhaps with other mixers in some layers, and with experts.
 
     Their sizes are multiples of `width`.
     """
-    layers, kinds = (
-        config.num_hidden_layers,
-        ("attention", "attention", "latent attention", "linear attention"),
-    )
-    kind = rng.choice(kinds if linear else kinds[:3])
-    if kind == "linear attention" and config.norm_position == "pre":
-        sizes = dict(
-            num_key_heads=2, num_value_heads=rng.choice((2, 4)), key_head_dim=16, value_head_dim=16
-        )
-        types = tuple(rng.choice(("linear_attention", "full_attention")) for _ in range(layers))
-        config = dataclasses.replace(
-            config, layer_types=types, sliding_window=None, linear_attention=sizes
-        )
-    if kind == "latent attention":
+    kinds = ("attention", "shared keys", "latent attention", "recurrent", "recurrent")
+    kind = rng.choice(kinds)
+    if kind in ("latent attention", "recurrent") and (
+        kind == "latent attention" or rng.random() < 0.2
+    ):
         config = with_latents(rng, config, width)
+    if kind == "recurrent":
+        config = with_recurrence(rng, config, width)
+    if kind == "shared keys":
+        config = with_shared_keys(rng, config, width)
     if (
         rng.random() < 0.7
+        and config.mlp_multipliers is None
+        and config.intermediate_sizes is None
         and config.mlp_gate
         and config.hidden_act == "silu"
         and not config.mlp_bias
     ):
         config = with_experts(rng, config, width)
     return config
+
+
+def with_recurrence(rng: random.Random, config: ModelConfig, width: int) -> ModelConfig:
+    """Return the model with convolutions, state spaces, delta rules, or several mixers beside each other."""
+    keys = rng.choice((1, 2, 3))
+    groups = rng.choice((1, 2))
+    gated = rng.random() < 0.5
+    heads = rng.choice((1, 2, 3))
+    attention = "full_attention" if config.latent_attention is None else "latent_attention"
+    kinds = ["conv", "mamba2", "linear_attention", "kda", attention]
+    if config.sliding_window is not None and config.latent_attention is None:
+        kinds.append("sliding_attention")
+    beside = tuple(rng.sample(kinds, rng.choice((2, 2, 3))))
+    fields: dict[str, Any] = dict(
+        short_conv=dict(kernel_dim=rng.randint(1, 5), bias=rng.random() < 0.5),
+        mamba2=dict(
+            num_heads=groups * rng.choice((1, 2, 3)), head_dim=width, num_groups=groups, state_dim=rng.choice((8, 24)),
+            conv_kernel_dim=rng.randint(1, 5), conv_bias=rng.random() < 0.5, bias=rng.random() < 0.3,
+            out_bias=rng.choice((None, None, True, False)), norm=rng.choice(("gated", "before_gate", "none")),
+            activation=rng.choice(("silu", "gelu")), time_step_min=rng.choice((None, 0.05)),
+            time_step_max=rng.choice((None, 0.8)),
+            multipliers=rng.choice((None, (0.9, 0.7, 1.2, 0.8, 1.1))),
+        ),
+        linear_attention=dict(
+            num_key_heads=keys, num_value_heads=keys * rng.choice((1, 2)), key_head_dim=rng.choice((width, 16)),
+            value_head_dim=width, conv_kernel_dim=rng.randint(1, 5),
+        ),
+        kda=dict(
+            num_heads=heads, head_dim=width, conv_kernel_dim=rng.randint(1, 5), gate_rank=width if gated else None,
+            decay_bound=rng.choice((None, 5.0)),
+        ),
+        parallel=dict(
+            mixers=beside, input_multipliers=rng.choice((None, (1.1, 0.8, 1.3)[: len(beside)])),
+            output_multipliers=rng.choice((None, (0.7, 1.2, 0.9)[: len(beside)])),
+        ),
+        layer_types=tuple(rng.choice((*kinds, "parallel")) for _ in range(config.num_hidden_layers)),
+    )  # fmt: skip
+    if config.mlp_gate and rng.random() < 0.3:
+        fields |= dict(mlp_multipliers=(0.7, 1.4))
+    return dataclasses.replace(config, **fields)
+
+
+def with_shared_keys(rng: random.Random, config: ModelConfig, width: int) -> ModelConfig:
+    """Return the model with parts of Gemma 4: keys that layers share, heads by kind of layer, inputs per layer."""
+    layers = rng.choice((2, 3, 4, 5))
+    window = rng.random() < 0.7
+    types = [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]
+    fields: dict[str, Any] = dict(
+        num_hidden_layers=layers, layer_types=None, sliding_window=None, qk_norm_scope="head", no_rope_layers=None,
+        value_norm=rng.random() < 0.5, layer_scale=rng.random() < 0.5,
+    )  # fmt: skip
+    if config.qk_norm:
+        fields |= dict(qk_norm_weights=rng.random() < 0.6, qk_norm_after_rope=rng.random() < 0.3)
+    if window:
+        fields |= dict(layer_types=tuple(types), sliding_window=rng.randint(1, 20))
+        if rng.random() < 0.5:
+            sizes = dict(num_attention_heads=4, num_key_value_heads=rng.choice((1, 2, 4)))
+            fields |= dict(sliding_heads=dict(sizes, head_dim=rng.choice((32, 64))))
+        if rng.random() < 0.5:
+            fields |= dict(sliding_rope=dict(rope_theta=300.0))
+        fields |= dict(keys_as_values=rng.random() < 0.3)
+    if rng.random() < 0.8:
+        first = rng.randint(1, layers)  # of those that have no keys of their own
+        kinds = types if window else ["full_attention"] * layers
+        lenders = set(kinds[:first])
+        shared = [int(n >= first and kind in lenders) for n, kind in enumerate(kinds)]
+        fields |= dict(shared_key_layers=tuple(shared))
+    if rng.random() < 0.5:
+        fields |= dict(layer_inputs=dict(width=width, vocab_size=config.vocab_size + 3))
+    if rng.random() < 0.3:
+        sizes_of_mlps = [config.intermediate_size * rng.choice((1, 2)) for _ in range(layers)]
+        fields |= dict(intermediate_sizes=tuple(sizes_of_mlps))
+    return dataclasses.replace(config, **fields)
 
 
 def with_latents(rng: random.Random, config: ModelConfig, width: int) -> ModelConfig:

@@ -26,10 +26,11 @@ from te_models.training.trainer import Trainer
 SEED = int(os.environ.get("TE_MODELS_SEED", "0"))
 
 
-def cases(few: int, many: int) -> list[object]:
-    """Numbers of cases, of which the first `few` are not slow."""
+def cases(few: int, many: int, found: tuple[int, ...] = ()) -> list[object]:
+    """Numbers of cases, of which the first `few`, and those that have `found` a fault, are not slow."""
     return [
-        pytest.param(SEED + n, marks=[] if n < few else [pytest.mark.slow]) for n in range(many)
+        pytest.param(SEED + n, marks=[] if n < few or n in found else [pytest.mark.slow])
+        for n in range(many)
     ]
 
 
@@ -65,12 +66,22 @@ def decoded(model: CausalLM, tokens: Tokens, rng: random.Random) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("number", cases(20, 250))
+def rounded_gradients(model: CausalLM, tokens: Tokens) -> dict[str, Tensor | None]:
+    """Return the gradients of the judge in FP32: how far they are from those in FP64 is what rounding does here."""
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    _, loss = judged(model, tokens, weights)
+    assert loss is not None
+    loss.backward()
+    return {name: weight.grad for name, weight in weights.items()}
+
+
+# 224: interleaved RoPE before norms with weights.
+@pytest.mark.parametrize("number", cases(20, 250, found=(224,)))
 def test_a_random_model_is_the_fp64_model(number: int) -> None:
     """Logits of every document, also while decoding, the loss with and without logits, and every gradient, in FP32."""
     rng = random.Random(number)
     config, tokens = (
-        other_kinds(rng, draw_config(rng), linear=False, width=rng.choice((12, 32))),
+        other_kinds(rng, draw_config(rng), width=rng.choice((12, 32))),
         draw_tokens(rng),
     )
     torch.manual_seed(number)
@@ -113,10 +124,12 @@ def test_a_random_model_is_the_fp64_model(number: int) -> None:
         expected = (
             torch.zeros_like(found) if expected is None else expected
         )  # an expert that no token chose
-        assert (found.double() - expected).norm() < 1e-4 * expected.norm() + 1e-6 * whole, (
-            names[id(parameter)],
-            about,
-        )
+        error = (found.double() - expected).norm()
+        if error >= 1e-4 * expected.norm() + 1e-6 * whole:
+            rounded = rounded_gradients(model, tokens)[names[id(parameter)]]
+            assert rounded is not None, about
+            # The same size; other orders of sums round differently.
+            assert error < 4 * (rounded.double() - expected).norm(), (names[id(parameter)], about)
 
 
 class Killed(Exception):
