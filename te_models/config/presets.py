@@ -1,439 +1,183 @@
-"""Named model shapes: a preset is a row of ModelConfig fields. No torch."""
+"""Named model shapes: a preset is a row of ModelConfig fields. No torch.
+
+To add a model, add a row to `PRESETS`; what several models of a family share is in te_models.config.preset_shapes.
+"""
 
 from typing import Any
 
 from te_models.config.fields import PER_LAYER
 from te_models.config.model import ModelConfig
+from te_models.config.preset_shapes import (
+    EXAONE4,
+    EXAONE35,
+    GEMMA,
+    GRANITE,
+    LFM2_ATTENTION,
+    LLAMA3,
+    MINISTRAL3,
+    MISTRAL,
+    OLMO2,
+    OLMO3,
+    QWEN3,
+    QWEN_GATED,
+    PresetFields,
+    command_r,
+    falcon_h1,
+    gemma2,
+    gemma3,
+    gemma4,
+    gemma4_small,
+    gpt_oss,
+    granite3_moe,
+    granite4,
+    hybrid_layers,
+    lfm2,
+    llama3_scaling,
+    nemotron,
+    qwen_hybrid,
+    shape_of,
+    windowed,
+)
 from te_models.errors import check_known
 
-PresetFields = dict[str, Any]  # fields of ModelConfig
-
-
-def _llama3_scaling(factor: float) -> PresetFields:
-    """Return the RoPE scaling of Llama 3.1 and 3.2, which differ in the factor."""
-    original = dict(
-        low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
-    )
-    return dict(rope_type="llama3", factor=factor, **original)
-
-
-_LLAMA3: PresetFields = dict(
-    vocab_size=128256, num_key_value_heads=8, max_position_embeddings=131072, rope_theta=500000.0,
-    attention_gate="none", bos_token_id=128000, eos_token_id=128001,
-)  # fmt: skip
-_QWEN3: PresetFields = dict(
-    vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1000000.0,
-    rms_norm_eps=1e-6, attention_gate="none", qk_norm=True, bos_token_id=151643, eos_token_id=151645,
-)  # fmt: skip
-_MISTRAL: PresetFields = dict(
-    vocab_size=131072, num_attention_heads=32, num_key_value_heads=8, head_dim=128, attention_gate="none",
-    bos_token_id=1, eos_token_id=2, pad_token_id=11,
-)  # fmt: skip
-_MINISTRAL3: PresetFields = dict(
-    **_MISTRAL, max_position_embeddings=262144, rope_theta=1000000.0, query_scale_beta=0.1, query_scale_length=16384,
-    rope_scaling=dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0,
-                      beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
-)  # fmt: skip
-_GRANITE: PresetFields = dict(
-    vocab_size=49155, num_hidden_layers=40, num_attention_heads=32, num_key_value_heads=8, attention_gate="none",
-    max_position_embeddings=131072, embedding_multiplier=12.0, residual_multiplier=0.22, tie_word_embeddings=True,
-    bos_token_id=0, eos_token_id=0, pad_token_id=0,
-)  # fmt: skip
-_OLMO: PresetFields = dict(
-    rms_norm_eps=1e-6, rope_theta=500000.0, attention_gate="none", norm_position="post", qk_norm=True,
-    qk_norm_scope="all_heads", eos_token_id=100257, pad_token_id=100277,
-)  # fmt: skip
-_OLMO2: PresetFields = dict(**_OLMO, vocab_size=100352, max_position_embeddings=4096)
-_OLMO3: PresetFields = dict(
-    **_OLMO, vocab_size=100278, max_position_embeddings=65536, sliding_window=4096,
-    rope_scaling=dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=8192,
-                      attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0),
-    sliding_rope=dict(rope_theta=500000.0),
-)  # fmt: skip
-_EXAONE4: PresetFields = dict(
-    vocab_size=102400, num_key_value_heads=8, rope_theta=1000000.0, rope_scaling=_llama3_scaling(16.0),
-    attention_gate="none", norm_position="post", qk_norm=True, bos_token_id=1, eos_token_id=361, pad_token_id=0,
-)  # fmt: skip
-_GEMMA: PresetFields = dict(
-    rms_norm_eps=1e-6, attention_gate="none", norm_position="both", zero_centered_norm=True,
-    hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True, bos_token_id=2, eos_token_id=1, pad_token_id=0,
-)  # fmt: skip
-
-
-def _shape(
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    heads: int,
-    kv_heads: int | None = None,
-    **fields: Any,
-) -> PresetFields:
-    """Return a shape of these sizes and `fields`."""
-    sizes = dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers)
-    shared = {} if kv_heads is None else dict(num_key_value_heads=kv_heads)
-    return {**sizes, **shared, "num_attention_heads": heads, **fields}
-
-
-def _layers(count: int, period: int, first: int = 0) -> PresetFields:
-    """Return the kinds of `count` layers: every `period`-th, starting with number `first`, sees all keys."""
-    kinds = (
-        "full_attention" if layer % period == first else "sliding_attention"
-        for layer in range(count)
-    )
-    return dict(num_hidden_layers=count, layer_types=tuple(kinds))
-
-
-def _cohere(hidden: int, intermediate: int, layers: int, heads: int, **fields: Any) -> PresetFields:
-    """Return the shape of a Command R: attention and MLP side by side after LayerNorm."""
-    own = dict(
-        vocab_size=256000, norm_type="layer", parallel_residual=True, rope_interleaved=True, attention_gate="none",
-        tie_word_embeddings=True, rms_norm_eps=1e-5, bos_token_id=5, eos_token_id=255001, pad_token_id=0,
-    )  # fmt: skip
-    return {**_shape(hidden, intermediate, layers, heads, 8, **own), **fields}
-
-
-def _gemma2(
-    hidden: int, intermediate: int, layers: int, *heads: int, **fields: Any
-) -> PresetFields:
-    """Return the shape of a Gemma 2: every second layer sees all keys, and logits are capped."""
-    caps = dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=4096)
-    own = dict(
-        vocab_size=256000,
-        head_dim=256,
-        embedding_multiplier=hidden**0.5,
-        max_position_embeddings=8192,
-    )
-    return _shape(
-        hidden,
-        intermediate,
-        layers,
-        *heads,
-        **{**_GEMMA, **_layers(layers, 2, 1), **caps, **own, **fields},
-    )
-
-
-def _gemma3(
-    hidden: int, intermediate: int, layers: int, *heads: int, stretch: float = 8.0, **fields: Any
-) -> PresetFields:
-    """Return the shape of a Gemma 3's text model: every sixth layer sees all keys, with its own RoPE."""
-    stretched = None if stretch == 1 else dict(rope_type="linear", factor=stretch)
-    rope = dict(rope_theta=1000000.0, rope_scaling=stretched, sliding_rope=dict(rope_theta=10000.0))
-    own = dict(
-        vocab_size=262208, head_dim=256, qk_norm=True, sliding_window=1024, max_position_embeddings=131072,
-        embedding_multiplier=hidden**0.5,
-    )  # fmt: skip
-    return _shape(
-        hidden,
-        intermediate,
-        layers,
-        *heads,
-        **{**_GEMMA, **_layers(layers, 6, 5), **rope, **own, **fields},
-    )
-
-
-def _gemma4(
-    hidden: int, intermediate: int, layers: int, heads: tuple[int, int, int], **fields: Any
-) -> PresetFields:
-    """Return a Gemma 4; `heads` counts queries, keys under a window, and keys without one."""
-    query, windowed, full = heads
-    kinds = ["sliding_attention"] * 5 + ["full_attention"]
-    sliding = dict(num_attention_heads=query, num_key_value_heads=windowed, head_dim=256)
-    return dict(
-        vocab_size=262144, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=query, num_key_value_heads=full, head_dim=512, sliding_heads=sliding,
-        layer_types=tuple(kinds[layer % 6] for layer in range(layers)), sliding_window=1024, keys_as_values=True,
-        rope_theta=1e6, rope_scaling=dict(rope_type="proportional", partial_rotary_factor=0.25),
-        sliding_rope=dict(rope_theta=1e4), max_position_embeddings=262144, rms_norm_eps=1e-6, attention_gate="none",
-        attention_multiplier=1.0, qk_norm=True, value_norm=True, norm_position="both", layer_scale=True,
-        hidden_act="gelu_pytorch_tanh", embedding_multiplier=hidden**0.5, final_logit_softcapping=30.0,
-        tie_word_embeddings=True, bos_token_id=2, eos_token_id=1, pad_token_id=0, **fields,
-    )  # fmt: skip
-
-
-def _gemma4_small(
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    kv_heads: int,
-    *,
-    period: int,
-    shared: int,
-    wide: bool = False,
-) -> PresetFields:
-    """Return a Gemma 4 with inputs per layer, whose last `shared` layers reuse keys.
-
-    With `wide` those have MLPs of twice the width.
-    """
-    own = [int(layer >= layers - shared) for layer in range(layers)]
-    widths = tuple(intermediate * (1 + flag) for flag in own)
-    large = _gemma4(hidden, intermediate, layers, heads=(8, kv_heads, kv_heads))
-    return {
-        **large, **_layers(layers, period, period - 1), "keys_as_values": False, "sliding_window": 512,
-        "max_position_embeddings": 131072, "shared_key_layers": tuple(own),
-        **(dict(intermediate_sizes=widths) if wide else {}),
-        "layer_inputs": dict(width=256, vocab_size=262144),
-    }  # fmt: skip
-
-
-def _gpt_oss(layers: int, experts: int) -> PresetFields:
-    """Return the shape of a gpt-oss: attention with sinks, under a window in every second layer, and experts."""
-    return dict(
-        vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8,
-        head_dim=64, **_layers(layers, 2, 1), sliding_window=128, max_position_embeddings=131072, rope_theta=150000.0,
-        rope_scaling=dict(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, beta_fast=32.0,
-                          beta_slow=1.0, truncate=False),
-        rms_norm_eps=1e-5, attention_gate="none", attention_bias=True, attention_output_bias=True,
-        attention_sinks=True, eos_token_id=200002, pad_token_id=199999,
-        moe=dict(num_experts=experts, num_experts_per_tok=4, moe_intermediate_size=2880, bias=True, swiglu_limit=7.0),
-    )  # fmt: skip
-
-
-def _hybrid(
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    value_heads: int = 16,
-    **fields: Any,
-) -> PresetFields:
-    """Return the shape of a Qwen3.5's text model: three layers of linear attention, then one of gated attention."""
-    own = dict(
-        linear_attention=dict(num_key_heads=16, num_value_heads=value_heads, key_head_dim=128, value_head_dim=128),
-        vocab_size=248320, max_position_embeddings=262144, head_dim=256, rope_theta=10000000.0, rms_norm_eps=1e-6,
-        eos_token_id=248044,
-    )  # fmt: skip
-    return _shape(
-        hidden, intermediate, layers, heads, kv_heads, **_hybrid_layers(layers), **own, **fields
-    )
-
-
-def _hybrid_layers(layers: int) -> PresetFields:
-    """Return the fields that all hybrids share, whatever their sizes."""
-    kinds = ("linear_attention",) * 3 + ("full_attention",)
-    return dict(
-        layer_types=kinds * (layers // 4), partial_rotary_factor=0.25, qk_norm=True, zero_centered_norm=True
-    )  # fmt: skip
-
-
-def _lfm2(
-    hidden: int, intermediate: int, layers: int, attention: tuple[int, ...], **fields: Any
-) -> PresetFields:
-    """Return the shape of an LFM2: gated short convolutions, and attention in the layers `attention`."""
-    kinds = ("full_attention" if layer in attention else "conv" for layer in range(layers))
-    own = dict(
-        layer_types=tuple(kinds), short_conv=dict(kernel_dim=3), vocab_size=65536, max_position_embeddings=128000,
-        rope_theta=1000000.0, attention_gate="none", qk_norm=True, tie_word_embeddings=True, bos_token_id=1,
-        eos_token_id=7, pad_token_id=0,
-    )  # fmt: skip
-    return _shape(hidden, intermediate, layers, hidden // 64, 8, **own, **fields)
-
-
-def _granite4(
-    hidden: int, intermediate: int, heads: int, kv_heads: int, **fields: Any
-) -> PresetFields:
-    """Return the shape of a hybrid Granite 4: Mamba 2, and attention without RoPE in four of 40 layers."""
-    kinds = ("full_attention" if layer % 10 == 5 else "mamba2" for layer in range(40))
-    own = dict(
-        layer_types=tuple(kinds), no_rope_layers=(0,) * 40, vocab_size=100352, max_position_embeddings=131072,
-        mamba2=dict(num_heads=hidden // 32, head_dim=64, state_dim=128, num_groups=1),
-        attention_gate="none", attention_multiplier=1 / (hidden // heads), embedding_multiplier=12.0,
-        residual_multiplier=0.22, tie_word_embeddings=True, bos_token_id=100257, eos_token_id=100257,
-        pad_token_id=100256,
-    )  # fmt: skip
-    return _shape(hidden, intermediate, 40, heads, kv_heads, **own, **fields)
-
-
-def _nemotron(pattern: str, **fields: Any) -> PresetFields:
-    """Return the fields of a Nemotron: one part per layer, M Mamba 2, E experts, - an MLP, * attention."""
-    mixers = {"M": "mamba2", "*": "full_attention", "E": "mlp", "-": "mlp"}
-    mlps = {"M": "none", "*": "none", "E": "sparse", "-": "dense"}
-    return dict(
-        num_hidden_layers=len(pattern), layer_types=tuple(mixers[letter] for letter in pattern),
-        mlp_layer_types=tuple(mlps[letter] for letter in pattern), no_rope_layers=(0,) * len(pattern),
-        vocab_size=131072, head_dim=128, hidden_act="relu2", mlp_gate=False, attention_gate="none", bos_token_id=1,
-        eos_token_id=2, pad_token_id=0, **fields,
-    )  # fmt: skip
-
-
-def _falcon(
-    hidden: int, intermediate: int, layers: int, heads: int, mamba2: PresetFields, **fields: Any
-) -> PresetFields:
-    """Return the shape of a Falcon-H1, with Mamba 2 beside attention in every layer."""
-    common: PresetFields = dict(
-        num_key_value_heads=2,
-        vocab_size=65537,
-        head_dim=128,
-        max_position_embeddings=131072,
-        parallel={},
-    )
-    return _shape(
-        hidden, intermediate, layers, heads, **{**common, **fields}, layer_types=("parallel",) * layers,
-        rope_theta=1e11, mamba2={"state_dim": 256, "num_groups": 1, **mamba2},
-        attention_gate="none", pad_token_id=0,
-    )  # fmt: skip
-
-
-def _granite3_moe(hidden: int, layers: int, heads: int, experts: int) -> PresetFields:
-    """Return the shape of a Granite 3.1 with experts of 512 channels, of which a token goes through eight."""
-    own = {name: value for name, value in _GRANITE.items() if name[:4] != "num_"}
-    return _shape(
-        hidden, 512, layers, heads, 8, **own, rope_theta=10000000.0, rms_norm_eps=1e-6, logits_scaling=6.0,
-        attention_multiplier=0.015625,
-        moe=dict(num_experts=experts, num_experts_per_tok=8, moe_intermediate_size=512, router_aux_loss_coef=0.001),
-    )  # fmt: skip
-
-
-_EXAONE35: PresetFields = dict(
-    num_attention_heads=32, num_key_value_heads=8, vocab_size=102400, max_position_embeddings=32768,
-    rope_theta=1000000.0, rope_scaling=_llama3_scaling(8.0), attention_gate="none", bos_token_id=1, eos_token_id=361,
-    pad_token_id=0,
-)  # fmt: skip
-_LFM2_ATTENTION = (2, 5, 8, 10, 12, 14)
-
-# QwQZh/gated_attention; the elementwise model pays for its gate with a narrower MLP.
-_QWEN_GATED: PresetFields = dict(
-    vocab_size=152064, hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-    head_dim=128, rms_norm_eps=1e-6, qk_norm=True, tie_word_embeddings=True, bos_token_id=151643, eos_token_id=151645,
-)  # fmt: skip
-
-# One row per model; fields left out have ModelConfig's defaults (elementwise gate, one KV head per query head).
+# One row per model. The numbers of `shape_of` are: width, channels of the MLP, layers, query heads, key/value heads.
+# Fields left out have ModelConfig's defaults (elementwise gate, one KV head per query head).
 PRESETS: dict[str, PresetFields] = {
     # Bytes as tokens (256 and three special ones, padded to the FP8 alignment): trains on two CPU cores in minutes.
-    "gated-nano": _shape(192, 512, 6, 6, 2, vocab_size=288, max_position_embeddings=1024, tie_word_embeddings=True),
-    "gated-hybrid-nano": _shape(
-        192, 512, 8, 6, 2, **_hybrid_layers(8), vocab_size=288, max_position_embeddings=1024, tie_word_embeddings=True,
+    "gated-nano": shape_of(192, 512, 6, 6, 2, vocab_size=288, max_position_embeddings=1024, tie_word_embeddings=True),
+    "gated-hybrid-nano": shape_of(
+        192, 512, 8, 6, 2, **hybrid_layers(8), vocab_size=288, max_position_embeddings=1024, tie_word_embeddings=True,
         linear_attention=dict(num_key_heads=3, num_value_heads=6, key_head_dim=32, value_head_dim=32),
     ),
     # gated-nano with experts, of the architecture of Qwen3-Next: as many parameters per token, and two and a half times
     # as many in all.
-    "gated-moe-nano": _shape(
+    "gated-moe-nano": shape_of(
         192, 512, 6, 6, 2, vocab_size=288, max_position_embeddings=1024, tie_word_embeddings=True, qk_norm=True,
         zero_centered_norm=True,
         moe=dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=192, router_aux_loss_coef=0.01,
                  shared_expert_intermediate_size=128, shared_expert_gate=True),
     ),
-    "gated-124m": _shape(768, 2304, 12, 12, vocab_size=32000, tie_word_embeddings=True),
-    "gated-350m": _shape(1024, 2816, 24, 8, vocab_size=32000, tie_word_embeddings=True),
-    "gated-896": _shape(896, 3584, 24, 14, vocab_size=32000, tie_word_embeddings=True),
+    "gated-124m": shape_of(768, 2304, 12, 12, vocab_size=32000, tie_word_embeddings=True),
+    "gated-350m": shape_of(1024, 2816, 24, 8, vocab_size=32000, tie_word_embeddings=True),
+    "gated-896": shape_of(896, 3584, 24, 14, vocab_size=32000, tie_word_embeddings=True),
     # The shapes of the runs of these names in recipes/runs/.
-    "test-8bit": _shape(256, 512, 4, 8, attention_gate="none", vocab_size=50257),
-    "d20-e3-full": _shape(768, 2688, 24, 12, attention_gate="none", vocab_size=50257),
-    "medium-3b": _shape(
+    "test-8bit": shape_of(256, 512, 4, 8, attention_gate="none", vocab_size=50257),
+    "d20-e3-full": shape_of(768, 2688, 24, 12, attention_gate="none", vocab_size=50257),
+    "medium-3b": shape_of(
         2048, 7168, 28, 32, 8, attention_gate="none", vocab_size=50257, tie_word_embeddings=True
     ),
-    "gated-1b": _shape(2048, 5632, 20, 16, vocab_size=32000),
-    "gated-3b": _shape(3072, 8192, 26, 24, 8, vocab_size=32000, max_position_embeddings=8192, rope_theta=500000.0),
-    "gated-8b": _shape(4096, 14336, 32, 32, 8, vocab_size=32000, max_position_embeddings=8192, rope_theta=500000.0),
+    "gated-1b": shape_of(2048, 5632, 20, 16, vocab_size=32000),
+    "gated-3b": shape_of(3072, 8192, 26, 24, 8, vocab_size=32000, max_position_embeddings=8192, rope_theta=500000.0),
+    "gated-8b": shape_of(4096, 14336, 32, 32, 8, vocab_size=32000, max_position_embeddings=8192, rope_theta=500000.0),
     # The shapes of published models, from their config.json.
-    "llama-3.2-1b": _shape(2048, 8192, 16, 32, **_LLAMA3, rope_scaling=_llama3_scaling(32.0), tie_word_embeddings=True),
-    "llama-3.1-8b": _shape(4096, 14336, 32, 32, **_LLAMA3, rope_scaling=_llama3_scaling(8.0)),
-    "qwen2.5-0.5b": _shape(
+    "llama-3.2-1b": shape_of(2048, 8192, 16, 32, **LLAMA3, rope_scaling=llama3_scaling(32.0), tie_word_embeddings=True),
+    "llama-3.1-8b": shape_of(4096, 14336, 32, 32, **LLAMA3, rope_scaling=llama3_scaling(8.0)),
+    "qwen2.5-0.5b": shape_of(
         896, 4864, 24, 14, 2, vocab_size=151936, max_position_embeddings=32768, rope_theta=1000000.0, rms_norm_eps=1e-6,
         attention_gate="none", attention_bias=True, tie_word_embeddings=True, bos_token_id=151643, eos_token_id=151643,
     ),
-    "qwen3-0.6b": _shape(1024, 3072, 28, 16, **_QWEN3, tie_word_embeddings=True),
-    "qwen3-1.7b": _shape(2048, 6144, 28, 16, **_QWEN3, tie_word_embeddings=True),
-    "qwen3-4b": _shape(2560, 9728, 36, 32, **_QWEN3, tie_word_embeddings=True),
-    "qwen3-8b": _shape(4096, 12288, 36, 32, **_QWEN3),
-    "mistral-7b-v0.3": _shape(
+    "qwen3-0.6b": shape_of(1024, 3072, 28, 16, **QWEN3, tie_word_embeddings=True),
+    "qwen3-1.7b": shape_of(2048, 6144, 28, 16, **QWEN3, tie_word_embeddings=True),
+    "qwen3-4b": shape_of(2560, 9728, 36, 32, **QWEN3, tie_word_embeddings=True),
+    "qwen3-8b": shape_of(4096, 12288, 36, 32, **QWEN3),
+    "mistral-7b-v0.3": shape_of(
         4096, 14336, 32, 32, 8, vocab_size=32768, max_position_embeddings=32768, rope_theta=1000000.0,
         attention_gate="none", bos_token_id=1, eos_token_id=2,
     ),
-    "smollm3-3b": _shape(
+    "smollm3-3b": shape_of(
         2048, 11008, 36, 16, 4, vocab_size=128256, max_position_embeddings=65536, rope_theta=5000000.0,
         rms_norm_eps=1e-6, no_rope_layers=(1, 1, 1, 0) * 9, attention_gate="none", tie_word_embeddings=True,
         bos_token_id=128000, eos_token_id=128012, pad_token_id=128004,
     ),
     "ministral-8b-2410": dict(
-        **_MISTRAL, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, max_position_embeddings=32768,
+        **MISTRAL, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, max_position_embeddings=32768,
         rope_theta=100000000.0, sliding_window=32768,
     ),
     "ministral3-3b": dict(
-        **_MINISTRAL3, hidden_size=3072, intermediate_size=9216, num_hidden_layers=26, tie_word_embeddings=True,
+        **MINISTRAL3, hidden_size=3072, intermediate_size=9216, num_hidden_layers=26, tie_word_embeddings=True,
     ),
-    "ministral3-8b": dict(**_MINISTRAL3, hidden_size=4096, intermediate_size=14336, num_hidden_layers=34),
-    "cwm-32b": _shape(
-        6144, 21504, 64, 48, 8, **_layers(64, 4), vocab_size=128256, head_dim=128, max_position_embeddings=131072,
-        rope_theta=1000000.0, rope_scaling=_llama3_scaling(16.0), sliding_window=8192, attention_gate="none",
+    "ministral3-8b": dict(**MINISTRAL3, hidden_size=4096, intermediate_size=14336, num_hidden_layers=34),
+    "cwm-32b": shape_of(
+        6144, 21504, 64, 48, 8, **windowed(64, 4), vocab_size=128256, head_dim=128, max_position_embeddings=131072,
+        rope_theta=1000000.0, rope_scaling=llama3_scaling(16.0), sliding_window=8192, attention_gate="none",
         bos_token_id=128000, eos_token_id=(128001, 128008, 128009),
     ),
-    "internlm3-8b": _shape(
+    "internlm3-8b": shape_of(
         4096, 10240, 48, 32, 2, vocab_size=128512, head_dim=128, max_position_embeddings=32768, rope_theta=50000000.0,
         rope_scaling=dict(rope_type="dynamic", factor=6.0), attention_gate="none", bos_token_id=1, eos_token_id=2,
         pad_token_id=2,
     ),
-    "iquest-coder-v1-40b": _shape(
+    "iquest-coder-v1-40b": shape_of(
         5120, 27648, 80, 40, 8, vocab_size=76800, head_dim=128, max_position_embeddings=131072, rope_theta=500000.0,
         attention_gate="none", bos_token_id=1, eos_token_id=(2, 75864, 75869),
     ),
-    "seed-oss-36b": _shape(
+    "seed-oss-36b": shape_of(
         5120, 27648, 64, 80, 8, vocab_size=155136, head_dim=128, max_position_embeddings=524288, rope_theta=10000000.0,
         rms_norm_eps=1e-6, attention_gate="none", attention_bias=True, bos_token_id=0, eos_token_id=2, pad_token_id=1,
     ),
-    "phi-3-mini-4k": _shape(
+    "phi-3-mini-4k": shape_of(
         3072, 8192, 32, 32, vocab_size=32064, sliding_window=2047, attention_gate="none", bos_token_id=1,
         eos_token_id=32000, pad_token_id=32000,
     ),
-    "phi-4": _shape(
+    "phi-4": shape_of(
         5120, 17920, 40, 40, 10, vocab_size=100352, max_position_embeddings=16384, rope_theta=250000.0,
         attention_gate="none", bos_token_id=100257, eos_token_id=100257, pad_token_id=100257,
     ),
     "granite-3.1-2b": dict(
-        **_GRANITE, hidden_size=2048, intermediate_size=8192, rope_theta=5000000.0, attention_multiplier=0.015625,
+        **GRANITE, hidden_size=2048, intermediate_size=8192, rope_theta=5000000.0, attention_multiplier=0.015625,
         logits_scaling=8.0,
     ),
     "granite-3.1-8b": dict(
-        **_GRANITE, hidden_size=4096, intermediate_size=12800, rope_theta=10000000.0, attention_multiplier=0.0078125,
+        **GRANITE, hidden_size=4096, intermediate_size=12800, rope_theta=10000000.0, attention_multiplier=0.0078125,
         logits_scaling=16.0,
     ),
-    "afm-4.5b": _shape(
+    "afm-4.5b": shape_of(
         2560, 18432, 36, 20, 4, vocab_size=128004, head_dim=128, max_position_embeddings=65536, hidden_act="relu2",
         mlp_gate=False,
         rope_scaling=dict(rope_type="yarn", factor=20.0, original_max_position_embeddings=4096, beta_fast=32.0,
                           beta_slow=1.0, mscale=1.0),
         attention_gate="none", bos_token_id=128000, eos_token_id=128003,
     ),
-    "olmo2-7b": _shape(4096, 11008, 32, 32, **_OLMO2),
-    "olmo2-13b": _shape(5120, 13824, 40, 40, **_OLMO2),
-    "olmo2-32b": _shape(5120, 27648, 64, 40, 8, **_OLMO2),
-    "olmo3-7b": _shape(4096, 11008, 32, 32, **_OLMO3, **_layers(32, 4, 3)),
-    "olmo3-32b": _shape(5120, 27648, 64, 40, 8, **_OLMO3, **_layers(64, 4, 3)),
-    "exaone4-1.2b": _shape(
-        2048, 4096, 30, 32, **_EXAONE4, head_dim=64, max_position_embeddings=65536, tie_word_embeddings=True,
+    "olmo2-7b": shape_of(4096, 11008, 32, 32, **OLMO2),
+    "olmo2-13b": shape_of(5120, 13824, 40, 40, **OLMO2),
+    "olmo2-32b": shape_of(5120, 27648, 64, 40, 8, **OLMO2),
+    "olmo3-7b": shape_of(4096, 11008, 32, 32, **OLMO3, **windowed(32, 4, 3)),
+    "olmo3-32b": shape_of(5120, 27648, 64, 40, 8, **OLMO3, **windowed(64, 4, 3)),
+    "exaone4-1.2b": shape_of(
+        2048, 4096, 30, 32, **EXAONE4, head_dim=64, max_position_embeddings=65536, tie_word_embeddings=True,
     ),
     "exaone4-32b": dict(
-        **_EXAONE4, hidden_size=5120, intermediate_size=27392, **_layers(64, 4, 3), num_attention_heads=40,
+        **EXAONE4, hidden_size=5120, intermediate_size=27392, **windowed(64, 4, 3), num_attention_heads=40,
         head_dim=128, max_position_embeddings=131072, sliding_window=4096, no_rope_layers=(1, 1, 1, 0) * 16,
     ),
     "exaone-3.5-2.4b": dict(
-        **_EXAONE35, hidden_size=2560, intermediate_size=7168, num_hidden_layers=30, tie_word_embeddings=True,
+        **EXAONE35, hidden_size=2560, intermediate_size=7168, num_hidden_layers=30, tie_word_embeddings=True,
     ),
-    "exaone-3.5-7.8b": dict(**_EXAONE35, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32),
+    "exaone-3.5-7.8b": dict(**EXAONE35, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32),
     # The defaults of transformers 5.24 for kyutai/helium-1-preview.
-    "helium-1-preview-2b": _shape(
+    "helium-1-preview-2b": shape_of(
         2560, 7040, 24, 20, vocab_size=48000, max_position_embeddings=4096, rope_theta=100000.0, rms_norm_eps=1e-8,
         rope_interleaved=True, attention_gate="none", bos_token_id=1, eos_token_id=2, pad_token_id=3,
     ),
-    "command-r-08-2024": _cohere(
+    "command-r-08-2024": command_r(
         8192, 24576, 40, 64, rope_theta=4000000.0, max_position_embeddings=131072, logits_scaling=16.0,
     ),
-    "command-r7b": _cohere(
-        4096, 14336, 32, 32, **_layers(32, 4, 3), no_rope_layers=(1, 1, 1, 0) * 8, sliding_window=4096,
+    "command-r7b": command_r(
+        4096, 14336, 32, 32, **windowed(32, 4, 3), no_rope_layers=(1, 1, 1, 0) * 8, sliding_window=4096,
         rope_theta=50000.0, max_position_embeddings=132096, logits_scaling=4.0,
     ),
-    "aya-23-8b": _cohere(4096, 14336, 32, 32, max_position_embeddings=8192, logits_scaling=16.0),
+    "aya-23-8b": command_r(4096, 14336, 32, 32, max_position_embeddings=8192, logits_scaling=16.0),
     # Without its LongRoPE, which is for texts beyond 32,768 tokens.
-    "minicpm3-4b": _shape(
+    "minicpm3-4b": shape_of(
         2560, 6400, 62, 40, vocab_size=73448, max_position_embeddings=32768, attention_gate="none",
         embedding_multiplier=12.0, residual_multiplier=1.4 / 62**0.5, logits_scaling=10.0, tie_word_embeddings=True,
         latent_attention=dict(q_lora_rank=768, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32,
                               v_head_dim=64),
         initializer_range=0.1, bos_token_id=1, eos_token_id=2,
     ),
-    "granite-3.1-1b-a400m": _granite3_moe(1024, 24, 16, experts=32),
-    "granite-3.1-3b-a800m": _granite3_moe(1536, 32, 24, experts=40),
-    "sarvam-30b": _shape(
+    "granite-3.1-1b-a400m": granite3_moe(1024, 24, 16, experts=32),
+    "granite-3.1-3b-a800m": granite3_moe(1536, 32, 24, experts=40),
+    "sarvam-30b": shape_of(
         4096, 8192, 19, 64, 4, vocab_size=262144, head_dim=64, max_position_embeddings=131072, rope_theta=8000000.0,
         rms_norm_eps=1e-6, attention_gate="none", qk_norm=True, initializer_range=0.006, eos_token_id=1,
         pad_token_id=0, mlp_layer_types=("dense", *["sparse"] * 18),
@@ -441,14 +185,14 @@ PRESETS: dict[str, PresetFields] = {
                  shared_expert_intermediate_size=1024, router_scores="sigmoid", expert_bias=True, router_fp32=True,
                  router_aux_loss_coef=0.0),
     ),
-    "bamba-9b": _shape(
+    "bamba-9b": shape_of(
         4096, 14336, 32, 32, 8, vocab_size=128256, max_position_embeddings=262144, partial_rotary_factor=0.5,
         layer_types=tuple("full_attention" if layer in (9, 18, 27) else "mamba2" for layer in range(32)),
         mamba2=dict(num_heads=128, head_dim=64, state_dim=128, num_groups=1), attention_gate="none",
         bos_token_id=128000, eos_token_id=128001, pad_token_id=0,
     ),
     # The releases scale every projection; of those above 0.5B these are the shapes, without the factors.
-    "falcon-h1-0.5b": _falcon(
+    "falcon-h1-0.5b": falcon_h1(
         1024, 2048, 36, 8, vocab_size=32784, head_dim=64, max_position_embeddings=16384,
         mamba2=dict(num_heads=24, head_dim=64, state_dim=128, num_groups=1, norm="none",
                     multipliers=(0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738)),
@@ -456,49 +200,49 @@ PRESETS: dict[str, PresetFields] = {
         mlp_multipliers=(0.8838834764831844, 0.5859375), attention_multiplier=0.39062499999999994 * 64**-0.5,
         embedding_multiplier=5.656854249492381, logits_scaling=1 / 0.0390625,
     ),
-    "falcon-h1-1.5b": _falcon(2048, 4608, 24, 8, mamba2=dict(num_heads=48, head_dim=64)),
-    "falcon-h1-1.5b-deep": _falcon(1280, 3072, 66, 6, mamba2=dict(num_heads=24, head_dim=64)),
-    "falcon-h1-3b": _falcon(2560, 6144, 32, 10, mamba2=dict(num_heads=32, head_dim=128)),
-    "falcon-h1-7b": _falcon(
+    "falcon-h1-1.5b": falcon_h1(2048, 4608, 24, 8, mamba2=dict(num_heads=48, head_dim=64)),
+    "falcon-h1-1.5b-deep": falcon_h1(1280, 3072, 66, 6, mamba2=dict(num_heads=24, head_dim=64)),
+    "falcon-h1-3b": falcon_h1(2560, 6144, 32, 10, mamba2=dict(num_heads=32, head_dim=128)),
+    "falcon-h1-7b": falcon_h1(
         3072, 12288, 44, 12, mamba2=dict(num_heads=24, head_dim=128), vocab_size=130049,
         max_position_embeddings=262144,
     ),
-    "falcon-h1-34b": _falcon(
+    "falcon-h1-34b": falcon_h1(
         5120, 21504, 72, 20, mamba2=dict(num_heads=32, head_dim=128, num_groups=2), vocab_size=261120,
         num_key_value_heads=4, max_position_embeddings=262144,
     ),
-    "vaultgemma-1b": _shape(
-        1152, 6912, 26, 4, 4, **{**_GEMMA, "norm_position": "pre"}, **_layers(26, 2, 1)
+    "vaultgemma-1b": shape_of(
+        1152, 6912, 26, 4, 4, **{**GEMMA, "norm_position": "pre"}, **windowed(26, 2, 1)
         | dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=512), vocab_size=256000,
         head_dim=256, embedding_multiplier=1152**0.5, max_position_embeddings=1024,
     ),
-    "glm4-9b": _shape(
+    "glm4-9b": shape_of(
         4096, 13696, 40, 32, 2, vocab_size=151552, head_dim=128, max_position_embeddings=32768,
         partial_rotary_factor=0.5, rope_interleaved=True, norm_position="both", attention_gate="none",
         attention_bias=True, eos_token_id=(151329, 151336, 151338), pad_token_id=151329,
     ),
-    "gemma2-2b": _gemma2(2304, 9216, 26, 8, 4),
-    "gemma2-9b": _gemma2(3584, 14336, 42, 16, 8),
-    "gemma2-27b": _gemma2(4608, 36864, 46, 32, 16, head_dim=128, attention_multiplier=144**-0.5),
-    "gemma3-270m": _gemma3(
+    "gemma2-2b": gemma2(2304, 9216, 26, 8, 4),
+    "gemma2-9b": gemma2(3584, 14336, 42, 16, 8),
+    "gemma2-27b": gemma2(4608, 36864, 46, 32, 16, head_dim=128, attention_multiplier=144**-0.5),
+    "gemma3-270m": gemma3(
         640, 2048, 18, 4, 1, stretch=1, sliding_window=512, vocab_size=262144, max_position_embeddings=32768,
     ),
-    "gemma3-1b": _gemma3(
+    "gemma3-1b": gemma3(
         1152, 6912, 26, 4, 1, stretch=1, sliding_window=512, vocab_size=262144, max_position_embeddings=32768,
     ),
-    "gemma3-4b": _gemma3(2560, 10240, 34, 8, 4),
-    "gemma3-12b": _gemma3(3840, 15360, 48, 16, 8),
-    "gemma3-27b": _gemma3(5376, 21504, 62, 32, 16, head_dim=128, attention_multiplier=168**-0.5),
-    "gemma4-e2b": _gemma4_small(1536, 6144, 35, 1, period=5, shared=20, wide=True),
-    "gemma4-e4b": _gemma4_small(2560, 10240, 42, 2, period=6, shared=18),
-    "gemma4-31b": _gemma4(5376, 21504, 60, heads=(32, 16, 4)),
-    "gemma4-26b-a4b": _gemma4(
+    "gemma3-4b": gemma3(2560, 10240, 34, 8, 4),
+    "gemma3-12b": gemma3(3840, 15360, 48, 16, 8),
+    "gemma3-27b": gemma3(5376, 21504, 62, 32, 16, head_dim=128, attention_multiplier=168**-0.5),
+    "gemma4-e2b": gemma4_small(1536, 6144, 35, 1, period=5, shared=20, wide=True),
+    "gemma4-e4b": gemma4_small(2560, 10240, 42, 2, period=6, shared=18),
+    "gemma4-31b": gemma4(5376, 21504, 60, heads=(32, 16, 4)),
+    "gemma4-26b-a4b": gemma4(
         2816, 2112, 30, heads=(16, 8, 2),
         moe=dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=704, separate_norms=True,
                  shared_expert_intermediate_size=2112, router_aux_loss_coef=0.0),
     ),
     "muse-glimmer-30b": dict(
-        vocab_size=202048, hidden_size=6656, intermediate_size=19968, **_layers(52, 4, 3), num_attention_heads=32,
+        vocab_size=202048, hidden_size=6656, intermediate_size=19968, **windowed(52, 4, 3), num_attention_heads=32,
         num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rope_theta=500000.0, sliding_window=2048,
         no_rope_layers=(1, 1, 1, 0) * 13, attention_gate="elementwise", attention_multiplier=3.87 * 128**-0.5,
         qk_norm=True, qk_norm_weights=False, embedding_norm=True, norm_position="both", post_norm_eps=1e-8,
@@ -520,29 +264,29 @@ PRESETS: dict[str, PresetFields] = {
         moe=dict(num_experts=7, num_experts_per_tok=5, moe_intermediate_size=11008, norm_topk_prob=False,
                  router_aux_loss_coef=0.01),
     ),
-    "qwen3.5-0.8b": _hybrid(1024, 3584, 24, 8, 2, tie_word_embeddings=True),
-    "qwen3.5-2b": _hybrid(2048, 6144, 24, 8, 2, tie_word_embeddings=True),
-    "qwen3.5-4b": _hybrid(2560, 9216, 32, 16, 4, 32, tie_word_embeddings=True),
-    "qwen3.5-9b": _hybrid(4096, 12288, 32, 16, 4, 32),
-    "qwen3.5-27b": _hybrid(5120, 17408, 64, 24, 4, 48),
+    "qwen3.5-0.8b": qwen_hybrid(1024, 3584, 24, 8, 2, tie_word_embeddings=True),
+    "qwen3.5-2b": qwen_hybrid(2048, 6144, 24, 8, 2, tie_word_embeddings=True),
+    "qwen3.5-4b": qwen_hybrid(2560, 9216, 32, 16, 4, 32, tie_word_embeddings=True),
+    "qwen3.5-9b": qwen_hybrid(4096, 12288, 32, 16, 4, 32),
+    "qwen3.5-27b": qwen_hybrid(5120, 17408, 64, 24, 4, 48),
     # Qwen3.5-35B-A3B has the same.
-    "qwen3.6-35b-a3b": _hybrid(
+    "qwen3.6-35b-a3b": qwen_hybrid(
         2048, 512, 40, 16, 2, 32,
         moe=dict(num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512,
                  shared_expert_intermediate_size=512, shared_expert_gate=True),
     ),
-    "gpt-oss-20b": _gpt_oss(24, 32),
-    "gpt-oss-120b": _gpt_oss(36, 128),
-    "lfm2-350m": _lfm2(1024, 4608, 16, _LFM2_ATTENTION),
-    "lfm2-700m": _lfm2(1536, 6912, 16, _LFM2_ATTENTION),
-    "lfm2-1.2b": _lfm2(2048, 8192, 16, _LFM2_ATTENTION),
-    "lfm2-8b-a1b": _lfm2(
+    "gpt-oss-20b": gpt_oss(24, 32),
+    "gpt-oss-120b": gpt_oss(36, 128),
+    "lfm2-350m": lfm2(1024, 4608, 16, LFM2_ATTENTION),
+    "lfm2-700m": lfm2(1536, 6912, 16, LFM2_ATTENTION),
+    "lfm2-1.2b": lfm2(2048, 8192, 16, LFM2_ATTENTION),
+    "lfm2-8b-a1b": lfm2(
         2048, 7168, 24, (2, 6, 10, 14, 18, 21), mlp_layer_types=("dense",) * 2 + ("sparse",) * 22,
         moe=dict(num_experts=32, num_experts_per_tok=4, moe_intermediate_size=1792, router_scores="sigmoid",
                  expert_bias=True, norm_topk_eps=1e-6, router_aux_loss_coef=0.0),
     ),
     # The defaults of transformers 5.24 for LiquidAI/LFM3-1.7B.
-    "lfm3-1.7b": _shape(
+    "lfm3-1.7b": shape_of(
         2048, 7680, 24, 16, 4, vocab_size=128000, head_dim=128, max_position_embeddings=128000, rope_theta=1000000.0,
         rope_scaling=dict(rope_type="proportional", partial_rotary_factor=0.5),
         sliding_rope=dict(rope_theta=10000.0), sliding_window=256, short_conv=dict(kernel_dim=7),
@@ -551,19 +295,19 @@ PRESETS: dict[str, PresetFields] = {
         attention_gate="headwise", qk_norm=True, norm_position="both", tie_word_embeddings=True, bos_token_id=124894,
         eos_token_id=124900, pad_token_id=124893,
     ),
-    "granite-4.0-h-micro": _granite4(2048, 8192, 32, 8, logits_scaling=8.0),
-    "granite-4.0-h-tiny": _granite4(
+    "granite-4.0-h-micro": granite4(2048, 8192, 32, 8, logits_scaling=8.0),
+    "granite-4.0-h-tiny": granite4(
         1536, 512, 12, 4, logits_scaling=6.0,
         moe=dict(num_experts=64, num_experts_per_tok=6, moe_intermediate_size=512,
                  shared_expert_intermediate_size=1024, router_aux_loss_coef=0.0),
     ),
-    "granite-4.0-h-small": _granite4(
+    "granite-4.0-h-small": granite4(
         4096, 768, 32, 8, logits_scaling=16.0,
         moe=dict(num_experts=72, num_experts_per_tok=10, moe_intermediate_size=768,
                  shared_expert_intermediate_size=1536, router_aux_loss_coef=0.0),
     ),
     # NVIDIA-Nemotron-3-Nano-30B-A3B.
-    "nemotron-3-nano-30b-a3b": _nemotron(
+    "nemotron-3-nano-30b-a3b": nemotron(
         "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", hidden_size=2688, intermediate_size=1856,
         num_attention_heads=32, num_key_value_heads=2, max_position_embeddings=262144,
         mamba2=dict(num_heads=64, head_dim=64, state_dim=128, num_groups=8, time_step_min=0.001),
@@ -571,9 +315,9 @@ PRESETS: dict[str, PresetFields] = {
                  shared_expert_intermediate_size=3712, expert_bias=True, router_fp32=True, routed_scaling_factor=2.5,
                  router_aux_loss_coef=0.0),
     ),
-    "qwen-gated-1b-elementwise": dict(**_QWEN_GATED, intermediate_size=5504, attention_gate="elementwise"),
-    "qwen-gated-1b-headwise": dict(**_QWEN_GATED, intermediate_size=6144, attention_gate="headwise"),
-    "qwen-gated-1b-baseline": dict(**_QWEN_GATED, intermediate_size=6144, attention_gate="none"),
+    "qwen-gated-1b-elementwise": dict(**QWEN_GATED, intermediate_size=5504, attention_gate="elementwise"),
+    "qwen-gated-1b-headwise": dict(**QWEN_GATED, intermediate_size=6144, attention_gate="headwise"),
+    "qwen-gated-1b-baseline": dict(**QWEN_GATED, intermediate_size=6144, attention_gate="none"),
 }  # fmt: skip
 
 
