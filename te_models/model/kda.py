@@ -58,7 +58,7 @@ class KimiDeltaAttention(Mixer[KDASpec]):
             super().initialize(name, values, std, residual_std)
 
     def remark(self, device: torch.device, dtype: torch.dtype) -> str:
-        return f"Kimi Delta Attention: {kda_kernel(device, dtype)}"
+        return kda_kernel(device, dtype)
 
     def new_state(
         self, batch: int, slots: int, device: torch.device, dtype: torch.dtype

@@ -69,7 +69,7 @@ class Mamba2(Mixer[Mamba2Spec]):
             super().initialize(name, values, std, residual_std)
 
     def remark(self, device: torch.device, dtype: torch.dtype) -> str:
-        return f"Mamba 2: {state_space_kernel(device, dtype)}"
+        return state_space_kernel(device, dtype)
 
     def new_state(
         self, batch: int, slots: int, device: torch.device, dtype: torch.dtype

@@ -77,6 +77,16 @@ RUNS |= {
     "fsdp-answers": dict(parallel="fsdp", recipe="bf16", answers=True, gradient_accumulation=3),
     "tp-answers": dict(parallel="tp", recipe="bf16", answers=True, gradient_accumulation=3),
 }  # fmt: skip
+BESIDE = dict(
+    layer_types=("parallel",) * 3,
+    parallel=dict(input_multipliers=(0.9, 1.2), output_multipliers=(1.1, 0.7)),
+    mamba2=dict(num_heads=4, head_dim=16, state_dim=16, num_groups=2, multipliers=(0.9, 0.8, 1.1, 1.2, 0.7)),
+    mlp_multipliers=(0.8, 1.2),
+)  # fmt: skip
+RUNS |= {
+    "fsdp-beside": dict(parallel="fsdp", recipe="bf16", shape=BESIDE),
+    "ddp-beside": dict(parallel="ddp", recipe="delayed", shape=BESIDE, mode="full"),
+}
 EXPERTS = dict(parallel="fsdp+ep", experts=True, balance_loss=0.9)
 BIASED = dict(moe=MOE | dict(bias=True, swiglu_limit=0.5), attention_sinks=True)
 RUNS |= {
@@ -187,7 +197,7 @@ RARER = (
     "ddp-answers",
     "first-ddp",
 )
-RARER += ("first-fsdp", "first-fsdp-fp8")
+RARER += ("first-fsdp", "first-fsdp-fp8", "ddp-beside")
 
 
 def named(cases: Iterable[str]) -> list[Any]:
