@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib.metadata
 import inspect
 import logging
 import re
 import shutil
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -312,14 +313,18 @@ class NamedFields:
 
     def __new__(cls, *values: Any, **fields: Any) -> Any:
         """Raise a ValueError for a keyword that is not a field; the dataclass's own `__init__` does the rest."""
-        parameters = inspect.signature(cls.__init__).parameters  # of a subclass perhaps its own
-        known = list(parameters)[1:]
-        takes_any = any(
-            parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()
-        )
+        known, takes_any = _constructor(cls.__init__)  # of a subclass perhaps its own
         for name in () if takes_any else fields:
             check_known(f"field of {cls.__name__}", name, known, f"help(te_models.{cls.__name__})")
         return super().__new__(cls)
+
+
+@functools.cache
+def _constructor(function: Callable[..., None]) -> tuple[list[str], bool]:
+    """Return the names that a constructor takes, and whether it takes any other as well."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    return list(parameters)[1:], takes_any
 
 
 def field_values(instance: DataclassInstance) -> dict[str, Any]:

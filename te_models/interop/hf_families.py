@@ -6,6 +6,7 @@ entry; writing uses the same entry in reverse. Facts: the configuration and mode
 transformers 5.23, and modeling_qwen3.py of qiuzh20/gated_attention.
 """
 
+import functools
 from collections.abc import Iterable
 
 from te_models.config.model import ModelConfig
@@ -670,8 +671,19 @@ def family_of(config: Values) -> Family:
 
 def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
     """Return the first family, starting with `preferred`, whose config.json can express all of `config`."""
+    found = _expressing(config, preferred, tuple(FAMILIES))
+    if isinstance(found, str):
+        raise ConfigError(found)
+    return found
+
+
+@functools.lru_cache(256)  # runs with adapters ask for the family of their model at every save
+def _expressing(
+    config: ModelConfig, preferred: Family | None, families: tuple[Family, ...]
+) -> Family | str:
+    """Return the family, or the error of a model that none of `families` can express."""
     foreign = preferred is not None and not preferred.model_type.startswith("qwen")
-    for family in (*((preferred,) if preferred else ()), *FAMILIES):
+    for family in (*((preferred,) if preferred else ()), *families):
         if family is not preferred and not (family.written and family.accepts(config)):
             continue
         if foreign and family.model_type in SPLIT_AS_QWEN and family is not preferred:
@@ -686,11 +698,11 @@ def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
             continue
     others = [
         (family, family.lacks(config))
-        for family in FAMILIES
+        for family in families
         if family.written and family.accepts(config)
     ]
     nearest, lacks = min(others, key=lambda other: len(other[1]))
-    raise ConfigError(
+    return (
         f"no architecture of Hugging Face has all of this model: save it with format='te'; the nearest, "
         f"{nearest.model_type!r}, lacks {', '.join(lacks)}"
     )

@@ -11,7 +11,9 @@ from te_models.interop.hf_places import Rows
 from te_models.interop.hf_rope_parts import unread_rope_fields
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(
+    frozen=True, kw_only=True, eq=False
+)  # equal to itself only: dicts among its fields have no hash
 class Family:
     """One architecture of Hugging Face.
 
