@@ -85,7 +85,7 @@ def _mixer(
 ) -> Tensor:
     """The mixer of a layer of this kind; "" where all layers have attention."""
     if kind == "parallel":
-        beside = config.parallel
+        beside = config.parallel_mixers
         assert beside is not None
         total = torch.zeros_like(x)
         seen: list[str] = []

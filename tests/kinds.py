@@ -210,7 +210,7 @@ KINDS = {
     "Mamba 2 beside attention": Kind(  # Falcon-H1
         dict(
             layer_types=("parallel",) * 3, attention_gate="none", mlp_multipliers=(0.7, 1.3),
-            parallel=dict(input_multipliers=(1.1, 0.8), output_multipliers=(0.9, 0.6)),
+            parallel_mixers=dict(input_multipliers=(1.1, 0.8), output_multipliers=(0.9, 0.6)),
             mamba2=dict(num_heads=6, head_dim=16, state_dim=32, num_groups=2, norm="none",
                         multipliers=(0.9, 0.8, 1.2, 0.7, 1.1)),
         ),
@@ -219,7 +219,7 @@ KINDS = {
     "two states, two windows": Kind(  # of one kind each
         dict(
             layer_types=("parallel", "full_attention", "parallel"), sliding_window=4, attention_gate="headwise",
-            parallel=dict(mixers=("conv", "sliding_attention", "full_attention", "mamba2")), qk_norm=True,
+            parallel_mixers=dict(mixers=("conv", "sliding_attention", "full_attention", "mamba2")), qk_norm=True,
             short_conv=dict(kernel_dim=3, bias=True),
             mamba2=dict(num_heads=4, head_dim=16, state_dim=16, num_groups=2, norm="before_gate", bias=True,
                         out_bias=False, multipliers=(0.9, 0.8, 1.2, 0.7, 1.1)),

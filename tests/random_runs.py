@@ -174,7 +174,7 @@ def with_recurrence(rng: random.Random, config: ModelConfig, width: int) -> Mode
             num_heads=heads, head_dim=width, conv_kernel_dim=rng.randint(1, 5), gate_rank=width if gated else None,
             decay_bound=rng.choice((None, 5.0)),
         ),
-        parallel=dict(
+        parallel_mixers=dict(
             mixers=beside, input_multipliers=rng.choice((None, (1.1, 0.8, 1.3)[: len(beside)])),
             output_multipliers=rng.choice((None, (0.7, 1.2, 0.9)[: len(beside)])),
         ),

@@ -98,7 +98,7 @@ class ModelFields(Settings):
     short_conv: ShortConvConfig | None = setting(
         None, "Sizes of the conv layers, gated short convolutions (LFM2)."
     )
-    parallel: ParallelConfig | None = setting(
+    parallel_mixers: ParallelConfig | None = setting(
         None, "The mixers beside each other in each parallel layer (Falcon-H1)."
     )
     sliding_heads: HeadSizes | None = setting(

@@ -194,7 +194,7 @@ def mamba2(config: ModelFields, layer: int) -> Mamba2Spec:
 
 def parallel(config: ModelFields, layer: int) -> ParallelSpec:
     """Return the mixers of this layer, beside each other."""
-    kinds = config.parallel
+    kinds = config.parallel_mixers
     assert kinds is not None
     before = kinds.input_multipliers
     after = kinds.output_multipliers

@@ -239,15 +239,16 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
     for name in PER_LAYER:
         if values[name] is not None and len(values[name]) != layers:
             yield f"{name} has {len(values[name])} entries for num_hidden_layers={layers}"
-    own = ("linear_attention", "latent_attention", "mamba2", "kda", "parallel")
+    own = ("linear_attention", "latent_attention", "mamba2", "kda")
     needs = {kind: kind for kind in own} | {
         "sliding_attention": "sliding_window",
         "chunked_attention": "attention_chunk_size",
         "conv": "short_conv",
+        "parallel": "parallel_mixers",
     }
     kinds = config.layer_types or ()
-    if "parallel" in kinds and config.parallel is not None:
-        kinds += config.parallel.mixers
+    if "parallel" in kinds and config.parallel_mixers is not None:
+        kinds += config.parallel_mixers.mixers
     for kind, field in needs.items():
         if kind in kinds and values[field] is None:
             yield f"layer_types asks for {kind}: give {field}"

@@ -78,7 +78,9 @@ class ConfigOptions(TypedDict, total=False):
     mamba2: Mamba2Config | Mapping[str, int | float | str | bool | tuple[float, ...] | None] | None
     short_conv: ShortConvConfig | Mapping[str, int | bool] | None
     latent_attention: LatentConfig | Mapping[str, float | None] | None
-    parallel: ParallelConfig | Mapping[str, tuple[str, ...] | tuple[float, ...] | None] | None
+    parallel_mixers: (
+        ParallelConfig | Mapping[str, tuple[str, ...] | tuple[float, ...] | None] | None
+    )
     sliding_heads: HeadSizes | Mapping[str, int] | None
     keys_as_values: bool
     shared_key_layers: tuple[int, ...] | None

@@ -32,7 +32,7 @@ class ParallelConfig(Settings):
         ConfigError: there are fewer than two kinds, one of them is no mixer, or there is no factor for each.
     """
 
-    prefix = "parallel."
+    prefix = "parallel_mixers."
     mixers: tuple[str, ...] = setting(
         ("full_attention", "mamba2"),
         "Kinds of mixers, by their names in layer_types.",
@@ -48,11 +48,13 @@ class ParallelConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.mixers) < 2:
-            raise ConfigError(f"parallel.mixers={self.mixers!r} is one kind: give two or more")
+            raise ConfigError(
+                f"parallel_mixers.mixers={self.mixers!r} is one kind: give two or more"
+            )
         for kind in ALONE:
             if kind in self.mixers:
                 raise ConfigError(
-                    f"parallel.mixers holds {kind!r}, which has no place there: leave it out"
+                    f"parallel_mixers.mixers holds {kind!r}, which has no place there: leave it out"
                 )
         for name in ("input_multipliers", "output_multipliers"):
             factors = getattr(self, name)
@@ -60,7 +62,7 @@ class ParallelConfig(Settings):
                 object.__setattr__(self, name, (1.0,) * len(self.mixers))
             elif len(factors) != len(self.mixers):
                 raise ConfigError(
-                    f"parallel.{name} has {len(factors)} entries for {len(self.mixers)} mixers: give one for each"
+                    f"parallel_mixers.{name} has {len(factors)} entries for {len(self.mixers)} mixers: give as many"
                 )
 
 

@@ -427,7 +427,7 @@ def falcon_h1(
         vocab_size=65537,
         head_dim=128,
         max_position_embeddings=131072,
-        parallel={},
+        parallel_mixers={},
     )
     return shape_of(
         hidden,

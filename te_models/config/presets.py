@@ -196,7 +196,7 @@ PRESETS: dict[str, PresetFields] = {
         1024, 2048, 36, 8, vocab_size=32784, head_dim=64, max_position_embeddings=16384,
         mamba2=dict(num_heads=24, head_dim=64, state_dim=128, num_groups=1, norm="none",
                     multipliers=(0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738)),
-        parallel=dict(input_multipliers=(1.0, 1.25), output_multipliers=(0.9375, 0.23570226039551587)),
+        parallel_mixers=dict(input_multipliers=(1.0, 1.25), output_multipliers=(0.9375, 0.23570226039551587)),
         mlp_multipliers=(0.8838834764831844, 0.5859375), attention_multiplier=0.39062499999999994 * 64**-0.5,
         embedding_multiplier=5.656854249492381, logits_scaling=1 / 0.0390625,
     ),

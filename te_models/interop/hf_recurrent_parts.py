@@ -225,7 +225,7 @@ def _read_falcon_layers(theirs: Values) -> Fields:
     }
     return {
         "layer_types": ["parallel"] * theirs["num_hidden_layers"],
-        "parallel": beside,
+        "parallel_mixers": beside,
         "mamba2": sizes,
         "mlp_multipliers": _factors(theirs["mlp_multipliers"]),
     }
@@ -238,7 +238,7 @@ def _factors(values: Iterable[float]) -> list[float]:
 
 def _write_falcon_layers(config: ModelConfig) -> Fields:
     sizes = config.mamba2
-    beside = config.parallel
+    beside = config.parallel_mixers
     if sizes is None or beside is None or sizes.activation != config.hidden_act:
         raise ConfigError("this family has Mamba 2 beside attention, and one activation")
     found = {
