@@ -1159,6 +1159,7 @@ FAMILY_CASES["cohere"] = {
     "one-key": dict(num_key_value_heads=1),
     "untied": dict(tie_word_embeddings=False, layer_norm_eps=1e-3, logit_scale=0.0625),
     "biases": dict(attention_bias=True, logit_scale=1.7),
+    "wide": dict(head_dim=14, num_attention_heads=5, num_key_value_heads=1),
 }
 FAMILY_CASES["cohere2"] = {
     **{
@@ -1172,6 +1173,7 @@ FAMILY_CASES["cohere2"] = {
     "biases": dict(attention_bias=True, layer_types=[FULL, SLIDING, SLIDING], sliding_window=4),
     "full": dict(layer_types=[FULL] * 3),
     "slide": dict(layer_types=[SLIDING] * 3, sliding_window=4),
+    "wide": dict(head_dim=14, num_attention_heads=5, num_key_value_heads=1),
 }
 _FALCON = {
     key: value for key, value in _MAMBA.items() if key not in ("layer_types", "mamba_expand")
@@ -1281,7 +1283,8 @@ def make_config(case: str) -> Any:
         fields.setdefault("norm_eps", fields.pop("rms_norm_eps"))
     if family in ("cohere", "cohere2"):
         fields.setdefault("layer_norm_eps", fields.pop("rms_norm_eps"))
-        fields.pop("head_dim", None)
+        if "head_dim" not in changes:  # then heads fill the width
+            del fields["head_dim"]
     if family in ("phi3", "mistral4"):  # take no other head_dim
         del fields["head_dim"]
     if family == "cwm":

@@ -175,7 +175,6 @@ _COHERE: Fields = dict(
     constants={**UNGATED, "rope_interleaved": True, "norm_type": "layer", "parallel_residual": True},
     defaults={"max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "tie_word_embeddings": True, "pad_token_id": 0,
               "bos_token_id": 5, "eos_token_id": 255001, "logit_scale": 0.0625},
-    accepts=lambda config: config.num_attention_heads * config.head_dim == config.hidden_size,
 )  # fmt: skip
 _COHERE2: Fields = {
     **_COHERE,
@@ -411,14 +410,13 @@ FAMILIES = [
     ),
     Family(
         model_type="cohere", architecture="CohereForCausalLM", models="Command R, Aya 23 and Expanse",
-        parts=(ropes.ROPE, ACT, parts.biases(), parts.LOGIT_SCALE, parts.FILLED_WIDTH), **_COHERE,
+        parts=(ropes.ROPE, ACT, parts.biases(), parts.LOGIT_SCALE), **_COHERE,
         only={**NO_DROPOUT, "use_qk_norm": (False,)},
         note="LayerNorm without a bias; attention and MLP read one norm; RoPE on neighboring channels",
     ),
     Family(
         model_type="cohere2", architecture="Cohere2ForCausalLM", models="Command R7B, Command A",
-        parts=(ropes.ROPE, ropes.COHERE2_WINDOW, ACT, parts.biases(), parts.LOGIT_SCALE, parts.FILLED_WIDTH),
-        **_COHERE2, only=NO_DROPOUT,
+        parts=(ropes.ROPE, ropes.COHERE2_WINDOW, ACT, parts.biases(), parts.LOGIT_SCALE), **_COHERE2, only=NO_DROPOUT,
         ignored=frozenset(("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct",
                            "use_embedding_sharing", "use_gated_activation", "use_parallel_block",
                            "use_parallel_embedding", "use_qk_norm")),

@@ -246,12 +246,6 @@ def query_factor(key: str) -> ConfigKeys:
 
 LOGIT_FACTOR = logit_factor("logits_scaling")
 LOGIT_SCALE = logit_factor("logit_scale")
-# The heads of Cohere fill the width, whatever a file says.
-FILLED_WIDTH = ConfigKeys(
-    (),
-    lambda theirs: {"head_dim": theirs["hidden_size"] // theirs["num_attention_heads"]},
-    lambda config: {},
-)
 POST_NORMS_BY_FLAG = ConfigKeys(
     ("use_post_norm",),
     lambda theirs: {"norm_position": "both" if theirs["use_post_norm"] else "pre"},

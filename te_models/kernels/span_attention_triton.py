@@ -568,7 +568,7 @@ class _SpanAttention(torch.autograd.Function):
 def spans(seq: int, window: int | None, documents: Tensor | None, device: torch.device) -> Spans:
     """Return the spans of `seq` queries, of their own document and of at most `window` keys, themselves included.
 
-    `documents` int [B, S]: a new document begins wherever the number changes; None for one in each row.
+    `documents` int [B or 1, S]: a new document begins wherever the number changes; None for one in each row.
     """
     place = torch.arange(seq, device=device)
     first = (

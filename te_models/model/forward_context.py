@@ -232,8 +232,7 @@ def forward_context(
             if spec.chunk is not None and (torch.compiler.is_compiling() or spec.chunk < seq):
                 # A chunk is to attention what a document is.
                 pieces = torch.atleast_2d(chunk_numbers(positions, documents, spec.chunk))
-            shape = (batch, seq)
-            masks[spec.seen] = _mask(spec, shape, padded, pieces, kernels, ids.device, dtype)
+            masks[spec.seen] = _mask(spec, seq, padded, pieces, kernels, ids.device, dtype)
     real = None if padded is None else padded.reshape(-1, 1)  # [B*S, 1]
     routed = real if documents is None else documents.reshape(-1, 1) >= 0  # [B*S, 1]
     if cache:
@@ -272,26 +271,23 @@ def forward_context(
 
 def _mask(
     spec: SoftmaxAttentionSpec,
-    shape: tuple[int, int],
+    seq: int,
     padded: Tensor | None,
     documents: Tensor | None,
     kernels: Kernels,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Visible:
-    """Return which keys the queries of `spec` see in a pass over [B, S], `shape`, without a cache.
+    """Return which keys the queries of `spec` see in a pass without a cache.
 
-    `documents` int [B or 1, S] are those of the tokens, or their chunks.
+    `documents` int [B or 1, S] are those of the tokens, or their chunks; None: each row is one.
     """
-    batch, seq = shape
     # A span has one first key per query, which padding does not allow.
     spans = kernels.attention.spans if kernels.attention is not None else None
     if padded is not None or dtype.itemsize != 2 or spec.heads.dim > WIDEST_SPANS:
         spans = None
     slides = spec.window is not None and spec.window < seq
     if spans is not None and (documents is not None or slides or spec.needs_spans):
-        if documents is not None:
-            documents = documents.expand(batch, seq)
         return spans(seq, spec.window, documents, device)
     return attention_mask(seq, spec.window, padded, documents, device)
 

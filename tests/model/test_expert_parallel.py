@@ -42,6 +42,10 @@ CASES: dict[str, dict[str, Any]] = {
     "partly recomputed": dict(activation_checkpointing="selective", **FP8),
     "padding": {},
     "biases": dict(config=ModelConfig(**SHAPE, moe=MOE | dict(bias=True, swiglu_limit=1.0)), **FP8),
+    "scaled inputs": dict(
+        config=ModelConfig(**SHAPE, moe=MOE | dict(scale_inputs=True, router_scores="sigmoid")),
+        **FP8,
+    ),
     "idle rank": {},  # all tokens go to experts of rank 0
 }
 
