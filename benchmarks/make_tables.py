@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from benchmarks.soak import draw as draw_soak
-from benchmarks.tables import checks, failures, gpus, guide, heads, kinds, speed  # noqa: F401  they register their tables
+from benchmarks.tables import checks, claims, failures, gpus, guide, heads, kinds, speed  # noqa: F401  they register their tables
 from benchmarks.tables.speed import RUNS, precision_of
 from benchmarks.tables.text import GIB, TABLES, load
 from benchmarks.twin_curves import draw as draw_twins
@@ -46,6 +46,8 @@ def draw_plots(folder: Path) -> None:
     plot_losses(folder / "first_light_h200.png", curves, title)
     bench = load("step_h200")["runs"][RUNS["1b"]]
     plot_bench(folder / "step_1b_h200.png", bench, f"gated-1b, 8 x 2048 tokens, {gpu}")
+    for shape in claims.SHAPES:
+        claims.draw_compiled_fp8(folder / f"compiled_fp8_{shape}_h100.png", shape)
     draw_grid(folder / "checkpoint_grid_h200.png")
     draw_soak(folder / "soak_h200.png", load("soak_h200"))
     draw_twins(folder / "twin_curves_h100.png", load("twin_curves_h100"))
