@@ -251,6 +251,8 @@ def _limit(limits: tuple[float, ...] | None, layer: int) -> float | None:
     return None if limits is None else limits[layer] or None
 
 
+# The kinds of layers, by the names that a config uses. The module of each is in te_models.model.parts, under the class
+# of its description. To add one: docs/internals/design.md, "Add a kind of layer".
 MIXERS.update(
     full_attention=full_attention,
     sliding_attention=sliding_attention,

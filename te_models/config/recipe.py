@@ -82,6 +82,7 @@ class Scheme:
     forward: str = "E4M3"
 
 
+# By the names of Transformer Engine's recipe classes. To add one: docs/internals/design.md, "Add a scheme".
 SCHEMES: dict[str, Scheme] = {
     "none": Scheme(rows=1, features=1, capability=None, available="", forward="BF16"),
     "DelayedScaling": Scheme(

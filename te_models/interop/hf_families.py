@@ -225,7 +225,8 @@ _QWEN3_5_MOE: Fields = {
     "ignored": _QWEN3_5["ignored"] | experts.IGNORED,
 }  # fmt: skip
 
-# The last one expresses what the others do not; te_models.extensions adds others before it.
+# The last one expresses what the others do not; te_models.extensions adds others before it. The fields of a row are
+# explained in te_models.interop.hf_family. To add one: docs/internals/design.md, "Add a model family".
 FAMILIES = [
     Family(
         model_type="llama", architecture="LlamaForCausalLM", models="Llama 2, 3, 3.1, 3.2", layer=places.LAYER,

@@ -144,6 +144,7 @@ class Choice:
     state: Callable[[Tensor], State] | None = None
 
 
+# By the names that settings use. To add one: docs/internals/design.md, "Add an optimizer".
 OPTIMIZERS: dict[str, Choice] = {
     "adamw": Choice(adamw, ADAM, elementwise=True, description="two FP32 moments"),
     "adamw8bit": Choice(

@@ -222,6 +222,7 @@ def _compressed_config(
 
 _GROUP_32 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 _GROUP_16 = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+# By the names that --format takes. To add one: docs/internals/design.md, "Add an export format".
 FORMATS: dict[str, ExportFormat] = {
     "fp8-block": ExportFormat(BLOCK, _block_config),
     "fp8-tensor": ExportFormat(
