@@ -17,6 +17,7 @@ MIXTURES = (
     "qwen3_next-odd",
     "olmoe-odd",
     "deepseek_v3-odd",
+    "llama4_text-odd",
 )
 
 

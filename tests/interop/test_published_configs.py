@@ -39,6 +39,14 @@ GEMMA3 = dict(
     hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, rms_norm_eps=1e-6,
 )  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "command-r7b": dict(
+        model_type="cohere2", architectures=["Cohere2ForCausalLM"], **SILU, attention_bias=False, head_dim=128,
+        **sizes(4096, 14336, 32, 32, 8, 256000, 132096), **tokens(5, 255001, 0), layer_norm_eps=1e-5, logit_scale=0.25,
+        cache_implementation="hybrid", layer_switch=4, order_of_interleaved_layers="local_attn_first",
+        position_embedding_type="rope_gptj", rope_scaling=None, rope_theta=50000, rotary_pct=1.0, sliding_window=4096,
+        sliding_window_pattern=4, use_embedding_sharing=True, use_gated_activation=True, use_parallel_block=True,
+        use_parallel_embedding=False, use_qk_norm=False,
+    ),
     "gemma3-1b": dict(
         **GEMMA3, **sizes(1152, 6912, 26, 4, 1, 262144, 32768), **tokens(2, 1, 0), rope_local_base_freq=10000,
         rope_scaling=None, rope_theta=1000000, sliding_window=512, _sliding_window_pattern=6,
@@ -190,6 +198,32 @@ def test_phi_35_wrote_longrope_under_other_names() -> None:
     ]
     assert found[0] == found[1] and found[0].rope_scaling is not None
     assert found[0].rope_scaling["original_max_position_embeddings"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("experts", "step", "parameters", "active"), [(16, 1, 107.77, 17.17), (128, 2, 400.71, 17.18)]
+)
+def test_llama_4_has_the_parameters_of_its_text_models(
+    experts: int, step: int, parameters: float, active: float
+) -> None:
+    """In billions: Scout and Maverick, published as 109 (with 0.87 for images) and 400, of which 17 are active."""
+    text = dict(
+        model_type="llama4_text", hidden_act="silu", head_dim=128, **sizes(5120, 8192, 48, 40, 8, 202048, 10485760),
+        intermediate_size_mlp=16384, num_local_experts=experts, num_experts_per_tok=1, no_rope_layers=[],
+        interleave_moe_layer_step=step, use_qk_norm=step == 1, attention_chunk_size=8192, rope_theta=500000.0,
+        rope_scaling=LLAMA3 | dict(high_freq_factor=1.0), tie_word_embeddings=False, rms_norm_eps=1e-5,
+        attn_temperature_tuning=4, floor_scale=8192, attn_scale=0.1, attention_bias=False, attention_dropout=0.0,
+        for_llm_compressor=False, output_router_logits=False, router_aux_loss_coef=0.001, router_jitter_noise=0.0,
+    )  # fmt: skip
+    document = dict(model_type="llama4", text_config=text, vision_config={})
+    family = family_of(document)
+    config = family.read(document)
+    assert not family.unread(document)
+    assert round(config.num_parameters / 1e9, 2) == parameters
+    assert round(config.num_active_parameters / 1e9, 2) == active
+    assert config.layer_types == (("chunked_attention",) * 3 + ("full_attention",)) * 12
+    assert config.no_rope_layers == (1, 1, 1, 0) * 12
+    assert config.layers[3].mixer == config.layers[7].mixer != config.layers[4].mixer
 
 
 @pytest.mark.parametrize(("layers", "experts", "parameters"), [(24, 32, 20.91), (36, 128, 116.83)])

@@ -9,6 +9,7 @@ def test_the_plan_says_what_fused_kernels_do_not_compute() -> None:
     notes = {name: " ".join(build(KINDS[name]).plan().notes) for name in OPTIONS}
     assert not [name for name, note in notes.items() if "attention" in note]
     assert not notes["Gemma 2"] and not notes["AFM"]
+    assert notes["LayerNorms"].startswith("norms: separate kernels")
     assert "mlp_bias" in notes["biases"] and not notes["Granite"]
     assert notes["Gemma 2"].split(":")[0] in str(build(KINDS["Gemma 2"]).plan())
     plain = CausalLM.from_preset("gated-nano", device="meta", engine="emulated")
