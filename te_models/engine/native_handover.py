@@ -27,9 +27,10 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 import te_models.kernels.handover_triton as handover_triton
 from te_models.device.autograd import Context
-from te_models.engine import native_experts
+from te_models.engine import native_experts, native_inference
 from te_models.engine.native_norm import LayerNormWithoutBias
 from te_models.engine.native_observers import give_observer, observe, observer_of
+from te_models.kernels import decode_triton
 from te_models.kernels.count_cast_triton import Counts
 from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.handover import CastScale
@@ -290,7 +291,7 @@ def _norm(
     if torch.is_grad_enabled() and isinstance(module, RMSNorm):
         return _Norm.apply(x, delta, module.weight, module, _quantizer(consumer, "scaling_fwd"))
     total = x if delta is None else x + delta
-    return module(total), total
+    return native_inference.norm(module, total), total
 
 
 def _activate(
@@ -311,6 +312,9 @@ def _activate(
 
 def _linear(module: Linear, x: Tensor, **options: bool | None) -> Tensor:
     """See te_models.kernels.handover.linear."""
+    if not torch.is_grad_enabled():
+        y = native_inference.linear(module, x, **options)
+        return module(x, **options) if y is None else y
     weight = _cast_weight(module) if options.get("is_first_microbatch") is None else None
     if weight is None:
         y = module(x, **options)
@@ -360,4 +364,5 @@ handover = {
     "experts": native_experts.experts,
     "experts_join": native_experts.experts_join,
     "counts_on_device": native_experts.counts_on_device,
+    "decode": decode_triton.TRITON,
 }

@@ -95,7 +95,9 @@ def evaluating(model: nn.Module, te: ModuleType, recipe: Recipe) -> Iterator[Non
         users, was_training = _EVALUATING.get(model, (0, model.training))
         # The first user notes the mode, the last one restores it.
         _EVALUATING[model] = (users + 1, was_training)
-        model.eval()
+        # A change of the mode takes milliseconds in a model of hundreds of modules.
+        if any(module.training for module in model.modules()):
+            model.eval()
     try:
         yield
     finally:
@@ -105,7 +107,8 @@ def evaluating(model: nn.Module, te: ModuleType, recipe: Recipe) -> Iterator[Non
                 _EVALUATING[model] = (users - 1, was_training)
             else:
                 del _EVALUATING[model]
-                model.train(was_training)
+                if was_training:
+                    model.train()
 
 
 _LOCK = threading.Lock()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from torch import nn
-
 from te_models.config.recipe import EngineRecipe
+from te_models.device.hooks import is_untouched
 from te_models.fp8.primary_weights import is_quantized
 from te_models.kernels.decode import StepLinear
 
@@ -49,9 +48,3 @@ def step_linear(
             epsilon=quantizer.amax_epsilon,
         )
     return None
-
-
-def is_untouched(module: nn.Module) -> bool:
-    """Return whether nothing but its class decides what a call of the module does: neither hooks nor a new forward."""
-    hooked = module._forward_hooks or module._forward_pre_hooks
-    return not hooked and "forward" not in module.__dict__

@@ -8,7 +8,7 @@ most of the GPU idle (Flash-Decoding).
 Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), in FP16, since it multiplies BF16 wrongly.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,13 +24,15 @@ from te_models.kernels.decode import (
     StepLinear,
     StepNorm,
 )
-from te_models.kernels.handover_triton import activation_and_slope
+from te_models.kernels.handover_triton import INTERPRETED, activation_and_slope
 
 ROWS = MOST_ROWS
 # Channels per head, at most -> keys of a tile, as many as the shared memory of an Ada GPU holds.
 KEYS = {128: 64, 256: 32}
-PROGRAMS = 264  # two for each multiprocessor of an H200: as many fill it
+PROGRAMS = 264  # of attention, two for each multiprocessor of an H200: as many fill it
 MOST_PARTS = 32
+FEW = 2  # tokens up to which no tensor cores are used
+CHUNK = 1024  # channels that are read at once for norms and amaxes
 LARGEST = tl.constexpr(448.0)  # of E4M3
 LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 
@@ -44,12 +46,22 @@ class Tile(NamedTuple):
     stages: int
 
 
-def _tile(outputs: int) -> Tile:
-    """Return the tile of a weight with this many rows: large, but with enough programs to fill the GPU."""
-    for size in (64, 32):
-        if outputs // size >= PROGRAMS:
-            return Tile(size, 128, 4, 4)
-    return Tile(16, 256, 4, 4)
+def _few_tile(gated: bool, normed: bool, fp8: bool) -> Tile:
+    """Return the tile of a product without tensor cores.
+
+    Norms are computed in every program, so there are fewer programs with them. The fastest of 14 for most of eight
+    shapes on an H100 (docs/LOG.md, 2026-11-27); so are those of `_tile`, of 11.
+    """
+    if fp8:
+        return Tile(8, 1024, 4, 1) if normed else Tile(2, 1024, 2, 1)
+    return Tile(4, 1024, 4, 1) if normed and not gated else Tile(2, 2048, 4, 1)
+
+
+def _tile(gated: bool, normed: bool, fp8: bool) -> Tile:
+    """Return the tile of a product with tensor cores."""
+    if gated:
+        return Tile(64, 128, 8, 3)
+    return Tile(32, 256, 4, 3) if normed or fp8 else Tile(16, 256, 2, 5)
 
 
 @triton.jit
@@ -67,6 +79,8 @@ def _round_e4m3(v):
 def _cast(v, scale):
     """Return v * scale in E4M3, saturated, as FP16 values; NaN stays NaN."""
     v = v.to(tl.float32) * scale
+    if not INTERPRETED:  # one instruction for two values, which saturates too
+        return v.to(tl.float8e4nv).to(tl.float16)
     clamped = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)
     return tl.where(v != v, v, _round_e4m3(clamped)).to(tl.float16)
 
@@ -97,6 +111,118 @@ def _input(x, j, i, tokens, width, inverse, norm, NORM: tl.constexpr, CENTERED: 
 
 
 @triton.jit
+def _scales(
+    x, norm, input_scale, t, tokens, width, eps, epsilon,
+    NORM: tl.constexpr, CENTERED: tl.constexpr, FP8: tl.constexpr, POWER_OF_2: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Return 1 / RMS of each of rows t [T] of x, and the scale of the cast; ones where there is no norm, or no cast."""
+    channel = tl.arange(0, CHUNK)
+    inverse = tl.zeros_like(t).to(tl.float32)
+    if NORM:
+        squares = inverse
+        for at in range(0, width, CHUNK):
+            v = _input(x, at + channel, t, tokens, width, inverse, norm, False, CENTERED)
+            v = v.to(tl.float32)
+            squares += tl.sum(v * v, 1)
+        inverse = tl.rsqrt(squares / width + eps)
+    scale = 1.0
+    if FP8:
+        if input_scale is not None:
+            scale = tl.load(input_scale)
+        else:
+            largest = tl.zeros_like(t).to(tl.float32)
+            for at in range(0, width, CHUNK):
+                v = _input(x, at + channel, t, tokens, width, inverse, norm, NORM, CENTERED)
+                largest = tl.maximum(largest, tl.max(tl.abs(v.to(tl.float32)), 1))
+            scale = _current_scale(tl.max(largest, 0), epsilon, POWER_OF_2)
+    return inverse, scale
+
+
+@triton.jit
+def _sums(first, j, o, v, width, outputs, FP8: tl.constexpr):
+    """Return the sums over channels j of v [T, WIDTH] times these rows of a weight: [T, O]."""
+    inside = (o < outputs)[:, None] & (j < width)[None, :]
+    w = tl.load(first + j[None, :], inside, 0)
+    if FP8:
+        w = w.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return tl.sum(w.to(tl.float32)[None, :, :] * v[:, None, :], 2)
+
+
+@triton.jit
+def _few_kernel(
+    x, norm, weight, bias, weight_inverse, input_scale, residual, out,
+    rows, tokens, width, outputs, eps, epsilon, factor,
+    NORM: tl.constexpr, CENTERED: tl.constexpr, FP8: tl.constexpr, POWER_OF_2: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The product of a few tokens, without tensor cores: weights go from memory to registers."""
+    dtype = out.dtype.element_ty
+    t = tl.arange(0, TOKENS)
+    o = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inverse, scale = _scales(
+        x, norm, input_scale, t, tokens, width, eps, epsilon, NORM, CENTERED, FP8, POWER_OF_2, CHUNK
+    )
+    first = weight + o.to(tl.int64)[:, None] * width
+    second = first + outputs.to(tl.int64) * width  # the rows of `up`, where there is a gate
+    sums = tl.zeros([TOKENS, OUTPUTS], tl.float32)
+    up = tl.zeros([TOKENS, OUTPUTS], tl.float32)
+    for at in range(0, width, WIDTH):
+        j = at + tl.arange(0, WIDTH)
+        v = _input(x, j, t, tokens, width, inverse, norm, NORM, CENTERED)
+        if FP8:
+            v = _cast(v, scale)
+        v = v.to(tl.float32)
+        sums += _sums(first, j, o, v, width, outputs, FP8)
+        if GATED:
+            up += _sums(second, j, o, v, width, outputs, FP8)
+    if FP8:
+        back = tl.load(weight_inverse) * tl.div_rn(1.0, scale)
+        sums *= back
+        up *= back
+    _store_product(
+        sums, up, bias, residual, out, t[:, None], o[None, :], tokens, tokens, outputs, factor,
+        ACTIVATION, GATED, SCALED, dtype,
+    )  # fmt: skip
+    padding = tokens + tl.arange(0, ROWS)[:, None]
+    blank = tl.zeros([ROWS, OUTPUTS], dtype)
+    inside = (padding < rows) & (o < outputs)[None, :]
+    tl.store(out + padding * outputs + o[None, :], blank, inside)
+
+
+@triton.jit
+def _store_product(
+    sums, up, bias, residual, out, i, o, rows, tokens, outputs, factor,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of rows i and outputs o after bias, activation, factor and residual stream.
+
+    i and o have the shape of the sums, or 1 where they do not vary.
+    """
+    inside = (i < tokens) & (o < outputs)
+    if bias is not None:
+        sums += tl.load(bias + o, o < outputs, 0.0).to(tl.float32)
+        if GATED:
+            up += tl.load(bias + outputs + o, o < outputs, 0.0).to(tl.float32)
+    y = sums.to(dtype)
+    if ACTIVATION is not None:
+        opened, _ = activation_and_slope(y.to(tl.float32), ACTIVATION)
+        if GATED:
+            opened *= up.to(dtype).to(tl.float32)
+        y = opened.to(dtype)
+    if SCALED:
+        y = (y.to(tl.float32) * factor).to(dtype)
+    place = i * outputs + o
+    if residual is not None:
+        before = tl.load(residual + place, inside, 0.0)
+        y = (y.to(tl.float32) + before.to(tl.float32)).to(dtype)
+    y = tl.where(i < tokens, y, 0.0)  # rows of padding remain zeros, whatever the bias
+    tl.store(out + place, y, (i < rows) & (o < outputs))
+
+
+@triton.jit
 def _product_kernel(
     x, norm, weight, bias, weight_inverse, input_scale, residual, out,
     rows, tokens, width, outputs, eps, epsilon, factor,
@@ -109,27 +235,10 @@ def _product_kernel(
     o = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     channel = tl.arange(0, WIDTH)
 
-    inverse = tl.zeros([ROWS], tl.float32)
-    if NORM:
-        squares = tl.zeros([ROWS], tl.float32)
-        for at in range(0, width, WIDTH):
-            v = _input(x, at + channel, i, tokens, width, inverse, norm, False, CENTERED).to(
-                tl.float32
-            )
-            squares += tl.sum(v * v, 1)
-        inverse = tl.rsqrt(squares / width + eps)
-
-    scale = 1.0
-    if FP8:
-        if input_scale is not None:
-            scale = tl.load(input_scale)
-        else:
-            largest = tl.zeros([ROWS], tl.float32)
-            for at in range(0, width, WIDTH):
-                v = _input(x, at + channel, i, tokens, width, inverse, norm, NORM, CENTERED)
-                largest = tl.maximum(largest, tl.max(tl.abs(v.to(tl.float32)), 1))
-            scale = _current_scale(tl.max(largest, 0), epsilon, POWER_OF_2)
-
+    inverse, scale = _scales(
+        x, norm, input_scale, i, tokens, width, eps, epsilon,
+        NORM, CENTERED, FP8, POWER_OF_2, WIDTH,
+    )  # fmt: skip
     first = weight + o.to(tl.int64)[:, None] * width
     second = first + outputs.to(tl.int64) * width  # the rows of `up`, where there is a gate
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -154,24 +263,10 @@ def _product_kernel(
         back = tl.load(weight_inverse) * tl.div_rn(1.0, scale)
         sums *= back
         up *= back
-    if bias is not None:
-        sums += tl.load(bias + o, o < outputs, 0.0).to(tl.float32)[:, None]
-        if GATED:
-            up += tl.load(bias + outputs + o, o < outputs, 0.0).to(tl.float32)[:, None]
-    y = sums.to(dtype)
-    if ACTIVATION is not None:
-        opened, _ = activation_and_slope(y.to(tl.float32), ACTIVATION)
-        if GATED:
-            opened *= up.to(dtype).to(tl.float32)
-        y = opened.to(dtype)
-    if SCALED:
-        y = (y.to(tl.float32) * factor).to(dtype)
-    place = i[None, :] * outputs + o[:, None]
-    if residual is not None:
-        before = tl.load(residual + place, (i < tokens)[None, :] & (o < outputs)[:, None], 0.0)
-        y = (y.to(tl.float32) + before.to(tl.float32)).to(dtype)
-    y = tl.where((i < tokens)[None, :], y, 0.0)  # rows of padding remain zeros, whatever the bias
-    tl.store(out + place, y, (i < rows)[None, :] & (o < outputs)[:, None])
+    _store_product(
+        sums, up, bias, residual, out, i[None, :], o[:, None], rows, tokens, outputs, factor,
+        ACTIVATION, GATED, SCALED, dtype,
+    )  # fmt: skip
 
 
 def product(
@@ -197,8 +292,7 @@ def product(
     gated = activation is not None and activation.gated
     outputs = operand.weight.shape[0] // (1 + gated)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    tile = _tile(outputs)
-    _product_kernel[(triton.cdiv(outputs, tile.outputs),)](
+    arguments = (
         x.contiguous(),
         None if norm is None else norm.weight,
         operand.weight,
@@ -214,6 +308,8 @@ def product(
         0.0 if norm is None else norm.eps,
         operand.epsilon,
         factor,
+    )
+    flags: dict[str, Any] = dict(
         NORM=norm is not None,
         CENTERED=norm is not None and norm.zero_centered,
         FP8=operand.weight_inverse is not None,
@@ -222,6 +318,24 @@ def product(
         GATED=gated,
         SCALED=factor != 1.0,
         ROWS=ROWS,
+    )
+    kind = (gated, norm is not None, operand.weight_inverse is not None)
+    if tokens <= FEW:
+        few = _few_tile(*kind)
+        _few_kernel[(triton.cdiv(outputs, few.outputs),)](
+            *arguments,
+            **flags,
+            TOKENS=triton.next_power_of_2(tokens),
+            OUTPUTS=few.outputs,
+            WIDTH=few.width,
+            CHUNK=CHUNK,
+            num_warps=few.warps,
+        )
+        return out
+    tile = _tile(*kind)
+    _product_kernel[(triton.cdiv(outputs, tile.outputs),)](
+        *arguments,
+        **flags,
         OUTPUTS=tile.outputs,
         WIDTH=tile.width,
         num_warps=tile.warps,
@@ -446,7 +560,7 @@ def attention(qkvg: Tensor, cache: StepKeys, step: StepAttention, tokens: int) -
         WIDTH=wide,
         KEYS=tile,
         num_warps=4,
-        num_stages=2,
+        num_stages=1,
     )
     out = torch.empty(rows, heads.q_size, dtype=qkvg.dtype, device=qkvg.device)
     _combine_kernel[(heads.query, rows)](

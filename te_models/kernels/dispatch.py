@@ -68,7 +68,7 @@ class Kernels:
     targets: Callable[[nn.Module | None, nn.Module | None], handover.CastTargets] = handover.targets
     # None: attention is composed of the operations above.
     attention: gated_attention.Operations | None = None
-    # None: a step of decoding runs the modules. decode_triton.TRITON is no default before it has run on a GPU.
+    # None: a step of decoding runs the modules.
     decode: DecodeKernels | None = None
 
 

@@ -245,15 +245,7 @@ class _AttentionCore(torch.autograd.Function):
         heads = setting.heads
         ops = setting.ops
         rows = setting.rows
-        q, k, v, logits = split_heads(heads, qkvg[:rows], setting.batch)
-        # In place: backward needs only the inverse rotation. A norm would destroy what its backward reads, so it
-        # copies.
-        if q_weight is None and setting.query_rotation is not None:
-            ops.rotate(q, q, setting.query_rotation, False)
-        if k_weight is None and setting.key_rotation is not None:
-            ops.rotate(k, k, setting.key_rotation, False)
-        # From here q and k are [B, S, heads, H] as attention takes them; attention kernels want [B, heads, S, H].
-        q, k = _normed(q, k, q_weight, k_weight, setting)
+        q, k, v, logits = rotated_heads(qkvg[:rows], q_weight, k_weight, setting)
         out, *kept = _attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks, setting
         )
@@ -307,6 +299,25 @@ class _AttentionCore(torch.autograd.Function):
         k_slope = into.heads(1, dk, k, setting.norm(k_weight), setting.key_rotation)
         into.heads(2, dv, v, None, None)
         return into.whole(), q_slope, k_slope, dsinks, None
+
+
+def rotated_heads(
+    qkvg: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, setting: AttentionSetting
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return q [B, S, A, H], k and v [B, S, K, H] as attention takes them, and the gate's logits or None.
+
+    Without QK-norm q and k are rotated in place in qkvg [B*S, Q], whose channels are contiguous; with it they are
+    copies.
+    """
+    ops = setting.ops
+    q, k, v, logits = split_heads(setting.heads, qkvg, setting.batch)
+    # In place: backward needs only the inverse rotation. A norm would destroy what its backward reads, so it copies.
+    if q_weight is None and setting.query_rotation is not None:
+        ops.rotate(q, q, setting.query_rotation, False)
+    if k_weight is None and setting.key_rotation is not None:
+        ops.rotate(k, k, setting.key_rotation, False)
+    q, k = _normed(q, k, q_weight, k_weight, setting)
+    return q, k, v, logits
 
 
 def _targets(qkvg: Tensor, q_weight: Tensor | None, setting: AttentionSetting) -> CastTargets:

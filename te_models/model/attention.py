@@ -1,5 +1,6 @@
 """Gated attention, built only from te.Linear and te.RMSNorm. Shapes: te_models/model/block.py."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,7 +9,13 @@ from torch import Tensor
 from te_models.config.attention import WIDEST_FLASH, AttentionSpec
 from te_models.kernels.composed_attention import composed_attention
 from te_models.kernels.decode import HeadNorms, Rotary, StepAttention, StepNorm
-from te_models.kernels.gated_attention import AttentionSetting, Rotation, attention_core, can_fuse
+from te_models.kernels.gated_attention import (
+    AttentionSetting,
+    Rotation,
+    attention_core,
+    can_fuse,
+    rotated_heads,
+)
 from te_models.kernels.sdpa import causal_attention
 from te_models.kernels.unit_norm import unit_norm
 from te_models.model.forward_context import ForwardContext, Visible
@@ -57,6 +64,8 @@ class GatedAttention(Mixer[AttentionSpec]):
         qkvg = context.linear(self.qkvg_proj, x)  # [N, Q]
         if self._can_fuse(qkvg, context):
             out = self._fused(qkvg, context)
+        elif self._reads_cache(context):
+            out = self._cached(qkvg, context)
         else:
             out = self._composed(qkvg, context)
         # Under sequence parallelism qkvg has the rows of all ranks, x only this rank's.
@@ -118,40 +127,73 @@ class GatedAttention(Mixer[AttentionSpec]):
 
     def _fused(self, qkvg: Tensor, context: ForwardContext) -> Tensor:
         """Compute the same as `_composed` in one operation."""
+        spans = context.masks[self.spec.seen]
+        assert not isinstance(spans, Tensor)
+        setting, q_weight, k_weight = self._setting(qkvg, context)
+        targets = context.kernels.targets(
+            context.neighbour(self.qkvg_proj), context.neighbour(self.o_proj)
+        )
+        setting = replace(setting, spans=spans, targets=targets)
+        return attention_core(qkvg, setting, q_weight=q_weight, k_weight=k_weight, sinks=self.sinks)
+
+    def _reads_cache(self, context: ForwardContext) -> bool:
+        """Return whether `_cached` may run: in generation, with the elementwise operations of the fused path."""
+        spec = self.spec
+        if context.kernels.attention is None or context.cache is None or torch.is_grad_enabled():
+            return False
+        # A cache has the halves of interleaved pairs one after the other, which `rotated` makes of them.
+        return not spec.obstacles and not (spec.rope is not None and spec.rope.interleaved)
+
+    def _cached(self, qkvg: Tensor, context: ForwardContext) -> Tensor:
+        """Compute the same as `_composed` where there is a cache, in a few operations for each head's norm and RoPE."""
+        tokens = qkvg[: context.batch * context.seq]
+        setting, q_weight, k_weight = self._setting(qkvg, context)
+        q, k, v, logits = rotated_heads(tokens, q_weight, k_weight, setting)
+        assert context.cache is not None
+        keys, values = context.cache.append(self.layer, k.transpose(1, 2), v.transpose(1, 2))
+        out = self._attention(q.transpose(1, 2), keys, values, context.masks[self.spec.seen])
+        mixed = out.transpose(1, 2)  # [B, S, A, H]
+        if logits is not None:
+            mixed = setting.ops.gate(mixed, logits, setting.softplus)
+        mixed = mixed.reshape(len(tokens), -1)
+        return mixed if context.real is None else mixed * context.real
+
+    def _setting(
+        self, qkvg: Tensor, context: ForwardContext
+    ) -> tuple[AttentionSetting, Tensor | None, Tensor | None]:
+        """Return the setting of the fused operations, and the weights of the norms of q and k."""
         spec = self.spec
         operations = context.kernels.attention
         assert operations is not None
         rotation = None
         if spec.rope is not None:
             rotation = Rotation(*context.rotary[spec.rope], spec.rope.interleaved)
-        spans = context.masks[spec.seen]
-        assert not isinstance(spans, Tensor)
         q_weight = k_weight = None
-        norms: dict[str, Any] = {}
+        eps = 0.0
+        zero_centered = False
         if spec.qk_norm != "none" and not spec.norm_weights:
             q_weight = k_weight = qkvg.new_ones(spec.heads.dim)
-            norms = dict(eps=self.eps, zero_centered=False)
+            eps = self.eps
         elif spec.qk_norm != "none":
             q_weight = self.tp.partial_weight(self.q_norm)
             k_weight = self.tp.partial_weight(self.k_norm)
-            norms = dict(eps=self.q_norm.eps, zero_centered=self.q_norm.zero_centered_gamma)
+            norm: Any = self.q_norm
+            eps = norm.eps
+            zero_centered = norm.zero_centered_gamma
         setting = AttentionSetting(
             batch=context.batch,
             rows=context.batch * context.seq,
             heads=spec.heads,
             query_rotation=self._query_rotation(rotation, context),
             key_rotation=rotation,
-            **norms,
+            eps=eps,
+            zero_centered=zero_centered,
             scale=spec.multiplier,
             cap=spec.softcap,
             softplus=spec.gate_activation == "softplus",
-            spans=spans,
             ops=operations,
-            targets=context.kernels.targets(
-                context.neighbour(self.qkvg_proj), context.neighbour(self.o_proj)
-            ),
         )
-        return attention_core(qkvg, setting, q_weight=q_weight, k_weight=k_weight, sinks=self.sinks)
+        return setting, q_weight, k_weight
 
     def _query_rotation(
         self, rotation: Rotation | None, context: ForwardContext

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from te_models.config.layer import LayerSpec
 from te_models.config.layer_inputs import LayerInputSpec
-from te_models.fp8.step_linear import is_untouched
+from te_models.device.hooks import is_untouched
 from te_models.model.forward_context import ForwardContext
 from te_models.model.layer_inputs import LayerInput
 from te_models.model.part import BlockPart, Feedforward, Mixer

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from te_models.config.attention import WIDEST_SPANS, QueryScale, SeenKeys, SoftmaxAttentionSpec
 from te_models.config.layer import LayerSpec, distinct
 from te_models.config.rope import Rope
+from te_models.device.hooks import is_untouched
 from te_models.fp8.region import Autocasts
-from te_models.fp8.step_linear import is_untouched, step_linear
+from te_models.fp8.step_linear import step_linear
 from te_models.kernels.decode import MOST_ROWS, DecodeKernels, StepLinear, StepNorm
 from te_models.kernels.dispatch import Kernels
 from te_models.kernels.expert_rows import Route

@@ -38,7 +38,8 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if not ON_GPU:
         tile = decode_triton.Tile(outputs=16, width=16, warps=1, stages=1)
-        monkeypatch.setattr(decode_triton, "_tile", lambda outputs: tile)
+        monkeypatch.setattr(decode_triton, "_tile", lambda *kind: tile)
+        monkeypatch.setattr(decode_triton, "_few_tile", lambda *kind: tile)
         monkeypatch.setattr(decode_triton, "KEYS", {256: 16})
 
 

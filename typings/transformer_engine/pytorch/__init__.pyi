@@ -23,6 +23,7 @@ class Quantizer:
     columnwise_usage: bool
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None: ...
     def copy(self) -> Any: ...
+    def __call__(self, tensor: Tensor) -> Any: ...
 
 class Float8Quantizer(Quantizer):
     scale: Tensor
@@ -71,6 +72,7 @@ class _Quantizing(torch.nn.Module):
 
 class Linear(_Quantizing):
     weight: torch.nn.Parameter
+    tp_size: int
     def __init__(
         self,
         in_features: int,

@@ -1,0 +1,75 @@
+"""A te.Linear without gradients, by the calls of the library alone, has the bits of the module."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import list_recipes
+from te_models.config.recipe import get_recipe
+from te_models.engine import get_engine
+
+pytestmark = pytest.mark.gpu
+SHAPES = [(16, 256, 512), (512, 2048, 4096), (32, 6144, 2048)]  # rows, channels in and out
+
+
+def linear(te: Any, inputs: int, outputs: int, bias: bool) -> Any:
+    torch.manual_seed(0)
+    return te.Linear(inputs, outputs, bias=bias, params_dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("recipe", list_recipes())
+@torch.no_grad()
+def test_the_bits_of_the_module(
+    recipe: str, shape: tuple[int, int, int], bias: bool, stored: bool
+) -> None:
+    te, *_ = get_engine("native")
+    from te_models.engine import native_inference  # noqa: PLC0415  it imports Transformer Engine
+
+    te_recipe = get_recipe(recipe).build(te)
+    if recipe in ("mxfp8", "nvfp4") or (stored and te_recipe is None):
+        pytest.skip("not on this GPU, or there is no such weight")
+    rows, inputs, outputs = shape
+    with te.quantized_model_init(enabled=stored, recipe=te_recipe):
+        module = linear(te, inputs, outputs, bias)
+        other = linear(te, inputs, outputs, bias)
+    other.load_state_dict(module.state_dict())
+    by_calls = 0
+    for first in (None, True, False, True, None):
+        x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+        with te.autocast(enabled=te_recipe is not None, recipe=te_recipe):
+            wanted = module(x, is_first_microbatch=first)
+            found = native_inference.linear(other, x, first)
+        if found is not None:
+            by_calls += 1
+            assert torch.equal(found, wanted)
+    assert by_calls == (0 if recipe == "blockwise" else 5)
+    assert module._fp8_workspaces.keys() == other._fp8_workspaces.keys() or not by_calls
+
+
+@torch.no_grad()
+def test_the_bits_of_the_norm() -> None:
+    from te_models.engine import native_inference  # noqa: PLC0415
+
+    te, *_ = get_engine("native")
+    for centered in (False, True):
+        module: Any = te.RMSNorm(
+            2048, zero_centered_gamma=centered, dtype=torch.bfloat16, device="cuda"
+        )
+        torch.nn.init.normal_(module.weight)
+        x = torch.randn(77, 2048, device="cuda", dtype=torch.bfloat16)
+        assert torch.equal(native_inference.norm(module, x), module(x))
+
+
+@torch.no_grad()
+def test_a_hook_sees_the_call() -> None:
+    from te_models.engine import native_inference  # noqa: PLC0415
+
+    te, *_ = get_engine("native")
+    module = linear(te, 256, 256, False)
+    module.register_forward_hook(lambda *given: None)
+    x = torch.randn(16, 256, device="cuda", dtype=torch.bfloat16)
+    assert native_inference.linear(module, x, None) is None
