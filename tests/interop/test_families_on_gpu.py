@@ -46,6 +46,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # Heads of 192 channels, with values of 128.
     "latent": ("deepseek_v3", dict(num_key_value_heads=4, q_lora_rank=128, kv_lora_rank=128, first_k_dense_replace=4)),
     "fused-rows": ("phi3", dict(rope_parameters=HALF)),
+    "layer-norms": ("cohere2", dict(sliding_window=48, layer_types=[SLIDING, FULL] * 2, logit_scale=0.5)),
+    "chunks": ("llama4_text", dict(attention_chunk_size=48, intermediate_size_mlp=384, moe_layers=[1, 3],
+                                   num_local_experts=3, num_experts_per_tok=3, floor_scale=20)),
 }  # fmt: skip
 IDS = torch.randint(0, 512, (2, 160), generator=torch.Generator().manual_seed(4))
 IDS = IDS // (1 + IDS % 5)
