@@ -102,9 +102,11 @@ def _count(x, code, inverse, inside, index, E5M2: tl.constexpr, SOURCE: tl.const
     zero = inside & (before == 0)
     flushed = inside & finite & (before != 0) & (after == 0)
     if SOURCE:
+        # The largest number is also the nearest to values a little above it, which rounding did not saturate.
         saturated = saturated & finite & (tl.abs(before) > beyond * inverse)
     subnormal = inside & (value != 0) & (size < normal)
     wrong = inside & (finite == 0)
+    # Five counts of 12 bits in an integer: one sum over the tile adds up all of them.
     packed = (
         zero.to(tl.int64)
         + (saturated.to(tl.int64) << 12)
@@ -114,10 +116,33 @@ def _count(x, code, inverse, inside, index, E5M2: tl.constexpr, SOURCE: tl.const
     )
     exact = tl.where(finite & inside, before, 0.0).to(tl.float64)
     change = tl.where(finite & inside, before.to(tl.float64) - after.to(tl.float64), 0.0)
+    # Each code is weighted by a mix of its place, so that exchanged codes change the hash; a sum needs no order.
     mixed = ((index * _MIX) & _WORD) ^ (index >> 7)
     hashed = tl.where(inside, (code.to(tl.int64) + 1) * mixed, 0)
     magnitude = tl.where(inside & (before == before), tl.abs(before), 0.0)
     return packed, exact * exact, change * change, hashed, magnitude
+
+
+@triton.jit
+def _row_scales(inverses, sizes):
+    """Return how many blocks of a row of a tile are not zeros, and of their scales the sums of log2 and of its squares,
+    the smallest and the largest.
+
+    inverses are the addresses of inverse scales [rows, blocks], sizes the codes without signs [rows, blocks, columns].
+    """
+    # A block of zeros has a scale of its own making, which says nothing about the values.
+    filled = tl.max(sizes, 2) > 0
+    factors = tl.load(inverses, filled, 1.0)
+    filled = filled & (factors > 0)
+    divisors = tl.where(filled, factors, 1.0)
+    scale = tl.div_rn(tl.full(divisors.shape, 1.0, tl.float32), divisors)
+    logarithm = tl.log2(scale).to(tl.float64)
+    number = tl.sum(tl.sum(filled.to(tl.int64), 1), 0)
+    total = tl.sum(tl.sum(logarithm, 1), 0)
+    squares = tl.sum(tl.sum(logarithm * logarithm, 1), 0)
+    low = tl.min(tl.min(tl.where(filled, scale, _INF), 1), 0)
+    high = tl.max(tl.max(tl.where(filled, scale, 0.0), 1), 0)
+    return number, total, squares, low, high
 
 
 @triton.jit
@@ -161,6 +186,7 @@ def _note_tensor(
     _add(fields, _ELEMENTS, elements)
     _raise(fields, _FORMAT, tl.full((), 8.0 if E5M2 else 7.0, tl.float64))
     if not SOURCE:
+        # Without the values before the cast, what follows from them is unknown for the whole tensor.
         unknown = tl.full((), float("nan"), tl.float64)
         _add(fields, _ZEROS, unknown)
         _add(fields, _FLUSHED, unknown)
@@ -211,6 +237,7 @@ def count_cast_kernel(
     BLOCK_COLUMNS is 0 for a tensor with one scale. A unit has whole blocks: BLOCK_ROWS is 1, or HEIGHT.
     """
     if tl.load(flag) != 0:
+        # Programs add to different rows of the table, so that few atomics meet.
         own = fields + (tl.program_id(0) % spread) * _WIDTH
         high = tl.cdiv(rows, HEIGHT)
         wide = tl.cdiv(columns, COLUMNS)
@@ -252,6 +279,7 @@ def count_cast_kernel(
                 packed, exact, change, codes_of, magnitude = _count(
                     x, code, factor, inside, index, E5M2, SOURCE
                 )
+                # One sum for five counts; a tile is small enough for 12 bits each.
                 counts = tl.sum(tl.sum(packed, 1), 0)
                 zeros += counts & _BITS
                 saturated += (counts >> 12) & _BITS
@@ -263,26 +291,24 @@ def count_cast_kernel(
                 noise += tl.sum(tl.sum(change, 1), 0)
                 largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
                 if BLOCK_COLUMNS > 0:
+                    # Codes without their sign are ordered as magnitudes are; only 0 matters here.
                     size = tl.where(inside, (code & 0x7F).to(tl.float32), 0.0)
                     if BLOCK_ROWS > 1:
                         in_block = tl.maximum(in_block, tl.max(tl.max(size, 1), 0))
                     else:
                         parts: tl.constexpr = COLUMNS // BLOCK_COLUMNS
-                        filled = tl.max(tl.reshape(size, (ROWS, parts, BLOCK_COLUMNS)), 2) > 0
+                        sizes = tl.reshape(size, (ROWS, parts, BLOCK_COLUMNS))
                         part = (unit % wide).to(tl.int64) * parts + tl.arange(0, parts)
                         places = i[:, None] * inverse_row + part[None, :] * inverse_column
-                        factors = tl.load(inverse + places, filled, 1.0)
-                        filled = filled & (factors > 0)
-                        divisors = tl.where(filled, factors, 1.0)
-                        own_scale = tl.div_rn(tl.full(divisors.shape, 1.0, tl.float32), divisors)
-                        logarithm = tl.log2(own_scale).to(tl.float64)
-                        blocks += tl.sum(tl.sum(filled.to(tl.int64), 1), 0)
-                        logarithms += tl.sum(tl.sum(logarithm, 1), 0)
-                        squares += tl.sum(tl.sum(logarithm * logarithm, 1), 0)
-                        low = tl.where(filled, own_scale, _INF)
-                        lowest = tl.minimum(lowest, tl.min(tl.min(low, 1), 0))
-                        high_scale = tl.where(filled, own_scale, 0.0)
-                        highest = tl.maximum(highest, tl.max(tl.max(high_scale, 1), 0))
+                        number, total, total_squares, low, high_scale = _row_scales(
+                            inverse + places, sizes
+                        )
+                        blocks += number
+                        logarithms += total
+                        squares += total_squares
+                        lowest = tl.minimum(lowest, low)
+                        highest = tl.maximum(highest, high_scale)
+            # A square block is as high as the unit, so its scale is counted once its rows have been read.
             if BLOCK_ROWS > 1:
                 above = (unit // wide).to(tl.int64) * inverse_row
                 square = tl.load(inverse + above + (unit % wide).to(tl.int64) * inverse_column)
@@ -346,6 +372,7 @@ def count_cast(
     rows, columns = data.shape
     if not rows * columns:
         return
+    # The kernel takes one stride of the source, between its rows.
     if source is not None and source.stride(1) != 1:
         source = source.contiguous()
     height = SQUARE if block is not None and block[0] > 1 else ROWS
@@ -420,6 +447,7 @@ def count_tile(
         signal = tl.zeros((), tl.float64)
         noise = tl.zeros((), tl.float64)
         largest = tl.zeros((), tl.float32)
+        # Unrolled, since a loop of the device could not choose among four tiles in registers.
         for row in tl.static_range(4):
             if row == 0:
                 x = a

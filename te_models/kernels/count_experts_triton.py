@@ -46,15 +46,36 @@ class ExpertCounts(NamedTuple):
 
 @triton.jit
 def count_experts_kernel(
-    data, source, factor, given, places, first, made, scales_inverse, scales, fields, codes, flag,
-    columns, spread, apart,
-    E5M2: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    # the values before the cast, as expert_cast_triton.Matrices
+    data,
+    source,
+    factor,
+    given,
+    places,
+    # where each expert begins, int64 [E + 1]
+    first,
+    # the cast: uint8 [R, columns], and inverse scales and scales, FP32 [E]
+    made,
+    scales_inverse,
+    scales,
+    # ExpertCounts
+    fields,
+    codes,
+    flag,
+    columns,
+    spread,
+    apart,
+    E5M2: tl.constexpr,
+    VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Count expert program_id(0)'s matrix; its programs share its tiles. Without VALUES, the data alone."""
     if tl.load(flag) != 0:
         e = tl.program_id(0).to(tl.int64)
         begin = tl.load(first + e)
         rows = tl.load(first + e + 1) - begin
+        # An expert without rows casts nothing, and its fields keep what they have.
         if rows > 0:
             own = fields + (e * apart * spread + tl.program_id(1) % spread) * _WIDTH
             address = data
@@ -102,8 +123,20 @@ def count_experts_kernel(
                 signal += tl.sum(tl.sum(exact, 1), 0)
                 noise += tl.sum(tl.sum(change, 1), 0)
                 largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
-            _add_counts(own, codes + e * apart, zeros, saturated, flushed, subnormal, wrong, signal, noise, hashed,
-                        largest, VALUES)  # fmt: skip
+            _add_counts(
+                fields=own,
+                codes=codes + e * apart,
+                zeros=zeros,
+                saturated=saturated,
+                flushed=flushed,
+                subnormal=subnormal,
+                wrong=wrong,
+                signal=signal,
+                noise=noise,
+                hashed=hashed,
+                largest=largest,
+                SOURCE=VALUES,
+            )
             if tl.program_id(1) == 0:
                 elements = tl.full((), 1.0, tl.float64) * rows * columns
                 _note_tensor(own, elements, tl.load(scales + e), E5M2, VALUES, False)
@@ -140,7 +173,20 @@ def count_experts(
     each = max(1, min(units, PROGRAMS) // experts)
     with torch.cuda.device_of(made.data):
         count_experts_kernel[(experts, each)](
-            *values.values(), groups.first, made.data, made.scale_inv, made.scale,
-            counts.fields, counts.codes, counts.flag, columns, counts.fields.shape[1], counts.apart,
-            E5M2=form == torch.float8_e5m2, VALUES=given is not None, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
-        )  # fmt: skip
+            **values,
+            first=groups.first,
+            made=made.data,
+            scales_inverse=made.scale_inv,
+            scales=made.scale,
+            fields=counts.fields,
+            codes=counts.codes,
+            flag=counts.flag,
+            columns=columns,
+            spread=counts.fields.shape[1],
+            apart=counts.apart,
+            E5M2=form == torch.float8_e5m2,
+            VALUES=given is not None,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            num_warps=4,
+        )

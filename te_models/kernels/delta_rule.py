@@ -138,10 +138,15 @@ def chunked(
     k = k * until[..., None]
     outputs = []
     # unbind, since backward of an index would write all chunks once per chunk.
-    chunks = zip(
-        *(x.unbind(2) for x in (q, k, written, read, scores, passed[..., None, None])), strict=True
-    )
-    for query, key, own, seen_before, score, decay in chunks:
+    for query, key, own, seen_before, score, decay in zip(
+        q.unbind(2),
+        k.unbind(2),
+        written.unbind(2),
+        read.unbind(2),
+        scores.unbind(2),
+        passed[..., None, None].unbind(2),
+        strict=True,
+    ):
         # What the tokens write, now that the state before them is known.
         new = own - seen_before @ state  # [B, heads, C, d_v]
         outputs.append(query @ state + score @ new)

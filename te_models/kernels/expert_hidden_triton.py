@@ -402,24 +402,11 @@ def gradients(
     factors = torch.ones(2, count, device=device)
     tiles = groups.tiles(ROWS)
     grid = (groups.high(ROWS), triton.cdiv(columns, COLUMNS))
-    how = dict(LIMIT=activation.limit, **_sizes(groups))
     with torch.cuda.device_of(dy):
         if delayed is None:
+            # The scale follows from this pass's own amax, so the gradient is computed twice.
             scales = None
-            amax = torch.zeros(count, device=device)
-            _gradient_amax_kernel[grid](
-                dy=dy,
-                gate_up=gate_up,
-                token=activation.token,
-                tokens=activation.tokens,
-                first=groups.first,
-                tiles=tiles,
-                amax=amax,
-                columns=columns,
-                count=count,
-                alpha=activation.alpha,
-                **how,
-            )
+            amax = _gradient_amax(dy, gate_up, groups, activation, tiles)
         else:
             scales, amax = delayed
         _gradient_kernel[grid](
@@ -444,7 +431,32 @@ def gradients(
             stride=amax.stride(0),
             alpha=activation.alpha,
             E5M2=form == torch.float8_e5m2,
-            **how,
+            LIMIT=activation.limit,
+            **_sizes(groups),
         )
     total = None if sums is None else total_sums(sums, groups, dy.dtype)
-    return HiddenGradients(FP8Matrices(out, transposed, *factors.unbind()), again, total)
+    inverse, scale = factors.unbind()
+    return HiddenGradients(FP8Matrices(out, transposed, inverse, scale), again, total)
+
+
+def _gradient_amax(
+    dy: Tensor, gate_up: Tensor, groups: Groups, activation: Activation, tiles: Tensor
+) -> Tensor:
+    """Return the amax of each expert's gradient of gate_up, FP32 [E]."""
+    columns = dy.shape[1]
+    amax = torch.zeros(groups.experts, device=dy.device)
+    _gradient_amax_kernel[groups.high(ROWS), triton.cdiv(columns, COLUMNS)](
+        dy=dy,
+        gate_up=gate_up,
+        token=activation.token,
+        tokens=activation.tokens,
+        first=groups.first,
+        tiles=tiles,
+        amax=amax,
+        columns=columns,
+        count=groups.experts,
+        alpha=activation.alpha,
+        LIMIT=activation.limit,
+        **_sizes(groups),
+    )
+    return amax

@@ -68,30 +68,11 @@ def _read(pointers, channel, inside):
 
 
 @triton.jit
-def _gated(
-    # [B, S, heads, H], and the logits of the gate [B, S, heads, H or 1]
-    x,
-    logits,
-    # tokens of this program, and its head
-    i,
-    head,
-    # strides in elements
-    x_batch,
-    x_seq,
-    x_head,
-    g_batch,
-    g_seq,
-    g_head,
-    # tokens per row of the batch; None: all tokens have one stride
-    seq,
-    channel,
-    inside,
-    gated: tl.constexpr,
-    softplus: tl.constexpr,
-):
-    value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
+def _gated(x_rows, logit_rows, channel, inside, gated: tl.constexpr, softplus: tl.constexpr):
+    """Return values of a head, gated; `x_rows` and `logit_rows` are the addresses of its tokens [groups, 1]."""
+    value = _read(x_rows, channel, inside)
     if gated:
-        logit = _read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside)
+        logit = _read(logit_rows, channel, inside)
         value *= opening_of(logit, sigmoid(logit), softplus)
     return value
 
@@ -131,17 +112,22 @@ def _gate_fp8_kernel(
     BAND: tl.constexpr,
     E5M2: tl.constexpr,
 ):
+    # Four tiles, the first to fourth rows of groups of four: the transposed copy is written four bytes at a time.
     group, head, channel, inside = _place(rows, heads, dim, width, block, BAND)
     i = 4 * group
     own = first + head * dim
-    a = _gated(x, logits, i, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside,
-               gated, softplus)  # fmt: skip
-    b = _gated(x, logits, i + 1, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside,
-               gated, softplus)  # fmt: skip
-    c = _gated(x, logits, i + 2, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside,
-               gated, softplus)  # fmt: skip
-    d = _gated(x, logits, i + 3, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside,
-               gated, softplus)  # fmt: skip
+    x_rows = _rows(x, i, head, x_batch, x_seq, x_head, seq)
+    logit_rows = _rows(logits, i, head, g_batch, g_seq, g_head, seq)
+    a = _gated(x_rows, logit_rows, channel, inside, gated, softplus)
+    x_rows = _rows(x, i + 1, head, x_batch, x_seq, x_head, seq)
+    logit_rows = _rows(logits, i + 1, head, g_batch, g_seq, g_head, seq)
+    b = _gated(x_rows, logit_rows, channel, inside, gated, softplus)
+    x_rows = _rows(x, i + 2, head, x_batch, x_seq, x_head, seq)
+    logit_rows = _rows(logits, i + 2, head, g_batch, g_seq, g_head, seq)
+    c = _gated(x_rows, logit_rows, channel, inside, gated, softplus)
+    x_rows = _rows(x, i + 3, head, x_batch, x_seq, x_head, seq)
+    logit_rows = _rows(logits, i + 3, head, g_batch, g_seq, g_head, seq)
+    d = _gated(x_rows, logit_rows, channel, inside, gated, softplus)
     s = tl.load(scale)
     j = own + channel
     raise_amax(
@@ -444,39 +430,19 @@ def _norm_backward_fp8_kernel(
 
 
 @triton.jit
-def _gate_slopes(
-    # gradient of the gated output, attention, logits and the gradient of attention to write, all [B, S, heads, H]
-    dy,
-    x,
-    logits,
-    dx,
-    i,
-    head,
-    # strides in elements
-    dy_batch,
-    dy_seq,
-    dy_head,
-    x_batch,
-    x_seq,
-    x_head,
-    g_batch,
-    g_seq,
-    g_head,
-    dx_batch,
-    dx_seq,
-    dx_head,
-    seq,
-    channel,
-    inside,
-    softplus: tl.constexpr,
-):
-    slope = _read(_rows(dy, i, head, dy_batch, dy_seq, dy_head, seq), channel, inside)
-    value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
-    logit = _read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside)
+def _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus: tl.constexpr):
+    """Write the gradient of attention, and return the gradient of the logits.
+
+    The arguments are the addresses of tokens of a head [groups, 1]: of the gradient of the gated output, of attention,
+    of the logits, and of the gradient to write.
+    """
+    slope = _read(dy_rows, channel, inside)
+    value = _read(x_rows, channel, inside)
+    logit = _read(logit_rows, channel, inside)
     squashed = sigmoid(logit)
     opening = opening_of(logit, squashed, softplus)
-    at = _rows(dx, i, head, dx_batch, dx_seq, dx_head, seq) + channel[None, :]
-    tl.store(at, (slope * opening).to(dx.dtype.element_ty), mask=inside)
+    dtype = dx_rows.dtype.element_ty
+    tl.store(dx_rows + channel[None, :], (slope * opening).to(dtype), mask=inside)
     return slope * value * opening_slope(squashed, softplus)
 
 
@@ -520,17 +486,30 @@ def _gate_backward_fp8_kernel(
     BAND: tl.constexpr,
     E5M2: tl.constexpr,
 ):
+    # Four tiles, the first to fourth rows of groups of four: the transposed copy is written four bytes at a time.
     group, head, channel, inside = _place(rows, heads, dim, width, block, BAND)
     i = 4 * group
     own = first + head * dim
-    a = _gate_slopes(dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
-                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside, softplus)  # fmt: skip
-    b = _gate_slopes(dy, x, logits, dx, i + 1, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
-                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside, softplus)  # fmt: skip
-    c = _gate_slopes(dy, x, logits, dx, i + 2, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
-                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside, softplus)  # fmt: skip
-    d = _gate_slopes(dy, x, logits, dx, i + 3, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
-                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside, softplus)  # fmt: skip
+    dy_rows = _rows(dy, i, head, dy_batch, dy_seq, dy_head, seq)
+    x_rows = _rows(x, i, head, x_batch, x_seq, x_head, seq)
+    logit_rows = _rows(logits, i, head, g_batch, g_seq, g_head, seq)
+    dx_rows = _rows(dx, i, head, dx_batch, dx_seq, dx_head, seq)
+    a = _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus)
+    dy_rows = _rows(dy, i + 1, head, dy_batch, dy_seq, dy_head, seq)
+    x_rows = _rows(x, i + 1, head, x_batch, x_seq, x_head, seq)
+    logit_rows = _rows(logits, i + 1, head, g_batch, g_seq, g_head, seq)
+    dx_rows = _rows(dx, i + 1, head, dx_batch, dx_seq, dx_head, seq)
+    b = _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus)
+    dy_rows = _rows(dy, i + 2, head, dy_batch, dy_seq, dy_head, seq)
+    x_rows = _rows(x, i + 2, head, x_batch, x_seq, x_head, seq)
+    logit_rows = _rows(logits, i + 2, head, g_batch, g_seq, g_head, seq)
+    dx_rows = _rows(dx, i + 2, head, dx_batch, dx_seq, dx_head, seq)
+    c = _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus)
+    dy_rows = _rows(dy, i + 3, head, dy_batch, dy_seq, dy_head, seq)
+    x_rows = _rows(x, i + 3, head, x_batch, x_seq, x_head, seq)
+    logit_rows = _rows(logits, i + 3, head, g_batch, g_seq, g_head, seq)
+    dx_rows = _rows(dx, i + 3, head, dx_batch, dx_seq, dx_head, seq)
+    d = _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus)
     s = tl.load(scale)
     j = own + channel
     raise_amax(

@@ -76,6 +76,15 @@ FP16_GRADIENTS = (
 )
 
 
+def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a model, BF16 for None; raise a UsageError for one in which te layers do not run."""
+    if dtype is None:
+        return torch.bfloat16
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype={dtype!r} is not supported: give {', '.join(map(str, DTYPES))}")
+    return dtype
+
+
 @_disable_dynamo  # torch.compiler.disable would import TorchDynamo now, which takes a second
 def _not_traced(model: Decoder, input_ids: Tensor | None, **options: Any) -> Output:
     """Run a model under an FP8 recipe inside a user's torch.compile, which would trace it in many small pieces."""
@@ -153,11 +162,6 @@ class Decoder(nn.Module):
         **recipe_options: Unpack[RecipeOptions],
     ) -> None:
         super().__init__()
-        # None can only mean the default of these.
-        if dtype is None:
-            dtype = torch.bfloat16
-        if compile is None:
-            compile = True
         self.config = config
         # The factors of the routers' losses in training; a run may have others.
         self.router_losses = config.moe
@@ -169,10 +173,7 @@ class Decoder(nn.Module):
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.activation_offload = bool(activation_offload)
         self.host_memory = HostMemory()
-        if dtype not in DTYPES:
-            raise UsageError(
-                f"dtype={dtype!r} is not supported: give {', '.join(map(str, DTYPES))}"
-            )
+        dtype = _checked_dtype(dtype)
         device = choose_device(device)
         _, self.engine, self.engine_reason = get_engine(engine, device)
         self.fp8_params = bool(fp8_params)
@@ -183,7 +184,7 @@ class Decoder(nn.Module):
         self.precision = self._checked(chosen)
         if self.fp8_params:
             check_recipe(self.recipe)
-        self.compile_mode = compile_mode(compile)
+        self.compile_mode = compile_mode(True if compile is None else compile)
         self.amax_group = amax_group
 
         where = device if materialize else torch.device("meta")
@@ -200,15 +201,19 @@ class Decoder(nn.Module):
             stored_linears=stored_linears,
         )
         self._make_modules(factory)
+        self.fused = self._runs_fused(fused, device)
+        self.kernels = get_kernels(self.te, device, compile=self.compile_mode, fused=self.fused)
+        if initialize and where.type != "meta":
+            self.init_weights()
+
+    def _runs_fused(self, fused: bool | None, device: torch.device) -> bool:
+        """Return whether attention runs as one operation and FP8 passes from module to module."""
         if fused is None:
             fused = device.type == "cuda"
             if self.activation_offload:
                 fused = fused and offload_allows_fused(self.activation_checkpointing)
         # Under tensor parallelism te.Linear communicates between the operations that `fused` would join.
-        self.fused = fused and self.tp.size == 1
-        self.kernels = get_kernels(self.te, device, compile=self.compile_mode, fused=self.fused)
-        if initialize and where.type != "meta":
-            self.init_weights()
+        return fused and self.tp.size == 1
 
     def _make_block(self, spec: LayerSpec, layer: int, factory: Factory) -> nn.Module:
         return Block(spec, layer, factory, self.config.residual_multiplier)

@@ -227,13 +227,9 @@ def forward_context(
     else:
         positions = _positions(seq, padded, documents, ids.device)
         for spec in attentions:
-            if spec.seen in masks:
-                continue
-            pieces = documents
-            if spec.chunk is not None and (torch.compiler.is_compiling() or spec.chunk < seq):
-                # A chunk is to attention what a document is.
-                pieces = torch.atleast_2d(chunk_numbers(positions, documents, spec.chunk))
-            masks[spec.seen] = _mask(spec, seq, padded, pieces, kernels, ids.device, dtype)
+            if spec.seen not in masks:
+                pieces = _pieces(spec, positions, documents, seq)
+                masks[spec.seen] = _mask(spec, seq, padded, pieces, kernels, ids.device, dtype)
     real = None if padded is None else padded.reshape(-1, 1)  # [B*S, 1]
     routed = real if documents is None else documents.reshape(-1, 1) >= 0  # [B*S, 1]
     if cache:
@@ -241,11 +237,8 @@ def forward_context(
     rotary = {}
     for rope in distinct(spec.rope for spec in attentions):
         rotary[rope] = rotary_tables(rope, positions, dtype, documents)
-    slots = positions  # of documents, each as if it had a row to itself
-    if documents is None:
-        given = cache.slots if cache else None
-        slots = torch.arange(seq, device=ids.device) if given is None else given
     query_scales = {}
+    slots = _slots(cache, positions, documents, seq)
     for scale in distinct(spec.query_scale for spec in attentions):
         query_scales[scale] = _query_scale(scale, positions, slots, dtype)
     return ForwardContext(
@@ -268,6 +261,24 @@ def forward_context(
         shared_keys={},
         lent_keys={},
     )
+
+
+def _pieces(
+    spec: SoftmaxAttentionSpec, positions: Tensor, documents: Tensor | None, seq: int
+) -> Tensor | None:
+    """Return the document of each token, or its chunk where attention stays inside chunks, int [B or 1, S]."""
+    if spec.chunk is not None and (torch.compiler.is_compiling() or spec.chunk < seq):
+        # A chunk is to attention what a document is.
+        return torch.atleast_2d(chunk_numbers(positions, documents, spec.chunk))
+    return documents
+
+
+def _slots(cache: Cache | None, positions: Tensor, documents: Tensor | None, seq: int) -> Tensor:
+    """Return the slot of each token in its row, padding counted: int64 [S] or [B, S]."""
+    if documents is not None:
+        return positions  # each document as if it had a row to itself
+    given = cache.slots if cache else None
+    return torch.arange(seq, device=positions.device) if given is None else given
 
 
 def _mask(

@@ -98,11 +98,8 @@ class Experts(Feedforward[MoESpec]):
         # The rows after them pad x to the alignment of the recipe: no expert gets those.
         count = context.batch * context.seq
         if self.jitters and self.training:
-            # Multiplicative noise on what router and experts read (Switch Transformer), in training only.
-            x = x * torch.empty_like(x).uniform_(
-                1 - moe.router_jitter_noise, 1 + moe.router_jitter_noise
-            )
-            routed = shared = x
+            # Router, experts and shared expert read the same noise.
+            x = routed = shared = self._jittered(x)
         if moe.latent_size is None:
             tokens = x[:count]
         else:
@@ -114,26 +111,11 @@ class Experts(Feedforward[MoESpec]):
         down = self.get_submodule("down_proj")
         on_device = context.counts_on_device(gate_up, down)
 
-        def route() -> tuple[Tensor, Places, Exchange | None]:
-            bias = self.expert_bias if moe.expert_bias else None
-            chosen = choose(logits, bias, context.routed, moe, kernels)
-            if self.ep.size == 1:
-                own = places(
-                    chosen,
-                    moe.num_experts,
-                    context.alignment,
-                    on_device=on_device,
-                    kernels=kernels,
-                )
-                return chosen, own, None
-            # The rows that go to other ranks need no padding; the ranks pad what arrives.
-            sent = places(chosen, moe.num_experts, alignment=1, on_device=True, kernels=kernels)
-            where, exchange = self.ep.exchange(sent, context.alignment, kernels)
-            return chosen, where, exchange
-
         # A recompute repeats the choice instead of making it again: logits that differ in the last bit could send a
         # token elsewhere, and the exchange with other ranks would not match.
-        (chosen, where, exchange), first = context.recompute.decided_once(self.layer, route)
+        (chosen, where, exchange), first = context.recompute.decided_once(
+            self.layer, lambda: self._choose_experts(logits, on_device, context)
+        )
         # A recompute has to save what the first pass did.
         routing = describe(logits, where.counts, context.routed, moe)
         if first:
@@ -142,7 +124,8 @@ class Experts(Feedforward[MoESpec]):
         route = Route(where.token, where.row, kernels)
         swiglu = self.spec.activation == "silu" and self.spec.gate and self.spec.limit is None
         joint = swiglu and not moe.scale_inputs and context.experts_join(gate_up, down)
-        # Outside of `route`: their gradient goes through the logits, so a recompute has to build this graph again.
+        # The weights are not part of the choice that a recompute repeats: their gradient goes through the logits, so a
+        # recompute has to build this graph again.
         if moe.scale_inputs:
             factors = self._weights(logits, chosen)
             rows = self._separate(_scaled(tokens, factors, route), own, exchange, None, context)
@@ -164,6 +147,35 @@ class Experts(Feedforward[MoESpec]):
             shared=shared_hidden,
             gate=shared_gate,
         )
+
+    def _jittered(self, x: Tensor) -> Tensor:
+        """Return x [N, D] with multiplicative noise (Switch Transformer), which only training has."""
+        noise = self.spec.experts.router_jitter_noise
+        return x * torch.empty_like(x).uniform_(1 - noise, 1 + noise)
+
+    def _choose_experts(
+        self, logits: Tensor, on_device: bool, context: ForwardContext
+    ) -> tuple[Tensor, Places, Exchange | None]:
+        """Return the experts of each token [T, k] by logits [T, E], the places of their rows, and the exchange with
+        other ranks.
+        """
+        moe = self.spec.experts
+        kernels = context.kernels.expert_rows
+        bias = self.expert_bias if moe.expert_bias else None
+        chosen = choose(logits, bias, context.routed, moe, kernels)
+        if self.ep.size == 1:
+            own = places(
+                chosen,
+                moe.num_experts,
+                context.alignment,
+                on_device=on_device,
+                kernels=kernels,
+            )
+            return chosen, own, None
+        # The rows that go to other ranks need no padding; the ranks pad what arrives.
+        sent = places(chosen, moe.num_experts, alignment=1, on_device=True, kernels=kernels)
+        where, exchange = self.ep.exchange(sent, context.alignment, kernels)
+        return chosen, where, exchange
 
     def _weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
         """Return the weights of the chosen experts, FP32 [T, k]; at padding they mean nothing."""

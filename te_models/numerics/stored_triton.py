@@ -7,9 +7,13 @@ from torch import Tensor
 
 from te_models.numerics.fp8_triton import decode_fp8
 
-ROWS, COLUMNS = 32, 256  # of a tile
+# Of a tile.
+ROWS = 32
+COLUMNS = 256
 # How a kernel reads scales.
-FLOAT, E4M3, E8M0 = 0, 1, 2
+FLOAT = 0
+E4M3 = 1
+E8M0 = 2
 
 
 @triton.jit
@@ -22,10 +26,23 @@ def _e8m0(byte):
 
 @triton.jit
 def _dequantize_kernel(
-    data, scales, scale_rows, factors, out, rows, columns, groups, width,
-    PACKED: tl.constexpr, KIND: tl.constexpr, DIVIDE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    # packed FP4 [rows, columns / 2] or FP8 [rows, columns], scales [?, groups], and the row of scales of each row
+    data,
+    scales,
+    scale_rows,
+    # FP32 [rows], which multiply or divide the scales, or None
+    factors,
+    out,
+    rows,
+    columns,
+    groups,
+    width,
+    PACKED: tl.constexpr,
+    KIND: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Write a tile of values [rows, columns]; a row of scales has `groups`, each for `width` columns."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -81,15 +98,15 @@ def dequantize(
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
     with torch.cuda.device_of(out):
         _dequantize_kernel[grid](
-            data,
-            scales,
-            scale_rows,
-            factors,
-            out,
-            rows,
-            columns,
-            scales.shape[1],
-            width,
+            data=data,
+            scales=scales,
+            scale_rows=scale_rows,
+            factors=factors,
+            out=out,
+            rows=rows,
+            columns=columns,
+            groups=scales.shape[1],
+            width=width,
             PACKED=packed,
             KIND=kind,
             DIVIDE=divide,
