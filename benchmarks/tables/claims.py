@@ -19,6 +19,9 @@ EXPECTED = {
 }
 SHAPES = ("350m",)
 OPTIMIZED = ("124m",)  # of optimizer_speed
+PEERS = {"torch": "PyTorch BF16, compiled", "torchao": "torchao float8, compiled"}
+# Shares of BF16's memory in the report on activation checkpointing: 74.3 of 76.2 % and 29.7 of 16.1 % of its GPU.
+REPORTED = {("torchao", "none"): "0.975", ("torchao", "full"): "1.845"}
 # Runs in step_h200.json beside compiled PyTorch.
 NAMES = {
     "torchao": "torchao float8",
@@ -133,33 +136,42 @@ def _optimizer(row: str) -> str:
     return f"`{name}`{comma}{rest}"
 
 
-def _grid_peaks(shape: str) -> dict[tuple[str, bool, str], int]:
-    """Return the measured peaks of a shape by recipe, whether weights are FP8, and mode of recomputation."""
-    rows = load("checkpoint_grid_h200")["rows"][shape]
+def _grid_peaks(shape: str, gpu: str = "h100") -> dict[tuple[str, bool, str], int]:
+    """Return the measured peaks of a shape by recipe or peer, whether weights are FP8, and mode of recomputation."""
+    rows = load(f"checkpoint_grid_{gpu}")["rows"][shape]
     return {(row["recipe"], row["fp8_params"], row["mode"]): row["peak"] for row in rows}
 
 
 @table
 def recomputation_peaks() -> str:
-    """Peaks of BF16 and FP8 without and with full recomputation, as shares of BF16's without."""
+    """Peaks of BF16 and FP8 without and with full recomputation, here and in torchao."""
+    result = load("checkpoint_grid_h100")
+    speeds = {
+        (row["recipe"], row["fp8_params"], row["mode"]): row["ms"]
+        for row in result["rows"]["gated-1b"]
+    }
+    peaks = _grid_peaks("gated-1b")
     lines = []
-    for shape in load("checkpoint_grid_h200")["rows"]:
-        peaks = _grid_peaks(shape)
-        base = peaks["bf16", False, "none"]
-        full = peaks["bf16", False, "full"]
-        for recipe, fp8_params in dict.fromkeys((key[0], key[1]) for key in peaks):
-            none = peaks[recipe, fp8_params, "none"]
-            own = peaks[recipe, fp8_params, "full"]
-            cells = [f"{none / GIB:.2f} GiB", f"{none / base:.1%}"]
-            cells += [f"{own / GIB:.2f} GiB", f"{own / base:.1%}", f"{own / full:.3f}"]
-            lines.append([shape, f"`{recipe}`", "FP8" if fp8_params else "BF16", *cells])
+    for recipe, fp8_params in dict.fromkeys((key[0], key[1]) for key in peaks):
+        name = PEERS.get(recipe, f"te-models `{recipe}`")
+        base = "torch" if recipe in PEERS else "bf16"
+        cells = [name, "FP8" if fp8_params else "BF16"]
+        for mode in ("none", "full"):
+            own = peaks[recipe, fp8_params, mode]
+            reported = REPORTED.get((recipe, mode))
+            cells.append(f"{own / GIB:.2f} GiB")
+            cells.append(
+                f"{own / peaks[base, False, mode]:.3f}" + (f" ({reported})" if reported else "")
+            )
+        none = speeds[recipe, fp8_params, "none"]
+        cells.append(f"{speeds[recipe, fp8_params, 'full'] / none:.2f}x")
+        lines.append(cells)
     header = (
-        "model | recipe | weights | peak | of BF16's | peak, full recomputation | of BF16's without | "
-        "of BF16's with it"
+        "run | weights | peak | to BF16 (report) | peak, full recomputation | to BF16 (report) | "
+        "time, to no recomputation"
     )
     about = prose(
-        "`gated-1b`, 8 x 2,048 tokens, and the 8B width, 4 x 4,096; forward and backward, all layers in the recipe. "
-        f"{measured_on(load('checkpoint_grid_h200'))}"
+        f"`gated-1b`, forward and backward of 8 x 2,048 tokens, all layers in the recipe. {measured_on(result)}"
     )
     return f"{about}\n\n{markdown(header, lines)}"
 
@@ -167,43 +179,85 @@ def recomputation_peaks() -> str:
 @table
 def recomputation_result() -> str:
     """What came out of recomputation with FP8, in words."""
-    lines = []
-    for shape in load("checkpoint_grid_h200")["rows"]:
-        peaks = _grid_peaks(shape)
-        base = peaks["bf16", False, "full"]
-        for recipe in ("delayed", "current"):
-            with_bf16 = peaks[recipe, False, "full"] / base
-            with_fp8 = peaks[recipe, True, "full"] / base
-            lines.append(
-                f"- {shape}: `{recipe}` with full recomputation takes {with_fp8:.3f} of BF16's peak with FP8 weights "
-                f"(`--fp8-params`), and {with_bf16:.3f} with BF16 weights."
-            )
+    peaks = _grid_peaks("gated-1b")
+    theirs = peaks["torchao", False, "full"] / peaks["torch", False, "full"]
+    lines = [
+        f"- The report is right about torchao: with full recomputation float8 takes {theirs:.3f} of BF16's peak, "
+        f"without {peaks['torchao', False, 'none'] / peaks['torch', False, 'none']:.3f}."
+    ]
+    for recipe in ("delayed", "current"):
+        ours = peaks[recipe, False, "full"]
+        bf16 = peaks["bf16", False, "full"]
+        fp8_weights = peaks[recipe, True, "full"] / bf16
+        lines.append(
+            f"- `{recipe}` with full recomputation takes {fp8_weights:.3f} of the peak of BF16 here with FP8 weights "
+            f"(`--fp8-params`), and {ours / bf16:.3f} with BF16 weights, which is "
+            f"{ours / peaks['torch', False, 'full']:.3f} of PyTorch's in BF16 and "
+            f"{ours / peaks['torchao', False, 'full']:.3f} of torchao's in float8."
+        )
+    wide = _grid_peaks("8B width, 4 layers", "h200")
+    shares = [
+        f"{wide[recipe, fp8, 'full'] / wide['bf16', False, 'full']:.3f}"
+        for fp8 in (True, False)
+        for recipe in ("delayed", "current")
+    ]
+    lines.append(
+        f"- At 8B width (4 layers, 4 x 4,096 tokens, on an H200) it takes {shares[0]} and {shares[1]} with FP8 "
+        f"weights, {shares[2]} and {shares[3]} with BF16 weights."
+    )
     return "\n".join(lines)
+
+
+def draw_recomputation(path: Path) -> None:
+    """Draw the peaks of BF16 and FP8 without and with full recomputation, here and in torchao."""
+    peaks = _grid_peaks("gated-1b")
+    runs = list(dict.fromkeys((key[0], key[1]) for key in peaks))
+    names = []
+    for recipe, fp8_params in runs:
+        names.append(
+            PEERS.get(recipe, f"te-models {recipe}") + (", FP8 weights" if fp8_params else "")
+        )
+    figure = new_figure((10, 0.9 + 0.35 * len(runs)))
+    for axes, mode in zip(figure.subplots(1, 2, sharey=True), ("none", "full"), strict=True):
+        values = [peaks[recipe, fp8_params, mode] / GIB for recipe, fp8_params in runs]
+        colors = ["0.6" if recipe in PEERS else "C0" for recipe, _ in runs]
+        axes.bar_label(axes.barh(names, values, color=colors), fmt="{:.2f}", padding=4, fontsize=8)
+        axes.margins(x=0.15)
+        axes.set(
+            xlabel="peak, GiB", title="no recomputation" if mode == "none" else "full recomputation"
+        )
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].invert_yaxis()
+    save_figure(figure, path)
 
 
 @table
 def fp8_speedup() -> str:
     """How many times as fast as BF16 each recipe is, at 1B and 8B width."""
     lines = []
-    grid = load("checkpoint_grid_h200")["rows"]
+    for gpu in ("H100", "H200"):
+        for shape, rows in load(f"checkpoint_grid_{gpu.lower()}")["rows"].items():
+            times = {}
+            for row in rows:
+                if row["mode"] == "none":
+                    times[row["recipe"], row["fp8_params"]] = row["ms"]
+            for (recipe, fp8_params), ms in times.items():
+                if recipe == "torch":
+                    continue
+                weights = ", FP8 weights" if fp8_params else ""
+                name = PEERS.get(recipe, f"te-models `{recipe}`{weights}")
+                theirs = f"{times['torch', False] / ms:.2f}x" if ("torch", False) in times else ""
+                ours = "" if recipe in PEERS else f"{times['bf16', False] / ms:.2f}x"
+                lines.append([shape, gpu, name, theirs, ours])
     for shape, key in (("gated-1b", "1b"), ("8B width, 4 layers", "8b-width")):
-        base = next(
-            row["ms"] for row in grid[shape] if row["recipe"] == "bf16" and row["mode"] == "none"
-        )
-        for row in grid[shape]:
-            if row["mode"] == "none" and row["recipe"] != "bf16":
-                weights = ", FP8 weights" if row["fp8_params"] else ""
-                lines.append(
-                    [shape, f"te-models `{row['recipe']}`{weights}", "", f"{base / row['ms']:.2f}x"]
-                )
         _, rows, _ = step_rows(key)
         for name, label in NAMES.items():
             if name in rows:
-                lines.append([shape, label, f"{rows[name]['speed']:.2f}x", ""])
-    header = "model | run | to compiled PyTorch in BF16 | to te-models `bf16`"
+                lines.append([shape, "H200", label, f"{rows[name]['speed']:.2f}x", ""])
+    header = "model | GPU | run | to compiled PyTorch in BF16 | to te-models `bf16`"
     about = prose(
-        f"Forward and backward. {measured_on(load('checkpoint_grid_h200'))} The column beside PyTorch is of runs of "
-        "2026-11-22, at equal FLOPs."
+        f"Forward and backward. {measured_on(load('checkpoint_grid_h100'))} On one H200 on 2026-11-21 and, beside "
+        "PyTorch at equal FLOPs, on 2026-11-22."
     )
     return f"{about}\n\n{markdown(header, lines)}"
 
