@@ -61,6 +61,7 @@ class ModelConfig(ModelFields):
 
     def __post_init__(self) -> None:
         take_settings(self, ModelConfig)  # a subclass checks its own fields
+        # First what the defaults below depend on, such as a width that the heads divide.
         refuse(_layer_mistakes(self), ConfigError)
         if self.mlp_multipliers == (1.0, 1.0):
             object.__setattr__(self, "mlp_multipliers", None)
@@ -72,6 +73,7 @@ class ModelConfig(ModelFields):
             object.__setattr__(
                 self, "head_dim", filled if latent is None else latent.qk_rope_head_dim
             )
+        # After the defaults, which these compare with each other.
         refuse(_mistakes(self), ConfigError)
         if self.rope_scaling is not None:
             pairs = int(self.head_dim * self.partial_rotary_factor) // 2
@@ -159,14 +161,14 @@ class ModelConfig(ModelFields):
     @property
     def num_parameters(self) -> int:
         """Parameters that the outputs depend on, as a published model counts them: without rows of padding."""
+        # Embedding and head: one table where they are tied.
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         blocks = sum(count * layer.num_parameters for layer, count in Counter(self.layers).items())
         inputs = 0
         if self.layer_inputs is not None:
             width = self.layer_inputs.width
-            rows = (
-                self.layer_inputs.vocab_size + self.hidden_size
-            )  # of the table and the projection
+            # Of the table, and of the projection from the embedding.
+            rows = self.layer_inputs.vocab_size + self.hidden_size
             inputs = self.num_hidden_layers * width * rows + width
         return tables + blocks + inputs + self.hidden_size
 
@@ -179,12 +181,13 @@ class ModelConfig(ModelFields):
 
     def with_layers(self, depths: Sequence[int]) -> ModelConfig:
         """Return the config of a model of these layers of this one, in this order."""
-        own = {name: getattr(self, name) for name in PER_LAYER}
-        own = {
-            name: values and tuple(values[depth] for depth in depths)
-            for name, values in own.items()
-        }
-        return dataclasses.replace(self, num_hidden_layers=len(depths), **own)
+        per_layer = {}
+        for name in PER_LAYER:
+            values = getattr(self, name)
+            if values:
+                values = tuple(values[depth] for depth in depths)
+            per_layer[name] = values
+        return dataclasses.replace(self, num_hidden_layers=len(depths), **per_layer)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, resolved, as plain JSON values; those that a subclass adds are not saved with a model."""
@@ -344,6 +347,7 @@ def _shared_key_mistakes(config: ModelConfig, shared: tuple[int, ...]) -> Iterat
         yield "shared_key_layers need norms of each head: leave out qk_norm_scope"
     if config.latent_attention is not None:
         yield "latent_attention computes no shared_key_layers: leave them out"
+    # Kind of layer -> the newest layer of it with keys of its own, from which later ones of the kind take theirs.
     lenders: dict[str, int] = {}
     reused: set[str] = set()
     kinds = config.layer_types or ("full_attention",) * config.num_hidden_layers

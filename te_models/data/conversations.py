@@ -88,6 +88,7 @@ def _batches(documents: Sequence[Document]) -> Iterator[list[Document]]:
 
 def _record(document: Document) -> _Record:
     variables = json.loads(document.conversation or "{}")
+    # Templates do not know "weight": it is taken out, and applied to the answers once they are found.
     weights = []
     for message in variables["messages"]:
         weight = message.pop("weight", 1)
@@ -102,6 +103,7 @@ def _render(template: ChatTemplate, records: Sequence[_Record]) -> list[Rendered
     imperfect: dict[int, Rendered] = {}  # with the arguments of calls as Python writes them
     forms = [_forms(record) for record in records]
     waiting = list(range(len(records)))
+    # In rounds, since one call of the template's process renders a batch: round n tries form n of those that are left.
     while waiting:
         attempts = [(index, form) for index in waiting if (form := next(forms[index], None))]
         waiting = []
@@ -163,6 +165,7 @@ def _writes_python(text: str, record: _Record) -> bool:
     for message in record.messages:
         for call in message.get("tool_calls") or ():
             arguments = call["function"]["arguments"]
+            # Python writes single quotes, which a server that parses calls as JSON cannot read.
             if isinstance(arguments, dict) and arguments and str(arguments) in text:
                 return True
     return False
@@ -226,7 +229,7 @@ def _checked(
     document = record.document
     messages = record.messages
     turns = [number for number, m in enumerate(messages) if m["role"] == "assistant"]
-    rest = iter(answers)
+    rest = iter(answers)  # in the order of `_requests`
     rendered = _rendered(next(rest), document)
     if not template.marks_answers:
         places = []

@@ -74,6 +74,7 @@ def file_ranges(
     if kind == "Hub dataset":
         rows = _hub_dataset(file)
         size = max(1, rows.dataset_size or 0)
+        # Rows of about equal size: the library knows the bytes of the whole set only.
         count = min(max(1, size // range_bytes), max(1, len(rows)))
         for i in range(count):
             yield (
@@ -120,6 +121,7 @@ def read_range(
                 if isinstance(row, DataError):
                     raise row
                 document = row_document(row, columns or {}, place, source, part.path)
+            # `bad` raises it again, or counts it and goes on, as on_bad_record says.
             except DataError as error:
                 bad.meet(error)
             else:
@@ -167,7 +169,7 @@ def _text_kind(path: str, kind: str) -> int:
     """
     with open_bytes(path) as file:
         head = file.read(_SNIFFED)
-        start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+        start = head.removeprefix(b"\xef\xbb\xbf").lstrip()  # without UTF-8's byte order mark
         if kind in ("JSONL", "JSON"):
             return JSON_ARRAY if start.startswith(b"[") else JSON_LINES
         if b"\0" in head and not has_utf16_mark(head, 0):
@@ -267,6 +269,7 @@ def _column_names(header: list[str], path: str) -> list[str]:
     if file_format(path) == "TSV":
         separator = "\t"
         right = "tabs"
+    # A header of one cell that holds another separator is a table in another dialect, not a table of one column.
     if len(names) == 1:
         for mark, mark_name in SEPARATORS.items():
             if mark in names[0] and mark != separator:
@@ -298,6 +301,7 @@ def _parquet_ranges(file: str, range_bytes: int) -> Iterator[tuple[FileRange, in
         for group in range(table.num_row_groups):
             about = table.metadata.row_group(group)
             columns = [about.column(i) for i in range(about.num_columns)]
+            # The columns that no format has are not decoded, so they are not counted either.
             known = [c for c in columns if c.path_in_schema.split(".")[0] in ROW_COLUMNS] or columns
             size = sum(column.total_uncompressed_size for column in known)
             count = min(max(1, size // range_bytes), _SLICES, about.num_rows)
@@ -319,6 +323,7 @@ def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Row, str]
         for name in names:
             if name in ROW_COLUMNS or name in columns:
                 read_columns.append(name)
+        # A line names the columns that nothing reads, so that rows show them, without their values.
         unread = dict.fromkeys((name for name in names if name not in read_columns), UNREAD)
         batches = table.iter_batches(batch_size=1024, row_groups=[part.group], columns=read_columns)
         at = 0

@@ -237,11 +237,13 @@ class _Opening:
         documents, weights, held_out = self._load()
         remarks = [source.describe() for source in self.sources] + self._template()
         remarks += ignored_lines([*documents, *held_out])
+        # Documents of the other kind are left out, and their weights, which are by position, with them.
         fitting = refuse_mixture(documents, self.records(self.sources), self.bad)
         if len(fitting) < len(documents):
             in_kind = {id(document) for document in fitting}
             weights = weights[[id(document) in in_kind for document in documents]]
             documents = fitting
+        # One text cannot be held out as a whole: its end is.
         cut = self.evaluates and not held_out
         if len(documents) == 1 and cut and not documents[0].is_record:
             documents, held_out = split_documents(
@@ -257,6 +259,7 @@ class _Opening:
             documents = [documents[i] for i in fitting]
             weights = weights[fitting]
             remarks += left_out
+        # Hold out after encoding, so that the records that do not fit are not among the ones to evaluate on.
         evaluated = None
         if held_out:
             evaluated = encode_documents(held_out, self.tokenizer, whole, self.bad)
@@ -309,11 +312,13 @@ class _Opening:
             * self.config.seq_len
             * self.world_size
         )
+        # Read before training begins: the sample is in memory, and the same on every rank.
         evaluation = None
         if settings.eval_data:
             evaluation = self._load_evaluation(eval_tokens)
         elif self.evaluates:
             evaluation = dataset.held_out(eval_tokens, True)
+        # The corpus is not read yet: the first chunk with text stands for it in what the run prints.
         if dataset.whole:
             number, fit, padding, ignored = dataset.sample()
             remarks += ignored
@@ -351,6 +356,7 @@ class _Opening:
     def _load_evaluation(self, num_tokens: int | None) -> list[Document]:
         """Return the documents of --eval-data; of much data about `num_tokens` tokens, from everywhere in it."""
         sources = self.evaluated
+        # Of data too large for memory, a stream's own sample, from chunks all over it.
         if num_tokens is not None and _must_stream(sources):
             sample = StreamingDataset(
                 sources,

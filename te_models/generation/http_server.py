@@ -43,6 +43,7 @@ class Server(ThreadingHTTPServer):
         UsageError: the port is in use, or the address is not this machine's.
     """
 
+    # A connection that a client keeps open must not keep the program from ending.
     daemon_threads = True
 
     def __init__(
@@ -116,6 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0].rstrip("/")
         if not self._from_here():
             return
+        # The paths of OpenAI's API, and the one that load balancers ask.
         if path == "/v1/models":
             self._send(completions.models())
         elif path == f"/v1/models/{completions.name}":
@@ -128,6 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Answer a request for a completion."""
         path = self.path.partition("?")[0].rstrip("/")
+        # Read the body before any answer: what is left of it would be taken for the next request of the connection.
         body = self._body()
         if body is None or not self._from_here():
             return
@@ -174,6 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", "text/event-stream; charset=utf-8")
             self.send_header("Cache-Control", "no-cache")
+            # The length is not known yet: each event is a chunk, and an empty chunk ends the body.
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
             self._event(json.dumps(first))

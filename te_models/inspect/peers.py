@@ -42,11 +42,13 @@ class TorchBlock(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the block's output [B, S, D] for x [B, S, D] and rotary tables [S, rotary channels]."""
+        # [B, S, heads, channels] each; the gate has one channel per head, or as many as q.
         q, k, v, gate = split_heads(
             self.heads, self.qkvg_proj(self.norms[0](x)).flatten(0, 1), len(x)
         )
         q = elementwise.rope(q, cos, sin)
         k = elementwise.rope(k, cos, sin)
+        # Attention takes heads before positions, [B, heads, S, channels].
         out = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(
             1, 2
         )
@@ -183,13 +185,12 @@ def _check(config: ModelConfig) -> None:
     missing_in_peers = {
         "attention_bias": config.attention_bias,
         "sliding_window": config.sliding_window,
+        "attention_sinks": config.attention_sinks,
     }
-    missing_in_peers |= {"attention_sinks": config.attention_sinks}
-    missing_in_peers |= {
-        f"{part.name} of its kind": type(part) not in (AttentionSpec, MLPSpec)
-        for part in config.parts
-    }
-    missing_in_peers |= {name: True for part in config.parts for name in part.obstacles}
+    for part in config.parts:
+        if type(part) not in (AttentionSpec, MLPSpec):
+            missing_in_peers[f"{part.name} of its kind"] = True
+        missing_in_peers |= dict.fromkeys(part.obstacles, True)
     missing_in_peers |= {
         "qk_norm": config.qk_norm,
         "partial_rotary_factor": config.partial_rotary_factor != 1,
@@ -197,8 +198,6 @@ def _check(config: ModelConfig) -> None:
         "attn_logit_softcapping": config.attn_logit_softcapping is not None,
         "query_scale_beta": config.query_scale_beta is not None,
         "attention_gate_activation": config.attention_gate_activation != "sigmoid",
-    }
-    missing_in_peers |= {
         "norm_position": config.norm_position != "pre",
         "attention_chunk_size": config.attention_chunk_size is not None,
         "norm_type": config.norm_type != "rms",
@@ -242,7 +241,9 @@ def peer_loss(peer: Peer, device: torch.device) -> Callable[[Tensor], Tensor]:
         loss_of = torch.compile(loss_of)
 
     def loss(ids: Tensor) -> Tensor:
-        targets = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+        targets = nn.functional.pad(
+            ids[:, 1:], (0, 1), value=-100
+        )  # [B, S], nothing follows the last
         return loss_of(peer(ids), targets)
 
     return loss

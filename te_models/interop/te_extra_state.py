@@ -117,11 +117,13 @@ def read_extra_state(payload: Tensor | bytes) -> Fields:
 def _checked(state: Loaded) -> Fields:
     """Convert the three forms of a state into one."""
     state = _expect(dict, state)
+    # te.ops keeps a state for each direction; te.Linear has the tensors of both in one.
     parts = [state[mode] for mode in ("forward", "backward") if mode in state] or (
         [state] if state else []
     )
     found: Fields = {}
     for part in parts:
+        # Transformer Engine 1.x had no recipe in it, and only delayed scaling had a state.
         recipe = _expect(_Inert, part.get("recipe", _Inert("DelayedScaling", ())))
         found["recipe"] = {"recipe_type": recipe.kind, **_fields(recipe.fields)}
         found.setdefault("extra_fp8_variables", {}).update(
@@ -130,6 +132,7 @@ def _checked(state: Loaded) -> Fields:
         found |= {name: _materialize(name, part[name]) for name in TENSOR_DIMS if name in part}
     for direction in ("fwd", "bwd"):
         names = (f"scale_{direction}", f"amax_history_{direction}")
+        # Scale and history of one direction belong to the same GEMMs: both are there, of one width, or neither.
         widths = [found[name].shape[-1] for name in names if name in found]
         require(
             len(widths) != 1 and len(set(widths)) <= 1, f"{' and '.join(names)} do not go together"
@@ -168,6 +171,7 @@ def _materialize(name: str, value: object) -> Tensor:
 
 def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Loaded:
     """Evaluate one pickle, up to and including its STOP, with `known` as the only globals."""
+    # A pickle's machine: a stack of values, the heights at which MARK stood, and values by their number in the memo.
     stack: list[Loaded] = []
     marks: list[int] = []
     memo: dict[int, object] = {}
@@ -225,9 +229,11 @@ def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Loaded:
                 name = argument if opcode == "GLOBAL" else ".".join(pop(2))
                 require(name in known, f"it refers to {name[:80]}")
                 stack.append(_Global(name))
+            # The only opcodes that call: no function of Python runs, `_call` has a result for each known name.
             case "REDUCE" | "NEWOBJ":
                 function, arguments = pop(2)
                 stack.append(_call(_expect(_Global, function).name, _expect(tuple, arguments)))
+            # Sets the state of an instance, here of a stand-in: no __setstate__ of a class runs.
             case "BUILD":
                 (fields,) = pop(1)
                 _expect(_Inert, stack[-1]).fields.update(_expect(dict, fields))
@@ -238,6 +244,7 @@ def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Loaded:
 def _operations(stream: io.BytesIO) -> Iterator[tuple[str, Loaded]]:
     """Yield the opcodes of a pickle with their arguments; unused arguments, lines of text, become
     None."""
+    # Bounded, since a pickle is a program, and this one may come from anybody.
     for _ in range(MAX_OPCODES):
         code = stream.read(1).decode("latin1")
         require(
@@ -291,6 +298,7 @@ def _rebuild_tensor(data: Loaded, offset: Loaded, shape: Loaded, stride: Loaded)
         require(_expect(int, number) >= 0, "a tensor has a negative size")
     contiguous = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     require(stride == contiguous, "a tensor is not contiguous")
+    # A view beyond its storage would read memory that belongs to nobody.
     count = math.prod(shape)
     require(
         4 * (offset + count) <= len(_expect(memoryview, data)),
@@ -312,6 +320,7 @@ def _read_storage(data: bytes) -> memoryview:
     header = (magic, version, platform["little_endian"], label, kind, keys, view)
     wanted = (_LEGACY_MAGIC, _LEGACY_VERSION, True, "storage", _Global(_FLOAT_STORAGE), [key], None)
     require(header == wanted, "a storage in it is not FP32 in PyTorch's format")
+    # After the pickles: the number of elements, int64, which is already in the description, then the elements.
     start = stream.tell() + 8
     whole = data[start - 8 : start] == struct.pack("<q", count) and len(data) == start + 4 * count
     require(whole, "a storage in it is truncated")

@@ -262,6 +262,7 @@ class _PlannedDecoder(Decoder):
             if layer not in self.measured:
                 continue
             self.note(f"forward {layer}")
+            # Backward passes these in the opposite order: its part of the block lies between "backward" and "after".
             x = self._bounded(x, f"after {layer}")
             before = 0.0 if self.operations is None else self.operations.total
             x = super()._run(range(layer, layer + 1), x, context)
@@ -313,6 +314,7 @@ def _run_step(
     ids = torch.empty(batch, setting.seq_len, dtype=torch.int64, device="meta")
     labels = torch.empty_like(ids)
     with Allocations(PARTS, setting.cuda) as found:
+        # Weights and inputs are there before the step: only what the step itself allocates is counted.
         experts = {id(p) for owner in _grouped(model) for p in owner.parameters()}
         parameters = [part for p in model.parameters() for part in _parts(p)]
         found.leave_out([ids, labels, *parameters])
@@ -466,6 +468,7 @@ def _divided(
     """Return the stretches between the marks of a step."""
     profiles: dict[str, Profile] = {}
     for (name, begin, before), (_, end, after) in zip(marks, marks[1:], strict=False):
+        # Bytes of each part [moments, parts], relative to those at the stretch's beginning.
         moments = torch.tensor([*events[begin:end], after], dtype=torch.int64)
         profiles[name] = Profile(moments - torch.tensor(before, dtype=torch.int64))
     forward = {int(n.split()[1]): p for n, p in profiles.items() if n.startswith("forward ")}
@@ -486,6 +489,7 @@ def _divided(
 
 def kinds(config: ModelConfig, recipe: Recipe, setting: StepSetting) -> tuple[int, ...]:
     """Return for each layer the first one that has the same memory."""
+    # Everything that a block's memory depends on is in `kind`: layers with equal ones are measured once.
     found = precisions(recipe, config.layers)
     inside = recipe.fp8_layers(len(config.layers))
     count = len(config.layers)
@@ -506,9 +510,10 @@ def kinds(config: ModelConfig, recipe: Recipe, setting: StepSetting) -> tuple[in
             fp8,
             recomputes_block(setting.mode, depth),
             recomputes_mlp(setting.mode, depth, count, fp8, setting.fp8_params),
-            depth in (inside.start, inside.stop),  # whose input `Decoder._decode` holds
-            depth
-            == 0,  # likewise; nothing before it has a gradient, and nothing is after its backward
+            # `Decoder._decode` holds the input of these two while they run.
+            depth in (inside.start, inside.stop),
+            # Likewise; nothing before the first block has a gradient, and nothing follows its backward.
+            depth == 0,
         )
         same.append(first.setdefault(kind, depth))
     return tuple(same)
@@ -532,6 +537,7 @@ class MeasuredStep:
 
     def run(self, batch: int) -> Stretches:
         """Return the profiles of a batch, computed from two small batches where their rows need no padding."""
+        # Sizes are affine in the batch, so two runs give any other; a small batch is run itself.
         unit = self._unit
         layers = tuple(dict.fromkeys(self.same))
         if batch % unit or batch <= 2 * unit:
@@ -605,6 +611,7 @@ class MeasuredStep:
         self, layers: tuple[int, ...], unit: int, batch: int
     ) -> tuple[Profile, Profile]:
         """Return the profiles of a head that makes its logits in chunks, of which only few are measured."""
+        # Three chunks have a first, a middle and a last one; a longer head only repeats the middle one.
         tokens = 3 * self._head_rows(batch)
         few = -(-tokens // (unit * self.setting.seq_len)) * unit
         if batch > few:

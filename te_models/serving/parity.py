@@ -186,6 +186,7 @@ def _row(
             compare(model, read_served(_folder(name), model.device), batches), export=name
         )
     tokens = [batch["input_ids"] for batch in batches]
+    # A format is judged by the folder that a server would read, not by the weights in memory.
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp) / "export"
         modules = quantized_modules(model)
@@ -233,9 +234,12 @@ def compare(
             f"the served model has vocab_size={served.config.vocab_size}, the trained one {trained.config.vocab_size}: "
             "they are two models"
         )
+    # Over all tokens: divergence, equal choices, loss of the trained model and of the served one.
     sums = torch.zeros(4, dtype=torch.float64)
     count = 0
-    largest = torch.zeros(2, dtype=torch.float64)
+    largest = torch.zeros(
+        2, dtype=torch.float64
+    )  # divergence of a token, difference of a log-probability
     was_training = trained.training
     trained.eval()
     for batch in batches:
@@ -249,7 +253,7 @@ def compare(
             log_q = _log_probabilities(served, ids, counted)
             divergence = (log_p.exp() * (log_p - log_q)).sum(-1)  # [n]
             same = (log_p.argmax(-1) == log_q.argmax(-1)).float()
-            trained_losses = -log_p.gather(1, targets[:, None])
+            trained_losses = -log_p.gather(1, targets[:, None])  # [n, 1]
             served_losses = -log_q.gather(1, targets[:, None])
             totals = [divergence.sum(), same.sum(), trained_losses.sum(), served_losses.sum()]
             sums += torch.stack(totals).double().cpu()

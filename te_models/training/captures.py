@@ -92,6 +92,7 @@ class Captures:
         return self.marks.has(step)
 
     def _read_again(self) -> None:
+        # A stat for each step; the file is read where it has changed.
         try:
             changed = os.stat(self.trainer.out / MARKS).st_mtime_ns
         except OSError:
@@ -108,6 +109,7 @@ class Captures:
             self.save(step, micro_batches)
             if trainer.recorder is None:
                 self._record_from_now_on()
+        # The checkpoint before this step is a state to replay from: with the batch it makes a capture, for few bytes.
         elif trainer.recorder is not None and trainer.saved_step == step - 1:
             self.save_batch(step, micro_batches)
         recorder = trainer.recorder
@@ -186,6 +188,7 @@ class Captures:
         own: list[Any] = [parallel.data_rank]
         for batch in micro_batches:
             own.append({name: tensor.tolist() for name, tensor in batch.items()})
+        # Of processes that share a model (tensor parallelism) all have the same rows: one of each share counts.
         shares = {found[0]: found[1:] for found in parallel.ranks.gather(own)}
         whole = {RANDOM: self._random_state()}
         for number, batch in enumerate(micro_batches):
@@ -247,6 +250,7 @@ def steps_saved(run: Path) -> int:
 
 
 def _state_of(run: Path, step: int) -> Path:
+    # A marked step has a model of its own; the batch after a checkpoint has only the batch.
     own = capture_folder(run, step)
     own_model = (own / "config.json").exists() or (own / "adapter_config.json").exists()
     return own if own_model else run / "checkpoints" / f"step-{step - 1:08d}"

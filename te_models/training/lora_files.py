@@ -73,6 +73,7 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
     modules = modules.as_in(name.removeprefix(PREFIX) for name in tensors)
     config = read_config(path, saved.documents["adapter_config"], modules)
     config.inference_mode = not trainable
+    # peft names the modules of the model it was given, with a head or without.
     headless = not any(
         name.startswith((f"{PREFIX}model.", f"{PREFIX}lm_head.")) for name in tensors
     )
@@ -81,6 +82,7 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
         whole = whole_modules(config, modules, model)
         layers = layers_of(wanted.values(), modules)
     tensors = _without_head(model, tensors, folder)
+    # Names and shapes before any value: another rank or target is one line, not an error of a copy.
     match(_expected(model, wanted, whole, modules, config.use_dora), tensors, check_dtype=False)
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.itemsize == 1:
@@ -88,6 +90,7 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
                 f"{folder}: {name} is {tensor.dtype}: save adapters in BF16, FP16 or FP32"
             )
     check_finite(tensors, folder)
+    # A [rank, in] and B [out, rank] of each linear of transformers, by its rows in ours.
     pairs = {}
     for key, one in _keys(wanted, modules).items():
         pair = (tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"])
@@ -112,7 +115,7 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
                 of_rows = tensors[f"{keys[place]}{MAGNITUDE}"]
                 if place == one.place:
                     lengths = of_rows
-                else:
+                else:  # of some rows of the te.Linear
                     place.load(lengths, of_rows)
             values[f"{name}.lora_magnitude"] = lengths
     return SavedAdapter(saved, config, layers, values)
