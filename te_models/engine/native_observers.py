@@ -25,7 +25,8 @@ _METHODS = ("quantize_impl", "update_quantized")
 def set_observers(module: Module, observers: Sequence[Observers] | None) -> None:
     """Let observers count the casts of a te.Linear from its next forward on; None: nobody counts them.
 
-    The quantizers of most recipes are made by the first forward pass, so they are looked for in each.
+    The quantizers of most recipes are made by the first forward pass, and a cached weight has one of its own, so they
+    are looked for in each.
     """
     own = vars(module)
     own.pop(_GETTER, None)
@@ -113,3 +114,10 @@ def _attach(module: Any, observers: Sequence[Observers]) -> None:
         observe_quantizer(forward[3 * gemm + 1], weight)
         if len(backward) > 2 * gemm:
             observe_quantizer(backward[2 * gemm], dy)
+        # A te.Linear caches "weight", a te.GroupedLinear "weight0" and on.
+        names = [f"weight{gemm}", "weight"] if gemm == 0 else [f"weight{gemm}"]
+        for name in names:
+            # A tensor of Transformer Engine keeps a copy of its quantizer, which casts when the cache is renewed.
+            cached = getattr(module._fp8_workspaces.get(name), "_quantizer", None)
+            if cached is not None:
+                observe_quantizer(cached, weight)

@@ -35,6 +35,7 @@ class Linear(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.quantizers: dict[str, list[Quantizer]] = {"scaling_fwd": [], "scaling_bwd": []}
+        self._fp8_workspaces: dict[str, Any] = {}
 
     def _get_quantizers(self) -> list[Quantizer]:
         if not self.quantizers["scaling_fwd"]:
@@ -78,6 +79,26 @@ def test_a_stored_weight_is_counted_when_it_is_written() -> None:
     assert counted(table, 1) == 256
     observe_quantizer(quantizer, None)
     assert set(vars(quantizer)) == {"inner"}
+
+
+@pytest.mark.parametrize("name", ["weight", "weight0"])
+def test_a_cached_weight_is_counted_in_each_step(name: str) -> None:
+    """Transformer Engine's tensors copy their quantizer, and the copy renews the cache in the steps that follow."""
+    table, observers = table_and_observers()
+    linear = Linear()
+    set_observers(linear, observers)
+    table.begin()
+    weight = linear._get_quantizers()[1](torch.ones(16, 16))
+    assert counted(table, 1) == 256
+    weight._quantizer = Quantizer()  # a copy, with the methods of its class
+    linear._fp8_workspaces[name] = weight
+    for _ in range(2):
+        table.begin()
+        linear._get_quantizers()
+        weight._quantizer.update_quantized(torch.ones(16, 16), weight)
+        assert counted(table, 1) == 256
+    set_observers(linear, None)
+    assert set(vars(weight._quantizer)) == {"inner"}
 
 
 def test_a_separate_copy_is_not_observed() -> None:

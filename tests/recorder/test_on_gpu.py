@@ -23,7 +23,10 @@ SHAPE: dict[str, Any] = dict(
 SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=256)
 
 
-def finished(out: Path, recipe: str, record: int, fused: bool, **fields: Any) -> Trainer:
+def finished(
+    out: Path, recipe: str, record: int, fused: bool, graph: bool = True, **fields: Any
+) -> Trainer:
+    """Return the trainer of a finished run, whose last steps were a graph or not, as `graph` says."""
     torch.manual_seed(1)
     history = dict(amax_history_len=8) if recipe == "delayed" else {}
     model = CausalLM.from_preset(
@@ -32,10 +35,19 @@ def finished(out: Path, recipe: str, record: int, fused: bool, **fields: Any) ->
     ids = torch.randint(0, 256, (STEPS + 1, 2, 128), generator=torch.Generator().manual_seed(0))
     batches = [dict(input_ids=part, labels=part) for part in ids]
     config = TrainConfig(
-        steps=STEPS, batch_size=2, seq_len=128, eval_every=0, record=record, deterministic=True, **fields
+        steps=STEPS, batch_size=2, seq_len=128, eval_every=0, record=record, deterministic=True,
+        cuda_graph=graph, **fields
     )  # fmt: skip
     trainer = Trainer(model, batches, None, config, out)
+    captured = []
+
+    def note(row: dict[str, Any]) -> None:
+        step = trainer.passes.graph  # a run frees its graphs at its end
+        captured.append(step is not None and step.captured)
+
+    trainer.on_step = note
     trainer.run()
+    assert captured[-1] == graph
     return trainer
 
 
@@ -61,7 +73,6 @@ def test_no_bit_changes_and_a_cpu_replays_the_step(
     if recipe == "bf16":
         assert not record.counted.any()
         return
-    assert recorded.passes.graph is not None and recorded.passes.graph.captured
     inner = np.array([tensor.layer in (1, 2) for tensor in record.tensors])
     assert record.counted[1:, inner].all()  # the quantizers of most recipes are made in step 1
     exact = record.sqnr()[:, inner]
@@ -78,9 +89,14 @@ def test_graph_and_eager_steps_record_the_same(accumulation: int, tmp_path: Path
     records = []
     for graph in (True, False):
         out = tmp_path / f"{graph}"
-        finished(out, "delayed", 1, True, cuda_graph=graph, gradient_accumulation=accumulation)
+        finished(out, "delayed", 1, True, graph, gradient_accumulation=accumulation)
         records.append(read_record(out))
     one, other = records
+    weights = [tensor.operand == "weight" and tensor.layer in (1, 2) for tensor in one.tensors]
+    for record in records:
+        # A further micro-batch reuses the weights, so each step casts and counts them once.
+        sizes = record.field("elements")[1:, np.array(weights)]
+        assert (sizes == sizes[0]).all()
     assert np.array_equal(one.codes, other.codes)
     assert np.allclose(one.field("signal"), other.field("signal"), rtol=1e-5, equal_nan=True)
     for name in ("amax", "scale_min", "elements", "saturated", "flushed", "subnormal"):
