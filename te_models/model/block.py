@@ -109,6 +109,12 @@ class Block(nn.Module):
         parts = (self.token_mixer, self.feedforward, self.input_reader)
         return [part for part in parts if part is not None]
 
+    @property
+    def linear_owners(self) -> list[BlockPart]:
+        """The parts whose te.Linears are modules of theirs: of several mixers beside each other, each of them."""
+        inside = (module for part in self.block_parts for module in part.modules())
+        return [part for part in inside if isinstance(part, BlockPart) and not part.holds_parts]
+
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
         """Set the initial values of the parameter `name`; see te_models.model.part.BlockPart.initialize."""
         owner, _, rest = name.partition(".")

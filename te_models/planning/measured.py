@@ -451,7 +451,7 @@ def _adapt(model: Decoder, setting: StepSetting) -> None:
     for block in model.layers:
         if not isinstance(block, Block):
             continue
-        for part in block.block_parts:
+        for part in block.linear_owners:
             for spec in part.spec.linears:
                 kind = _Adapted if spec.adapted else None
                 if spec.experts and setting.lora_experts:

@@ -17,6 +17,7 @@ from te_models.config.recompute_modes import MODES, check_mode
 from te_models.distributed.planned_ranks import PlannedRanks
 from te_models.errors import check_known, refuse
 from te_models.model.expert_parallel import ExpertParallel
+from te_models.model.recipe_fit import check_sizes
 from te_models.model.tensor_parallel import TensorParallel
 from te_models.optim import OPTIMIZERS
 from te_models.planning.measured import HeldTensor, MeasuredStep
@@ -313,6 +314,7 @@ def plan_memory(
 
     Raises:
         UsageError: for a value that no training run could have.
+        ConfigError: a size of the model does not suit the recipe.
     """
     if optimizer is not None:
         check_known("optimizer", optimizer, OPTIMIZERS)
@@ -345,7 +347,7 @@ def plan_memory(
         fused=fused,
     )
     refuse(_mistakes(config, recipe, training, batch_size, gradient_accumulation))
-    _check_division(config, training)
+    _check_division(config, recipe, training)
     return MemoryPlan(config, recipe, training)
 
 
@@ -409,11 +411,13 @@ def _mistakes(
         yield "fp8_params=True needs FP32 masters: leave stochastic_rounding out, or fp8_params"
 
 
-def _check_division(config: ModelConfig, training: Training) -> None:
-    """Raise a UsageError if the layers or experts cannot be divided so."""
+def _check_division(config: ModelConfig, recipe: Recipe, training: Training) -> None:
+    """Raise a UsageError if the layers or experts cannot be divided so, or have sizes that the recipe does not take."""
     tensor = training.tensor_parallel_size
     experts = training.expert_parallel_size
     mesh: Any = PlannedRanks(tensor) if tensor > 1 else None
-    layers = TensorParallel(mesh, training.sequence_parallel).local(config)
+    ranks = TensorParallel(mesh, training.sequence_parallel)
+    layers = ranks.local(config)
+    check_sizes(layers, config.vocab_size, recipe, ranks.each)
     experts_mesh: Any = PlannedRanks(experts) if experts > 1 else None
     ExpertParallel(experts_mesh, config).local(layers)

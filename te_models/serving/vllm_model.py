@@ -239,7 +239,14 @@ class Layer(nn.Module):
             raise UsageError(
                 "te-models' plugin serves attention with dense MLPs: vLLM's own models have the others"
             )
-        for name in ("embedding_norm", "post_norm_eps", "plain_final_norm"):
+        names = (
+            "embedding_norm",
+            "post_norm_eps",
+            "plain_final_norm",
+            "mlp_limits",
+            "mlp_multipliers",
+        )
+        for name in (*names, "layer_inputs"):
             if getattr(build.config, name):
                 raise UsageError(f"{name} is not served by te-models' plugin")
         if spec.norm_type != "rms" or spec.parallel_residual:

@@ -249,7 +249,8 @@ def _linears_of_blocks(model: CausalLM | TEModelsForCausalLM) -> list[str]:
     """Return our names of the linears in blocks that are adapted by default."""
     whole = isinstance(model, CausalLM)
     linears = (model if whole else model.model).config.linears.values()
-    leaves = dict.fromkeys(linear.name for linear in linears if linear.adapted)
+    # Of mixers beside each other the names begin with the mixer's.
+    leaves = dict.fromkeys(linear.name.rpartition(".")[2] for linear in linears if linear.adapted)
     # Linears of a shared expert, which peft drops in some architectures of transformers, have to be asked for there.
     return [leaf for leaf in leaves if whole or not leaf.startswith("shared_")]
 

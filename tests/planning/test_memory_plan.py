@@ -10,6 +10,7 @@ import pytest
 import torch
 from autograd_bytes import assert_planned, autograd_bytes, planned_bytes
 from fewer import every, some
+from kinds import KINDS
 from planned_shapes import ROWS, SHAPE, VARIANTS
 
 import te_models.optim as optim
@@ -20,6 +21,7 @@ from te_models.config.chunk_sizes import EXCHANGE_CHUNK, head_rows
 from te_models.config.presets import get_preset
 from te_models.config.recipe import recipe_from_dict
 from te_models.engine.emulated.recipe import DelayedScaling
+from te_models.errors import ConfigError, UsageError
 from te_models.files.formats import flatten_state
 from te_models.fp8.primary_weights import is_quantized, quantized_weights
 from te_models.fp8.scaling_state import fp8_state
@@ -522,3 +524,23 @@ def test_a_plan_changes_no_scale_of_a_model_in_training() -> None:
     assert planned > 0 and before
     for name, tensor in fp8_state(model).items():
         assert torch.equal(tensor, before[name]), name
+
+
+def test_sizes_that_a_recipe_does_not_take_are_one_line() -> None:
+    """Before a run builds its model, which would say so too."""
+    shape = get_preset("gated-nano", intermediate_size=42)
+    with pytest.raises(ConfigError, match="intermediate_size=42 is not a multiple of 32"):
+        plan_memory(shape, get_recipe("mxfp8"))
+    heads = get_preset("gated-nano", num_attention_heads=3, num_key_value_heads=3, head_dim=32)
+    with pytest.raises(UsageError, match="num_attention_heads=3"):
+        plan_memory(heads, get_recipe("bf16"), gpus=2, tensor_parallel_size=2)
+
+
+def test_adapters_on_mixers_beside_each_other() -> None:
+    """Their gradients and state are those of A and B of each linear."""
+    config = KINDS["Mamba 2 beside attention"].config
+    plan = plan_memory(config, get_recipe("bf16"), batch_size=1, seq_len=32, lora_rank=4)
+    elements = sum(
+        4 * (linear.inputs + linear.outputs) for linear in config.linears.values() if linear.adapted
+    )
+    assert plan.peak.optimizer == pytest.approx(3 * 4 * elements, rel=0.02)

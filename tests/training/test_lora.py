@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import kinds
 import pytest
 import torch
 import torch.nn.functional as F
@@ -338,3 +339,16 @@ def test_frozen_linears_are_calibrated(mode: str, build: Any) -> None:
     last_bits = 0 if model.device.type == "cpu" else 2.0**-6  # cuDNN's attention adds in any order
     for name, tensor in fp8_state(plain).items():
         torch.testing.assert_close(found[name], tensor, rtol=last_bits, atol=0)
+
+
+def test_mixers_beside_each_other_are_adapted_by_default() -> None:
+    model = kinds.build(kinds.KINDS["Mamba 2 beside attention"])
+    names = {name for name, linear in model.config.linears.items() if linear.adapted}
+    adapted = add_lora(model, r=2)
+    found = {
+        name.removeprefix("base_model.model.")
+        for name, p in adapted.named_parameters()
+        if p.requires_grad
+    }
+    assert {name.partition(".lora_")[0] for name in found} == names
+    assert set(adapted.peft_config["default"].target_modules) == names
