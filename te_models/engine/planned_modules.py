@@ -67,6 +67,7 @@ def _planned_class(kind: type[Quantizer]) -> type[Quantizer]:
 
 
 def _planned(quantizer: Quantizer) -> Quantizer:
+    # One dictionary for both: what the engine sets on its quantizer, this one has too.
     made = object.__new__(_planned_class(type(quantizer)))
     made.__dict__ = quantizer.__dict__
     return made
@@ -157,9 +158,11 @@ class _Linear(torch.autograd.Function):
             with counted_as(WEIGHT_COPIES):
                 w = fp8_weight(weight, call, call.fp8, dgrad)
         total = _all_rows(parallel, x, None if call.fp8 is None else call.fp8.input)
+        # Sequence parallelism: the product has the rows of all ranks.
         rows = inp.shape[:-1].numel() * (parallel.size if parallel.gathers_input else 1)
         shape = inp.shape[:-1] if rows == inp.shape[:-1].numel() else (rows,)
         out = torch.empty(*shape, len(weight), dtype=call.dtype, device=weight.device)
+        # A multiplication and an addition per term; torch.empty is no operation that PyTorch's counter knows.
         count_flops(out, 2.0 * out.numel() * weight.shape[1])
         del total
         out = parallel.reduce_output(out)
@@ -195,6 +198,7 @@ class _Linear(torch.autograd.Function):
         fp8 = call.fp8 if call.override is None else None
         held: MaybeQuantized | None = None  # dy in FP8
         if fp8 is not None:
+            # Until the end of backward, to whose peak it belongs.
             held = _cast(fp8.grad_output, grad, rowwise=True, columnwise=ctx.bias or wgrad)
             if call.parallel.gathers_gradient:
                 held = _all_rows(call.parallel, held, fp8.grad_output, gradient=True)
@@ -204,6 +208,7 @@ class _Linear(torch.autograd.Function):
             x = None if x is None else _high_precision(x, call.dtype)
             w = None if w is None else _high_precision(w, call.dtype)
         if dgrad:
+            # Alive while dx is allocated, as in Transformer Engine, which decides the highest sum of bytes.
             turned = None if fp8 is None else _turned(w, fp8.weight)
             shape = list(ctx.shape)
             shape[0] *= call.parallel.size if call.parallel.gathers_input else 1
@@ -471,6 +476,7 @@ def expert_gradients(
     with counted_as(EXPERT_GRADIENTS):
         shape = (module.num_gemms, module.out_features, module.in_features)
         weights = torch.empty(shape, dtype=dtype, device="meta").unbind()
+        # One small tensor per expert, where the weights share a buffer.
         biases = [torch.empty(shape[1], dtype=dtype, device="meta") for _ in range(ctx.biases)]
     return [*weights, *biases]
 
@@ -480,6 +486,7 @@ def _copies(quantizer: Quantizer, shape: tuple[int, ...], experts: int) -> tuple
     own = quantizer.copy()
     own.internal = True
     own.set_usage(rowwise=True, columnwise=True)
+    # One expert's rows, as its own quantizer pads them.
     rows = -(-shape[0] // experts // own._multiple) * own._multiple
     with counted_as(None):
         made = own(torch.empty(rows, shape[1], dtype=torch.bfloat16, device="meta"))

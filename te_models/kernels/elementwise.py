@@ -17,6 +17,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x [B, S, heads, H]; cos, sin [S, H] (or [B, S, H]), whose halves repeat; returns the shape and dtype of x.
     """
     first, second = x.chunk(2, dim=-1)
+    # [B, S, heads, H]: each pair turned by 90 degrees.
     rotated = torch.cat((-second, first), dim=-1)
     return x * cos.unsqueeze(-2) + rotated * sin.unsqueeze(-2)
 
@@ -77,6 +78,7 @@ def mlp_activation_backward(
     gate_half, up = gate_up.chunk(2, dim=-1)
     if factor != 1:
         gate_half = gate_half * factor
+    # [..., F]
     dgate = backward(dy * up, gate_half)
     if factor != 1:
         dgate = dgate * factor
@@ -103,6 +105,7 @@ def clamped_swiglu_backward(dy: Tensor, gate_up: Tensor, limit: float, alpha: fl
     up = up.clamp(-limit, limit)
     dy = dy.float()
     opening = torch.sigmoid(alpha * gate_half)
+    # The derivative of x sigmoid(alpha x) is sigmoid + alpha x sigmoid (1 - sigmoid).
     dgate = dy * (up + 1) * opening * (1 + alpha * gate_half * (1 - opening)) * inside[0]
     return torch.cat((dgate, dy * gate_half * opening * inside[1]), dim=-1).to(gate_up.dtype)
 
@@ -122,6 +125,7 @@ def limited_swiglu_backward(dy: Tensor, gate_up: Tensor, limit: float) -> Tensor
     opening = torch.sigmoid(gate_half)
     opened = gate_half * opening
     dy = dy.float()
+    # The derivative of silu, where the limit did not cut it.
     slope = opening * (1 + gate_half * (1 - opening)) * (opened <= limit)
     dgate = dy * up.clamp(-limit, limit) * slope
     dup = dy * opened.clamp(max=limit) * (up.abs() <= limit)
@@ -156,11 +160,13 @@ def convolved(x: Tensor, tail: Tensor | None, taps: Tensor, documents: Tensor | 
     # [B, K - 1 + S, C]
     whole = F.pad(x, (0, 0, size - 1, 0)) if tail is None else torch.cat((tail, x), dim=1)
     # A sum over a handful of taps instead of F.conv1d: it fuses with what is around it, and can stop at documents.
+    # FP32, to which every tap broadcasts: [B, S, C] from the first on.
     total = torch.zeros((), device=x.device)
     for back in range(size):
         # The token `back` places before, [B, S, C].
         earlier = whole[:, size - 1 - back :][:, :seq].float()
         if documents is not None and back:
+            # bool [B, S]: whether the token `back` places before is of the same document.
             same = F.pad(
                 documents[:, back:] == documents[:, :-back], (min(back, seq), 0), value=False
             )
@@ -212,6 +218,7 @@ def delta_gates(
     is.
     """
     b, a = logits.float().chunk(2, dim=-1)
+    # Below 0, so that the decay exp(g) lies between 0 and 1.
     g = -a_log.float().exp() * F.softplus(a + dt_bias.float())
     beta = b.sigmoid()
     return (g, beta) if real is None else (g * real[..., None], beta * real[..., None])
@@ -270,6 +277,7 @@ def gated_norm(
     opening = F.silu(z if factor == 1 else z * factor)
     values = x.float() if before_gate else x.float() * opening
     parts = values.unflatten(-1, (groups, -1))  # [T, groups, C / groups]
+    # Each group by its own RMS, as if it were on a rank of its own.
     parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)
     out = parts.flatten(-2) * weight.float()
     return (out * opening if before_gate else out).to(x.dtype)
@@ -308,6 +316,7 @@ class ScaledEmbedding(nn.Embedding):
     @classmethod
     def of(cls, embedding: nn.Embedding, factor: float) -> "ScaledEmbedding":
         """Return an embedding that scales the rows of `embedding`, whose table it shares."""
+        # On meta, since its own table is replaced at once.
         made = cls(embedding.num_embeddings, embedding.embedding_dim, device="meta")
         made.weight = embedding.weight
         made.factor = factor
@@ -336,5 +345,6 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     Zero when no target counts, as in a micro-batch that is all prompt.
     """
+    # A sum and a count, since the mean of no targets would be NaN.
     total = F.cross_entropy(logits.float(), targets, ignore_index=-100, reduction="sum")
     return total / (targets != -100).sum().clamp(min=1)

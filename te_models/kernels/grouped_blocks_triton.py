@@ -84,6 +84,7 @@ class _Blocks(torch.autograd.Function):
         ctx.groups = groups
         ctx.at = at
         trained = any(ctx.needs_input_grad[6:])
+        # With a route x are tokens [T, I], fewer than their rows [R, I]: they are kept, and backward casts them again.
         turn = trained and route is None
         given, _ = cast_blocks(Matrices(x, groups, source=token), turn=turn)
         kept = (x if route is not None else given.transposed) if trained else None
@@ -99,6 +100,7 @@ class _Blocks(torch.autograd.Function):
         dy = grads[0].contiguous()
         groups = ctx.groups
         x, x_inverse, token, row, turned, scale_inv, *weights = ctx.saved_tensors
+        # One pass over dy: both copies, and the sum of its rows for the bias.
         slopes, db = cast_blocks(
             Matrices(dy, groups), turn=x is not None, summed=ctx.needs_input_grad[1]
         )
@@ -150,6 +152,7 @@ class _Up(torch.autograd.Function):
         dtype = grads[0].dtype
         groups = ctx.groups
         x, x_inverse, token, row, turned, scale_inv, *weights = ctx.saved_tensors
+        # _Down's backward has written the gradient of gate_up in FP8; what autograd passes on has no data.
         found = ctx.passed.take()
         slopes = found.of_gate_up
         dx = None
@@ -187,6 +190,7 @@ class _Down(torch.autograd.Function):
         route = how.route
         activation = how.activation
         down = how.down
+        # [R, F] in FP8: the activation is never stored in 16 bits.
         of_hidden = hidden_blocks(gate_up, groups, activation)
         dtype = gate_up.dtype
         out = block_rows_times(of_hidden, down.own, groups, bias, backward=False, dtype=dtype)
@@ -212,6 +216,7 @@ class _Down(torch.autograd.Function):
         if route is None:
             return out
         assert gates is not None
+        # [R, D] -> [T, D]: each token's sum over its experts, by its gates.
         return total(out, row, gates)
 
     @staticmethod
@@ -223,7 +228,9 @@ class _Down(torch.autograd.Function):
         dgates = None
         given = Matrices(dy, groups)
         if token is not None:
+            # The gradient of a gate [T, k] is the product of dy and the row's output.
             dgates, _ = dots(dy, out, row)
+            # The gate of each row [R]; what padding writes lands in the entry behind the last, which is cut off.
             factor = gates.new_zeros(len(out) + 1).scatter(0, row.flatten(), gates.flatten())[:-1]
             given = Matrices(dy, groups, source=token, factor=factor)
         slopes, of_bias = cast_blocks(given, turn=ctx.trained, summed=ctx.needs_input_grad[2])
@@ -245,6 +252,7 @@ class _Down(torch.autograd.Function):
         of_weights: Sequence[Tensor | None] = [None] * ctx.count
         if ctx.trained:
             of_weights = block_weights_from(slopes, found.hidden, groups, dtype).unbind()
+        # The hidden rows have served the weight gradient above, and are freed before _Up runs.
         nothing = Blocks(None, None, None, None)
         passed = ctx.passed.put(found._replace(hidden=nothing), gate_up)
         return passed, dgates, of_bias, None, None, None, None, *of_weights

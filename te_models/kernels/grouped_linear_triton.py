@@ -132,6 +132,7 @@ class Locations(NamedTuple):
         addresses = [tensor.data_ptr() for tensor in tensors]
         if before is not None and before.addresses == addresses:
             return before
+        # Kernels add these to the first address, since Triton passes one pointer.
         behind = [address - addresses[0] for address in addresses]
         # Kernels read 16 bytes at a time.
         if any(distance % 16 for distance in behind):
@@ -228,6 +229,7 @@ class _BF16(torch.autograd.Function):
         # With frozen weights Transformer Engine sums no biases either.
         if not ctx.needs_input_grad[4]:
             return dx, None, None, None, *[None] * len(weights)
+        # [E, O], from BF16: the bias gradient is not an FP8 product.
         db = sums_of_rows(dy, ctx.groups) if ctx.needs_input_grad[1] else None
         of_weights = weights_from(
             a,
@@ -266,9 +268,11 @@ class _FP8(torch.autograd.Function):
         trained = any(ctx.needs_input_grad[7:])
         x = x.contiguous()
         token, row, ctx.kernels = (None, None, None) if route is None else route
+        # With a route the cast gathers the rows itself, so that they are never in memory in 16 bits.
         rows = Matrices(x, groups, source=token)
         given = cast(rows, E4M3, casts.of_x, turn=trained and route is None)
         count_if_seen(casts.seen_x, rows, groups, given, E4M3)
+        # Tokens [T, I] where rows repeat them, else the transposed FP8 rows [I, P].
         kept = x if trained and route is not None else given.transposed
         ctx.stored = own.data if isinstance(own, Stored) else ()
         turned = None if isinstance(own, Stored) else own.transposed
@@ -310,6 +314,7 @@ class _FP8(torch.autograd.Function):
             dx = dx if row is None else ctx.kernels.total(dx, row, None)
             del turned, a, b  # before the larger gradients of weights
         of_weights: Sequence[Tensor | None] = [None] * ctx.weights
+        # Kept apart from `given`, whose straight copy is freed before the gradients of weights.
         dy_turned = given.transposed
         dy_scale = given.scale_inv
         del given

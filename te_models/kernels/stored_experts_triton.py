@@ -69,6 +69,7 @@ class StoredExperts(NamedTuple):
         outputs, inputs = self.sizes
         values = self.values(chunk)
         count = chunk.stop - chunk.start
+        # Casts read experts through places, as addresses may lie anywhere; here they follow each other.
         places = torch.arange(count, device=values.device) * (outputs * inputs)
         equal = Groups.equal(count, outputs, values.device)
         return Matrices(values[:outputs], equal, places)
@@ -135,6 +136,7 @@ class _FP8(torch.autograd.Function):
         ctx.stored = stored
         x = x.contiguous()
         token, row, ctx.kernels = (None, None, None) if route is None else route
+        # Frozen weights need no transposed rows: there is no weight gradient.
         given = cast(Matrices(x, groups, source=token), E4M3, casts.of_x, turn=False)
         outputs, _ = stored.sizes
         out = torch.empty(groups.most, outputs, dtype=x.dtype, device=x.device)
@@ -143,6 +145,7 @@ class _FP8(torch.autograd.Function):
         for chunk in stored.chunks(groups):
             delayed = casts.of_weights
             if delayed is not None:
+                # Views, so that the cast raises the amaxes of these experts in place.
                 delayed = Delayed(delayed.scale[chunk.own], delayed.amax[chunk.own])
             weights = cast(stored.matrices(chunk), E4M3, delayed, turn=False)
             rows_times(
@@ -156,6 +159,7 @@ class _FP8(torch.autograd.Function):
                 dtype=x.dtype,
                 out=out,
             )
+            # Backward repeats the cast by these: delayed scaling's own ones may have moved on by then.
             scales.append(weights.scale)
             inverses.append(weights.scale_inv)
         ctx.save_for_backward(row, torch.cat(scales), torch.cat(inverses))
@@ -173,6 +177,7 @@ class _FP8(torch.autograd.Function):
         given = cast(Matrices(dy, groups), casts.gradient, casts.of_dy, turn=False)
         dx = torch.empty(groups.most, inputs, dtype=dy.dtype, device=dy.device)
         for chunk in stored.chunks(groups):
+            # dx = dy W contracts over O, and FP8 products only over the last dimension of both.
             turned = cast_transposed(stored.matrices(chunk), E4M3, scales[chunk.own])
             rows_times(
                 ExpertMatrices(given.data.view(casts.gradient), given.scale_inv[chunk.own]),
@@ -185,6 +190,7 @@ class _FP8(torch.autograd.Function):
                 out=dx,
             )
         if row is not None:
+            # [R, I] -> [T, I]: the gradient of a token is the sum over its experts' rows.
             dx = ctx.kernels.total(dx, row, None)
         if casts.after is not None:
             casts.after()

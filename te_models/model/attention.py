@@ -237,6 +237,7 @@ class GatedAttention(Mixer[AttentionSpec]):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q [B, A, S, H], the k and v [B, K, slots, H] to attend to, and g, from rows of qkvg [B, S, ...]."""
         spec = self.spec
+        # The projection has no rows for values then (Gemma 4): they are the keys before norm and RoPE.
         if spec.heads.keys_as_values:
             v = k
         if spec.copies_queries and torch.is_grad_enabled():

@@ -116,6 +116,7 @@ class ExpertParallel(MeshRanks):
 
         Another rank's expert gets stand_in(value of the expert in the same place on this rank).
         """
+        # Runs of parameters of one divided linear: its experts of all ranks follow each other, rank by rank.
         for _, run in groupby(named, key=lambda item: self._module(item[0]) or item[0]):
             own = list(run)
             ranks = range(self.size) if self._module(own[0][0]) else [self.rank]
@@ -164,13 +165,16 @@ class ExpertParallel(MeshRanks):
         and the way.
         """
         # By rank, then by expert of this rank.
+        # int64 [E]: by rank, how many rows it sends to each of the experts here.
         given = all_to_all(sent.counts, self.group)
         held = self._held
         if sent.counts.is_meta:  # of a plan: experts share the rows evenly
             own = _even(len(sent.token), len(sent.counts))
             theirs = own[:held] * self.size
         else:
+            # One copy to the host for both, since each waits for the device.
             own, theirs = torch.stack((sent.counts, given)).tolist()
+        # Rows by rank, as all_to_all takes them.
         to_each = [sum(own[first : first + held]) for first in range(0, len(own), held)]
         received = [sum(theirs[first : first + held]) for first in range(0, len(theirs), held)]
         count = sum(own)
@@ -203,6 +207,7 @@ def arrivals(counts: Tensor, known: list[int], alignment: int) -> Places:
     ranks, and padded to a multiple of `alignment`.
     """
     experts = counts.shape[1]
+    # The host knows the sizes already, so no further wait is needed for the shapes.
     padded = [-(-sum(known[e::experts]) // alignment) * alignment for e in range(experts)]
     most = sum(padded)
     total = sum(known)
@@ -210,10 +215,12 @@ def arrivals(counts: Tensor, known: list[int], alignment: int) -> Places:
     sizes = (of_each + alignment - 1) // alignment * alignment
     first = sizes.cumsum(0) - sizes  # the first row of each expert
     to = first + counts.cumsum(0) - counts  # of each rank's rows of each expert
+    # From the order of arrival (by rank, then expert) to the order of experts (by expert, then rank).
     flat = counts.flatten()
     shift = to.flatten() - (flat.cumsum(0) - flat)
     number = torch.arange(total, device=counts.device)
     row = number + shift.repeat_interleave(flat, output_size=total)
+    # Padding reads row `total`, one behind the last, which stands for zeros.
     token = torch.full((most,), total, device=counts.device).index_copy(0, row, number)
     return Places(token, row[:, None], padded, of_each)
 
@@ -266,6 +273,7 @@ class Exchange(NamedTuple):
 
     def back(self, rows: Tensor) -> Tensor:
         """Do what `from_experts` does, without a gradient."""
+        # [R, D] -> [received, D]: back into the order of arrival, without padding.
         leaving = rows.index_select(0, self.places.row[:, 0])
         return all_to_all(leaving, self.group, self.received, self.sent)
 
@@ -273,8 +281,10 @@ class Exchange(NamedTuple):
 def packed(rows: Tensor) -> Tensor:
     """Return rows [n, D] in E4M3, each with its own FP32 scale behind it: uint8 [n, D + 4]."""
     scale = rows.abs().amax(1, keepdim=True).float() / E4M3_MAX
+    # A row of zeros stays zeros instead of becoming 0 / 0.
     scale = scale.masked_fill(scale == 0, 1.0)
     codes = (rows.float() / scale).to(torch.float8_e4m3fn)
+    # In one tensor, so that one collective carries both.
     return torch.cat((codes.view(torch.uint8), scale.view(torch.uint8)), 1)
 
 

@@ -26,11 +26,13 @@ def rotary_tables(
 
     With `documents` [B, S], the document of each token, positions are [B, S].
     """
+    # [R/2], radians per position.
     frequency = _exponentials(rope, rope.theta, positions.device)
     factor = 1.0
     if (scaling := rope.scaling) is not None:
         last = positions.max() if documents is None else _last_positions(positions, documents)
         frequency, factor = SCALINGS[scaling["rope_type"]](rope, scaling, frequency, last)
+    # FP32: BF16 has 8 bits, too few to tell positions beyond 256 apart.
     angle = positions.float().unsqueeze(-1) * frequency  # [..., R/2]
     angle = torch.cat((angle, angle), dim=-1)  # [..., R], a pair of channels turns by the same
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
@@ -40,6 +42,7 @@ def _last_positions(positions: Tensor, documents: Tensor) -> Tensor:
     """Return the position of the last token of each token's document, [B, S, 1]; each document is in one piece."""
     seq = documents.shape[1]
     place = torch.arange(seq, device=documents.device)
+    # bool [B, S], True at the last token of each document.
     ends = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1), value=True)
     # From the right, the place of the nearest end so far.
     end = torch.where(ends, place, seq).flip(1).cummin(1).values.flip(1)
@@ -76,6 +79,7 @@ def _dynamic(rope: Rope, scaling: Scaling, frequency: Tensor, last: Tensor) -> t
     factor = scaling["factor"]
     size = rope.size
     original = rope.context
+    # Up to the original context the base stays as it is: growth 1.
     growth = factor * (last + 1).clamp(min=original).float() / original - (factor - 1)
     return _exponentials(rope, rope.theta * growth ** (size / (size - 2)), frequency.device), 1.0
 
@@ -86,6 +90,7 @@ def _llama3(rope: Rope, scaling: Scaling, frequency: Tensor, last: Tensor) -> tu
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
     low = scaling["low_freq_factor"]
     high = scaling["high_freq_factor"]
+    # The share of each frequency that is kept, by how often it turns in the original context.
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * frequency / scaling["factor"] + kept * frequency, 1.0
 
@@ -107,8 +112,10 @@ def _yarn(rope: Rope, scaling: Scaling, frequency: Tensor, last: Tensor) -> tupl
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, size - 1)
+    # As the reference implementation, which avoids a division by zero so.
     width = high - low if high != low else 0.001
     pair = torch.arange(size // 2, device=frequency.device, dtype=torch.float32)
+    # The share of each pair's frequency that is divided: 0 for fast pairs, 1 for slow ones.
     slowed = ((pair - low) / width).clamp(0, 1)
     return frequency / factor * slowed + frequency * (1 - slowed), _yarn_factor(scaling)
 

@@ -63,6 +63,7 @@ def _run(
     name: str, grid: tuple[int, ...], tensors: tuple[Tensor, ...], *numbers: float, **options: float
 ) -> None:
     """Launch a kernel, whose parameters come in this order, on the device of its first tensor."""
+    # -1 on a CPU, where the interpreter runs the kernel.
     device = tensors[0].get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
@@ -109,6 +110,7 @@ def amax(x: Tensor, y: Tensor | None = None, nan: bool = False) -> Tensor:
 
     With `nan` a NaN counts; compare the bits of the entries then.
     """
+    # At most _PARTS partial maxima: a program goes through `steps` blocks, so that the second pass stays short.
     blocks = _blocks(x.numel())
     steps = -(-blocks // _PARTS)
     n = -(-blocks // steps)

@@ -112,6 +112,7 @@ class Quantizer:
             return self.update_quantized(tensor, out)
         if self.internal:
             return self._build(tensor, dtype)
+        # A tensor among others, which autograd has to see: the gradient passes as if nothing had been rounded.
         return StraightThrough.apply(tensor, lambda t: self._build(t, dtype))
 
     def update_quantized(self, src: Tensor, dst: QuantizedTensorStorage) -> QuantizedTensorStorage:
@@ -149,6 +150,7 @@ class Quantizer:
 
     def _build(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
         fields = self._fields(tensor, self.rowwise_usage, self.columnwise_usage)
+        # A copy, since the module sets the usage of its own quantizer anew at each call.
         fields |= {"shape": tensor.shape, "dtype": dtype or tensor.dtype, "quantizer": self.copy()}
         if self.internal:
             made = self._tensor_class._storage_class()(**fields)
@@ -194,6 +196,7 @@ class _PerTensorQuantizer(Quantizer):
             raise NotImplementedError(
                 f"{type(self).__name__} makes no columnwise-only tensor: set rowwise=True and drop it with update_usage"
             )
+        # One cast serves both copies: with one scale per tensor they are the same bytes.
         data, scale_inv = self._cast(tensor)
         return {
             "data": data if rowwise else None,
@@ -235,6 +238,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         amax = self.amax.detach()
         scale = self.scale.detach().reshape(1)
         if tensor.numel() and records_amax():
+            # Several casts between two updates of the scale (micro-batches) leave their largest.
             torch.maximum(amax, casts.amax(tensor).to(amax.device), out=amax)
         return casts.cast_fp8(tensor, scale, self.dtype), scale.reciprocal()
 
@@ -275,9 +279,11 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
 
     def _cast(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         kernels = fused.active(tensor)
+        # Two passes over the tensor: its scale is not known before its amax.
         amax = fused.amax(tensor) if kernels else casts.amax(tensor).reshape(1)
         if self.with_amax_reduction:
             amax = amax.amax().reshape(1)
+            # The parts of a tensor that is gathered in FP8 have to share a scale.
             all_reduce_max(amax, self.amax_reduction_group)
         if kernels:
             return fused.cast_current(
@@ -306,6 +312,7 @@ class _BlockQuantizer(Quantizer):
         self, x: Tensor, size: int, rowwise: bool, columnwise: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return `_copies` for blocks of `size` elements along each copy's contraction, with unpadded scales."""
+        # The copies are cast on their own: blocks lie along the contraction, which differs.
         row = self._cast(x, (1, size)) if rowwise else (x, x[:0, :0])
         column = self._cast(x, (size, 1)) if columnwise else (x, x[:0, :0])
         return *row, *column
@@ -380,6 +387,7 @@ class Float8BlockQuantizer(_BlockQuantizer):
             "is_2D_scaled": self.block_scaling_dim == 2
         }
         if columnwise:
+            # Stored transposed, as Hopper's FP8 GEMMs take only operands contracted over the last dimension.
             fields["columnwise_data"] = rows_last(fields["columnwise_data"])
         return fields
 
@@ -411,10 +419,12 @@ class MXFP8Quantizer(_BlockQuantizer):
         self.with_2d_quantization = with_2d_quantization
 
     def _cast(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        # Shared over squares, both copies of a weight have the same scales, and so the same values.
         scaled = (MX_BLOCK, MX_BLOCK) if self.with_2d_quantization else block
         e = e8m0_from_amax(block_amax(x, scaled), self.dtype)
         data = cast_fp8_blocks(x, e8m0_to_float(e, inverse=True), scaled, self.dtype)
         if self.with_2d_quantization:
+            # The GEMM reads one scale per 32 elements of each row, so the 32 x 32 one is written 32 times.
             e = e.repeat_interleave(MX_BLOCK, 1 if block[1] == 1 else 0)
         return data, e
 

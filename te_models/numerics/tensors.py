@@ -132,6 +132,7 @@ class QuantizedTensorStorage:
 
     def start_caching(self) -> None:
         """Keep what products derive from the data from now on, for as long as this object lives and keeps its data."""
+        # (name, columnwise) -> what a product derived; `set_data_tensors` drops it.
         self._cache = {}
 
     @property
@@ -172,6 +173,7 @@ class QuantizedTensorStorage:
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
         """Drop (False), require or derive (True), or leave (None) the two copies."""
+        # Derive before dropping: one copy may be made from the other that goes.
         for columnwise, usage in ((False, rowwise_usage), (True, columnwise_usage)):
             if usage and not self.get_usages()["columnwise" if columnwise else "rowwise"]:
                 self._derive(columnwise)
@@ -181,6 +183,7 @@ class QuantizedTensorStorage:
                     setattr(self, name, None)
 
     def _high_precision(self, dtype: torch.dtype | None) -> Tensor:
+        # The columnwise copy serves where the rowwise one has been dropped, as after a forward pass.
         values, scale, _ = self.operand(columnwise=not self.get_usages()["rowwise"])
         if scale is not None:
             values = values * scale
@@ -253,6 +256,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         elif columnwise:
             self._transpose = rows_last(source)
         else:
+            # A view as well: Float8Tensor has one buffer.
             self._data = source.movedim(0, -1)
 
     def _bytes(self) -> Tensor:
@@ -260,6 +264,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         if self._data is not None:
             return as_matrix(self._data)
         assert self._transpose is not None
+        # A transposed view has the same bytes, so either copy gives both.
         return rows_first(self._transpose)
 
     def operand(self, columnwise: bool) -> Operand:
@@ -270,6 +275,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def fp8_matrix(self, columnwise: bool) -> FP8Matrix:
         """Return the FP8 data and the inverse scale [1]."""
+        # [M, K], whichever copy holds the bytes.
         data = self._bytes().view(TORCH_FP8[self._fp8_dtype])
         return FP8Matrix(data.t() if columnwise else data, self._scale_inv)
 
@@ -319,6 +325,7 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
     def fp8_matrix(self, columnwise: bool) -> FP8Matrix:
         """Return the copy's data and scales; a 128x128 block's scale is repeated for each of its rows."""
         m, k = self._matrix
+        # The columnwise copy is stored transposed, [K, M], so that both are contracted over their last dimension.
         rows, contracted = (k, m) if columnwise else (m, k)
         data, scale = self._copy(columnwise)
         data = data.reshape(rows, contracted).view(TORCH_FP8[self._fp8_dtype])
@@ -326,6 +333,7 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
             return FP8Matrix(
                 data, scale[:, : -(-contracted // BLOCK)].repeat_interleave(BLOCK, 0)[:rows]
             )
+        # [K/128, M] -> [M, K/128], without the columns that pad the scales.
         return FP8Matrix(data, scale[:, :rows].t())
 
     def blocks(self, columnwise: bool) -> BlockScaled | None:
@@ -346,6 +354,7 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
         return BlockScaled(data, scale, block, self._fp8_dtype)
 
     def _derive(self, columnwise: bool) -> None:
+        # 1 x 128 and 128 x 1 blocks have different scales: neither copy follows from the other.
         if not self._is_2D_scaled:
             super()._derive(columnwise)
         m, k = (-(-size // BLOCK) for size in self._matrix)

@@ -176,12 +176,15 @@ def _adamw_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # Programs are numbered over all tensors; `owners` says which tensor one works on, `begins` its first program.
     program = tl.program_id(0)
     entry = tl.load(owners + program)
     count = tl.load(counts + entry)
     if bad is not None:
+        # A step to skip updates no element. The flag stays on the device, so that the host need not wait.
         count = tl.where(tl.load(bad) == 1.0, 0, count)
     at = (program - tl.load(begins + entry)) * BLOCK + tl.arange(0, BLOCK)
+    # Places are offsets in elements from one tensor of each kind, since a kernel takes a fixed number of pointers.
     places += entry * 5
     gradient_at = tl.load(places)
     master_at = tl.load(places + 1)
@@ -189,6 +192,7 @@ def _adamw_kernel(
     second_at = tl.load(places + 3)
     parameter_at = tl.load(places + 4)
     if ALIGNED:
+        # Promises to the compiler, which then loads and stores 16 bytes at a time.
         count = tl.multiple_of(count, 16)
         gradient_at = tl.multiple_of(gradient_at, 4)
         if gradient.dtype.element_ty == tl.bfloat16:
@@ -206,11 +210,13 @@ def _adamw_kernel(
     m = tl.load(first + first_at + at, here, 0.0)
     v = tl.load(second + second_at + at, here, 0.0)
 
+    # FP64 where PyTorch's fused kernel computes with doubles, so that the bits are the same.
     p64 = p.to(tl.float64)
     p = (p64 - tl.load(decay) * p64).to(tl.float32)
     g64 = g.to(tl.float64)
     m = (BETA1 * m.to(tl.float64) + (1 - BETA1) * g64).to(tl.float32)
     v = (BETA2 * v.to(tl.float64) + (1 - BETA2) * g64 * g64).to(tl.float32)
+    # Rounded as IEEE says, not by the approximations that Triton would choose.
     root = tl.div_rn(tl.sqrt_rn(v), tl.load(roots + entry))
     below = (root.to(tl.float64) + EPS).to(tl.float32)
     p -= tl.div_rn(tl.load(sizes + entry) * m, below)

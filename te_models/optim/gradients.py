@@ -104,6 +104,7 @@ class GradientSums(Gradients):
         self._bucket_of: dict[int, int] = {}
         self._buckets: list[Tensor] = []
         for number, bucket in enumerate(self._divided()):
+            # One buffer per bucket, of which the sums are views: one reduction sends all of them.
             flat = torch.zeros(
                 sum(p.numel() for p in bucket),
                 device=bucket[0].device,
@@ -126,6 +127,7 @@ class GradientSums(Gradients):
 
     def _divided(self) -> Iterator[list[nn.Parameter]]:
         """Yield the parameters of each bucket, about in the order of the backward pass."""
+        # Backward reaches the last parameters first, so the first buckets fill first.
         for bucket in chunks(self.parameters[::-1], BUCKET):
             if self.in_fp32:
                 yield bucket
@@ -148,6 +150,7 @@ class GradientSums(Gradients):
         self._begin()
         with ExitStack() as hooks:
             for parameter in self.parameters:
+                # A hook per parameter, so that a gradient in the parameter's dtype lives only until it is added.
                 hooks.enter_context(parameter.register_post_accumulate_grad_hook(self._add))
             yield
         self._end()
@@ -201,12 +204,14 @@ class GradientSums(Gradients):
         if key in self._begun:
             self._sums[key].add_(parameter.grad)
         else:
+            # The first gradient of a step overwrites: zeroing all sums beforehand would write them once more.
             self._sums[key].copy_(parameter.grad)
         parameter.grad = None
         self._used.add(key)
         self._begun.add(key)
         if self._waiting:
             self._waiting[self._bucket_of[key]] -= 1
+            # In order: processes may fill buckets in different orders, but must reduce them in the same one.
             while self._full < len(self._waiting) and not self._waiting[self._full]:
                 self._full += 1
             self._reduce(self._full)
@@ -215,6 +220,7 @@ class GradientSums(Gradients):
         """Set the sums that have got no gradient so far to zero."""
         unused = [total for key, total in self._sums.items() if key not in self._begun]
         if unused:
+            # They still hold what the step before left, which the reduction of their buckets would add.
             torch._foreach_zero_(unused)
         self._begun.update(self._sums)
 
@@ -241,6 +247,7 @@ def chunks(parameters: Iterable[P], most: int) -> Iterator[list[P]]:
     size = 0
     for parameter in parameters:
         count = parameter.numel()
+        # A parameter larger than `most` is a chunk by itself.
         if chunk and size + count > most:
             yield chunk
             chunk = []
@@ -262,6 +269,7 @@ def gradient_norm(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:
     """Return the factor, at most 1, that scales gradients of this norm to `max_norm`; None if `max_norm` is 0."""
+    # As torch.nn.utils.clip_grad_norm_; on the device, so that the host need not wait for the norm.
     return (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else None
 
 

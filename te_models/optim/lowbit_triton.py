@@ -43,6 +43,7 @@ def _nearest(x, middles, SIGNED: tl.constexpr):
     slope = tl.exp2(decade * -LOG2_5 + LOG2_FIRST)  # the number of them per unit
     if SIGNED:
         level = tl.floor(size * slope + steps * (8 / 9) + 1 / 512)
+        # 1 itself is a value beyond the last decade's evenly spaced ones.
         level = tl.where(size > 0.995, 128, level).to(tl.int32)
         up = tl.minimum(127 + level, 255)
         down = tl.maximum(128 - level, 1)
@@ -83,6 +84,7 @@ def _store_moment(
     if FORMAT == "plain":
         tl.store(codes + at, moment.to(codes.dtype.element_ty), here)
     else:
+        # Of a block of zeros too, so that nothing is divided by zero.
         scale = tl.maximum(tl.max(tl.abs(moment), 1), 1e-12)
         if FORMAT == "dynamic":
             code = _nearest(moment * (1 / scale)[:, None], middles, SIGNED).to(tl.uint8)
@@ -129,6 +131,7 @@ def _update_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # [ROWS, BLOCK]: a row is a block of elements with one scale.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     exists = row * BLOCK < size
@@ -137,10 +140,12 @@ def _update_kernel(
     x = tl.load(p + at, here, 0.0).to(tl.float32)
     m = _load_moment(first, first_scale, signed, row, exists, at, here, FORMAT)
     v = _load_moment(second, second_scale, unsigned, row, exists, at, here, FORMAT)
+    # FP32 in registers; memory has the 8-bit codes only, before and after.
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g * g
     _store_moment(m, first, first_scale, signed_middles, row, exists, at, here, FORMAT, True)
     _store_moment(v, second, second_scale, unsigned_middles, row, exists, at, here, FORMAT, False)
+    # Decoupled from the gradient's step, as AdamW has it; `rate` contains the bias correction of m, `root2` of v.
     x -= decay * x
     x -= rate * m / (tl.sqrt(v) * root2 + eps)
     if STOCHASTIC:
@@ -153,7 +158,9 @@ def _tables(device: torch.device) -> list[Tensor]:
     """Return values and middles of the signed map, then of the unsigned one, FP32 [256]; middles[0] is unused."""
     tables = []
     for signed in (True, False):
+        # torchao's own map, so that its checkpoints load here and ours there.
         values = torch.tensor(create_dynamic_map(signed))
+        # A value is nearest to the code whose middles enclose it.
         middles = torch.cat([values[:1], (values[1:] + values[:-1]) / 2])
         tables += [values.to(device), middles.to(device)]
     return tables
@@ -195,6 +202,7 @@ def update(
     first_codes, first_scale = _stored(first, parameter)
     second_codes, second_scale = _stored(second, parameter)
     signed, signed_middles, unsigned, unsigned_middles = _tables(device)
+    # On the host, since they are the same for all elements.
     bias1 = 1 - step.beta1**step.number
     bias2 = 1 - step.beta2**step.number
     with torch.cuda.device_of(parameter):

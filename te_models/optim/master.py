@@ -78,6 +78,7 @@ class MasterWeights:
         self.kind = kind
         self.gradients = gradients or Gradients()
         self.norm = norm
+        # Several parts may be rows of one parameter, which has one master.
         self.parameters: list[nn.Parameter] = list(
             {id(p.parameter): p.parameter for p in parts}.values()
         )
@@ -143,6 +144,7 @@ class MasterWeights:
 
         Returns their norm before clipping, an FP32 scalar. Computed in BF16 it would be off by up to 1/256.
         """
+        # Parameters that the step did not use have no gradient, and are not updated.
         used = [(p, g) for p in self.parameters if (g := self.gradients.of(p)) is not None]
         norm = self.norm([p for p, _ in used], [g for _, g in used])
         self._clip = clip_factor(norm, max_norm)
@@ -198,6 +200,7 @@ class MasterWeights:
         """Update parameters, given with their masters and gradients, in one kernel per group and kind of tensors."""
         updates = []
         for parameter, master, gradient in used:
+            # The kernel rounds the master into a BF16 parameter in the same pass; FP8 needs a scale first.
             copied = master is not parameter and not is_quantized(parameter)
             updates.append(Update(master, gradient, parameter if copied else None))
         for optimizer in self.optimizers:
@@ -377,6 +380,7 @@ def _master(parameter: nn.Parameter, keep: bool, offload: bool) -> Tensor:
         master = new_master(parameter)
         return master.to("cpu") if offload else master
     if offload:
+        # Pinned, so that copies to and from the device do not wait.
         master = parameter.detach().to("cpu", dtype, copy=True)
         return master.pin_memory() if parameter.is_cuda else master
     return parameter if parameter.dtype == dtype else parameter.detach().to(dtype)

@@ -49,6 +49,7 @@ class Owners:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.device = local(parameters[0]).device
+        # Every rank computes the same owners, without communication.
         owners = share_out([parameter.numel() for parameter in parameters], self.world)
         self._owner = {
             id(parameter): owner for parameter, owner in zip(parameters, owners, strict=True)
@@ -83,6 +84,7 @@ class Owners:
         transfers = []
         for parameter, shard, whole in zip(parameters, own, wholes, strict=True):
             for rank, part in enumerate(_parts(parameter)):
+                # Every rank lists every transfer, and has the data of its own only.
                 source = shard.reshape(-1) if rank == self.rank else None
                 target = None if whole is None else whole.view(-1)[part]
                 size = part.stop - part.start
@@ -120,6 +122,7 @@ class Owners:
 
         Tensors that another rank owns become placeholders of their shape and dtype; `fetch` brings the values.
         """
+        # Only owners have state; the others learn its shapes and dtypes from them.
         own_entries = {
             str(i): _describe(entry) for i, entry in enumerate(entries) if owners[i] == self.rank
         }
@@ -146,6 +149,7 @@ class Owners:
         """Carry out `transfers`, of which every rank has the same list; what stays on a rank is copied there."""
         for transfer in transfers:
             if transfer.source is not None and transfer.target is not None:
+                # Also from one dtype to another, as a transfer would.
                 transfer.target.copy_(transfer.source)
         for pieces in _rounds([t for t in transfers if t.sender != t.receiver], self.world):
             self._send(pieces)
@@ -153,6 +157,7 @@ class Owners:
     def _send(self, pieces: list[tuple[Transfer, slice]]) -> None:
         """Send pieces of transfers in one all-to-all, as bytes, since they may have several dtypes."""
         outgoing = [piece for piece in pieces if piece[0].sender == self.rank]
+        # The order in which all_to_all_single splits and joins its buffers; stable, so both sides agree within a rank.
         outgoing.sort(key=lambda piece: piece[0].receiver)
         incoming = [piece for piece in pieces if piece[0].receiver == self.rank]
         incoming.sort(key=lambda piece: piece[0].sender)
@@ -166,6 +171,7 @@ class Owners:
         for transfer, part in outgoing:
             if transfer.source is not None:
                 sent_bytes.append(_bytes(transfer.source[part].to(transfer.kind)))
+        # uint8 [bytes to all ranks]
         data = torch.cat(sent_bytes)
         del sent_bytes
         buffer = torch.empty(sum(received), dtype=torch.uint8, device=self.device)
@@ -192,6 +198,7 @@ def _rounds(transfers: Sequence[Transfer], world: int) -> Iterator[list[tuple[Tr
     for transfer in transfers:
         start = 0
         while start < transfer.size:
+            # The fuller of the two ends decides: every rank has to see the same rounds.
             room = EXCHANGE_CHUNK - max(sent[transfer.sender], received[transfer.receiver])
             part = slice(start, min(transfer.size, start + room // transfer.kind.itemsize))
             if part.stop == start:

@@ -72,6 +72,7 @@ class Parallelism(NamedTuple):
             (grad_output_quantizer, self.gathers_gradient),
         ):
             if isinstance(quantizer, (Float8CurrentScalingQuantizer, NVFP4Quantizer)):
+                # With one amax over all ranks the gathered parts have one scale, as if one process had cast the whole.
                 quantizer.with_amax_reduction = gathers
                 quantizer.amax_reduction_group = self.group if gathers else None
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
+# Transformer Engine reads its environment variables when it is imported, and so does this.
 _BACKWARD_OVERRIDE = os.getenv("NVTE_BACKWARD_OVERRIDE")
 _CURRENT_POWER_2 = os.getenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "0") == "1"
 _BLOCK_FP32_SCALES = os.getenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") == "1"
@@ -65,6 +66,7 @@ _TYPES = {"int": int, "bool": bool, "str": str, "Format": Format, "MMParams": MM
 
 def _typed(value: Any, kind: type) -> object:
     """Return `value` as a `kind`; raise a TypeError or a ValueError if it is something else."""
+    # 0 and 1 are booleans in TOML files and flags; 2 is an error.
     if kind is bool and value in (True, False):
         return bool(value)
     if kind is int and not isinstance(value, bool) and float(value).is_integer():
@@ -76,6 +78,7 @@ def _typed(value: Any, kind: type) -> object:
 
 def refuse_options(owner: str, **options: object) -> None:
     """Raise a NotImplementedError for an option of Transformer Engine's that is given and not emulated."""
+    # A falsy value asks for nothing, such as the default of Transformer Engine's signature.
     given = [f"{owner}({name}={value!r})" for name, value in options.items() if value]
     require(not given, f"{', '.join(given)} is not emulated: leave it out", NotImplementedError)
 
@@ -84,6 +87,7 @@ def _predicate(*names: str) -> Any:
     """Return a class method that is True for the recipes of these names."""
 
     def holds(cls: type) -> bool:
+        # By name, over the bases, so that a user's subclass of a recipe counts as that recipe.
         return any(base.__name__ in names for base in cls.__mro__)
 
     return classmethod(holds)
@@ -116,6 +120,7 @@ class Recipe:
         for name in kwargs:
             if name in names:
                 continue
+            # A class attribute in Transformer Engine, which people take for a field.
             if name.startswith("fp8_quant_") and name in vars(cls):
                 raise ValueError(
                     f"{name} is not a field of {cls.__name__}: assign it to the recipe after construction"
@@ -139,6 +144,7 @@ class Recipe:
             self.backward_override in _BACKWARD_OVERRIDES,
             "NVTE_BACKWARD_OVERRIDE must be unset or one of: 'high_precision', 'dequantized'.",
         )
+        # NVFP4 has its own message for a format other than E4M3.
         e5m2 = self.fp8_format == Format.E5M2 and not self.nvfp4()
         require(not e5m2, "Pure E5M2 training is not supported.")
 
@@ -147,6 +153,7 @@ class Recipe:
         for name in self._shown:
             value = getattr(self, name)
             shown.append(f"{name}={value.name if isinstance(value, Format) else value}")
+        # The texts of Transformer Engine, which saved states contain.
         text = ", ".join(shown)
         return text if self.nvfp4() else text.replace("fp8_format=", "format=")
 
@@ -298,6 +305,7 @@ class Float8BlockScaling(Recipe):
         }
         for name, dim in dims.items():
             require(dim in (1, 2), f"Only 1D or 2D blocks supported for {name}")
+        # cuBLAS has no product of two operands with 128 x 128 blocks.
         require(list(dims.values()).count(2) <= 1, "2D by 2D block gemm not supported.")
         gemms = {
             "fprop": self.fp8_gemm_fprop,
@@ -348,6 +356,7 @@ class NVFP4BlockScaling(Recipe):
         super().__post_init__()
         require(self.fp4_format == Format.E2M1, "Only E2M1 is supported for NVFP4 scaling")
         require(self.fp8_format == Format.E4M3, "Only E4M3 is supported for NVFP4 scaling")
+        # The transform is for the operands of the weight gradient, x and dy.
         self.fp4_quant_fwd_inp = QParams(random_hadamard_transform=not self.disable_rht)
         self.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=not self.disable_2d_quantization)
         self.fp4_quant_bwd_grad = QParams(

@@ -65,6 +65,7 @@ class Kernel(NamedTuple):
         tuned = rows % row_multiple(cols) == 0 and cols in _TUNED
         sizes = _GENERAL[stage]
         size = cols if tuned else next((s for s in sizes if s >= cols), sizes[-1])
+        # Loads of 16 bytes; of 8 for 16-bit numbers in the kernel of 128.
         width = 4 if x.dtype == torch.float32 or size == 128 else 8
         return cls(
             tuned, size, 1 if size <= _ONE_WARP[stage] else 4, -(-cols // size), width, x.dtype
@@ -94,6 +95,7 @@ class Kernel(NamedTuple):
         lanes = lanes.view(lanes.shape[0], self.warps, self.blocks, LANES)
         if self.warps * self.blocks == 1:
             return tree(lanes)[:, 0, 0]
+        # [T, warps, blocks]: lanes of each warp first, then warps, then blocks.
         warps = _halving_tree(lanes)[..., 0]
         blocks = sequence(warps.unbind(1))
         # One warp adds the sums of the blocks.
@@ -174,6 +176,7 @@ def weight_gradient(dy: Tensor, x: Tensor, y_hat: Tensor) -> Tensor:
     grid = kernel.grid_rows(rows, x.device)
     # A block without rows adds zero.
     # One row of partial sums per row of the grid, which steps over the matrix.
+    # [grid rows, H]
     sums = dy.new_zeros(min(grid, rows + -rows % kernel.rows), cols)
     for start in range(0, rows, max(1, grid)):
         part = slice(start, start + grid)
@@ -230,6 +233,7 @@ def _squares_of_few_rows(kernel: Kernel, wide: Tensor) -> Tensor:
     rows, cols = wide.shape
     squares = np.zeros((rows, -(-cols // (LANES * kernel.width)), LANES, kernel.width), np.float32)
     np.square(wide.numpy(), out=squares.reshape(rows, -1)[:, :cols])
+    # [steps of a lane, T, lanes]
     steps = np.ascontiguousarray(squares.transpose(1, 3, 0, 2)).reshape(-1, rows, LANES)
     sums = np.add.reduce(steps)  # one after the other: NumPy adds in pairs along the last axis only
     while sums.shape[-1] > 1:
