@@ -207,11 +207,12 @@ def quantized_weights(model: nn.Module) -> dict[str, Tensor]:
     `<weight>.data` is uint8 [O, I] and `<weight>.scale_inv` FP32 [1]; where blocks have scales there are rowwise and
     columnwise ones. Data is sharded like its weight.
     """
-    return {
-        f"{name}.{part}": from_shard(tensor, parameter) if part == "data" else tensor
-        for name, parameter in model.named_parameters()
-        for part, tensor in _parts(quantized(parameter)).items()
-    }
+    found = {}
+    for name, parameter in model.named_parameters():
+        for part, tensor in _parts(quantized(parameter)).items():
+            # Scales are whole on every rank.
+            found[f"{name}.{part}"] = from_shard(tensor, parameter) if part == "data" else tensor
+    return found
 
 
 @torch.no_grad()

@@ -58,11 +58,11 @@ def delayed_states(
 
 def fp8_state(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS) -> dict[str, Tensor]:
     """Return name -> live tensor of every scale and amax history; empty before the first FP8 forward."""
-    return {
-        f"{name}.{part}": tensor
-        for name, state in delayed_states(model, directions).items()
-        for part, tensor in (("scale", state.scale), ("amax_history", state.amax_history))
-    }
+    found = {}
+    for name, state in delayed_states(model, directions).items():
+        found[f"{name}.scale"] = state.scale
+        found[f"{name}.amax_history"] = state.amax_history
+    return found
 
 
 @torch.no_grad()

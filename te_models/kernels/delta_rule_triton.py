@@ -106,6 +106,7 @@ def _gradients_kernel(
     dw += of_values * d_k
 
     token = tl.arange(0, size)
+    # Rows of the gradients that this program writes; it reads all tokens of the chunk.
     own = part * rows + tl.arange(0, rows)
     channel = block * block_k + tl.arange(0, block_k)
     scores = tl.zeros([rows, size], tl.float32)  # of own outputs and all values
@@ -125,6 +126,7 @@ def _gradients_kernel(
         from_state += tl.dot(own_do, tl.trans(state))
         to_state += tl.dot(own_v, tl.trans(slope))
         written += tl.dot(_tile(dv, own, heads * d_v, value, count, d_v), tl.trans(state))
+        # Once per chunk: the sum over state and gradient is the same for every part.
         if part == 0:
             at_end += tl.sum(state.to(tl.float32) * slope.to(tl.float32))
     _store_tile(dw, own, heads * d_k, channel, count, d_k, -written)
@@ -190,31 +192,40 @@ def gradients(
     parts = chunk_size // rows
     dq, dk = (x.new_empty(batch, seq, heads, d_k) for x in (q, k))
     dw = torch.empty_like(w)
+    # Programs of several blocks of channels contribute to a gate: each writes its own part, which are summed below.
     dg = g.new_empty(blocks, *g.shape)
     # The further gradient of the gates of a chunk's last token.
     ends = g.new_empty(blocks * parts, batch, chunks, heads)
     _gradients_kernel[(chunks * blocks * parts, batch * heads)](
-        *(x.contiguous() for x in (q, k, v, g, h, do, dh, dv)),
-        dq,
-        dk,
-        dw,
-        dg,
-        ends,
-        scale,
-        seq,
-        chunks,
-        batch,
-        key_heads,
-        heads,
-        d_k,
-        d_v,
-        chunk_size,
-        rows,
-        block_k,
-        block_v,
+        q=q.contiguous(),
+        k=k.contiguous(),
+        v=v.contiguous(),
+        g=g.contiguous(),
+        h=h.contiguous(),
+        do=do.contiguous(),
+        dh=dh.contiguous(),
+        dv=dv.contiguous(),
+        dq=dq,
+        dk=dk,
+        dw=dw,
+        dg=dg,
+        ends=ends,
+        scale=scale,
+        seq=seq,
+        chunks=chunks,
+        batch=batch,
+        key_heads=key_heads,
+        heads=heads,
+        d_k=d_k,
+        d_v=d_v,
+        size=chunk_size,
+        rows=rows,
+        block_k=block_k,
+        block_v=block_v,
         num_warps=WARPS,
         num_stages=STAGES,
     )
+    # Value heads that share keys have written a gradient each.
     if heads != key_heads:
         dq, dk = (x.unflatten(2, (key_heads, -1)).sum(3) for x in (dq, dk))
     last = torch.arange(1, chunks + 1, device=g.device).mul_(chunk_size).clamp_(max=seq) - 1

@@ -275,7 +275,10 @@ class _AttentionCore(torch.autograd.Function):
         qkvg, q_weight, k_weight, sinks, out, *tensors = ctx.saved_tensors
         plain = iter(ctx.plain)
         saved = iter(tensors)
-        kept = [next(saved) if place else next(plain) for place in ctx.places]
+        # Back into the order in which attention returned them: autograd saves tensors only.
+        kept = []
+        for is_tensor in ctx.places:
+            kept.append(next(saved) if is_tensor else next(plain))
         q, k, v, logits = split_heads(heads, qkvg[: setting.rows], setting.batch)
         into = _gradient(qkvg, setting)
         dmixed = dy.view(setting.batch, -1, heads.query, heads.dim)  # [B, S, A, H]

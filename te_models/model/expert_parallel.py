@@ -88,21 +88,22 @@ class ExpertParallel(MeshRanks):
 
     def whole_scales(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the FP8 state of the whole model, on every rank, from this rank's; a collective."""
-        return {
-            name: all_gather(value, self.group, dim=-1)
-            if self.divides(name.rsplit(".", 2)[0])
-            else value
-            for name, value in state.items()
-        }
+        whole = {}
+        for name, value in state.items():
+            # <module>.<direction>.<part>: the scales of a divided linear are in the order of its experts.
+            if self.divides(name.rsplit(".", 2)[0]):
+                value = all_gather(value, self.group, dim=-1)
+            whole[name] = value
+        return whole
 
     def own_scales(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's part of the FP8 state of the whole model."""
-        return {
-            name: value.chunk(self.size, dim=-1)[self.rank]
-            if self.divides(name.rsplit(".", 2)[0])
-            else value
-            for name, value in state.items()
-        }
+        own = {}
+        for name, value in state.items():
+            if self.divides(name.rsplit(".", 2)[0]):
+                value = value.chunk(self.size, dim=-1)[self.rank]
+            own[name] = value
+        return own
 
     def owner(self, name: str) -> int | None:
         """Return the rank that has the parameter `name` of the whole model; None: all have it."""

@@ -71,21 +71,18 @@ class Launch:
 
     def _locate(self, entries: Sequence[Entry]) -> None:
         """Copy a new table of places to the device if a tensor has moved, which none has in a replayed step."""
-        addresses = [
-            [0 if tensor is None else tensor.data_ptr() for tensor in entry] for entry in entries
-        ]
+        addresses = []
+        for entry in entries:
+            addresses.append([0 if tensor is None else tensor.data_ptr() for tensor in entry])
         if addresses == self._addresses:
             return
         self._addresses = addresses
         # Places are counted in elements from the tensors of the first entry.
         sizes = [1 if tensor is None else tensor.element_size() for tensor in entries[0]]
-        places = [
-            [
-                (own - first) // size
-                for own, first, size in zip(row, addresses[0], sizes, strict=True)
-            ]
-            for row in addresses
-        ]
+        places = []
+        for row in addresses:
+            distances = zip(row, addresses[0], sizes, strict=True)
+            places.append([(own - first) // size for own, first, size in distances])
         self.places = _copy(torch.tensor(places), entries[0].master.device)
 
     def run(
@@ -111,20 +108,20 @@ class Launch:
         base = entries[0]
         with torch.cuda.device_of(base.master):
             _adamw_kernel[(self.blocks,)](
-                base.gradient,
-                base.master,
-                base.first,
-                base.second,
-                base.parameter,
-                self.places,
-                self.counts,
-                self.begins,
-                self.owners,
-                numbers.decay,
-                numbers.sizes,
-                numbers.roots,
-                factor,
-                bad,
+                gradient=base.gradient,
+                master=base.master,
+                first=base.first,
+                second=base.second,
+                parameter=base.parameter,
+                places=self.places,
+                counts=self.counts,
+                begins=self.begins,
+                owners=self.owners,
+                decay=numbers.decay,
+                sizes=numbers.sizes,
+                roots=numbers.roots,
+                factor=factor,
+                bad=bad,
                 BETA1=betas[0],
                 BETA2=betas[1],
                 EPS=eps,

@@ -21,7 +21,9 @@ from te_models.numerics.fp8_triton import decode_fp8, encode_fp8
 
 Moment = Tensor | OptimState8bit | OptimStateFp8
 BLOCK = 256  # elements that share a scale, as in torchao
-ROWS, WARPS = 4, 4  # blocks that a program updates: the fastest of seven choices on an H200
+# Blocks that a program updates, and its warps: the fastest of seven choices on an H200.
+ROWS = 4
+WARPS = 4
 E4M3_MAX = tl.constexpr(448.0)
 LOG10_2 = tl.constexpr(0.30102999566398120)
 LOG2_5 = tl.constexpr(2.3219280948873623)
@@ -108,24 +110,30 @@ def _stochastic_bf16(x, at, seed):
 
 @triton.jit(do_not_specialize=["seed"])
 def _update_kernel(
+    # parameter and gradient [size]
     p,
     grad,
+    # moments: codes [size], and scales FP32 [size / BLOCK]
     first,
     first_scale,
     second,
     second_scale,
+    # values and middles of the dynamic maps (`_tables`)
     signed,
     signed_middles,
     unsigned,
     unsigned_middles,
+    # of stochastic rounding
     seed,
     size,
+    # lr * weight decay; lr / bias correction of the first moment; 1 / root of the second's
     decay,
     rate,
     beta1,
     beta2,
     root2,
     eps,
+    # "plain", "dynamic" or "fp8"
     FORMAT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr,
@@ -207,24 +215,24 @@ def update(
     bias2 = 1 - step.beta2**step.number
     with torch.cuda.device_of(parameter):
         _update_kernel[(triton.cdiv(parameter.numel(), ROWS * BLOCK),)](
-            parameter,
-            gradient.contiguous(),
-            first_codes,
-            first_scale,
-            second_codes,
-            second_scale,
-            signed,
-            signed_middles,
-            unsigned,
-            unsigned_middles,
-            step.seed,
-            parameter.numel(),
-            step.lr * step.weight_decay,
-            step.lr / bias1,
-            step.beta1,
-            step.beta2,
-            bias2**-0.5,
-            step.eps,
+            p=parameter,
+            grad=gradient.contiguous(),
+            first=first_codes,
+            first_scale=first_scale,
+            second=second_codes,
+            second_scale=second_scale,
+            signed=signed,
+            signed_middles=signed_middles,
+            unsigned=unsigned,
+            unsigned_middles=unsigned_middles,
+            seed=step.seed,
+            size=parameter.numel(),
+            decay=step.lr * step.weight_decay,
+            rate=step.lr / bias1,
+            beta1=step.beta1,
+            beta2=step.beta2,
+            root2=bias2**-0.5,
+            eps=step.eps,
             FORMAT=kind,
             STOCHASTIC=stochastic,
             ROWS=ROWS,
