@@ -48,6 +48,9 @@ def draw_plots(folder: Path) -> None:
     plot_bench(folder / "step_1b_h200.png", bench, f"gated-1b, 8 x 2048 tokens, {gpu}")
     for shape in claims.SHAPES:
         claims.draw_compiled_fp8(folder / f"compiled_fp8_{shape}_h100.png", shape)
+    for shape in claims.OPTIMIZED:
+        claims.draw_optimizers(folder / f"optimizers_{shape}_h100.png", shape)
+    claims.draw_speedup(folder / "fp8_speedup_1b_h100.png")
     claims.draw_recomputation(folder / "recomputation_h100.png")
     draw_grid(folder / "checkpoint_grid_h200.png")
     draw_soak(folder / "soak_h200.png", load("soak_h200"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
 from benchmarks.tables.speed import step_rows
 from benchmarks.tables.text import GIB, load, markdown, measured_on, prose, table
+from te_models.optim import OPTIMIZERS
 from te_models.training.plots import new_figure, save_figure
 
 # Tokens per second that the report on FP8 and compilation expects, by shape and row.
@@ -263,6 +265,42 @@ def fp8_speedup() -> str:
 
 
 @table
+def divergence_advice() -> str:
+    """Planted causes of divergence, and the loss with the advised change and with another."""
+    result = load("divergence_advice_cpu")
+    lines = []
+    for advice, row in result["rows"].items():
+        shown = {}
+        for name in ("advised", "other"):
+            changed = {}
+            for key, value in row[name].items():
+                if row["options"].get(key) != value:
+                    changed[key] = value
+            shown[name] = ", ".join(f"`{key}={value}`" for key, value in changed.items())
+        means = {name: statistics.mean(values) for name, values in row["distances"].items()}
+        lines.append(
+            [
+                row["cause"],
+                f"{means['healthy']:+.3f}",
+                f"{means['planted']:+.3f}",
+                advice,
+                f"{means['advised']:+.3f}",
+                shown["other"],
+                f"{means['other']:+.3f}",
+            ]
+        )
+    where = result["environment"]
+    seeds = len(next(iter(result["rows"].values()))["distances"]["healthy"])
+    about = prose(
+        f"`{result['model']}` under `delayed`, trained on for {result['steps']} steps of 4 x 64 tokens, {seeds} seeds; "
+        f"mean loss of the last {result['last']} steps above BF16's with the same cause, in nats per token. On the "
+        f"emulated engine, {where['cpu']}, torch {where['torch'].split('+')[0]}, {where['date']}."
+    )
+    header = "planted | without it | with it | the report's advice | with the advice | another change | with that"
+    return f"{about}\n\n{markdown(header, lines)}"
+
+
+@table
 def optimizer_speed_result() -> str:
     """What came out of the times of optimizers, in words."""
     lines = []
@@ -290,17 +328,47 @@ def optimizer_speed_result() -> str:
 
 def draw_compiled_fp8(path: Path, shape: str) -> None:
     """Draw the tokens per second of each row of the command on FP8 and compilation."""
-    rows = compiled_rows(shape)
-    figure = new_figure((9, 0.9 + 0.35 * len(rows)))
+    speeds = {name: row["tokens_per_second"] for name, row in compiled_rows(shape).items()}
+    ours = ("bf16", "delayed", "current")
+    title = f"gated-896, {shape.upper()}, one H100"
+    _draw_bars(path, speeds, ours, "tokens/s, whole steps", title)
+
+
+def draw_optimizers(path: Path, shape: str) -> None:
+    """Draw the tokens per second of whole steps under each optimizer."""
+    result = load(f"optimizer_speed_{shape}_h100")
+    speeds = {}
+    for name, row in result["rows"].items():
+        if "error" not in row:
+            speeds[name] = row["tokens_per_second"]
+    title = f"{result['preset']}, 16 x 1,024 tokens, one H100"
+    _draw_bars(path, speeds, tuple(OPTIMIZERS), "tokens/s, whole steps", title)
+
+
+def draw_speedup(path: Path) -> None:
+    """Draw the milliseconds of forward and backward at 1B, here and in other libraries."""
+    times = {}
+    for row in load("checkpoint_grid_h100")["rows"]["gated-1b"]:
+        if row["mode"] == "none":
+            weights = ", FP8 weights" if row["fp8_params"] else ""
+            times[PEERS.get(row["recipe"], f"{row['recipe']}{weights}")] = row["ms"]
+    ours = ("bf16", "delayed", "current")
+    _draw_bars(
+        path, times, ours, "forward and backward, ms", "gated-1b, 8 x 2,048 tokens, one H100"
+    )
+
+
+def _draw_bars(
+    path: Path, values: dict[str, float], ours: tuple[str, ...], label: str, title: str
+) -> None:
+    """Draw a bar for each value; those whose name begins, up to a comma, with one of `ours` are in color."""
+    figure = new_figure((9, 0.9 + 0.35 * len(values)))
     axes = figure.subplots()
-    colors = [
-        "C0" if name.partition(",")[0] in ("bf16", "delayed", "current") else "0.6" for name in rows
-    ]
-    speeds = [row["tokens_per_second"] for row in rows.values()]
-    bars = axes.barh(list(rows), speeds, color=colors)
+    colors = ["C0" if name.partition(",")[0] in ours else "0.6" for name in values]
+    bars = axes.barh(list(values), list(values.values()), color=colors)
     axes.bar_label(bars, fmt="{:,.0f}", padding=4, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.15)
-    axes.set(xlabel="tokens/s, whole steps", title=f"gated-896, {shape.upper()}, one H100")
+    axes.set(xlabel=label, title=title)
     axes.spines[["top", "right"]].set_visible(False)
     save_figure(figure, path)
