@@ -19,7 +19,6 @@ from te_models import CausalLM, TrainConfig, Trainer
 from te_models.inspect.environment import environment, require_gpu
 
 RECORDS = (0, 50, 1)
-STEPS = 100  # per round, so that a round has two recorded steps of fifty
 WARM_UP = 10
 
 
@@ -40,19 +39,34 @@ def batches(vocabulary: int, batch_size: int, seq_len: int) -> Iterator[dict[str
 @click.option("--batch-size", default=8)
 @click.option("--seq-len", default=2048)
 @click.option("--rounds", default=3)
+@click.option(
+    "--steps",
+    default=100,
+    help="Timed in each round, a multiple of 50: as many recorded ones count.",
+)
 @click.option("--out", type=click.Path(path_type=Path))
 def main(
-    preset: str, recipe: str, batch_size: int, seq_len: int, rounds: int, out: Path | None
+    preset: str,
+    recipe: str,
+    batch_size: int,
+    seq_len: int,
+    rounds: int,
+    steps: int,
+    out: Path | None,
 ) -> None:
     """See the module."""
     require_gpu()
+    if steps % 50 != 0:
+        raise click.UsageError(
+            f"--steps {steps} is no multiple of 50, so fewer than one in 50 steps is recorded"
+        )
     milliseconds: dict[int, list[float]] = {record: [] for record in RECORDS}
     for _ in range(rounds):
         for record in RECORDS:
             torch.manual_seed(0)
             model = CausalLM.from_preset(preset, recipe=recipe, device="cuda")
             config = TrainConfig(
-                steps=WARM_UP + STEPS,
+                steps=WARM_UP + steps,
                 batch_size=batch_size,
                 seq_len=seq_len,
                 eval_every=0,
@@ -66,7 +80,8 @@ def main(
                     torch.cuda.synchronize()
                     begun = time.perf_counter()
             torch.cuda.synchronize()
-            milliseconds[record].append(1e3 * (time.perf_counter() - begun) / STEPS)
+            milliseconds[record].append(1e3 * (time.perf_counter() - begun) / steps)
+            click.echo(f"record={record}: {milliseconds[record][-1]:.2f} ms per step")
             trainer.passes.close()
             del trainer, model
             torch.cuda.empty_cache()

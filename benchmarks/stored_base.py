@@ -231,7 +231,9 @@ def speed(tokens: int, rank: int, steps: int, layers: int | None, out: str | Non
             rows.append(row)
             click.echo(json.dumps(row))
             torch.cuda.empty_cache()
-    write(out, dict(environment=environment(), rows=rows))
+            write(
+                out, dict(environment=environment(), rows=rows)
+            )  # each row: the large shapes take long
 
 
 def measure(

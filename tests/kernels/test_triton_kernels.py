@@ -11,10 +11,13 @@ from ranks import run_process
 from te_models.engine import emulated
 from te_models.kernels.dispatch import PLAIN, get_kernels
 
+TESTS = Path(__file__).parents[1]
+CASES = sorted(TESTS.rglob("*_cases.py"))
+ON_A_GPU = [path for path in CASES if path.parent.name in ("kernels", "optim")]
 
-def run(environment: dict[str, str], where: str, *options: str) -> None:
-    """Run all cases below the folder tests/`where` in one process."""
-    files = sorted(map(str, (Path(__file__).parents[1] / where).rglob("*_cases.py")))
+
+def run(environment: dict[str, str], cases: list[Path], *options: str) -> None:
+    """Run the files of cases in one process."""
     command = [
         sys.executable,
         "-m",
@@ -24,7 +27,7 @@ def run(environment: dict[str, str], where: str, *options: str) -> None:
         "-p",
         "no:cacheprovider",
         *options,
-        *files,
+        *map(str, cases),
     ]
     run_process(command, env=os.environ | environment)
 
@@ -34,13 +37,14 @@ def test_on_the_interpreter(cases: str) -> None:
     pytest.importorskip(
         "triton", "3.7", reason="the interpreter of Triton 3.7 or newer runs these on a CPU"
     )
-    run({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}, "", "-m", cases)
+    run({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}, CASES, "-m", cases)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("where", ["kernels", "optim"])
-def test_on_a_gpu(where: str) -> None:
-    run({}, where)
+@pytest.mark.parametrize("cases", [pytest.param(path, id=path.stem) for path in ON_A_GPU])
+def test_on_a_gpu(cases: Path) -> None:
+    """One process per file, so that a slow or a broken one is known by its name."""
+    run({}, [cases])
 
 
 @pytest.mark.parametrize("compile", [False, True])
