@@ -19,9 +19,9 @@ KINDS = {
     ("kind", "wrapped"),
     [
         ("gated-nano", True),
-        # Tracing the wrapped hybrid takes a minute.
         pytest.param("gated-moe-nano", False, marks=pytest.mark.slow),
         pytest.param("gated-hybrid-nano", False, marks=pytest.mark.slow),
+        pytest.param("gated-hybrid-nano", True, marks=pytest.mark.slow),
     ],
 )
 def test_dynamic_shapes_give_the_same_logits(kind: str, wrapped: bool) -> None:

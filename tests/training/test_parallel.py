@@ -432,21 +432,18 @@ def test_a_bad_loss_on_one_process_leaves_a_checkpoint_of_the_step_before(
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(texts: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "--parallel fsdp --preset gated-nano --recipe delayed",
+        "--parallel fsdp+ep --preset gated-moe-nano --recipe current",
+    ],
+)
+def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(
+    kind: str, texts: None, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    kind = ["--parallel", "fsdp+ep", "--preset", "gated-moe-nano", "--recipe", "current"]
-    more = [
-        "--recipe",
-        "delayed",
-        "--batch-size",
-        "2",
-        "--save-every",
-        "5",
-        "--steps",
-        "60",
-        "--out",
-        "run",
-    ]
+    more = "--batch-size 2 --save-every 4 --steps 40 --out run".split()
     command = [
         sys.executable,
         "-m",
@@ -456,7 +453,7 @@ def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(texts: None, tmp_
         "--max-restarts",
         "1",
     ]
-    command += ["--standalone", "-m", "te_models", *PRETRAIN, *more, *kind]
+    command += ["--standalone", "-m", "te_models", *PRETRAIN, *more, *kind.split()]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     with (tmp_path / "log").open("w") as log:
         job = subprocess.Popen(command, stdout=log, stderr=log, env=env)
@@ -469,10 +466,9 @@ def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(texts: None, tmp_
     assert code == 0, said
     assert "another process of this job died" in " ".join(said.split()) or f"pid: {killed}" in said
     rows = read_metrics(run / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, 61))
-    assert (
-        "steps 1 to" not in said and "to 60" in said
-    )  # the second start went on from a checkpoint
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    # The second start went on from a checkpoint.
+    assert "steps 1 to" not in said and "to 40" in said
 
 
 def kill_one(job: subprocess.Popen, run: Path) -> int:
