@@ -27,7 +27,9 @@ KINDS = {
 def test_dynamic_shapes_give_the_same_logits(kind: str, wrapped: bool) -> None:
     torch._dynamo.reset()
     shape = KINDS[kind]
-    if wrapped and "layer_types" in shape:  # tracing each such layer inside of the wrapper takes 20 s
+    if (
+        wrapped and "layer_types" in shape
+    ):  # tracing each such layer inside of the wrapper takes 20 s
         shape = dict(num_hidden_layers=1, layer_types=["linear_attention"])
     causal = CausalLM.from_preset(
         kind, recipe="bf16", device="cpu", dtype=torch.float32, **shape

@@ -443,7 +443,7 @@ def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(
     kind: str, texts: None, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    more = "--batch-size 2 --save-every 4 --steps 40 --out run".split()
+    more = ["--batch-size", "2", "--save-every", "4", "--steps", "40", "--out", "run"]
     command = [
         sys.executable,
         "-m",
