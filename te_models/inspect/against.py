@@ -24,7 +24,7 @@ from te_models.causal_lm import CausalLM
 from te_models.config.recipe import SCHEMES, Recipe
 from te_models.engine import engine_module, get_engine
 from te_models.errors import UsageError
-from te_models.inspect.replay import plain
+from te_models.inspect.replay_report import plain
 from te_models.inspect.verify import sqnr_db
 from te_models.planning.printable import Printable
 from te_models.saving.pretrained import saved_folder

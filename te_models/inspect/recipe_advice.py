@@ -35,7 +35,8 @@ from te_models.inspect.advice import (
     outliers,
     read_facts,
 )
-from te_models.inspect.replay import Variant, plain, try_recipes
+from te_models.inspect.replay import try_recipes
+from te_models.inspect.replay_report import Variant, plain
 from te_models.model.recipe_fit import check_layers, check_sizes, pays_on
 from te_models.planning.printable import Printable
 from te_models.recorder.record import Record

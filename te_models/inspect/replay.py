@@ -11,22 +11,25 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from te_models.causal_lm import CausalLM
 from te_models.config.recipe import SCHEMES, Recipe, get_recipe, list_recipes
 from te_models.config.training import TrainConfig
 from te_models.errors import CheckpointError, DataError, TeModelsError, UsageError
 from te_models.fp8.scaling_state import WIDTHS, delayed_states, fp8_max
-from te_models.planning.printable import Printable
+from te_models.inspect.replay_report import (
+    Replay,
+    StepRun,
+    TensorComparison,
+    TensorNumbers,
+    Variant,
+    within,
+)
 from te_models.recorder.layout import RecordedTensor
 from te_models.recorder.record import Record, has_record, read_record
 from te_models.training.captures import Capture, device_name, read_capture
@@ -37,258 +40,6 @@ from te_models.training.recording import Recorder
 from te_models.training.resume import saved_choices
 from te_models.training.routers import weigh_losses
 from te_models.training.step_passes import StepPasses
-
-# How far amax and scales may be from the record where GEMMs add in another order: a sixteenth, one bit more than E4M3
-# keeps. Shares may differ by 1 %, the SQNR by 1 dB.
-BOUND, SHARE_BOUND, SQNR_BOUND = 1 / 16, 0.01, 1.0
-WORST = 12  # tensors that the table lists
-
-
-@dataclass(frozen=True)
-class TensorNumbers:
-    """The statistics of one tensor in one run of a step; NaN where something was not counted."""
-
-    amax: float
-    scale: float
-    saturated: float
-    flushed: float
-    nonfinite: float
-    sqnr: float
-    codes: int
-
-
-@dataclass(frozen=True)
-class TensorComparison:
-    """One tensor as it was recorded, and as the replay has it.
-
-    Attributes:
-        tensor: its name.
-        recorded, replayed: its statistics.
-        equal: whether all quantized data are the same, by their hash.
-        within: whether amax, scale, shares and SQNR are within the stated bounds.
-    """
-
-    tensor: RecordedTensor
-    recorded: TensorNumbers
-    replayed: TensorNumbers
-    equal: bool
-    within: bool
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The step under another recipe.
-
-    Attributes:
-        name: what was changed.
-        finite: whether loss, gradient norm and every tensor were finite; None: it could not run.
-        loss: of the step.
-        grad_norm: before clipping.
-        bad_tensors: those with a NaN or an infinity.
-        layers: layer -> the lowest SQNR of its tensors in dB; no entry for layers in BF16.
-        sqnr: the mean SQNR over all tensors in dB; NaN in BF16.
-        reason: why it could not run.
-    """
-
-    name: str
-    finite: bool | None = None
-    loss: float = math.nan
-    grad_norm: float = math.nan
-    bad_tensors: tuple[str, ...] = ()
-    layers: dict[int, float] = dataclasses.field(default_factory=dict)
-    sqnr: float = math.nan
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class StepRun:
-    """One run of the step: its loss, the norm of its gradient, and the record of its tensors."""
-
-    loss: float
-    grad_norm: float
-    record: Record
-
-
-@dataclass(frozen=True)
-class Replay(Printable):
-    """A replayed step. Print it for tables; `to_dict` returns plain JSON values.
-
-    Attributes:
-        run: the folder of the run.
-        step: the step.
-        device, engine: of the replay.
-        recorded_on: device and engine of the run.
-        recorded_loss: of the run's metrics; None for a step that has none there.
-        first, second: the two runs here; `second` None: it was left out.
-        tensors: comparisons with the record; empty without one of this step.
-        variants: the same step under other recipes.
-    """
-
-    width: ClassVar[int] = 130
-    run: str
-    step: int
-    device: str
-    engine: str
-    recorded_on: str
-    recorded_loss: float | None
-    first: StepRun
-    second: StepRun | None
-    tensors: list[TensorComparison]
-    variants: list[Variant]
-
-    @property
-    def repeatable(self) -> bool | None:
-        """True if both runs here are equal in every bit; None without a second one."""
-        if self.second is None:
-            return None
-        return same_run(self.first, self.second)
-
-    @property
-    def verdict(self) -> str:
-        """The result of the comparison, in a sentence."""
-        if self.repeatable is False:
-            return (
-                "two runs of the step on this device differ: its hardware is faulty, or a kernel adds in no fixed "
-                "order (try --deterministic)"
-            )
-        if not self.tensors:
-            return "the run has no record of this step to compare with"
-        different = [one for one in self.tensors if not one.equal]
-        outside = [one for one in different if not one.within]
-        if not different:
-            same = "every tensor has the recorded bits: the step does the same again"
-            if math.isfinite(self.first.loss) and math.isfinite(self.first.grad_norm):
-                return same
-            return (
-                f"{same}, so its cause is in the model, the data or the recipe, not in the hardware"
-            )
-        same_kind = self.recorded_on == f"{self.device}, {self.engine}"
-        if same_kind and self.repeatable:
-            return (
-                f"two runs of the step here are equal, and {len(different)} of {len(self.tensors)} tensors differ from "
-                f"the record of the same kind of device, from {different[0].tensor.name} on: a fault of the hardware "
-                "while the run went, or another version of the software"
-            )
-        if outside:
-            return (
-                f"{len(outside)} of {len(self.tensors)} tensors are outside the bounds, from "
-                f"{outside[0].tensor.name} on"
-            )
-        return (
-            f"{len(self.tensors) - len(different)} of {len(self.tensors)} tensors have the recorded bits, and the "
-            "others are within the bounds for sums in another order"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain JSON values; numbers that JSON lacks are None."""
-        runs = [self.first] if self.second is None else [self.first, self.second]
-        return plain(
-            {
-                "run": self.run,
-                "step": self.step,
-                "device": self.device,
-                "engine": self.engine,
-                "recorded_on": self.recorded_on,
-                "recorded_loss": self.recorded_loss,
-                "runs": [{"loss": one.loss, "grad_norm": one.grad_norm} for one in runs],
-                "repeatable": self.repeatable,
-                "verdict": self.verdict,
-                "bounds": {"amax": BOUND, "scale": BOUND, "share": SHARE_BOUND, "sqnr": SQNR_BOUND},
-                "tensors": [
-                    {
-                        **one.tensor.to_dict(),
-                        "equal": one.equal,
-                        "within": one.within,
-                        "recorded": dataclasses.asdict(one.recorded),
-                        "replayed": dataclasses.asdict(one.replayed),
-                    }
-                    for one in self.tensors
-                ],
-                "what_if": [dataclasses.asdict(one) for one in self.variants],
-            }
-        )
-
-    def __rich__(self) -> Group:
-        """Return the tables."""
-        parts: list[Any] = [
-            Text(f"step {self.step} of {self.run}, on {self.device}, {self.engine}")
-        ]
-        recorded = "" if self.recorded_loss is None else f" (recorded {self.recorded_loss:.6g})"
-        parts.append(
-            Text(f"loss {self.first.loss:.6g}{recorded}, gradient norm {self.first.grad_norm:.4g}")
-        )
-        if self.tensors:
-            parts += [self._layers(), *self._worst()]
-        if any(one.finite is not None for one in self.variants):
-            parts.append(self._what_if())
-        for one in self.variants:
-            if one.finite is None:
-                parts.append(Text(f"{one.name} did not run: {one.reason}"))
-        parts.append(Text(self.verdict))
-        return Group(*parts)
-
-    def _layers(self) -> Table:
-        """Return a row per layer: tensors with the recorded bits, the largest difference, and the lowest SQNR."""
-        table = Table(title="layers, as recorded and replayed", title_justify="left", box=None)
-        for column in ("layer", "equal bits", "within", "amax differs", "lowest SQNR", "recorded"):
-            table.add_column(column, justify="left" if column == "layer" else "right")
-        for layer, members in by_layer(self.tensors):
-            equal = sum(one.equal for one in members)
-            within = sum(one.within for one in members)
-            largest = max(relative(one.recorded.amax, one.replayed.amax) for one in members)
-            lowest = lowest_of(one.replayed.sqnr for one in members)
-            recorded = lowest_of(one.recorded.sqnr for one in members)
-            table.add_row(
-                "head" if layer is None else str(layer),
-                f"{equal} of {len(members)}",
-                f"{within} of {len(members)}",
-                f"{100 * largest:.3g} %",
-                f"{lowest:.1f} dB",
-                f"{recorded:.1f} dB",
-            )
-        return table
-
-    def _worst(self) -> Iterator[Table]:
-        outside = [one for one in self.tensors if not one.within]
-        if not outside:
-            return
-        table = Table(title="tensors outside the bounds", title_justify="left", box=None)
-        for column in ("tensor", "amax", "recorded", "scale", "recorded", "saturated", "recorded"):
-            table.add_column(column, justify="left" if column == "tensor" else "right")
-        for one in outside[:WORST]:
-            table.add_row(
-                one.tensor.name,
-                f"{one.replayed.amax:.4g}",
-                f"{one.recorded.amax:.4g}",
-                f"{one.replayed.scale:.4g}",
-                f"{one.recorded.scale:.4g}",
-                f"{100 * one.replayed.saturated:.3g} %",
-                f"{100 * one.recorded.saturated:.3g} %",
-            )
-        yield table
-
-    def _what_if(self) -> Table:
-        table = Table(title="what if", title_justify="left", box=None)
-        table.add_column("the step under", overflow="fold")
-        for column in ("finite", "loss", "gradient norm", "SQNR"):
-            table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("lowest in", justify="right", overflow="fold")
-        for one in self.variants:
-            if one.finite is None:
-                continue  # a line below the table says why
-            lowest = ""
-            if one.layers:
-                layer = min(one.layers, key=lambda number: one.layers[number])
-                lowest = f"layer {layer}, {one.layers[layer]:.1f} dB"
-            table.add_row(
-                one.name,
-                "yes" if one.finite else "no",
-                f"{one.loss:.6g}",
-                f"{one.grad_norm:.4g}",
-                "" if math.isnan(one.sqnr) else f"{one.sqnr:.1f} dB",
-                lowest if one.finite else ", ".join(one.bad_tensors[:2]),
-            )
-        return table
 
 
 def replay(
@@ -366,6 +117,7 @@ def run_step(capture: Capture, recipe: Recipe, place: dict[str, Any]) -> StepRun
     choices = saved_choices(capture.state)
     saved: Recipe = choices["recipe"]
     same = saved.to_dict() == recipe.to_dict()
+    # One process computes the whole batch, with no graph; scales are the saved ones if the recipe is the run's own.
     fields |= dict(parallel="none", cuda_graph=False, calibrate=not same, recipe_schedule="")
     fields |= dict(tensor_parallel_size=0, expert_parallel_size=0, fp8_dispatch=False)
     config = TrainConfig(**fields | {"sequence_parallel": False})
@@ -385,6 +137,7 @@ def run_step(capture: Capture, recipe: Recipe, place: dict[str, Any]) -> StepRun
     recorder = Recorder(model, parallel, every=0, micro_batches=count)
     passes = StepPasses(model, gradients, parallel, config, recorder)
     recorder.begin()
+    # Stochastic rounding draws the numbers that the run drew.
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(capture.random)
         loss = passes.run(capture.micro_batches, eager=True)
@@ -410,6 +163,7 @@ def _scales_of(model: CausalLM) -> None:
         recipe = model.precision.recipe_of(owner)
         if recipe is None or not SCHEMES[recipe.scheme].stateful or len(state.amax_history) < 2:
             continue
+        # Row 0 is the maximum of the step that is under way.
         history = state.amax_history[1:]
         newest = recipe.fields["amax_compute_algo"] == "most_recent"
         used = history[-1] if newest else history.amax(0)
@@ -523,47 +277,6 @@ def numbers(record: Record, place: int) -> dict[RecordedTensor, TensorNumbers]:
     return found
 
 
-def within(then: TensorNumbers, now: TensorNumbers) -> bool:
-    """Return whether two statistics of a tensor are as close as sums in another order leave them."""
-    close = relative(then.amax, now.amax) <= BOUND and relative(then.scale, now.scale) <= BOUND
-    shares = zip((then.saturated, then.flushed), (now.saturated, now.flushed), strict=True)
-    for one, other in shares:
-        close = close and not abs(one - other) > SHARE_BOUND
-    exact = math.isnan(then.sqnr) or math.isnan(now.sqnr) or then.sqnr == now.sqnr
-    return close and (exact or abs(then.sqnr - now.sqnr) <= SQNR_BOUND)
-
-
-def relative(then: float, now: float) -> float:
-    """Return the difference of two numbers over the larger one; 0 for two equal ones."""
-    if then == now or (math.isnan(then) and math.isnan(now)):
-        return 0.0
-    size = max(abs(then), abs(now))
-    return abs(then - now) / size if math.isfinite(size) else math.inf
-
-
-def same_run(one: StepRun, other: StepRun) -> bool:
-    """Return whether two runs of a step are equal in loss, norm, and the bits of every tensor."""
-    losses = np.array_equal(
-        [one.loss, one.grad_norm], [other.loss, other.grad_norm], equal_nan=True
-    )
-    return losses and np.array_equal(one.record.codes, other.record.codes)
-
-
-def by_layer(
-    tensors: Sequence[TensorComparison],
-) -> Iterator[tuple[int | None, list[TensorComparison]]]:
-    """Yield each layer with the comparisons of its tensors, in the order of the model."""
-    layers: dict[int | None, list[TensorComparison]] = {}
-    for one in tensors:
-        layers.setdefault(one.tensor.layer, []).append(one)
-    yield from layers.items()
-
-
-def lowest_of(values: Iterator[float]) -> float:
-    """Return the smallest number; NaN without any."""
-    return min((value for value in values if not math.isnan(value)), default=math.nan)
-
-
 def _recorded_loss(run: Path, step: int) -> float | None:
     """Return the loss that the run's metrics have for a step; None if it was bad or is not there."""
     path = run / "metrics.jsonl"
@@ -573,16 +286,3 @@ def _recorded_loss(run: Path, step: int) -> float | None:
         if row["step"] == step:
             return row.get("loss")
     return None
-
-
-def plain(value: Any) -> Any:
-    """Return a value as JSON has it: NaN and infinities as None."""
-    if isinstance(value, dict):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return (
-        replace(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
-    )

@@ -8,8 +8,7 @@ gate and up) are one weight here too, so their per-tensor scales are one number.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from te_models.errors import UsageError, check_known
 from te_models.files.formats import Document, Fields, list_some
 from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.region import saving
-from te_models.fp8.scaling_state import WIDTHS
 from te_models.interop.hf import HuggingFaceFolder
 from te_models.interop.hf_families import Family, family_for, family_of
 from te_models.interop.hf_writing import write_hugging_face
@@ -35,16 +33,13 @@ from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state
 from te_models.saving.pretrained import read_tokenizer, refuse_adapters, weights
 from te_models.serving.formats import (
-    E4M3_MAX,
     FORMATS,
-    TINY,
-    ExportFormat,
     Parts,
     WeightOptions,
     encode_blocks,
-    static_scale,
 )
-from te_models.serving.kept import kept_parts, source_in, stored_inputs
+from te_models.serving.input_scales import input_scales
+from te_models.serving.kept import kept_parts, source_in
 from te_models.serving.rounding import (
     ROUNDINGS,
     SEED,
@@ -57,9 +52,6 @@ from te_models.serving.unchanged_base import ADAPTER, UNCHANGED, export_unchange
 
 # E4M3 with the largest power of two for a scale rounds this to 2^128, which is infinite in FP32.
 TOO_LARGE = 31 * 2.0**123
-# Without data, NVFP4's divisor comes from random tokens, with this much room for larger inputs.
-RANDOM_TOKENS = (4, 256)
-HEADROOM = 4.0
 
 
 @dataclass(frozen=True)
@@ -215,7 +207,7 @@ class _Writer:
                     f"{name} has {size} inputs, no multiple of {self.format.columns}, which {format} needs: choose "
                     "another format"
                 )
-        self.inputs, self.notes = _input_scales(
+        self.inputs, self.notes = input_scales(
             model, self.format, self.modules, calibration, source
         )
         self.fp8_weights = quantized_weights(model) if model.tp.size == 1 else {}
@@ -227,6 +219,8 @@ class _Writer:
         self, places: Mapping[str, Place], parameters: Mapping[str, Tensor], config: Document
     ) -> tuple[dict[str, Tensor], Fields]:
         """Return the tensors of the folder by name, and its config.json."""
+        # Our parameter -> the tensors of theirs that are its rows. A format with one scale per weight encodes them
+        # together, such as the fused q, k and v.
         groups: dict[str, list[str]] = {}
         for theirs, place in places.items():
             groups.setdefault(place.name, []).append(theirs)
@@ -462,113 +456,6 @@ def _rows(parts: Parts, place: Place) -> Parts:
         rows = place.save(tensor.view(torch.uint8) if narrow else tensor)
         found[name] = rows.contiguous().view(E4M3) if narrow else rows
     return found
-
-
-def _input_scales(
-    model: Decoder,
-    format: ExportFormat,
-    modules: Mapping[str, nn.Module],
-    calibration: Tensor | Iterable[Tensor] | None,
-    source: HuggingFaceFolder | None,
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the static scale of the input of each module, and notes on where they come from."""
-    if not format.static:
-        return {}, []
-    if calibration is not None:
-        amaxes = input_amaxes(
-            model, modules, [calibration] if isinstance(calibration, Tensor) else calibration
-        )
-        return {name: static_scale(format, amax) for name, amax in amaxes.items()}, []
-    trained = trained_scales(model, modules)
-    if trained.keys() == modules.keys():
-        if format.static == "input_scale":
-            return {name: scale.reciprocal().clamp(min=TINY) for name, scale in trained.items()}, []
-        return {
-            name: static_scale(format, _largest(model, name) / s.item())
-            for name, s in trained.items()
-        }, []
-    stored = stored_inputs(source, model, format)
-    if source is not None and modules.keys() <= stored.keys():
-        return stored, [
-            f"{format.static} comes from {source.path}: give calibration=token ids to measure it again"
-        ]
-    if format.static == "input_scale":
-        why = "has not trained"
-        if not model.recipe.stateful:
-            why = f"under recipe {model.recipe.name!r} has none"
-        if trained:
-            why = f"has them for {len(trained)} of {len(modules)} linears"
-        raise UsageError(
-            "fp8-tensor stores one scale per input, which recipe 'delayed' learns in training, and this model "
-            f"{why}: give calibration=token ids (--data PATH), or choose fp8-channel"
-        )
-    batch = RANDOM_TOKENS[0]
-    length = min(RANDOM_TOKENS[1], model.config.longest_sequence)
-    tokens = torch.randint(
-        model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0)
-    )
-    amaxes = input_amaxes(model, modules, [tokens])
-    note = (
-        "input_global_scale was measured on random tokens: give calibration=token ids (--data PATH) for "
-        "your own data"
-    )
-    return {name: static_scale(format, HEADROOM * amax) for name, amax in amaxes.items()}, [note]
-
-
-def _largest(model: Decoder, name: str) -> float:
-    """Return the value that delayed scaling scales the amax of a linear's input to."""
-    recipe = model.precision.recipe_of(name)
-    return E4M3_MAX * 2.0 ** -(recipe.fields.get("margin", 0) if recipe is not None else 0)
-
-
-def trained_scales(model: Decoder, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Return the scales of the inputs of `modules` that delayed scaling has learned, FP32 [] each."""
-    state = model.copied_fp8_state()
-    found = {}
-    for name in modules:
-        scale, history = (
-            state.get(f"{name}.scaling_fwd.{part}") for part in ("scale", "amax_history")
-        )
-        if scale is None or history is None:
-            continue
-        own = scale[0 :: WIDTHS["scaling_fwd"]]  # of each expert's input, if there are experts
-        seen = history[:, 0 :: WIDTHS["scaling_fwd"]].any(0) | (own != 1)
-        if bool(seen.any()):
-            found[name] = own[seen].amin().cpu()
-    return found
-
-
-@torch.no_grad()
-def input_amaxes(
-    model: Decoder, modules: Mapping[str, nn.Module], batches: Iterable[Tensor]
-) -> dict[str, float]:
-    """Return the largest magnitude of each module's input over `batches` of token ids, int64 [B, S].
-
-    The model's mode, scales and histories do not change.
-    """
-    found: dict[str, Tensor] = {}
-
-    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            amax = inputs[0].detach().abs().amax().float()
-            found[name] = amax if name not in found else torch.maximum(found[name], amax)
-
-        return hook
-
-    with ExitStack() as stack:
-        for name, module in modules.items():
-            stack.enter_context(module.register_forward_pre_hook(watch(name)))
-        stack.callback(model.train, model.training)
-        stack.enter_context(model.eval().unfused())
-        for batch in batches:
-            if not isinstance(batch, Tensor):
-                raise UsageError(
-                    f"calibration holds a {type(batch).__name__}: give token ids, int64 tensors [B, S]"
-                )
-            model(batch.to(model.device))
-    if not found and modules:
-        raise UsageError("calibration has no batches: give token ids, int64 [B, S]")
-    return {name: amax.item() for name, amax in found.items()}
 
 
 def _notes(format: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

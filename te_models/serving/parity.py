@@ -28,8 +28,9 @@ from te_models.interop.origin import Origin
 from te_models.model.decoder import Decoder
 from te_models.model.targets import IGNORED
 from te_models.planning.printable import Printable
-from te_models.serving.export import export, quantized_modules, trained_scales
+from te_models.serving.export import export, quantized_modules
 from te_models.serving.formats import FORMATS
+from te_models.serving.input_scales import trained_scales
 from te_models.serving.served import read_served
 
 

@@ -1,19 +1,15 @@
-"""Terminal output of a run: a summary before the first step, progress, and the outcome."""
+"""Terminal output of a run: a summary before the first step, and the outcome after the last."""
 
 import functools
 import math
 import os
 import shlex
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -23,9 +19,8 @@ from te_models.config.recipe import Recipe
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
-from te_models.data.tokenizer_base import Tokenizer
 from te_models.device.choice import computing_device
-from te_models.errors import DataError, plural
+from te_models.errors import plural
 from te_models.kernels.dispatch import compile_status
 from te_models.planning.expected_speed import expected_speed
 from te_models.planning.memory_plan import unit_for
@@ -36,20 +31,17 @@ from te_models.training.cuda_graph import step_obstacle
 from te_models.training.metrics import read_metrics
 from te_models.training.plots import plot_run, recipes_of, try_drawing
 from te_models.training.preflight import MemoryCheck
+from te_models.training.progress import TimeLeft, duration
 from te_models.training.result import Result
-from te_models.training.samples import Prompt
-from te_models.training.settings import RUN_FILE, RunSettings
-from te_models.training.timing import Row
+from te_models.training.settings import RUN_FILE
 
-LINES = 20  # steps of a run that a log has a line about, besides evaluations
-LINE_PAUSE = 60.0  # seconds without a line in a log, where steps are slow
 LOG_WIDTH = 100  # characters of a line where the output is not a terminal, and COLUMNS is not set
 PADDING = 4  # characters around the two columns of a table
-PROMPT = 60  # characters of a prompt in a suggested command
 
 
 def run_console(quiet: bool = False) -> Terminal:
     """Return the console of a run: of the terminal's width or COLUMNS, or of LOG_WIDTH where the output is a file."""
+    # Rich takes 80 columns for a file, and would break paths in a log.
     known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
     return Terminal(quiet=quiet, width=None if known else LOG_WIDTH)
 
@@ -206,101 +198,6 @@ def speed_rows(model: CausalLM, config: TrainConfig) -> dict[str, str]:
     }
 
 
-@contextmanager
-def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Callable[[Row], None]]:
-    """Show a progress bar with loss, tokens/s and time left; yield the function that takes each step's metrics.
-
-    Evaluations have a line each. If the output is not a terminal, so do a few other steps: about LINES of the run, and
-    one a minute.
-    """
-    time_left = TimeLeft(config, start)
-    every = max(1, math.ceil((config.steps - start) / LINES))
-    printed = time.monotonic()
-    with Progress(
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TextColumn("{task.fields[speed]} tokens/s"),
-        TimeRemainingColumn(),
-        console=console,
-        # A bar takes over sys.stdout, and a quiet console would swallow what a program of the user's prints meanwhile.
-        disable=console.quiet or not console.is_terminal,
-    ) as bar:
-        task = bar.add_task("train", total=config.steps, completed=start, loss="-", speed="-")
-
-        def show(row: Row) -> None:
-            nonlocal printed
-            bar.update(
-                task,
-                completed=row["step"],
-                loss=f"{row['loss']:.3f}",
-                speed=f"{row['tokens_per_second']:,.0f}",
-            )
-            if line := time_left.line(row):
-                console.print(line)
-            now = time.monotonic()
-            due = (row["step"] - start) % every == 0 or now - printed > LINE_PAUSE
-            if "eval_loss" in row or (due and not console.is_terminal):
-                printed = now
-                evaluated = f"  eval loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
-                console.print(
-                    f"step {row['step']:>6}  loss {row['loss']:.4f}{evaluated}  "
-                    f"{row['tokens_per_second']:,.0f} tokens/s"
-                )
-
-        yield show
-
-
-class TimeLeft:
-    """The remaining time of a run, estimated once, from a few steps after the first ones.
-
-    The first steps compile kernels, and the one after three eager steps captures a CUDA graph.
-    """
-
-    SKIPPED = 4  # steps
-    MEASURED = 6  # steps
-
-    def __init__(self, config: TrainConfig, start: int) -> None:
-        self.config = config
-        self.start = start
-        self.seconds: list[float] = []
-
-    def line(self, row: Row) -> str:
-        """Record the metrics of a step; return the line to print after it, or ""."""
-        config = self.config
-        step = row["step"]
-        due = self.start + self.SKIPPED + self.MEASURED
-        if step > due or config.steps <= due:  # nothing is left to estimate
-            return ""
-        if step > self.start + self.SKIPPED:
-            self.seconds.append(config.tokens_per_step / row["tokens_per_second"])
-        if step < due:
-            return ""
-        each = statistics.median(self.seconds)
-        left = config.steps - step
-        every = config.eval_every or config.steps
-        evaluations = config.steps // every - step // every + bool(config.steps % every)
-        # an evaluation is only a forward, about a third of a step without accumulation
-        whole = (
-            each * left
-            + evaluations * config.eval_batches * each / config.gradient_accumulation / 3
-        )
-        return f"estimated time: {duration(whole)} for the other {plural(left, 'step')}, of {duration(each)} each"
-
-
-def duration(seconds: float) -> str:
-    """Return a time in words, with about two digits: "40 ms", "3.2 s", "12 min", "1 h 05 min"."""
-    if seconds < 0.9995:
-        return f"{1000 * seconds:.0f} ms"
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 def print_table(console: Console, table: Table) -> None:
     """Print a table. A log, unlike a terminal, may have lines that are longer, so that no path in it is broken."""
     width = console.width
@@ -409,133 +306,3 @@ def draw_run(
     return try_drawing(
         path, functools.partial(plot_run, path, rows, title, subtitle, result.first_eval_loss)
     )
-
-
-def recommended(result: Result, folder: Path) -> tuple[Path, str]:
-    """Return the folder to go on with after a run, best/ if its loss is lower than the last one, and the reason."""
-    best = best_checkpoint(folder, result.best_step)
-    if best is not None and result.best_eval_loss < result.eval_loss:
-        last = f"step {result.step}, the last, has {result.eval_loss:.4f}"
-        return (
-            best,
-            f"step {result.best_step}, the lowest eval loss: {result.best_eval_loss:.4f}; {last}",
-        )
-    if not math.isfinite(result.eval_loss):
-        return folder, f"step {result.step}, the last"
-    if result.best_step == result.step:
-        return folder, f"step {result.step}, the last and the best"
-    last = f"step {result.step}, the last, with an eval loss of {result.eval_loss:.4f}"
-    if not result.best_step:
-        return folder, last
-    best_loss = f"{result.best_eval_loss:.4f}"
-    return folder, f"{last}; step {result.best_step} had {best_loss} and was not saved"
-
-
-def made_worse(result: Result, folder: Path) -> bool:
-    """Return whether a run leaves no checkpoint with a lower evaluation loss than the model before training."""
-    if not math.isfinite(result.first_eval_loss):
-        return False
-    if best_checkpoint(folder, result.best_step) is not None:
-        return False
-    return not result.eval_loss <= result.first_eval_loss
-
-
-def print_next(
-    console: Console,
-    folder: Path,
-    tokenizer: Tokenizer,
-    prompts: list[Prompt],
-    format: str,
-    result: Result,
-    settings: RunSettings,
-) -> None:
-    """Print the next commands: talk to the model or continue a prompt, and export it in `format`, unless that is "".
-
-    They take the checkpoint of the lowest evaluation loss of a run with this `result`, and say so. After a run that
-    made the model worse, the next command is to train again with other settings.
-    """
-    title = Text("\nnext", "bold")
-    if made_worse(result, folder):
-        title.append(", since training made the model worse:", "not bold")
-        commands = [_again(folder, result, settings)]
-    else:
-        model, reason = recommended(result, folder)
-        title.append(f", with {reason}", "not bold")
-        commands = _uses(model, folder, tokenizer, prompts, format)
-    console.print(title, soft_wrap=True)
-    for command, purpose in commands:
-        line = f"  {shlex.join(command)}"
-        comment = f"# {purpose}"
-        if len(line) + 2 + len(comment) <= console.width or not console.is_terminal:
-            console.print(line, Text(f"  {comment}", "dim"), soft_wrap=True, sep="")
-            continue
-        console.print(Text(f"  {comment}", "dim"))
-        console.print(_broken(command, console.width), soft_wrap=True)
-
-
-def _again(folder: Path, result: Result, settings: RunSettings) -> tuple[list[str], str]:
-    """Return the command that repeats a run which made the model worse, and its purpose."""
-    command = ["te-models", settings.command, str(folder / RUN_FILE)]
-    if result.best_step:
-        again = [*command, "--keep-best", "--out", f"{folder}-best"]
-        return (
-            again,
-            f"again, keeping step {result.best_step}, which had {result.best_eval_loss:.4f}",
-        )
-    lower = f"{settings.train.learning_rate / 10:.3g}"
-    again = [*command, "--learning-rate", lower, "--out", f"{folder}-{lower}"]
-    return again, "again, with a tenth of the learning rate"
-
-
-def _uses(
-    model: Path, folder: Path, tokenizer: Tokenizer, prompts: list[Prompt], format: str
-) -> list[tuple[list[str], str]]:
-    """Return commands that use the trained model, each with its purpose."""
-    if _conversations(tokenizer, prompts):
-        first = ["te-models", "chat", "--model", str(model)]
-    else:
-        prompt = _example(tokenizer, prompts)
-        first = ["te-models", "generate", "--model", str(model), "--prompt", prompt]
-    commands = [(first, "try the model")]
-    if format:
-        export = ["te-models", "export", "--model", str(model), "--out", str(folder / "export")]
-        export += ["--format", format]
-        number = "BF16" if format == "bf16" else "FP8"
-        commands.append((export, f"write it for vLLM, SGLang or transformers, in {number}"))
-    return commands
-
-
-def _broken(command: Sequence[str], width: int) -> str:
-    """Return a command in lines of at most `width`, if its words allow it, that a shell reads as one."""
-    groups: list[list[str]] = [[]]
-    for word in command:
-        if word.startswith("--"):  # an option stays with its value
-            groups.append([])
-        groups[-1].append(word)
-    lines = [" "]
-    for group in groups:
-        text = shlex.join(group)
-        if len(lines[-1]) + len(text) + len("  \\") > width and lines[-1].strip():
-            lines.append("     ")
-        lines[-1] += f" {text}"
-    return " \\\n".join(lines)
-
-
-def _conversations(tokenizer: Tokenizer, prompts: list[Prompt]) -> bool:
-    """Return whether a prompt begins as the chat template does; without prompts, whether there is a template."""
-    try:
-        rendered = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
-    except DataError:
-        return False
-    start = len(tokenizer.encode_prompt(""))  # ids that begin every text
-    opening = tuple(rendered[start : start + 1])
-    return not prompts or any(prompt.ids[start : start + 1] == opening for prompt in prompts)
-
-
-def _example(tokenizer: Tokenizer, prompts: list[Prompt]) -> str:
-    """Return the first line of a prompt, shortened; spaces at its end belong to what the model was trained on."""
-    for prompt in prompts:
-        for line in tokenizer.decode(prompt.ids).splitlines():
-            if line.strip():
-                return line.lstrip()[:PROMPT]
-    return "Once"

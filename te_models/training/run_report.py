@@ -13,7 +13,8 @@ from te_models.config.training import TrainConfig
 from te_models.errors import ConfigError
 from te_models.saving.checkpoint_choice import describe_choice
 from te_models.serving.export import default_format
-from te_models.training.report import draw_run, print_next, print_outcome, print_table, run_console
+from te_models.training.next_commands import print_next
+from te_models.training.report import draw_run, print_outcome, print_table, run_console
 from te_models.training.resume import saved_choices
 from te_models.training.run_data import RunData
 from te_models.training.run_model import ModelSource

@@ -62,9 +62,9 @@ from te_models.training.optimizer_state import optimizer_names
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.preflight import available_memory, check_disk
 from te_models.training.profiling import StepProfiler
+from te_models.training.progress import progress as shown_progress
 from te_models.training.recipe_schedule import RecipeSchedule
 from te_models.training.recording import Recorder, RecordLog
-from te_models.training.report import progress as shown_progress
 from te_models.training.report import run_console
 from te_models.training.result import Result
 from te_models.training.resume import run_choices

@@ -17,7 +17,7 @@ from te_models.inspect.bench_report import bench_table
 from te_models.inspect.evaluate import Evaluation, RecipeLoss
 from te_models.inspect.verify import verify
 from te_models.planning.printable import Terminal
-from te_models.training.report import print_next
+from te_models.training.next_commands import print_next
 from te_models.training.result import Result
 from te_models.training.samples import Prompt
 from te_models.training.settings import run_settings

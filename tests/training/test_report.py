@@ -17,7 +17,9 @@ from te_models.cli import main
 from te_models.config.training import TrainConfig
 from te_models.kernels.dispatch import COMPILE_MODES, compile_mode
 from te_models.training import report
-from te_models.training.report import _broken, _optimizer_options, _parameters, progress, speed_rows
+from te_models.training.next_commands import _broken
+from te_models.training.progress import progress
+from te_models.training.report import _optimizer_options, _parameters, speed_rows
 from te_models.training.result import Result
 
 GRAPH, COMPILED = "forward and backward", "elementwise operations"
@@ -104,7 +106,7 @@ def logged(steps: int, start: int = 0, seconds: float = 0.0, evaluated: int = 0)
     """The lines of a run in a log, whose steps take so long, and of which every `evaluated`-th is evaluated."""
     out, now = io.StringIO(), 0.0
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(report.time, "monotonic", lambda: now)
+        patched.setattr("te_models.training.progress.time.monotonic", lambda: now)
         with progress(Console(file=out, width=140), TrainConfig(steps=steps), start) as show:
             for step in range(start + 1, steps + 1):
                 now += seconds

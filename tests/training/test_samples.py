@@ -22,7 +22,8 @@ from te_models.data.documents import Document
 from te_models.generation.text import stream_text
 from te_models.planning.printable import Terminal
 from te_models.training import samples
-from te_models.training.report import TimeLeft, duration, print_next
+from te_models.training.next_commands import print_next
+from te_models.training.progress import TimeLeft, duration
 from te_models.training.result import Result
 from te_models.training.samples import OPENING, Prompt, Sampler, held_out_prompts
 from te_models.training.settings import run_settings
