@@ -173,7 +173,7 @@ def precision_of(row: dict[str, Any]) -> tuple[str, str]:
 @table
 def generation() -> str:
     """Prefill and decoding beside transformers."""
-    result = load("generate_h200")
+    result = load("generate_h100")
     base = {(r["model"], r["batch"]): r["decode_tokens_per_second"] for r in result["rows"]
             if r["who"] == "transformers default"}  # fmt: skip
     rows = (
@@ -303,8 +303,8 @@ def to_trl(method: str, way: str) -> str:
 @table
 def scaling() -> str:
     """Whole training steps on two GPUs and four."""
-    result = load("scaling_h200")
-    alone = next(r["tokens_per_second_alone"] for r in result["rows"] if r.get("alone"))
+    rows = load("scaling_h200")["rows"] + load("expert_scaling_h100_x2")["rows"]
+    alone = next(r["tokens_per_second_alone"] for r in rows if r.get("alone"))
 
     def cells(r: dict[str, Any]) -> list[str]:
         flags = ["--no-reshard-after-forward"] * (not r["reshard"])
@@ -327,7 +327,7 @@ def scaling() -> str:
         "GPUs | model | micro-batches x sequences x tokens, per GPU | recipe | flags | tokens/s per GPU | "
         "model TFLOP/s | relative to one GPU | peak memory | run"
     )
-    return markdown(header, map(cells, result["rows"]))
+    return markdown(header, map(cells, rows))
 
 
 @table

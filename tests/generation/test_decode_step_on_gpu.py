@@ -31,8 +31,9 @@ def in_fp32(model: CausalLM, preset: str) -> CausalLM:
     exact = CausalLM.from_preset(
         preset, recipe="bf16", device="cuda", dtype=torch.float32, fused=False, **LAYERS
     )
-    exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()
-                           if isinstance(value, torch.Tensor) and value.is_floating_point()}, strict=False)  # fmt: skip
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            exact.get_parameter(name).copy_(weight)
     return exact.eval()
 
 
