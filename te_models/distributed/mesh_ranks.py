@@ -21,7 +21,7 @@ class MeshRanks:
     def check(self, name: str, ranks: str, alone: str) -> None:
         """Raise a UsageError for a mesh `name` that is not one of these `ranks`, or `alone` where there is none."""
         dimensions = 1 if self.mesh is None else self.mesh.ndim
-        wrong = f"{name} has {dimensions} dimensions: give that of {ranks}"
+        wrong = f"{name} has {dimensions} dimensions: give the one of {ranks}"
         if self.mesh is None and bool(alone):
             raise UsageError(alone)
         if dimensions != 1:

@@ -146,7 +146,7 @@ class _JointLinear(torch.autograd.Function):
     ) -> Tensor:
         module = own.module
         trained = ctx.needs_input_grad[4]
-        # As the kernels allocate it, in this order: only then is the highest sum of bytes that of a real run.
+        # As the kernels allocate it, in this order: only then is the highest sum of bytes the one of a real run.
         given = _bytes(rows * module.in_features)
         turned = _bytes(rows * module.in_features) if trained and route is None else None
         ctx.own = own

@@ -27,6 +27,7 @@ def _gather_kernel(
 ):
     r = tl.program_id(0).to(tl.int64)
     source = tl.load(token + r)
+    # A token behind the last stands for padding: its row reads no column, and becomes zeros.
     present = tl.where(source < tokens, width, 0)  # columns
     by = tl.load(factor + r) if scaled else 1.0
     product = tl.zeros([columns], tl.float32)
@@ -52,6 +53,7 @@ def _total_kernel(
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     inside = column < width
     found = tl.zeros([columns], tl.float32)
+    # In the order of the token's experts, as the plain version adds them: no atomics, so the sum is reproducible.
     for j in range(k):
         source = tl.load(row + t * k + j)
         present = tl.where(source < count, width, 0)
@@ -66,6 +68,7 @@ def _dots_kernel(
 ):
     t = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, ABREAST)
+    # All k rows at once, [ABREAST, columns], since k is small; ABREAST is the power of two above.
     source = tl.load(row + t * k + number, number < k, count)
     present = (source < count)[:, None]
     largest = tl.zeros([columns], tl.float32)

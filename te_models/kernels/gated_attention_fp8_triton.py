@@ -518,11 +518,6 @@ def _gate_backward_fp8_kernel(
     note_inverse(s, scale_inv)
 
 
-def _destination(out: FP8Data, cast_scale: CastScale) -> tuple[Tensor, ...]:
-    """Return a kernel's arguments for its output."""
-    return out.data, out.transposed, cast_scale.scale, cast_scale.amax, out.scale_inv
-
-
 def _even(seq: int, *tensors: Tensor) -> int | None:
     """Return S; None if one stride serves all tokens of tensors [B, S, heads, H], which saves divisions."""
     return None if all(tensor.stride(0) == seq * tensor.stride(1) for tensor in tensors) else seq
@@ -540,16 +535,24 @@ def gate_fp8(
     batch, seq, heads, dim = x.shape
     gate = x if logits is None else logits
     _gate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
-        x,
-        gate,
-        *_destination(out, cast_scale),
-        *x.stride()[:3],
-        *gate.stride()[:3],
-        batch * seq,
-        _even(seq, x, gate),
-        heads,
-        out.transposed.shape[0],
-        first,
+        x=x,
+        logits=gate,
+        data=out.data,
+        transposed=out.transposed,
+        scale=cast_scale.scale,
+        amax=cast_scale.amax,
+        scale_inv=out.scale_inv,
+        x_batch=x.stride(0),
+        x_seq=x.stride(1),
+        x_head=x.stride(2),
+        g_batch=gate.stride(0),
+        g_seq=gate.stride(1),
+        g_head=gate.stride(2),
+        rows=batch * seq,
+        seq=_even(seq, x, gate),
+        heads=heads,
+        columns=out.transposed.shape[0],
+        first=first,
         gated=logits is not None,
         softplus=softplus,
         dim=dim,
@@ -566,19 +569,27 @@ def rotate_fp8(
 ) -> None:
     """Write gated_attention.rotate as FP8 into `out`."""
     batch, seq, heads, dim = x.shape
-    tables, table_strides = rotation_tables(rotation)
+    (cos, sin), (table_batch, table_seq) = rotation_tables(rotation)
     _rotate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED),)](
-        x,
-        *tables,
-        *_destination(out, cast_scale),
-        *x.stride()[:3],
-        *table_strides,
-        batch * seq,
-        seq,
-        heads,
-        out.transposed.shape[0],
-        first,
-        -1.0 if inverse else 1.0,
+        x=x,
+        cos=cos,
+        sin=sin,
+        data=out.data,
+        transposed=out.transposed,
+        scale=cast_scale.scale,
+        amax=cast_scale.amax,
+        scale_inv=out.scale_inv,
+        x_batch=x.stride(0),
+        x_seq=x.stride(1),
+        x_head=x.stride(2),
+        table_batch=table_batch,
+        table_seq=table_seq,
+        rows=batch * seq,
+        seq=seq,
+        heads=heads,
+        columns=out.transposed.shape[0],
+        start=first,
+        sign=-1.0 if inverse else 1.0,
         **head_tiles(dim, rotation),
         block=TOKENS,
         turned=TURNED,
@@ -602,26 +613,36 @@ def norm_backward_fp8(
     Only for the norm of each head by itself.
     """
     batch, seq, heads, dim = x.shape
-    tables, table_strides = rotation_tables(rotation)
+    (cos, sin), (table_batch, table_seq) = rotation_tables(rotation)
     tokens = NORM_TOKENS[128 if dim <= 128 else 256]
     programs = triton.cdiv(batch * seq, tokens) * triton.cdiv(heads, TURNED)
     parts = torch.empty(programs, dim, dtype=torch.float32, device=x.device)
     _norm_backward_fp8_kernel[(programs,)](
-        dy,
-        x,
-        parts,
-        *tables,
-        norm.weight,
-        *_destination(out, cast_scale),
-        *dy.stride()[:3],
-        *x.stride()[:3],
-        *table_strides,
-        batch * seq,
-        seq,
-        heads,
-        out.transposed.shape[0],
-        first,
-        norm.eps,
+        dy=dy,
+        x=x,
+        dweight=parts,
+        cos=cos,
+        sin=sin,
+        weight=norm.weight,
+        data=out.data,
+        transposed=out.transposed,
+        scale=cast_scale.scale,
+        amax=cast_scale.amax,
+        scale_inv=out.scale_inv,
+        dy_batch=dy.stride(0),
+        dy_seq=dy.stride(1),
+        dy_head=dy.stride(2),
+        x_batch=x.stride(0),
+        x_seq=x.stride(1),
+        x_head=x.stride(2),
+        table_batch=table_batch,
+        table_seq=table_seq,
+        rows=batch * seq,
+        seq=seq,
+        heads=heads,
+        columns=out.transposed.shape[0],
+        start=first,
+        eps=norm.eps,
         **head_tiles(dim, rotation),
         zero_centered=norm.zero_centered,
         block=tokens,
@@ -645,19 +666,33 @@ def gate_backward_fp8(
     """Compute gated_attention.gate_backward, with the gradient for the logits as FP8 into `out`."""
     batch, seq, heads, dim = x.shape
     dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
-    strides = [stride for tensor in (dy, x, logits, dx) for stride in tensor.stride()[:3]]
     _gate_backward_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
-        dy,
-        x,
-        logits,
-        dx,
-        *_destination(out, cast_scale),
-        *strides,
-        batch * seq,
-        _even(seq, dy, x, logits, dx),
-        heads,
-        out.transposed.shape[0],
-        first,
+        dy=dy,
+        x=x,
+        logits=logits,
+        dx=dx,
+        data=out.data,
+        transposed=out.transposed,
+        scale=cast_scale.scale,
+        amax=cast_scale.amax,
+        scale_inv=out.scale_inv,
+        dy_batch=dy.stride(0),
+        dy_seq=dy.stride(1),
+        dy_head=dy.stride(2),
+        x_batch=x.stride(0),
+        x_seq=x.stride(1),
+        x_head=x.stride(2),
+        g_batch=logits.stride(0),
+        g_seq=logits.stride(1),
+        g_head=logits.stride(2),
+        dx_batch=dx.stride(0),
+        dx_seq=dx.stride(1),
+        dx_head=dx.stride(2),
+        rows=batch * seq,
+        seq=_even(seq, dy, x, logits, dx),
+        heads=heads,
+        columns=out.transposed.shape[0],
+        first=first,
         softplus=softplus,
         dim=dim,
         width=width_of(dim),

@@ -337,19 +337,25 @@ def _gate_backward_kernel(
 def rotate(x: Tensor, out: Tensor, rotation: Rotation, inverse: bool) -> None:
     """See gated_attention.rotate."""
     batch, seq, heads, dim = x.shape
-    tables, table_strides = rotation_tables(rotation)
+    (cos, sin), (table_batch, table_seq) = rotation_tables(rotation)
     _rotate_kernel[(batch * seq, triton.cdiv(heads, HEADS))](
-        x,
-        out,
-        *tables,
-        None,
-        *x.stride()[:3],
-        *out.stride()[:3],
-        *table_strides,
-        seq,
-        heads,
-        0.0,
-        -1.0 if inverse else 1.0,
+        x=x,
+        out=out,
+        cos=cos,
+        sin=sin,
+        weight=None,
+        x_batch=x.stride(0),
+        x_seq=x.stride(1),
+        x_head=x.stride(2),
+        out_batch=out.stride(0),
+        out_seq=out.stride(1),
+        out_head=out.stride(2),
+        table_batch=table_batch,
+        table_seq=table_seq,
+        seq=seq,
+        heads=heads,
+        eps=0.0,
+        sign=-1.0 if inverse else 1.0,
         **head_tiles(dim, rotation),
         together=False,
         zero_centered=False,
@@ -362,21 +368,28 @@ def norm(x: Tensor, norm: Norm, rotation: Rotation | None) -> Tensor:
     """See gated_attention.norm."""
     batch, seq, heads, dim = x.shape
     out = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
-    tables, table_strides = rotation_tables(rotation)
+    (cos, sin), (table_batch, table_seq) = rotation_tables(rotation)
+    # A weight of all heads: one norm over the whole token, so a program has all its heads.
     together = len(norm.weight) != dim
     block = triton.next_power_of_2(heads) if together else HEADS
     _rotate_kernel[(batch * seq, triton.cdiv(heads, block))](
-        x,
-        out,
-        *tables,
-        norm.weight,
-        *x.stride()[:3],
-        *out.stride()[:3],
-        *table_strides,
-        seq,
-        heads,
-        norm.eps,
-        1.0,
+        x=x,
+        out=out,
+        cos=cos,
+        sin=sin,
+        weight=norm.weight,
+        x_batch=x.stride(0),
+        x_seq=x.stride(1),
+        x_head=x.stride(2),
+        out_batch=out.stride(0),
+        out_seq=out.stride(1),
+        out_head=out.stride(2),
+        table_batch=table_batch,
+        table_seq=table_seq,
+        seq=seq,
+        heads=heads,
+        eps=norm.eps,
+        sign=1.0,
         **head_tiles(dim, rotation),
         together=together,
         zero_centered=norm.zero_centered,
@@ -391,26 +404,36 @@ def norm_backward(
 ) -> Tensor:
     """See gated_attention.norm_backward."""
     batch, seq, heads, dim = x.shape
-    tables, table_strides = rotation_tables(rotation)
+    (cos, sin), (table_batch, table_seq) = rotation_tables(rotation)
     together = len(norm.weight) != dim
     block = triton.next_power_of_2(heads) if together else HEADS
     grid = (triton.cdiv(batch * seq, NORMED), triton.cdiv(heads, block))
     size = heads * dim if together else dim
+    # Each program writes its own part, since atomic additions would have no fixed order.
     parts = torch.empty(grid[0] * grid[1], size, dtype=torch.float32, device=x.device)
-    strides = [stride for tensor in (dy, x, dx) for stride in tensor.stride()[:3]]
     _norm_backward_kernel[grid](
-        dy,
-        x,
-        dx,
-        parts,
-        *tables,
-        norm.weight,
-        *strides,
-        *table_strides,
-        batch * seq,
-        seq,
-        heads,
-        norm.eps,
+        dy=dy,
+        x=x,
+        dx=dx,
+        dweight=parts,
+        cos=cos,
+        sin=sin,
+        weight=norm.weight,
+        dy_batch=dy.stride(0),
+        dy_seq=dy.stride(1),
+        dy_head=dy.stride(2),
+        x_batch=x.stride(0),
+        x_seq=x.stride(1),
+        x_head=x.stride(2),
+        dx_batch=dx.stride(0),
+        dx_seq=dx.stride(1),
+        dx_head=dx.stride(2),
+        table_batch=table_batch,
+        table_seq=table_seq,
+        tokens=batch * seq,
+        seq=seq,
+        heads=heads,
+        eps=norm.eps,
         **head_tiles(dim, rotation),
         together=together,
         zero_centered=norm.zero_centered,
@@ -425,12 +448,16 @@ def copy(x: Tensor, out: Tensor) -> None:
     batch, seq, heads, dim = x.shape
     grid = (batch * seq, triton.cdiv(heads, HEADS))
     _copy_kernel[grid](
-        x,
-        out,
-        *x.stride()[:3],
-        *out.stride()[:3],
-        seq,
-        heads,
+        x=x,
+        out=out,
+        x_batch=x.stride(0),
+        x_seq=x.stride(1),
+        x_head=x.stride(2),
+        out_batch=out.stride(0),
+        out_seq=out.stride(1),
+        out_head=out.stride(2),
+        seq=seq,
+        heads=heads,
         dim=dim,
         width=width_of(dim),
         block=HEADS,
@@ -443,13 +470,17 @@ def gate(x: Tensor, logits: Tensor, softplus: bool) -> Tensor:
     out = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
     grid = (batch * seq, triton.cdiv(heads, HEADS))
     _gate_kernel[grid](
-        x,
-        logits,
-        out,
-        *x.stride()[:3],
-        *logits.stride()[:3],
-        seq,
-        heads,
+        x=x,
+        logits=logits,
+        out=out,
+        x_batch=x.stride(0),
+        x_seq=x.stride(1),
+        x_head=x.stride(2),
+        g_batch=logits.stride(0),
+        g_seq=logits.stride(1),
+        g_head=logits.stride(2),
+        seq=seq,
+        heads=heads,
         headwise=logits.shape[-1] != dim,
         softplus=softplus,
         dim=dim,
@@ -464,16 +495,26 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor, softpl
     batch, seq, heads, dim = x.shape
     dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
     grid = (batch * seq, triton.cdiv(heads, HEADS))
-    strides = [stride for tensor in (dy, x, logits, dlogits) for stride in tensor.stride()[:3]]
     _gate_backward_kernel[grid](
-        dy,
-        x,
-        logits,
-        dlogits,
-        dx,
-        *strides,
-        seq,
-        heads,
+        dy=dy,
+        x=x,
+        logits=logits,
+        dlogits=dlogits,
+        dx=dx,
+        dy_batch=dy.stride(0),
+        dy_seq=dy.stride(1),
+        dy_head=dy.stride(2),
+        x_batch=x.stride(0),
+        x_seq=x.stride(1),
+        x_head=x.stride(2),
+        g_batch=logits.stride(0),
+        g_seq=logits.stride(1),
+        g_head=logits.stride(2),
+        dg_batch=dlogits.stride(0),
+        dg_seq=dlogits.stride(1),
+        dg_head=dlogits.stride(2),
+        seq=seq,
+        heads=heads,
         headwise=logits.shape[-1] != dim,
         softplus=softplus,
         dim=dim,

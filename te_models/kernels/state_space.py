@@ -77,6 +77,7 @@ def scan_flops(x: Tensor, b: Tensor) -> float:
     the input to and the output from the state: C (G N + H P) / 2 + 2 H P N multiplications.
     """
     chunk = min(CHUNK, x.shape[1])
+    # H P
     inner = x.shape[2] * x.shape[3]
     scan = chunk * (b.shape[2] * b.shape[3] + inner) / 2 + 2 * inner * b.shape[3]
     return 2.0 * x.shape[:2].numel() * scan
@@ -98,6 +99,7 @@ class _KernelsWithoutData(torch.autograd.Function):
         x, _, _, b, *_ = ctx.saved_tensors
         chunks = -(-x.shape[1] // KERNEL_CHUNK)
         shape = (x.shape[0], chunks, *x.shape[2:], b.shape[3])
+        # Alive together with the gradients, which decides the peak.
         states = [x.new_empty(shape, dtype=torch.float32) for _ in "12"]
         found = tuple(torch.empty_like(value) for value in ctx.saved_tensors)
         del states
@@ -130,6 +132,7 @@ def recurrent(
         state = inputs.new_zeros(x.shape[0], heads, x.shape[3], b.shape[3])
     outputs = []
     for step in range(x.shape[1]):
+        # [B, H, P, N]: the whole matrix of a head decays by one number.
         state = state * (dt[:, step] * a).exp()[..., None, None]
         state = state + inputs[:, step, :, :, None] * b[:, step, :, None, :]
         outputs.append((state * c[:, step, :, None, :]).sum(-1))
@@ -160,11 +163,14 @@ def chunked(
     # [B, H, chunks, C, P]
     inputs = in_chunks(x.float() * dt[..., None])
     b, c = (in_chunks(_per_head(t, heads)) for t in (b, c))
+    # log of the decay of each token, [B, H, chunks, C]; 0 at the tokens that fill the last chunk.
     g = F.pad((dt * a).transpose(1, 2), (0, padding)).unflatten(2, (count, size))
     decays = chunked_decays(g, documents, padding)
+    # The products of queries c and keys b within a chunk, with the decay between the two tokens.
     scores = c @ b.mT * decays.between  # [B, H, chunks, C, C]
     own = scores @ inputs  # [B, H, chunks, C, P]
     c = c * decays.since[..., None]
+    # The contribution of a chunk to the state at its end.
     written = inputs.mT @ (b * decays.until[..., None])  # [B, H, chunks, P, N]
     if state is None:
         state = inputs.new_zeros(batch, heads, width, b.shape[-1])

@@ -59,6 +59,7 @@ class Mamba2(Mixer[Mamba2Spec]):
         if owner == "conv1d":
             self.conv1d.initialize(kind, values)
         elif name == "A_log":
+            # The module's decay rate is exp(A_log), between 1 and 16.
             values.uniform_(1.0, 16.0).log_()
         elif name == "dt_bias":
             rate = values.uniform_(math.log(SLOWEST), math.log(FASTEST)).exp_()
@@ -91,6 +92,7 @@ class Mamba2(Mixer[Mamba2Spec]):
         count = context.batch * context.seq
         projected = context.linear(self.zxbcdt_proj, x)[:count]  # [B*S, H P + C + H, and padding]
         used = [sizes.inner_size, sizes.mixed_size, sizes.num_heads]
+        # z [B*S, H P], mixed [B*S, C] and steps [B*S, H]; the projection's last channels may be padding.
         z, mixed, steps = projected[:, : sum(used)].split(used, dim=-1)
         mixed, steps = (t.unflatten(0, (context.batch, context.seq)) for t in (mixed, steps))
 
@@ -151,15 +153,19 @@ class Mamba2(Mixer[Mamba2Spec]):
             sizes=(sizes.inner_size, sizes.group_size, sizes.group_size),
             activation=sizes.activation,
         )
+        # bool [B, S], False at padding, which `without_padding` has moved behind the tokens.
         real = None if counts is None else torch.arange(seq, device=counts.device) < counts[:, None]
         low, high = sizes.time_step_limits
         if sizes.factors["dt"] != 1:
             steps = steps.float() * sizes.factors["dt"]
         dt = kernels.time_steps(steps, self.dt_bias, real, low=low, high=high)  # [B, S, H]
         rates = -self.A_log.float().exp()  # [H]
+        # [B, S, H, P]
         x = x.unflatten(-1, (-1, sizes.head_dim))
+        # [B, S, G, N] each
         b, c = (t.unflatten(-1, (-1, sizes.state_dim)) for t in (b, c))
         out, matrix = state_space(x, dt, rates, b, c, self.D, before, context.documents)
         if state is not None and tail is not None and matrix is not None:
+            # In place: a captured step of decoding finds it at the same address.
             state.write(tail=newest(tail, mixed, counts), matrix=matrix)
         return out

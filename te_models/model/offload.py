@@ -67,6 +67,7 @@ class HostMemory:
 
     def lend(self, size: int) -> list[Tensor]:
         """Return pages, uint8 [PAGE] each, for `size` bytes."""
+        # Pages of one size, so that any free one serves any block, and memory does not fragment.
         while len(self.free) * PAGE < size:
             try:
                 self.free.append(
@@ -92,6 +93,7 @@ class HostMemory:
             if self.stream is None:
                 yield
                 return
+            # The tensors to copy, or the memory to copy into, are ready once the computation gets here.
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self.stream):
                 yield
@@ -184,6 +186,7 @@ class _Block:
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
             nbytes = storage.nbytes()
+            # By storage, not by tensor: views such as q, k and v of one projection move together, once.
             if nbytes <= SMALL or address in stay:
                 continue
             if address not in found:
@@ -204,6 +207,7 @@ class _Block:
         """Free the device memory, after the copies to the host."""
         self.wait()
         for storage in self._alive():
+            # The last reference, if autograd has none of its own: the allocator has the memory back.
             storage.content = None
 
     def fetch(self) -> None:

@@ -43,6 +43,7 @@ def divided_linear(name: str, config: ModelConfig) -> LinearSpec | None:
     A vector that is divided like the rows of a te.Linear is described as one. `name` may have a prefix, as the state
     of an optimizer has.
     """
+    # Without a prefix such as "model." or an optimizer's.
     name = name[max(0, name.find("layers.")) :]
     module, _, kind = name.rpartition(".")
     linear = config.linears.get(module)
@@ -95,6 +96,7 @@ class TensorParallel(MeshRanks):
             obstacle = part.parallel_obstacle(self.sequence)
             if obstacle:
                 raise UsageError(obstacle)
+            # Heads, channels and the like, by name, each of which the ranks have to divide.
             counts |= part.divided
         common = math.gcd(*counts.values())
         fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
@@ -128,6 +130,7 @@ class TensorParallel(MeshRanks):
         """Return this rank's rows of x [N, D], which all ranks have; its gradient is again whole on all ranks."""
         if not self.scatters:
             return x
+        # A copy, since a view would keep the rows of all ranks alive.
         return Mapped.apply(x, lambda x: self._own(x).clone(), self._all)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -185,6 +188,7 @@ class TensorParallel(MeshRanks):
         shape = target.shape if linear is None else whole_shape(linear, target.shape, self.size)
         full = torch.empty(shape, dtype=target.dtype, device=target.device)
         yield full
+        # Only now: an FP8 weight has one scale, which follows from all its values.
         write_weight(target, shard(name, full, config, self))
 
     def check_same_random_state(self, device: torch.device) -> None:
@@ -192,6 +196,7 @@ class TensorParallel(MeshRanks):
         if self.size == 1:
             return
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        # uint8 [ranks, bytes of the state]
         states = all_gather(state.to(device)[None], self.group)
         if not bool((states == states[0]).all()):
             raise UsageError(
@@ -228,7 +233,9 @@ def unshard(name: str, parts: list[Tensor], config: ModelConfig, tp: TensorParal
     linear = divided_linear(name, config)
     assert linear is not None
     if linear.split == "row":
+        # Row-parallel: each rank has some of the input features.
         return torch.cat(parts, 1)
+    # Sections (such as q, k, v and gate) are divided one by one: a rank's part has a piece of each.
     own = _own_sections(name, config, tp)
     split = [part.split([section.stored for section in own]) for part in parts]
     blocks = []

@@ -31,7 +31,7 @@ class _Part:
 
     Attributes:
         rows: which they are.
-        place: of their sum among those of the parameter.
+        place: of their sum among the parameter's sums.
         shape: of their sum: of the rows, or projected [r, n].
         projector: FP32 [m, r] at an address that stays, since a CUDA graph reads it; None: the rows are not projected.
         optimizer: updates them.
@@ -67,7 +67,7 @@ class _Part:
             self.state["projector"] = self.projector
 
     def of(self, sums: Tensor) -> Tensor:
-        """Return the sum of these rows among those of the parameter: a view."""
+        """Return the sum of these rows, a view into the parameter's sums."""
         return sums[self.place].view(self.shape)
 
     def add(self, gradient: Tensor, sums: Tensor, first: bool) -> None:
@@ -90,7 +90,7 @@ class _Part:
 
 
 class ProjectedGradients(Gradients):
-    """The projected gradients of hidden matrices, and those of all other parameters as `rest` has them.
+    """The projected gradients of hidden matrices, and the gradients of all other parameters as `rest` has them.
 
     The sums of a parameter are one FP32 tensor without its shape: the parts of a fused projection follow each other,
     and those that are not projected, such as the rows of a headwise gate, are whole. They exist from backward to the
@@ -139,8 +139,10 @@ class ProjectedGradients(Gradients):
         return any(part.due for parts in self._parts.values() for part in parts)
 
     def attach(
-        self, optimizers: Sequence[torch.optim.Optimizer], views: dict[int, list[tuple[ParameterRows, Tensor]]]
-    ) -> None:  # fmt: skip
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        views: dict[int, list[tuple[ParameterRows, Tensor]]],
+    ) -> None:
         """Take note of the optimizer and of the views of masters by the id of their parameter."""
         owner: dict[int, GaLore] = {}
         for optimizer in optimizers:
@@ -233,7 +235,7 @@ class ProjectedGradients(Gradients):
     def _begin(self) -> None:
         self._used.clear()
         self._begun.clear()
-        if not self.keeps_sums:  # those of a step whose backward was abandoned
+        if not self.keeps_sums:  # left by a step whose backward was abandoned
             self._sums.clear()
 
     def _new_sums(self, key: int) -> None:

@@ -157,7 +157,7 @@ def _row_sum(kernel: Kernel, lanes: Tensor) -> Tensor:
 
 
 def _merged_statistics(kernel: Kernel, wide: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and centered squares of the rows of a tuned kernel, FP32 [T, 1] each, from those of its warps."""
+    """Merge the warps' means and centered squares: return both for the rows of a tuned kernel, FP32 [T, 1] each."""
     rows, cols = wide.shape
     warps = kernel.blocks * kernel.warps
     per_warp = cols // warps

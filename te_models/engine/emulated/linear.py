@@ -164,6 +164,7 @@ class Linear(TransformerEngineBaseModule):
         """
         # The state of a generation step is unchanged since the prefill: skip what prepares a pass.
         if is_first_microbatch is False and are_short():
+            # None: not such a step after all, so everything is prepared.
             step = self._step(inp)
             if step is not None:
                 return step
@@ -221,6 +222,7 @@ class Linear(TransformerEngineBaseModule):
         if scale is None:
             return None
         bias = fp8_bias(self.bias if self.use_bias else None, inp.dtype)
+        # [rows, O], by NumPy.
         out = few_rows.product(
             inp, scale, quantizer, weight, bias, inp.dtype, recipe.split_accumulators[0]
         )

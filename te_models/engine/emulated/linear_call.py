@@ -68,6 +68,7 @@ def new_calls(
     # Backward may run in a thread of autograd, which does not see the context variables of this one.
     context = contextvars.copy_context() if tracked else None
     updates = registry_to_update() if tracked and override is None else None
+    # GEMM by GEMM, in the order of SLOTS: three quantizers forward, two backward.
     forward, backward = (module.quantizers[direction] for direction in SLOTS)
     found = []
     for i, name in enumerate(module.weight_names):

@@ -29,7 +29,9 @@ def make_quantizer(recipe: Recipe, slot: str, device: torch.device) -> Quantizer
     """Return the quantizer of one of a te.Linear's `SLOTS` under a recipe without state, for a weight on `device`."""
     forward = slot in SLOTS["scaling_fwd"]
     dtype = fp8_dtype(recipe.fp8_format, forward)
+    # Not operands of a GEMM, but what it gives where the next module takes FP8.
     result = slot in ("output", "grad_input")
+    # The name of the operand's options in a recipe (`Recipe.options`).
     if slot == "weight":
         operand = "fwd_weight"
     elif forward:
@@ -42,6 +44,7 @@ def make_quantizer(recipe: Recipe, slot: str, device: torch.device) -> Quantizer
         )
     if isinstance(recipe, NVFP4BlockScaling):
         params = recipe.options(operand)
+        # Of 16 elements: it spreads outliers of the operands of the weight gradient over their block.
         transform = params.random_hadamard_transform
         return NVFP4Quantizer(
             with_rht=transform,
@@ -63,6 +66,7 @@ def make_quantizer(recipe: Recipe, slot: str, device: torch.device) -> Quantizer
                 force_pow_2_scales=params.power_2_scale,
                 amax_epsilon=params.amax_epsilon,
             )
+        # 1: blocks of 1 x 128, 2: of 128 x 128.
         dims = {"fwd_weight": recipe.w_block_scaling_dim, "bwd_grad": recipe.grad_block_scaling_dim}
         dim = dims.get(operand, recipe.x_block_scaling_dim)
         return Float8BlockQuantizer(
