@@ -52,7 +52,7 @@ class LoraLayer(AdapterFactors, Protocol):
 class Part:
     """A layer with adapters, and which outputs of the te.Linear it updates: int64 [rows], None: all of them.
 
-    With `swapped` its A and B are those of the transposed weights of experts (`swapped_factors`).
+    With `swapped` its A and B belong to the transposed weights of experts (`swapped_factors`).
     """
 
     layer: LoraLayer

@@ -98,7 +98,7 @@ class QueryScale(NamedTuple):
 
 
 class SeenKeys(NamedTuple):
-    """Which of the keys up to its own a query sees: the newest `window`, or those of its `chunk`; both None: all."""
+    """Which of the keys up to its own a query sees: the newest `window`, or the ones in its `chunk`; both None: all."""
 
     window: int | None = None
     chunk: int | None = None

@@ -321,7 +321,7 @@ def mark_adapters(model: CausalLM) -> None:
 def take_away(model: CausalLM) -> None:
     """Put the te modules back in the place of what adapts them, once peft has unloaded its layers.
 
-    peft itself does so for te.Linears that it finds by their names here, and not for those of HiddenNames.
+    peft itself does so for te.Linears that it finds by their names here, and not for the ones in HiddenNames.
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, (AdaptedRows, AdaptedWeight)):

@@ -110,15 +110,20 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
         values[f"{name}.lora_A"] = a
         values[f"{name}.lora_B"] = b
         if config.use_dora:
-            lengths = torch.zeros(one.place.shape[0])
-            for place in own:
-                of_rows = tensors[f"{keys[place]}{MAGNITUDE}"]
-                if place == one.place:
-                    lengths = of_rows
-                else:  # of some rows of the te.Linear
-                    place.load(lengths, of_rows)
-            values[f"{name}.lora_magnitude"] = lengths
+            of_rows = {place: tensors[f"{keys[place]}{MAGNITUDE}"] for place in own}
+            values[f"{name}.lora_magnitude"] = _lengths(one.place, of_rows)
     return SavedAdapter(saved, config, layers, values)
+
+
+def _lengths(whole: Place, of_rows: Mapping[Place, Tensor]) -> Tensor:
+    """Return DoRA's lengths of the rows of a layer, [out], from its own or from those linears' that are its rows."""
+    lengths = torch.zeros(whole.shape[0])
+    for place, values in of_rows.items():
+        if place == whole:
+            lengths = values
+        else:
+            place.load(lengths, values)
+    return lengths
 
 
 def _open_adapter(folder: Path, config_file: Path) -> Folder:
