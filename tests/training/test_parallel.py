@@ -79,7 +79,7 @@ RUNS |= {
 }  # fmt: skip
 BESIDE = dict(
     layer_types=("parallel",) * 3,
-    parallel=dict(input_multipliers=(0.9, 1.2), output_multipliers=(1.1, 0.7)),
+    parallel_mixers=dict(input_multipliers=(0.9, 1.2), output_multipliers=(1.1, 0.7)),
     mamba2=dict(num_heads=4, head_dim=16, state_dim=16, num_groups=2, multipliers=(0.9, 0.8, 1.1, 1.2, 0.7)),
     mlp_multipliers=(0.8, 1.2),
 )  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from te_models.cli.commands import cli
+from te_models.config.model import config_fields
 from te_models.config.recipe import Recipe
 from te_models.config.settings import Setting
 from te_models.config.training import TrainConfig
@@ -279,3 +280,10 @@ def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     assert tables["lora"]["lora_targets"] == "q_proj,v_proj" and tables["data"]["data"] == (
         "texts",
     )
+
+
+def test_no_two_tables_have_a_setting_of_one_name() -> None:
+    """They are in one tree, in which a name has one meaning: a model's `parallel` once was the run's."""
+    names = [name for table in TABLES.values() for name in table]
+    assert sorted(names) == sorted(set(names))
+    assert set(config_fields()) <= {*names}
