@@ -515,43 +515,86 @@ def attention(qkvg: Tensor, cache: StepKeys, step: StepAttention, tokens: int) -
     """
     heads = step.heads
     rows = qkvg.shape[0]
+    wide = max(16, triton.next_power_of_2(heads.dim))
+    partial = _partial_attention(qkvg, cache, step, tokens, wide)
+    parts = partial.tops.shape[2]
+    out = torch.empty(rows, heads.q_size, dtype=qkvg.dtype, device=qkvg.device)
+    _combine_kernel[(heads.query, rows)](
+        sums=partial.sums,
+        tops=partial.tops,
+        totals=partial.totals,
+        sinks=step.sinks,
+        qkvg=qkvg,
+        out=out,
+        width=qkvg.shape[1],
+        # The gate comes after q, k and v.
+        gate_at=heads.q_size + 2 * heads.kv_size,
+        heads=heads.query,
+        size=heads.dim,
+        tokens=tokens,
+        parts=parts,
+        GATE=heads.gate,
+        SOFTPLUS=step.softplus,
+        PARTS=triton.next_power_of_2(parts),
+        WIDTH=wide,
+        num_warps=4,
+    )
+    return out
+
+
+class PartialAttention(NamedTuple):
+    """Attention over parts P of the keys, which a softmax over all of them joins; FP32."""
+
+    sums: Tensor  # [N, A, P, H], of values by exp(score - top)
+    tops: Tensor  # [N, A, P], the largest score
+    totals: Tensor  # [N, A, P], the sum of exp(score - top)
+
+
+def _partial_attention(
+    qkvg: Tensor, cache: StepKeys, step: StepAttention, tokens: int, wide: int
+) -> PartialAttention:
+    """Attend to each part of the keys, and write the new keys and values to the cache."""
+    heads = step.heads
     group = heads.query // heads.key
     slots = cache.keys.shape[2]
-    wide = max(16, triton.next_power_of_2(heads.dim))
     tile = next(keys for widest, keys in KEYS.items() if wide <= widest)
+    # As many parts as fill the GPU, but none without a whole tile of keys.
     parts = max(1, min(MOST_PARTS, PROGRAMS // (tokens * heads.key), triton.cdiv(slots, tile)))
-    fp32 = dict(dtype=torch.float32, device=qkvg.device)
-    sums = torch.empty(tokens, heads.query, parts, heads.dim, **fp32)
-    tops = torch.empty(tokens, heads.query, parts, **fp32)
-    totals = torch.empty(tokens, heads.query, parts, **fp32)
+    device = qkvg.device
+    partial = PartialAttention(
+        sums=torch.empty(tokens, heads.query, parts, heads.dim, dtype=torch.float32, device=device),
+        tops=torch.empty(tokens, heads.query, parts, dtype=torch.float32, device=device),
+        totals=torch.empty(tokens, heads.query, parts, dtype=torch.float32, device=device),
+    )
     rotary = step.rotary
     norms = step.norms
+    # Rows of different lengths have tables of their own; one table for all of them has stride 0.
     per_row = rotary is not None and rotary.cos.dim() == 3 and rotary.cos.shape[0] > 1
     turned = 0 if rotary is None else rotary.cos.shape[-1]
     _attention_kernel[(parts, heads.key, tokens)](
-        qkvg,
-        cache.keys,
-        cache.values,
-        cache.mask,
-        cache.filled,
-        None if rotary is None else rotary.cos,
-        None if rotary is None else rotary.sin,
-        None if norms is None else norms.query,
-        None if norms is None else norms.key,
-        sums,
-        tops,
-        totals,
-        qkvg.shape[1],
-        heads.key,
-        group,
-        heads.dim,
-        slots,
-        turned,
-        turned if per_row else 0,
-        parts,
-        step.scale,
-        step.softcap,
-        0.0 if norms is None else norms.eps,
+        qkvg=qkvg,
+        keys=cache.keys,
+        values=cache.values,
+        mask=cache.mask,
+        filled=cache.filled,
+        cos=None if rotary is None else rotary.cos,
+        sin=None if rotary is None else rotary.sin,
+        q_gain=None if norms is None else norms.query,
+        k_gain=None if norms is None else norms.key,
+        sums=partial.sums,
+        tops=partial.tops,
+        totals=partial.totals,
+        width=qkvg.shape[1],
+        key_heads=heads.key,
+        group=group,
+        size=heads.dim,
+        slots=slots,
+        turned=turned,
+        cos_stride=turned if per_row else 0,
+        parts=parts,
+        scale=step.scale,
+        cap=step.softcap,
+        eps=0.0 if norms is None else norms.eps,
         ROTATED=rotary is not None,
         INTERLEAVED=rotary is not None and rotary.interleaved,
         NORMED=norms is not None,
@@ -562,27 +605,7 @@ def attention(qkvg: Tensor, cache: StepKeys, step: StepAttention, tokens: int) -
         num_warps=4,
         num_stages=1,
     )
-    out = torch.empty(rows, heads.q_size, dtype=qkvg.dtype, device=qkvg.device)
-    _combine_kernel[(heads.query, rows)](
-        sums,
-        tops,
-        totals,
-        step.sinks,
-        qkvg,
-        out,
-        qkvg.shape[1],
-        heads.q_size + 2 * heads.kv_size,
-        heads.query,
-        heads.dim,
-        tokens,
-        parts,
-        GATE=heads.gate,
-        SOFTPLUS=step.softplus,
-        PARTS=triton.next_power_of_2(parts),
-        WIDTH=wide,
-        num_warps=4,
-    )
-    return out
+    return partial
 
 
 TRITON = DecodeKernels(product=product, attention=attention)
