@@ -28,13 +28,14 @@ from transformer_engine.pytorch.quantization import (
 from te_models.distributed.sharded_call import call_inside, only_fsdp_hooks
 from te_models.engine.native_observers import experts_observer
 from te_models.errors import UsageError
-from te_models.kernels.expert_blocks_triton import blocks_fit, cast_weight_blocks
+from te_models.kernels.expert_blocks_triton import blocks_fit
 from te_models.kernels.expert_cast_triton import Delayed, FP8Matrices
 from te_models.kernels.expert_hidden_triton import Activation
 from te_models.kernels.expert_rows import Route, dispatch
 from te_models.kernels.grouped_blocks_triton import (
     BlockExperts,
     BlockProjection,
+    cast_weights,
     experts_in_blocks,
     in_blocks,
 )
@@ -336,13 +337,19 @@ def _block_projection(
     module: GroupedLinear, weights: Weights, is_first_microbatch: bool | None
 ) -> BlockProjection:
     """Return a te.GroupedLinear under block scaling."""
-    first = weights.tensors[0].detach()
+    detached = [weight.detach() for weight in weights.tensors]
+    seen = experts_observer(module, 1)
     own = _cached(
-        module,
-        is_first_microbatch,
-        lambda turn: cast_weight_blocks(first, weights.at.places, turn=turn),
+        module, is_first_microbatch, lambda turn: cast_weights(detached, weights.at, turn, seen)
     )
-    return BlockProjection(own, weights.at, weights.tensors, _biases(module))
+    return BlockProjection(
+        own,
+        weights.at,
+        weights.tensors,
+        _biases(module),
+        seen_x=experts_observer(module, 0),
+        seen_dy=experts_observer(module, 2),
+    )
 
 
 def _projection(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from te_models.device.autograd import Context
+from te_models.kernels.count_experts_triton import count_expert_blocks
 from te_models.kernels.expert_block_products_triton import block_rows_times, block_weights_from
 from te_models.kernels.expert_blocks_triton import (
     BlockGradients,
@@ -27,18 +28,23 @@ from te_models.kernels.expert_cast_triton import Matrices
 from te_models.kernels.expert_hidden_triton import Activation
 from te_models.kernels.expert_rows import Route
 from te_models.kernels.expert_rows_triton import dots, total
-from te_models.kernels.grouped_linear_triton import Locations
+from te_models.kernels.grouped_linear_triton import Locations, Seen, matrices_of
 from te_models.kernels.groups import Groups
 from te_models.kernels.joint_experts_triton import Passed
 
 
 class BlockProjection(NamedTuple):
-    """One of the linears of all experts: its weights in FP8, which get gradients in the dtype of `tensors`."""
+    """One of the linears of all experts: its weights in FP8, which get gradients in the dtype of `tensors`.
+
+    The last two count the casts of a run that is recorded, as those of grouped_linear_triton.Casts do.
+    """
 
     own: WeightBlocks
     at: Locations
     tensors: Sequence[Tensor]
     bias: Tensor | None = None  # [E, O]
+    seen_x: Seen | None = None
+    seen_dy: Seen | None = None
 
 
 class BlockExperts(NamedTuple):
@@ -49,6 +55,26 @@ class BlockExperts(NamedTuple):
     activation: Activation
     up: BlockProjection
     down: BlockProjection
+
+
+def cast_weights(
+    weights: Sequence[Tensor], at: Locations, turn: bool, seen: Seen | None
+) -> WeightBlocks:
+    """Return the experts' weights in FP8, with `turn` transposed too; `seen` counts the cast."""
+    made = cast_weight_blocks(weights[0], at.places, turn=turn)
+    if seen is not None:
+        given = matrices_of(weights, at.places)
+        count_blocks_if_seen(seen, given, given.groups, made)
+    return made
+
+
+def count_blocks_if_seen(
+    seen: Seen | None, given: Matrices | None, groups: Groups, made: Blocks | WeightBlocks
+) -> None:
+    """Count a cast of all experts if an observer wants it; arguments are as in `count_expert_blocks`."""
+    counts = None if seen is None else seen.counts
+    if counts is not None:
+        count_expert_blocks(given, groups, made, counts)
 
 
 def _turned(
@@ -75,18 +101,21 @@ class _Blocks(torch.autograd.Function):
         bias: Tensor | None,
         groups: Groups,
         route: Route | None,
-        own: WeightBlocks,
-        at: Locations,
+        projection: BlockProjection,
         *weights: Tensor,
     ) -> Tensor:
         x = x.contiguous()
         token, row, ctx.kernels = (None, None, None) if route is None else route
+        own = projection.own
         ctx.groups = groups
-        ctx.at = at
-        trained = any(ctx.needs_input_grad[6:])
+        ctx.at = projection.at
+        ctx.seen_dy = projection.seen_dy
+        trained = any(ctx.needs_input_grad[5:])
         # With a route x are tokens [T, I], fewer than their rows [R, I]: they are kept, and backward casts them again.
         turn = trained and route is None
-        given, _ = cast_blocks(Matrices(x, groups, source=token), turn=turn)
+        rows = Matrices(x, groups, source=token)
+        given, _ = cast_blocks(rows, turn=turn)
+        count_blocks_if_seen(projection.seen_x, rows, groups, given)
         kept = (x if route is not None else given.transposed) if trained else None
         again = weights if own.transposed is None else ()
         ctx.save_for_backward(
@@ -101,9 +130,9 @@ class _Blocks(torch.autograd.Function):
         groups = ctx.groups
         x, x_inverse, token, row, turned, scale_inv, *weights = ctx.saved_tensors
         # One pass over dy: both copies, and the sum of its rows for the bias.
-        slopes, db = cast_blocks(
-            Matrices(dy, groups), turn=x is not None, summed=ctx.needs_input_grad[1]
-        )
+        rows = Matrices(dy, groups)
+        slopes, db = cast_blocks(rows, turn=x is not None, summed=ctx.needs_input_grad[1])
+        count_blocks_if_seen(ctx.seen_dy, rows, groups, slopes)
         dx = None
         if ctx.needs_input_grad[0]:
             b = _turned(turned, scale_inv, ctx.at, weights)
@@ -114,7 +143,7 @@ class _Blocks(torch.autograd.Function):
         if x is not None:
             given = Blocks(None, None, x, x_inverse) if token is None else _again(x, groups, token)
             of_weights = block_weights_from(slopes, given, groups, dy.dtype).unbind()
-        return dx, db, None, None, None, None, *of_weights
+        return dx, db, None, None, None, *of_weights
 
 
 class _Up(torch.autograd.Function):
@@ -135,7 +164,9 @@ class _Up(torch.autograd.Function):
         trained = any(ctx.needs_input_grad[4:])
         x = x.contiguous()
         token, row = (None, None) if route is None else (route.token, route.row)
-        given, _ = cast_blocks(Matrices(x, groups, source=token), turn=trained and route is None)
+        rows = Matrices(x, groups, source=token)
+        given, _ = cast_blocks(rows, turn=trained and route is None)
+        count_blocks_if_seen(up.seen_x, rows, groups, given)
         kept = (x if route is not None else given.transposed) if trained else None
         ctx.groups = groups
         ctx.passed = passed
@@ -192,12 +223,14 @@ class _Down(torch.autograd.Function):
         down = how.down
         # [R, F] in FP8: the activation is never stored in 16 bits.
         of_hidden = hidden_blocks(gate_up, groups, activation)
+        count_blocks_if_seen(down.seen_x, None, groups, of_hidden)
         dtype = gate_up.dtype
         out = block_rows_times(of_hidden, down.own, groups, bias, backward=False, dtype=dtype)
         ctx.groups = groups
         ctx.activation = activation
         ctx.passed = passed
         ctx.at = down.at
+        ctx.seen = (how.up.seen_dy, down.seen_dy)
         ctx.count = len(weights)
         ctx.trained = any(ctx.needs_input_grad[7:])
         ctx.up = (trained_up, summed_up)
@@ -234,6 +267,8 @@ class _Down(torch.autograd.Function):
             factor = gates.new_zeros(len(out) + 1).scatter(0, row.flatten(), gates.flatten())[:-1]
             given = Matrices(dy, groups, source=token, factor=factor)
         slopes, of_bias = cast_blocks(given, turn=ctx.trained, summed=ctx.needs_input_grad[2])
+        seen_up, seen_down = ctx.seen
+        count_blocks_if_seen(seen_down, given, groups, slopes)
         b = _turned(turned, scale_inv, ctx.at, weights)
         dh = block_rows_times(slopes, b, groups, backward=True, dtype=dtype)
         del b
@@ -249,6 +284,7 @@ class _Down(torch.autograd.Function):
             summed=summed_up,
         )
         del dh
+        count_blocks_if_seen(seen_up, None, groups, found.of_gate_up)
         of_weights: Sequence[Tensor | None] = [None] * ctx.count
         if ctx.trained:
             of_weights = block_weights_from(slopes, found.hidden, groups, dtype).unbind()
@@ -265,8 +301,7 @@ def in_blocks(
 
     With `route`, x [T, I] are tokens, and their rows are never stored in x's dtype.
     """
-    own, at, tensors, bias = projection
-    return _Blocks.apply(x, bias, groups, route, own, at, *tensors)
+    return _Blocks.apply(x, projection.bias, groups, route, projection, *projection.tensors)
 
 
 def experts_in_blocks(x: Tensor, gates: Tensor | None, how: BlockExperts) -> Tensor:

@@ -8,7 +8,17 @@ import torch
 from expert_counts import APART, counts_of
 from torch import Tensor
 
-from te_models.kernels.count_experts_triton import ExpertCounts, count_experts
+from te_models.kernels.count_experts_triton import (
+    ExpertCounts,
+    count_expert_blocks,
+    count_experts,
+)
+from te_models.kernels.expert_blocks_triton import (
+    Blocks,
+    WeightBlocks,
+    cast_blocks,
+    cast_weight_blocks,
+)
 from te_models.kernels.expert_cast_triton import Delayed, FP8Matrices, Matrices, cast
 from te_models.kernels.grouped_linear_triton import matrices_of, on_device
 from te_models.kernels.groups import Groups
@@ -32,11 +42,24 @@ def values(rows: int, seed: int) -> Tensor:
     return x.bfloat16().to(DEVICE)
 
 
+def cast_of_expert(
+    made: FP8Matrices | Blocks | WeightBlocks, e: int, begin: int, end: int, form: int
+) -> Cast:
+    assert made.data is not None and made.scale_inv is not None
+    codes = made.data[begin:end]
+    if isinstance(made, WeightBlocks):
+        return Cast(codes, made.scale_inv[e], (128, 128), form, None)
+    if isinstance(made, Blocks):
+        return Cast(codes, made.scale_inv[:, begin:end].t(), (1, 128), form, None)
+    inverse = made.scale_inv[e].reshape(1, 1)
+    return Cast(codes, inverse, tuple(codes.shape), form, made.scale[e : e + 1])
+
+
 def check(
     counts: ExpertCounts,
     parts: list[Tensor | None],
     groups: Groups,
-    made: FP8Matrices,
+    made: FP8Matrices | Blocks | WeightBlocks,
     form: torch.dtype,
 ) -> None:
     """Compare the rows of each expert with the counts of its own cast, whose values are `parts`."""
@@ -47,10 +70,7 @@ def check(
         if begin == end:
             assert not fields[:, INDEX["elements"]].any() and not counts.codes[APART * e]
             continue
-        codes = made.data[begin:end]
-        own = Cast(
-            codes, made.scale_inv[e].reshape(1, 1), tuple(codes.shape), 8 if form == E5M2 else 7, made.scale[e : e + 1]
-        )  # fmt: skip
+        own = cast_of_expert(made, e, begin, end, 8 if form == E5M2 else 7)
         expected, hashed = reference(parts[e], own)
         wanted = dict(zip(FIELDS, expected.tolist(), strict=True))
         found = dict(zip(FIELDS, fields.sum(0).tolist(), strict=True))
@@ -112,6 +132,46 @@ def test_weights_and_data_alone() -> None:
     check(alone, [None, None], given.groups, made, E4M3)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_rows_in_blocks(known: bool) -> None:
+    """Each has scales of 1 x 128, also of the 16 columns behind the last whole block."""
+    groups = Groups.of(ROWS, DEVICE)
+    tokens = values(20, 2)
+    g = torch.Generator().manual_seed(3)
+    source = torch.randint(0, 21, (sum(ROWS),), generator=g).to(DEVICE)
+    given = Matrices(tokens, groups, source=source)
+    made, _ = cast_blocks(given, turn=False)
+    counts = counts_of(4, DEVICE)
+    count_expert_blocks(given if known else None, groups, made, counts)
+    padded = torch.cat([tokens, tokens.new_zeros(1, COLUMNS)])
+    parts = padded[source].split(ROWS)
+    check(counts, list(parts) if known else [None] * 4, groups, made, E4M3)
+
+
+def test_rows_below_each_other_in_blocks() -> None:
+    groups = Groups(Groups.of(ROWS, DEVICE).first, sum(ROWS) + 8)  # the last belong to no expert
+    x = values(sum(ROWS) + 8, 1)
+    x[sum(ROWS) :] = torch.nan
+    x[17, 4] = torch.inf
+    made, _ = cast_blocks(Matrices(x, groups), turn=False)
+    counts = counts_of(4, DEVICE)
+    count_expert_blocks(Matrices(x, groups), groups, made, counts)
+    check(counts, list(x[: sum(ROWS)].split(ROWS)), groups, made, E4M3)
+
+
+def test_weights_in_blocks() -> None:
+    """Blocks of 128 x 128, of which one is of zeros and the last ones are not whole."""
+    memory = values(2 * 160, 4)
+    memory[:128, :128] = 0
+    weights = [memory[:160], memory[160:]]
+    places = on_device([0, 160 * COLUMNS], DEVICE)
+    given = matrices_of(weights, places)
+    made = cast_weight_blocks(weights[0], places, turn=False)
+    counts = counts_of(2, DEVICE)
+    count_expert_blocks(given, given.groups, made, counts)
+    check(counts, list(weights), given.groups, made, E4M3)
+
+
 def test_nothing_is_counted_in_a_step_that_is_not_recorded() -> None:
     groups = Groups.of(ROWS, DEVICE)
     x = values(sum(ROWS), 1)
@@ -119,4 +179,6 @@ def test_nothing_is_counted_in_a_step_that_is_not_recorded() -> None:
     counts.flag.zero_()
     before = counts.fields.clone()
     count_experts(Matrices(x, groups), groups, cast(Matrices(x, groups), E4M3), E4M3, counts)
+    made, _ = cast_blocks(Matrices(x, groups), turn=False)
+    count_expert_blocks(Matrices(x, groups), groups, made, counts)
     assert torch.equal(counts.fields, before) and not counts.codes.any()

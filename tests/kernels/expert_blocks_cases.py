@@ -5,6 +5,7 @@ Run by test_triton_kernels.py in Triton's interpreter, which takes FP32 for BF16
 
 import pytest
 import torch
+from expert_counts import APART, counts_of
 from fewer import every
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from te_models.kernels.expert_rows import PLAIN, Route, combine, dispatch
 from te_models.kernels.grouped_blocks_triton import (
     BlockExperts,
     BlockProjection,
+    cast_weights,
     experts_in_blocks,
     in_blocks,
 )
@@ -23,6 +25,9 @@ from te_models.kernels.grouped_linear_triton import Locations
 from te_models.kernels.groups import Groups
 from te_models.numerics.formats import DType
 from te_models.numerics.quantizers import Float8BlockQuantizer
+from te_models.recorder.layout import INDEX
+from te_models.recorder.statistics import Cast
+from te_models.recorder.statistics import count_cast as count_in_pytorch
 
 # A tile may contain rows that are not stored, of which the interpreter warns where they are not finite.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow")
@@ -251,6 +256,75 @@ def test_the_mlp_against_its_operations_one_by_one(
         assert off <= 2.0**-7 * wanted.double().norm(), number
         assert value.isfinite().all()
     assert results[0][0].any() and results[0][1].any()
+
+
+class Watched:
+    """An observer of a cast of all experts."""
+
+    def __init__(self) -> None:
+        self.table = counts_of(len(ROWS), DEVICE)
+        self.asked = 0
+
+    @property
+    def counts(self) -> object:
+        self.asked += 1
+        return self.table
+
+    def of(self, field: str) -> Tensor:
+        return self.table.fields[::APART, :, INDEX[field]].sum(1).cpu()
+
+
+@pytest.mark.parametrize("joint", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_recorded_step_has_the_same_bits(joint: bool) -> None:
+    """Each cast of a step is counted once, and the counts of rows in memory are those of the emulated engine's cast."""
+    torch.manual_seed(4)
+    hidden_size = 48
+    own = Groups.of(ROWS, DEVICE)
+    up, up_at = weights_of(INPUTS, 2 * hidden_size)
+    down, down_at = weights_of(hidden_size, INPUTS)
+    x = torch.randn(sum(ROWS), INPUTS, device=DEVICE).to(DTYPE).requires_grad_()
+    sides = [(up, up_at), (down, down_at)]
+    seen = [[Watched() for _ in range(3)] for _ in sides]
+
+    def step(recorded: bool) -> list[Tensor]:
+        made = []
+        for (weights, at), (of_x, of_weights, of_dy) in zip(sides, seen, strict=True):
+            detached = [weight.detach() for weight in weights]
+            cast = cast_weights(detached, at, False, of_weights if recorded else None)
+            observers = dict(seen_x=of_x, seen_dy=of_dy) if recorded else {}
+            made.append(BlockProjection(cast, at, weights, **observers))
+        if joint:
+            y = experts_in_blocks(x, None, BlockExperts(own, None, Activation(None, 1.0), *made))
+        else:
+            hidden = elementwise.swiglu(in_blocks(x, own, made[0]))
+            y = in_blocks(hidden, own, made[1])
+        return [y, *torch.autograd.grad(y, (x, *up, *down), torch.ones_like(y))]
+
+    for found, expected in zip(step(True), step(False), strict=True):
+        assert torch.equal(found, expected)
+    sizes = [(INPUTS, 2 * hidden_size), (hidden_size, INPUTS)]
+    for side, (inputs, outputs) in enumerate(sizes):
+        for operand, columns in ((0, inputs), (2, outputs), (1, 0)):
+            watched = seen[side][operand]
+            assert watched.asked == 1
+            elements = (
+                [inputs * outputs] * len(ROWS) if operand == 1 else [r * columns for r in ROWS]
+            )
+            assert watched.of("elements").tolist() == elements, (side, operand)
+            signal = watched.of("signal")[watched.of("elements") > 0]
+            # In one function, the activation and its gradient are never stored in high precision.
+            unknown = joint and (side, operand) in ((1, 0), (0, 2))
+            assert signal.isnan().all() if unknown else (signal > 0).all()
+    for e, part in enumerate(x.detach().split(ROWS)):
+        if len(part):
+            cast = quantizer(1)(part)
+            codes = cast._rowwise_data.view(torch.uint8)
+            inverse = cast._rowwise_scale_inv[:, : len(part)].t()
+            fields, hashed = count_in_pytorch(part, Cast(codes, inverse, (1, 128), 7))
+            assert seen[0][0].table.codes[APART * e].item() == hashed.item()
+            for field in ("subnormal", "blocks", "signal", "noise"):
+                wanted = fields[INDEX[field]].item()
+                assert seen[0][0].of(field)[e].item() == pytest.approx(wanted, rel=1e-6)
 
 
 def test_only_hopper_and_whole_lines_fit() -> None:
