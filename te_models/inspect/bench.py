@@ -20,7 +20,7 @@ from te_models.causal_lm import CausalLM
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import AUTO, EDGES, RECIPE_FIELDS, SCHEMES, get_recipe
 from te_models.engine import get_engine
-from te_models.errors import check_known, unknown
+from te_models.errors import UsageError, check_known, unknown
 from te_models.files.formats import Fields
 from te_models.inspect.environment import environment
 from te_models.inspect.peers import PEERS, StepFunction, peer_step, step_of
@@ -154,8 +154,13 @@ def bench(
         options: options of CausalLM, such as `engine` and recipe fields.
 
     Raises:
-        UsageError: for an unknown recipe, option or peer, naming the nearest one.
+        UsageError: for an unknown recipe, option or peer, naming the nearest one, and for a size below its least.
     """
+    sizes = dict(batch_size=batch_size, seq_len=seq_len, steps=steps, warm_up=warm_up)
+    for name, size in sizes.items():
+        least = 0 if name == "warm_up" else 1
+        if size < least:
+            raise UsageError(f"{name}={size} is out of range: give {least} or more")
     # Import Transformer Engine before any use of cuDNN (te_models/device/cudnn.py).
     get_engine("auto", device)
     ids = torch.randint(

@@ -96,12 +96,13 @@ class _KernelsWithoutData(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, ...]:
-        x, _, _, b, *_ = ctx.saved_tensors
+        inputs = ctx.saved_tensors  # read once, since a recompute gives each only once
+        x, _, _, b, *_ = inputs
         chunks = -(-x.shape[1] // KERNEL_CHUNK)
         shape = (x.shape[0], chunks, *x.shape[2:], b.shape[3])
         # Alive together with the gradients, which decides the peak.
         states = [x.new_empty(shape, dtype=torch.float32) for _ in "12"]
-        found = tuple(torch.empty_like(value) for value in ctx.saved_tensors)
+        found = tuple(torch.empty_like(value) for value in inputs)
         del states
         return found
 

@@ -48,6 +48,12 @@ def describe_choice(name: str | Path) -> str | None:
     best = best_checkpoint(folder, losses.best_step)
     if losses.best_step == step:
         return f"{said} and the best, with an eval loss of {losses.best:.4f}"
+    if losses.best_step and best is not None and losses.last == losses.best:
+        # The evaluation of the best step was the last one, as where Ctrl-C ended the run after it.
+        return (
+            f"{said}, which was not evaluated; step {losses.best_step:,} has the lowest eval loss, "
+            f"{losses.best:.4f}: --model {best} takes it"
+        )
     if losses.best_step and best is not None:
         return (
             f"{said}, with an eval loss of {losses.last:.4f}; step {losses.best_step:,} has {losses.best:.4f}: "

@@ -177,24 +177,31 @@ def _draw_loss(
 def _write_evaluations(axes: Any, points: Sequence[tuple[int, float]]) -> None:
     """Write the first, the best and the last loss of an evaluation beside their points."""
     evaluated = [value for _, value in points]
-    # Number of the point -> offset of its text in points, and the side of the text that is there.
-    written = {len(points) - 1: (-4, 9, "right")} if points else {}
-    if points and points[0][0] == 0:  # left of it are the ticks of the axis
-        written[0] = (9, 3, "left")
-    best = int(np.argmin(evaluated)) if evaluated else 0
-    if best not in written and points:
-        written[best] = (0, -15, "center")
-    for number, (x, y, side) in written.items():
+    if not points:
+        return
+    style: dict[str, Any] = dict(
+        textcoords="offset points", fontsize=9, color=EVAL, fontweight="bold"
+    )
+    box = dict(boxstyle="round,pad=0.15", facecolor="white", alpha=0.8, edgecolor="none")
+    last = len(points) - 1
+    best = int(np.argmin(evaluated))
+    first_is_before = points[0][0] == 0
+    if first_is_before:  # left of it are the ticks of the axis
+        axes.annotate(f"{evaluated[0]:.3f}", points[0], (9, 3), ha="left", bbox=box, **style)
+    if best != last and not (best == 0 and first_is_before):
         axes.annotate(
-            f"{evaluated[number]:.3f}",
-            points[number],
-            (x, y),
-            textcoords="offset points",
-            ha=side,
-            fontsize=9,
-            color=EVAL,
-            fontweight="bold",
-            bbox=dict(boxstyle="round,pad=0.15", facecolor="white", alpha=0.8, edgecolor="none"),
+            f"{evaluated[best]:.3f}", points[best], (0, -15), ha="center", bbox=box, **style
+        )
+    if last > 0 or not first_is_before:
+        # Right of the axes, where it covers no curve.
+        axes.annotate(
+            f"{evaluated[last]:.3f}",
+            (1, evaluated[last]),
+            (7, 0),
+            ("axes fraction", "data"),
+            ha="left",
+            va="center",
+            **style,
         )
 
 

@@ -134,5 +134,5 @@ def check_unfinished(settings: RunSettings, folder: Path, step: int, steps: int)
     unfinished = missing or "merge_dtype" in settings.given
     if step > steps or (step == steps and not unfinished):
         raise UsageError(
-            f"{folder} has already reached step {step}: give more than --steps {steps}"
+            f"{folder} has already reached step {step}: give --steps of more than {step}"
         )

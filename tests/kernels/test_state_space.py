@@ -6,10 +6,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor
 
 from te_models.kernels.elementwise import gated_norm, time_steps
-from te_models.kernels.state_space import by_linear_attention, by_mamba, chunked, recurrent
+from te_models.kernels.state_space import (
+    _KernelsWithoutData,
+    by_linear_attention,
+    by_mamba,
+    chunked,
+    recurrent,
+)
 
 HEADS, WIDTH, GROUPS, STATE = 6, 5, 3, 4
 
@@ -166,3 +173,11 @@ def test_the_gated_norm_is_one_of_groups(before_gate: bool) -> None:
     expected = torch.cat(parts, 1) * (opening if before_gate else 1.0)
     found = gated_norm(x, z, weight, groups=3, eps=1e-5, before_gate=before_gate)
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_kernels_without_data_in_a_recompute() -> None:
+    """A recompute gives each saved tensor once, as the plan of a GPU's memory under full recompute found."""
+    given = [value.to("meta", torch.bfloat16).requires_grad_() for value in inputs(8).values()]
+    out = torch.utils.checkpoint.checkpoint(_KernelsWithoutData.apply, *given, use_reentrant=False)
+    found = torch.autograd.grad(out, given, torch.empty_like(out))
+    assert [one.shape for one in found] == [one.shape for one in given]

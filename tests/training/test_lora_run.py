@@ -219,7 +219,7 @@ def test_a_run_that_was_killed_at_its_end_is_finished(
     assert "run/merged" in capsys.readouterr().out and len(losses("run")) == 3
     assert {path.name for path in Path("run").iterdir()} > {"adapter", "merged", "loss.png"}
     assert main(["finetune", "--resume", "run"]) == 2
-    assert "run has already reached step 3: give more than --steps 3" in capsys.readouterr().err
+    assert "run has already reached step 3: give --steps of more than 3" in capsys.readouterr().err
 
 
 def test_a_finished_run_can_be_merged(start: list[str], capsys: Any) -> None:
