@@ -278,6 +278,7 @@ def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
     adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
     _warn_of_experts_left_out(model, configs, adapted)
     _warn_of_names_taken(model, configs)
+    _warn_of_names_read_twice(model, configs, adapted)
     family = _places(model)[1]
     as_modules = [
         name
@@ -379,3 +380,21 @@ def _warn_of_names_taken(model: CausalLM, configs: Document) -> None:
             "(`.model`)",
             stacklevel=4,
         )
+
+
+def _warn_of_names_read_twice(model: CausalLM, configs: Document, adapted: list[str]) -> None:
+    """Warn of new adapters whose names in peft's file the reading of transformers would rename once more.
+
+    Its patterns have dots that match any character, so that of Laguna's "shared_experts" it makes "shared_expertss".
+    """
+    config = model.origin.config
+    family = family_of(config) if config else None
+    if family is None or all(config.inference_mode for config in configs.values()):
+        return
+    for stored, there in family.renamed.items():
+        if re.search(stored, there) and any(there in f".{name}." for name in adapted):
+            warnings.warn(
+                f"transformers misreads peft's file of adapters on {there.strip('.')} of {family.model_type}: for it, "
+                "read the file with te_models.load_lora and write it with te_models.save_lora",
+                stacklevel=4,
+            )

@@ -182,7 +182,14 @@ def test_a_shared_expert_has_two_names(tmp_path: Path) -> None:
         if file.name not in ("adapter_config.json", "adapter_model.safetensors"):
             file.unlink()
     save_file(older, tmp_path / "older/adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(
+        UserWarning, match=r"misreads peft's file of adapters on mlp\.shared_experts"
+    ):
+        get_peft_model(TEModelsForCausalLM.wrap(ours(base)), LoraConfig(r=2, **fields))
+    # As the warning says.
+    save_lora(load_lora(ours(base), tmp_path / "peft"), tmp_path / "again")
     found = [PeftModel.from_pretrained(theirs(base), tmp_path / "ours"), wrapped]
+    found.append(PeftModel.from_pretrained(theirs(base), tmp_path / "again"))
     for folder in ("ours", "peft", "older"):
         inner = TEModelsForCausalLM.wrap(ours(base))
         found.append(load_lora(ours(base), tmp_path / folder))
