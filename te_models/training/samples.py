@@ -193,7 +193,7 @@ class Sampler:
         A step takes about three times as long as a forward pass of the evaluation batch `batch`.
         """
         said = "answering prompts of the evaluation data before the first step"
-        # A spinner takes over sys.stdout too (te_models.training.report.progress).
+        # A spinner takes over sys.stdout too (te_models.training.progress.progress).
         with contextlib.nullcontext() if console.quiet else console.status(said):
             seconds = math.inf
             if self.bounded:

@@ -313,7 +313,6 @@ def test_the_first_config_of_step_means_what_transformers_makes_of_it() -> None:
         ("phimoe", "experts", "qwen3_moe"),
         ("longcat_flash", "latent", "deepseek_v3"),
         ("jamba", "recurrence", "qwen3_next"),
-        ("falcon_h1", "recurrence", "qwen3_next"),
         ("mamba2", "recurrence", "qwen3_next"),
         ("stablelm", "LayerNorm", "llama"),
         ("t5", "encoder", "llama"),

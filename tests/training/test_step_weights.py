@@ -19,6 +19,7 @@ from torch import Tensor
 
 from te_models import CausalLM, TrainConfig, Trainer
 from te_models.config.model import ModelConfig
+from te_models.training import run_state
 from te_models.training import trainer as trainer_module
 from te_models.training.check_state import gradient_factor
 from te_models.training.launch import meshes
@@ -171,15 +172,15 @@ def as_before(shared: Parallel, root: Path, name: str, case: dict[str, Any]) -> 
     """A run whose checkpoint is one of the versions that averaged gradients: it names no factor, and its scales know
     gradients as many times as large as there are processes."""
     run = trainer_of(shared, root / name, case)
-    flatten = trainer_module.flatten_state
-    content = run._content
+    flatten = run_state.flatten_state
+    content = run_state.checkpoint_content
 
     def flat(state: dict[str, Any]) -> Any:
         del state["gradient_factor"]
         return flatten(state)
 
-    def old_content() -> Any:
-        tensors, documents = content()
+    def old_content(trainer: Trainer) -> Any:
+        tensors, documents = content(trainer)
         state = {n: t.clone() for n, t in tensors["fp8_state"].items()}
         for key in state:
             if ".scaling_bwd." in key:
@@ -187,12 +188,10 @@ def as_before(shared: Parallel, root: Path, name: str, case: dict[str, Any]) -> 
                 state[key] *= shared.data_world if wider else 1 / shared.data_world
         return tensors | {"fp8_state": state}, documents
 
-    trainer_module.flatten_state = flat
-    run._content = old_content
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_state, "flatten_state", flat)
+        patch.setattr(trainer_module, "checkpoint_content", old_content)
         return outcome(run, run.run())
-    finally:
-        trainer_module.flatten_state = flatten
 
 
 CHANGED = {
