@@ -1,5 +1,7 @@
 """`te-models convert`: rewrite a model in another format."""
 
+from pathlib import Path
+
 import click
 
 from te_models.cli.options import Command, build_model, option, out_option, show_line
@@ -48,6 +50,8 @@ def convert(
     from te_models.saving.pretrained import FORMATS  # noqa: PLC0415
 
     check_known("format", format, FORMATS)
+    if model is not None and Path(model).resolve() == Path(out).resolve():
+        raise click.UsageError(f"--out {out} is the folder of --model: give another one")
     if dtype is not None:
         check_known("dtype", dtype, DTYPES)
     if (preset is None) != (te_checkpoint is None):

@@ -119,6 +119,11 @@ def run_training(
         raise UsageError(
             f"--from-record {from_record} chooses the recipe of a new run: leave it out of --resume"
         )
+    # In Python and in the file of a run 0 means that the steps decide.
+    if given.get("epochs") == 0 and "steps" not in given:
+        raise UsageError(
+            "--epochs 0 trains nothing: give passes over the data, such as 1, or --steps"
+        )
     if from_record is not None:
         advice = advice_of(from_record, options["preset"], options["model"], options)
         given["recipe"] = advice.recipe

@@ -31,6 +31,7 @@ from transformer_engine.pytorch.module.base import quantize_weight
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_models.device.hooks import is_untouched
+from te_models.engine.torch_linear import TorchLinear
 
 ROWS = 8  # of which an FP8 product takes a multiple
 
@@ -74,7 +75,8 @@ def linear(module: Linear, x: Tensor, is_first_microbatch: bool | None) -> Tenso
 
 def _is_plain(module: Linear, x: Tensor) -> bool:
     """Return whether te.Linear would do no more for x than cast and multiply."""
-    if type(module) is not Linear or type(x) is not Tensor or not is_untouched(module):
+    own = type(module) is Linear or isinstance(module, TorchLinear)
+    if not own or type(x) is not Tensor or x.dim() != 2 or not is_untouched(module):
         return False
     if type(module.weight) is not Parameter and not isinstance(module.weight, QuantizedTensor):
         return False

@@ -378,6 +378,8 @@ MISTAKES = [
     ("evaluate --model gated-nano --data missing", "missing"),
     ("export --preset gated-nano", "give --out DIR, such as --out exported: folder to write"),
     ("convert --model gated-nano", "give --out DIR, such as --out exported: folder to write"),
+    ("convert --model text --out text", "--out text is the folder of --model: give another one"),
+    ("finetune --model gated-nano --epochs 0", "--epochs 0 trains nothing"),
     ("parity --model gated-nano", "give --data PATH, such as --data notes.txt: text or records"),
     ("bench", "give --preset NAME, such as --preset gated-nano"),
     ("bench --model gated-nano", "unknown option '--model': did you mean '--preset'?"),

@@ -37,6 +37,8 @@ def test_the_bits_of_the_module(
         module = linear(te, inputs, outputs, bias)
         other = linear(te, inputs, outputs, bias)
     other.load_state_dict(module.state_dict())
+    if not stored:
+        other = te.LinearOfTorch.of(other)  # as models of transformers have it
     by_calls = 0
     for first in (None, True, False, True, None):
         x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
