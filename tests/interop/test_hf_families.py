@@ -130,12 +130,15 @@ def test_a_folder_is_of_a_family_whose_config_transformers_takes(
         close(model(ids).logits, judge(ids).logits)
 
 
-# One of each family in every run, and all in the long tests; of hybrids 1, 2 and 4 value heads per key head.
+# One of each family, half of them in every run and the rest in the long tests; of hybrids 1, 2 and 4 value heads per
+# key head.
 FEW = {
     f"{family}-{[*cases][number % len(cases)]}"
     for number, (family, cases) in enumerate(FAMILY_CASES.items())
 }
+QUICK = {case for number, case in enumerate(sorted(FEW)) if number % 2}
 FEW |= {"glm4_moe-dense", *FIRST_CASES, *(f"hybrid-{seed}" for seed in (0, 1, 7, 14))}
+QUICK |= {*FIRST_CASES, "hybrid-0", "hybrid-7"}
 
 
 def left_out() -> set[str]:
@@ -150,7 +153,7 @@ def left_out() -> set[str]:
 
 LEFT_OUT = left_out()
 ALL = [
-    pytest.param(case, marks=[pytest.mark.slow] * (case not in FEW))
+    pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK))
     for case in (*FIRST_CASES, *CASES, *HYBRIDS)
     if case in FEW or case not in LEFT_OUT
 ]

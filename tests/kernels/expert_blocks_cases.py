@@ -274,7 +274,8 @@ class Watched:
         return self.table.fields[::APART, :, INDEX[field]].sum(1).cpu()
 
 
-@pytest.mark.parametrize("joint", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("joint", [False, True])
 def test_a_recorded_step_has_the_same_bits(joint: bool) -> None:
     """Each cast of a step is counted once, and the counts of rows in memory are those of the emulated engine's cast."""
     torch.manual_seed(4)

@@ -380,8 +380,9 @@ class Watched(NamedTuple):
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # of NumPy's exponential
-@pytest.mark.parametrize("routed", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("joint", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("joint", [True, False])
 def test_observers_count_every_cast_and_change_no_bit(joint: bool, routed: bool) -> None:
     """Elements of each expert's operands; values in memory with signal and noise, others as unknown."""
     torch.manual_seed(4)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from autograd_bytes import assert_planned, autograd_bytes, planned_bytes
 from bits import assert_same_tensors
-from fewer import slow
+from fewer import every, slow
 from kinds import (
     EMULATED,
     KINDS,
@@ -41,7 +41,8 @@ from te_models.model.tensor_parallel import divided_linear, gather_state
 # In slow tests; random pairs and the tests of families draw such options too.
 RARER = ("headwise gate", "no gate", "no attention", "shared expert", *OPTIONS)
 RARER += ("gated convolution, biases", "Mamba 2, biases")
-RARER += ("two states, two windows",)
+RARER += ("two states, two windows", "chunks, gated", "experts side by side")
+RARER += ("experts with a norm after them", "experts with norms of their own")
 RARER += ("latent attention, wide values", "latent attention, one width")
 
 
@@ -55,6 +56,10 @@ def each_kind(*axes: Sequence[Any]) -> list[Any]:
         )
         for number, name in enumerate(KINDS)
     ]
+
+
+# Each kind with one mode in every run, and with the others in the long tests.
+MODES = every(3, ("none", "selective", "full"), [name for name in KINDS if name not in RARER])
 
 
 @pytest.fixture(params=each_kind())
@@ -114,7 +119,7 @@ def test_padding_changes_nothing(kind: Kind, where: Where, side: str) -> None:
         assert_close(found[name], gradient, 4 * bound, name)
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode, kind", MODES, indirect=["kind"])
 def test_a_pass_without_a_backward_keeps_no_memory(kind: Kind, mode: str) -> None:
     """The graph is gone, and with it what it stored: its leaves forget what was noted on them."""
     model = build(kind, activation_checkpointing=mode)

@@ -46,8 +46,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     ),
 }
 COMPILED_CASES = [
-    *every(5, HYBRIDS, ("bf16", "current"), ("none", "selective", "full"), ROWS, rest=2),
-    *some(5, ((name, "bf16", "none", (2, 64)) for name in VARIANTS)),
+    *every(9, HYBRIDS, ("bf16", "current"), ("none", "selective", "full"), ROWS, rest=2),
+    *some(9, ((name, "bf16", "none", (2, 64)) for name in VARIANTS)),
 ]
 
 

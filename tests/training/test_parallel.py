@@ -197,7 +197,8 @@ RARER = (
     "ddp-answers",
     "first-ddp",
 )
-RARER += ("first-fsdp", "first-fsdp-fp8", "ddp-beside")
+RARER += ("first-fsdp", "first-fsdp-fp8", "ddp-beside", "fsdp-beside")
+RARER += ("experts-current", "tp-answers")
 
 
 def named(cases: Iterable[str]) -> list[Any]:
