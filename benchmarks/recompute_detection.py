@@ -1,4 +1,4 @@
-"""What it costs the host to know that a forward pass is a recompute: ours beside a walk of the stack.
+"""The host's cost of knowing that a forward pass is a recompute: ours beside a walk of the stack.
 
     python -m benchmarks.recompute_detection --out benchmarks/results/recompute_detection_h100.json
     python -m benchmarks.recompute_detection --tiny --out tiny.json                    # anywhere: does it work?

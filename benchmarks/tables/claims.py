@@ -80,7 +80,7 @@ def _named(row: str) -> str:
 
 @table
 def compiled_fp8_result() -> str:
-    """What came out of the reported command, in words."""
+    """Results of the reported command, in words."""
     lines = []
     for shape in SHAPES:
         rows = compiled_rows(shape)
@@ -180,7 +180,7 @@ def recomputation_peaks() -> str:
 
 @table
 def recomputation_result() -> str:
-    """What came out of recomputation with FP8, in words."""
+    """Results of recomputation with FP8, in words."""
     peaks = _grid_peaks("gated-1b")
     theirs = peaks["torchao", False, "full"] / peaks["torch", False, "full"]
     lines = [
@@ -302,7 +302,7 @@ def divergence_advice() -> str:
 
 @table
 def optimizer_speed_result() -> str:
-    """What came out of the times of optimizers, in words."""
+    """Results of the times of optimizers, in words."""
     lines = []
     for shape in OPTIMIZED:
         result = load(f"optimizer_speed_{shape}_h100")
@@ -370,5 +370,6 @@ def _draw_bars(
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set(xlabel=label, title=title)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)
     save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""Whether something watches or replaces a module's call."""
+"""Hooks on modules, and other changes to their calls."""
 
 from __future__ import annotations
 

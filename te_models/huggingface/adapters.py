@@ -385,7 +385,7 @@ def _warn_of_names_taken(model: CausalLM, configs: Document) -> None:
 def _warn_of_names_read_twice(model: CausalLM, configs: Document, adapted: list[str]) -> None:
     """Warn of new adapters whose names in peft's file the reading of transformers would rename once more.
 
-    Its patterns have dots that match any character, so that of Laguna's "shared_experts" it makes "shared_expertss".
+    Its patterns have dots that match any character, so it turns Laguna's "shared_experts" into "shared_expertss".
     """
     config = model.origin.config
     family = family_of(config) if config else None

@@ -50,7 +50,7 @@ def _few_tile(gated: bool, normed: bool, fp8: bool) -> Tile:
     """Return the tile of a product without tensor cores.
 
     Norms are computed in every program, so there are fewer programs with them. The fastest of 14 for most of eight
-    shapes on an H100 (docs/LOG.md, 2026-11-27); so are those of `_tile`, of 11.
+    shapes on an H100 (benchmarks/results/decode_tiles_h100.json), as in `_tile` the fastest of 11.
     """
     if fp8:
         return Tile(8, 1024, 4, 1) if normed else Tile(2, 1024, 2, 1)

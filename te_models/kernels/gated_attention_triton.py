@@ -336,48 +336,31 @@ def _gate_backward_kernel(
 
 def rotate(x: Tensor, out: Tensor, rotation: Rotation, inverse: bool) -> None:
     """See gated_attention.rotate."""
-    batch, seq, heads, dim = x.shape
-    (cos, sin), (table_batch, table_seq) = rotation_tables(rotation)
-    _rotate_kernel[(batch * seq, triton.cdiv(heads, HEADS))](
-        x=x,
-        out=out,
-        cos=cos,
-        sin=sin,
-        weight=None,
-        x_batch=x.stride(0),
-        x_seq=x.stride(1),
-        x_head=x.stride(2),
-        out_batch=out.stride(0),
-        out_seq=out.stride(1),
-        out_head=out.stride(2),
-        table_batch=table_batch,
-        table_seq=table_seq,
-        seq=seq,
-        heads=heads,
-        eps=0.0,
-        sign=-1.0 if inverse else 1.0,
-        **head_tiles(dim, rotation),
-        together=False,
-        zero_centered=False,
-        in_place=out is x,
-        block=HEADS,
-    )
+    _write_heads(x, out, None, rotation, -1.0 if inverse else 1.0)
 
 
 def norm(x: Tensor, norm: Norm, rotation: Rotation | None) -> Tensor:
     """See gated_attention.norm."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _write_heads(x, out, norm, rotation, 1.0)
+    return out
+
+
+def _write_heads(
+    x: Tensor, out: Tensor, norm: Norm | None, rotation: Rotation | None, sign: float
+) -> None:
+    """Write x [B, S, heads, H] with the norm and RoPE, where there are such, into `out`, which may be x."""
     batch, seq, heads, dim = x.shape
-    out = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
     (cos, sin), (table_batch, table_seq) = rotation_tables(rotation)
     # A weight of all heads: one norm over the whole token, so a program has all its heads.
-    together = len(norm.weight) != dim
+    together = norm is not None and len(norm.weight) != dim
     block = triton.next_power_of_2(heads) if together else HEADS
     _rotate_kernel[(batch * seq, triton.cdiv(heads, block))](
         x=x,
         out=out,
         cos=cos,
         sin=sin,
-        weight=norm.weight,
+        weight=None if norm is None else norm.weight,
         x_batch=x.stride(0),
         x_seq=x.stride(1),
         x_head=x.stride(2),
@@ -388,15 +371,14 @@ def norm(x: Tensor, norm: Norm, rotation: Rotation | None) -> Tensor:
         table_seq=table_seq,
         seq=seq,
         heads=heads,
-        eps=norm.eps,
-        sign=1.0,
+        eps=0.0 if norm is None else norm.eps,
+        sign=sign,
         **head_tiles(dim, rotation),
         together=together,
-        zero_centered=norm.zero_centered,
-        in_place=False,
+        zero_centered=norm is not None and norm.zero_centered,
+        in_place=out is x,
         block=block,
     )
-    return out
 
 
 def norm_backward(

@@ -292,7 +292,7 @@ def _mask(
 ) -> Visible:
     """Return which keys the queries of `spec` see in a pass without a cache.
 
-    `documents` int [B or 1, S] are those of the tokens, or their chunks; None: each row is one.
+    `documents` int [B or 1, S] number the documents of the tokens, or their chunks; None: each row is one.
     """
     # A span has one first key per query, which padding does not allow.
     spans = kernels.attention.spans if kernels.attention is not None else None

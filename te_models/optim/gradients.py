@@ -30,7 +30,7 @@ class Gradients:
 
     @property
     def changes_projectors(self) -> bool:
-        """Whether the next step computes new projectors, and so has to run without its CUDA graph."""
+        """True if the next step computes new projectors, and so has to run without its CUDA graph."""
         return False
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:

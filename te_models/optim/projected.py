@@ -56,7 +56,7 @@ class _Part:
 
     @property
     def due(self) -> bool:
-        """Whether the next step needs a new projector."""
+        """True if the next step needs a new projector."""
         return self.projector is not None and self.state.get("step", 0) % self.refresh == 0
 
     def take_saved_projector(self) -> None:
@@ -135,7 +135,7 @@ class ProjectedGradients(Gradients):
 
     @property
     def changes_projectors(self) -> bool:
-        """Whether the next step computes new projectors, which no CUDA graph can."""
+        """True if the next step computes new projectors, which no CUDA graph can."""
         return any(part.due for parts in self._parts.values() for part in parts)
 
     def attach(

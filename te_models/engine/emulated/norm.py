@@ -1,4 +1,4 @@
-"""What te.RMSNorm and te.LayerNorm share: options, the parameter, shapes and dtypes."""
+"""The base of te.RMSNorm and te.LayerNorm: options, the parameter, shapes and dtypes."""
 
 import warnings
 from abc import abstractmethod
