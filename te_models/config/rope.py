@@ -16,14 +16,27 @@ ROPE_SCALINGS = {
     # Of the share of channels, the rest of which keep the angle zero: pairs lie half a head apart all the same.
     "proportional": ((), ("partial_rotary_factor", "factor")),
     "dynamic": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
     "yarn": (
         ("factor",),
-        ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-         "truncate"),
+        (
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
     ),
-    "longrope": (("short_factor", "long_factor"), ("original_max_position_embeddings", "factor", "attention_factor")),
-}  # fmt: skip
+    "longrope": (
+        ("short_factor", "long_factor"),
+        ("original_max_position_embeddings", "factor", "attention_factor"),
+    ),
+}
 
 
 def _field(name: str, *kinds: type, group: str = "rope_scaling", **about: Any) -> Setting:

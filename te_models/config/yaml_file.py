@@ -14,10 +14,12 @@ _PLAIN = {
     "bool": (re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF")),
     "int": (re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"), list("-+0123456789")),
     "float": (
-        re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.nan"),
+        re.compile(
+            r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.nan"
+        ),
         list("-+0123456789."),
     ),
-}  # fmt: skip
+}
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

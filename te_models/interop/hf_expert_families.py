@@ -3,10 +3,12 @@
 from collections.abc import Iterable
 
 from te_models.config.model import ModelConfig
+from te_models.interop import hf_expert_layouts as layouts
 from te_models.interop import hf_experts as experts
 from te_models.interop import hf_parts as parts
 from te_models.interop import hf_places as places
 from te_models.interop import hf_rope_parts as ropes
+from te_models.interop import hf_window_parts as windows
 from te_models.interop.hf_family import LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
 from te_models.interop.hf_hybrid_parts import LATENT, ROTATED_HEAD_DIM, WHOLE_HEAD_DIM
 from te_models.interop.hf_parts import Fields
@@ -14,9 +16,14 @@ from te_models.interop.hf_step_parts import STEP_LAYERS
 
 ACT = parts.activation()
 _SIZES = {
-    "rope_interleave": True, "bos_token_id": 0, "eos_token_id": 1, "n_shared_experts": 1, "norm_topk_prob": True,
-    "kv_lora_rank": 512, "qk_rope_head_dim": 64,
-}  # fmt: skip
+    "rope_interleave": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+}
 _DEEPSEEK_KEYS = experts.IGNORED | {
     "qk_head_dim",
     "auto_map",
@@ -37,22 +44,35 @@ _DEEPSEEK_V3: Fields = dict(
 
 
 _GRANITE_MOE: Fields = dict(
-    layer=places.GRANITE_MOE_LAYER, stacked="outputs first", constants=UNGATED, mlp="block_sparse_moe",
-    stacks={"block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
-            "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj"},
+    layer=places.GRANITE_MOE_LAYER,
+    stacked="outputs first",
+    constants=UNGATED,
+    mlp="block_sparse_moe",
+    stacks={
+        "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+        "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+    },
     renamed={".router.layer.": ".router."},
-    defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2,
-              "attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2,
-              "router_aux_loss_coef": 0.001, "shared_intermediate_size": 0},
+    defaults={
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "attention_multiplier": 1.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+        "shared_intermediate_size": 0,
+    },
     ignored=experts.IGNORED | {"attention_dropout"},
-)  # fmt: skip
+)
 _GRANITE_PARTS = (ropes.ROPE, ACT, parts.biases(), parts.ATTENTION_MULTIPLIER, parts.MULTIPLIERS)
 
 
 _LLAMA4: Fields = dict(
     layer=places.LLAMA4_LAYER, copied={"intermediate_size": "intermediate_size_mlp"}, stacked="inputs first",
     inputs_first=True, swapped_by_peft=True, mlp="feed_forward",
-    parts=(ropes.ROPE, ropes.LLAMA4_LAYERS, ropes.LLAMA4_TEMPERATURE, ACT, parts.biases(),
+    parts=(ropes.ROPE, windows.LLAMA4_LAYERS, ropes.LLAMA4_TEMPERATURE, ACT, parts.biases(),
            parts.UNIT_NORM, experts.LLAMA4_EXPERTS),
     constants={**UNGATED, "rope_interleaved": True},
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
@@ -116,7 +136,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="qwen2_moe", architecture="Qwen2MoeForCausalLM", models="Qwen1.5-MoE, Qwen2-57B-A14B",
         layer={**places.LAYER, **places.QWEN2_EXPERTS}, constants=UNGATED,
-        parts=(ropes.ROPE, ropes.EVEN_SLIDE_BY_FLAG, ACT, experts.QKV_BIAS, experts.QWEN2_EXPERTS),
+        parts=(ropes.ROPE, windows.EVEN_SLIDE_BY_FLAG, ACT, experts.QKV_BIAS, experts.QWEN2_EXPERTS),
         defaults={**LENGTHS, "num_key_value_heads": 16, "max_window_layers": 28, "num_experts": 60,
                   "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
                   "norm_topk_prob": False, "router_aux_loss_coef": 0.001, "qkv_bias": True},
@@ -126,7 +146,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="mixtral", architecture="MixtralForCausalLM", models="Mixtral 8x7B, 8x22B",
         layer={**{name: rows for name, rows in places.LAYER.items() if "mlp" not in name}, **places.MIXTRAL_EXPERTS},
-        parts=(ropes.ROPE, ropes.WINDOW, ACT, experts.MIXTRAL_EXPERTS), constants=UNGATED,
+        parts=(ropes.ROPE, windows.WINDOW, ACT, experts.MIXTRAL_EXPERTS), constants=UNGATED,
         renamed={".block_sparse_moe.gate.": ".mlp.gate."},
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "bos_token_id": 1,
                   "eos_token_id": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001,
@@ -160,7 +180,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="mellum", architecture="MellumForCausalLM", models="Mellum 2 12B-A2.5B",
         layer={**places.NORMED_LAYER, **places.EXPERTS},
-        parts=(ropes.MELLUM_ROPE, ACT, parts.biases(), experts.MELLUM_EXPERTS),
+        parts=(windows.MELLUM_ROPE, ACT, parts.biases(), experts.MELLUM_EXPERTS),
         constants={**UNGATED, "qk_norm": True}, later=("mtp.",),
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6,
                   "sliding_window": 1024, "rope_theta": 500000.0, "rope_local_base_freq": 10000.0, "num_experts": 64,
@@ -197,7 +217,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="dots1", architecture="Dots1ForCausalLM", models="dots.llm1",
         layer={**places.NORMED_LAYER, **places.GLM_EXPERTS},
-        parts=(ropes.ROPE, ropes.DOTS_WINDOW, ACT, parts.biases(), experts.DEEPSEEK_EXPERTS),
+        parts=(ropes.ROPE, windows.DOTS_WINDOW, ACT, parts.biases(), experts.DEEPSEEK_EXPERTS),
         constants={**UNGATED, "qk_norm": True}, accepts=_sparse,
         defaults={"max_position_embeddings": 2048, "num_key_value_heads": 32, "rms_norm_eps": 1e-6,
                   "sliding_window": 4096, "max_window_layers": 62, "first_k_dense_replace": 0,
@@ -207,7 +227,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="exaone_moe", architecture="ExaoneMoeForCausalLM", models="K-EXAONE 236B-A23B",
         layer={**places.NORMED_LAYER, **places.EXAONE_EXPERTS},
-        parts=(ropes.ROPE, ropes.EXAONE_WINDOW, ACT, experts.EXAONE_EXPERTS),
+        parts=(ropes.ROPE, windows.EXAONE_WINDOW, ACT, experts.EXAONE_EXPERTS),
         constants={**UNGATED, "qk_norm": True}, later=("mtp.",),
         accepts=_without_rope_or_windowed,
         renamed={".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
@@ -244,7 +264,7 @@ EXPERT_FAMILIES = (
         model_type="granitemoe_swa", architecture="GraniteMoeSWAForCausalLM", models="Granite Swash 3B-A600M",
         layer={**{name: rows for name, rows in places.SINKS_LAYER.items() if "mlp" not in name},
                **places.GRANITE_SWA_MOE},
-        parts=(ropes.LAYER_THETAS, ACT, parts.biases(), parts.ATTENTION_MULTIPLIER, parts.MULTIPLIERS,
+        parts=(windows.LAYER_THETAS, ACT, parts.biases(), parts.ATTENTION_MULTIPLIER, parts.MULTIPLIERS,
                experts.GRANITE_SWA_EXPERTS),
         constants={**UNGATED, "attention_sinks": True}, stacked="outputs first", mlp="block_sparse_moe",
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2,
@@ -293,7 +313,7 @@ EXPERT_FAMILIES = (
     ),
     Family(
         model_type="flint", architecture="FlintForCausalLM", models="Flint", layer=places.FLINT_LAYER,
-        parts=(ropes.ROPE, ropes.FLINT_WINDOW, ACT, parts.biases(), experts.FLINT_EXPERTS),
+        parts=(ropes.ROPE, windows.FLINT_WINDOW, ACT, parts.biases(), experts.FLINT_EXPERTS),
         renamed={".self_attn.softmax_offset": ".self_attn.sinks"}, accepts=_sparse,
         constants={**UNGATED, "qk_norm": True, "attention_sinks": True},
         defaults={"max_position_embeddings": 262144, "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6,
@@ -346,7 +366,7 @@ EXPERT_FAMILIES = (
         model_type="axk1", architecture="AXK1ForCausalLM", models="A.X K1",
         layer={**places.LATENT_LAYER, **places.AXK1_EXPERTS}, constants=UNGATED,
         parts=(ropes.ROPE, LATENT, ROTATED_HEAD_DIM, ACT, parts.biases(), experts.AXK1_EXPERTS),
-        renamed={".post_mlp_layernorm.": ".mlp.post_mlp_layernorm."}, unused=experts.axk1_unused,
+        renamed={".post_mlp_layernorm.": ".mlp.post_mlp_layernorm."}, unused=layouts.axk1_unused,
         absent=(".mlp.gate.e_score_correction_bias",),
         defaults={**_SIZES, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "n_routed_experts": 192,
                   "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "q_lora_rank": 1536,
@@ -417,7 +437,7 @@ EXPERT_FAMILIES = (
         model_type="gpt_oss", architecture="GptOssForCausalLM", models="gpt-oss-20b, gpt-oss-120b",
         layer=places.GPT_OSS_LAYER, stacked="inputs first", inputs_first=True,
         constants={**UNGATED, "attention_sinks": True},
-        parts=(ropes.GPT_OSS_ROPE, ropes.SECOND_IS_FULL, parts.biases(), experts.GPT_OSS_EXPERTS),
+        parts=(ropes.GPT_OSS_ROPE, windows.SECOND_IS_FULL, parts.biases(), experts.GPT_OSS_EXPERTS),
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
                   "rope_theta": 150000.0, "attention_bias": True, "sliding_window": 128, "num_local_experts": 128,
                   "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},

@@ -3,113 +3,27 @@
 Facts: the configuration and modeling files of transformers 5.23.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, field_values
+from te_models.interop.hf_expert_layouts import (
+    ALL_SPARSE,
+    AXK1_LAYOUT,
+    FIRST_DENSE,
+    SPARSE_TYPES,
+    STEPS,
+    TYPES,
+    TYPES_OR_FIRST,
+    Layout,
+    _ernie_layout,
+    _write_ernie_layout,
+    first_dense,
+)
 from te_models.interop.hf_parts import ConfigKeys, Fields, Values, renamed
 from te_models.interop.hf_step_parts import modern_step
 
-
-@dataclass(frozen=True)
-class Layout:
-    """The keys that say which layers are dense, with a function to read them (one bool per layer) and one to write."""
-
-    keys: tuple[str, ...]
-    read: Callable[[Values], list[bool]]
-    write: Callable[[list[bool]], Fields]
-
-
-def _read_steps(theirs: Values) -> list[bool]:
-    """Read Qwen's keys: one layer of each step has experts, except those listed."""
-    step = theirs.get("decoder_sparse_step", 1)
-    listed = theirs.get("mlp_only_layers") or ()
-    return [
-        bool((layer + 1) % step) or layer in listed for layer in range(theirs["num_hidden_layers"])
-    ]
-
-
-def _write_steps(dense: list[bool]) -> Fields:
-    return {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer, one in enumerate(dense) if one],
-    }
-
-
-def _types(theirs: Values) -> list[str]:
-    return theirs.get("mlp_layer_types") or ["dense"] + ["sparse"] * (
-        theirs["num_hidden_layers"] - 1
-    )
-
-
-def first_dense(key: str) -> Layout:
-    """Return the layout of families whose first layers, as many as `key` says, are dense."""
-
-    def read(theirs: Values) -> list[bool]:
-        return [layer < theirs[key] for layer in range(theirs["num_hidden_layers"])]
-
-    # Where others than the first are dense, what is written is another model, and so not used.
-    return Layout((key,), read, lambda dense: {key: sum(dense)})
-
-
-def _types_or_first_dense(theirs: Values) -> list[bool]:
-    if given := theirs.get("mlp_layer_types"):
-        return [kind == "dense" for kind in given]
-    return FIRST_DENSE.read(theirs)
-
-
-def _axk1_layout(theirs: Values) -> list[bool]:
-    if given := theirs.get("mlp_layer_types"):
-        return [kind == "dense" for kind in given]
-    first = theirs.get("first_k_dense_replace", 1)
-    step = theirs.get("moe_layer_freq", 1)
-    return [layer < first or layer % step != 0 for layer in range(theirs["num_hidden_layers"])]
-
-
-def axk1_unused(theirs: Values) -> tuple[str, ...]:
-    """Return the prefixes of norms that A.X K1's release has in dense layers, which have none."""
-    dense = enumerate(_axk1_layout(theirs))
-    return tuple(f"layers.{layer}.post_mlp_layernorm." for layer, one in dense if one)
-
-
-def _ernie_layout(theirs: Values) -> list[bool]:
-    """Read the first and the last layer that may have experts, and at which distance they have."""
-    count = theirs["num_hidden_layers"]
-    start = theirs["moe_layer_start_index"]
-    end = theirs["moe_layer_end_index"]
-    if end == -1:
-        end = count - 1
-    interval = theirs["moe_layer_interval"]
-    return [bool((layer + 1) % interval) or not start <= layer <= end for layer in range(count)]
-
-
-def _write_ernie_layout(dense: list[bool]) -> Fields:
-    """Return the keys of layers with experts in one piece; others are not expressed, and so not used."""
-    sparse = [layer for layer, one in enumerate(dense) if not one] or [len(dense)]
-    return {
-        "moe_layer_start_index": sparse[0],
-        "moe_layer_end_index": sparse[-1],
-        "moe_layer_interval": 1,
-    }
-
-
 COUNTS = ("num_local_experts", "num_experts")
-STEPS = Layout(("decoder_sparse_step", "mlp_only_layers"), _read_steps, _write_steps)
-TYPES = Layout(
-    ("mlp_layer_types",),
-    lambda theirs: [kind == "dense" for kind in _types(theirs)],
-    lambda dense: {"mlp_layer_types": ["dense" if one else "sparse" for one in dense]},
-)
-SPARSE_TYPES = Layout(  # the default is experts in all layers
-    TYPES.keys,
-    lambda theirs: (
-        [kind == "dense" for kind in theirs.get("mlp_layer_types") or ()]
-        or [False] * theirs["num_hidden_layers"]
-    ),
-    TYPES.write,
-)
-ALL_SPARSE = Layout((), lambda theirs: [False] * theirs["num_hidden_layers"], lambda dense: {})
 
 
 def experts(
@@ -137,8 +51,10 @@ def experts(
     def read(theirs: Values) -> Fields:
         dense = layout.read(theirs)
         count = next((theirs[name] for name in (*aliases, number) if name in theirs), None)
+        # Such a file still has sizes of experts, which must not make a config that differs from a dense model's.
         if all(dense) or (count == 0 and without is not None):
             return {}
+        # Not `count is None`: this also refuses a list, or a number as a string, before anything multiplies by it.
         if not isinstance(count, int):
             raise ConfigError(f"it lacks {number}")
         moe = {
@@ -247,7 +163,6 @@ _GROUPED = {
 }
 _DEEPSEEK: Fields = dict(number="n_routed_experts", shared="n_shared_experts", **_SIGMOID)
 _DEEPSEEK |= dict(router_fp32=True, router_aux_loss_coef=0.0)
-FIRST_DENSE = first_dense("first_k_dense_replace")
 DEEPSEEK_EXPERTS = experts(FIRST_DENSE, _GROUPED, without={}, **_DEEPSEEK)
 _MISTRAL4: Fields = {
     **_DEEPSEEK,
@@ -262,12 +177,14 @@ _V2: Fields = {
     "expert_bias": False,
     "norm_topk_prob": False,
 }
+# V2's files have the key norm_topk_prob, and its code ignores it: the constant in _V2 stands for what it computes.
 _UNNORMED = {ours: key for ours, key in _GROUPED.items() if ours != "norm_topk_prob"}
 _V2_EXPERTS = experts(FIRST_DENSE, _UNNORMED, without={}, group_scores=1, **_V2)
 
 
 def _read_v2(theirs: Values) -> Fields:
     """Read the experts of DeepSeek-V2, whose groups mean nothing unless `topk_method` asks for them."""
+    # "greedy" files still state n_group, for the code of other methods.
     grouped = theirs["topk_method"] == "group_limited_greedy"
     return _V2_EXPERTS.read(theirs if grouped else {**theirs, "n_group": 1, "topk_group": 1})
 
@@ -281,15 +198,9 @@ def _write_v2(config: ModelConfig) -> Fields:
 
 
 DEEPSEEK_V2_EXPERTS = ConfigKeys((*_V2_EXPERTS.keys, "topk_method"), _read_v2, _write_v2)
-TYPES_OR_FIRST = Layout(
-    ("mlp_layer_types", "first_k_dense_replace"), _types_or_first_dense, TYPES.write
-)
 SOLAR_EXPERTS = experts(ALL_SPARSE, _GROUPED, **_DEEPSEEK)
 _EXAONE: Fields = {**_DEEPSEEK, "number": "num_experts", "shared": "num_shared_experts"}
 EXAONE_EXPERTS = experts(TYPES_OR_FIRST, _GROUPED, without={}, **_EXAONE)
-AXK1_LAYOUT = Layout(
-    ("mlp_layer_types", "first_k_dense_replace", "moe_layer_freq"), _axk1_layout, TYPES.write
-)
 AXK1_EXPERTS = experts(AXK1_LAYOUT, _GROUPED, without={}, output_norm=True, **_DEEPSEEK)
 HY3_EXPERTS = experts(
     TYPES,

@@ -15,6 +15,7 @@ from te_models.interop import hf_experts as experts
 from te_models.interop import hf_parts as parts
 from te_models.interop import hf_places as places
 from te_models.interop import hf_rope_parts as ropes
+from te_models.interop import hf_window_parts as windows
 from te_models.interop.hf_expert_families import EXPERT_FAMILIES
 from te_models.interop.hf_family import (
     LENGTHS,
@@ -24,14 +25,13 @@ from te_models.interop.hf_family import (
     prefixes_of,
     whole_heads,
 )
+from te_models.interop.hf_gemma_families import GEMMA_FAMILIES, VAULT_GEMMA
 from te_models.interop.hf_hybrid_parts import (
-    HYBRID,
     LATENT_HALVES,
-    MROPE,
-    WHOLE_MROPE,
 )
 from te_models.interop.hf_obstacles import obstacle, text_type
 from te_models.interop.hf_parts import Fields, Values
+from te_models.interop.hf_qwen_families import GATED_QWEN_FAMILIES, QWEN_FAMILIES
 from te_models.interop.hf_recurrent_families import RECURRENT_FAMILIES
 
 
@@ -68,162 +68,90 @@ ACT = parts.activation()
 GELU = parts.activation("hidden_activation")
 ALL_BIASES = parts.biases(mlp="mlp_bias")
 POST_NORM = {**UNGATED, "qk_norm": True, "norm_position": "post"}
-GEMMA = {**UNGATED, "norm_position": "both", "zero_centered_norm": True}
 _LLAMA = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 2048,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_GEMMA = {
-    "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "bos_token_id": 2,
-    "eos_token_id": 1, "pad_token_id": 0, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}  # fmt: skip
 _NO_BIAS = {"attention_bias": (False,)}
 _GLM: Fields = dict(
-    parts=(ropes.PARTIAL_ROPE, ACT, parts.biases(out=None)), only=NO_DROPOUT,
-    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
-              "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "pad_token_id": 151329,
-              "eos_token_id": [151329, 151336, 151338], "attention_bias": True},
-)  # fmt: skip
+    parts=(ropes.PARTIAL_ROPE, ACT, parts.biases(out=None)),
+    only=NO_DROPOUT,
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-07,
+        "partial_rotary_factor": 0.5,
+        "pad_token_id": 151329,
+        "eos_token_id": [151329, 151336, 151338],
+        "attention_bias": True,
+    },
+)
 _MISTRAL: Fields = dict(
-    layer=places.LAYER, parts=(ropes.ROPE, ropes.WINDOW, ACT), constants=UNGATED, only=NO_DROPOUT,
-    defaults={**LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
-              "eos_token_id": 2, "sliding_window": 4096},
-)  # fmt: skip
+    layer=places.LAYER,
+    parts=(ropes.ROPE, windows.WINDOW, ACT),
+    constants=UNGATED,
+    only=NO_DROPOUT,
+    defaults={
+        **LENGTHS,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "sliding_window": 4096,
+    },
+)
 _MINISTRAL3: Fields = dict(
-    layer=places.LAYER, parts=(ropes.QUERY_SCALE_ROPE, ropes.WINDOW, ACT), constants=UNGATED, only=NO_DROPOUT,
-    defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
-              "pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2},
-)  # fmt: skip
-_VISION_KEYS = (
-    "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
-    "vision_token_id",
-)  # fmt: skip
-# The text model of Qwen's models for images and videos.
-_QWEN_VL: Fields = dict(
-    inner="text_config", accepts=lambda config: False,
-    note="the text model of a folder whose other tensors are kept aside and written back",
-)  # fmt: skip
-_QWEN2_VL: Fields = dict(
-    layer=places.LAYER, parts=(WHOLE_MROPE, ropes.WINDOW_BY_FLAG, ACT), flat=_VISION_KEYS, aside=("visual.",),
-    constants={**UNGATED, "attention_bias": True},
-    defaults={"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "num_key_value_heads": 8,
-              "rope_theta": 1000000.0, "max_window_layers": 80, "bos_token_id": 151643, "eos_token_id": 151645},
-    only=NO_DROPOUT, **_QWEN_VL,
-)  # fmt: skip
-_QWEN3_VL: Fields = dict(
-    root="model.language_model.", aside=("model.visual.",), constants={**UNGATED, "qk_norm": True},
-    defaults={"max_position_embeddings": 128000, "rms_norm_eps": 1e-6, "num_key_value_heads": 32,
-              "head_dim": 128, "rope_theta": 500000.0},
-    only=NO_DROPOUT, **_QWEN_VL,
-)  # fmt: skip
-_QWEN3_VL_MOE: Fields = {
-    **_QWEN3_VL,
-    "defaults": {**_QWEN3_VL["defaults"], "num_key_value_heads": 16, "head_dim": None, "num_experts": 60,
-                 "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "router_aux_loss_coef": 0.001},
-    "ignored": experts.IGNORED,
-}  # fmt: skip
+    layer=places.LAYER,
+    parts=(ropes.QUERY_SCALE_ROPE, windows.WINDOW, ACT),
+    constants=UNGATED,
+    only=NO_DROPOUT,
+    defaults={
+        "max_position_embeddings": 262144,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "pad_token_id": 11,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+)
 # The text model of Mistral 3, of one of two types, in a folder with images.
 _MISTRAL3: Fields = dict(
-    model_type="mistral3", architecture="Mistral3ForConditionalGeneration", inner="text_config",
-    root="language_model.model.", head="language_model.lm_head", aside=("vision_tower.", "multi_modal_projector."),
+    model_type="mistral3",
+    architecture="Mistral3ForConditionalGeneration",
+    inner="text_config",
+    root="language_model.model.",
+    head="language_model.lm_head",
+    aside=("vision_tower.", "multi_modal_projector."),
     accepts=lambda config: False,
     note="the text model of a folder whose other tensors are kept aside and written back",
-)  # fmt: skip
-_CAUSAL = {"use_bidirectional_attention": (None, False)}
-_GEMMA3: Fields = dict(
-    scaled_vectors=True, layer=places.both_normed(places.NORMED_LAYER, places.GEMMA_NORMS),
-    parts=(ropes.GEMMA3_ROPE, GELU, parts.biases(), parts.QUERY_SCALAR, parts.EMBEDDING_ROOT,
-           parts.same("final_logit_softcapping")),
-    constants={**GEMMA, "qk_norm": True},
-    defaults={**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
-              "sliding_window_pattern": 6},
-    only={**NO_DROPOUT, **_CAUSAL, "attn_logit_softcapping": (None,)}, ignored=frozenset(("hidden_act",)),
-)  # fmt: skip
-_GEMMA3_IMAGES: Fields = {
-    **_GEMMA3,
-    "defaults": {**_GEMMA3["defaults"], "vocab_size": 262208, "num_attention_heads": 8},
-    # This model of transformers does not apply the cap.
-    "only": {**_GEMMA3["only"], "final_logit_softcapping": (None,)},
-}
-_GEMMA4: Fields = dict(
-    scaled_vectors=True, layer=places.GEMMA4_LAYER,
-    parts=(ropes.GEMMA4_ROPE, ropes.GEMMA4_HEADS, ropes.GEMMA4_SMALL, GELU, parts.biases(), parts.EMBEDDING_ROOT,
-           parts.same("final_logit_softcapping")),
-    unused=ropes.gemma4_unused,
-    constants={**UNGATED, "norm_position": "both", "qk_norm": True, "value_norm": True, "layer_scale": True,
-               "attention_multiplier": 1.0},
-    defaults={"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "rms_norm_eps": 1e-6,
-              "max_position_embeddings": 131072, "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1,
-              "pad_token_id": 0, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 512,
-              "attention_k_eq_v": False, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
-              "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
-              "rope_parameters": {
-                  "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
-                                     "rope_theta": 1000000.0},
-                  "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
-    only={**NO_DROPOUT, "use_bidirectional_attention": (None, "vision")},
-    when={"enable_moe_block": (False, None)},
-    ignored=frozenset(("hidden_act", "num_experts", "num_local_experts", "top_k_experts", "moe_intermediate_size",
-                       "enable_moe_block")),
-)  # fmt: skip
-_ONLY_LARGE: Fields = {"num_kv_shared_layers": (0, None), "hidden_size_per_layer_input": (0, None)}
+)
 _COHERE: Fields = dict(
-    layer=places.PARALLEL_LAYER, copied={"rms_norm_eps": "layer_norm_eps"},
-    constants={**UNGATED, "rope_interleaved": True, "norm_type": "layer", "parallel_residual": True},
-    defaults={"max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "tie_word_embeddings": True, "pad_token_id": 0,
-              "bos_token_id": 5, "eos_token_id": 255001, "logit_scale": 0.0625},
-)  # fmt: skip
+    layer=places.PARALLEL_LAYER,
+    copied={"rms_norm_eps": "layer_norm_eps"},
+    constants={
+        **UNGATED,
+        "rope_interleaved": True,
+        "norm_type": "layer",
+        "parallel_residual": True,
+    },
+    defaults={
+        "max_position_embeddings": 8192,
+        "layer_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "bos_token_id": 5,
+        "eos_token_id": 255001,
+        "logit_scale": 0.0625,
+    },
+)
 _COHERE2: Fields = {
     **_COHERE,
     "defaults": {**_COHERE["defaults"], "sliding_window": 4096, "sliding_window_pattern": 4},
 }
-# Without inputs per layer, and with keys in each.
-_GEMMA4_LARGE: Fields = {
-    **_GEMMA4,
-    "parts": tuple(part for part in _GEMMA4["parts"] if part is not ropes.GEMMA4_SMALL),
-    "only": {**_GEMMA4["only"], **_ONLY_LARGE},
-    "ignored": _GEMMA4["ignored"] | {"vocab_size_per_layer_input", "use_double_wide_mlp"},
-}  # fmt: skip
-_GEMMA4_MOE: Fields = {
-    **_GEMMA4_LARGE,
-    "layer": {**{name: rows for name, rows in places.GEMMA4_LAYER.items() if "mlp" not in name},
-              **places.GEMMA4_EXPERTS},
-    "parts": (*_GEMMA4_LARGE["parts"], experts.GEMMA4_EXPERTS),
-    "when": {"enable_moe_block": (True,)},
-    "stacked": "outputs first", "experts": "experts",
-    "ignored": frozenset(("hidden_act", "vocab_size_per_layer_input", "use_double_wide_mlp")),
-}  # fmt: skip
-_GEMMA4_IMAGES: Fields = dict(
-    inner="text_config", root="model.language_model.",
-    aside=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
-    accepts=lambda config: False,
-    note="the text model of a folder whose other tensors are kept aside and written back",
-)  # fmt: skip
-_GEMMA4_UNIFIED: Fields = {
-    **_GEMMA4_LARGE,
-    "defaults": {**_GEMMA4["defaults"], "max_position_embeddings": 262144, "sliding_window": 1024,
-                 "hidden_size_per_layer_input": 0},
-    "when": {},
-}  # fmt: skip
-_GATED_NEXT = {"attention_gate": "elementwise", "qk_norm": True, "zero_centered_norm": True}
-_QWEN3_5: Fields = dict(
-    layer=places.QWEN3_5_LAYER, parts=(MROPE, HYBRID, ACT), constants=_GATED_NEXT,
-    defaults={**LENGTHS, "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
-    only={**NO_DROPOUT, **_NO_BIAS, "attn_output_gate": (True,)},
-    ignored=frozenset(("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers")),
-)  # fmt: skip
-_QWEN3_5_MOE: Fields = {
-    **_QWEN3_5,
-    "layer": {**places.QWEN3_5_LAYER, **places.QWEN2_EXPERTS},
-    "parts": (MROPE, HYBRID, ACT, experts.QWEN3_5_EXPERTS, experts.NO_WIDTH),
-    "defaults": {**LENGTHS, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
-                 "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "intermediate_size": 0,
-                 "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001},
-    "ignored": _QWEN3_5["ignored"] | experts.IGNORED,
-}  # fmt: skip
 
 # The last one expresses what the others do not; te_models.extensions adds others before it. The fields of a row are
 # explained in te_models.interop.hf_family. To add one: docs/internals/design.md, "Add a model family".
@@ -236,87 +164,18 @@ FAMILIES = [
         model_type="mistral", architecture="MistralForCausalLM", models="Mistral, Ministral 8B of 2024", **_MISTRAL,
         note="sliding window in all layers",
     ),
-    Family(
-        model_type="qwen2", architecture="Qwen2ForCausalLM", models="Qwen2, Qwen2.5", layer=places.LAYER,
-        parts=(ropes.ROPE, ropes.WINDOW_BY_FLAG, ACT), constants={**UNGATED, "attention_bias": True},
-        defaults={**LENGTHS, "num_key_value_heads": 32, "max_window_layers": 28}, only=NO_DROPOUT,
-        note="bias on q, k, v; sliding window per layer",
-    ),
-    Family(
-        model_type="qwen3", architecture="Qwen3ForCausalLM", models="Qwen3, dense", layer=places.NORMED_LAYER,
-        parts=(ropes.ROPE, ropes.WINDOW_BY_FLAG, ACT, parts.biases()), constants={**UNGATED, "qk_norm": True},
-        defaults={**LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
-        only=NO_DROPOUT, note="RMSNorm on each head of q and k",
-    ),
-    Family(
-        model_type="qwen2_vl", architecture="Qwen2VLForConditionalGeneration", models="Qwen2-VL", **_QWEN2_VL,
-    ),
-    Family(
-        model_type="qwen2_5_vl", architecture="Qwen2_5_VLForConditionalGeneration", models="Qwen2.5-VL", **_QWEN2_VL,
-    ),
-    Family(
-        model_type="qwen3_vl", architecture="Qwen3VLForConditionalGeneration", models="Qwen3-VL, dense",
-        layer=places.NORMED_LAYER, parts=(WHOLE_MROPE, ACT, parts.biases()), **_QWEN3_VL,
-    ),
-    Family(
-        model_type="qwen3_vl_moe", architecture="Qwen3VLMoeForConditionalGeneration",
-        models="Qwen3-VL with experts, such as 30B-A3B", layer={**places.NORMED_LAYER, **places.STACKED_EXPERTS},
-        parts=(WHOLE_MROPE, ACT, parts.biases(), experts.QWEN3_VL_EXPERTS), stacked="inputs first",
-        **_QWEN3_VL_MOE,
-    ),
+    *QWEN_FAMILIES,
     Family(
         model_type="smollm3", architecture="SmolLM3ForCausalLM", models="SmolLM3", layer=places.LAYER,
-        parts=(ropes.ROPE, ropes.NO_ROPE, ropes.WINDOW_WITHOUT_ROPE, ACT, ALL_BIASES), constants=UNGATED,
+        parts=(ropes.ROPE, windows.NO_ROPE, windows.WINDOW_WITHOUT_ROPE, ACT, ALL_BIASES), constants=UNGATED,
         defaults={**LENGTHS, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2000000.0,
                   "no_rope_layer_interval": 4, "bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004},
         only=NO_DROPOUT, note="layers without RoPE",
     ),
-    Family(  # qiuzh20/gated_attention, whose published files say "qwen2"
-        model_type="qwen3", architecture="Qwen3ForCausalLM", models="`QwQZh/gated_attention`",
-        layer=places.GATED_BY_GROUP, parts=(ropes.ROPE, parts.GATE, ACT),
-        defaults={**LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "use_qk_norm": True},
-        only={**NO_DROPOUT, **_NO_BIAS, "qkv_bias": (False,), "use_sliding_window": (False,)},
-        ignored=frozenset(("auto_map", "sliding_window", "max_window_layers")),
-        marks=(*parts.GATE.keys, "qkv_bias"), written=False,
-        sign="or `qwen2`, with `headwise_attn_output_gate` or `elementwise_attn_output_gate`",
-        note="the gate's rows are inside q_proj, after the queries of each group of heads that share a key",
-    ),
-    Family(
-        model_type="qwen3_5_text", architecture="Qwen3_5ForCausalLM", models="Qwen3.5, 3.6 and 3.8, dense (text)",
-        **_QWEN3_5, accepts=lambda config: config.linear_attention is not None,
-        note="three layers of Gated DeltaNet, then one of gated attention as in Qwen3-Next",
-    ),
-    Family(
-        model_type="qwen3_5", architecture="Qwen3_5ForConditionalGeneration",
-        models="Qwen3.5, 3.6 and 3.8, dense, with images", **_QWEN3_5, inner="text_config",
-        root="model.language_model.", aside=("model.visual.", "mtp."), accepts=lambda config: False,
-        note="the text model of a folder whose other tensors are kept aside and written back",
-    ),
-    Family(
-        model_type="qwen3_5_moe_text", architecture="Qwen3_5MoeForCausalLM",
-        models="Qwen3.5, 3.6 and 3.8 with experts (text), such as 35B-A3B", **_QWEN3_5_MOE,
-        note="as the dense ones, with experts and one for all tokens with a gate",
-    ),
-    Family(
-        model_type="qwen3_5_moe", architecture="Qwen3_5MoeForConditionalGeneration",
-        models="Qwen3.5, 3.6 and 3.8 with experts, with images", **_QWEN3_5_MOE, inner="text_config",
-        root="model.language_model.", aside=("model.visual.", "mtp."), accepts=lambda config: False,
-        note="the text model of a folder whose other tensors are kept aside and written back",
-    ),
-    Family(
-        model_type="qwen3_next", architecture="Qwen3NextForCausalLM", models="Qwen3-Next",
-        layer={**places.QWEN3_NEXT_LAYER, **places.QWEN2_EXPERTS}, constants=_GATED_NEXT,
-        parts=(ropes.PARTIAL_ROPE, experts.NEXT_EXPERTS, HYBRID, ACT),
-        defaults={**LENGTHS, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
-                  "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True,
-                  "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001},
-        only={**NO_DROPOUT, **_NO_BIAS}, ignored=experts.IGNORED,
-        note="the gate after the queries of each head, RoPE on a part of each head, norms that store gamma - 1, "
-             "Gated DeltaNet in some layers; experts",
-    ),
+    *GATED_QWEN_FAMILIES,
     Family(
         model_type="ministral", architecture="MinistralForCausalLM", models="Ministral", layer=places.LAYER,
-        parts=(ropes.ROPE, ropes.ALL_SLIDE, ACT), constants=UNGATED,
+        parts=(ropes.ROPE, windows.ALL_SLIDE, ACT), constants=UNGATED,
         defaults={**LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
                   "eos_token_id": 2, "sliding_window": 4096},
         only=NO_DROPOUT, note="sliding window per layer",
@@ -329,7 +188,7 @@ FAMILIES = [
     Family(models="Ministral 3 and Devstral 2, with images", text_type="ministral3", **_MINISTRAL3, **_MISTRAL3),
     Family(
         model_type="cwm", architecture="CwmForCausalLM", models="CWM", layer=places.LAYER,
-        parts=(ropes.ROPE, ropes.FIRST_OF_FOUR_IS_FULL, ACT), constants=UNGATED,
+        parts=(ropes.ROPE, windows.FIRST_OF_FOUR_IS_FULL, ACT), constants=UNGATED,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "bos_token_id": 128000, "sliding_window": 8192, "eos_token_id": [128001, 128008, 128009],
                   "rope_theta": 1000000.0},
@@ -360,7 +219,7 @@ FAMILIES = [
     ),
     Family(
         model_type="phi3", architecture="Phi3ForCausalLM", models="Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
-        layer=places.PHI_LAYER, parts=(ropes.SU_ROPE, ropes.WINDOW, ACT), constants=UNGATED,
+        layer=places.PHI_LAYER, parts=(ropes.SU_ROPE, windows.WINDOW, ACT), constants=UNGATED,
         defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
                   "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
         accepts=_phi, only={**NO_DROPOUT, "resid_pdrop": (0.0,), "embd_pdrop": (0.0,), "attention_bias": (False,),
@@ -376,7 +235,7 @@ FAMILIES = [
     ),
     Family(
         model_type="granite_swa", architecture="GraniteSWAForCausalLM", models="Granite Swash 2B",
-        layer=places.SINKS_LAYER, parts=(ropes.LAYER_THETAS, ACT, ALL_BIASES, parts.ATTENTION_MULTIPLIER,
+        layer=places.SINKS_LAYER, parts=(windows.LAYER_THETAS, ACT, ALL_BIASES, parts.ATTENTION_MULTIPLIER,
                                          parts.MULTIPLIERS),
         constants={**UNGATED, "attention_sinks": True},
         defaults={"max_position_embeddings": 8192, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
@@ -417,7 +276,7 @@ FAMILIES = [
     ),
     Family(
         model_type="cohere2", architecture="Cohere2ForCausalLM", models="Command R7B, Command A",
-        parts=(ropes.ROPE, ropes.COHERE2_WINDOW, ACT, parts.biases(), parts.LOGIT_SCALE), **_COHERE2, only=NO_DROPOUT,
+        parts=(ropes.ROPE, windows.COHERE2_WINDOW, ACT, parts.biases(), parts.LOGIT_SCALE), **_COHERE2, only=NO_DROPOUT,
         ignored=frozenset(("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct",
                            "use_embedding_sharing", "use_gated_activation", "use_parallel_block",
                            "use_parallel_embedding", "use_qk_norm")),
@@ -446,17 +305,7 @@ FAMILIES = [
         only={**NO_DROPOUT, "mlp_bias": (False,)}, ignored=frozenset(("auto_map", "qk_head_dim", "logits_scaling")),
         note="multi-head latent attention and Granite's multipliers",
     ),
-    Family(
-        model_type="vaultgemma", architecture="VaultGemmaForCausalLM", models="VaultGemma 1B",
-        layer=places.VAULT_GEMMA_LAYER,
-        parts=(ropes.ROPE, ropes.SECOND_IS_FULL, GELU, parts.biases(), parts.QUERY_SCALAR, parts.EMBEDDING_ROOT,
-               parts.same("attn_logit_softcapping", "final_logit_softcapping")),
-        constants={**UNGATED, "zero_centered_norm": True}, scaled_vectors=True,
-        defaults={**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
-                  "final_logit_softcapping": 30.0},
-        accepts=whole_heads, only=NO_DROPOUT, ignored=frozenset(("hidden_act", "sliding_window_size")),
-        note="Gemma 2 without the norms after attention and MLP",
-    ),
+    VAULT_GEMMA,
     Family(
         model_type="olmo2", architecture="Olmo2ForCausalLM", models="OLMo 2", layer=places.POST_NORMED_LAYER,
         parts=(ropes.ROPE, ACT, parts.biases()), constants={**POST_NORM, "qk_norm_scope": "all_heads"},
@@ -466,14 +315,14 @@ FAMILIES = [
     ),
     Family(
         model_type="olmo3", architecture="Olmo3ForCausalLM", models="OLMo 3", layer=places.POST_NORMED_LAYER,
-        parts=(ropes.OLMO3_ROPE, ACT, parts.biases()), constants={**POST_NORM, "qk_norm_scope": "all_heads"},
+        parts=(windows.OLMO3_ROPE, ACT, parts.biases()), constants={**POST_NORM, "qk_norm_scope": "all_heads"},
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "pad_token_id": 1, "eos_token_id": 50279,
                   "rope_theta": 500000.0, "rope_local_base_freq": 500000.0, "sliding_window": 4096},
         only={**NO_DROPOUT, "clip_qkv": (None,)}, note="as OLMo 2; sliding window per layer, with a RoPE of its own",
     ),
     Family(
         model_type="exaone4", architecture="Exaone4ForCausalLM", models="EXAONE 4.0", layer=places.POST_NORMED_LAYER,
-        parts=(ropes.ROPE, ropes.EXAONE_WINDOW, ACT), constants=POST_NORM,
+        parts=(ropes.ROPE, windows.EXAONE_WINDOW, ACT), constants=POST_NORM,
         defaults={"max_position_embeddings": 2048, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "bos_token_id": 0,
                   "eos_token_id": 2, "sliding_window": 4096, "sliding_window_pattern": 4},
         only=NO_DROPOUT, note="norms after attention and MLP; RoPE in layers with a sliding window only",
@@ -506,73 +355,11 @@ FAMILIES = [
                   "eos_token_id": 2},
         only=NO_DROPOUT, ignored=frozenset(("eod_token_id",)), note="norms of q and k after RoPE",
     ),
-    Family(
-        model_type="gemma", architecture="GemmaForCausalLM", models="Gemma 1", layer=places.LAYER,
-        parts=(ropes.ROPE, parts.GEMMA_ACT, parts.biases(), parts.EMBEDDING_ROOT),
-        constants={**UNGATED, "zero_centered_norm": True},
-        scaled_vectors=True,
-        defaults={"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
-                  "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
-                  "hidden_act": "gelu_pytorch_tanh"},
-        accepts=whole_heads, only={**NO_DROPOUT, **_CAUSAL}, ignored=frozenset(("hidden_activation",)),
-        note="GELU, norms that store gamma - 1, scaled embeddings",
-    ),
-    Family(
-        model_type="gemma2", architecture="Gemma2ForCausalLM", models="Gemma 2",
-        layer=places.both_normed(places.LAYER, places.GEMMA_NORMS),
-        parts=(ropes.ROPE, ropes.SECOND_IS_FULL, GELU, parts.biases(), parts.QUERY_SCALAR, parts.EMBEDDING_ROOT,
-               parts.same("attn_logit_softcapping", "final_logit_softcapping")),
-        constants=GEMMA, scaled_vectors=True,
-        defaults={**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
-                  "final_logit_softcapping": 30.0},
-        accepts=whole_heads, only={**NO_DROPOUT, **_CAUSAL}, ignored=frozenset(("hidden_act", "sliding_window_size")),
-        note="four norms per layer, GELU, capped logits of attention and head",
-    ),
-    Family(
-        model_type="gemma3_text", architecture="Gemma3ForCausalLM", models="Gemma 3 270M, 1B, and the text of others",
-        **_GEMMA3, accepts=whole_heads,
-        note="as Gemma 2, with norms of q and k instead of caps; layers with a sliding window have a RoPE of their own",
-    ),
-    Family(
-        model_type="gemma3", architecture="Gemma3ForConditionalGeneration", models="Gemma 3 4B, 12B, 27B",
-        **_GEMMA3_IMAGES,
-        inner="text_config", root="language_model.model.", head="language_model.lm_head",
-        aside=("vision_tower.", "multi_modal_projector."), accepts=lambda config: False,
-        note="the text model of a folder whose other tensors are kept aside and written back",
-    ),
-    Family(
-        model_type="gemma4_text", architecture="Gemma4ForCausalLM", models="Gemma 4 (text)", **_GEMMA4,
-        note="heads of 512 channels in layers without a window, whose keys may be the values too; norms of q, k and v; "
-             "a stored factor per layer; inputs per layer, and keys that layers share (E2B, E4B)",
-    ),
-    Family(
-        model_type="gemma4", architecture="Gemma4ForConditionalGeneration", models="Gemma 4 E2B, E4B, 31B", **_GEMMA4,
-        **_GEMMA4_IMAGES,
-    ),
-    Family(
-        model_type="gemma4_text", architecture="Gemma4ForCausalLM", models="Gemma 4 with experts (text)",
-        **_GEMMA4_MOE, sign="with `enable_moe_block`",
-        note="experts beside the MLP, with norms of their own, and a scale per expert",
-    ),
-    Family(
-        model_type="gemma4", architecture="Gemma4ForConditionalGeneration", models="Gemma 4 26B-A4B", **_GEMMA4_MOE,
-        **_GEMMA4_IMAGES, sign="with `enable_moe_block`",
-    ),
-    Family(
-        model_type="gemma4_unified_text", architecture="Gemma4UnifiedForCausalLM", models="Gemma 4 12B (text)",
-        **_GEMMA4_UNIFIED, note="as `gemma4_text`",
-    ),
-    Family(
-        model_type="gemma4_unified", architecture="Gemma4UnifiedForConditionalGeneration", models="Gemma 4 12B",
-        **_GEMMA4_UNIFIED, inner="text_config", root="model.language_model.",
-        aside=("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."),
-        accepts=lambda config: False,
-        note="the text model of a folder whose other tensors are kept aside and written back",
-    ),
+    *GEMMA_FAMILIES,
     Family(
         model_type="afmoe", architecture="AfmoeForCausalLM", models="Trinity (AFMoE)",
         layer={**places.AFMOE_LAYER, **places.AFMOE_EXPERTS},
-        parts=(ropes.ROPE, ropes.AFMOE_WINDOW, ACT, experts.AFMOE_EXPERTS, parts.MUP),
+        parts=(ropes.ROPE, windows.AFMOE_WINDOW, ACT, experts.AFMOE_EXPERTS, parts.MUP),
         constants={"attention_gate": "elementwise", "qk_norm": True, "norm_position": "both"},
         defaults={"max_position_embeddings": 16384, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 1024,
                   "num_dense_layers": 1, "num_experts": 64, "global_attn_every_n_layers": 4, "mup_enabled": False,
@@ -583,7 +370,8 @@ FAMILIES = [
     Family(
         model_type="muse_glimmer", architecture="MuseGlimmerForConditionalGeneration", models="Muse-Glimmer 30B",
         layer=places.MUSE_LAYER,
-        parts=(ropes.MUSE_LAYERS, GELU, parts.query_factor("qk_scale_factor"), parts.logit_factor("output_multiplier"),
+        parts=(windows.MUSE_LAYERS, GELU, parts.query_factor("qk_scale_factor"),
+               parts.logit_factor("output_multiplier"),
                parts.same("final_logit_softcapping", "post_norm_eps")),
         constants={"attention_gate": "elementwise", "qk_norm": True, "qk_norm_weights": False, "embedding_norm": True,
                    "norm_position": "both", "zero_centered_norm": True, "plain_final_norm": True},
@@ -601,7 +389,7 @@ FAMILIES = [
     Family(
         model_type="laguna", architecture="LagunaForCausalLM", models="Laguna",
         layer={**places.LAGUNA_LAYER, **places.LAGUNA_EXPERTS},
-        parts=(ropes.LAGUNA_ROPE, ACT, parts.LAGUNA, experts.LAGUNA_EXPERTS),
+        parts=(windows.LAGUNA_ROPE, ACT, parts.LAGUNA, experts.LAGUNA_EXPERTS),
         renamed={".mlp.shared_expert.": ".mlp.shared_experts."},
         constants={"attention_gate_activation": "softplus", "qk_norm": True},
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,

@@ -35,6 +35,7 @@ def _read_hybrid(theirs: Values) -> Fields:
                 f"layer_types: layer {layer} is {kind!r}, which is not supported: te-models reads linear_attention and "
                 "full_attention"
             )
+    # Without such layers their sizes mean nothing, and the config should equal a plain model's.
     if "linear_attention" not in types:
         return {}
     sizes = {name: theirs[_LINEAR + name] for name in DELTANET_SIZES if _LINEAR + name in theirs}
@@ -52,6 +53,7 @@ def _without_mrope(theirs: Values) -> Values:
     found = dict(theirs)
     for key in ("rope_scaling", "rope_parameters"):
         values = theirs.get(key) or {}
+        # Text alone counts the same in all three positions, so the division among them changes nothing.
         found[key] = {
             name: "default" if value == "mrope" else value
             for name, value in values.items()

@@ -24,13 +24,34 @@ MODELS = {
 # Keys that tell the same of any other model_type, the strongest first.
 KEYS = (
     ("an encoder", ("is_encoder_decoder", "encoder_layers"), "llama"),
-    ("a recurrence (state space or convolution)", ("mamba_d_state", "ssm_state_size", "state_size", "conv_kernel",
-     "conv_L_cache", "linear_conv_kernel_dim", "lru_width", "attention_hidden_size"), "qwen3_next"),
+    (
+        "a recurrence (state space or convolution)",
+        (
+            "mamba_d_state",
+            "ssm_state_size",
+            "state_size",
+            "conv_kernel",
+            "conv_L_cache",
+            "linear_conv_kernel_dim",
+            "lru_width",
+            "attention_hidden_size",
+        ),
+        "qwen3_next",
+    ),
     ("keys and values from a latent (MLA) of another kind", ("kv_lora_rank",), "deepseek_v3"),
-    ("experts of another kind", ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
-     "moe_intermediate_size"), "qwen3_moe"),
+    (
+        "experts of another kind",
+        (
+            "num_experts",
+            "num_local_experts",
+            "n_routed_experts",
+            "moe_num_experts",
+            "moe_intermediate_size",
+        ),
+        "qwen3_moe",
+    ),
     (_NORM, ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"), "llama"),
-)  # fmt: skip
+)
 
 
 def text_type(config: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Keys of config.json that need more than copying: parts that the rows of hf_families are made of.
 
-Keys of RoPE and of windows are in hf_rope_parts. No torch. Facts: the configuration and modeling files of
-transformers 5.23.
+Keys of RoPE are in hf_rope_parts, of windows in hf_window_parts. No torch. Facts: the configuration and modeling files
+of transformers 5.23.
 """
 
 import math
@@ -275,15 +275,46 @@ EMBEDDING_ROOT = ConfigKeys(
 )
 # The options of remote_code/configuration_te_models.py; all other fields are keys of config.json.
 OWN_OPTIONS = (
-    "rope_theta", "rope_scaling", "sliding_rope", "rope_interleaved", "partial_rotary_factor", "no_rope_layers",
-    "sliding_window", "layer_types", "attention_gate", "attention_gate_activation", "attention_bias",
-    "attention_output_bias", "attention_multiplier", "attn_logit_softcapping", "attention_sinks", "query_scale_beta",
-    "query_scale_length", "qk_norm", "qk_norm_scope", "qk_norm_weights", "qk_norm_after_rope", "value_norm",
-    "norm_type", "parallel_residual", "attention_chunk_size", "query_scale_rule", "qk_norm_layers",
-    "norm_position", "zero_centered_norm", "hidden_act", "mlp_gate",
-    "mlp_bias", "embedding_multiplier", "residual_multiplier", "logits_scaling", "final_logit_softcapping",
-    "embedding_norm", "post_norm_eps", "plain_final_norm",
-)  # fmt: skip
+    "rope_theta",
+    "rope_scaling",
+    "sliding_rope",
+    "rope_interleaved",
+    "partial_rotary_factor",
+    "no_rope_layers",
+    "sliding_window",
+    "layer_types",
+    "attention_gate",
+    "attention_gate_activation",
+    "attention_bias",
+    "attention_output_bias",
+    "attention_multiplier",
+    "attn_logit_softcapping",
+    "attention_sinks",
+    "query_scale_beta",
+    "query_scale_length",
+    "qk_norm",
+    "qk_norm_scope",
+    "qk_norm_weights",
+    "qk_norm_after_rope",
+    "value_norm",
+    "norm_type",
+    "parallel_residual",
+    "attention_chunk_size",
+    "query_scale_rule",
+    "qk_norm_layers",
+    "norm_position",
+    "zero_centered_norm",
+    "hidden_act",
+    "mlp_gate",
+    "mlp_bias",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "final_logit_softcapping",
+    "embedding_norm",
+    "post_norm_eps",
+    "plain_final_norm",
+)
 _AUTO_MAP = {
     "AutoConfig": "configuration_te_models.TEModelsDecoderConfig",
     "AutoModel": "modeling_te_models.TEModelsDecoderModel",

@@ -2,6 +2,7 @@
 
 from te_models.config.model import ModelConfig
 from te_models.interop import hf_experts as experts
+from te_models.interop import hf_mamba_parts as mamba
 from te_models.interop import hf_parts as parts
 from te_models.interop import hf_places as places
 from te_models.interop import hf_recurrent_parts as recurrent
@@ -12,13 +13,22 @@ from te_models.interop.hf_parts import Fields
 
 ACT = parts.activation()
 _LFM2: Fields = dict(
-    constants={**UNGATED, "qk_norm": True}, copied={"rms_norm_eps": "norm_eps"}, norm="embedding_norm",
-)  # fmt: skip
+    constants={**UNGATED, "qk_norm": True},
+    copied={"rms_norm_eps": "norm_eps"},
+    norm="embedding_norm",
+)
 _LFM2_SIZES: Fields = {
-    "max_position_embeddings": 128000, "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1000000.0,
-    "conv_L_cache": 3, "conv_bias": False, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 1,
+    "max_position_embeddings": 128000,
+    "num_key_value_heads": 8,
+    "norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
     "eos_token_id": 2,
-}  # fmt: skip
+}
 
 
 def _granite4(config: ModelConfig) -> bool:
@@ -82,7 +92,7 @@ RECURRENT_FAMILIES = (
         stacks={"block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
                 "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj"},
         renamed={".router.layer.": ".router."},
-        parts=(ropes.ROPE, recurrent.GRANITE_LAYERS, ACT, parts.biases(), parts.ATTENTION_MULTIPLIER,
+        parts=(ropes.ROPE, mamba.GRANITE_LAYERS, ACT, parts.biases(), parts.ATTENTION_MULTIPLIER,
                parts.same("embedding_multiplier", "residual_multiplier", "logits_scaling"),
                experts.GRANITE_HYBRID_EXPERTS),
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2,
@@ -96,7 +106,7 @@ RECURRENT_FAMILIES = (
     Family(
         model_type="bamba", architecture="BambaForCausalLM", models="Bamba 9B", layer=places.BAMBA_LAYER,
         constants=UNGATED, norm="final_layernorm",
-        parts=(recurrent.BAMBA_LAYERS, ACT, parts.biases(mlp="mlp_bias")),
+        parts=(mamba.BAMBA_LAYERS, ACT, parts.biases(mlp="mlp_bias")),
         defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
                   "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
                   "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto",
@@ -108,7 +118,7 @@ RECURRENT_FAMILIES = (
     Family(
         model_type="falcon_h1", architecture="FalconH1ForCausalLM", models="Falcon-H1",
         layer=places.FALCON_LAYER, constants=UNGATED, norm="final_layernorm",
-        parts=(ropes.ROPE, recurrent.FALCON_LAYERS, ACT, parts.biases(mlp="mlp_bias"),
+        parts=(ropes.ROPE, mamba.FALCON_LAYERS, ACT, parts.biases(mlp="mlp_bias"),
                parts.same("embedding_multiplier"), parts.query_factor("key_multiplier"),
                parts.logit_factor("lm_head_multiplier")),
         defaults={"max_position_embeddings": 8192, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "hidden_act": "silu",
@@ -166,8 +176,8 @@ RECURRENT_FAMILIES = (
         model_type="nemotron_h", architecture="NemotronHForCausalLM", models="Nemotron-H, Nemotron Nano 2, Nemotron 3",
         layer=places.NEMOTRON_LAYER, constants={**UNGATED, "mlp_gate": False}, root="backbone.", norm="norm_f",
         embedding="embeddings", copied={"rms_norm_eps": "layer_norm_epsilon"}, mlp="mixer",
-        stated=recurrent.state_nemotron_layers,
-        parts=(recurrent.NEMOTRON_LAYERS, parts.activation("mlp_hidden_act"), parts.renamed(mlp_bias="mlp_bias"),
+        stated=mamba.state_nemotron_layers,
+        parts=(mamba.NEMOTRON_LAYERS, parts.activation("mlp_hidden_act"), parts.renamed(mlp_bias="mlp_bias"),
                experts.NEMOTRON_EXPERTS),
         defaults={"intermediate_size": 21504, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
                   "max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5, "pad_token_id": 0, "bos_token_id": 1,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError
 from te_models.interop.hf_parts import ConfigKeys, Fields, Values
-from te_models.interop.hf_rope_parts import all_full, rope_by_type
+from te_models.interop.hf_window_parts import all_full, rope_by_type
 
 
 def modern_step(theirs: Values) -> Fields:

@@ -26,13 +26,27 @@ from te_models.model.decoder import Decoder
 CODE = Path(__file__).parent / "remote_code"
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "spiece.model",
-    "sentencepiece.bpe.model", "tekken.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
 VOCABULARIES = (
-    "tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "vocab.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
 TEMPLATES = "additional_chat_templates"  # a folder of templates beside the tokenizer's own
 # Files that saving may replace in a folder; any other may be the user's work.
 REPLACEABLE = (

@@ -251,8 +251,12 @@ def _modelopt_storage(values: Document) -> WeightStorage:
     )
     _refuse_unknown({k: v for k, v in values.items() if k != "quantized_layers"}, known)
     algorithm = str(values["quant_algo"]).upper()
-    algorithms = {"FP8": TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL, "FP8_PB_WO": BLOCK,
-                  "NVFP4": MODELOPT_NVFP4}  # fmt: skip
+    algorithms = {
+        "FP8": TENSOR,
+        "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL,
+        "FP8_PB_WO": BLOCK,
+        "NVFP4": MODELOPT_NVFP4,
+    }
     require(
         algorithm in algorithms,
         f"quant_algo={values['quant_algo']!r}, and te-models reads {', '.join(algorithms)}",

@@ -48,6 +48,23 @@ _STATE_GLOBALS = frozenset(
     | {f"{_RECIPES}.{name}" for name in _RECIPE_CLASSES}
 )
 _OPCODES = {opcode.code: opcode for opcode in pickletools.opcodes}
+# The opcodes that push a value: a constant, an empty container, or what stands in the stream behind the opcode.
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_EMPTY = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
+_CARRY_A_VALUE = frozenset(
+    (
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "BINFLOAT",
+        "BINUNICODE",
+        "SHORT_BINUNICODE",
+        "BINBYTES",
+        "SHORT_BINBYTES",
+        "BINBYTES8",
+    )
+)
 _FLOAT_STORAGE = "torch.FloatStorage"
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_VERSION = 1001
@@ -184,28 +201,18 @@ def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Loaded:
 
     for opcode, argument in _operations(stream):
         match opcode:
+            # BINPERSID would look up a persistent id, here the description of a storage: the description itself is
+            # wanted, and it already lies on the stack.
             case "PROTO" | "FRAME" | "BINPERSID":
                 pass
             case "STOP":
                 return pop(1)[0]
             case "NONE" | "NEWTRUE" | "NEWFALSE":
-                stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode])
-            case (
-                "BININT"
-                | "BININT1"
-                | "BININT2"
-                | "LONG1"
-                | "BINFLOAT"
-                | "BINUNICODE"
-                | "SHORT_BINUNICODE"
-            ):
-                stack.append(argument)
-            case "BINBYTES" | "SHORT_BINBYTES" | "BINBYTES8":
+                stack.append(_CONSTANTS[opcode])
+            case _ if opcode in _CARRY_A_VALUE:
                 stack.append(argument)
             case "EMPTY_DICT" | "EMPTY_LIST" | "EMPTY_TUPLE":
-                stack.append(
-                    {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}[opcode]()
-                )
+                stack.append(_EMPTY[opcode]())
             case "MARK":
                 marks.append(len(stack))
             case "TUPLE":
@@ -220,6 +227,7 @@ def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Loaded:
                 pairs = zip(items[::2], items[1::2], strict=True)
                 _expect(dict, stack[-1]).update({_expect(str, key): value for key, value in pairs})
             case "MEMOIZE":
+                # Protocol 4 numbers the memo by the order of entries; older opcodes below state the number.
                 memo[len(memo)] = stack[-1]
             case "BINPUT" | "LONG_BINPUT":
                 memo[argument] = stack[-1]

@@ -30,6 +30,7 @@ class Place:
     def whole(cls, name: str, shape: Iterable[int]) -> Place:
         """Return the place of a tensor that is all of our parameter `name`."""
         rows, *others = shape
+        # One block of all rows in one group.
         return cls(name, ((0, rows),), 1, (rows, *others))
 
     def pieces(self, parameter: Tensor) -> list[Tensor]:
@@ -45,6 +46,8 @@ class Place:
         sizes = [rows for _, rows in self.blocks if rows]
         if self.form:
             tensor = tensor.reshape(-1, *parameter.shape[1:])
+        # To the device in the dtype of the file: BF16 takes half of FP32's way over the bus. [rows, ...] -> [groups,
+        # rows per group, ...]
         tensor = tensor.to(parameter.device).unflatten(0, (self.groups, sum(sizes)))
         for piece, values in zip(self.pieces(parameter), tensor.split(sizes, dim=1), strict=True):
             piece.copy_(values)
@@ -52,6 +55,7 @@ class Place:
     def save(self, parameter: Tensor) -> Tensor:
         """Return their tensor: a view where it is one block."""
         pieces = self.pieces(parameter)
+        # torch.cat of one piece would copy it, and the writer wants a view of the weight where it can have one.
         grouped = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
         rows = grouped.flatten(0, 1)
         return rows.reshape(self.shape) if self.form else rows

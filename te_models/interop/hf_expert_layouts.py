@@ -1,0 +1,120 @@
+"""Keys of config.json that say which layers have experts and which are dense. No torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from te_models.interop.hf_parts import Fields, Values
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The keys that say which layers are dense, with a function to read them (one bool per layer) and one to write."""
+
+    keys: tuple[str, ...]
+    read: Callable[[Values], list[bool]]
+    write: Callable[[list[bool]], Fields]
+
+
+def _read_steps(theirs: Values) -> list[bool]:
+    """Read Qwen's keys: one layer of each step has experts, except those listed."""
+    step = theirs.get("decoder_sparse_step", 1)
+    listed = theirs.get("mlp_only_layers") or ()
+    return [
+        bool((layer + 1) % step) or layer in listed for layer in range(theirs["num_hidden_layers"])
+    ]
+
+
+# Writes the list even where a step would say the same: every choice of dense layers has this one form.
+def _write_steps(dense: list[bool]) -> Fields:
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, one in enumerate(dense) if one],
+    }
+
+
+def _types(theirs: Values) -> list[str]:
+    return theirs.get("mlp_layer_types") or ["dense"] + ["sparse"] * (
+        theirs["num_hidden_layers"] - 1
+    )
+
+
+def first_dense(key: str) -> Layout:
+    """Return the layout of families whose first layers, as many as `key` says, are dense."""
+
+    def read(theirs: Values) -> list[bool]:
+        return [layer < theirs[key] for layer in range(theirs["num_hidden_layers"])]
+
+    # Where others than the first are dense, what is written is another model, and so not used.
+    return Layout((key,), read, lambda dense: {key: sum(dense)})
+
+
+def _types_or_first_dense(theirs: Values) -> list[bool]:
+    if given := theirs.get("mlp_layer_types"):
+        return [kind == "dense" for kind in given]
+    return FIRST_DENSE.read(theirs)
+
+
+def _axk1_layout(theirs: Values) -> list[bool]:
+    if given := theirs.get("mlp_layer_types"):
+        return [kind == "dense" for kind in given]
+    first = theirs.get("first_k_dense_replace", 1)
+    step = theirs.get("moe_layer_freq", 1)
+    return [layer < first or layer % step != 0 for layer in range(theirs["num_hidden_layers"])]
+
+
+def axk1_unused(theirs: Values) -> tuple[str, ...]:
+    """Return the prefixes of norms that A.X K1's release has in dense layers, which have none."""
+    dense = enumerate(_axk1_layout(theirs))
+    return tuple(f"layers.{layer}.post_mlp_layernorm." for layer, one in dense if one)
+
+
+def _ernie_layout(theirs: Values) -> list[bool]:
+    """Read the first and the last layer that may have experts, and at which distance they have."""
+    count = theirs["num_hidden_layers"]
+    start = theirs["moe_layer_start_index"]
+    end = theirs["moe_layer_end_index"]
+    if end == -1:
+        end = count - 1
+    interval = theirs["moe_layer_interval"]
+    return [bool((layer + 1) % interval) or not start <= layer <= end for layer in range(count)]
+
+
+def _write_ernie_layout(dense: list[bool]) -> Fields:
+    """Return the keys of layers with experts in one piece; others are not expressed, and so not used."""
+    sparse = [layer for layer, one in enumerate(dense) if not one] or [len(dense)]
+    return {
+        "moe_layer_start_index": sparse[0],
+        "moe_layer_end_index": sparse[-1],
+        "moe_layer_interval": 1,
+    }
+
+
+STEPS = Layout(("decoder_sparse_step", "mlp_only_layers"), _read_steps, _write_steps)
+# The layouts that several families share; a family's own stands beside its experts.
+TYPES = Layout(
+    ("mlp_layer_types",),
+    lambda theirs: [kind == "dense" for kind in _types(theirs)],
+    lambda dense: {"mlp_layer_types": ["dense" if one else "sparse" for one in dense]},
+)
+SPARSE_TYPES = Layout(  # the default is experts in all layers
+    TYPES.keys,
+    lambda theirs: (
+        [kind == "dense" for kind in theirs.get("mlp_layer_types") or ()]
+        or [False] * theirs["num_hidden_layers"]
+    ),
+    TYPES.write,
+)
+ALL_SPARSE = Layout((), lambda theirs: [False] * theirs["num_hidden_layers"], lambda dense: {})
+
+
+FIRST_DENSE = first_dense("first_k_dense_replace")
+
+
+TYPES_OR_FIRST = Layout(
+    ("mlp_layer_types", "first_k_dense_replace"), _types_or_first_dense, TYPES.write
+)
+
+
+AXK1_LAYOUT = Layout(
+    ("mlp_layer_types", "first_k_dense_replace", "moe_layer_freq"), _axk1_layout, TYPES.write
+)
