@@ -152,8 +152,9 @@ def _time(step: Callable[[], Tensor], size: dict[str, int], start_bytes: int) ->
 @click.option("--shape", type=click.Choice(list(LAYERS)), default="350m", show_default=True)
 @click.option("--seconds", default=140.0, show_default=True, help="No row starts after this time.")
 @click.option("--tiny", is_flag=True, help="A small shape anywhere: a test, not a measurement.")
+@click.option("--going-on", is_flag=True, help="Keep the rows of OUT that were measured.")
 @click.option("--out", required=True, type=click.Path(path_type=Path))
-def main(shape: str, seconds: float, tiny: bool, out: Path) -> None:
+def main(shape: str, seconds: float, tiny: bool, going_on: bool, out: Path) -> None:
     """Measure every row, and write the results after each."""
     if DEVICE.type == "cpu" and not tiny:
         raise click.UsageError("there is no CUDA device here: use --tiny to try the program")
@@ -165,7 +166,13 @@ def main(shape: str, seconds: float, tiny: bool, out: Path) -> None:
         size = TINY_SIZE
     rows: dict[str, Any] = {}
     document = dict(environment=environment(), shape=shape, size=size, rows=rows)
+    if going_on:
+        for name, row in json.loads(out.read_text())["rows"].items():
+            if "error" not in row and name != REPEATED:
+                rows[name] = row
     for name in [*ORDER, REPEATED]:
+        if name in rows:
+            continue
         if time.monotonic() - begun > seconds and name != REPEATED:
             rows[name] = {"error": "no time was left"}
             continue

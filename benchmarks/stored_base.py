@@ -6,18 +6,21 @@
     python benchmarks/stored_base.py speed --out benchmarks/results/stored_base_h100.json     # on one GPU
 
 `loss` prints the largest difference between the losses of both bases over all steps. `speed` has random weights: of
-gpt-oss-120b's and Qwen3.6-35B-A3B's shapes as many layers as fit in the form in question, with the number stated;
-a step is forward, backward and the update of adapters on attention and on every expert, with full recomputation.
+gpt-oss-120b's and Qwen3.6-35B-A3B's shapes as many layers as fit in the form in question, with the number stated, or
+`--layers`, of which a base that does not fit says so; a step is forward, backward and the update of adapters on
+attention and on every expert, with full recomputation. Results are written after every row and every 50 steps.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import statistics
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models import CausalLM, ModelConfig, get_preset, get_recipe
+from te_models.files.atomic import first_line
 from te_models.fp8.primary_weights import is_quantized, plain, write_weight
 from te_models.inspect.environment import environment, require_gpu
 from te_models.numerics.stored import StoredRows, StoredWeight
@@ -38,6 +42,14 @@ from te_models.training.lora_run import LoraRun
 from te_models.training.settings import LoraSettings
 
 TARGETS = ("all-linear", "experts")
+# Bases of `speed`, and the recipes of their products.
+BASES = (
+    ("stored", "bf16"),
+    ("stored", "current"),
+    ("bf16", "bf16"),
+    ("bf16", "current"),
+    ("fp8", "current"),
+)
 # Name -> the form in which its release is stored.
 LARGE = {"gpt-oss-120b": "mxfp4", "qwen3.6-35b-a3b": "nvfp4"}
 SMALL: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -138,13 +150,12 @@ def text(length: int) -> Tensor:
 
 def train(
     model: CausalLM, batches: list[Tensor], rank: int = 8, optimizer: str = "adamw"
-) -> list[float]:
-    """Train adapters on attention and on every expert; return the losses."""
+) -> Iterator[float]:
+    """Train adapters on attention and on every expert; yield the loss of each step."""
     torch.manual_seed(3)
     LoraRun(model, LoraSettings(rank=rank, alpha=2.0 * rank, targets=TARGETS))
     update = build_optimizer(optimizer, model, 2e-3, 0.0)
     model.train()
-    losses = []
     for number, ids in enumerate(batches):
         ids = ids.to(model.device)
         if number == 0:
@@ -154,8 +165,7 @@ def train(
         loss.backward()
         update.step()
         model.zero_grad()
-        losses.append(loss.item())
-    return losses
+        yield loss.item()
 
 
 @click.group()
@@ -167,31 +177,59 @@ def main() -> None:
 @click.option("--steps", default=200)
 @click.option("--device", default="cpu")
 @click.option("--recipe", default="bf16")
+@click.option("--shapes", default=",".join(SMALL), show_default=True)
 @click.option("--out", default=None)
-def loss(steps: int, device: str, recipe: str, out: str | None) -> None:
+def loss(steps: int, device: str, recipe: str, shapes: str, out: str | None) -> None:
     """Compare the losses of the stored and of the dequantized base."""
     found: dict[str, Any] = {}
-    for name in SMALL:
+    begun = time.perf_counter()
+    document: dict[str, Any] = dict(
+        environment=environment(), recipe=recipe, steps=steps, rows=found
+    )
+    for name in shapes.split(","):
         config, form = small_shape(name)
         tokens = text(steps * 2 * 64).view(steps, 2, 64)
-        options: dict[str, Any] = dict(recipe=recipe, device=device)
+        # Compiling four small models would take longer than their steps.
+        options: dict[str, Any] = dict(recipe=recipe, device=device, compile=False)
         if recipe != "bf16":
             options |= dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
         stored = stored_model(config, form, **options)
         other = dequantized(stored, **options)
-        losses = [train(model, list(tokens)) for model in (stored, other)]
-        worst = max(abs(a / b - 1) for a, b in zip(*losses, strict=True))
-        equal = sum(a == b for a, b in zip(*losses, strict=True))
-        found[name] = dict(
-            form=form, recipe=recipe, first=losses[0][0], last=losses[0][-1],
-            worst_difference=worst, equal_steps=equal, steps=steps,
-        )  # fmt: skip
+        losses: dict[str, list[float]] = {}
+        for base, model in (("stored", stored), ("dequantized", other)):
+            losses[base] = []
+            for step, value in enumerate(train(model, list(tokens)), 1):
+                losses[base].append(value)
+                if step % 50 == 0:
+                    found[name] = compared(losses, form)
+                    write(out, document)
+                    seconds = time.perf_counter() - begun
+                    click.echo(f"{name}, {base}: {step} steps, loss {value:.4f}, {seconds:.0f} s")
+        row = found[name] = compared(losses, form)
+        write(out, document)
         click.echo(
-            f"{name} ({form}, {recipe}): loss {losses[0][0]:.4f} to {losses[0][-1]:.4f}; the dequantized base differs "
-            f"by at most {100 * worst:.4f} %, and has the same bits in {equal} of {steps} steps"
+            f"{name} ({form}, {recipe}): loss {row['first']:.4f} to {row['last']:.4f}; the dequantized base differs by "
+            f"at most {100 * row['worst_difference']:.4f} %, and has the same bits in {row['equal_steps']} of {steps} "
+            "steps"
         )
-        assert math.isfinite(losses[0][-1]) and worst <= 1e-3
-    write(out, found)
+    if not all(
+        math.isfinite(row["last"]) and row["worst_difference"] <= 1e-3 for row in found.values()
+    ):
+        raise SystemExit("losses differ by more than 0.1 %")
+
+
+def compared(losses: dict[str, list[float]], form: str) -> dict[str, Any]:
+    """Return how far the losses of both bases are apart in the steps that both have."""
+    stored = losses["stored"]
+    pairs = list(zip(stored, losses.get("dequantized", []), strict=False))
+    return dict(
+        form=form,
+        first=stored[0],
+        last=stored[-1],
+        worst_difference=max((abs(a / b - 1) for a, b in pairs), default=0.0),
+        equal_steps=sum(a == b for a, b in pairs),
+        compared_steps=len(pairs),
+    )
 
 
 @main.command()
@@ -219,28 +257,48 @@ def plan(rank: int, tokens: int) -> None:
 @click.option("--rank", default=8)
 @click.option("--steps", default=6)
 @click.option("--layers", default=None, type=int, help="Of each shape; default: what fits.")
+@click.option("--shapes", default=",".join(LARGE), show_default=True)
+@click.option(
+    "--bases",
+    default=",".join(f"{base}:{recipe}" for base, recipe in BASES),
+    show_default=True,
+    help="Base and recipe of its products.",
+)
+@click.option("--seconds", default=600.0, show_default=True, help="No row starts after this time.")
 @click.option("--out", default=None)
-def speed(tokens: int, rank: int, steps: int, layers: int | None, out: str | None) -> None:
+def speed(
+    tokens: int, rank: int, steps: int, layers: int | None, shapes: str, bases: str, seconds: float, out: str | None
+) -> None:  # fmt: skip
     """Measure tokens/s and peaks of stored, BF16 and FP8 bases."""
     require_gpu()
-    rows = []
-    for name, form in LARGE.items():
-        for base, recipe in (("stored", "bf16"), ("stored", "current"), ("bf16", "bf16"),
-                             ("bf16", "current"), ("fp8", "current")):  # fmt: skip
-            row = measure(name, form, base, recipe, tokens, rank, steps, layers)
+    begun = time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    for name in shapes.split(","):
+        for pair in bases.split(","):
+            base, _, recipe = pair.partition(":")
+            row: dict[str, Any] = dict(shape=name, form=LARGE[name], base=base, recipe=recipe)
+            if time.perf_counter() - begun > seconds:
+                row |= dict(error="no time was left")
+            else:
+                try:
+                    row |= measure(name, LARGE[name], base, recipe, tokens, rank, steps, layers)
+                except torch.OutOfMemoryError as error:
+                    row |= dict(error=f"out of memory: {first_line(error)}")
+                # The model has circles of references, and its memory is what the next row needs.
+                gc.collect()
+                torch.cuda.empty_cache()
+                row["row_seconds"] = round(time.perf_counter() - begun, 1)
             rows.append(row)
             click.echo(json.dumps(row))
-            torch.cuda.empty_cache()
-            write(
-                out, dict(environment=environment(), rows=rows)
-            )  # each row: the large shapes take long
+            # After each row: the large shapes take long.
+            write(out, dict(environment=environment(), rows=rows))
 
 
 def measure(
     name: str, form: str, base: str, recipe: str, tokens: int, rank: int, steps: int, layers: int | None
 ) -> dict[str, Any]:  # fmt: skip
-    """Return tokens/s, the peak and the planned one of a base, with as many layers as fit."""
-    free = torch.cuda.mem_get_info()[0]
+    """Return tokens/s, the peak and the planned one of a base with `layers` layers, or with as many as fit."""
+    free = 0.93 * torch.cuda.mem_get_info()[0]
     whole = get_preset(name).num_hidden_layers
     count = layers or whole
     planned: dict[str, Any] = dict(
@@ -251,9 +309,12 @@ def measure(
     while True:
         config = get_preset(name, num_hidden_layers=count)
         expected = plan_memory(config, get_recipe(recipe), **planned).peak.total
-        if layers or expected < 0.93 * free or count <= 4:
+        if expected < free or layers or count <= 4:
             break
         count -= 4
+    sizes = dict(layers=count, of_layers=whole, planned_gib=round(expected / 2**30, 2))
+    if expected >= free:
+        return sizes | dict(error=f"does not fit in the {free / 2**30:.1f} GiB that are free")
     options: dict[str, Any] = dict(recipe=recipe, activation_checkpointing="full")
     if base == "stored":
         model = stored_model(config, form, "cuda", **options)
@@ -279,11 +340,9 @@ def measure(
         model.zero_grad()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begun)
-    return dict(
-        shape=name, form=form, base=base, recipe=recipe, layers=count, of_layers=whole, tokens=tokens, rank=rank,
-        tokens_per_s=round(tokens / statistics.median(times[2:]), 1),
-        peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2), planned_gib=round(expected / 2**30, 2),
-        loss=round(found.item(), 4),
+    return sizes | dict(
+        tokens=tokens, rank=rank, tokens_per_s=round(tokens / statistics.median(times[2:]), 1),
+        peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2), loss=round(found.item(), 4),
     )  # fmt: skip
 
 

@@ -19,8 +19,8 @@ EXPECTED = {
     ("350m", "bf16"): "700,000",
     ("350m", "delayed"): "900,000",
 }
-SHAPES = ("350m",)
-OPTIMIZED = ("124m",)  # of optimizer_speed
+SHAPES = ("350m", "454m")
+OPTIMIZED = ("124m", "1b")  # of optimizer_speed
 PEERS = {"torch": "PyTorch BF16, compiled", "torchao": "torchao float8, compiled"}
 # Shares of BF16's memory in the report on activation checkpointing: 74.3 of 76.2 % and 29.7 of 16.1 % of its GPU.
 REPORTED = {("torchao", "none"): "0.975", ("torchao", "full"): "1.845"}
@@ -210,6 +210,35 @@ def recomputation_result() -> str:
     return "\n".join(lines)
 
 
+@table
+def recomputation_equal() -> str:
+    """Bits of 200 steps under every mode of recomputation, beside a second run without."""
+    result = load("checkpoint_parity_own_h100")
+    rows = [row for row in result["rows"] if "same" in row]
+    lines = []
+    for recipe in dict.fromkeys(row["recipe"] for row in rows):
+        own = [row for row in rows if row["recipe"] == recipe]
+        modes = [row for row in own if row["mode"] != "again"]
+        again = [row for row in own if row["mode"] == "again"]
+        lines.append([f"`{recipe}`", _equal(modes), _equal(again)])
+    text = prose(
+        f"{result['steps']} steps of four layers of 256, three micro-batches of 4 x {result['seq_len']} tokens each, "
+        "with cuDNN's attention: modes `selective`, `full` and 2, with weights quantized in every micro-batch, once "
+        "per step, and with FP8 weights. Equal: every loss, and every weight, gradient, scale and history after each "
+        f"{result['every']}th step. {measured_on(result)}"
+    )
+    header = "recipe | runs that equal the one without | second runs without that equal it"
+    return f"{text}\n\n{markdown(header, lines)}"
+
+
+def _equal(rows: list[dict[str, Any]]) -> str:
+    """Return how many rows are equal, and at which step the first of the others was found to differ."""
+    others = [row["first_difference"] for row in rows if not all(row["same"].values())]
+    found = f"{len(rows) - len(others)} of {len(rows)}"
+    steps = [step for step in others if step is not None]
+    return f"{found} (first seen at step {min(steps)})" if steps else found
+
+
 def draw_recomputation(path: Path) -> None:
     """Draw the peaks of BF16 and FP8 without and with full recomputation, here and in torchao."""
     peaks = _grid_peaks("gated-1b")
@@ -308,12 +337,14 @@ def optimizer_speed_result() -> str:
         result = load(f"optimizer_speed_{shape}_h100")
         rows = {name: row for name, row in result["rows"].items() if "error" not in row}
         parts = []
-        if {"muon", "muon8bit"} <= rows.keys():
-            speed = rows["muon8bit"]["tokens_per_second"] / rows["muon"]["tokens_per_second"]
-            state = rows["muon8bit"]["state_bytes"] / rows["muon"]["state_bytes"]
-            parts.append(
-                f"8-bit Muon has {speed:.3f} of the speed of Muon, and {1 - state:.0%} less state in all"
-            )
+        muon = rows["muon"]
+        for name, said in (
+            ("muon8bit", "8-bit Muon"),
+            ("muon8bit, rest adamw8bit", "with 8-bit AdamW for the rest as well"),
+        ):
+            speed = rows[name]["tokens_per_second"] / muon["tokens_per_second"]
+            saved = 1 - rows[name]["state_bytes"] / muon["state_bytes"]
+            parts.append(f"{said}: {speed - 1:+.1%} throughput to Muon, {saved:.1%} less state")
         if {"adamw", "adamw, in CPU memory"} <= rows.keys():
             offload = rows["adamw, in CPU memory"]["tokens_per_second"]
             share = offload / rows["adamw"]["tokens_per_second"]
@@ -341,7 +372,8 @@ def draw_optimizers(path: Path, shape: str) -> None:
     for name, row in result["rows"].items():
         if "error" not in row:
             speeds[name] = row["tokens_per_second"]
-    title = f"{result['preset']}, 16 x 1,024 tokens, one H100"
+    size = result["size"]
+    title = f"{result['preset']}, {size['batch_size']} x {size['seq_len']:,} tokens, one H100"
     _draw_bars(path, speeds, tuple(OPTIMIZERS), "tokens/s, whole steps", title)
 
 

@@ -22,7 +22,7 @@ ARGUMENTS = {
     "profile_step": ["gated-nano", "delayed"],
     "recorder_cost": ["gated-nano", "delayed"],
     "span_attention": OUT,
-    "split_k": OUT,
+    "split_k": ["bits", *OUT],
     "stored_base": ["speed", *OUT],
     "whole_step": ["speed", "gated-nano", "bf16"],
 }
