@@ -1,6 +1,7 @@
 """Hybrids and mixtures of experts beside transformers: forward and backward, memory, decoding, in one process.
 
     python benchmarks/kinds_speed.py --out benchmarks/results/kinds_h200.json     # on a GPU, about 15 minutes
+    python benchmarks/kinds_speed.py --mixers --out benchmarks/results/mixers_h100.json       # newer mixers, a minute
     python benchmarks/kinds_speed.py --tiny                                       # anywhere: does it work?
 
 Random weights of Qwen3.5-2B, and slices of Qwen3.5-9B (4 layers), Qwen3-30B-A3B (4) and Mixtral (2), whose recipes have
@@ -8,6 +9,9 @@ no BF16 edges. The head of a slice is as large as that of the whole model, so "-
 vocabulary of 1,024. Ours runs as `Trainer` runs it, as one CUDA graph where the layers allow one; transformers in BF16
 with torch.compile, flash-linear-attention and grouped_mm, or torchao's grouped FP8 for experts. Times are medians of
 CUDA events, peaks those of PyTorch's allocator above what was there before. Ratios are within this process.
+
+`--mixers` has slices of models with Kimi Delta Attention, Mamba 2, gated short convolutions, and Mamba 2 beside
+attention. Its variants compile at the same time in processes of their own, and then run in turn, alone on the GPU.
 """
 
 from __future__ import annotations
@@ -17,9 +21,12 @@ import functools
 import gc
 import importlib.metadata
 import json
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,6 +60,26 @@ SHAPES: dict[str, tuple[str | dict[str, Any], int, tuple[tuple[int, int], ...], 
     "mixtral-wide": (MIXTRAL, 2, ((4, 4096),), True),
 }
 SHAPES |= {name.replace("wide", "layers"): found for name, found in SHAPES.items() if found[3]}
+# Slices of --mixers: the preset or the fields of the model, and those of the slice. Two of them run at a time.
+KIMI: dict[str, Any] = dict(
+    hidden_size=2304, intermediate_size=9216, num_attention_heads=32, num_key_value_heads=32, head_dim=64,
+    attention_gate="none", kda=dict(num_heads=32, head_dim=128, gate_rank=128),
+    latent_attention=dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+)  # fmt: skip
+MIXERS: dict[str, tuple[str | dict[str, Any], dict[str, Any]]] = {
+    "mamba2": ("granite-4.0-h-micro", dict(
+        layer_types=("mamba2",) * 5 + ("full_attention",), no_rope_layers=(0,) * 6,
+    )),
+    "short_conv": ("lfm2-1.2b", dict(layer_types=("conv", "conv", "full_attention", "conv"))),
+    "kda": (KIMI, dict(layer_types=("kda",) * 3 + ("latent_attention",), no_rope_layers=(0,) * 4)),
+    "mamba2_beside_attention": ("falcon-h1-3b", dict(layer_types=("parallel",) * 4)),
+}  # fmt: skip
+MIXER_BATCH = (2, 4096)
+MIXER_RECIPES = ("bf16", "current", "delayed")
+READY_SECONDS = 75.0  # a variant that has not compiled by then is left out
+TURN_SECONDS = 20.0
+# Called between the warm-up and the steps that count; a process of `in_turn` waits there.
+WAIT_FOR_TURN: ContextVar[Callable[[], None]] = ContextVar("wait_for_turn", default=lambda: None)
 RECIPES = ("bf16", "current", "delayed", "blockwise")
 NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
 TINY: dict[str, Any] = dict(
@@ -75,18 +102,32 @@ WARM_UP, TIMED = 5, 7
     "--seconds", default=1500.0, show_default=True, help="No variant starts after this many."
 )
 @click.option("--decode/--no-decode", default=True, help="Measure generation at batch 1 too.")
+@click.option("--mixers", is_flag=True, help="Slices with newer mixers instead of --shapes.")
+@click.option("--only", default=",".join(MIXERS), show_default=True, help="With --mixers: these.")
 @click.option(
     "--out", type=click.Path(path_type=Path), help="JSON file, written after every variant."
 )
 def main(
-    tiny: bool, shapes: str, recipes: str, seconds: float, decode: bool, out: Path | None
-) -> None:
+    tiny: bool, shapes: str, recipes: str, seconds: float, decode: bool, mixers: bool, only: str, out: Path | None
+) -> None:  # fmt: skip
     """Measure everything and print one line per variant."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not tiny:
         raise click.UsageError("there is no CUDA device here: use --tiny to try the program")
     begun = time.monotonic()
     result: dict[str, Any] = {"environment": environment() | packages(), "rows": [], "skipped": []}
+    if mixers:
+        names = only.split(",")
+        for start in range(0, len(names), 2):
+            for row in in_turn(names[start : start + 2], tiny):
+                result["rows"].append(row)
+                click.echo(json.dumps(row))
+            result["ratios"] = ratios(result["rows"])
+            result["seconds"] = time.monotonic() - begun
+            if out is not None:
+                out.write_text(json.dumps(result, indent=1) + "\n")
+        click.echo(json.dumps({"ratios": result["ratios"]}, indent=1))
+        return
     result["environment"]["delta rule"] = delta_rule_kernel(device, torch.bfloat16)
     for shape in shapes.split(","):
         config, is_slice = shape_of(shape, tiny), SHAPES[shape][3]
@@ -122,10 +163,96 @@ def main(
     click.echo(json.dumps({"ratios": result.get("ratios"), "skipped": result["skipped"]}, indent=1))
 
 
+def mixer_config(name: str, tiny: bool) -> ModelConfig:
+    """Return the config of a slice of --mixers."""
+    base, fields = MIXERS[name]
+    own = dict(fields, num_hidden_layers=len(fields["layer_types"]), vocab_size=1024)
+    own |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    if tiny:
+        own |= dict(
+            hidden_size=64,
+            intermediate_size=96,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=32,
+        )
+        if "mamba2" in name:
+            own |= dict(mamba2=dict(num_heads=4, head_dim=32, state_dim=16, num_groups=1))
+        if name == "kda":
+            own |= dict(kda=dict(num_heads=2, head_dim=32, gate_rank=32))
+            own |= dict(latent_attention=dict(
+                kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
+            ))  # fmt: skip
+    if isinstance(base, dict):
+        return ModelConfig(**{**base, **own})
+    if "mamba2" in own and name == "mamba2_beside_attention":
+        own["mamba2"] |= dict(norm="none")
+    return get_preset(base, **own)
+
+
+def in_turn(names: list[str], tiny: bool) -> list[dict[str, Any]]:
+    """Measure the variants of these slices; they compile at once, and are timed one after the other."""
+    spawn = multiprocessing.get_context("spawn")
+    waiting: dict[str, tuple[Any, Connection]] = {}
+    for name in names:
+        for variant in (*MIXER_RECIPES, "transformers"):
+            ours_end, theirs_end = spawn.Pipe()
+            process = spawn.Process(target=in_process, args=(name, variant, tiny, theirs_end))
+            process.start()
+            theirs_end.close()
+            waiting[f"{name} {MIXER_BATCH[0]}x{MIXER_BATCH[1]} {variant}"] = (process, ours_end)
+    deadline = time.monotonic() + READY_SECONDS
+    rows = []
+    ready = {}
+    for name, (process, connection) in waiting.items():
+        answer = answer_of(connection, deadline - time.monotonic())
+        if answer == "ready":
+            ready[name] = (process, connection)
+        else:
+            rows.append({"name": name, **(answer or {"error": "not ready in time"})})
+            process.kill()
+    for name, (process, connection) in ready.items():
+        connection.send("go")
+        answer = answer_of(connection, TURN_SECONDS)
+        rows.append({"name": name, **(answer or {"error": "no result in time"})})
+        process.kill()
+    return rows
+
+
+def answer_of(connection: Connection, seconds: float) -> Any:
+    """Return the next message of a process; None: there was none in time, or the process ended."""
+    try:
+        return connection.recv() if connection.poll(max(0.0, seconds)) else None
+    except EOFError:
+        return None
+
+
+def in_process(name: str, variant: str, tiny: bool, connection: Connection) -> None:
+    """Measure one variant of a slice; wait for a turn between the warm-up and the steps that count."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def wait() -> None:
+        connection.send("ready")
+        connection.recv()
+
+    WAIT_FOR_TURN.set(wait)
+    size = (mixer_config(name, tiny), *((2, 70) if tiny else MIXER_BATCH), device)
+    run = functools.partial(theirs, *size)
+    if variant != "transformers":
+        run = functools.partial(ours, *size, variant, True)
+    connection.send(attempt(run))
+
+
 def packages() -> dict[str, str]:
     """Return the versions of the packages that this compares with."""
     found = {}
-    for package in ("transformers", "flash-linear-attention", "fla-core", "causal-conv1d"):
+    for package in (
+        "transformers",
+        "flash-linear-attention",
+        "fla-core",
+        "causal-conv1d",
+        "mamba-ssm",
+    ):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -178,6 +305,9 @@ def measured(step: Callable[[], Any], device: torch.device, before: int) -> dict
         torch.cuda.reset_peak_memory_stats()
     for _ in range(WARM_UP if device.type == "cuda" else 1):
         step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    WAIT_FOR_TURN.get()()
     if device.type == "cpu":
         started = time.perf_counter()
         step()

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from benchmarks.soak import draw as draw_soak
-from benchmarks.tables import checks, claims, failures, gpus, guide, heads, kinds, speed  # noqa: F401  they register their tables
+from benchmarks.tables import buffers, checks, claims, failures, gpus, guide, heads, kinds, speed  # noqa: F401  they register their tables
 from benchmarks.tables.speed import RUNS, precision_of
 from benchmarks.tables.text import GIB, TABLES, load
 from benchmarks.twin_curves import draw as draw_twins
