@@ -14,7 +14,7 @@ from te_models.config.attention import AttentionSpec
 from te_models.config.presets import get_preset
 from te_models.config.recipe import get_recipe
 from te_models.engine import planned
-from te_models.kernels.gated_attention import can_fuse
+from te_models.kernels.attention_parts import can_fuse
 from te_models.planning import measured
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 

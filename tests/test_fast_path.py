@@ -25,7 +25,7 @@ from te_models.config.presets import get_preset
 from te_models.config.recompute_modes import MODES
 from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels import sdpa
-from te_models.kernels.gated_attention import can_fuse
+from te_models.kernels.attention_parts import can_fuse
 from te_models.optim import build_optimizer
 from te_models.training.cuda_graph import WARM_UP, GraphedStep
 from te_models.training.trainer import deterministic

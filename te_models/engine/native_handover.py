@@ -26,6 +26,7 @@ from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 import te_models.kernels.handover_triton as handover_triton
+import te_models.kernels.norm_fp8_triton as norm_fp8_triton
 from te_models.device.autograd import Context
 from te_models.engine import native_experts, native_inference
 from te_models.engine.native_norm import LayerNormWithoutBias
@@ -33,8 +34,8 @@ from te_models.engine.native_observers import give_observer, observe, observer_o
 from te_models.kernels import decode_triton
 from te_models.kernels.count_cast_triton import Counts
 from te_models.kernels.early_save import save_early, save_input, saved_input
+from te_models.kernels.fp8_tiles_triton import FP8Data
 from te_models.kernels.handover import CastScale
-from te_models.kernels.handover_triton import FP8Data
 from te_models.numerics.stored import StoredWeight
 
 # The quantizers with one scale per tensor, for which one module hands FP8 to the next.
@@ -140,7 +141,7 @@ class _Norm(torch.autograd.Function):
         ctx.both = delta is not None
         if (target := _target(quantizer)) is not None:
             cast_scale = target.cast_scale
-            fp8, total, inverse = handover_triton.norm(
+            fp8, total, inverse = norm_fp8_triton.norm(
                 x,
                 delta,
                 weight=weight,

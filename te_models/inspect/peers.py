@@ -17,7 +17,7 @@ from te_models.config.recipe import Recipe, get_recipe
 from te_models.engine import engine_module
 from te_models.errors import UsageError, needs
 from te_models.kernels import elementwise
-from te_models.kernels.gated_attention import split_heads
+from te_models.kernels.attention_parts import split_heads
 from te_models.kernels.sdpa import causal_attention
 from te_models.model.rope import rotary_tables
 

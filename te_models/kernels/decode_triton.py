@@ -24,7 +24,8 @@ from te_models.kernels.decode import (
     StepLinear,
     StepNorm,
 )
-from te_models.kernels.handover_triton import INTERPRETED, activation_and_slope
+from te_models.kernels.fp8_tiles_triton import INTERPRETED
+from te_models.kernels.handover_triton import activation_and_slope
 
 ROWS = MOST_ROWS
 # Channels per head, at most -> keys of a tile, as many as the shared memory of an Ada GPU holds.

@@ -21,7 +21,14 @@ from torch import Tensor, nn
 
 from te_models.config.recipe import EngineRecipe
 from te_models.errors import check_known
-from te_models.kernels import elementwise, expert_rows, gated_attention, handover, lm_head, planned
+from te_models.kernels import (
+    attention_parts,
+    elementwise,
+    expert_rows,
+    handover,
+    lm_head,
+    planned,
+)
 from te_models.kernels.decode import DecodeKernels
 from te_models.kernels.from_inputs import from_inputs
 
@@ -67,7 +74,7 @@ class Kernels:
     experts_join: Callable[..., bool] = handover.experts_join
     targets: Callable[[nn.Module | None, nn.Module | None], handover.CastTargets] = handover.targets
     # None: attention is composed of the operations above.
-    attention: gated_attention.Operations | None = None
+    attention: attention_parts.Operations | None = None
     # None: a step of decoding runs the modules.
     decode: DecodeKernels | None = None
 
@@ -166,7 +173,7 @@ def fused_operations(device: torch.device) -> dict[str, Any]:
     Empty on GPUs before Ampere, which neither cuDNN's attention nor Triton supports.
     """
     if device.type != "cuda":
-        return {"attention": gated_attention.PLAIN}
+        return {"attention": attention_parts.PLAIN}
     if torch.cuda.get_device_capability(device) < (8, 0):
         return {}
     # Imported here: only CUDA builds of PyTorch come with Triton.

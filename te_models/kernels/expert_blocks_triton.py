@@ -20,9 +20,9 @@ from te_models.kernels.expert_cast_triton import (
     room_for_rows_turned,
     total_sums,
 )
-from te_models.kernels.expert_hidden_triton import Activation, gradient_values, hidden_values
+from te_models.kernels.expert_hidden_triton import Activation, hidden_values
+from te_models.kernels.fp8_tiles_triton import store_fp8
 from te_models.kernels.groups import Groups
-from te_models.kernels.handover_triton import store_fp8
 
 SIZE = 128  # of a block
 WARPS = 16  # of a cast: with 8, registers leave room for one program per multiprocessor
@@ -78,7 +78,7 @@ def _along(values, group, part: tl.constexpr, first, rows, factors, stride, colu
 
 
 @triton.jit
-def _store_blocks(
+def store_blocks(
     # FP32 tiles [groups, columns]: the first to fourth rows of groups of four
     a,
     b,
@@ -185,7 +185,7 @@ def _cast_kernel(
         tl.store(at, tl.sum((a + b) + (c + d), 0), j < columns)
     here = tl.multiple_of(tl.load(turned + e), 128)
     none = tl.zeros([], tl.int64)
-    _store_blocks(
+    store_blocks(
         a=a,
         b=b,
         c=c,
@@ -241,7 +241,7 @@ def _hidden_kernel(
     c = hidden_values(address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
     d = hidden_values(address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT)
     none = tl.zeros([], tl.int64)
-    _store_blocks(
+    store_blocks(
         a=a,
         b=b,
         c=c,
@@ -261,138 +261,6 @@ def _hidden_kernel(
         pitch=none,
         offset=none,
     )
-
-
-@triton.jit
-def _store_plain(a, b, c, d, i, j, rows, columns, stride, out):
-    """Store the first to fourth rows of groups of four."""
-    at = out + i[:, None] * stride + j[None, :]
-    inside = (i < rows)[:, None] & (j < columns)[None, :]
-    tl.store(at, a.to(out.dtype.element_ty), inside)
-    tl.store(at + stride, b.to(out.dtype.element_ty), inside)
-    tl.store(at + 2 * stride, c.to(out.dtype.element_ty), inside)
-    tl.store(at + 3 * stride, d.to(out.dtype.element_ty), inside)
-
-
-@triton.jit
-def _gradient_kernel(
-    # gradient of the hidden rows [R, F], and [R, 2F] = [gate | up]
-    dy,
-    gate_up,
-    # of each row (None: no row has to be zero), and how many tokens there are
-    token,
-    tokens,
-    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
-    first,
-    tiles,
-    # where each expert begins in the transposed copies
-    turned,
-    # the gradient [R, 2F] in 16 bits, or as FP8 in both copies with their scales
-    plain,
-    data,
-    scale_inv,
-    transposed,
-    turned_inv,
-    # transposed hidden rows, made again for the gradient of down_proj, or None
-    hidden,
-    hidden_inv,
-    pitch,
-    # sums of the rows of each tile, for the gradient of a bias, or None
-    sums,
-    # F, E, and rows of all experts
-    columns,
-    count,
-    most,
-    alpha,
-    LIMIT: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    e, address, begin, rows, group = find_matrix(
-        gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, SIZE
-    )
-    if token is not None:
-        token += begin
-    group += tl.arange(0, SIZE // 4)
-    i = 4 * group
-    j = tl.program_id(1).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    slope = dy + begin * columns
-    a, p, s = gradient_values(slope, address, token, tokens, i, j, rows, columns, alpha, LIMIT)
-    b, q, t = gradient_values(slope, address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT)
-    c, r, u = gradient_values(slope, address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
-    d, o, v = gradient_values(slope, address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT)
-    if sums is not None:
-        at = sums + tl.program_id(0).to(tl.int64) * 2 * columns + j
-        tl.store(at, tl.sum((a + b) + (c + d), 0), j < columns)
-        tl.store(at + columns, tl.sum((p + q) + (r + o), 0), j < columns)
-    here = tl.multiple_of(tl.load(turned + e), 128)
-    none = tl.zeros([], tl.int64)
-    if plain is not None:
-        plain += begin * 2 * columns
-        _store_plain(a, b, c, d, i, j, rows, columns, 2 * columns, plain)
-        _store_plain(p, q, r, o, i, j, rows, columns, 2 * columns, plain + columns)
-    else:
-        _store_blocks(
-            a=a,
-            b=b,
-            c=c,
-            d=d,
-            group=group,
-            j=j,
-            rows=rows,
-            columns=columns,
-            width=2 * columns,
-            begin=begin,
-            here=here,
-            count=most,
-            data=data,
-            scale_inv=scale_inv,
-            transposed=transposed,
-            turned_inv=turned_inv,
-            pitch=pitch,
-            offset=none,
-        )
-        _store_blocks(
-            a=p,
-            b=q,
-            c=r,
-            d=o,
-            group=group,
-            j=j,
-            rows=rows,
-            columns=columns,
-            width=2 * columns,
-            begin=begin,
-            here=here,
-            count=most,
-            data=data,
-            scale_inv=scale_inv,
-            transposed=transposed,
-            turned_inv=turned_inv,
-            pitch=pitch,
-            offset=none + columns,
-        )
-    if hidden is not None:
-        _store_blocks(
-            a=s,
-            b=t,
-            c=u,
-            d=v,
-            group=group,
-            j=j,
-            rows=rows,
-            columns=columns,
-            width=columns,
-            begin=begin,
-            here=here,
-            count=most,
-            data=None,
-            scale_inv=None,
-            transposed=hidden,
-            turned_inv=hidden_inv,
-            pitch=pitch,
-            offset=none,
-        )
 
 
 @triton.jit
@@ -418,15 +286,20 @@ def _weights_cast_kernel(x, places, data, transposed, scale_inv, rows, columns, 
     store_fp8(a, b, c, d, scale, group, j, rows, columns, data, transposed, columns, False)
 
 
-def _grid(groups: Groups, columns: int) -> tuple[int, int]:
+def grid_of_blocks(groups: Groups, columns: int) -> tuple[int, int]:
+    """Return the grid of a kernel with a program per block: every expert may fill one block in part."""
     return groups.high(SIZE), triton.cdiv(columns, SIZE)
 
 
-def _sizes(groups: Groups) -> dict[str, Any]:
+def sizes_of_blocks(groups: Groups) -> dict[str, Any]:
+    """Return the sizes that a kernel is compiled for."""
     return dict(EXPERTS=triton.next_power_of_2(groups.experts), SIZE=SIZE, num_warps=WARPS)
 
 
-def _room(groups: Groups, columns: int, device: torch.device, straight: bool, turn: bool) -> Blocks:
+def room_for_blocks(
+    groups: Groups, columns: int, device: torch.device, straight: bool, turn: bool
+) -> Blocks:
+    """Return uninitialized memory for the copy of rows as they are, the turned one, or both, with their scales."""
     blocks = triton.cdiv(columns, SIZE)
     data = scale_inv = transposed = turned_inv = None
     if straight:
@@ -438,7 +311,8 @@ def _room(groups: Groups, columns: int, device: torch.device, straight: bool, tu
     return Blocks(data, scale_inv, transposed, turned_inv)
 
 
-def _room_for_sums(groups: Groups, columns: int, device: torch.device) -> Tensor:
+def room_for_sums(groups: Groups, columns: int, device: torch.device) -> Tensor:
+    """Return uninitialized memory for the sums of each block's rows, FP32 [blocks, columns]."""
     return torch.empty(groups.high(SIZE), columns, device=device)
 
 
@@ -449,10 +323,10 @@ def cast_blocks(
     groups = given.groups
     columns = given.data.shape[1]
     device = given.data.device
-    made = _room(groups, columns, device, straight, turn)
-    sums = _room_for_sums(groups, columns, device) if summed else None
+    made = room_for_blocks(groups, columns, device, straight, turn)
+    sums = room_for_sums(groups, columns, device) if summed else None
     with torch.cuda.device_of(given.data):
-        _cast_kernel[_grid(groups, columns)](
+        _cast_kernel[grid_of_blocks(groups, columns)](
             given.data,
             given.source,
             given.factor,
@@ -466,7 +340,7 @@ def cast_blocks(
             columns,
             groups.experts,
             groups.most,
-            **_sizes(groups),
+            **sizes_of_blocks(groups),
         )
     total = None if sums is None else total_sums(sums, groups, given.data.dtype, SIZE)
     return made, total
@@ -475,9 +349,9 @@ def cast_blocks(
 def hidden_blocks(gate_up: Tensor, groups: Groups, activation: Activation) -> Blocks:
     """Cast the activation of gate_up [R, 2F], without a transposed copy."""
     columns = gate_up.shape[1] // 2
-    made = _room(groups, columns, gate_up.device, True, False)
+    made = room_for_blocks(groups, columns, gate_up.device, True, False)
     with torch.cuda.device_of(gate_up):
-        _hidden_kernel[_grid(groups, columns)](
+        _hidden_kernel[grid_of_blocks(groups, columns)](
             gate_up=gate_up,
             token=activation.token,
             tokens=activation.tokens,
@@ -490,68 +364,9 @@ def hidden_blocks(gate_up: Tensor, groups: Groups, activation: Activation) -> Bl
             most=groups.most,
             alpha=activation.alpha,
             LIMIT=activation.limit,
-            **_sizes(groups),
+            **sizes_of_blocks(groups),
         )
     return made
-
-
-class BlockGradients(NamedTuple):
-    """Gradients of gate_up, the recomputed activation, and the sums of each expert's rows or None."""
-
-    of_gate_up: Blocks
-    hidden: Blocks
-    sums: Tensor | None
-
-
-def gradient_blocks(
-    dy: Tensor,
-    gate_up: Tensor,
-    groups: Groups,
-    activation: Activation,
-    *,
-    turn: bool,
-    hidden: bool,
-    summed: bool,
-) -> BlockGradients:
-    """Cast the gradient of gate_up [R, 2F] for dy [R, F] of the activation, and with `hidden` the activation again.
-
-    A block of 1 x 128 may contain the last columns of gate and the first ones of up: then the gradient is stored first.
-    """
-    columns = dy.shape[1]
-    device = dy.device
-    apart = columns % SIZE != 0
-    plain = torch.empty_like(gate_up) if apart else None
-    made = (
-        Blocks(None, None, None, None) if apart else _room(groups, 2 * columns, device, True, turn)
-    )
-    again = _room(groups, columns, device, False, hidden)
-    sums = _room_for_sums(groups, 2 * columns, device) if summed else None
-    with torch.cuda.device_of(dy):
-        _gradient_kernel[_grid(groups, columns)](
-            dy,
-            gate_up,
-            activation.token,
-            activation.tokens,
-            groups.first,
-            groups.tiles(SIZE),
-            groups.apart.first,
-            plain,
-            *made,
-            again.transposed,
-            again.turned_inv,
-            groups.apart.most,
-            sums,
-            columns,
-            groups.experts,
-            groups.most,
-            activation.alpha,
-            LIMIT=activation.limit,
-            **_sizes(groups),
-        )
-    total = None if sums is None else total_sums(sums, groups, dy.dtype, SIZE)
-    if plain is not None:
-        made, _ = cast_blocks(Matrices(plain, groups), turn=turn)
-    return BlockGradients(made, again, total)
 
 
 def cast_weight_blocks(

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_models.kernels.fp8_tiles_triton import raise_amax, store_fp8
 from te_models.kernels.groups import Groups
-from te_models.kernels.handover_triton import raise_amax, store_fp8
 
 ROWS, COLUMNS = 64, 64  # of a tile
 ROW_COLUMNS = 2048  # of a row, that one program reads at a time

@@ -22,8 +22,8 @@ from te_models.kernels.expert_cast_triton import (
     room_for_sums,
     total_sums,
 )
+from te_models.kernels.fp8_tiles_triton import raise_amax, sigmoid, store_fp8
 from te_models.kernels.groups import Groups
-from te_models.kernels.handover_triton import raise_amax, sigmoid, store_fp8
 
 
 class Activation(NamedTuple):

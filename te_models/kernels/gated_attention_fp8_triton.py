@@ -1,6 +1,6 @@
-"""The elementwise parts of gated_attention.py that write FP8 for the next te.Linear, data and transposed copy at once.
+"""The elementwise parts of attention that write FP8 for the next te.Linear, data and transposed copy at once.
 
-A program handles some tokens, in groups of four, of one or a few heads; see handover_triton.py for the layout of its
+A program handles some tokens, in groups of four, of one or a few heads; see fp8_tiles_triton.py for the layout of its
 words. Tested against the plain operations through Triton's interpreter on a CPU (TRITON_INTERPRET=1).
 """
 
@@ -9,30 +9,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.kernels.gated_attention import FP8Operations, Norm, Rotation
-from te_models.kernels.handover import CastScale
-from te_models.kernels.handover_triton import (
+from te_models.kernels.attention_parts import FP8Operations, Norm, Rotation
+from te_models.kernels.fp8_tiles_triton import (
     BAND,
     FP8Data,
     new_fp8,
     note_inverse,
     raise_amax,
-    sigmoid,
     store_fp8,
-    tile,
+)
+from te_models.kernels.gate_fp8_triton import gate_backward_fp8, gate_fp8
+from te_models.kernels.handover import CastScale
+from te_models.kernels.head_groups_triton import (
+    TOKENS,
+    place_of_heads,
+    read_head,
+    token_rows,
 )
 from te_models.kernels.head_tiles_triton import (
     factor,
     head_tiles,
-    opening_of,
-    opening_slope,
     pairs,
     rotation_tables,
-    width_of,
 )
 
-# Tokens per program of those that write FP8, each of one head, with four warps; 64 are as fast, 128 are not.
-TOKENS = 32
 TURNED = 8  # heads per program of rotate and norm_backward, which share a token's angles
 # Tokens per program of norm_backward: with 32 the registers of a wide head do not suffice. Of 8 and 16 tokens, 8 took
 # 0.71 ms and 16 at least 0.87 for 16 heads of 256 and 12,288 tokens on an H100.
@@ -40,109 +40,12 @@ NORM_TOKENS = {128: 32, 256: 8}  # channels per head, at most -> tokens
 
 
 @triton.jit
-def _rows(x, i, head, batch_stride, seq_stride, head_stride, seq):
-    """Return pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]; S None: all rows have one stride."""
-    x += head.to(tl.int64) * head_stride
-    at = (
-        x + i * seq_stride
-        if seq is None
-        else x + (i // seq) * batch_stride + (i % seq) * seq_stride
-    )
-    return at[:, None]
-
-
-@triton.jit
-def _place(
-    rows, heads, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr
-):
-    """Return this program's groups of four rows, head, channels, and which of rows and channels exist."""
-    row, head = tile(tl.cdiv(rows, block), heads, BAND)
-    group = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4)
-    channel = tl.arange(0, width)
-    return group, head, channel, (4 * group < rows)[:, None] & (channel < dim)[None, :]
-
-
-@triton.jit
-def _read(pointers, channel, inside):
-    return tl.load(pointers + channel[None, :], inside, 0.0).to(tl.float32)
-
-
-@triton.jit
-def _gated(x_rows, logit_rows, channel, inside, gated: tl.constexpr, softplus: tl.constexpr):
-    """Return values of a head, gated; `x_rows` and `logit_rows` are the addresses of its tokens [groups, 1]."""
-    value = _read(x_rows, channel, inside)
-    if gated:
-        logit = _read(logit_rows, channel, inside)
-        value *= opening_of(logit, sigmoid(logit), softplus)
-    return value
-
-
-@triton.jit
-def _gate_fp8_kernel(
-    # attention [B, S, heads, H], and the logits of its gate [B, S, heads, H or 1]
-    x,
-    logits,
-    # the FP8 output: uint8 [N, K] and its transpose [K, N] (either may be None), the scale and amax of its quantizer,
-    # and the inverse scale to write, FP32 [1] each
-    data,
-    transposed,
-    scale,
-    amax,
-    scale_inv,
-    # strides in elements
-    x_batch,
-    x_seq,
-    x_head,
-    g_batch,
-    g_seq,
-    g_head,
-    # tokens B * S, tokens per row, heads, and columns of the output, of which these begin at `first`
-    rows,
-    seq,
-    heads,
-    columns,
-    first,
-    # whether there is a gate, and which; channels of a head and the power of two above
-    gated: tl.constexpr,
-    softplus: tl.constexpr,
-    dim: tl.constexpr,
-    width: tl.constexpr,
-    # tokens per program, and how tiles are ordered (handover_triton.tile)
-    block: tl.constexpr,
-    BAND: tl.constexpr,
-    E5M2: tl.constexpr,
-):
-    # Four tiles, the first to fourth rows of groups of four: the transposed copy is written four bytes at a time.
-    group, head, channel, inside = _place(rows, heads, dim, width, block, BAND)
-    i = 4 * group
-    own = first + head * dim
-    x_rows = _rows(x, i, head, x_batch, x_seq, x_head, seq)
-    logit_rows = _rows(logits, i, head, g_batch, g_seq, g_head, seq)
-    a = _gated(x_rows, logit_rows, channel, inside, gated, softplus)
-    x_rows = _rows(x, i + 1, head, x_batch, x_seq, x_head, seq)
-    logit_rows = _rows(logits, i + 1, head, g_batch, g_seq, g_head, seq)
-    b = _gated(x_rows, logit_rows, channel, inside, gated, softplus)
-    x_rows = _rows(x, i + 2, head, x_batch, x_seq, x_head, seq)
-    logit_rows = _rows(logits, i + 2, head, g_batch, g_seq, g_head, seq)
-    c = _gated(x_rows, logit_rows, channel, inside, gated, softplus)
-    x_rows = _rows(x, i + 3, head, x_batch, x_seq, x_head, seq)
-    logit_rows = _rows(logits, i + 3, head, g_batch, g_seq, g_head, seq)
-    d = _gated(x_rows, logit_rows, channel, inside, gated, softplus)
-    s = tl.load(scale)
-    j = own + channel
-    raise_amax(
-        amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2)
-    )
-    note_inverse(s, scale_inv)
-
-
-@triton.jit
 def _angles(cos, sin, i, table_batch, table_seq, seq, sign, pair, inside):
     """Return cos and sin of the pairs at tokens i; 1 and 0 where there are no tables."""
     if cos is not None:
         at = ((i // seq) * table_batch + (i % seq) * table_seq)[:, None]
-        turn = _read(cos + at, pair, inside)
-        slant = _read(sin + at, pair, inside) * sign
+        turn = read_head(cos + at, pair, inside)
+        slant = read_head(sin + at, pair, inside) * sign
     else:
         turn = inside.to(tl.float32)
         slant = turn * 0
@@ -152,9 +55,9 @@ def _angles(cos, sin, i, table_batch, table_seq, seq, sign, pair, inside):
 @triton.jit
 def _rotated(x, i, head, x_batch, x_seq, x_head, seq, c, s, first, second, inside):
     """Return both members of the turned pairs of a head at tokens i."""
-    at = _rows(x, i, head, x_batch, x_seq, x_head, seq)
-    one = _read(at, first, inside)
-    two = _read(at, second, inside)
+    at = token_rows(x, i, head, x_batch, x_seq, x_head, seq)
+    one = read_head(at, first, inside)
+    two = read_head(at, second, inside)
     return one * c - two * s, two * c + one * s
 
 
@@ -197,7 +100,9 @@ def _rotate_fp8_kernel(
     BAND: tl.constexpr,
     E5M2: tl.constexpr,
 ):
-    group, part, pair, inside = _place(rows, tl.cdiv(heads, turned), half, width, block, BAND)
+    group, part, pair, inside = place_of_heads(
+        rows, tl.cdiv(heads, turned), half, width, block, BAND
+    )
     _, first, second = pairs(half, width, interleaved)
     other = 2 * half + tl.arange(0, rest)
     beside = (4 * group < rows)[:, None] & (other < dim)[None, :]
@@ -237,10 +142,10 @@ def _rotate_fp8_kernel(
         )
         largest = tl.maximum(largest, tl.maximum(one, two))
         if 2 * half < dim:
-            a = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), other, beside)
-            b = _read(_rows(x, i + 1, head, x_batch, x_seq, x_head, seq), other, beside)
-            c = _read(_rows(x, i + 2, head, x_batch, x_seq, x_head, seq), other, beside)
-            d = _read(_rows(x, i + 3, head, x_batch, x_seq, x_head, seq), other, beside)
+            a = read_head(token_rows(x, i, head, x_batch, x_seq, x_head, seq), other, beside)
+            b = read_head(token_rows(x, i + 1, head, x_batch, x_seq, x_head, seq), other, beside)
+            c = read_head(token_rows(x, i + 2, head, x_batch, x_seq, x_head, seq), other, beside)
+            d = read_head(token_rows(x, i + 3, head, x_batch, x_seq, x_head, seq), other, beside)
             three = store_fp8(
                 a, b, c, d, s, group, own + other, rows, own + dim, data, transposed, columns, E5M2
             )
@@ -271,14 +176,14 @@ def _norm_slopes(
     dim: tl.constexpr,
 ):
     """Return the gradients of one head's norm at some tokens in three tiles, and their sums for the weight [width]."""
-    one = _read(slope, first, inside)
-    two = _read(slope, second, inside)
+    one = read_head(slope, first, inside)
+    two = read_head(slope, second, inside)
     da = one * turn + two * slant
     db = two * turn - one * slant
-    a = _read(source, first, inside)
-    b = _read(source, second, inside)
-    dc = _read(slope, other, beside)  # beside is empty where RoPE turns all channels
-    c = _read(source, other, beside)
+    a = read_head(source, first, inside)
+    b = read_head(source, second, inside)
+    dc = read_head(slope, other, beside)  # beside is empty where RoPE turns all channels
+    c = read_head(source, other, beside)
     squares = tl.sum(a * a + b * b, 1) + tl.sum(c * c, 1)
     products = tl.sum(a * da * factor_a + b * db * factor_b, 1) + tl.sum(c * dc * factor_c, 1)
     inverse = tl.rsqrt(squares / dim + eps)[:, None]
@@ -343,7 +248,9 @@ def _norm_backward_fp8_kernel(
     BAND: tl.constexpr,
     E5M2: tl.constexpr,
 ):
-    group, part, pair, inside = _place(rows, tl.cdiv(heads, turned), half, width, block, BAND)
+    group, part, pair, inside = place_of_heads(
+        rows, tl.cdiv(heads, turned), half, width, block, BAND
+    )
     _, first, second = pairs(half, width, interleaved)
     other = 2 * half + tl.arange(0, rest)
     beside = (4 * group < rows)[:, None] & (other < dim)[None, :]
@@ -364,32 +271,32 @@ def _norm_backward_fp8_kernel(
         head = part * turned + step
         own = start + head * dim
         end = own + 2 * half if interleaved else own + half
-        dy_rows = _rows(dy, i, head, dy_batch, dy_seq, dy_head, seq)
-        x_rows = _rows(x, i, head, x_batch, x_seq, x_head, seq)
+        dy_rows = token_rows(dy, i, head, dy_batch, dy_seq, dy_head, seq)
+        x_rows = token_rows(x, i, head, x_batch, x_seq, x_head, seq)
         a, e, k, wa, wb, wc = _norm_slopes(
             dy_rows, x_rows, ca, sa, first, second, other, inside, beside, fa, fb, fc, eps, dim
         )
         sum_a += wa
         sum_b += wb
         sum_c += wc
-        dy_rows = _rows(dy, i + 1, head, dy_batch, dy_seq, dy_head, seq)
-        x_rows = _rows(x, i + 1, head, x_batch, x_seq, x_head, seq)
+        dy_rows = token_rows(dy, i + 1, head, dy_batch, dy_seq, dy_head, seq)
+        x_rows = token_rows(x, i + 1, head, x_batch, x_seq, x_head, seq)
         b, f, m, wa, wb, wc = _norm_slopes(
             dy_rows, x_rows, cb, sb, first, second, other, inside, beside, fa, fb, fc, eps, dim
         )
         sum_a += wa
         sum_b += wb
         sum_c += wc
-        dy_rows = _rows(dy, i + 2, head, dy_batch, dy_seq, dy_head, seq)
-        x_rows = _rows(x, i + 2, head, x_batch, x_seq, x_head, seq)
+        dy_rows = token_rows(dy, i + 2, head, dy_batch, dy_seq, dy_head, seq)
+        x_rows = token_rows(x, i + 2, head, x_batch, x_seq, x_head, seq)
         c, g, n, wa, wb, wc = _norm_slopes(
             dy_rows, x_rows, cc, sc, first, second, other, inside, beside, fa, fb, fc, eps, dim
         )
         sum_a += wa
         sum_b += wb
         sum_c += wc
-        dy_rows = _rows(dy, i + 3, head, dy_batch, dy_seq, dy_head, seq)
-        x_rows = _rows(x, i + 3, head, x_batch, x_seq, x_head, seq)
+        dy_rows = token_rows(dy, i + 3, head, dy_batch, dy_seq, dy_head, seq)
+        x_rows = token_rows(x, i + 3, head, x_batch, x_seq, x_head, seq)
         d, h, o, wa, wb, wc = _norm_slopes(
             dy_rows, x_rows, cd, sd, first, second, other, inside, beside, fa, fb, fc, eps, dim
         )
@@ -429,145 +336,10 @@ def _norm_backward_fp8_kernel(
         tl.store(into + other, sum_c, other < dim)
 
 
-@triton.jit
-def _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus: tl.constexpr):
-    """Write the gradient of attention, and return the gradient of the logits.
-
-    The arguments are the addresses of tokens of a head [groups, 1]: of the gradient of the gated output, of attention,
-    of the logits, and of the gradient to write.
-    """
-    slope = _read(dy_rows, channel, inside)
-    value = _read(x_rows, channel, inside)
-    logit = _read(logit_rows, channel, inside)
-    squashed = sigmoid(logit)
-    opening = opening_of(logit, squashed, softplus)
-    dtype = dx_rows.dtype.element_ty
-    tl.store(dx_rows + channel[None, :], (slope * opening).to(dtype), mask=inside)
-    return slope * value * opening_slope(squashed, softplus)
-
-
-@triton.jit
-def _gate_backward_fp8_kernel(
-    # gradient of the gated output, attention, logits and the gradient of attention to write, all [B, S, heads, H]
-    dy,
-    x,
-    logits,
-    dx,
-    # the FP8 output: uint8 [N, K] and its transpose [K, N] (either may be None), the scale and amax of its quantizer,
-    # and the inverse scale to write, FP32 [1] each; it gets the gradient of the logits
-    data,
-    transposed,
-    scale,
-    amax,
-    scale_inv,
-    # strides in elements
-    dy_batch,
-    dy_seq,
-    dy_head,
-    x_batch,
-    x_seq,
-    x_head,
-    g_batch,
-    g_seq,
-    g_head,
-    dx_batch,
-    dx_seq,
-    dx_head,
-    # tokens B * S, tokens per row, heads, and columns of the output, of which these begin at `first`
-    rows,
-    seq,
-    heads,
-    columns,
-    first,
-    softplus: tl.constexpr,
-    dim: tl.constexpr,
-    width: tl.constexpr,
-    block: tl.constexpr,
-    BAND: tl.constexpr,
-    E5M2: tl.constexpr,
-):
-    # Four tiles, the first to fourth rows of groups of four: the transposed copy is written four bytes at a time.
-    group, head, channel, inside = _place(rows, heads, dim, width, block, BAND)
-    i = 4 * group
-    own = first + head * dim
-    dy_rows = _rows(dy, i, head, dy_batch, dy_seq, dy_head, seq)
-    x_rows = _rows(x, i, head, x_batch, x_seq, x_head, seq)
-    logit_rows = _rows(logits, i, head, g_batch, g_seq, g_head, seq)
-    dx_rows = _rows(dx, i, head, dx_batch, dx_seq, dx_head, seq)
-    a = _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus)
-    dy_rows = _rows(dy, i + 1, head, dy_batch, dy_seq, dy_head, seq)
-    x_rows = _rows(x, i + 1, head, x_batch, x_seq, x_head, seq)
-    logit_rows = _rows(logits, i + 1, head, g_batch, g_seq, g_head, seq)
-    dx_rows = _rows(dx, i + 1, head, dx_batch, dx_seq, dx_head, seq)
-    b = _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus)
-    dy_rows = _rows(dy, i + 2, head, dy_batch, dy_seq, dy_head, seq)
-    x_rows = _rows(x, i + 2, head, x_batch, x_seq, x_head, seq)
-    logit_rows = _rows(logits, i + 2, head, g_batch, g_seq, g_head, seq)
-    dx_rows = _rows(dx, i + 2, head, dx_batch, dx_seq, dx_head, seq)
-    c = _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus)
-    dy_rows = _rows(dy, i + 3, head, dy_batch, dy_seq, dy_head, seq)
-    x_rows = _rows(x, i + 3, head, x_batch, x_seq, x_head, seq)
-    logit_rows = _rows(logits, i + 3, head, g_batch, g_seq, g_head, seq)
-    dx_rows = _rows(dx, i + 3, head, dx_batch, dx_seq, dx_head, seq)
-    d = _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus)
-    s = tl.load(scale)
-    j = own + channel
-    raise_amax(
-        amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2)
-    )
-    note_inverse(s, scale_inv)
-
-
-def _even(seq: int, *tensors: Tensor) -> int | None:
-    """Return S; None if one stride serves all tokens of tensors [B, S, heads, H], which saves divisions."""
-    return None if all(tensor.stride(0) == seq * tensor.stride(1) for tensor in tensors) else seq
-
-
-def gate_fp8(
-    out: FP8Data,
-    cast_scale: CastScale,
-    first: int,
-    x: Tensor,
-    logits: Tensor | None,
-    softplus: bool,
-) -> None:
-    """Write gated_attention.gate, or x itself where there are no logits, as FP8 into `out`."""
-    batch, seq, heads, dim = x.shape
-    gate = x if logits is None else logits
-    _gate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
-        x=x,
-        logits=gate,
-        data=out.data,
-        transposed=out.transposed,
-        scale=cast_scale.scale,
-        amax=cast_scale.amax,
-        scale_inv=out.scale_inv,
-        x_batch=x.stride(0),
-        x_seq=x.stride(1),
-        x_head=x.stride(2),
-        g_batch=gate.stride(0),
-        g_seq=gate.stride(1),
-        g_head=gate.stride(2),
-        rows=batch * seq,
-        seq=_even(seq, x, gate),
-        heads=heads,
-        columns=out.transposed.shape[0],
-        first=first,
-        gated=logits is not None,
-        softplus=softplus,
-        dim=dim,
-        width=width_of(dim),
-        block=TOKENS,
-        BAND=BAND,
-        E5M2=cast_scale.e5m2,
-        num_warps=4,
-    )
-
-
 def rotate_fp8(
     out: FP8Data, cast_scale: CastScale, first: int, x: Tensor, rotation: Rotation, inverse: bool
 ) -> None:
-    """Write gated_attention.rotate as FP8 into `out`."""
+    """Write attention_parts.rotate as FP8 into `out`."""
     batch, seq, heads, dim = x.shape
     (cos, sin), (table_batch, table_seq) = rotation_tables(rotation)
     _rotate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED),)](
@@ -608,7 +380,7 @@ def norm_backward_fp8(
     norm: Norm,
     rotation: Rotation | None,
 ) -> Tensor:
-    """Write the gradient for x of gated_attention.norm_backward as FP8 into `out`; return the gradient of the weight.
+    """Write the gradient for x of attention_parts.norm_backward as FP8 into `out`; return the gradient of the weight.
 
     Only for the norm of each head by itself.
     """
@@ -652,56 +424,6 @@ def norm_backward_fp8(
         num_warps=4,
     )
     return parts.sum(0)
-
-
-def gate_backward_fp8(
-    out: FP8Data,
-    cast_scale: CastScale,
-    first: int,
-    dy: Tensor,
-    x: Tensor,
-    logits: Tensor,
-    softplus: bool,
-) -> Tensor:
-    """Compute gated_attention.gate_backward, with the gradient for the logits as FP8 into `out`."""
-    batch, seq, heads, dim = x.shape
-    dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
-    _gate_backward_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
-        dy=dy,
-        x=x,
-        logits=logits,
-        dx=dx,
-        data=out.data,
-        transposed=out.transposed,
-        scale=cast_scale.scale,
-        amax=cast_scale.amax,
-        scale_inv=out.scale_inv,
-        dy_batch=dy.stride(0),
-        dy_seq=dy.stride(1),
-        dy_head=dy.stride(2),
-        x_batch=x.stride(0),
-        x_seq=x.stride(1),
-        x_head=x.stride(2),
-        g_batch=logits.stride(0),
-        g_seq=logits.stride(1),
-        g_head=logits.stride(2),
-        dx_batch=dx.stride(0),
-        dx_seq=dx.stride(1),
-        dx_head=dx.stride(2),
-        rows=batch * seq,
-        seq=_even(seq, dy, x, logits, dx),
-        heads=heads,
-        columns=out.transposed.shape[0],
-        first=first,
-        softplus=softplus,
-        dim=dim,
-        width=width_of(dim),
-        block=TOKENS,
-        BAND=BAND,
-        E5M2=cast_scale.e5m2,
-        num_warps=4,
-    )
-    return dx
 
 
 FP8 = FP8Operations(new_fp8, gate_fp8, rotate_fp8, norm_backward_fp8, gate_backward_fp8)

@@ -1,4 +1,4 @@
-"""The elementwise parts of gated_attention.py in Triton: each tensor is read once and written once, in any layout.
+"""The elementwise parts of attention in Triton: each tensor is read once and written once, in any layout.
 
 A program handles a few heads of one token. Its tiles have `width` channels, the power of two from a head's own on, and
 strides are multiplied by 64-bit numbers, since a tensor may have more than 2**31 elements. Tested against the plain
@@ -13,11 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.kernels.gated_attention import Norm, Operations, Rotation
+from te_models.kernels.attention_parts import Norm, Operations, Rotation
 from te_models.kernels.gated_attention_fp8_triton import FP8
+from te_models.kernels.head_copy_triton import copy
 from te_models.kernels.head_tiles_triton import (
+    HEADS,
     factor,
     head_tiles,
+    heads_of_token,
     opening_of,
     opening_slope,
     pairs,
@@ -26,17 +29,7 @@ from te_models.kernels.head_tiles_triton import (
 )
 from te_models.kernels.span_attention_triton import spans
 
-HEADS = 8  # heads per program
 NORMED = 16  # tokens per program of norm_backward, which sums their gradients of the weight
-
-
-@triton.jit
-def _heads_of_token(seq, heads, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
-    """Return this program's token, row, place, heads [block, 1], channels [1, width], and which of them exist."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)[:, None]
-    channel = tl.arange(0, width)[None, :]
-    return token, token // seq, token % seq, head, channel, (head < heads) & (channel < dim)
 
 
 @triton.jit
@@ -77,7 +70,7 @@ def _rotate_kernel(
     block: tl.constexpr,
 ):
     """Write x, normed if there is a weight, with RoPE if there are tables."""
-    token, batch, place, head, _, _ = _heads_of_token(seq, heads, half, width, block)
+    token, batch, place, head, _, _ = heads_of_token(seq, heads, half, width, block)
     pair, first, second = pairs(half, width, interleaved)
     exists = pair < half
     inside = (head < heads) & exists[None, :]
@@ -229,27 +222,6 @@ def _norm_backward_kernel(
 
 
 @triton.jit
-def _copy_kernel(
-    x,
-    out,
-    x_batch,
-    x_seq,
-    x_head,
-    out_batch,
-    out_seq,
-    out_head,
-    seq,
-    heads,
-    dim: tl.constexpr,
-    width: tl.constexpr,
-    block: tl.constexpr,
-):
-    token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, width, block)
-    value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside)
-    tl.store(out + batch * out_batch + place * out_seq + head * out_head + channel, value, inside)
-
-
-@triton.jit
 def _gate_kernel(
     x,
     logits,
@@ -268,7 +240,7 @@ def _gate_kernel(
     width: tl.constexpr,
     block: tl.constexpr,
 ):
-    token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, width, block)
+    token, batch, place, head, channel, inside = heads_of_token(seq, heads, dim, width, block)
     value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside).to(
         tl.float32
     )
@@ -309,7 +281,7 @@ def _gate_backward_kernel(
     width: tl.constexpr,
     block: tl.constexpr,
 ):
-    token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, width, block)
+    token, batch, place, head, channel, inside = heads_of_token(seq, heads, dim, width, block)
     slope = tl.load(
         dy + batch * dy_batch + place * dy_seq + head * dy_head + channel, inside, 0.0
     ).to(tl.float32)
@@ -335,12 +307,12 @@ def _gate_backward_kernel(
 
 
 def rotate(x: Tensor, out: Tensor, rotation: Rotation, inverse: bool) -> None:
-    """See gated_attention.rotate."""
+    """See attention_parts.rotate."""
     _write_heads(x, out, None, rotation, -1.0 if inverse else 1.0)
 
 
 def norm(x: Tensor, norm: Norm, rotation: Rotation | None) -> Tensor:
-    """See gated_attention.norm."""
+    """See attention_parts.norm."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _write_heads(x, out, norm, rotation, 1.0)
     return out
@@ -384,7 +356,7 @@ def _write_heads(
 def norm_backward(
     dy: Tensor, x: Tensor, norm: Norm, rotation: Rotation | None, dx: Tensor
 ) -> Tensor:
-    """See gated_attention.norm_backward."""
+    """See attention_parts.norm_backward."""
     batch, seq, heads, dim = x.shape
     (cos, sin), (table_batch, table_seq) = rotation_tables(rotation)
     together = len(norm.weight) != dim
@@ -425,29 +397,8 @@ def norm_backward(
     return parts.sum(0)
 
 
-def copy(x: Tensor, out: Tensor) -> None:
-    """See gated_attention.copy."""
-    batch, seq, heads, dim = x.shape
-    grid = (batch * seq, triton.cdiv(heads, HEADS))
-    _copy_kernel[grid](
-        x=x,
-        out=out,
-        x_batch=x.stride(0),
-        x_seq=x.stride(1),
-        x_head=x.stride(2),
-        out_batch=out.stride(0),
-        out_seq=out.stride(1),
-        out_head=out.stride(2),
-        seq=seq,
-        heads=heads,
-        dim=dim,
-        width=width_of(dim),
-        block=HEADS,
-    )
-
-
 def gate(x: Tensor, logits: Tensor, softplus: bool) -> Tensor:
-    """See gated_attention.gate."""
+    """See attention_parts.gate."""
     batch, seq, heads, dim = x.shape
     out = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
     grid = (batch * seq, triton.cdiv(heads, HEADS))
@@ -473,7 +424,7 @@ def gate(x: Tensor, logits: Tensor, softplus: bool) -> Tensor:
 
 
 def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor, softplus: bool) -> Tensor:
-    """See gated_attention.gate_backward."""
+    """See attention_parts.gate_backward."""
     batch, seq, heads, dim = x.shape
     dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
     grid = (batch * seq, triton.cdiv(heads, HEADS))

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from te_models.device.autograd import Context
 from te_models.kernels.count_experts_triton import count_expert_blocks
+from te_models.kernels.expert_block_gradients_triton import BlockGradients, gradient_blocks
 from te_models.kernels.expert_block_products_triton import block_rows_times, block_weights_from
 from te_models.kernels.expert_blocks_triton import (
-    BlockGradients,
     Blocks,
     WeightBlocks,
     cast_blocks,
     cast_weight_blocks,
-    gradient_blocks,
     hidden_blocks,
 )
 from te_models.kernels.expert_cast_triton import Matrices

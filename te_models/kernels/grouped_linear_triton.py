@@ -25,13 +25,9 @@ from te_models.kernels.expert_cast_triton import (
     transposed,
 )
 from te_models.kernels.expert_rows import Route
-from te_models.kernels.grouped_gemm_triton import (
-    ExpertMatrices,
-    rows_times,
-    sums_of_rows,
-    weights_from,
-)
+from te_models.kernels.grouped_gemm_triton import ExpertMatrices, rows_times, weights_from
 from te_models.kernels.groups import Groups
+from te_models.kernels.row_sums_triton import sums_of_rows
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2

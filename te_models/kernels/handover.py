@@ -31,7 +31,7 @@ from te_models.kernels.expert_rows import Route, dispatch
 from te_models.kernels.groups import Groups
 
 if TYPE_CHECKING:
-    from te_models.kernels.handover_triton import FP8Data
+    from te_models.kernels.fp8_tiles_triton import FP8Data
 
 
 def norm(

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.kernels.gated_attention import Rotation
+from te_models.kernels.attention_parts import Rotation
 
 
 @triton.jit
@@ -72,3 +72,15 @@ def head_tiles(dim: int, rotation: Rotation | None) -> dict[str, int | bool]:
         width=width_of(half),
         rest=width_of(max(1, dim - 2 * half)),
     )
+
+
+HEADS = 8  # heads per program
+
+
+@triton.jit
+def heads_of_token(seq, heads, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
+    """Return this program's token, row, place, heads [block, 1], channels [1, width], and which of them exist."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)[:, None]
+    channel = tl.arange(0, width)[None, :]
+    return token, token // seq, token % seq, head, channel, (head < heads) & (channel < dim)

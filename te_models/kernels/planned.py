@@ -16,15 +16,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from te_models.device.allocations import counted_as, results_of
 from te_models.device.autograd import Context
 from te_models.device.operations import count_flops
-from te_models.kernels import gated_attention, lm_head
+from te_models.kernels import attention_parts, lm_head
+from te_models.kernels.attention_parts import FP8Operations, Norm, Operations, Rotation
 from te_models.kernels.expert_rows import RowKernels
-from te_models.kernels.gated_attention import FP8Operations, Norm, Operations, Rotation
 from te_models.kernels.groups import Groups
 from te_models.kernels.sdpa import attention_flops
 
 
 class FP8Memory(NamedTuple):
-    """A matrix in FP8 as a Triton kernel writes it (te_models.kernels.handover_triton.FP8Data)."""
+    """A matrix in FP8 as a Triton kernel writes it (te_models.kernels.fp8_tiles_triton.FP8Data)."""
 
     data: Tensor | None
     transposed: Tensor
@@ -113,7 +113,8 @@ def _kept(function: Callable[..., Any], leaves: list[Any]) -> tuple[bool, ...]:
     return tuple(n in saved for n in range(len(leaves)))
 
 
-# Attention as one operation: the wrappers of gated_attention_triton.py and gated_attention_fp8_triton.py.
+# Attention as one operation: the wrappers of gated_attention_triton.py, gated_attention_fp8_triton.py and
+# gate_fp8_triton.py.
 
 
 def _rotate(x: Tensor, out: Tensor, rotation: Rotation, inverse: bool) -> None:
@@ -233,7 +234,7 @@ ATTENTION = Operations(
     FP8Operations(new_fp8, _write_fp8, _write_fp8, _norm_backward_fp8, _gate_backward_fp8),
     _spans,
 )
-assert ATTENTION._fields == gated_attention.PLAIN._fields
+assert ATTENTION._fields == attention_parts.PLAIN._fields
 
 
 # The loss: lm_head_triton.py writes its gradient over the logits.

@@ -21,9 +21,10 @@ from te_models.kernels.expert_cast_triton import (
     cast_transposed,
 )
 from te_models.kernels.expert_rows import Route
-from te_models.kernels.grouped_gemm_triton import ExpertMatrices, rows_times, sums_of_rows
+from te_models.kernels.grouped_gemm_triton import ExpertMatrices, rows_times
 from te_models.kernels.grouped_linear_triton import E4M3, Casts
 from te_models.kernels.groups import Groups
+from te_models.kernels.row_sums_triton import sums_of_rows
 from te_models.numerics.stored import StoredRows, joined
 
 

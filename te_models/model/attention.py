@@ -7,15 +7,10 @@ import torch
 from torch import Tensor
 
 from te_models.config.attention import WIDEST_FLASH, AttentionSpec
+from te_models.kernels.attention_parts import Rotation, can_fuse
 from te_models.kernels.composed_attention import composed_attention
 from te_models.kernels.decode import HeadNorms, Rotary, StepAttention, StepNorm
-from te_models.kernels.gated_attention import (
-    AttentionSetting,
-    Rotation,
-    attention_core,
-    can_fuse,
-    rotated_heads,
-)
+from te_models.kernels.gated_attention import AttentionSetting, attention_core, rotated_heads
 from te_models.kernels.sdpa import causal_attention
 from te_models.kernels.unit_norm import unit_norm
 from te_models.model.forward_context import ForwardContext, Visible

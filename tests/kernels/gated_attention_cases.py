@@ -22,7 +22,7 @@ from kernels.test_gated_attention import (
 from torch import Tensor
 
 from te_models.kernels import gated_attention_fp8_triton
-from te_models.kernels.gated_attention import PLAIN, Norm, Rotation, split_heads
+from te_models.kernels.attention_parts import PLAIN, Norm, Rotation, split_heads
 from te_models.kernels.gated_attention_triton import TRITON
 from te_models.kernels.handover import CastScale
 

@@ -12,7 +12,7 @@ from fewer import every
 from torch import Tensor
 
 from te_models.config.mlp import HANDED_OVER
-from te_models.kernels import handover_triton
+from te_models.kernels import handover_triton, norm_fp8_triton
 from te_models.kernels.count_cast_triton import Counts
 from te_models.numerics.formats import FP8_MAX, DType
 from te_models.recorder.layout import FIELDS, INDEX
@@ -117,7 +117,7 @@ def test_norm(shape: tuple[int, int], add: bool, zero_centered: bool) -> None:
     inverse = (size.square().mean(-1) + 1e-5).rsqrt()
     gamma = weight.float() + 1 if zero_centered else weight.float()
     given, amax = state(3.0)
-    found, summed, rstd = handover_triton.norm(
+    found, summed, rstd = norm_fp8_triton.norm(
         x, delta if add else None, weight, 1e-5, zero_centered, given, amax, False
     )
     check(found, size * inverse[:, None] * gamma, 3.0, amax, False)
@@ -176,7 +176,7 @@ COUNTED = {
     "plain slope": lambda x, *place, **how: handover_triton.activate_backward(
         x, x, *place, "relu2", False, **how
     ),
-    "norm": lambda x, *place, **how: handover_triton.norm(
+    "norm": lambda x, *place, **how: norm_fp8_triton.norm(
         x, None, torch.ones_like(x[0]), 1e-5, False, *place, **how
     )[0],
 }

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from te_models.config.attention import Heads
 from te_models.kernels import gated_attention_triton, span_attention_triton
-from te_models.kernels.gated_attention import attention_core, split_heads
+from te_models.kernels.attention_parts import split_heads
+from te_models.kernels.gated_attention import attention_core
 from te_models.kernels.sdpa import attention_mask
 from te_models.kernels.span_attention_triton import spans
 

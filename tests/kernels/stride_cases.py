@@ -17,10 +17,13 @@ from te_models.kernels import (
     embedding_triton,
     gated_attention_triton,
     handover_triton,
+    head_copy_triton,
     lm_head,
     lm_head_triton,
+    norm_fp8_triton,
 )
-from te_models.kernels.gated_attention import Rotation, attention_core, split_heads
+from te_models.kernels.attention_parts import Rotation, split_heads
+from te_models.kernels.gated_attention import attention_core
 from te_models.kernels.handover import CastScale
 from te_models.kernels.span_attention_triton import Spans, spans
 
@@ -125,12 +128,12 @@ FP8: dict[str, Operation] = {
     "dswiglu": lambda x: list(
         handover_triton.activate_backward(OTHER[:, :32].contiguous(), x, *place())
     ),
-    "norm": lambda x: [*(found := handover_triton.norm(x, None, WEIGHT, 1e-5, False, *place()))[0], *found[1:]],
+    "norm": lambda x: [*(found := norm_fp8_triton.norm(x, None, WEIGHT, 1e-5, False, *place()))[0], *found[1:]],
     "norm of a sum": lambda x: [
-        *(found := handover_triton.norm(x, x.roll(1), WEIGHT, 1e-5, False, *place()))[0], *found[1:]
+        *(found := norm_fp8_triton.norm(x, x.roll(1), WEIGHT, 1e-5, False, *place()))[0], *found[1:]
     ],
     "norm with a delta": lambda x: [
-        *(found := handover_triton.norm(OTHER, x, WEIGHT, 1e-5, False, *place()))[0], *found[1:]
+        *(found := norm_fp8_triton.norm(OTHER, x, WEIGHT, 1e-5, False, *place()))[0], *found[1:]
     ],
 }  # fmt: skip
 
@@ -229,7 +232,7 @@ def test_a_head_may_be_beyond_two_billion_elements() -> None:
     x, near = far(3, 16), torch.randn(1, 4, 3, 16).bfloat16().to(DEVICE)
     x.copy_(near)
     found, wanted = torch.empty_like(near), torch.empty_like(near)
-    gated_attention_triton.copy(x, found)
+    head_copy_triton.copy(x, found)
     assert torch.equal(found, near)
     cos = torch.ones(4, 16, dtype=torch.bfloat16, device=DEVICE)
     for source, out in ((x, found), (near, wanted)):

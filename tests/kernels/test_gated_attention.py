@@ -11,16 +11,10 @@ from torch import Tensor
 from te_models.config.attention import Heads
 from te_models.engine import emulated
 from te_models.kernels import elementwise
+from te_models.kernels.attention_parts import PLAIN, Operations, Rotation, split_heads
 from te_models.kernels.dispatch import PLAIN as PLAIN_KERNELS
 from te_models.kernels.dispatch import get_kernels
-from te_models.kernels.gated_attention import (
-    PLAIN,
-    AttentionSetting,
-    Operations,
-    Rotation,
-    attention_core,
-    split_heads,
-)
+from te_models.kernels.gated_attention import AttentionSetting, attention_core
 from te_models.kernels.sdpa import causal_attention
 
 LAYOUTS = {

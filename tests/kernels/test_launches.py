@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_models.config.attention import Heads
-from te_models.kernels.gated_attention import Norm, Rotation, split_heads
+from te_models.kernels.attention_parts import Norm, Rotation, split_heads
 from te_models.kernels.handover import CastScale
 
 triton = pytest.importorskip("triton", "3.6")

@@ -1,0 +1,219 @@
+"""FP8 with a scale per block of the gradients of experts' activations, from the gradient of their output."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_models.kernels.expert_blocks_triton import (
+    SIZE,
+    Blocks,
+    cast_blocks,
+    grid_of_blocks,
+    room_for_blocks,
+    room_for_sums,
+    sizes_of_blocks,
+    store_blocks,
+)
+from te_models.kernels.expert_cast_triton import (
+    Matrices,
+    find_matrix,
+    total_sums,
+)
+from te_models.kernels.expert_hidden_triton import Activation, gradient_values
+from te_models.kernels.groups import Groups
+
+
+@triton.jit
+def _store_plain(a, b, c, d, i, j, rows, columns, stride, out):
+    """Store the first to fourth rows of groups of four."""
+    at = out + i[:, None] * stride + j[None, :]
+    inside = (i < rows)[:, None] & (j < columns)[None, :]
+    tl.store(at, a.to(out.dtype.element_ty), inside)
+    tl.store(at + stride, b.to(out.dtype.element_ty), inside)
+    tl.store(at + 2 * stride, c.to(out.dtype.element_ty), inside)
+    tl.store(at + 3 * stride, d.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _gradient_kernel(
+    # gradient of the hidden rows [R, F], and [R, 2F] = [gate | up]
+    dy,
+    gate_up,
+    # of each row (None: no row has to be zero), and how many tokens there are
+    token,
+    tokens,
+    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
+    first,
+    tiles,
+    # where each expert begins in the transposed copies
+    turned,
+    # the gradient [R, 2F] in 16 bits, or as FP8 in both copies with their scales
+    plain,
+    data,
+    scale_inv,
+    transposed,
+    turned_inv,
+    # transposed hidden rows, made again for the gradient of down_proj, or None
+    hidden,
+    hidden_inv,
+    pitch,
+    # sums of the rows of each tile, for the gradient of a bias, or None
+    sums,
+    # F, E, and rows of all experts
+    columns,
+    count,
+    most,
+    alpha,
+    LIMIT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    e, address, begin, rows, group = find_matrix(
+        gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, SIZE
+    )
+    if token is not None:
+        token += begin
+    group += tl.arange(0, SIZE // 4)
+    i = 4 * group
+    j = tl.program_id(1).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    slope = dy + begin * columns
+    a, p, s = gradient_values(slope, address, token, tokens, i, j, rows, columns, alpha, LIMIT)
+    b, q, t = gradient_values(slope, address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT)
+    c, r, u = gradient_values(slope, address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
+    d, o, v = gradient_values(slope, address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT)
+    if sums is not None:
+        at = sums + tl.program_id(0).to(tl.int64) * 2 * columns + j
+        tl.store(at, tl.sum((a + b) + (c + d), 0), j < columns)
+        tl.store(at + columns, tl.sum((p + q) + (r + o), 0), j < columns)
+    here = tl.multiple_of(tl.load(turned + e), 128)
+    none = tl.zeros([], tl.int64)
+    if plain is not None:
+        plain += begin * 2 * columns
+        _store_plain(a, b, c, d, i, j, rows, columns, 2 * columns, plain)
+        _store_plain(p, q, r, o, i, j, rows, columns, 2 * columns, plain + columns)
+    else:
+        store_blocks(
+            a=a,
+            b=b,
+            c=c,
+            d=d,
+            group=group,
+            j=j,
+            rows=rows,
+            columns=columns,
+            width=2 * columns,
+            begin=begin,
+            here=here,
+            count=most,
+            data=data,
+            scale_inv=scale_inv,
+            transposed=transposed,
+            turned_inv=turned_inv,
+            pitch=pitch,
+            offset=none,
+        )
+        store_blocks(
+            a=p,
+            b=q,
+            c=r,
+            d=o,
+            group=group,
+            j=j,
+            rows=rows,
+            columns=columns,
+            width=2 * columns,
+            begin=begin,
+            here=here,
+            count=most,
+            data=data,
+            scale_inv=scale_inv,
+            transposed=transposed,
+            turned_inv=turned_inv,
+            pitch=pitch,
+            offset=none + columns,
+        )
+    if hidden is not None:
+        store_blocks(
+            a=s,
+            b=t,
+            c=u,
+            d=v,
+            group=group,
+            j=j,
+            rows=rows,
+            columns=columns,
+            width=columns,
+            begin=begin,
+            here=here,
+            count=most,
+            data=None,
+            scale_inv=None,
+            transposed=hidden,
+            turned_inv=hidden_inv,
+            pitch=pitch,
+            offset=none,
+        )
+
+
+class BlockGradients(NamedTuple):
+    """Gradients of gate_up, the recomputed activation, and the sums of each expert's rows or None."""
+
+    of_gate_up: Blocks
+    hidden: Blocks
+    sums: Tensor | None
+
+
+def gradient_blocks(
+    dy: Tensor,
+    gate_up: Tensor,
+    groups: Groups,
+    activation: Activation,
+    *,
+    turn: bool,
+    hidden: bool,
+    summed: bool,
+) -> BlockGradients:
+    """Cast the gradient of gate_up [R, 2F] for dy [R, F] of the activation, and with `hidden` the activation again.
+
+    A block of 1 x 128 may contain the last columns of gate and the first ones of up: then the gradient is stored first.
+    """
+    columns = dy.shape[1]
+    device = dy.device
+    apart = columns % SIZE != 0
+    plain = torch.empty_like(gate_up) if apart else None
+    made = (
+        Blocks(None, None, None, None)
+        if apart
+        else room_for_blocks(groups, 2 * columns, device, True, turn)
+    )
+    again = room_for_blocks(groups, columns, device, False, hidden)
+    sums = room_for_sums(groups, 2 * columns, device) if summed else None
+    with torch.cuda.device_of(dy):
+        _gradient_kernel[grid_of_blocks(groups, columns)](
+            dy,
+            gate_up,
+            activation.token,
+            activation.tokens,
+            groups.first,
+            groups.tiles(SIZE),
+            groups.apart.first,
+            plain,
+            *made,
+            again.transposed,
+            again.turned_inv,
+            groups.apart.most,
+            sums,
+            columns,
+            groups.experts,
+            groups.most,
+            activation.alpha,
+            LIMIT=activation.limit,
+            **sizes_of_blocks(groups),
+        )
+    total = None if sums is None else total_sums(sums, groups, dy.dtype, SIZE)
+    if plain is not None:
+        made, _ = cast_blocks(Matrices(plain, groups), turn=turn)
+    return BlockGradients(made, again, total)

@@ -1,0 +1,180 @@
+"""Tiles that a kernel casts to FP8: data, transposed copy, amax and inverse scale, and the order of tiles.
+
+A GEMM on Hopper needs FP8 operands with the contracted dimension last, hence the transposed copy. The number of rows is
+a multiple of 4: the bytes of four rows are one word of 32 bits, so that words are transposed, not bytes.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_models.numerics.fp8_triton import encode_fp8
+
+# Rows and columns of a tile, for four warps, and rows of tiles per band. Programs go down a band before they go right,
+# so those that run at about the same time write neighboring memory in both copies. The fastest of thirty choices on
+# an H200.
+ROWS = 64
+COLUMNS = 64
+BAND = 8
+
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_CONVERT = (
+    "{ .reg .b16 low, high; cvt.rn.satfinite.FORMx2.f32 low, $2, $1; "
+    "cvt.rn.satfinite.FORMx2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+)
+_E4M3 = tl.constexpr(_CONVERT.replace("FORM", "e4m3"))
+_E5M2 = tl.constexpr(_CONVERT.replace("FORM", "e5m2"))
+# The bytes of four words, the lowest of each first, then the second of each, and so on.
+_BYTES = tl.constexpr(
+    "{ .reg .b32 a, b, c, d; prmt.b32 a, $4, $5, 0x5140; prmt.b32 b, $4, $5, 0x7362; prmt.b32 c, $6, $7, 0x5140; "
+    "prmt.b32 d, $6, $7, 0x7362; prmt.b32 $0, a, c, 0x5410; prmt.b32 $1, a, c, 0x7632; prmt.b32 $2, b, d, 0x5410; "
+    "prmt.b32 $3, b, d, 0x7632; }"
+)
+_SIGMOID = tl.constexpr(
+    "{ .reg .f32 e; mul.ftz.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.ftz.f32 e, e, 0f3F800000; "
+    "rcp.approx.ftz.f32 $0, e; }"  # 1 / (1 + 2 ** (-x / ln 2))
+)
+
+
+class FP8Data(NamedTuple):
+    """data [N, K] or None, transposed [K, N], both uint8; scale_inv FP32 [1], the factor from data to values."""
+
+    data: Tensor | None
+    transposed: Tensor
+    scale_inv: Tensor
+
+
+@triton.jit
+def _encode4(a, b, c, d, E5M2: tl.constexpr):
+    """Return the FP8 data of four FP32 tensors as one of int32, a's in the lowest byte."""
+    if INTERPRETED:
+        a = encode_fp8(a, E5M2).to(tl.int32)
+        b = encode_fp8(b, E5M2).to(tl.int32)
+        c = encode_fp8(c, E5M2).to(tl.int32)
+        d = encode_fp8(d, E5M2).to(tl.int32)
+        word = a | (b << 8) | (c << 16) | (d << 24)
+    else:
+        # Triton's own cast to FP8 (3.6) mixes up elements where the result is transposed.
+        asm: tl.constexpr = _E5M2 if E5M2 else _E4M3
+        word = tl.inline_asm_elementwise(
+            asm, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return word
+
+
+@triton.jit
+def _bytes(word):
+    """Return the four bytes of words as four tensors of uint8, the lowest first."""
+    if INTERPRETED:
+        first = word.to(tl.uint8)
+        second = (word >> 8).to(tl.uint8)
+        third = (word >> 16).to(tl.uint8)
+        fourth = (word >> 24).to(tl.uint8)
+    else:
+        # The types are written in the call: as a constexpr of their own, Triton 3.9 does not accept them.
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            _BYTES,
+            "=r,=r,=r,=r,r,r,r,r",
+            [word],
+            dtype=(tl.uint8, tl.uint8, tl.uint8, tl.uint8),
+            is_pure=True,
+            pack=4,
+        )
+    return first, second, third, fourth
+
+
+@triton.jit
+def sigmoid(x):
+    """Return the sigmoid in FP32, to two units in the last place, in few instructions, which limit these kernels."""
+    if INTERPRETED:
+        y = tl.sigmoid(x)
+    else:
+        y = tl.inline_asm_elementwise(_SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
+def store_fp8(
+    # FP32 tiles [groups, columns]: the first to fourth rows of groups of four
+    a,
+    b,
+    c,
+    d,
+    scale,
+    # the groups and columns of the tile, and how many rows and columns there are
+    group,
+    j,
+    rows,
+    columns,
+    # uint8, written where not None
+    data,
+    transposed,
+    stride,
+    E5M2: tl.constexpr,
+    apart=None,
+):
+    """Quantize FP32 tiles, the first to fourth rows of groups of four, of columns j, into both copies or only one
+    of them. Return the largest magnitude of each group and column, for `raise_amax`.
+
+    The rows of `data` are `stride` apart, the rows of `transposed` `apart`, or as many as there are rows.
+
+    `group` are consecutive numbers: from 4 * group the compiler could not tell that the words are contiguous, and would
+    write them one by one.
+    """
+    group = group.to(tl.int64)
+    j = j.to(tl.int64)
+    i = 4 * group
+    inside = (i < rows)[:, None] & (j < columns)[None, :]
+    word = _encode4(a * scale, b * scale, c * scale, d * scale, E5M2)
+    if data is not None:
+        at = data + i[:, None] * stride + j[None, :]
+        first, second, third, fourth = _bytes(word)
+        tl.store(at, first, mask=inside)
+        tl.store(at + stride, second, mask=inside)
+        tl.store(at + 2 * stride, third, mask=inside)
+        tl.store(at + 3 * stride, fourth, mask=inside)
+    if transposed is not None:
+        words = transposed.to(tl.pointer_type(tl.int32), bitcast=True)
+        step = rows if apart is None else apart
+        place = j[:, None] * (step // 4) + group[None, :]
+        tl.store(
+            words + place,
+            tl.trans(word),
+            mask=(j < columns)[:, None] & (group < rows // 4)[None, :],
+        )
+    largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+    return tl.where(inside, largest, 0.0)
+
+
+@triton.jit
+def raise_amax(amax, largest):
+    """Raise `amax` to the largest of a tile of magnitudes. Call it once per program, since its threads synchronize."""
+    bits = tl.max(tl.max(largest, 1), 0).to(tl.int32, bitcast=True)  # ordered like magnitudes
+    tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
+
+
+@triton.jit
+def note_inverse(scale, scale_inv):
+    """Write the inverse scale, from one program only."""
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+
+
+@triton.jit
+def tile(high, wide, BAND: tl.constexpr):
+    """Return this program's tile of `high` x `wide`, from above and from the left, in bands of BAND rows."""
+    first = tl.program_id(0) // (BAND * wide) * BAND
+    own = tl.program_id(0) - first * wide
+    height = tl.minimum(BAND, high - first)
+    return first + own % height, own // height
+
+
+def new_fp8(rows: int, columns: int, device: torch.device, rowwise: bool = True) -> FP8Data:
+    """Return FP8 data [rows, columns] without values, only the transposed copy if not `rowwise`."""
+    data = torch.empty(rows, columns, dtype=torch.uint8, device=device) if rowwise else None
+    transposed = torch.empty(columns, rows, dtype=torch.uint8, device=device)
+    return FP8Data(data, transposed, torch.empty(1, dtype=torch.float32, device=device))

@@ -1,0 +1,277 @@
+"""The output gate of attention that writes FP8 for o_proj, and its backward pass for qkvg_proj."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_models.kernels.fp8_tiles_triton import (
+    BAND,
+    FP8Data,
+    note_inverse,
+    raise_amax,
+    sigmoid,
+    store_fp8,
+)
+from te_models.kernels.handover import CastScale
+from te_models.kernels.head_groups_triton import (
+    TOKENS,
+    one_stride,
+    place_of_heads,
+    read_head,
+    token_rows,
+)
+from te_models.kernels.head_tiles_triton import (
+    opening_of,
+    opening_slope,
+    width_of,
+)
+
+
+@triton.jit
+def _gated(x_rows, logit_rows, channel, inside, gated: tl.constexpr, softplus: tl.constexpr):
+    """Return values of a head, gated; `x_rows` and `logit_rows` are the addresses of its tokens [groups, 1]."""
+    value = read_head(x_rows, channel, inside)
+    if gated:
+        logit = read_head(logit_rows, channel, inside)
+        value *= opening_of(logit, sigmoid(logit), softplus)
+    return value
+
+
+@triton.jit
+def _gate_fp8_kernel(
+    # attention [B, S, heads, H], and the logits of its gate [B, S, heads, H or 1]
+    x,
+    logits,
+    # the FP8 output: uint8 [N, K] and its transpose [K, N] (either may be None), the scale and amax of its quantizer,
+    # and the inverse scale to write, FP32 [1] each
+    data,
+    transposed,
+    scale,
+    amax,
+    scale_inv,
+    # strides in elements
+    x_batch,
+    x_seq,
+    x_head,
+    g_batch,
+    g_seq,
+    g_head,
+    # tokens B * S, tokens per row, heads, and columns of the output, of which these begin at `first`
+    rows,
+    seq,
+    heads,
+    columns,
+    first,
+    # whether there is a gate, and which; channels of a head and the power of two above
+    gated: tl.constexpr,
+    softplus: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    # tokens per program, and how tiles are ordered (fp8_tiles_triton.tile)
+    block: tl.constexpr,
+    BAND: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    # Four tiles, the first to fourth rows of groups of four: the transposed copy is written four bytes at a time.
+    group, head, channel, inside = place_of_heads(rows, heads, dim, width, block, BAND)
+    i = 4 * group
+    own = first + head * dim
+    x_rows = token_rows(x, i, head, x_batch, x_seq, x_head, seq)
+    logit_rows = token_rows(logits, i, head, g_batch, g_seq, g_head, seq)
+    a = _gated(x_rows, logit_rows, channel, inside, gated, softplus)
+    x_rows = token_rows(x, i + 1, head, x_batch, x_seq, x_head, seq)
+    logit_rows = token_rows(logits, i + 1, head, g_batch, g_seq, g_head, seq)
+    b = _gated(x_rows, logit_rows, channel, inside, gated, softplus)
+    x_rows = token_rows(x, i + 2, head, x_batch, x_seq, x_head, seq)
+    logit_rows = token_rows(logits, i + 2, head, g_batch, g_seq, g_head, seq)
+    c = _gated(x_rows, logit_rows, channel, inside, gated, softplus)
+    x_rows = token_rows(x, i + 3, head, x_batch, x_seq, x_head, seq)
+    logit_rows = token_rows(logits, i + 3, head, g_batch, g_seq, g_head, seq)
+    d = _gated(x_rows, logit_rows, channel, inside, gated, softplus)
+    s = tl.load(scale)
+    j = own + channel
+    raise_amax(
+        amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2)
+    )
+    note_inverse(s, scale_inv)
+
+
+@triton.jit
+def _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus: tl.constexpr):
+    """Write the gradient of attention, and return the gradient of the logits.
+
+    The arguments are the addresses of tokens of a head [groups, 1]: of the gradient of the gated output, of attention,
+    of the logits, and of the gradient to write.
+    """
+    slope = read_head(dy_rows, channel, inside)
+    value = read_head(x_rows, channel, inside)
+    logit = read_head(logit_rows, channel, inside)
+    squashed = sigmoid(logit)
+    opening = opening_of(logit, squashed, softplus)
+    dtype = dx_rows.dtype.element_ty
+    tl.store(dx_rows + channel[None, :], (slope * opening).to(dtype), mask=inside)
+    return slope * value * opening_slope(squashed, softplus)
+
+
+@triton.jit
+def _gate_backward_fp8_kernel(
+    # gradient of the gated output, attention, logits and the gradient of attention to write, all [B, S, heads, H]
+    dy,
+    x,
+    logits,
+    dx,
+    # the FP8 output: uint8 [N, K] and its transpose [K, N] (either may be None), the scale and amax of its quantizer,
+    # and the inverse scale to write, FP32 [1] each; it gets the gradient of the logits
+    data,
+    transposed,
+    scale,
+    amax,
+    scale_inv,
+    # strides in elements
+    dy_batch,
+    dy_seq,
+    dy_head,
+    x_batch,
+    x_seq,
+    x_head,
+    g_batch,
+    g_seq,
+    g_head,
+    dx_batch,
+    dx_seq,
+    dx_head,
+    # tokens B * S, tokens per row, heads, and columns of the output, of which these begin at `first`
+    rows,
+    seq,
+    heads,
+    columns,
+    first,
+    softplus: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    BAND: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    # Four tiles, the first to fourth rows of groups of four: the transposed copy is written four bytes at a time.
+    group, head, channel, inside = place_of_heads(rows, heads, dim, width, block, BAND)
+    i = 4 * group
+    own = first + head * dim
+    dy_rows = token_rows(dy, i, head, dy_batch, dy_seq, dy_head, seq)
+    x_rows = token_rows(x, i, head, x_batch, x_seq, x_head, seq)
+    logit_rows = token_rows(logits, i, head, g_batch, g_seq, g_head, seq)
+    dx_rows = token_rows(dx, i, head, dx_batch, dx_seq, dx_head, seq)
+    a = _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus)
+    dy_rows = token_rows(dy, i + 1, head, dy_batch, dy_seq, dy_head, seq)
+    x_rows = token_rows(x, i + 1, head, x_batch, x_seq, x_head, seq)
+    logit_rows = token_rows(logits, i + 1, head, g_batch, g_seq, g_head, seq)
+    dx_rows = token_rows(dx, i + 1, head, dx_batch, dx_seq, dx_head, seq)
+    b = _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus)
+    dy_rows = token_rows(dy, i + 2, head, dy_batch, dy_seq, dy_head, seq)
+    x_rows = token_rows(x, i + 2, head, x_batch, x_seq, x_head, seq)
+    logit_rows = token_rows(logits, i + 2, head, g_batch, g_seq, g_head, seq)
+    dx_rows = token_rows(dx, i + 2, head, dx_batch, dx_seq, dx_head, seq)
+    c = _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus)
+    dy_rows = token_rows(dy, i + 3, head, dy_batch, dy_seq, dy_head, seq)
+    x_rows = token_rows(x, i + 3, head, x_batch, x_seq, x_head, seq)
+    logit_rows = token_rows(logits, i + 3, head, g_batch, g_seq, g_head, seq)
+    dx_rows = token_rows(dx, i + 3, head, dx_batch, dx_seq, dx_head, seq)
+    d = _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus)
+    s = tl.load(scale)
+    j = own + channel
+    raise_amax(
+        amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2)
+    )
+    note_inverse(s, scale_inv)
+
+
+def gate_fp8(
+    out: FP8Data,
+    cast_scale: CastScale,
+    first: int,
+    x: Tensor,
+    logits: Tensor | None,
+    softplus: bool,
+) -> None:
+    """Write attention_parts.gate, or x itself where there are no logits, as FP8 into `out`."""
+    batch, seq, heads, dim = x.shape
+    gate = x if logits is None else logits
+    _gate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
+        x=x,
+        logits=gate,
+        data=out.data,
+        transposed=out.transposed,
+        scale=cast_scale.scale,
+        amax=cast_scale.amax,
+        scale_inv=out.scale_inv,
+        x_batch=x.stride(0),
+        x_seq=x.stride(1),
+        x_head=x.stride(2),
+        g_batch=gate.stride(0),
+        g_seq=gate.stride(1),
+        g_head=gate.stride(2),
+        rows=batch * seq,
+        seq=one_stride(seq, x, gate),
+        heads=heads,
+        columns=out.transposed.shape[0],
+        first=first,
+        gated=logits is not None,
+        softplus=softplus,
+        dim=dim,
+        width=width_of(dim),
+        block=TOKENS,
+        BAND=BAND,
+        E5M2=cast_scale.e5m2,
+        num_warps=4,
+    )
+
+
+def gate_backward_fp8(
+    out: FP8Data,
+    cast_scale: CastScale,
+    first: int,
+    dy: Tensor,
+    x: Tensor,
+    logits: Tensor,
+    softplus: bool,
+) -> Tensor:
+    """Compute attention_parts.gate_backward, with the gradient for the logits as FP8 into `out`."""
+    batch, seq, heads, dim = x.shape
+    dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
+    _gate_backward_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
+        dy=dy,
+        x=x,
+        logits=logits,
+        dx=dx,
+        data=out.data,
+        transposed=out.transposed,
+        scale=cast_scale.scale,
+        amax=cast_scale.amax,
+        scale_inv=out.scale_inv,
+        dy_batch=dy.stride(0),
+        dy_seq=dy.stride(1),
+        dy_head=dy.stride(2),
+        x_batch=x.stride(0),
+        x_seq=x.stride(1),
+        x_head=x.stride(2),
+        g_batch=logits.stride(0),
+        g_seq=logits.stride(1),
+        g_head=logits.stride(2),
+        dx_batch=dx.stride(0),
+        dx_seq=dx.stride(1),
+        dx_head=dx.stride(2),
+        rows=batch * seq,
+        seq=one_stride(seq, dy, x, logits, dx),
+        heads=heads,
+        columns=out.transposed.shape[0],
+        first=first,
+        softplus=softplus,
+        dim=dim,
+        width=width_of(dim),
+        block=TOKENS,
+        BAND=BAND,
+        E5M2=cast_scale.e5m2,
+        num_warps=4,
+    )
+    return dx

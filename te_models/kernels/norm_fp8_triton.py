@@ -1,0 +1,155 @@
+"""RMSNorm of the residual stream, with its sum, that writes FP8 for the next te.Linear."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_models.kernels.count_cast_triton import Counts, count_tile
+from te_models.kernels.fp8_tiles_triton import (
+    FP8Data,
+    new_fp8,
+    note_inverse,
+    raise_amax,
+    store_fp8,
+)
+from te_models.kernels.handover_triton import destination, load_tile
+
+NORM_ROWS = 32  # of which a program goes through all columns
+NORM_COLUMNS = 128  # at a time
+
+
+@triton.jit
+def _norm_kernel(
+    # the residual stream [N, D], what the block before adds to it, and the sum to write if ADD
+    x,
+    delta,
+    total,
+    # [D], and 1 / RMS to write for backward, FP32 [N]
+    weight,
+    rstd,
+    # the FP8 output: uint8 [N, K] and its transpose [K, N] (either may be None), the scale and amax of its quantizer,
+    # and the inverse scale to write, FP32 [1] each
+    data,
+    transposed,
+    scale,
+    amax,
+    scale_inv,
+    # N and D
+    rows,
+    columns,
+    eps,
+    # where a recorder counts the cast; None: not compiled
+    counts,
+    codes,
+    flag,
+    spread,
+    ADD: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    E5M2: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    i = first + tl.arange(0, ROWS)
+    # Summed at the end, since a sum synchronizes the threads.
+    squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, columns, COLUMNS):
+        j = start + tl.arange(0, COLUMNS)
+        inside = (i < rows)[:, None] & (j < columns)[None, :]
+        at = i[:, None] * columns + j[None, :]
+        value = tl.load(x + at, inside, 0.0)
+        if ADD:
+            value = (value.to(tl.float32) + tl.load(delta + at, inside, 0.0).to(tl.float32)).to(
+                x.dtype.element_ty
+            )
+            tl.store(total + at, value, mask=inside)
+        value = value.to(tl.float32)
+        squares += value * value
+    tl.store(rstd + i, 1 / tl.sqrt_rn(tl.sum(squares, 1) / columns + eps), mask=i < rows)
+    s = tl.load(scale)
+    tl.debug_barrier()  # what is read back below was written above
+    group = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    i = 4 * group
+    source = total if ADD else x
+    a = tl.load(rstd + i, i < rows, 0.0)
+    b = tl.load(rstd + i + 1, i < rows, 0.0)
+    c = tl.load(rstd + i + 2, i < rows, 0.0)
+    d = tl.load(rstd + i + 3, i < rows, 0.0)
+    largest = tl.zeros((ROWS // 4, COLUMNS), tl.float32)
+    for start in range(0, columns, COLUMNS):
+        j = start + tl.arange(0, COLUMNS)
+        gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)[None, :]
+        gamma = 1 + gamma if ZERO_CENTERED else gamma
+        e = load_tile(source, i, j, rows, columns, columns) * a[:, None] * gamma
+        f = load_tile(source, i + 1, j, rows, columns, columns) * b[:, None] * gamma
+        g = load_tile(source, i + 2, j, rows, columns, columns) * c[:, None] * gamma
+        h = load_tile(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma
+        found = store_fp8(e, f, g, h, s, group, j, rows, columns, data, transposed, columns, E5M2)
+        largest = tl.maximum(largest, found)
+        if counts is not None:
+            noted = (tl.program_id(0) == 0) & (start == 0)
+            count_tile(
+                fields=counts,
+                codes=codes,
+                flag=flag,
+                spread=spread,
+                a=e,
+                b=f,
+                c=g,
+                d=h,
+                scale=s,
+                group=group,
+                j=j,
+                rows=rows,
+                columns=columns,
+                width=columns,
+                first=0,
+                noted=noted,
+                E5M2=E5M2,
+            )
+    raise_amax(amax, largest)
+    note_inverse(s, scale_inv)
+
+
+def norm(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    zero_centered: bool,
+    scale: Tensor,
+    amax: Tensor,
+    e5m2: bool,
+    counts: Counts | None = None,
+) -> tuple[FP8Data, Tensor, Tensor]:
+    """Compute RMSNorm of x + delta (None: of x) [N, D]: data [N, D], x + delta contiguous, and 1 / RMS, FP32 [N]."""
+    rows, columns = x.shape
+    x = x.contiguous()
+    delta = None if delta is None else delta.contiguous()
+    out = new_fp8(rows, columns, x.device)
+    total = x if delta is None else torch.empty_like(x)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    _norm_kernel[(triton.cdiv(rows, NORM_ROWS), 1)](
+        x,
+        x if delta is None else delta,
+        total,
+        weight,
+        rstd,
+        out.data,
+        out.transposed,
+        scale,
+        amax,
+        out.scale_inv,
+        rows,
+        columns,
+        eps,
+        *destination(counts),
+        ADD=delta is not None,
+        ZERO_CENTERED=zero_centered,
+        E5M2=e5m2,
+        ROWS=NORM_ROWS,
+        COLUMNS=NORM_COLUMNS,
+        num_warps=4,
+    )
+    return out, total, rstd
