@@ -34,7 +34,8 @@ from te_models.fp8.scaling_state import fp8_state
 from te_models.planning.memory_plan import plan_memory
 from te_models.saving.load_model import load_te_checkpoint
 from te_models.training.run_file import read_record
-from te_models.training.settings import RUN_FILE, run_settings
+from te_models.training.run_settings import run_settings
+from te_models.training.settings import RUN_FILE
 from te_models.training.trainer import Trainer
 
 SECONDS = 5.0

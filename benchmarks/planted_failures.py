@@ -22,10 +22,11 @@ from typing import Any
 
 from rich.console import Console
 
-from te_models.inspect.advice import diagnose, read_facts
+from te_models.inspect.advice import diagnose
 from te_models.inspect.environment import environment
 from te_models.inspect.recipe_advice import advise_recipe
 from te_models.inspect.record_report import write_report
+from te_models.inspect.run_facts import read_facts
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

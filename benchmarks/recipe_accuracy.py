@@ -32,7 +32,7 @@ from te_models.data.documents import load_documents, split_documents
 from te_models.data.tokenizer import load_tokenizer
 from te_models.training.evaluation import evaluate
 from te_models.training.finetune import finetune
-from te_models.training.settings import run_settings
+from te_models.training.run_settings import run_settings
 
 MANTISSA_BITS = {
     "BF16": 7,

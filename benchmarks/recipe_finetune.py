@@ -18,7 +18,7 @@ import click
 
 from te_models.files.atomic import replace_text
 from te_models.training.finetune import finetune
-from te_models.training.settings import run_settings
+from te_models.training.run_settings import run_settings
 
 RECIPES = "bf16,delayed,current,blockwise,mxfp8,nvfp4"
 

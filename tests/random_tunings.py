@@ -29,7 +29,7 @@ from te_models.cli import main
 from te_models.errors import ConfigError, DataError, UsageError
 from te_models.interop.hf_expert_families import dropped_by_peft
 from te_models.training.finetune import finetune
-from te_models.training.settings import run_settings
+from te_models.training.run_settings import run_settings
 from te_models.training.trainer import Callback, Trainer
 
 MARKED = (

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from te_models.cli.options import option, show_line
 from te_models.errors import TeModelsError
-from te_models.training.settings import RUN_FILE, read_run_file
+from te_models.training.run_settings import read_run_file
+from te_models.training.settings import RUN_FILE
 
 if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM

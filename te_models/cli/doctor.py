@@ -28,8 +28,8 @@ def report(run: str, out: str | None) -> None:
     Prints the tensors that stand out. The page has a map of each statistic over tensors and steps, loss and gradient
     norm above it, events, and advice. It needs no network.
     """
-    from te_models.inspect.advice import read_facts  # noqa: PLC0415  imports torch
     from te_models.inspect.record_report import WorstTensors, write_report  # noqa: PLC0415
+    from te_models.inspect.run_facts import read_facts  # noqa: PLC0415  imports torch
 
     facts = read_facts(run)
     path = write_report(run, facts, out)

@@ -29,6 +29,7 @@ from te_models.config.recipe import AUTO, get_recipe
 if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
     from te_models.data.tokenizer_base import Tokenizer
+    from te_models.inspect.evaluate import Evaluation
     from te_models.inspect.harness import Score
 
 harness_option = functools.partial(option, group="With --tasks")
@@ -94,14 +95,10 @@ def evaluate(
         raise click.UsageError("give --data PATH, --tasks NAMES, or both")
     names = _recipe_names(recipe, recipes)
     DataConfig(columns=columns, truncate=truncate, on_bad_record=on_bad_record)  # checks them
-    from te_models.data.named_templates import use_template  # noqa: PLC0415
-    from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415  imports torch
-    from te_models.inspect.evaluate import evaluate_recipes  # noqa: PLC0415
+    from te_models.inspect.evaluate import evaluate_recipes  # noqa: PLC0415  imports torch
 
-    text_tokenizer = load_tokenizer(tokenizer or model)
+    text_tokenizer = _scored_tokenizer(tokenizer or model, chat_template)
     score = None
-    if chat_template is not None:
-        use_template(text_tokenizer, chat_template)
     if tasks is not None:
         score = _scorer(tasks, text_tokenizer, batch_size, limit, few_shot)
 
@@ -128,9 +125,25 @@ def evaluate(
             truncate=truncate,
         )
     show(evaluation, as_json)
+    return _exit_code(evaluation)
+
+
+def _exit_code(evaluation: Evaluation) -> int:
+    """Return the exit code of an evaluation, 2 where a recipe was refused; say on stderr which, and why."""
     for row in evaluation.refused:
         show_line(f"te-models: recipe {row.recipe} was not run: {row.note}", err=True)
     return 2 if evaluation.refused else 0
+
+
+def _scored_tokenizer(source: str | None, chat_template: str | None) -> Tokenizer:
+    """Return the tokenizer of a model or a folder, with the template that is given."""
+    from te_models.data.named_templates import use_template  # noqa: PLC0415
+    from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415  imports torch
+
+    tokenizer = load_tokenizer(source)
+    if chat_template is not None:
+        use_template(tokenizer, chat_template)
+    return tokenizer
 
 
 def _recipe_names(recipe: str | None, recipes: str | None) -> Sequence[str | None]:

@@ -12,7 +12,7 @@ from te_models.errors import UsageError
 
 if TYPE_CHECKING:
     from te_models.config.model import ModelConfig
-    from te_models.inspect.recipe_advice import RecipeAdvice
+    from te_models.inspect.recipe_report import RecipeAdvice
 
 from_record_option = option(
     "--from-record",

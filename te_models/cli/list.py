@@ -13,7 +13,8 @@ from te_models.config.presets import PRESETS, get_preset
 from te_models.config.recipe import get_recipe, list_recipes
 from te_models.config.shipped import list_shipped, shipped_config
 from te_models.config.shipped_runs import list_runs, run_file
-from te_models.training.settings import RunSettings, run_settings
+from te_models.training.run_settings import run_settings
+from te_models.training.settings import RunSettings
 
 
 @click.command("list", cls=Command)

@@ -106,16 +106,10 @@ def plan(
         )
     training = {name: options.pop(name) for name in names}
     division = TrainConfig(expert_parallel_size=options.pop("expert_parallel_size"))
-    lora = training.pop("lora")
-    optimizer_options = training.pop("optimizer_options")
-    base_weights = None
-    if preset is not None:
-        base_weights = _form_of_preset(options.pop("base_weights"))
+    base_weights = None if preset is None else _form_of_preset(options.pop("base_weights"))
     if preset is not None or gpu is not None:
         options["device"] = options["device"] or "meta"
-    card = None
-    if gpu is not None:
-        card = get_gpu(gpu)
+    card = None if gpu is None else get_gpu(gpu)
     advice = None
     if try_step and from_record is None:
         raise click.UsageError("--try-step tries the advice of --from-record RUN: give both")
@@ -131,13 +125,8 @@ def plan(
     built = build_model(preset, model, options, merge=True)
     memory_plan = None
     if memory:
-        from te_models.optim import resolve_options  # noqa: PLC0415  imports torch
-
-        training["optimizer_options"] = resolve_options(training["optimizer"], optimizer_options)
         training["expert_parallel_size"] = division.expert_parallel_size
-        if base_weights is not None:
-            training["base_weights"] = base_weights
-        memory_plan = built.plan_memory(**training, lora_rank=lora)
+        memory_plan = _planned_memory(built, training, base_weights)
     elif base_weights is not None:
         raise click.UsageError(
             "--base-weights of a preset changes no precision: add --memory, or leave it out"
@@ -154,6 +143,22 @@ def plan(
         _echo_json(memory_plan.to_dict(), told)
     else:
         show(memory_plan, as_json=False)
+
+
+def _planned_memory(
+    model: CausalLM, training: dict[str, Any], base_weights: str | None
+) -> MemoryPlan:
+    """Return the memory plan of a model under the options of --memory, by name."""
+    from te_models.optim import resolve_options  # noqa: PLC0415  imports torch
+
+    training = dict(training)
+    lora_rank = training.pop("lora")
+    options = training.pop("optimizer_options")
+    training["optimizer_options"] = resolve_options(training["optimizer"], options)
+    # Left out where it was not given, so that a folder's own form decides.
+    if base_weights is not None:
+        training["base_weights"] = base_weights
+    return model.plan_memory(**training, lora_rank=lora_rank)
 
 
 def _form_of_preset(base_weights: str | None) -> str | None:

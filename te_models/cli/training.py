@@ -26,14 +26,8 @@ from te_models.cli.options import (
 from te_models.config.shipped import list_shipped
 from te_models.config.shipped_runs import run_file
 from te_models.errors import UsageError
-from te_models.training.settings import (
-    LEARNING_RATE,
-    SETTINGS,
-    TABLES,
-    RunSettings,
-    resumed_settings,
-    run_settings,
-)
+from te_models.training.run_settings import resumed_settings, run_settings
+from te_models.training.settings import LEARNING_RATE, SETTINGS, TABLES, RunSettings
 
 ORDER = ("training", "recipe", "lora", "model", "data", "run")  # of the tables in the help
 # Settings whose options the commands add themselves.
@@ -85,6 +79,36 @@ def run_training(
     from_record = options["from_record"]
     options = {name: value for name, value in options.items() if name != "from_record"}
     given = given_options({name: value for name, value in options.items() if is_given(name)})
+    _check_places(file, resume, given)
+    called = click.get_current_context().obj or ""  # as main() was called
+    if from_record is not None and resume is not None:
+        raise UsageError(
+            f"--from-record {from_record} chooses the recipe of a new run: leave it out of --resume"
+        )
+    # In Python and in the file of a run 0 means that the steps decide.
+    if given.get("epochs") == 0 and "steps" not in given:
+        raise UsageError(
+            "--epochs 0 trains nothing: give passes over the data, such as 1, or --steps"
+        )
+    if from_record is not None:
+        advice = advice_of(from_record, options["preset"], options["model"], options)
+        given["recipe"] = advice.recipe
+        if os.environ.get("RANK", "0") == "0":
+            show(advice, as_json=False)
+    if resume is None:
+        settings = run_settings(command, given, Path(file) if file is not None else None, called)
+        _ask_for_data(settings)
+    else:
+        settings = resumed_settings(command, given, Path(resume) if resume else None, called)
+    # Last: importing torch takes seconds, and a mistake in the options should be told at once.
+    from te_models.training.finetune import finetune  # noqa: PLC0415  imports torch
+
+    result = finetune(settings, resume=resume is not None)
+    return INTERRUPTED if result.signal == signal.SIGINT else 0
+
+
+def _check_places(file: str | None, resume: str | None, given: Mapping[str, Any]) -> None:
+    """Raise a UsageError for a file or a folder in the place of another: of a run, its settings, a model or data."""
     both = resume is not None and file is not None
     is_folder = file is not None and Path(file).is_dir()
     is_run = is_folder and Path(str(file), "run.toml").exists()
@@ -114,31 +138,6 @@ def run_training(
         raise UsageError(
             f"{file} is a folder: a model is given as --model {file}, data as --data {file}"
         )
-    called = click.get_current_context().obj or ""  # as main() was called
-    if from_record is not None and resume is not None:
-        raise UsageError(
-            f"--from-record {from_record} chooses the recipe of a new run: leave it out of --resume"
-        )
-    # In Python and in the file of a run 0 means that the steps decide.
-    if given.get("epochs") == 0 and "steps" not in given:
-        raise UsageError(
-            "--epochs 0 trains nothing: give passes over the data, such as 1, or --steps"
-        )
-    if from_record is not None:
-        advice = advice_of(from_record, options["preset"], options["model"], options)
-        given["recipe"] = advice.recipe
-        if os.environ.get("RANK", "0") == "0":
-            show(advice, as_json=False)
-    if resume is None:
-        settings = run_settings(command, given, Path(file) if file is not None else None, called)
-        _ask_for_data(settings)
-    else:
-        settings = resumed_settings(command, given, Path(resume) if resume else None, called)
-    from te_models.training.finetune import finetune  # noqa: PLC0415  imports torch
-
-    return (
-        INTERRUPTED if finetune(settings, resume=resume is not None).signal == signal.SIGINT else 0
-    )
 
 
 def _ask_for_data(settings: RunSettings) -> None:

@@ -146,9 +146,8 @@ def encode_documents(
     if not documents:
         raise DataError("there are no documents to make batches of: give at least one")
     end = np.array([end_of_text(tokenizer)])
-    begin = np.array([], dtype=np.int64)
-    if begin_prompts and tokenizer.begins_with_bos():
-        begin = np.array([tokenizer.bos_token_id])
+    begins = begin_prompts and tokenizer.begins_with_bos()
+    begin = np.array([tokenizer.bos_token_id] if begins else [], dtype=np.int64)
     chats, pairs, texts = _by_kind(documents)
     encoded_chats = _encode_conversations(chats, tokenizer, bad) if chats else iter(())
     encoded_pairs = iter(tokenizer.encode_pairs(pairs))

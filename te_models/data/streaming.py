@@ -117,9 +117,7 @@ class StreamingDataset:
         self.chunks = find_chunks(corpus, chunk_bytes)
         self.num_lanes = _count_lanes(self.chunks, num_lanes) if shuffle else 1
         # Records must not be cut: they are packed whole into windows.
-        self.whole = packing == "none" or (
-            packing == "documents" and not all(source.is_text for source in self.chunks.sources)
-        )
+        self.whole = _keeps_whole(packing, self.chunks.sources)
         self.ends: tuple[int, ...] = ()  # of records, `sample` finds them
         if not self.whole and tokenizer.eos_token_id is not None:
             self.ends = (tokenizer.eos_token_id,)
@@ -411,6 +409,13 @@ def merge_states(states: list[Fields]) -> Fields:
     for state in states:
         lanes |= state["lanes"]
     return {**states[0], "lanes": lanes}
+
+
+def _keeps_whole(packing: str, sources: Sequence[Source]) -> bool:
+    """Return whether each document stays in one window: texts may be cut anywhere, unless packing is "none"."""
+    if packing == "none":
+        return True
+    return packing == "documents" and not all(source.is_text for source in sources)
 
 
 def _count_lanes(chunks: Chunks, lanes: int | None) -> int:

@@ -89,24 +89,16 @@ def open_data(
         raise UsageError(
             "formatting is for records in memory: give a list or a datasets.Dataset, or for files columns"
         )
-    if not (data is None or isinstance(data, DataConfig) or settings.data):
-        raise UsageError(
-            "no data in the list: give a path, or None for Python's own documentation and sources"
-        )
     if settings.data == (PYTHON_DOCS,):
-        settings = dataclasses.replace(settings, data=())
+        settings = dataclasses.replace(settings, data=())  # which means the same
     columns = parse_columns(settings.columns)
     bad = BadRecords(skip=settings.on_bad_record == "skip")
     sources, evaluated = _open_sources(settings, in_memory, columns, formatting, bad)
     packing = _packing(settings, sources)
     whole = settings.data in BUILT_IN or OWN in in_memory
     streaming = _streams(settings, sources, whole=whole)
-    # Before any text is encoded: both change the ids of a conversation.
-    about_template: list[str] = []
-    if tokens := split_names(settings.special_tokens):
-        tokenizer.add_special_tokens(tokens)
-    if settings.chat_template is not None:
-        about_template = use_template(tokenizer, settings.chat_template)
+    # Before any text is encoded: special tokens and the template change the ids of a conversation.
+    about_template = _prepare_tokenizer(tokenizer, settings)
     opening = _Opening(
         settings=settings,
         packing=packing,
@@ -137,7 +129,21 @@ def _settings(data: Data, options: Fields) -> tuple[DataConfig, dict[str, Iterab
         return data, in_memory
     paths: object = OWN if OWN in in_memory else data
     evaluated: object = OWN_EVALUATION if OWN_EVALUATION in in_memory else eval_data
-    return DataConfig(data=paths, eval_data=evaluated, **options), in_memory
+    settings = DataConfig(data=paths, eval_data=evaluated, **options)
+    if data is not None and not settings.data:
+        raise UsageError(
+            "no data in the list: give a path, or None for Python's own documentation and sources"
+        )
+    return settings, in_memory
+
+
+def _prepare_tokenizer(tokenizer: Tokenizer, settings: DataConfig) -> list[str]:
+    """Give the tokenizer the special tokens and the template of a run; return the lines to print about these."""
+    if tokens := split_names(settings.special_tokens):
+        tokenizer.add_special_tokens(tokens)
+    if settings.chat_template is None:
+        return []
+    return use_template(tokenizer, settings.chat_template)
 
 
 def _open_sources(

@@ -21,14 +21,10 @@ from te_models.engine.emulated.module import TransformerEngineBaseModule
 from te_models.engine.emulated.parallel import Parallelism
 from te_models.engine.emulated.recipe import Recipe
 from te_models.kernels.expert_rows import Route
+from te_models.numerics.matrices import as_matrix
 from te_models.numerics.quantizers import Quantizer
 from te_models.numerics.stored import StoredWeight
-from te_models.numerics.tensors import (
-    MaybeQuantized,
-    QuantizedTensor,
-    QuantizedTensorStorage,
-    as_matrix,
-)
+from te_models.numerics.tensors import MaybeQuantized, QuantizedTensor, QuantizedTensorStorage
 
 WEIGHT_COPIES = "fp8_weight_copies"  # a part of te_models.planning.memory_estimate.Memory
 GRADIENTS = "gradients"

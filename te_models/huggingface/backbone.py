@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutpu
 
 from te_models.errors import UsageError
 from te_models.files.formats import Fields, list_some
-from te_models.interop.remote_code.modeling_te_models import cache_by_either_name
+from te_models.interop.remote_code.cache_name_te_models import cache_by_either_name
 
 if TYPE_CHECKING:
     from te_models.huggingface.modeling import TEModelsForCausalLM

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -27,7 +27,6 @@ from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
 from te_models.huggingface.adapters import (
     HiddenNames,
-    is_adapted,
     is_multimodal,
     mark_adapters,
     names_in_files,
@@ -37,37 +36,31 @@ from te_models.huggingface.adapters import (
     take_away,
 )
 from te_models.huggingface.backbone import Backbone, hidden_states, refuse_unknown
-from te_models.huggingface.cache import CacheView, seen_before
 from te_models.huggingface.config import TEModelsConfig
+from te_models.huggingface.interface import ModelInterface
+from te_models.huggingface.prompts import angles_change, check_prompt
 from te_models.huggingface.reference import name_attention
 from te_models.huggingface.saving import (
-    HEAD,
     MULTIMODAL,
-    WRAPPED,
     add_prefix,
-    inside,
     inside_multimodal,
     leave_out_empty,
     name_adapted_head,
     save_model,
     text_names,
 )
+from te_models.huggingface.seen_keys import kept_logits, seen_keys, shifted_labels
+from te_models.huggingface.stated_outputs import OUTPUTS, note_outputs, stated_outputs
 from te_models.interop.hf import hugging_face_documents
-from te_models.interop.hf_families import family_of
 from te_models.interop.hub import local_folder, split_options
-from te_models.interop.remote_code.modeling_te_models import CACHE, CACHES, cache_by_either_name
+from te_models.interop.remote_code.cache_name_te_models import CACHE, CACHES, cache_by_either_name
 from te_models.model.inputs import check_inputs, checked_tokens
-from te_models.model.rope import context_before_long_angles
 from te_models.model.router import RoutingReport
-from te_models.model.targets import IGNORED, nan_if, shifted, valid_targets
+from te_models.model.targets import IGNORED, nan_if, valid_targets
 from te_models.saving.pretrained import refuse_pickle
 
-# Fields of the config that say what forward returns.
-STATED = ("use_cache", "output_hidden_states", "output_router_logits")  # followed in a config.json
-OUTPUTS = (*STATED, "return_dict")
 
-
-class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
+class TEModelsForCausalLM(ModelInterface, GenerationMixin):
     """A CausalLM with transformers' interface.
 
     Args:
@@ -85,8 +78,6 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"model.lm_head.weight": "model.embed_tokens.weight"}
     _supports_sdpa = True
     supports_gradient_checkpointing = True
-    _multimodal = False
-    _hidden = HiddenNames([])
     # Trainer then divides by the tokens of all micro-batches (num_items_in_batch).
     accepts_loss_kwargs = True
 
@@ -151,7 +142,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     def wrap(cls, model: CausalLM) -> TEModelsForCausalLM:
         """Return `model` with transformers' interface; both share all weights."""
         config = TEModelsConfig.of(model.config, dtype=model.dtype)
-        for name, value in _stated_outputs(model).items():
+        for name, value in stated_outputs(model).items():
             setattr(config, name, value)
         return cls(config, model)
 
@@ -266,9 +257,9 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             _, logits, routing = self.model(input_ids, inputs_embeds=inputs_embeds, **passed)
         if self._weights_pass:
             self._weights_pass = False
-        logits = _kept_logits(logits, logits_to_keep)
+        logits = kept_logits(logits, logits_to_keep)
         if labels is not None and shift_labels is None:
-            shift_labels = _shifted_labels(labels, attention_mask)
+            shift_labels = shifted_labels(labels, attention_mask)
         loss = None
         if shift_labels is not None:
             loss = self._loss(logits, shift_labels, num_items_in_batch)
@@ -328,31 +319,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, past: Cache | None
     ) -> Fields:
         """Return the Decoder's arguments that say what each token sees, and from which position."""
-        batch, seq = tokens.shape[:2]
-        mask = None if mask is None else mask.to(tokens.device)
-        positions = None if positions is None else positions.to(tokens.device).expand(batch, seq)
-        if past is None and (mask is None or mask.dim() == 2):
-            # A traced graph has no values to compare.
-            plain = dict(attention_mask=mask)
-            traced = torch.compiler.is_compiling()
-            if positions is None:
-                return plain
-            if mask is None:
-                documents = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
-                started = documents.diff(prepend=documents[:, :1] - 1) != 0
-                place = torch.arange(seq, device=tokens.device)
-                usual = place - torch.where(started, place, 0).cummax(-1).values
-                if not traced and torch.equal(positions, usual):
-                    return dict(document_ids=documents) if bool(documents[:, -1].any()) else {}
-                view = CacheView(self.model.config, None, None, positions, tokens.device, documents)
-                return dict(cache=view)
-            if not traced and torch.equal(
-                positions.where(mask.bool(), 0), (mask.cumsum(-1) - 1).where(mask.bool(), 0)
-            ):
-                return plain
-        view = CacheView(self.model.config, past, mask, positions, tokens.device)
-        real = mask[:, -seq:] if mask is not None and mask.dim() == 2 and seq > 1 else None
-        return dict(cache=view, attention_mask=real)
+        return seen_keys(self.model.config, tokens, mask, positions, past)
 
     def _loss(self, logits: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor:
         """Return the cross-entropy of logits [B, S, V] for targets [B, S], an FP32 scalar; `count` as in `forward`."""
@@ -369,29 +336,13 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         # With a static cache generate would compile forward, into many pieces.
         options.setdefault("disable_compile", True)
         config = options.get("generation_config") or self.generation_config
-        self._check_prompt(args, options, config)
+        check_prompt(args, options, config)
         if options.get("assistant_early_exit", config.assistant_early_exit) is not None:
             raise UsageError(
                 "assistant_early_exit is not supported: give a smaller model as assistant_model"
             )
         with self._weights_quantized_once():
             return super().generate(*args, **options)  # type: ignore[bad-argument-type]  # protocol without properties
-
-    def _check_prompt(
-        self, args: tuple[Any, ...], options: Fields, config: GenerationConfig
-    ) -> None:
-        """Raise a UsageError for prompts that transformers would end at with an exception of its own."""
-        given = args[0] if args else options.get("inputs", options.get("input_ids"))
-        first = options.get("bos_token_id", config.bos_token_id)
-        if given is None and options.get("inputs_embeds") is None and first is None:
-            raise UsageError("the model has no bos token to begin with: give input_ids [B, S]")
-        if given is not None and (not isinstance(given, Tensor) or given.dim() != 2):
-            shape = (
-                f"has shape {list(given.shape)}" if isinstance(given, Tensor) else "is no tensor"
-            )
-            raise UsageError(
-                f"the prompt {shape}: give an int64 tensor [B, S], such as torch.tensor([[5, 6, 7]])"
-            )
 
     @cache_by_either_name
     def prepare_inputs_for_generation(  # type: ignore[bad-override]  # its other arguments differ between versions
@@ -406,8 +357,14 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         transformers derives the arguments that `generate` accepts from these names.
         """
         kwargs.pop("tokenizer", None)  # with which `generate` looks for stop strings
-        told = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        if cache is not None and self._angles_change(input_ids, cache, *told):
+        changes = cache is not None and angles_change(
+            self.model.config,
+            input_ids,
+            cache,
+            mask=kwargs.get("attention_mask"),
+            positions=kwargs.get("position_ids"),
+        )
+        if changes:
             cache = None  # and all tokens are passed
             kwargs |= dict.fromkeys(kwargs.keys() & {"next_sequence_length"})
         kwargs |= {CACHE: cache, "inputs_embeds": inputs_embeds}
@@ -417,33 +374,6 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             # Set by peft, which adds its prompts where it finds no cache by this name: else at every step.
             inputs["past_key_values"] = inputs.pop(CACHE)
         return inputs
-
-    def _angles_change(
-        self, ids: Tensor, past: Cache, mask: Tensor | None, positions: Tensor | None
-    ) -> bool:
-        """Return whether the longest text exceeds LongRoPE's original context with its newest tokens.
-
-        Raises:
-            UsageError: it does, and `ids` are not all of its tokens, from which the keys would be computed again.
-        """
-        original = context_before_long_angles(self.model.config.rope)
-        seen = seen_before(past)
-        if original is None or not seen:
-            return False
-        total = max(given.shape[1] for given in (ids, mask, positions) if given is not None)
-        total += 0 if total > seen else seen  # all of them belong to one chunk of the prompt
-        if positions is not None:
-            longest = int(positions.max()) + 1
-        else:
-            longest = total if mask is None else int(mask.sum(-1).max())
-        if not longest - (total - seen) <= original < longest:
-            return False
-        if ids.shape[1] < total:
-            raise UsageError(
-                f"LongRoPE has other angles after {original} tokens, with which all keys are computed again from their "
-                "ids: give no inputs_embeds and no prefill_chunk_size"
-            )
-        return True
 
     @contextlib.contextmanager
     def _weights_quantized_once(self) -> Iterator[None]:
@@ -465,108 +395,6 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Tensor | None:
         """Return the mask of padding as it is: the forward pass makes the masks of attention from it."""
         return attention_mask
-
-    def init_weights(self) -> None:
-        """Do nothing: CausalLM has initialized and tied its weights already."""
-
-    @property
-    def lm_head(self) -> nn.Module:  # type: ignore[bad-override]  # an attribute of other classes
-        """The head, where transformers has it; it is a module of the CausalLM."""
-        return self.model.lm_head
-
-    def named_modules(  # type: ignore[bad-override]  # yields what the base class does
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield all modules by the names of transformers, after which peft names adapters.
-
-        A head that peft has adapted has the name that it has in files; names of a multimodal folder are below
-        "model.language_model", where CausalLM.language_model leads. te modules that are none in transformers, or are
-        elsewhere, have names that end like no target of peft: it would take "down_proj" for one of them too.
-        """
-        for name, module in super().named_modules(memo, prefix, remove_duplicate):
-            own = name.removeprefix(prefix).removeprefix(".")
-            if own.startswith(HEAD) and is_adapted(self.lm_head):
-                name = f"{prefix}.{own.removeprefix(WRAPPED)}".removeprefix(".")
-            name = self._hidden.renamed(name)
-            yield inside(name, prefix) if self._multimodal else name, module
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield all parameters by their names in a state_dict."""
-        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield self._hidden.original(name), parameter
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embed_tokens
-
-    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Return the CausalLM's number: without rows of padding."""
-        return self.model.num_parameters(only_trainable, exclude_embeddings)
-
-    def get_output_embeddings(self) -> nn.Module:
-        """Return the head, an nn.Linear as in transformers; peft leaves it out of "all-linear"."""
-        return self.model.lm_head
-
-    def resize_token_embeddings(
-        self,
-        new_num_tokens: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        mean_resizing: bool = True,
-    ) -> nn.Embedding:
-        """Return the embedding if it already has this many rows; raise a UsageError otherwise."""
-        rows = self.model.config.vocab_size
-        wanted = rows if new_num_tokens is None else new_num_tokens
-        step = pad_to_multiple_of or 1
-        if (wanted := -(-wanted // step) * step) != rows:
-            raise UsageError(f"the vocabulary has {rows} tokens and cannot be resized to {wanted}")
-        return self.model.embed_tokens
-
-    def _note_outputs(self) -> None:
-        """Note the outputs that the config asks for in the config.json that came with the model, for a save."""
-        document = self.model.origin.config
-        if not document:
-            return
-        family = family_of(document)
-        stated = _stated_outputs(self.model)
-        default = TEModelsConfig.of(self.model.config)
-        changed = {}
-        for name in STATED:
-            value = getattr(self.config, name)
-            if value != stated.get(name, getattr(default, name)):
-                changed[name] = value
-        if not changed:
-            return
-        document = {**document, **changed}
-        if family.inner:
-            document[family.inner] = {**document[family.inner], **changed}
-        self.model.origin = replace(self.model.origin, config=document)
-
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: Fields | None = None, **others: object
-    ) -> None:
-        """Set `activation_checkpointing` to "full"; the options of torch's function are ignored."""
-        self.model.gradient_checkpointing_enable()
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Set `activation_checkpointing` to "none"."""
-        self.model.gradient_checkpointing_disable()
-
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        """Return whether backward recomputes activations."""
-        return self.model.activation_checkpointing != "none"
-
-    def half(self, *args: object) -> TEModelsForCausalLM:
-        self.model.half()
-        return self
-
-    def double(self, *args: object) -> TEModelsForCausalLM:
-        self.model.double()
-        return self
 
     def save_pretrained(
         self,
@@ -604,7 +432,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
                 "variant= and distributed_checkpoint= are not supported: leave them out"
             )
         if is_main_process:
-            self._note_outputs()
+            note_outputs(self.model, self.config)
             generation = self.generation_config.to_diff_dict()
             size = parse_size(max_shard_size)
             with saving(self.model):
@@ -618,37 +446,6 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
                 )
         if push_to_hub:
             self.push_to_hub(**options, token=token)
-
-
-def _stated_outputs(model: CausalLM) -> Fields:
-    """Return what the config.json of a model of Hugging Face says about the outputs of `forward`."""
-    document = model.origin.config
-    if not document:
-        return {}
-    family = family_of(document)
-    stated = {**document, **family.text(document)}
-    found = {name: bool(stated[name]) for name in STATED if stated.get(name) is not None}
-    if "router_aux_loss_coef" not in family.known():  # its class in transformers has no such loss
-        found.pop("output_router_logits", None)
-    return found
-
-
-def _kept_logits(logits: Tensor, keep: int | Tensor) -> Tensor:
-    """Return the logits of the newest `keep` positions (0: of all), or of the positions `keep`."""
-    if not isinstance(keep, int):
-        return logits[:, keep]
-    if keep and logits.shape[1] > keep:  # with routing there are logits of all positions
-        return logits[:, -keep:]
-    return logits
-
-
-def _shifted_labels(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return the target of each position, int64 [B, S], of labels that are not shifted."""
-    mask = None
-    # A mask of four dimensions says who sees whom, and not which tokens are padding.
-    if attention_mask is not None and attention_mask.dim() == 2:
-        mask = attention_mask[:, -labels.shape[1] :].to(labels.device)
-    return shifted(labels, mask)
 
 
 def _changed(config: TEModelsConfig, folder: Path) -> Fields:

@@ -6,29 +6,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatchcase
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
-from te_models.config.recipe import Recipe, list_recipes, recipe_from_dict
-from te_models.config.toml import read_toml
-from te_models.errors import DataError, plural
-from te_models.numerics.formats import FP8_MAX, DType
+from te_models.errors import plural
+from te_models.inspect.run_facts import Mask, RunFacts, read_facts
+from te_models.numerics.formats import DType
 from te_models.planning.printable import Printable
-from te_models.recorder.layout import INDEX, RecordedTensor
-from te_models.recorder.record import Floats, Record, has_record, read_record
-from te_models.training.metrics import read_events, read_metrics
-from te_models.training.settings import RUN_FILE
-from te_models.training.timing import Row
+from te_models.recorder.layout import INDEX
+from te_models.recorder.record import Floats
 
-METRICS = "metrics.jsonl"
+# Beside the rules and what they return, the input of `diagnose`, for callers.
+__all__ = ["RULES", "Diagnosis", "Finding", "Rule", "RunFacts", "diagnose", "read_facts"]
+
 # A share of saturated elements that no healthy run has: a scale of the tensor's own amax saturates nothing, and one of
 # the step before only the few elements that grew (2.1 % at the most in the first steps of a tiny model).
 SATURATED = 0.03
@@ -37,15 +32,11 @@ LOST = 0.3
 UNUSED_BITS = 3.0  # powers of two that a scale may leave unused above a tensor's largest magnitude
 JUMP_BITS = 3.0  # by which a scale may not change from one step to the next while the amax stays
 DEAD_STEPS = 3
-PER_TENSOR = ("DelayedScaling", "Float8CurrentScaling")  # schemes with one scale per tensor
 # dB below which a cast is worth a word, by format: LEEWAY below what numbers of a normal distribution have.
 LEEWAY = 9.0
 LEAST_SQNR = {DType.kFloat8E4M3: 22.0, DType.kFloat8E5M2: 16.0, DType.kFloat4E2M1: 11.0}
 LOSS_RISE = 0.5  # of the way from its lowest value back to its first one
 WEIGHT_GROWTH = 1.5  # of the root mean square of half of the weights
-
-Steps = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -67,95 +58,6 @@ class Finding:
     message: str
     change: str
     tensors: tuple[str, ...] = ()
-
-
-@dataclass
-class RunFacts:
-    """The input of the rules: the record of a run, its metrics and its recipe."""
-
-    record: Record
-    rows: list[Row]
-    events: list[Row]
-    recipe: Recipe
-    engine: str = ""
-    found: set[int] = field(default_factory=set)  # tensors that a rule has explained
-
-    @property
-    def steps(self) -> Steps:
-        """The recorded steps, int64 [steps]."""
-        return np.array(self.record.steps, np.int64)
-
-    @property
-    def tensors(self) -> list[RecordedTensor]:
-        """The recorded tensors."""
-        return self.record.tensors
-
-    def headroom(self) -> Floats:
-        """Return the powers of two between each tensor's largest magnitude and the format's, [steps, tensors].
-
-        Negative where the largest magnitude saturates; NaN for blocks, which have scales of their own.
-        """
-        largest = np.full_like(self.record.field("amax"), np.nan)
-        formats = self.record.field("format")
-        for number, value in FP8_MAX.items():
-            largest[formats == int(number)] = value
-        scaled = self.record.field("amax") * self.record.field("scale_min")
-        with np.errstate(divide="ignore", invalid="ignore"):
-            room = np.log2(largest / scaled)
-        return np.where(self.one_scale() & np.isfinite(room), room, np.nan)
-
-    def one_scale(self) -> Mask:
-        """Return which tensors have one scale per cast, bool [steps, tensors]; the others have one per block.
-
-        The number of scales does not tell: it is a sum over micro-batches and processes.
-        """
-        if not self.recipe.quantized:  # of a run without run.toml
-            return np.asarray(self.record.field("blocks") == 1)
-        names = {int(row["step"]): str(row.get("recipe")) for row in self.rows}
-        own = _with_one_scale(self.recipe, self.tensors)
-        changed: dict[str, list[bool]] = {self.recipe.name: own}
-        found = np.zeros(self.record.values.shape[:2], bool)
-        for place, step in enumerate(self.record.steps):
-            name = names.get(step, self.recipe.name)
-            if name in list_recipes() and name not in changed:  # of a recipe schedule
-                changed[name] = _with_one_scale(self.recipe.followed_by(name), self.tensors)
-            found[place] = changed.get(name, own)
-        return found
-
-    def rms(self) -> Floats:
-        """Return the root mean square of each tensor before its cast, [steps, tensors]."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.sqrt(self.record.field("signal") / self.record.field("elements"))
-
-    def lost(self) -> Floats:
-        """Return the share of each tensor that became zero or subnormal, [steps, tensors]."""
-        return self.record.share("flushed") + self.record.share("subnormal")
-
-    def peak(self) -> Floats:
-        """Return the largest magnitude of each tensor over its root mean square, [steps, tensors]."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return self.record.field("amax") / self.rms()
-
-    def operand(self, *names: str) -> Mask:
-        """Return which tensors are of these operands, bool [tensors]."""
-        return np.array([tensor.operand in names for tensor in self.tensors], bool)
-
-    def first_computed(self, tensors: Sequence[int] | Steps) -> int:
-        """Return which of these tensors a step computes first: inputs and weights forward, then gradients backward."""
-        forward = [int(one) for one in tensors if self.tensors[one].operand != "grad_output"]
-        return forward[0] if forward else int(tensors[-1])
-
-
-def _with_one_scale(recipe: Recipe, tensors: Sequence[RecordedTensor]) -> list[bool]:
-    """Return which tensors a recipe quantizes with one scale each, by its own scheme and its table of patterns."""
-    found = []
-    for tensor in tensors:
-        own: Recipe | None = recipe
-        for pattern, name in recipe.precision.items():
-            if fnmatchcase(tensor.linear, pattern):
-                own = recipe.called(name)
-        found.append(own is not None and own.scheme in PER_TENSOR)
-    return found
 
 
 @dataclass(frozen=True)
@@ -541,25 +443,6 @@ class Diagnosis(Printable):
         """Return plain JSON values."""
         findings = [asdict(finding) for finding in self.findings]
         return {"steps": self.steps, "tensors": self.tensors, "findings": findings}
-
-
-def read_facts(run: str | Path) -> RunFacts:
-    """Return what the rules look at in the folder of a run.
-
-    Raises:
-        DataError: the run has no record.
-    """
-    folder = Path(run)
-    if not has_record(folder):
-        raise DataError(f"{run} has no record: run it with --record")
-    file = folder / RUN_FILE
-    document = read_toml(file) if file.is_file() else {}
-    recipe = recipe_from_dict(document.get("recipe", {"name": "bf16", "scheme": "none"}))
-    metrics = folder / METRICS
-    rows = read_metrics(metrics) if metrics.is_file() else []
-    events = read_events(metrics) if metrics.is_file() else []
-    engine = str(document.get("record", {}).get("engine", ""))
-    return RunFacts(read_record(folder), rows, events, recipe, engine)
 
 
 def diagnose(facts: RunFacts, rules: Sequence[Rule] = RULES) -> Diagnosis:

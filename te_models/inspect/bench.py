@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -157,10 +157,7 @@ def bench(
         UsageError: for an unknown recipe, option or peer, naming the nearest one, and for a size below its least.
     """
     sizes = dict(batch_size=batch_size, seq_len=seq_len, steps=steps, warm_up=warm_up)
-    for name, size in sizes.items():
-        least = 0 if name == "warm_up" else 1
-        if size < least:
-            raise UsageError(f"{name}={size} is out of range: give {least} or more")
+    _check_sizes(sizes)
     # Import Transformer Engine before any use of cuDNN (te_models/device/cudnn.py).
     get_engine("auto", device)
     ids = torch.randint(
@@ -178,22 +175,28 @@ def bench(
                 model_flops(config, batch_size, seq_len, gated=not name.startswith("te-layer")),
             )
             results[result] = _prepared(build, result, warm_up, device)
+        # Round by round, not variant by variant: a card that slows down as it warms up slows all of them alike.
         for turn in range(steps):
             progress(f"round {turn + 1} of {steps}")
             for result, step in results.items():
                 result.ms.append(clock(step))
     reference = next(iter(results))
     floor = _floor(config, batch_size, seq_len, recipes, device, options)
-    settings = dict(
-        config=asdict(config), batch_size=batch_size, seq_len=seq_len, steps=steps, warm_up=warm_up
-    )
     return dict(
         environment=environment(),
-        settings=settings,
+        settings=dict(config=asdict(config), **sizes),
         reference=reference.name,
         roofline=None if floor is None else {**floor._asdict(), "total": floor.total},
         rows=[result.row(ids.numel(), floor, reference) for result in results],
     )
+
+
+def _check_sizes(sizes: Mapping[str, int]) -> None:
+    """Raise a UsageError for a size of a benchmark below its least."""
+    for name, size in sizes.items():
+        least = 0 if name == "warm_up" else 1
+        if size < least:
+            raise UsageError(f"{name}={size} is out of range: give {least} or more")
 
 
 def _prepared(

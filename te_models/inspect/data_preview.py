@@ -172,12 +172,7 @@ def preview(
         DataError: a record cannot be read, unless `settings` skips those; or there is none.
         UsageError: no data is given, or nothing of it is to be read.
     """
-    if not settings.data:
-        raise UsageError("give --data PATH: a file, folder, glob, URL or Hub dataset")
-    if limit < 1 or records < 0 or seq_len < 2:
-        raise UsageError(
-            "give a --limit of 1 or more, --records of 0 or more, --seq-len of 2 or more"
-        )
+    _check_preview(settings, records, limit, seq_len)
     bad = BadRecords(skip=settings.on_bad_record == "skip")
     if tokens := split_names(settings.special_tokens):
         tokenizer.add_special_tokens(tokens)
@@ -200,24 +195,31 @@ def preview(
     # Number of a document -> its number among those that fit.
     places = dict(zip(fitting.tolist(), range(len(fitting)), strict=True))
     shown = []
-    for index in range(min(records, len(documents))):
+    for index, document in enumerate(documents[:records]):
         place = places.get(index)
         cut = 0 if place is None else int(fitted.starts[place] - encoded.starts[index])
-        shown.append(
-            _record(documents[index], encoded, index, tokenizer, cut, place is None, seq_len)
-        )
+        shown.append(_record(document, encoded, index, tokenizer, cut, place is None, seq_len))
     counted = sum(int(_counted(fitted, place).sum()) for place in range(len(fitted)))
-    total = fitted.num_tokens
     return Preview(
         lines=(_total_line(documents, more, fitted, counted), *lines),
         records=tuple(shown),
         count=len(documents),
         seq_len=seq_len,
-        tokens=total,
+        tokens=fitted.num_tokens,
         learned=counted,
         quantiles=_quantiles(encoded.lengths),
         lengths=_histogram(encoded.lengths),
     )
+
+
+def _check_preview(settings: DataConfig, records: int, limit: int, seq_len: int) -> None:
+    """Raise a UsageError where there is nothing to read, or a number is out of range."""
+    if not settings.data:
+        raise UsageError("give --data PATH: a file, folder, glob, URL or Hub dataset")
+    if limit < 1 or records < 0 or seq_len < 2:
+        raise UsageError(
+            "give a --limit of 1 or more, --records of 0 or more, --seq-len of 2 or more"
+        )
 
 
 def _total_line(documents: Sequence[Document], more: bool, fitted: Encoded, counted: int) -> str:

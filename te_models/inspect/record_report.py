@@ -15,7 +15,8 @@ from rich.table import Table
 
 from te_models.errors import SaveError
 from te_models.files.atomic import replace_text, reraising
-from te_models.inspect.advice import RULES, Diagnosis, RunFacts, diagnose
+from te_models.inspect.advice import RULES, Diagnosis, diagnose
+from te_models.inspect.run_facts import RunFacts
 from te_models.planning.printable import Printable
 from te_models.recorder.record import FOLDER, Floats, Record
 

@@ -54,7 +54,6 @@ def experts(
         # Such a file still has sizes of experts, which must not make a config that differs from a dense model's.
         if all(dense) or (count == 0 and without is not None):
             return {}
-        # Not `count is None`: this also refuses a list, or a number as a string, before anything multiplies by it.
         if not isinstance(count, int):
             raise ConfigError(f"it lacks {number}")
         moe = {
@@ -84,10 +83,8 @@ def experts(
             )
         return theirs | layout.write([kind == "dense" for kind in kinds])
 
-    known = dict.fromkeys(
-        (number, *aliases, *keys.values(), *layout.keys, *([shared] if shared else []))
-    )
-    return ConfigKeys(tuple(known), read, write)
+    known = [number, *aliases, *keys.values(), *layout.keys, *([shared] if shared else [])]
+    return ConfigKeys(tuple(dict.fromkeys(known)), read, write)
 
 
 def aliased(part: ConfigKeys, **aliases: str) -> ConfigKeys:

@@ -201,8 +201,7 @@ def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Loaded:
 
     for opcode, argument in _operations(stream):
         match opcode:
-            # BINPERSID would look up a persistent id, here the description of a storage: the description itself is
-            # wanted, and it already lies on the stack.
+            # BINPERSID would look up what a persistent id names: here the id, on the stack, is the description itself.
             case "PROTO" | "FRAME" | "BINPERSID":
                 pass
             case "STOP":

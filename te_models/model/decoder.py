@@ -8,11 +8,8 @@ autocast a caller opens around the model, and every scale is updated exactly onc
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,22 +22,25 @@ from te_models.config.layer import LayerSpec
 from te_models.config.model import ModelConfig
 from te_models.config.options import RecipeOptions
 from te_models.config.precision import precisions
-from te_models.config.recipe import AUTO, EngineRecipe, Recipe, RecipeLike, get_recipe
+from te_models.config.recipe import AUTO, Recipe, RecipeLike
 from te_models.config.recompute_modes import check_mode, offload_allows_fused
 from te_models.device.choice import choose_device, computing_device
-from te_models.engine import check_support, engine_module, get_engine
+from te_models.engine import get_engine
 from te_models.errors import UsageError
-from te_models.fp8.precision import ModelPrecision, model_precision, take_scales
-from te_models.fp8.primary_weights import check_recipe, clear_states, relink
+from te_models.fp8.precision import ModelPrecision, take_scales
+from te_models.fp8.primary_weights import check_recipe, clear_states
 from te_models.fp8.region import Autocasts, forward_pass, preserve_scales_in_backward
 from te_models.fp8.scaling_state import fp8_state
-from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
+from te_models.kernels.dispatch import compile_mode, get_kernels
 from te_models.kernels.elementwise import rounded, scaled_logits
 from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
 from te_models.kernels.unit_norm import unit_norm
+from te_models.model import live_recipe
 from te_models.model.block import Block
-from te_models.model.expert_parallel import ExpertParallel, scratch
+from te_models.model.decoder_facts import DecoderFacts, checked_dtype
+from te_models.model.expert_parallel import ExpertParallel
 from te_models.model.forward_context import ForwardContext, forward_context
+from te_models.model.initial_values import set_initial_values
 from te_models.model.inputs import (
     check_inputs,
     checked_tokens,
@@ -48,41 +48,14 @@ from te_models.model.inputs import (
     refuse_one_graph,
     refuse_unknown,
 )
-from te_models.model.kv_cache import Cache, DecodingCache
+from te_models.model.kv_cache import Cache
 from te_models.model.layer_inputs import LayerInputs
 from te_models.model.offload import HostMemory, Offload
 from te_models.model.output import Output, OutputRequest, with_routing
-from te_models.model.part import new_states
-from te_models.model.recipe_fit import (
-    auto_recipe,
-    check_layers,
-    check_sizes,
-    say,
-    suit_to_gpu,
-)
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
 from te_models.model.targets import nan_if, next_token_targets
-from te_models.model.te_modules import Factory, own_weight, pad_rows
+from te_models.model.te_modules import Factory, pad_rows
 from te_models.model.tensor_parallel import TensorParallel
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-REFUSED_DTYPES = {
-    torch.float64: "te layers do not run in FP64: build the model with dtype=torch.float32 or torch.bfloat16",
-    torch.float16: "a live model does not change its dtype: build or load it with dtype=torch.float16",
-}
-FP16_GRADIENTS = (
-    "the model is trained in float16, in which most gradients underflow without loss scaling: load it with "
-    "dtype=torch.bfloat16 or torch.float32"
-)
-
-
-def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a model, BF16 for None; raise a UsageError for one in which te layers do not run."""
-    if dtype is None:
-        return torch.bfloat16
-    if dtype not in DTYPES:
-        raise UsageError(f"dtype={dtype!r} is not supported: give {', '.join(map(str, DTYPES))}")
-    return dtype
 
 
 @_disable_dynamo  # torch.compiler.disable would import TorchDynamo now, which takes a second
@@ -96,7 +69,7 @@ def _not_traced(model: Decoder, input_ids: Tensor | None, **options: Any) -> Out
     return Decoder.forward(model, input_ids, **options)
 
 
-class Decoder(nn.Module):
+class Decoder(DecoderFacts):
     """A decoder language model whose blocks consist of te.Linear and te.RMSNorm.
 
     Args:
@@ -173,14 +146,15 @@ class Decoder(nn.Module):
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.activation_offload = bool(activation_offload)
         self.host_memory = HostMemory()
-        dtype = _checked_dtype(dtype)
+        dtype = checked_dtype(dtype)
         device = choose_device(device)
         _, self.engine, self.engine_reason = get_engine(engine, device)
         self.fp8_params = bool(fp8_params)
         self.stored_linears = stored_linears
         if stored_linears:
-            self._check_stored()
-        chosen, self.recipe_reason = self._choose(recipe, recipe_options, device, dtype)
+            live_recipe.check_stored(self)
+        # After the divisions and the engine: which recipe pays, and which fits, depends on the sizes of this rank.
+        chosen, self.recipe_reason = live_recipe.choose(self, recipe, recipe_options, device, dtype)
         self.precision = self._checked(chosen)
         if self.fp8_params:
             check_recipe(self.recipe)
@@ -188,23 +162,28 @@ class Decoder(nn.Module):
         self.amax_group = amax_group
 
         where = device if materialize else torch.device("meta")
-        factory = Factory(
-            te=self.te,
-            tp=self.tp,
-            ep=self.ep,
-            eps=config.rms_norm_eps,
-            zero_centered=config.zero_centered_norm,
-            norm_type=config.norm_type,
-            device=where,
-            dtype=dtype,
-            fp8_weights=self.precision.te_recipes if self.fp8_params else {},
-            stored_linears=stored_linears,
-        )
-        self._make_modules(factory)
+        # On meta nothing has memory: FSDP2 shards the modules first, and a loader or init_weights fills the shards.
+        self._make_modules(self._factory(where, dtype))
         self.fused = self._runs_fused(fused, device)
+        # No module holds them: a pass hands them on, so that `unfused` can take others for some passes.
         self.kernels = get_kernels(self.te, device, compile=self.compile_mode, fused=self.fused)
         if initialize and where.type != "meta":
             self.init_weights()
+
+    def _factory(self, device: torch.device, dtype: torch.dtype) -> Factory:
+        """Return the factory of the te modules, with what all of them share."""
+        return Factory(
+            te=self.te,
+            tp=self.tp,
+            ep=self.ep,
+            eps=self.config.rms_norm_eps,
+            zero_centered=self.config.zero_centered_norm,
+            norm_type=self.config.norm_type,
+            device=device,
+            dtype=dtype,
+            fp8_weights=self.precision.te_recipes if self.fp8_params else {},
+            stored_linears=self.stored_linears,
+        )
 
     def _runs_fused(self, fused: bool | None, device: torch.device) -> bool:
         """Return whether attention runs as one operation and FP8 passes from module to module."""
@@ -229,11 +208,13 @@ class Decoder(nn.Module):
         self.embedding_multiplier = config.embedding_multiplier
         self.layer_inputs = None
         if config.layer_inputs is not None:
-            sizes = (config.num_hidden_layers, config.hidden_size)
-            self.layer_inputs = LayerInputs(config.layer_inputs, *sizes, factory)
+            self.layer_inputs = LayerInputs(
+                config.layer_inputs, config.num_hidden_layers, config.hidden_size, factory
+            )
         self.layers = nn.ModuleList()
         for layer, spec in enumerate(self.specs):
             self.layers.append(self._make_block(spec, layer, factory))
+        # None: as all norms of the model; some families store gamma - 1 everywhere but here.
         plain = False if config.plain_final_norm else None
         self.norm = factory.residual_norm(config.hidden_size, zero_centered=plain)
         self.lm_head = factory.linear(config.head, fp8_weight=not config.tie_word_embeddings)
@@ -243,131 +224,9 @@ class Decoder(nn.Module):
         self.tp.mark(self, config)
         clear_states(self)
 
-    @torch.no_grad()
     def init_weights(self) -> None:
-        """Set every initial value: normal(0, initializer_range), the scales of norms 1, biases 0.
-
-        The projections back into the residual stream are divided by sqrt(2 * layers) (Radford et al. 2019)."""
-        std = self.config.initializer_range
-        residual = std / math.sqrt(2 * len(self.specs))
-        self.tp.check_same_random_state(self.device)
-        for name, parameter in self.ep.every(self.named_parameters(), scratch):
-            with self.tp.filling(name, parameter, self.config) as values:
-                if name.startswith("layers."):
-                    _, layer, rest = name.split(".", 2)
-                    cast(Block, self.layers[int(layer)]).initialize(rest, values, std, residual)
-                    self._clear_padding(name, values)
-                elif name == "layer_inputs.norm.weight":
-                    values.fill_(0.0 if self.config.zero_centered_norm else 1.0)
-                elif name == "norm.weight":
-                    plain = self.config.plain_final_norm or not self.config.zero_centered_norm
-                    values.fill_(1.0 if plain else 0.0)
-                else:
-                    values.normal_(0.0, std)
-        self.tp.mark(self, self.config)
-
-    def _clear_padding(self, name: str, values: Tensor) -> None:
-        """Set the rows of a weight that only pad it to 0, as in a loaded model: they may not decide a scale."""
-        linear = self.config.linears.get(name.rpartition(".")[0])
-        if linear is None or values.ndim == 1:
-            return
-        for section, rows in zip(linear.sections, values.split(linear.rows), strict=True):
-            rows[section.used :] = 0
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; raise a UsageError for more or fewer blocks, as peft's layer_replication would have them.
-
-        Wrappers around each block, such as PyTorch's for checkpointing, are taken.
-        """
-        if name == "layers" and "layers" in self._modules and len(value) != len(self.layers):
-            raise UsageError(
-                "the blocks of a model cannot be repeated or left out: leave out layer_replication"
-            )
-        super().__setattr__(name, value)
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """Restore a copy or a pickle, which trains its own scales."""
-        super().__setstate__(state)
-        for module in self.modules():
-            if isinstance(module, self.te.LINEARS):
-                self.te.separate_copy(module)
-        relink(self, self.precision.te_recipe_of)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
-        """Raise a UsageError for conversions to FP64 or FP16: `to`, `type`, `double` and `half` all call this."""
-        dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        if dtype in REFUSED_DTYPES and dtype != self.dtype:
-            raise UsageError(REFUSED_DTYPES[dtype])
-        return super()._apply(fn, recurse)
-
-    def _check_stored(self) -> None:
-        """Raise a UsageError for what a model cannot be whose weights stay as a release stores them."""
-        advice = "or load it with base_weights='dequantized'"
-        if self.fp8_params:
-            raise UsageError(
-                "fp8_params=True quantizes weights by the recipe, and base_weights='stored' leaves them as their "
-                "release has them: leave one of them out"
-            )
-        if self.tp.size > 1 or self.ep.size > 1:
-            raise UsageError(
-                "base_weights='stored' needs each whole linear on every process, with its scales: use --parallel ddp, "
-                f"{advice}"
-            )
-
-    @property
-    def te(self) -> ModuleType:
-        """The engine's namespace, which is looked up since a model with a Python module inside could not be copied."""
-        return engine_module(self.engine)
-
-    @property
-    def recipe(self) -> Recipe:
-        """The precision recipe; `set_recipe` changes it."""
-        return self.precision.recipe
-
-    @property
-    def te_recipe(self) -> EngineRecipe | None:
-        """The engine's object of the recipe; None for BF16."""
-        return self.precision.te_recipe
-
-    @property
-    def fp8_layers(self) -> range:
-        """The layers inside the autocast of the recipe; empty for BF16. `plan` has the precision of each te.Linear."""
-        return self.precision.layers
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of parameters and activations."""
-        return self._table.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters."""
-        return self._table.device
-
-    @property
-    def _table(self) -> nn.Parameter:
-        """The weight of the embedding [V, D]."""
-        return own_weight(self.embed_tokens)
-
-    @property
-    def generation_values(self) -> Mapping[str, Any]:
-        """The values of generation_config.json, which come before the config's; none in a Decoder."""
-        return {}
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end a text, from generation_config.json, else from the config."""
-        ids = self.generation_values.get("eos_token_id", self.config.eos_token_id)
-        if ids is None:
-            return ()
-        if isinstance(ids, int):
-            return (ids,)
-        return tuple(ids)
-
-    @property
-    def pad_token_id(self) -> int | None:
-        """The token id of padding, from generation_config.json, else from the config; None if there is none."""
-        return self.generation_values.get("pad_token_id", self.config.pad_token_id)
+        """Set every initial value (te_models.model.initial_values)."""
+        set_initial_values(self)
 
     def forward(
         self,
@@ -432,6 +291,8 @@ class Decoder(nn.Module):
             # Testing the ids on the host would wait for the device; unknown ones make the loss NaN instead.
             tokens, unknown = known_ids(tokens, self.config.vocab_size)
         request = OutputRequest(labels, attention_mask, document_ids, return_logits, logits_to_keep)
+        # FP8 GEMMs need a multiple of 8 or 16 rows (32 with MXFP8): rows of zeros are added once for all layers, not
+        # per linear.
         with self.te.row_padding(self, tokens, self.recipe.row_alignment) as alignment:
             context = self._context(tokens, request, cache, is_first_microbatch, alignment)
             with forward_pass(self, self.te, self.recipe, self.te_recipe, self._table):
@@ -443,14 +304,9 @@ class Decoder(nn.Module):
                     decoded = decoded._replace(loss=nan_if(decoded.loss, unknown))
                 output = with_routing(decoded, request, context.routing, losses, self.router_group)
         if self.recipe.stateful and evaluated:
+            # Its backward, if there is one, may not count into the histories either.
             preserve_scales_in_backward(self, output.tensors)
         return output
-
-    def warn_of_fp16_gradients(self) -> None:
-        """Warn of a pass with a loss that trains in FP16; no compiler traces the warning."""
-        trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if trains and self.dtype == torch.float16:
-            warnings.warn(FP16_GRADIENTS, stacklevel=2)
 
     def _context(
         self,
@@ -500,6 +356,7 @@ class Decoder(nn.Module):
         x = self._padded(self._embedded(tokens, context), context)
         if self.layer_inputs is not None:
             context = context._replace(layer_inputs=self.layer_inputs(tokens, x, context))
+        # Sequence parallelism: from here to the head each rank has its share of the rows, x [N / ranks, D].
         x = self.tp.scatter(x)
         # Blocks before the FP8 range run outside the autocast, in BF16.
         x = self._run(range(fp8.start), x, context)
@@ -518,6 +375,7 @@ class Decoder(nn.Module):
         x = tokens
         if tokens.dim() == 2:
             x = self.kernels.embedding(self.embed_tokens, tokens)  # [B, S, D]
+        # One matrix for all GEMMs: te layers flatten anyway, and padding of rows stands at the end of all of them.
         x = x.flatten(0, 1)  # [B*S, D]
         if self.config.embedding_norm:
             x = unit_norm(x, self.config.rms_norm_eps)
@@ -546,6 +404,7 @@ class Decoder(nn.Module):
         if request.labels is None:
             count = seq if request.logits_to_keep is None else min(request.logits_to_keep, seq)
             # Generation reads the newest position only: a head over all of a prompt would be wasted.
+            # The head's alignment pads these rows anew, hence the slice below.
             logits = self._logits(self._newest(h, context, count), (batch, count), context)
             return Output(None, logits[: batch * count].unflatten(0, (batch, count)))
         size = self.config.vocab_size
@@ -594,48 +453,15 @@ class Decoder(nn.Module):
         alignment = self.recipe.scattered_row_alignment if self.tp.scatters else context.alignment
         return pad_rows(x, self.tp.rows(x.shape[0], alignment))
 
-    def new_cache(self, batch: int, max_length: int) -> DecodingCache:
-        """Return an empty cache for `batch` rows of up to `max_length` positions, padding included.
-
-        Raises:
-            OutOfMemory: it does not fit on the device.
-        """
-        mixers = [cast(Block, block).token_mixer for block in self.layers]
-        states = new_states(mixers, batch, max_length, self.device, self.dtype)
-        return DecodingCache(states, batch, max_length, self.device, self.dtype)
-
-    @contextlib.contextmanager
-    def unfused(self) -> Iterator[None]:
-        """Inside, run the model with plain kernels, which pass BF16 between its modules."""
-        before = self.kernels
-        self.kernels = PLAIN
-        try:
-            yield
-        finally:
-            self.kernels = before
-
     def set_recipe(self, recipe: RecipeLike, **recipe_options: Unpack[RecipeOptions]) -> None:
         """Change the recipe of the live model. Weights and gradients stay; the next forward runs under the new recipe.
 
         Between two stateful recipes the scales and histories are converted; otherwise they start afresh. FP8 primary
         weights are left unchanged, so a recipe that needs another kind of FP8 raises a UsageError.
         """
-        chosen, reason = self._choose(
-            recipe, recipe_options, computing_device(self.device), self.dtype
-        )
-        new = self.check_change(chosen)
-        old = self.recipe
-        # Copied before the reset below drops it.
-        keep = self.copied_fp8_state() if new.recipe.stateful else {}
-        for module in self.modules():
-            if isinstance(module, self.te.LINEARS):
-                self.te.reset_fp8_state(module)
-        self.precision = new
-        self.recipe_reason = reason
-        # FP8 weights refer to the quantizers of their module, which the reset replaced.
-        relink(self, new.te_recipe_of)
-        if keep:
-            self.take_fp8_state(keep, old)
+        device = computing_device(self.device)
+        chosen, reason = live_recipe.choose(self, recipe, recipe_options, device, self.dtype)
+        live_recipe.change(self, self.check_change(chosen), reason)
 
     def copied_fp8_state(self) -> dict[str, Tensor]:
         """Return a copy of every scale and amax history, as `fp8_state` names them; every save takes them from here.
@@ -668,34 +494,6 @@ class Decoder(nn.Module):
             )
         return new
 
-    def _choose(
-        self, recipe: RecipeLike, fields: RecipeOptions, device: torch.device, dtype: torch.dtype
-    ) -> tuple[Recipe, str]:
-        """Return the recipe that is asked for, and for "auto" the reason for the choice, which is logged; else ""."""
-        if recipe != AUTO:
-            return suit_to_gpu(get_recipe(recipe, **fields), self.engine), ""
-        chosen, reason = auto_recipe(
-            self.config,
-            self.engine,
-            device,
-            layers=self.specs,
-            dtype=dtype,
-            fp8_params=self.fp8_params,
-            **fields,
-        )
-        say(f"recipe auto: {chosen.name} ({reason})")
-        return chosen, reason
-
     def _checked(self, recipe: Recipe) -> ModelPrecision:
         """Return the precision that a recipe gives this model, if it can run here."""
-        check_support(self.te, self.engine, recipe)
-        check_layers(self.config, recipe)
-        self.tp.check_recipe(recipe)
-        self.ep.check_recipe(recipe, self.fp8_params)
-        check_sizes(self.specs, self.config.vocab_size, recipe, self.tp.each)
-        precision = model_precision(self.te, recipe, self.specs, self.ep.divides)
-        for name in self.stored_linears:
-            runs = self.te.runs_stored_experts(precision.te_recipe_of(name))
-            if self.config.linears[name].experts and not runs:
-                raise UsageError(self.te.STORED_RECIPES)
-        return precision
+        return live_recipe.checked(self, recipe)

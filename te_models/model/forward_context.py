@@ -1,5 +1,6 @@
 """One forward pass, as the layers see it: positions and masks of its tokens, and how to run its operations."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -97,6 +98,7 @@ class ForwardContext(NamedTuple):
         if self.real is None:
             return None
         real = self.real.view(self.batch, self.seq)
+        # A stable sort of one bit: the tokens keep their order. As uint8, since not every device sorts bool.
         return real.logical_not().to(torch.uint8).argsort(dim=1, stable=True), real.sum(1)
 
     def linear(self, module: nn.Module, x: Tensor, shape: tuple[int, int] | None = None) -> Tensor:
@@ -203,50 +205,37 @@ def forward_context(
 ) -> ForwardContext:
     """Compute positions and masks of the newest tokens `ids` [B, S] (or [B, S, D]) of each row, on their device.
 
-    `real` and `documents` [B, S] are Decoder.forward's attention_mask and document_ids, checked by
-    te_models.model.inputs.
+    `real` and `documents` [B, S] are Decoder.forward's attention_mask and document_ids, already checked.
     """
     batch, seq = ids.shape[:2]
     # A mask that hides nothing is dropped: the fast causal kernels take none.
     padded = None if real is None or masks_nothing(real) else real.to(ids.device, torch.bool)
     documents = None if documents is None else documents.to(ids.device)
-    attentions = distinct(
-        mixer
-        for layer in layers
-        for mixer in layer.mixers
-        if isinstance(mixer, SoftmaxAttentionSpec)
-    )
-    positions = None  # of a cache that has tokens already
-    if cache:
-        positions = cache.extend(seq, padded)
-    masks: dict[SeenKeys, Visible] = {}
+    attentions = _attentions(layers)
+    positions = cache.extend(seq, padded) if cache else None
     if cache and positions is not None:
         # A cache with tokens knows which of its slots the new ones see.
-        for seen in distinct(spec.seen for spec in attentions):
-            masks[seen] = cache.visible(seen)
+        kinds = distinct(spec.seen for spec in attentions)
+        masks: dict[SeenKeys, Visible] = {seen: cache.visible(seen) for seen in kinds}
     else:
         positions = _positions(seq, padded, documents, ids.device)
-        for spec in attentions:
-            if spec.seen not in masks:
-                pieces = _pieces(spec, positions, documents, seq)
-                masks[spec.seen] = _mask(spec, seq, padded, pieces, kernels, ids.device, dtype)
+        masks = _masks(attentions, positions, padded, documents, kernels, dtype)
     real = None if padded is None else padded.reshape(-1, 1)  # [B*S, 1]
+    # Padding beside documents (below 0) needs no mask, since no document sees it. But no expert may get it: experts are
+    # balanced by counts.
     routed = real if documents is None else documents.reshape(-1, 1) >= 0  # [B*S, 1]
     if cache:
         documents = cache.documents
-    rotary = {}
-    for rope in distinct(spec.rope for spec in attentions):
-        rotary[rope] = rotary_tables(rope, positions, dtype, documents)
-    query_scales = {}
+    # Made once per pass and kind of layer: all layers of a kind rotate by the same angles.
+    ropes = distinct(spec.rope for spec in attentions)
+    rotary = {rope: rotary_tables(rope, positions, dtype, documents) for rope in ropes}
     slots = _slots(cache, positions, documents, seq)
-    for scale in distinct(spec.query_scale for spec in attentions):
-        query_scales[scale] = _query_scale(scale, positions, slots, dtype)
     return ForwardContext(
         batch=batch,
         seq=seq,
         positions=positions,
         rotary=rotary,
-        query_scales=query_scales,
+        query_scales=_query_scales(attentions, positions, slots, dtype),
         cache=cache,
         masks=masks,
         real=real,
@@ -281,6 +270,35 @@ def _slots(cache: Cache | None, positions: Tensor, documents: Tensor | None, seq
     return torch.arange(seq, device=positions.device) if given is None else given
 
 
+def _attentions(layers: Iterable[LayerSpec]) -> list[SoftmaxAttentionSpec]:
+    """Return the different kinds of attention with a softmax; other mixers need neither masks nor angles."""
+    found = []
+    for layer in layers:
+        for mixer in layer.mixers:
+            if isinstance(mixer, SoftmaxAttentionSpec):
+                found.append(mixer)
+    return distinct(found)
+
+
+def _masks(
+    attentions: Iterable[SoftmaxAttentionSpec],
+    positions: Tensor,
+    padded: Tensor | None,
+    documents: Tensor | None,
+    kernels: Kernels,
+    dtype: torch.dtype,
+) -> dict[SeenKeys, Visible]:
+    """Return which keys each kind of attention sees in a pass without a cache, of tokens at `positions` [.., S]."""
+    seq = positions.shape[-1]
+    masks: dict[SeenKeys, Visible] = {}
+    for spec in attentions:
+        # Layers that see the same keys share a mask, which may be of S x S.
+        if spec.seen not in masks:
+            pieces = _pieces(spec, positions, documents, seq)
+            masks[spec.seen] = _mask(spec, seq, padded, pieces, kernels, positions.device, dtype)
+    return masks
+
+
 def _mask(
     spec: SoftmaxAttentionSpec,
     seq: int,
@@ -302,6 +320,16 @@ def _mask(
     if spans is not None and (documents is not None or slides or spec.needs_spans):
         return spans(seq, spec.window, documents, device)
     return attention_mask(seq, spec.window, padded, documents, device)
+
+
+def _query_scales(
+    attentions: Iterable[SoftmaxAttentionSpec], positions: Tensor, slots: Tensor, dtype: torch.dtype
+) -> dict[QueryScale, Tensor]:
+    """Return the factors of queries of each kind of attention that has some."""
+    scales = {}
+    for scale in distinct(spec.query_scale for spec in attentions):
+        scales[scale] = _query_scale(scale, positions, slots, dtype)
+    return scales
 
 
 def _query_scale(scale: QueryScale, positions: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from te_models.device.host import device_type
 from te_models.numerics.formats import INVERSE_MAX, DType
-from te_models.numerics.tensors import BlockScaled
+from te_models.numerics.matrices import BlockScaled
 
 _MODULES = ("casts_triton", "nvfp4_triton")
 _BLOCK = 4096

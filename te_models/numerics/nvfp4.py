@@ -22,17 +22,16 @@ from te_models.errors import require
 from te_models.numerics import casts, fused
 from te_models.numerics.blocks import scale_blocks_, split_blocks
 from te_models.numerics.formats import FLT_MAX, DType
-from te_models.numerics.quantizers import Quantizer, StorageFields
-from te_models.numerics.tensors import (
+from te_models.numerics.matrices import (
     BlockScaled,
-    BlockStorage,
     Operand,
-    QuantizedTensor,
     as_matrix,
     pad_to,
     rows_first,
     rows_last,
 )
+from te_models.numerics.quantizers import Quantizer, StorageFields
+from te_models.numerics.tensors import BlockStorage, QuantizedTensor
 
 BLOCK = 16
 FP4_MAX = 6.0

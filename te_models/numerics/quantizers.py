@@ -24,6 +24,7 @@ from te_models.numerics import casts, fused
 from te_models.numerics.blocks import block_amax, cast_fp8_blocks
 from te_models.numerics.e8m0 import e8m0_from_amax, e8m0_to_float
 from te_models.numerics.formats import FP8_MAX, DType
+from te_models.numerics.matrices import as_matrix, like, pad_to, rows_last
 from te_models.numerics.scale_rules import scale_from_amax
 from te_models.numerics.tensors import (
     BLOCK,
@@ -34,10 +35,6 @@ from te_models.numerics.tensors import (
     QuantizedTensor,
     QuantizedTensorStorage,
     StraightThrough,
-    as_matrix,
-    like,
-    pad_to,
-    rows_last,
 )
 
 StorageFields = dict[str, Any]  # of a storage, without the leading underscore

@@ -79,9 +79,8 @@ class MasterWeights:
         self.gradients = gradients or Gradients()
         self.norm = norm
         # Several parts may be rows of one parameter, which has one master.
-        self.parameters: list[nn.Parameter] = list(
-            {id(p.parameter): p.parameter for p in parts}.values()
-        )
+        by_id = {id(part.parameter): part.parameter for part in parts}
+        self.parameters = list(by_id.values())
         self.owners = owners(self.parameters) if owners is not None else None
         if self.owners is None:
             self.masters = [_master(p, keep, offload) for p in self.parameters]

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from te_models.numerics.e8m0 import e8m0_to_float
+from te_models.numerics.matrices import as_matrix, rows_first
 from te_models.numerics.nvfp4 import TOP
-from te_models.numerics.tensors import BLOCK, MX_BLOCK, as_matrix, rows_first
+from te_models.numerics.tensors import BLOCK, MX_BLOCK
 from te_models.recorder.statistics import E2M1, Cast
 
 FP4_BLOCK = 16

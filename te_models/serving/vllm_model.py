@@ -107,6 +107,28 @@ class Builder:
 COMPUTED = ("query_scale_beta", "head_dim")
 
 
+def _refuse_unserved(spec: AttentionSpec, ranks: int) -> None:
+    """Raise a UsageError for attention that this plugin does not compute, or not on so many ranks."""
+    if spec.sinks:
+        raise UsageError(
+            "attention_sinks are served only in the families of Hugging Face that have them: gpt_oss"
+        )
+    by_slot = spec.query_scale is not None and spec.query_scale.by_slot
+    if spec.chunk is not None or by_slot:
+        raise UsageError(
+            "attention_chunk_size and query_scale_rule='slot' are served only in the family of Hugging Face that "
+            "has them: llama4"
+        )
+    for name in spec.obstacles:
+        if name not in COMPUTED:
+            raise UsageError(
+                f"{name} is served only in the families of Hugging Face that have it, such as gemma4"
+            )
+    reason = spec.parallel_obstacle(sequence=False) if ranks > 1 else ""
+    if reason:
+        raise UsageError(f"--tensor-parallel-size {ranks}: {reason}")
+
+
 class GatedAttention(nn.Module):
     """Attention with its gate."""
 
@@ -115,24 +137,7 @@ class GatedAttention(nn.Module):
         self.spec = spec
         width = spec.hidden_size
         heads = spec.heads
-        reason = spec.parallel_obstacle(sequence=False) if build.ranks > 1 else ""
-        if spec.sinks:
-            raise UsageError(
-                "attention_sinks are served only in the families of Hugging Face that have them: gpt_oss"
-            )
-        by_slot = spec.query_scale is not None and spec.query_scale.by_slot
-        if spec.chunk is not None or by_slot:
-            raise UsageError(
-                "attention_chunk_size and query_scale_rule='slot' are served only in the family of Hugging Face that "
-                "has them: llama4"
-            )
-        unknown = [name for name in spec.obstacles if name not in COMPUTED]
-        if unknown:
-            raise UsageError(
-                f"{unknown[0]} is served only in the families of Hugging Face that have it, such as gemma4"
-            )
-        if bool(reason):
-            raise UsageError(f"--tensor-parallel-size {build.ranks}: {reason}")
+        _refuse_unserved(spec, build.ranks)
         self.qkv_proj = build.linear(
             QKVParallelLinear,
             f"{prefix}.qkv_proj",

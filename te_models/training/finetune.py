@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from rich.table import Table
 
 from te_models.causal_lm import CausalLM
 from te_models.config.recipe import Recipe
@@ -27,7 +28,7 @@ from te_models.training.facts import dataset_names
 from te_models.training.launch import choose_parallel, parallel
 from te_models.training.loggers import LoggedRun, Loggers
 from te_models.training.parallel import Parallel
-from te_models.training.preflight import check_memory
+from te_models.training.preflight import MemoryCheck, check_memory
 from te_models.training.profiling import FOLDER as PROFILE
 from te_models.training.report import summary
 from te_models.training.result import Result
@@ -72,23 +73,10 @@ def finetune(
             source, config = fit_to_data(source, config, data, folder)
             model, adapters = build_model(source, config, processes, data)
             recipe = source.first_recipe(model)
-            about = summary(
-                model,
-                data.dataset,
-                config,
-                start=source.steps_taken,
-                processes=processes.describe(),
-                command=settings.command,
-                memory=memory,
-                first=recipe,
-                shares=processes.data_world,
-            )
+            about = _summary(source, config, data, model, processes, memory)
             report.begin([*source.notes, *model_notes(source, folder, model)], about)
             sampler = run_sampler(source.settings, model, data, processes)
-            # The answers of random weights say nothing, and several processes would have to wait for each other.
-            trained = settings.model is not None and source.checkpoint is None
-            alone = processes.ranks.world == 1
-            if sampler is not None and sampler.prompts and trained and alone:
+            if sampler is not None and _samples_before(sampler, source, processes):
                 sampler.note_before_training(report.console, data.eval_batches[0], config)
             record = find_record(source, folder, processes)
             run = Run(
@@ -115,6 +103,35 @@ def finetune(
                 resumed=source.checkpoint is not None,
             )
             return run.execute()
+
+
+def _summary(
+    source: ModelSource,
+    config: TrainConfig,
+    data: RunData,
+    model: CausalLM,
+    processes: Parallel,
+    memory: MemoryCheck,
+) -> Table:
+    """Return the lines about a run to print before its first step."""
+    return summary(
+        model,
+        data.dataset,
+        config,
+        start=source.steps_taken,
+        processes=processes.describe(),
+        command=source.settings.command,
+        memory=memory,
+        first=source.first_recipe(model),
+        shares=processes.data_world,
+    )
+
+
+def _samples_before(sampler: Sampler, source: ModelSource, processes: Parallel) -> bool:
+    """Return whether the model answers the prompts before it is trained, too."""
+    # The answers of random weights say nothing, and several processes would have to wait for each other.
+    trained = source.settings.model is not None and source.checkpoint is None
+    return bool(sampler.prompts) and trained and processes.ranks.world == 1
 
 
 @dataclass(frozen=True)

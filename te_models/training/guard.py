@@ -21,6 +21,7 @@ from te_models.training.bad_tensor import OUTPUT, BadTensors, first_of_all
 from te_models.training.evaluation import KEPT, Batch, diagnosis
 from te_models.training.metrics import MetricsLog, read_metrics
 from te_models.training.recording import RecordedStep, Recorder, RecordLog
+from te_models.training.run_saves import keep_recipe, newest_step, rewind
 from te_models.training.spikes import Bounds, SpikeBounds
 from te_models.training.step_start import StepStart
 from te_models.training.timing import QueuedStep, Row
@@ -287,7 +288,7 @@ class Guard:
             raise Diverged(f"{self._line(bad, tensor)}; on_nan='demote' cannot help: {reason}")
         outcome = f"{pattern} runs in BF16 from here on, and the step is repeated"
         self._report(bad, "demote", tensor, reproduced, outcome, demoted=pattern)
-        trainer.keep_recipe()
+        keep_recipe(trainer)
         assert model.recipe.precision[pattern] == "bf16"
 
     def _rewind(self, bad: BadStep, tensor: RecordedTensor | None, reproduced: bool) -> int:
@@ -295,13 +296,13 @@ class Guard:
         trainer = self.trainer
         later = self.returned
         trainer.begun = None if not later else later[0].begun
-        target = trainer.last_checkpoint()
+        target = newest_step(trainer)
         # The data goes on, so each return tries other batches; if those fail too, the state itself is at fault.
         if self.returns.get(target, 0) == MOST_RETURNS:
             reason = f"{MOST_RETURNS} returns to step {target}"
             self._give_up(bad, tensor, reproduced, reason)
         self.returns[target] = self.returns.get(target, 0) + 1
-        step = trainer.rewind()
+        step = rewind(trainer)
         if self.metrics is not None:
             self.metrics.drop_after(step)
         if self.record_log is not None:

@@ -30,7 +30,8 @@ from te_models.saving.pretrained import ADAPTERS
 from te_models.saving.run_folder import offering_older
 from te_models.training.lora import AdaptedModel, adapter_content, add_lora, load_lora
 from te_models.training.resume import saved_choices
-from te_models.training.settings import RUN_FILE, LoraSettings, read_run_file
+from te_models.training.run_settings import read_run_file
+from te_models.training.settings import RUN_FILE, LoraSettings
 
 LIVE = "adapters"  # the group of tensors that are trained, and of frozen ones of adapters
 Content = tuple[dict[str, dict[str, Tensor]], dict[str, object]]  # tensors by group, and documents

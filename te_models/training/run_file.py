@@ -23,14 +23,8 @@ from te_models.model.targets import IGNORED
 from te_models.training.evaluation import Batch
 from te_models.training.parallel import Parallel
 from te_models.training.resume import run_choices
-from te_models.training.settings import (
-    RECORD,
-    RUN_FILE,
-    SETTINGS,
-    TABLES,
-    RunSettings,
-    resolved_path,
-)
+from te_models.training.run_settings import resolved_path
+from te_models.training.settings import RECORD, RUN_FILE, SETTINGS, TABLES, RunSettings
 
 COMMENT = (
     "Every setting of this run. `te-models {command} run.toml --steps N` runs it again with a change, in a folder of\n"

@@ -30,7 +30,8 @@ from te_models.training.resume import (
     scheduled_recipes,
     torch_dtype,
 )
-from te_models.training.settings import RunSettings, resolved_path
+from te_models.training.run_settings import resolved_path
+from te_models.training.settings import RunSettings
 
 if TYPE_CHECKING:
     from te_models.training.lora_run import LoraRun

@@ -18,8 +18,9 @@ from te_models.training.report import draw_run, print_outcome, print_table, run_
 from te_models.training.resume import saved_choices
 from te_models.training.run_data import RunData
 from te_models.training.run_model import ModelSource
+from te_models.training.run_settings import changed_settings, read_run_file
 from te_models.training.samples import Sampler, held_out_prompts
-from te_models.training.settings import RUN_FILE, RunSettings, changed_settings, read_run_file
+from te_models.training.settings import RUN_FILE, RunSettings
 from te_models.training.trainer import Trainer
 
 

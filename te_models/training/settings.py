@@ -1,45 +1,34 @@
-"""Every setting of a training run as one tree, its defaults per command, and reading run.toml. No torch.
+"""Every setting of a training run as one tree, with its table in run.toml. No torch.
 
 A setting is a flag of `te-models pretrain` and `te-models finetune`, and a line of run.toml, which groups settings in
 tables (TABLES). Names are unique over all tables, so given settings travel as one flat mapping until `run_settings`
-makes the tree of them; there `recipe` is a name, a path or a table of a recipe's fields.
+(te_models.training.run_settings) makes the tree of them; there `recipe` is a name, a path or a table of a recipe's
+fields.
 """
 
 import math
-import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from te_models.config.base_weights import STORED
-from te_models.config.data import DataConfig, split_names, split_weight
-from te_models.config.model import ModelConfig, config_fields
-from te_models.config.presets import PRESETS
+from te_models.config.data import DataConfig, split_names
+from te_models.config.model import ModelConfig
 from te_models.config.recipe import (
-    FP8_WEIGHTS,
     RECIPE_FIELDS,
     Recipe,
-    get_recipe,
     list_recipes,
-    recipe_from_dict,
 )
 from te_models.config.settings import (
     EVERYDAY,
     Setting,
     Settings,
-    as_fields,
     by_name,
     setting,
     settings_of,
 )
-from te_models.config.shipped import no_weights
-from te_models.config.toml import read_toml
-from te_models.config.training import DIVISIONS, EVALUATION, TRAINING, TrainConfig
-from te_models.config.yaml_file import SUFFIXES, read_yaml
-from te_models.errors import ConfigError, UsageError, check_known, unknown
-from te_models.files.atomic import reraising
+from te_models.config.training import EVALUATION, TRAINING, TrainConfig
+from te_models.errors import ConfigError, check_known
 
 RUN_FILE = "run.toml"
 COMMANDS = ("pretrain", "finetune")
@@ -299,269 +288,3 @@ TABLES: dict[str, dict[str, Setting]] = {
 SETTINGS: dict[str, Setting] = {}
 for _table in TABLES.values():
     SETTINGS |= _table
-
-
-def run_settings(
-    command: str, given: Mapping[str, object], file: Path | None = None, called: str = ""
-) -> RunSettings:
-    """Return the settings of a run: what is `given`, else what `file` has, else the defaults of `command`."""
-    saved = read_run_file(file) if file is not None else {}
-    command = saved.get("command", command)
-    flat = {**_over(saved, given), "command": command}
-    SETTINGS["command"].check(command)
-    if "steps" in given and given.get("epochs"):
-        raise UsageError("--steps and --epochs say the same in two ways: give one of them")
-    _check_start(command, flat)
-    recipe = flat.pop("recipe", "auto")
-    lora = _lora(flat)
-    defaults = {"learning_rate": LEARNING_RATE["lora" if lora else command], "parallel": "auto"}
-    build = by_name(BuildSettings(**as_fields(BuildSettings, flat)))
-    for name in (*TABLES["recipe"], *TABLES["shape"]):
-        if name in flat:
-            build[name] = flat[name]
-    return RunSettings(
-        **as_fields(RunSettings, flat),
-        recipe=_recipe(recipe) if isinstance(recipe, Mapping) else recipe,
-        build={name: value for name, value in build.items() if value is not None},
-        data=DataConfig(**as_fields(DataConfig, flat)),
-        train=TrainConfig(**defaults | as_fields(TrainConfig, flat)),
-        lora=lora,
-        given=frozenset(given),
-        file=file,
-        called=called,
-    )
-
-
-def _check_start(command: str, flat: Mapping[str, Any]) -> None:
-    """Raise UsageError unless `pretrain` starts from a preset, and `finetune` from a model."""
-    preset = flat.get("preset")
-    model = flat.get("model")
-    if command == "pretrain" and (model is not None or preset is None):
-        raise UsageError(
-            "pretrain starts from random weights: give --preset NAME (to start from a model: finetune --model)"
-        )
-    if command == "pretrain" and flat.get("lora") is not None:
-        raise UsageError("--lora adapts a model that has weights: use finetune --model")
-    if flat.get("base_weights") == STORED and flat.get("lora") is None:
-        raise UsageError(
-            "--base-weights stored leaves the model's weights as they are: give --lora RANK, such as --lora 16, to "
-            "train adapters beside them"
-        )
-    if command == "finetune" and preset is not None:
-        if preset in PRESETS:
-            raise UsageError(no_weights(preset))
-        raise unknown("preset", preset, PRESETS, "`te-models list`")
-    if command == "finetune" and model is None:
-        raise UsageError(
-            "give --model: a folder, a name on the Hugging Face hub, or a model that ships with te-models"
-        )
-
-
-def resumed_settings(
-    command: str, given: Mapping[str, Any], folder: Path | None = None, called: str = ""
-) -> RunSettings:
-    """Return the settings of a run that is resumed: its run.toml with the changes `given`.
-
-    The command is that in run.toml. `folder` None means `out` in `given`, else the only run of the given model.
-    """
-    named = folder or (Path(given["out"]) if "out" in given else None)
-    folder = named or _only_run(given)
-    if folder.name == RUN_FILE:
-        folder = folder.parent
-    given = {**given, "out": str(folder)}
-    if (folder / RUN_FILE).is_file():
-        changed_settings(read_run_file(folder / RUN_FILE), given)
-        return run_settings(command, given, folder / RUN_FILE, called)
-    nameless = not {"preset", "model"} & given.keys()
-    run = next((outer for outer in folder.parents if (outer / RUN_FILE).is_file()), None)
-    if not folder.exists():
-        raise UsageError(f"nothing to resume: {folder} does not exist; give the folder of a run")
-    if run is not None:
-        raise UsageError(
-            f"{folder} is part of a run: give --resume {run}, which continues from its newest checkpoint"
-        )
-    if not (folder / "checkpoints").is_dir():
-        raise UsageError(f"nothing to resume: {folder} has no checkpoint; start without --resume")
-    if nameless:
-        raise UsageError(
-            f"{folder} has no {RUN_FILE}: give the settings of the run again, --preset or --model among them"
-        )
-    return run_settings(command, given, called=called)
-
-
-def _only_run(given: Mapping[str, Any]) -> Path:
-    """Return the folder to resume where none is given: runs/<model>-<recipe>, or the only one there is."""
-    name = given.get("preset") or given.get("model")
-    label = Path(name).name if name else ""
-    if label and given.get("recipe", "auto") != "auto":
-        return Path("runs", f"{label}-{get_recipe(given['recipe']).name}")
-    pattern = f"{label}-*/checkpoints" if label else "*/checkpoints"
-    runs = [folder.parent for folder in sorted(Path("runs").glob(pattern))]
-    of = f"of {label} " if label else ""
-    if len(runs) > 1:
-        raise UsageError(
-            f"several runs could be resumed ({', '.join(map(str, runs))}): give one of them to --resume"
-        )
-    if not runs:
-        raise UsageError(f"nothing to resume: there is no run {of}in runs/; give its folder")
-    return runs[0]
-
-
-def read_run_file(path: Path) -> dict[str, Any]:
-    """Return the settings in a run.toml, or the same in YAML, name -> value; the table [record] is left out."""
-    flat: dict[str, object] = {}
-    in_yaml = path.suffix.lower() in SUFFIXES
-    for title, values in (read_yaml(path) if in_yaml else read_toml(path)).items():
-        if title == RECORD:
-            continue
-        if not isinstance(values, Mapping):
-            raise _outside(path, title, in_yaml)
-        check_known(f"table of {path}", title, TABLES)
-        if title == "recipe":
-            flat["recipe"] = dict(values)
-            continue
-        for name, value in values.items():
-            home = _table_of(name)
-            if home and name not in TABLES[title]:
-                raise ConfigError(f"{path}: {name} belongs in [{home}], not in [{title}]")
-            check_known(
-                f"setting of [{title}] in {path}",
-                name,
-                TABLES[title],
-                "`te-models finetune --help-all`",
-            )
-            if value is None:
-                continue  # in YAML, a name without a value
-            if value == "" and TABLES[title][name].default is None:
-                continue  # as older files have what was not given
-            with reraising(path, UsageError, error=ConfigError):
-                TABLES[title][name].check(value)
-            flat[name] = value
-    return flat
-
-
-def _outside(path: Path, name: str, in_yaml: bool) -> UsageError:
-    """Return the error for a value that a run.toml, or the same in YAML, has outside its tables."""
-
-    def header(table: str) -> str:
-        return f"{table}:" if in_yaml else f"[{table}]"
-
-    if home := _table_of(name):
-        return ConfigError(f"{path}: {name} belongs in a table: write {header(home)} above it")
-    if name == "recipe":
-        example = "name: NAME" if in_yaml else "name = NAME"
-        return ConfigError(f"{path}: recipe is a table: write {header(name)}, and {example} below")
-    if name in TABLES:
-        return ConfigError(
-            f"{path}: {name} is a table: write {header(name)} and its settings below"
-        )
-    return unknown(f"setting of {path}", name, SETTINGS, "`te-models finetune --help-all`")
-
-
-def _table_of(name: str) -> str:
-    """Return the table in which a setting belongs; "" for a name of none. The name of a recipe is a table's `name`."""
-    titles = (title for title, settings in TABLES.items() if name in settings and name != "recipe")
-    return next(titles, "")
-
-
-def changed_settings(
-    saved: Mapping[str, object], given: Mapping[str, object]
-) -> dict[str, tuple[object, object]]:
-    """Return name -> (value then, value now) of the settings that a resumed run changes."""
-    then = {**saved, **_recipe_values(saved)}
-    changed: dict[str, tuple[object, object]] = {}
-    for name in given.keys() - {"out"}:
-        one = SETTINGS[name]
-        before = then.get(name, one.default)
-        now = resolved_path(given[name]) if one.path else given[name]
-        if before == now:
-            continue
-        without = name in TABLES["lora"] and not then.get("lora")
-        if one.fixed or without:
-            fixed_line = f"keeps its {name}" + (f", which is {before!r}" if name in then else "")
-            reason = fixed_line if one.fixed else "keeps its adapters, and this one has none"
-            raise UsageError(f"a resumed run {reason}: leave out {one.flag}, or start a new run")
-        changed[name] = (before, now)
-    return changed
-
-
-def resolved_path(name: Any) -> Any:
-    """Return a path that exists as an absolute one, several as a list; anything else as it is, such as a Hub name."""
-    if isinstance(name, (list, tuple)):
-        return [resolved_path(member) for member in name]
-    if not isinstance(name, str) or os.path.exists(name):
-        return os.path.abspath(name) if isinstance(name, str) else name
-    path, weight = split_weight(name)
-    if weight is not None and os.path.exists(path):
-        return os.path.abspath(path) + name[len(path) :]
-    return name
-
-
-def _over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `saved` with the changes `given`; a new recipe or model replaces all fields of the old one.
-
-    The shape in a file that names no model changes the model given beside it.
-    """
-    flat = dict(saved)
-    gone: set[str] = {"epochs"} if "steps" in given else set()
-    if "parallel" in given and given["parallel"] != saved.get("parallel"):
-        gone |= set(DIVISIONS)
-    if "recipe" in given:
-        gone.add("recipe")
-        if (
-            flat.get("fp8_params")
-            and not given.get("fp8_params")
-            and not _keeps_fp8_weights(given["recipe"])
-        ):
-            gone.add("fp8_params")
-            warnings.warn(
-                f"recipe {given['recipe']!r} has no FP8 weights: the run goes on without",
-                stacklevel=2,
-            )
-    if {"preset", "model"} & given.keys() and {"preset", "model"} & saved.keys():
-        gone |= {"preset", "model", *config_fields()}
-    if (
-        given.get("lora")
-        and not flat.get("lora")
-        and flat.get("learning_rate") == LEARNING_RATE["finetune"]
-    ):
-        gone.add("learning_rate")  # the default for all weights; adapters have another
-    return {name: value for name, value in flat.items() if name not in gone} | dict(given)
-
-
-def _keeps_fp8_weights(recipe: Any) -> bool:
-    """Return whether weights can be in FP8 alone under a recipe."""
-    # For "auto" the engine decides.
-    return recipe == "auto" or get_recipe(recipe).scheme in FP8_WEIGHTS
-
-
-def _lora(flat: Mapping[str, object]) -> LoraSettings | None:
-    """Return the adapters that the settings ask for."""
-    given = as_fields(LoraSettings, flat)
-    if given.get("rank") is None:
-        if others := [one for one in TABLES["lora"].values() if given.get(one.field)]:
-            raise UsageError(
-                f"{others[0].flag} is for adapters: give --lora RANK too, such as --lora 16"
-            )
-        return None
-    return LoraSettings(**given)
-
-
-def _recipe(values: Mapping[str, Any]) -> Recipe:
-    """Return the recipe in a table: of a scheme, or of a named recipe with changes."""
-    if "scheme" in values or "name" not in values:
-        return recipe_from_dict(values)
-    return get_recipe(
-        values["name"], **{name: value for name, value in values.items() if name != "name"}
-    )
-
-
-def _recipe_values(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe's name and fields in a run.toml as settings."""
-    table = saved.get("recipe")
-    if not isinstance(table, Mapping):
-        return {}
-    values = dict(table)
-    if "name" in values:
-        values["recipe"] = values.pop("name")
-    return values

@@ -8,7 +8,6 @@ numbers) is in the checkpoint, so a resumed run continues with the same bits.
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
 from collections import deque
@@ -22,55 +21,50 @@ from torch import Tensor
 
 from te_models.causal_lm import CausalLM
 from te_models.config.recipe import Recipe
-from te_models.config.settings import by_name
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
-from te_models.data.own_batches import OwnBatches, checked_batch
+from te_models.data.own_batches import OwnBatches
 from te_models.data.streaming import StreamingDataset
 from te_models.device.determinism import deterministic
-from te_models.errors import (
-    Diverged,
-    NamedFields,
-    OutputInUse,
-    UsageError,
-    plural,
-)
+from te_models.errors import NamedFields, OutputInUse, UsageError
 from te_models.files.atomic import replace_text
-from te_models.files.formats import Fields, render_json
+from te_models.files.formats import Fields
 from te_models.files.lock import locked
-from te_models.fp8.region import saving
-from te_models.optim import build_optimizer, projected_in_backward
-from te_models.optim.master import MasterWeights
-from te_models.optim.state_tensors import bytes_in
-from te_models.saving.pretrained import model_content
 from te_models.saving.run_folder import Checkpoints
-from te_models.saving.sharded import ShardedCheckpoints, shared_amaxes
 from te_models.training.callback import Callback
 from te_models.training.captures import Captures
 from te_models.training.card import keep_card
 from te_models.training.evaluation import Batch, evaluate
-from te_models.training.facts import facts_at_start, facts_now
-from te_models.training.failed_run import (
-    background_saves,
-    broken_line,
-    broken_tensor,
-    save_failed_run,
-)
+from te_models.training.facts import facts_at_start
+from te_models.training.failed_run import background_saves, save_failed_run
 from te_models.training.guard import BadStep, Drawn, Guard
 from te_models.training.metrics import MetricsLog
-from te_models.training.optimizer_state import optimizer_names
-from te_models.training.parallel import Parallel, reshard
-from te_models.training.preflight import available_memory, check_disk
+from te_models.training.parallel import Parallel
 from te_models.training.profiling import StepProfiler
 from te_models.training.progress import progress as shown_progress
 from te_models.training.recipe_schedule import RecipeSchedule
 from te_models.training.recording import Recorder, RecordLog
 from te_models.training.report import run_console
 from te_models.training.result import Result
-from te_models.training.resume import run_choices
 from te_models.training.routers import over_micro_batches, router_row, weigh_losses
-from te_models.training.run_file import rewrite_recipe
-from te_models.training.run_state import checkpoint_content, load_checkpoint
+from te_models.training.run_saves import (
+    checkpoints_in,
+    content_of_model,
+    note_evaluation,
+    reserve_room,
+    write_checkpoint,
+)
+from te_models.training.run_start import (
+    check_arguments,
+    check_room,
+    evaluation_batches,
+    open_training_data,
+    optimizer_of_run,
+    refuse_frozen,
+    refuse_to_replace,
+    rendered_documents,
+)
+from te_models.training.run_state import load_checkpoint
 from te_models.training.saved import saved_part
 from te_models.training.settings import RUN_FILE
 from te_models.training.step_passes import StepPasses
@@ -89,7 +83,6 @@ if TYPE_CHECKING:
     from te_models.training.lora_run import SavedAdapters
 
 RECENT = 100  # steps whose median speed is the speed of the run
-SAVE_RETRY_PAUSES = (1.0, 5.0)  # seconds before a failed save is tried again
 SAVE_PAUSE = 300.0  # seconds between checkpoints where save_every is not given
 # Of a run's time that these take at most: a large model on a slow disk saves more rarely.
 SAVE_SHARE = 0.05
@@ -138,28 +131,20 @@ class Trainer(NamedFields):
     def __post_init__(self) -> None:
         config = self.config
         parallel = self.parallel
-        self._check_arguments()
+        check_arguments(self.out, config, self.callbacks)
         self.out = Path(self.out)
         # A PeftModel is unwrapped here: the run trains the model, and checkpoints hold the adapters.
         self.model, self.saved = saved_part(self.model, self.saved)
-        _refuse_frozen(self.model)
+        refuse_frozen(self.model)
         self.device = self.model.device
-        self.data = self._open_data()
-        batches = () if self.eval_batches is None else self.eval_batches
-        self.evaluation = [
-            checked_batch(batch, f"evaluation batch {number}")
-            for number, batch in enumerate(batches, 1)
-        ]
-        if config.patience and not self.evaluation:
-            raise UsageError(
-                f"patience={config.patience} counts evaluations: give eval_batches too"
-            )
+        self.data = open_training_data(self.dataset, self.model, config, parallel)
+        self.evaluation = evaluation_batches(self.eval_batches, config.patience)
         # All processes evaluate, or none does, as with data that was opened with eval_split=0.
         self.evaluates = any(parallel.ranks.gather(len(self.evaluation)))
         # Before parallel.prepare, which may shard the model; the optimizer after it, over the shards.
         weigh_losses(self.model, config)
         parallel.prepare(self.model)
-        self.optimizer = self._build_optimizer()
+        self.optimizer = optimizer_of_run(self.model, config, parallel)
         self.gradients = self.optimizer.gradients  # an optimizer may project some of them
         self.schedule = RecipeSchedule(self.model, self.recipe or self.model.recipe, config)
         first = parallel.ranks.first
@@ -176,7 +161,7 @@ class Trainer(NamedFields):
         self.speeds: deque[float] = deque(maxlen=RECENT)  # tokens per second of each step
         self.checkpoints = self.new_checkpoints(self.out / "checkpoints", config.keep_last)
         self.best = self.new_checkpoints(self.out / "best" / "checkpoints", keep_last=1)
-        self.documents = self._render_documents()
+        self.documents = rendered_documents(self.documents)
         self.starts = StepStarts(self.model, self.data)
         self.begun: StepStart | None = None  # of the step that has begun and has changed no weight
         self.drawn: Drawn | None = None  # the newest step
@@ -191,63 +176,6 @@ class Trainer(NamedFields):
         self.stopping = False  # of any process, as of the last step that was read
         self.result = Result()
         self.facts = facts_at_start(self, self.about)
-
-    def _build_optimizer(self) -> MasterWeights:
-        """Return the optimizer over the model's parameters, or over this process's shards of them."""
-        config = self.config
-        projected = projected_in_backward(config.optimizer, config.optimizer_options, self.model)
-        gradients = self.parallel.gradients(self.model, config.gradient_accumulation, projected)
-        return build_optimizer(
-            config.optimizer,
-            self.model,
-            lr=config.learning_rate,
-            weight_decay=config.weight_decay,
-            options=config.optimizer_options,
-            offload=config.optimizer_offload,
-            owners=self.parallel.owners(),
-            gradients=gradients,
-            norm=self.parallel.norm,
-        )
-
-    def _render_documents(self) -> Fields:
-        """Return the documents as bytes of files, made once: to serialize a tokenizer takes about a second."""
-        rendered: Fields = {}
-        for name, document in self.documents.items():
-            if not isinstance(document, bytes):
-                document = render_json(document, name)
-            rendered[name] = document
-        return rendered
-
-    def _check_arguments(self) -> None:
-        """Raise UsageError for an argument of the wrong type."""
-        if not isinstance(self.out, str | os.PathLike):
-            raise UsageError(f"out is {self.out!r}: give the folder of the run")
-        if not isinstance(self.config, TrainConfig):
-            kind = type(self.config).__name__
-            raise UsageError(f"config is a {kind}: give te_models.TrainConfig(steps=...)")
-        if not isinstance(self.callbacks, Sequence):
-            raise UsageError(f"callbacks is a {type(self.callbacks).__name__}: give a list")
-        for callback in self.callbacks:
-            if not isinstance(callback, Callback):
-                raise UsageError(
-                    "callbacks are instances of subclasses of te_models.Callback; on_step= takes a function"
-                )
-
-    def _open_data(self) -> TokenDataset | StreamingDataset | OwnBatches:
-        """Return the dataset, or the batches of the user's own as one whose position checkpoints hold."""
-        if isinstance(self.dataset, TokenDataset | StreamingDataset):
-            self.model.add_stop_tokens(self.dataset.ends)
-            return self.dataset
-        config = self.config
-        sizes = {
-            "batch_size": config.batch_size // self.parallel.data_world,
-            "seq_len": config.seq_len,
-        }
-        chosen = by_name(config)
-        defaults = by_name(TrainConfig())
-        # A size that was left at its default asks for nothing.
-        expected = {name: size for name, size in sizes.items() if chosen[name] != defaults[name]}
-        return OwnBatches(self.dataset, config.seed, self.parallel.ranks, expected)
 
     def run(self, resume: bool = False, progress: bool = False) -> Result:
         """Train to `config.steps`, from the newest checkpoint in `out` if `resume`.
@@ -268,9 +196,11 @@ class Trainer(NamedFields):
                 lambda: stack.enter_context(locked(self.out)), OutputInUse
             )
             if not resume and not self.result.step:
-                self.parallel.ranks.from_first(self._refuse_to_replace, UsageError)
+                self.parallel.ranks.from_first(
+                    lambda: refuse_to_replace(self.out, self.checkpoints), UsageError
+                )
             if self.result.step < self.config.steps:
-                self.parallel.ranks.from_first(self._check_disk, UsageError)
+                self.parallel.ranks.from_first(lambda: check_room(self), UsageError)
             result = self._run(resume, progress)
         self.passes.close()  # the process group cannot be destroyed before
         return result
@@ -301,11 +231,12 @@ class Trainer(NamedFields):
         ):
             batches = iter(self.data)
             if not self.result.step:
-                # First scales of delayed scaling; a resumed run has them in its checkpoint.
+                # First scales of delayed scaling; a resumed run has them in its checkpoint. They come before the first
+                # evaluation, which under the initial scales of 1 would saturate or underflow.
                 batches = self.passes.calibrated(batches)
-            if not self.result.step and self.evaluates:
-                self.result.first_eval_loss = self._evaluate()
-                self.result.eval_loss = self.result.first_eval_loss
+                if self.evaluates:
+                    self.result.first_eval_loss = self._evaluate()
+                    self.result.eval_loss = self.result.first_eval_loss
             if self.device.type == "cuda":
                 # The peak that a run reports is of its steps: calibration and the first evaluation come before.
                 torch.cuda.reset_peak_memory_stats(self.device)
@@ -314,16 +245,10 @@ class Trainer(NamedFields):
             self.captures.begin()
             try:
                 for row in self.steps(batches):
+                    # To the disk first: whatever a callback raises, the row is in the file.
                     metrics.write(row)
                     show(row)
-                    self.on_step(row)
-                    for callback in self.callbacks:
-                        callback.on_step(self, row)
-                    if "eval_loss" in row:
-                        self._evaluated(row)
-                    # A queued step has already changed the weights beyond the step of this row.
-                    if self.pending is None and self._save_due(row["step"]):
-                        self.save(blocking=False)
+                    self._after_step(row)
             except Exception as error:
                 save_failed_run(self, error, metrics)
                 raise
@@ -335,38 +260,20 @@ class Trainer(NamedFields):
             keep_card(self)
         return self.result
 
+    def _after_step(self, row: Row) -> None:
+        """Call what waits for a step's metrics, and write the checkpoint that is due."""
+        self.on_step(row)
+        for callback in self.callbacks:
+            callback.on_step(self, row)
+        if "eval_loss" in row:
+            note_evaluation(self, row)
+        # A queued step has already changed the weights beyond the step of this row.
+        if self.pending is None and self._save_due(row["step"]):
+            self.save(blocking=False)
+
     def stop(self) -> None:
         """End the run with a checkpoint, as Ctrl-C does; from a callback after one more step. Any process may call."""
         self.stop_requested = lambda: -1
-
-    def _evaluated(self, row: Row) -> None:
-        """Save the model after the best evaluation so far, and end a run that no longer improves."""
-        result = self.result
-        config = self.config
-        step = row["step"]
-        loss = self.parallel.ranks.gather(row["eval_loss"])[0]  # all processes decide by one number
-        if loss < min(result.best_eval_loss, result.first_eval_loss):  # the second may be a NaN
-            result.best_eval_loss = loss
-            result.best_step = step
-            result.evaluations_since_best = 0
-            if config.keep_best:
-                self._save_best(step)
-        else:
-            result.evaluations_since_best += 1
-            enough = config.patience and result.evaluations_since_best >= config.patience
-            if enough and step < config.steps:
-                self.stopping = True
-                result.stopped_early = True
-        for callback in self.callbacks:
-            callback.on_eval(self, row)
-
-    def _save_best(self, step: int) -> None:
-        """Save the model in the background, as the one of the lowest evaluation loss so far."""
-        tensors, documents = self.saved_model()
-        # A tensor that became NaN since the evaluation ends the run in the next step, with a better explanation.
-        if broken_tensor(tensors, self.parallel.ranks) is None:
-            documents = {**documents, "run": run_choices(self.model), **self.documents}
-            self.best.save(step, tensors, documents, blocking=False)
 
     def steps(self, batches: Iterator[Batch]) -> Iterator[Row]:
         """Take steps until the run ends; yield the metrics of each, with the evaluation loss where one is due.
@@ -554,8 +461,7 @@ class Trainer(NamedFields):
             row["eval_loss"] = result.eval_loss
         # After the first step the optimizer has its state, so the size of a checkpoint is known.
         if self.config.save_every and len(self.speeds) == 1 and self.parallel.ranks.world == 1:
-            tensors, documents = checkpoint_content(self)
-            self.checkpoints.reserve(tensors, documents)
+            reserve_room(self)
         return row
 
     def _evaluate(self) -> float:
@@ -563,18 +469,7 @@ class Trainer(NamedFields):
 
     def new_checkpoints(self, folder: Path, keep_last: int) -> Checkpoints:
         """Return a writer of checkpoints of this run in `folder`."""
-        ranks = self.parallel.ranks
-        if ranks.world == 1:
-            return Checkpoints(folder, keep_last=keep_last, retry_pauses=SAVE_RETRY_PAUSES)
-        return ShardedCheckpoints(
-            folder,
-            ranks=ranks,
-            model=self.model,
-            names=optimizer_names(self.optimizer, self.model),
-            fetch=self.optimizer.fetch,
-            keep_last=keep_last,
-            retry_pauses=SAVE_RETRY_PAUSES,
-        )
+        return checkpoints_in(self, folder, keep_last)
 
     def save(self, blocking: bool = True, interrupted: bool = False) -> None:
         """Write a checkpoint of everything that the next step depends on.
@@ -584,23 +479,7 @@ class Trainer(NamedFields):
         """
         if interrupted:
             self.result.interrupted = True
-        with saving(self.model):
-            tensors, documents = checkpoint_content(self)
-            broken = broken_tensor(tensors, self.parallel.ranks)
-            if broken is not None:
-                step = self.result.step
-                raise Diverged(broken_line(broken, step, self.checkpoints, self.best))
-            if not blocking and self.config.save_every is None:
-                # A save in the background copies all to host memory, which nobody asked for here.
-                size = sum(bytes_in(members) for members in tensors.values())
-                blocking = 2 * size > available_memory(torch.device("cpu"))
-            folder = self.checkpoints.save(
-                self.result.step,
-                tensors,
-                documents,
-                blocking=blocking,
-                copy_later=not blocking,
-            )
+        folder = write_checkpoint(self, blocking)
         self.save_due = False
         self.saved_step = self.result.step
         self.saved_at = time.monotonic()
@@ -610,17 +489,7 @@ class Trainer(NamedFields):
 
     def saved_model(self) -> tuple[dict[str, dict[str, Tensor]], Fields]:
         """Return the part of a checkpoint that is a saved model."""
-        reshard(self.model)
-        shared_amaxes(self.model)
-        self.model.origin = replace(self.model.origin, trained=facts_now(self))
-        if self.saved is not None:
-            return self.saved.content()
-        return model_content(
-            self.model,
-            self.model.origin,
-            self.optimizer.masters_by_id(),
-            parts=self.parallel.sharded,
-        )
+        return content_of_model(self)
 
     def restore(self) -> None:
         """Load the newest checkpoint of `out`.
@@ -629,45 +498,3 @@ class Trainer(NamedFields):
             ValueError: there is none, or it is of another model or optimizer.
         """
         load_checkpoint(self, self.checkpoints.to_resume(), with_data=True)
-
-    def last_checkpoint(self) -> int:
-        """Return the step of the newest checkpoint, once a save under way is done."""
-        self.checkpoints.wait()
-        return int(self.checkpoints.to_resume().name.removeprefix("step-"))
-
-    def rewind(self) -> int:
-        """Load the newest checkpoint into the run in progress, but for the place in the data; return its step."""
-        load_checkpoint(self, self.checkpoints.to_resume(), with_data=False)
-        return self.result.step
-
-    def keep_recipe(self) -> None:
-        """Write the recipe of the run's first step into run.toml, once layers of it stay in BF16."""
-        path = self.out / RUN_FILE
-        if self.parallel.ranks.first and path.is_file():
-            rewrite_recipe(path, self.schedule.first)
-
-    def _refuse_to_replace(self) -> None:
-        """Raise UsageError if `out` has a run that a new one would replace."""
-        latest = self.checkpoints.latest()
-        if latest is not None:
-            steps = plural(int(latest.name.removeprefix("step-")), "step")
-            raise UsageError(
-                f"{self.out} already holds a run of {steps}: continue it with run(resume=True), or give another out"
-            )
-
-    def _check_disk(self) -> None:
-        """Raise UsageError if the first checkpoint certainly does not fit on the disk."""
-        size = self.optimizer.state_bytes()
-        for parameter in self.model.parameters():
-            if parameter.requires_grad or self.saved is None:  # of adapters only what is trained
-                size += parameter.numel() * parameter.element_size()
-        kept = self.config.keep_last if self.config.save_every != 0 else 1
-        check_disk(self.out, size, kept)
-
-
-def _refuse_frozen(model: CausalLM) -> None:
-    """Raise UsageError if no parameter of the model is trained."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError(
-            "every parameter of the model is frozen: let some require gradients, or add adapters (add_lora)"
-        )

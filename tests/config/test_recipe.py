@@ -12,7 +12,7 @@ import te_models.engine.emulated as te
 from te_models import CausalLM, TrainConfig, get_recipe, list_recipes
 from te_models.config.recipe import RECIPE_FIELDS, SCHEMES, Recipe, recipe_from_dict
 from te_models.errors import ELSEWHERE, UsageError
-from te_models.training.settings import _recipe
+from te_models.training.run_settings import _recipe
 
 QUANTIZED = [name for name in list_recipes() if name != "bf16"]
 

@@ -10,7 +10,7 @@ from te_models.config.shipped_runs import list_runs, run_file
 from te_models.config.toml import read_toml
 from te_models.errors import UsageError
 from te_models.optim import resolve_options
-from te_models.training.settings import run_settings
+from te_models.training.run_settings import run_settings
 
 # Tokens per step, optimizer, tied tables, and the checkpoints that stay.
 RUNS = {

@@ -10,7 +10,7 @@ import pytest
 from te_models.config.toml import read_toml, render_toml
 from te_models.config.yaml_file import read_yaml
 from te_models.errors import ConfigError, MissingPackage, UsageError
-from te_models.training.settings import read_run_file, run_settings
+from te_models.training.run_settings import read_run_file, run_settings
 
 yaml = pytest.importorskip("yaml")
 

@@ -15,7 +15,7 @@ from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import UsageError
 from te_models.training.run_model import ModelSource
-from te_models.training.settings import run_settings
+from te_models.training.run_settings import run_settings
 
 TOKENS = ["<|im_start|>", "<think>", "</think>"]  # the first is there already
 TEXTS = ["a<think>b</think>c", "<|im_start|>user\n<think> x", "plain", "<thin"]

@@ -10,7 +10,8 @@ from planted import BEGIN, FAILURES, NATIVE_RECIPES, run_planted
 
 from te_models.cli import main
 from te_models.errors import DataError
-from te_models.inspect.advice import RULES, Diagnosis, Finding, diagnose, read_facts
+from te_models.inspect.advice import RULES, Diagnosis, Finding, diagnose
+from te_models.inspect.run_facts import read_facts
 from te_models.recorder.layout import FIELDS, INDEX
 
 WITHIN = 5  # steps in which the right tensor is named

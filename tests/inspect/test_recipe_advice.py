@@ -16,7 +16,7 @@ from te_models.config.presets import get_preset
 from te_models.config.toml import read_toml
 from te_models.errors import DataError, UsageError
 from te_models.inspect import recipe_advice
-from te_models.inspect.advice import RunFacts, read_facts
+from te_models.inspect.run_facts import RunFacts, read_facts
 from te_models.recorder.layout import INDEX
 
 BF16 = {LINEAR: "bf16"}

@@ -18,8 +18,9 @@ from planted import FAILURES, run_planted
 
 from te_models.cli import main
 from te_models.inspect import record_report
-from te_models.inspect.advice import RULES, diagnose, read_facts
+from te_models.inspect.advice import RULES, diagnose
 from te_models.inspect.record_report import WorstTensors, report_data, write_report
+from te_models.inspect.run_facts import read_facts
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -19,8 +19,8 @@ from te_models.inspect.verify import verify
 from te_models.planning.printable import Terminal
 from te_models.training.next_commands import print_next
 from te_models.training.result import Result
+from te_models.training.run_settings import run_settings
 from te_models.training.samples import Prompt
-from te_models.training.settings import run_settings
 
 HOSTILE = "a\x1b[2Jb\u202ec\x9bd\x07e\u2066f"
 

@@ -25,7 +25,8 @@ from te_models.training.evaluation import evaluate
 from te_models.training.launch import choose_parallel
 from te_models.training.lora_run import LoraRun, load_adapted, load_merged, trained
 from te_models.training.merging import merged_loss, save_adapters
-from te_models.training.settings import LoraSettings, run_settings
+from te_models.training.run_settings import run_settings
+from te_models.training.settings import LoraSettings
 
 EXPERTS = dict(
     moe=dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32), qk_norm=True

@@ -22,7 +22,8 @@ from te_models.training import preflight, run_model
 from te_models.training.parallel import Parallel
 from te_models.training.preflight import available_memory, check_memory
 from te_models.training.run_model import new_model, resumed_model
-from te_models.training.settings import LoraSettings, RunSettings, run_settings
+from te_models.training.run_settings import run_settings
+from te_models.training.settings import LoraSettings, RunSettings
 
 
 def settings(**given: Any) -> RunSettings:

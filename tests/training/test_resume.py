@@ -22,7 +22,8 @@ from te_models.saving.run_folder import Checkpoints
 from te_models.training import run_state
 from te_models.training.resume import run_choices, run_folder, saved_choices
 from te_models.training.run_file import read_record
-from te_models.training.settings import RunSettings, resumed_settings, run_settings
+from te_models.training.run_settings import resumed_settings, run_settings
+from te_models.training.settings import RunSettings
 from te_models.training.trainer import Trainer
 
 CHOSEN = [

@@ -25,8 +25,8 @@ from te_models.training import samples
 from te_models.training.next_commands import print_next
 from te_models.training.progress import TimeLeft, duration
 from te_models.training.result import Result
+from te_models.training.run_settings import run_settings
 from te_models.training.samples import OPENING, Prompt, Sampler, held_out_prompts
-from te_models.training.settings import run_settings
 
 WORDS = ByteTokenizer()
 

@@ -11,14 +11,8 @@ from te_models.config.recipe import Recipe
 from te_models.config.settings import Setting
 from te_models.config.training import TrainConfig
 from te_models.errors import ConfigError, UsageError
-from te_models.training.settings import (
-    SETTINGS,
-    TABLES,
-    LoraSettings,
-    changed_settings,
-    read_run_file,
-    run_settings,
-)
+from te_models.training.run_settings import changed_settings, read_run_file, run_settings
+from te_models.training.settings import SETTINGS, TABLES, LoraSettings
 
 WHOLE = """
 [run]

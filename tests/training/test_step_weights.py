@@ -19,8 +19,7 @@ from torch import Tensor
 
 from te_models import CausalLM, TrainConfig, Trainer
 from te_models.config.model import ModelConfig
-from te_models.training import run_state
-from te_models.training import trainer as trainer_module
+from te_models.training import run_saves, run_state
 from te_models.training.check_state import gradient_factor
 from te_models.training.launch import meshes
 from te_models.training.parallel import Parallel
@@ -190,7 +189,7 @@ def as_before(shared: Parallel, root: Path, name: str, case: dict[str, Any]) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_state, "flatten_state", flat)
-        patch.setattr(trainer_module, "checkpoint_content", old_content)
+        patch.setattr(run_saves, "checkpoint_content", old_content)
         return outcome(run, run.run())
 
 

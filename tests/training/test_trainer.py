@@ -400,7 +400,7 @@ def saving_badly(
     **fields: Any,
 ) -> Trainer:
     """A run whose first saves at this place fail, and are tried again after these pauses."""
-    monkeypatch.setattr("te_models.training.trainer.SAVE_RETRY_PAUSES", pauses)
+    monkeypatch.setattr("te_models.training.run_saves.SAVE_RETRY_PAUSES", pauses)
     run = trainer(out, "bf16", eval_every=1, learning_rate=0.01, **fields)
     checkpoints, left = getattr(run, place), iter(range(failures))
     commit = checkpoints._commit

@@ -19,18 +19,13 @@ from te_models.engine.emulated.gemm import finish, is_exact, tensor_core
 from te_models.engine.emulated.short_rows import enough_rows, multiply
 from te_models.engine.emulated.tensor_core import HostFactor, row_product
 from te_models.numerics.formats import FP8_MAX, TORCH_FP8
+from te_models.numerics.matrices import FP8Matrix, as_matrix
 from te_models.numerics.quantizers import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Quantizer,
 )
-from te_models.numerics.tensors import (
-    Float8TensorStorage,
-    FP8Matrix,
-    MaybeQuantized,
-    QuantizedTensorStorage,
-    as_matrix,
-)
+from te_models.numerics.tensors import Float8TensorStorage, MaybeQuantized, QuantizedTensorStorage
 
 _TINY = 2.0**-64  # of smaller amaxes scales may overflow
 

@@ -25,13 +25,8 @@ from te_models.engine.emulated.tensor_core import (
 )
 from te_models.errors import check_known
 from te_models.numerics import fused
-from te_models.numerics.tensors import (
-    Float8TensorStorage,
-    FP8Matrix,
-    Operand,
-    QuantizedTensorStorage,
-    pad_to,
-)
+from te_models.numerics.matrices import FP8Matrix, Operand, pad_to
+from te_models.numerics.tensors import Float8TensorStorage, QuantizedTensorStorage
 
 # The largest M*N*K that is computed as the tensor cores do, by default a millisecond or two on a CPU core.
 _USUAL_PRODUCTS = 2**20

@@ -22,7 +22,8 @@ from te_models.engine.emulated.parallel import MODES, Parallelism
 from te_models.engine.emulated.recipe import Recipe, refuse_options
 from te_models.engine.emulated.short_rows import full_rows
 from te_models.errors import require
-from te_models.numerics.tensors import QuantizedTensorStorage, as_matrix
+from te_models.numerics.matrices import as_matrix
+from te_models.numerics.tensors import QuantizedTensorStorage
 
 
 class _Expert(Context):
@@ -124,6 +125,20 @@ def _backward(
     return dx, None, None, *weights, *(biases if experts[0][0].bias else [])
 
 
+def _check_division(ranks: int, bias: bool, parallel_mode: str | None, overlaps: bool) -> None:
+    """Raise a ValueError in Transformer Engine's words, which programs may look for."""
+    require(not overlaps, "GroupedLinear doesn't support Userbuffer overlap.")
+    require(
+        ranks == 1 or not bias,
+        "GroupedLinear doesn't support bias when TP > 1. Because the TP communication is handled outside of this "
+        "module.",
+    )
+    require(
+        parallel_mode in MODES,
+        f"parallel_mode {parallel_mode!r} not supported. Supported modes: {MODES}",
+    )
+
+
 class GroupedLinear(TransformerEngineBaseModule):
     """A linear layer per group of rows, whose groups run in low precision inside an enabled `autocast`."""
 
@@ -172,20 +187,8 @@ class GroupedLinear(TransformerEngineBaseModule):
             single_grouped_bias=single_grouped_bias,
             use_grouped_tensor=use_grouped_tensor,
         )
-        require(
-            not (ub_overlap_rs or ub_overlap_ag),
-            "GroupedLinear doesn't support Userbuffer overlap.",
-        )
         ranks = tp_size if tp_group is None else world_size(tp_group)
-        require(
-            ranks == 1 or not bias,
-            "GroupedLinear doesn't support bias when TP > 1. Because the TP communication is handled outside of this "
-            "module.",
-        )
-        require(
-            parallel_mode in MODES,
-            f"parallel_mode {parallel_mode!r} not supported. Supported modes: {MODES}",
-        )
+        _check_division(ranks, bias, parallel_mode, overlaps=ub_overlap_rs or ub_overlap_ag)
         self.num_gemms = num_gemms
         self.weight_names = tuple(f"weight{expert}" for expert in range(num_gemms))
         self.take_share(

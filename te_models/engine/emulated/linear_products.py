@@ -17,14 +17,10 @@ from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.gemm import gemm
 from te_models.engine.emulated.linear_call import Call, Quantizers
 from te_models.engine.emulated.short_rows import are_short, multiply
+from te_models.numerics.matrices import as_matrix, pad_to
 from te_models.numerics.quantizers import Float8Quantizer, Quantizer
 from te_models.numerics.stored import StoredWeight, values_of
-from te_models.numerics.tensors import (
-    MaybeQuantized,
-    QuantizedTensorStorage,
-    as_matrix,
-    pad_to,
-)
+from te_models.numerics.tensors import MaybeQuantized, QuantizedTensorStorage
 
 
 def product(

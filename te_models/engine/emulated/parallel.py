@@ -24,6 +24,7 @@ from te_models.distributed.collectives import all_gather, all_reduce, reduce_sca
 from te_models.distributed.planned_ranks import world_size
 from te_models.engine.emulated.recipe import DelayedScaling, Recipe
 from te_models.errors import require
+from te_models.numerics.matrices import pad_to
 from te_models.numerics.nvfp4 import NVFP4Quantizer
 from te_models.numerics.quantizers import (
     Float8BlockQuantizer,
@@ -39,7 +40,6 @@ from te_models.numerics.tensors import (
     MaybeQuantized,
     MXFP8TensorStorage,
     QuantizedTensorStorage,
-    pad_to,
 )
 
 MODES = (None, "row", "column")

@@ -55,6 +55,13 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+def choose(table: dict[str, Any], option: str, value: str) -> Any:
+    """Return the entry of a table for the value of an option."""
+    if value not in table:
+        raise ValueError(f"{option}={value!r} is not known to this code")
+    return table[value]
+
+
 class TEModelsDecoderConfig(PretrainedConfig):
     """Shape of a decoder; `decoder_options` are DEFAULTS where they are not given.
 

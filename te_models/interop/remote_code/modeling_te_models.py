@@ -1,19 +1,17 @@
 """Decoders of te-models in plain PyTorch: gated attention, and the other options of TEModelsDecoderConfig.
 
-This file and configuration_te_models.py need only PyTorch and transformers. te-models puts them into a folder whose
-model no architecture of transformers computes; AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+This file and its neighbours need only PyTorch and transformers. te-models puts them into a folder whose model no
+architecture of transformers computes; AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 loads it.
 
 Shapes: B batch, S sequence, D hidden_size, A attention heads, K key/value heads, H head_dim, M keys, F
 intermediate_size.
 """
 
-import inspect
 import math
 from collections.abc import Callable
-from dataclasses import fields
-from functools import partial, wraps
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +19,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from .configuration_te_models import TEModelsDecoderConfig
+from .cache_name_te_models import CACHE, cache_by_either_name
+from .configuration_te_models import TEModelsDecoderConfig, choose
+from .masks_te_models import Masks
+from .rope_te_models import RoPE, rotate
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -30,40 +31,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
 }
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
-# Names of the argument with the cache: since transformers 5.24, and before.
-CACHES = ("cache", "past_key_values")
-CACHE = fields(BaseModelOutputWithPast)[1].name  # the name in the installed version
-Result = TypeVar("Result")
-
-
-def cache_by_either_name(method: Callable[..., Result]) -> Callable[..., Result]:
-    """Let a method take a cache by either of its names.
-
-    The method gets it as `cache` if it has an argument of that name, and else as the installed transformers calls it,
-    which is also what the signature says: `generate` looks there for what it may pass.
-    """
-    signature = inspect.signature(method)
-    own = "cache" if "cache" in signature.parameters else CACHE
-    (other,) = set(CACHES) - {own}
-
-    @wraps(method)
-    def call(*args: object, **options: object) -> Result:
-        return (
-            method(*args, **{own: options.pop(other)}, **options)
-            if other in options
-            else method(*args, **options)
-        )
-
-    shown = [p.replace(name=CACHE) if p.name == own else p for p in signature.parameters.values()]
-    call.__signature__ = signature.replace(parameters=shown)  # type: ignore[missing-attribute]
-    return call
-
-
-def choose(table: dict[str, Any], option: str, value: str) -> Any:
-    """Return the entry of a table for the value of an option."""
-    if value not in table:
-        raise ValueError(f"{option}={value!r} is not known to this modeling_te_models.py")
-    return table[value]
 
 
 class TEModelsRMSNorm(nn.Module):
@@ -107,206 +74,6 @@ def unit_norm(x: Tensor, eps: float) -> Tensor:
     """RMSNorm without weights over the last dimension of x, computed in FP32."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-class RoPE:
-    """The RoPE (Su et al. 2021, arXiv 2104.09864) of the layers with a window, or of the others.
-
-    Two kinds of scaling depend on the longest position, which is read on the device. Tables have no buffers, so that
-    loading on the meta device loses nothing.
-    """
-
-    def __init__(self, config: TEModelsDecoderConfig, sliding: bool) -> None:
-        options = config.options
-        own = dict(options["sliding_rope"] or {}) if sliding else {}
-        if own:
-            self.theta, share = own.pop("rope_theta"), 1.0
-            if own.get("rope_type") != "proportional":  # whose share belongs to the scaling
-                share = own.pop("partial_rotary_factor", 1.0)
-        else:
-            self.theta, share, own = (
-                options["rope_theta"],
-                options["partial_rotary_factor"],
-                options["rope_scaling"],
-            )
-        self.scaling: dict[str, Any] = own or {}
-        self.size = int(config.head_dim * share)
-        self.trained = config.max_position_embeddings
-        scalings = {
-            "linear": self.linear,
-            "proportional": self.proportional,
-            "dynamic": self.dynamic,
-            "llama3": self.llama3,
-            "yarn": self.yarn,
-            "longrope": self.longrope,
-        }
-        self.kind = self.scaling.get("rope_type")
-        self.scaled = None if self.kind is None else choose(scalings, "rope_type", self.kind)
-        self.original = self.scaling.get("original_max_position_embeddings", self.trained)
-
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [B, S] -> cos, sin [B, 1, S, size]; angles in FP32."""
-        frequency, factor = self.frequencies(self.theta, positions.device), 1.0
-        if self.scaled is not None:
-            frequency, factor = self.scaled(frequency, positions)
-        angle = positions.float()[:, None, :, None] * frequency
-        angle = torch.cat((angle, angle), dim=-1)
-        return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
-
-    def frequencies(self, base: Any, device: torch.device) -> Tensor:
-        """base ** (-2i / size) of each pair of channels."""
-        return 1.0 / base ** (
-            torch.arange(0, self.size, 2, device=device, dtype=torch.float32) / self.size
-        )
-
-    def linear(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
-        """Position interpolation (Chen et al. 2023, arXiv 2306.15595)."""
-        return frequency / self.scaling["factor"], 1.0
-
-    def proportional(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
-        """Only the first pairs of channels rotate, by the frequencies that they have among all."""
-        rotated = int(self.scaling.get("partial_rotary_factor", 1.0) * self.size // 2)
-        pair = torch.arange(self.size // 2, device=frequency.device)
-        return torch.where(pair < rotated, frequency / self.scaling.get("factor", 1.0), 0.0), 1.0
-
-    def dynamic(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
-        """A base that grows with a text longer than the trained context ("dynamic NTK")."""
-        factor = self.scaling["factor"]
-        growth = factor * (positions.max() + 1).clamp(min=self.trained).float() / self.trained - (
-            factor - 1
-        )
-        return self.frequencies(
-            self.theta * growth ** (self.size / (self.size - 2)), frequency.device
-        ), 1.0
-
-    def llama3(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
-        """Llama 3.1: long wavelengths divided by the factor, short ones as they are, and a ramp between."""
-        turns = self.scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
-        low, high = self.scaling["low_freq_factor"], self.scaling["high_freq_factor"]
-        same = ((turns - low) / (high - low)).clamp(0, 1)
-        return (1 - same) * frequency / self.scaling["factor"] + same * frequency, 1.0
-
-    def yarn(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
-        """YaRN (Peng et al. 2023, arXiv 2309.00071)."""
-        scaling, size = self.scaling, self.size
-        bounds = [
-            size * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
-            for turns in (scaling.get("beta_fast", 32), scaling.get("beta_slow", 1))
-        ]
-        if scaling.get("truncate", True):
-            bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
-        low, high = max(bounds[0], 0), min(bounds[1], size - 1)
-        pair = torch.arange(size // 2, device=frequency.device, dtype=torch.float32)
-        slowed = ((pair - low) / (high - low if high != low else 0.001)).clamp(0, 1)
-        return frequency / scaling["factor"] * slowed + frequency * (
-            1 - slowed
-        ), self.yarn_sharpness()
-
-    def yarn_sharpness(self) -> float:
-        """The factor on cos and sin that goes with YaRN."""
-        scaling = self.scaling
-        if "attention_factor" in scaling:
-            return scaling["attention_factor"]
-        log = math.log(scaling["factor"]) if scaling["factor"] > 1 else 0.0
-        if "mscale" in scaling and "mscale_all_dim" in scaling:
-            return (0.1 * scaling["mscale"] * log + 1) / (0.1 * scaling["mscale_all_dim"] * log + 1)
-        return 0.1 * log + 1
-
-    def longrope(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
-        """LongRoPE (Ding et al. 2024, arXiv 2402.13753)."""
-        scaling, original = self.scaling, self.original
-        factors = (scaling["short_factor"], scaling["long_factor"])
-        short, long = (
-            torch.tensor(one, dtype=torch.float32, device=frequency.device) for one in factors
-        )
-        factor = scaling.get("factor", self.trained / original)
-        sharpness = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        divisor = torch.where(positions.max() >= original, long, short)
-        return frequency / divisor, scaling.get("attention_factor", sharpness)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [B, heads, S, H] with the first channels of each head rotated; interleaved pairs become halves.
-
-    The products of queries and keys do not depend on the order of channels.
-    """
-    size = cos.shape[-1]
-    turned, rest = x[..., :size], x[..., size:]
-    if interleaved:
-        turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
-
-
-class Masks:
-    """The keys that the queries of one forward pass see, made once for each kind of layer.
-
-    Args:
-        count: S, the queries.
-        past: the position of the first.
-        window: keys that a query sees in layers with a window, itself included and padding left out.
-        chunk: tokens of a chunk, in layers where a query sees the keys of its own; padding left out.
-        given: [B, M or fewer], 0 at keys that no query sees; or [B, 1, S, M], bool or added to the scores; None: none.
-        cached: whether the keys come from a cache.
-        device: of the masks.
-    """
-
-    def __init__(
-        self,
-        count: int,
-        past: Any,
-        window: int | None,
-        chunk: int | None,
-        given: Tensor | None,
-        cached: bool,
-        device: torch.device,
-    ) -> None:
-        self.count, self.past, self.window, self.chunk = count, past, window, chunk
-        self.given, self.cached, self.device = given, cached, device
-        # All layers of a kind have as many keys.
-        self.made: dict[tuple[bool, bool], Tensor | None] = {}
-
-    def __call__(self, sliding: bool, chunked: bool, keys: int) -> Tensor | None:
-        """Return bool [1 or B, 1, S, M] for M keys, or a given mask of that shape; None: plain causal attention."""
-        kind = (sliding, chunked)
-        if kind not in self.made:
-            window, chunk = self.window if sliding else None, self.chunk if chunked else None
-            self.made[kind] = self.make(window, chunk, keys)
-        return self.made[kind]
-
-    def make(self, window: int | None, chunk: int | None, keys: int) -> Tensor | None:
-        """As __call__."""
-        query = torch.arange(self.count, device=self.device)[:, None] + self.past
-        key = torch.arange(keys, device=self.device)
-        near = None if window is None else key > query - window
-        if chunk is not None:
-            near = key // chunk == query // chunk
-        if self.given is not None and self.given.dim() == 4:
-            given = self.given[..., :keys]
-            if near is None:
-                return given
-            return (
-                given & near
-                if given.dtype == torch.bool
-                else given.masked_fill(~near, torch.finfo(given.dtype).min)
-            )
-        if self.given is None and not self.cached and near is None:
-            return None
-        if self.given is None:
-            return (key <= query if near is None else (key <= query) & near)[None, None]
-        real = self.given.to(self.device) != 0
-        real = F.pad(real, (0, max(keys - real.shape[-1], 0)))[:, :keys]
-        seen = (key <= query) & real[:, None, None]  # [B, 1, S, M]
-        if window is not None:
-            tokens = real.cumsum(-1)  # [B, M], of each row up to this key
-            oldest = tokens[:, query.flatten()] - window
-            seen = seen & (tokens[:, None, None, :] > oldest[:, None, :, None])
-        if chunk is not None:
-            own = (real.cumsum(-1) - 1).clamp(min=0) // chunk  # [B, M]
-            seen = seen & (own[:, None, None, :] == own[:, query.flatten()][:, None, :, None])
-        # A query at padding, which sees nothing, would become NaN.
-        return seen | ~seen.any(-1, keepdim=True)
 
 
 class TEModelsAttention(nn.Module):
@@ -476,14 +243,10 @@ class TEModelsDecoderLayer(nn.Module):
             h = self.input_layernorm(x)
             mixed = self.self_attn(h, *attention) * self.multiplier
             return x + mixed + self.mlp(h) * self.multiplier
-        x = (
-            x
-            + self.attention_output_norm(self.self_attn(self.input_layernorm(x), *attention))
-            * self.multiplier
-        )
-        return (
-            x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x))) * self.multiplier
-        )
+        mixed = self.self_attn(self.input_layernorm(x), *attention)
+        x = x + self.attention_output_norm(mixed) * self.multiplier
+        mixed = self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp_output_norm(mixed) * self.multiplier
 
 
 class TEModelsDecoderPreTrainedModel(PreTrainedModel):
@@ -546,14 +309,12 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
         recompute = self.gradient_checkpointing and self.training
         use_cache = (self.config.use_cache if use_cache is None else use_cache) and not recompute
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        options, multiplier = self.config.options, self.config.options["embedding_multiplier"]
-        if options["embedding_norm"]:
-            x = unit_norm(x, self.config.rms_norm_eps)
-        if multiplier != 1:  # rounded to the dtype of the activations
-            x = x * torch.tensor(multiplier, dtype=x.dtype, device=x.device)
+        x = self._scaled(x)
+        options = self.config.options
         if use_cache and cache is None:
             cache = DynamicCache()
-        count, past = x.shape[1], 0 if cache is None else cache.get_seq_length()
+        count = x.shape[1]
+        past = 0 if cache is None else cache.get_seq_length()
         steps = kwargs.get("cache_position")  # which transformers 4 gives
         steps = torch.arange(count, device=x.device) + past if steps is None else steps
         positions = self._positions(steps, attention_mask, position_ids)
@@ -577,19 +338,23 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
             x = run(x, *arguments)
             states.append(x)
         x = self.norm(x)
-        wanted = (
-            self.config.output_hidden_states
-            if output_hidden_states is None
-            else output_hidden_states
-        )
-        output = BaseModelOutputWithPast(
-            x, cache if use_cache else None, (*states[:-1], x) if wanted else None
-        )
-        return (
-            output
-            if (self.config.return_dict if return_dict is None else return_dict)
-            else output.to_tuple()
-        )
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        # As in transformers, the last of them is the one after the norm.
+        hidden = (*states[:-1], x) if output_hidden_states else None
+        output = BaseModelOutputWithPast(x, cache if use_cache else None, hidden)
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        return output if return_dict else output.to_tuple()
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """Return embeddings [B, S, D] after their norm and factor."""
+        multiplier = self.config.options["embedding_multiplier"]
+        if self.config.options["embedding_norm"]:
+            x = unit_norm(x, self.config.rms_norm_eps)
+        if multiplier != 1:  # rounded to the dtype of the activations
+            x = x * torch.tensor(multiplier, dtype=x.dtype, device=x.device)
+        return x
 
     def _positions(
         self, steps: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
@@ -706,8 +471,6 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
         found = CausalLMOutputWithPast(loss, logits, getattr(output, CACHE), output.hidden_states)
-        return (
-            found
-            if (self.config.return_dict if return_dict is None else return_dict)
-            else found.to_tuple()
-        )
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        return found if return_dict else found.to_tuple()

@@ -1,0 +1,89 @@
+"""The keys that each token sees, from transformers' arguments of forward: a mask, positions and a cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from te_models.config.model import ModelConfig
+from te_models.files.formats import Fields
+from te_models.huggingface.cache import CacheView
+from te_models.model.targets import shifted
+
+
+def seen_keys(
+    config: ModelConfig,
+    tokens: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    past: Cache | None,
+) -> Fields:
+    """Return the Decoder's arguments that say what each token sees, and from which position.
+
+    Args:
+        config: of the model.
+        tokens: ids [B, S], or vectors [B, S, D].
+        mask: [B, past + S], 0 at padding; or of four dimensions, who sees whom.
+        positions: int64 [B or 1, S].
+        past: the cache that is extended.
+    """
+    batch, seq = tokens.shape[:2]
+    mask = None if mask is None else mask.to(tokens.device)
+    positions = None if positions is None else positions.to(tokens.device).expand(batch, seq)
+    if past is None and (mask is None or mask.dim() == 2):
+        # Positions that only say what the Decoder would assume anyway are left out: with them it could not use its
+        # fast attention, and nearly every caller gives them. A traced graph has no values to compare.
+        traced = torch.compiler.is_compiling()
+        if positions is None:
+            return dict(attention_mask=mask)
+        if mask is None:
+            documents = _documents(positions)  # [B, S]
+            usual = _positions_in_documents(documents)  # [B, S]
+            if not traced and torch.equal(positions, usual):
+                # Bins of one document each need no ids.
+                return dict(document_ids=documents) if bool(documents[:, -1].any()) else {}
+            return dict(cache=CacheView(config, None, None, positions, tokens.device, documents))
+        if not traced and _count_tokens(positions, mask):
+            return dict(attention_mask=mask)
+    view = CacheView(config, past, mask, positions, tokens.device)
+    real = mask[:, -seq:] if mask is not None and mask.dim() == 2 and seq > 1 else None
+    return dict(cache=view, attention_mask=real)
+
+
+def _documents(positions: Tensor) -> Tensor:
+    """Return the number of each token's document, int64 [B, S]: one begins where positions [B, S] do not go on."""
+    return (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+
+
+def _positions_in_documents(documents: Tensor) -> Tensor:
+    """Return the positions of tokens that count from the start of their documents [B, S]."""
+    started = documents.diff(prepend=documents[:, :1] - 1) != 0
+    place = torch.arange(documents.shape[1], device=documents.device)
+    return place - torch.where(started, place, 0).cummax(-1).values
+
+
+def _count_tokens(positions: Tensor, mask: Tensor) -> bool:
+    """Return whether positions [B, S] number the tokens of each row as `mask` [B, S] has them, from 0."""
+    real = mask.bool()
+    usual = mask.cumsum(-1) - 1
+    # Positions at padding mean nothing, and callers fill them differently.
+    return torch.equal(positions.where(real, 0), usual.where(real, 0))
+
+
+def kept_logits(logits: Tensor, keep: int | Tensor) -> Tensor:
+    """Return the logits of the newest `keep` positions (0: of all), or of the positions `keep`."""
+    if not isinstance(keep, int):
+        return logits[:, keep]
+    if keep and logits.shape[1] > keep:  # with routing there are logits of all positions
+        return logits[:, -keep:]
+    return logits
+
+
+def shifted_labels(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return the target of each position, int64 [B, S], of labels that are not shifted."""
+    mask = None
+    # A mask of four dimensions says who sees whom, and not which tokens are padding.
+    if attention_mask is not None and attention_mask.dim() == 2:
+        mask = attention_mask[:, -labels.shape[1] :].to(labels.device)
+    return shifted(labels, mask)

@@ -1,0 +1,87 @@
+"""Masks of attention, beside modeling_te_models.py. Needs only PyTorch.
+
+Shapes: B batch, S sequence (queries), M keys.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Masks:
+    """The keys that the queries of one forward pass see, made once for each kind of layer.
+
+    Args:
+        count: S, the queries.
+        past: the position of the first.
+        window: keys that a query sees in layers with a window, itself included and padding left out.
+        chunk: tokens of a chunk, in layers where a query sees the keys of its own; padding left out.
+        given: [B, M or fewer], 0 at keys that no query sees; or [B, 1, S, M], bool or added to the scores; None: none.
+        cached: whether the keys come from a cache.
+        device: of the masks.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        past: Any,
+        window: int | None,
+        chunk: int | None,
+        given: Tensor | None,
+        cached: bool,
+        device: torch.device,
+    ) -> None:
+        self.count = count
+        self.past = past
+        self.window = window
+        self.chunk = chunk
+        self.given = given
+        self.cached = cached
+        self.device = device
+        # All layers of a kind have as many keys.
+        self.made: dict[tuple[bool, bool], Tensor | None] = {}
+
+    def __call__(self, sliding: bool, chunked: bool, keys: int) -> Tensor | None:
+        """Return bool [1 or B, 1, S, M] for M keys, or a given mask of that shape; None: plain causal attention."""
+        kind = (sliding, chunked)
+        if kind not in self.made:
+            window = self.window if sliding else None
+            chunk = self.chunk if chunked else None
+            self.made[kind] = self.make(window, chunk, keys)
+        return self.made[kind]
+
+    def make(self, window: int | None, chunk: int | None, keys: int) -> Tensor | None:
+        """As __call__."""
+        query = torch.arange(self.count, device=self.device)[:, None] + self.past
+        key = torch.arange(keys, device=self.device)
+        near = None if window is None else key > query - window
+        if chunk is not None:
+            near = key // chunk == query // chunk
+        if self.given is not None and self.given.dim() == 4:
+            given = self.given[..., :keys]
+            if near is None:
+                return given
+            if given.dtype == torch.bool:
+                return given & near
+            # The smallest number and not -inf: a row without any key would become NaN.
+            return given.masked_fill(~near, torch.finfo(given.dtype).min)
+        # SDPA then takes its own causal mask, and with it its fast kernels.
+        if self.given is None and not self.cached and near is None:
+            return None
+        if self.given is None:
+            return (key <= query if near is None else (key <= query) & near)[None, None]
+        real = self.given.to(self.device) != 0
+        real = F.pad(real, (0, max(keys - real.shape[-1], 0)))[:, :keys]
+        seen = (key <= query) & real[:, None, None]  # [B, 1, S, M]
+        # Padding on the left moves the tokens of a row: distances count tokens, not slots.
+        if window is not None:
+            tokens = real.cumsum(-1)  # [B, M], of each row up to this key
+            oldest = tokens[:, query.flatten()] - window
+            seen = seen & (tokens[:, None, None, :] > oldest[:, None, :, None])
+        if chunk is not None:
+            own = (real.cumsum(-1) - 1).clamp(min=0) // chunk  # [B, M]
+            seen = seen & (own[:, None, None, :] == own[:, query.flatten()][:, None, :, None])
+        # A query at padding, which sees nothing, would become NaN.
+        return seen | ~seen.any(-1, keepdim=True)

@@ -1,0 +1,135 @@
+"""The parts of a run and the checks that come before its first step: data, optimizer, documents, room on the disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from te_models.causal_lm import CausalLM
+from te_models.config.settings import by_name
+from te_models.config.training import TrainConfig
+from te_models.data.dataset import TokenDataset
+from te_models.data.own_batches import OwnBatches, checked_batch
+from te_models.data.streaming import StreamingDataset
+from te_models.errors import UsageError, plural
+from te_models.files.formats import Fields, render_json
+from te_models.optim import build_optimizer, projected_in_backward
+from te_models.optim.master import MasterWeights
+from te_models.saving.run_folder import Checkpoints
+from te_models.training.callback import Callback
+from te_models.training.evaluation import Batch
+from te_models.training.parallel import Parallel
+from te_models.training.preflight import check_disk
+
+if TYPE_CHECKING:
+    from te_models.training.trainer import Trainer
+
+
+def check_arguments(out: object, config: object, callbacks: object) -> None:
+    """Raise UsageError for an argument of a Trainer that has the wrong type."""
+    if not isinstance(out, str | os.PathLike):
+        raise UsageError(f"out is {out!r}: give the folder of the run")
+    if not isinstance(config, TrainConfig):
+        raise UsageError(
+            f"config is a {type(config).__name__}: give te_models.TrainConfig(steps=...)"
+        )
+    if not isinstance(callbacks, Sequence):
+        raise UsageError(f"callbacks is a {type(callbacks).__name__}: give a list")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise UsageError(
+                "callbacks are instances of subclasses of te_models.Callback; on_step= takes a function"
+            )
+
+
+def refuse_frozen(model: CausalLM) -> None:
+    """Raise UsageError if no parameter of the model is trained."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(
+            "every parameter of the model is frozen: let some require gradients, or add adapters (add_lora)"
+        )
+
+
+def open_training_data(
+    dataset: TokenDataset | StreamingDataset | Iterable[Mapping[str, Tensor]],
+    model: CausalLM,
+    config: TrainConfig,
+    parallel: Parallel,
+) -> TokenDataset | StreamingDataset | OwnBatches:
+    """Return the dataset, or the batches of the user's own as one whose position checkpoints hold."""
+    if isinstance(dataset, TokenDataset | StreamingDataset):
+        model.add_stop_tokens(dataset.ends)
+        return dataset
+    sizes = {
+        "batch_size": config.batch_size // parallel.data_world,
+        "seq_len": config.seq_len,
+    }
+    chosen = by_name(config)
+    defaults = by_name(TrainConfig())
+    # A size that was left at its default asks for nothing: the batches have whatever size they have.
+    expected = {name: size for name, size in sizes.items() if chosen[name] != defaults[name]}
+    return OwnBatches(dataset, config.seed, parallel.ranks, expected)
+
+
+def evaluation_batches(
+    batches: Iterable[Mapping[str, Tensor]] | None, patience: int
+) -> list[Batch]:
+    """Return the batches to evaluate on, checked; raise UsageError for a run with `patience` and without any."""
+    checked = []
+    for number, batch in enumerate(() if batches is None else batches, 1):
+        checked.append(checked_batch(batch, f"evaluation batch {number}"))
+    if patience and not checked:
+        raise UsageError(f"patience={patience} counts evaluations: give eval_batches too")
+    return checked
+
+
+def optimizer_of_run(model: CausalLM, config: TrainConfig, parallel: Parallel) -> MasterWeights:
+    """Return the optimizer over the model's parameters, or over this process's shards of them."""
+    projected = projected_in_backward(config.optimizer, config.optimizer_options, model)
+    return build_optimizer(
+        config.optimizer,
+        model,
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        options=config.optimizer_options,
+        offload=config.optimizer_offload,
+        owners=parallel.owners(),
+        gradients=parallel.gradients(model, config.gradient_accumulation, projected),
+        norm=parallel.norm,
+    )
+
+
+def rendered_documents(documents: Mapping[str, object]) -> Fields:
+    """Return the documents as bytes of files, made once: to serialize a tokenizer takes about a second."""
+    rendered: Fields = {}
+    for name, document in documents.items():
+        if not isinstance(document, bytes):
+            document = render_json(document, name)
+        rendered[name] = document
+    return rendered
+
+
+def refuse_to_replace(out: Path, checkpoints: Checkpoints) -> None:
+    """Raise UsageError if `out` has a run that a new one would replace."""
+    latest = checkpoints.latest()
+    if latest is not None:
+        steps = plural(int(latest.name.removeprefix("step-")), "step")
+        raise UsageError(
+            f"{out} already holds a run of {steps}: continue it with run(resume=True), or give another out"
+        )
+
+
+def check_room(trainer: Trainer) -> None:
+    """Raise UsageError if the first checkpoint certainly does not fit on the disk."""
+    config = trainer.config
+    size = trainer.optimizer.state_bytes()
+    for parameter in trainer.model.parameters():
+        # A run that trains adapters saves these alone: the frozen weights are in the folder that they came from.
+        if parameter.requires_grad or trainer.saved is None:
+            size += parameter.numel() * parameter.element_size()
+    kept = config.keep_last if config.save_every != 0 else 1
+    check_disk(trainer.out, size, kept)
