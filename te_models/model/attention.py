@@ -37,6 +37,7 @@ class GatedAttention(Mixer[AttentionSpec]):
         self.eps = factory.eps
         if spec.qk_norm != "none" and spec.norm_weights:
             self.q_norm = factory.norm(spec.vectors["q_norm"])
+            # Layers that attend to another layer's keys have no norm for them.
             if not spec.heads.reuses_keys:
                 self.k_norm = factory.norm(spec.vectors["k_norm"])
         self.sinks = factory.vector(spec.heads.query) if spec.sinks else None
@@ -64,6 +65,7 @@ class GatedAttention(Mixer[AttentionSpec]):
         else:
             out = self._composed(qkvg, context)
         # Under sequence parallelism qkvg has the rows of all ranks, x only this rank's.
+        # Attention has real tokens only; the linears want all N rows, which a multiple of the alignment has to be.
         out = context.linear(self.o_proj, pad_rows(out, qkvg.shape[0]))
         return context.without_padding(out) if self.spec.output_bias else out
 
@@ -102,7 +104,8 @@ class GatedAttention(Mixer[AttentionSpec]):
             norms = HeadNorms(query.weight, key.weight, query.eps, query.zero_centered)
         rotary = None
         if spec.rope is not None:
-            rotary = Rotary(*context.rotary[spec.rope], spec.rope.interleaved)
+            cos, sin = context.rotary[spec.rope]
+            rotary = Rotary(cos, sin, spec.rope.interleaved)
         return StepAttention(
             heads=spec.heads,
             scale=spec.heads.dim**-0.5 if spec.multiplier is None else spec.multiplier,
@@ -128,6 +131,7 @@ class GatedAttention(Mixer[AttentionSpec]):
         targets = context.kernels.targets(
             context.neighbour(self.qkvg_proj), context.neighbour(self.o_proj)
         )
+        # Where the kernels may write FP8: o_proj's input in forward, the gradient of qkvg_proj's output in backward.
         setting = replace(setting, spans=spans, targets=targets)
         return attention_core(qkvg, setting, q_weight=q_weight, k_weight=k_weight, sinks=self.sinks)
 
@@ -146,6 +150,8 @@ class GatedAttention(Mixer[AttentionSpec]):
         q, k, v, logits = rotated_heads(tokens, q_weight, k_weight, setting)
         assert context.cache is not None
         keys, values = context.cache.append(self.layer, k.transpose(1, 2), v.transpose(1, 2))
+        # Views [B, heads, S, H]: SDPA takes any strides, and copies of q and k would cost as much as attention for
+        # short texts.
         out = self._attention(q.transpose(1, 2), keys, values, context.masks[self.spec.seen])
         mixed = out.transpose(1, 2)  # [B, S, A, H]
         if logits is not None:
@@ -162,10 +168,12 @@ class GatedAttention(Mixer[AttentionSpec]):
         assert operations is not None
         rotation = None
         if spec.rope is not None:
-            rotation = Rotation(*context.rotary[spec.rope], spec.rope.interleaved)
+            cos, sin = context.rotary[spec.rope]
+            rotation = Rotation(cos, sin, spec.rope.interleaved)
         q_weight = k_weight = None
         eps = 0.0
         zero_centered = False
+        # Norms without weights run in the same kernels as those with: their weights are ones, which get no gradient.
         if spec.qk_norm != "none" and not spec.norm_weights:
             q_weight = k_weight = qkvg.new_ones(spec.heads.dim)
             eps = self.eps
@@ -199,6 +207,7 @@ class GatedAttention(Mixer[AttentionSpec]):
         scale = context.query_scales[self.spec.query_scale][..., None]  # [S, 1] or [B, S, 1]
         if rotation is not None:
             return rotation._replace(cos=rotation.cos * scale, sin=rotation.sin * scale)
+        # A rotation by no angle: cos is the scale and sin 0, so that the kernels need no further argument.
         cos = scale.expand(*scale.shape[:-1], self.spec.heads.dim)
         return Rotation(cos, torch.zeros_like(cos))
 
@@ -251,6 +260,7 @@ class GatedAttention(Mixer[AttentionSpec]):
             q = context.rotated(q, spec.rope, spec.norm_after_rope)
             k = context.rotated(k, spec.rope, spec.norm_after_rope)
         elif spec.rope is not None:
+            # One RoPE for queries and keys together launches half as many kernels.
             q, k = context.rotated(torch.cat((q, k), dim=2), spec.rope, spec.norm_after_rope).split(
                 (q.shape[2], k.shape[2]), dim=2
             )
@@ -304,6 +314,7 @@ class GatedAttention(Mixer[AttentionSpec]):
             gate = context.kernels.softplus_gate
         if heads.gate == "elementwise":
             return gate(out.flatten(-2), g)
+        # The projection has rows of padding behind the A logits: it is as wide as the alignment asks.
         if heads.gate == "headwise":
             return gate(out, g[:, : heads.query, None]).flatten(-2)
         return out.flatten(-2)

@@ -83,6 +83,7 @@ class Block(nn.Module):
             )
         self.layer_scalar = None
         if spec.scaled:
+            # Gemma 4's factor of a layer is a buffer in transformers: stored, and not trained.
             self.layer_scalar = factory.vector(1).requires_grad_(False)
 
     @property
@@ -120,6 +121,7 @@ class Block(nn.Module):
         owner, _, rest = name.partition(".")
         for part in self.block_parts:
             if owner == part.spec.name:
+                # The part knows which of its linears lead back into the residual stream.
                 return part.initialize(rest, values, std, residual_std)
         values.fill_(1.0 if name == "layer_scalar" else self.gain)
 
@@ -144,9 +146,11 @@ class Block(nn.Module):
             h, x = self._normed(self.input_layernorm, x, None, mixer, context)
             delta = self._delta(self.attention_output_norm, mixer(h, context))
         if mlp is not None:
+            # x and delta are added behind this call: the norm's kernel adds them on its way, in one pass over memory.
             hidden, x = context.recompute.run_mlp(self, mlp, self._mlp_hidden, x, delta, context)
             delta = self._delta(self.mlp_output_norm, mlp.output(hidden, context))
         assert delta is not None  # a block has at least one of the two
+        # The next block's norm could fuse this sum too, but the result of a block is one tensor, whatever comes next.
         return self._ended(x + delta, context)
 
     def _side_by_side(self, x: Tensor, context: ForwardContext) -> Tensor:
@@ -154,6 +158,7 @@ class Block(nn.Module):
         mixer = self.token_mixer
         mlp = self.feedforward
         assert mixer is not None and mlp is not None
+        # No consumer: mixer and MLP have quantizers of their own, so that the norm cannot write FP8 for both.
         h, x = self._normed(self.input_layernorm, x, None, None, context)
         mixed = self._delta(None, mixer(h, context))
         hidden = context.recompute.run_mlp(self, mlp, self._hidden_beside, h, None, context)
@@ -198,6 +203,7 @@ class Block(nn.Module):
     ) -> Tensor | None:
         """Return x [N, D] and what the part adds to it; None where its modules have to run."""
         norm = None if before is None else context.norm_of_step(before)
+        # A hook or an adapter on a module would not run, and a norm behind the part is not in these kernels.
         if norm is None or after is not None or not is_untouched(part):
             return None
         return part.step(norm, x, context, self.residual_multiplier)
@@ -233,6 +239,8 @@ class Block(nn.Module):
         context: ForwardContext,
     ) -> tuple[Tensor, Tensor]:
         """Return the input of the part `reader` (None: of two parts), and x + delta."""
+        # Under tensor parallelism the weight's gradient is summed over ranks in the graph, which the fused norm has
+        # not.
         if norm is not None and self.tp.size == 1:
             consumer = None
             if reader is not None and reader.entry is not None:

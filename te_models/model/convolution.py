@@ -43,7 +43,9 @@ def without_padding(mix: Callable[..., Tensor], context: ForwardContext, *inputs
     order, counts = found
     out = mix(*(x.gather(1, _like(order, x)) for x in inputs), counts)
     real = torch.arange(out.shape[1], device=out.device) < counts[:, None]  # [B, S]
+    # Not only scattered: a convolution's bias makes padding nonzero, and linears behind it expect zeros.
     out = out * _like(real, out)
+    # The inverse of the gather above: `order` says where each token came from.
     return torch.zeros_like(out).scatter(1, _like(order, out), out)
 
 
@@ -60,6 +62,7 @@ def newest(tail: Tensor, x: Tensor, counts: Tensor | None) -> Tensor:
     whole = torch.cat((tail, x), dim=1)
     seq: Any = x.shape[1]
     if counts is None:
+        # Slicing from the front also serves texts shorter than the tail, whose older inputs then stay.
         return whole[:, seq:]
     place = counts[:, None] + torch.arange(tail.shape[1], device=whole.device)
     return whole.gather(1, place[..., None].expand(-1, -1, whole.shape[2]))

@@ -87,6 +87,7 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
             return self._mix(mixed, ba, counts, context)
 
         out = without_padding(mix, context, mixed, ba)  # [B, S, n, d_v]
+        # One weight [d_v] for all heads, of which a rank has some: hence the sum of its gradient over ranks.
         out = self.tp.norm(self.norm, out.flatten(0, 2), partial=True).view(count, -1)  # [B*S, Vd]
         out = context.kernels.silu_gate(out, z)  # 0 at padding, where z is 0
         return context.linear(self.out_proj, pad_rows(out, qkvz.shape[0]))
@@ -113,6 +114,8 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
             sizes=(sizes.key_size, sizes.key_size, sizes.value_size),
             activation=self.spec.activation,
         )
+        # Padding stands behind the tokens here; with no decay and no strength there, the state after it is the one
+        # before.
         real = None if counts is None else torch.arange(seq, device=counts.device) < counts[:, None]
         g, beta = kernels.delta_gates(ba, self.A_log, self.dt_bias, real)
         q, k = (t.unflatten(-1, (-1, sizes.key_head_dim)) for t in (q, k))

@@ -82,9 +82,12 @@ class KimiDeltaAttention(Mixer[KDASpec]):
         rank = sizes.gate_rank or sizes.inner_size
         qkvg = context.linear(self.get_submodule("qkvg_proj"), x)  # [N, 3C + R]
         fb = context.linear(self.get_submodule("fb_proj"), x)  # [N, R + n, and padding]
+        # The decay and the strength come from a projection outside FP8: they multiply the state at every token, and
+        # errors add up.
         mixed, g = qkvg.split([3 * sizes.inner_size, rank], dim=-1)
         f, b = fb[:, : rank + sizes.num_heads].split([rank, sizes.num_heads], dim=-1)
         if sizes.gate_rank is not None:
+            # Gates of low rank: down in the projection above, up here.
             f = context.linear(self.get_submodule("f_up_proj"), f.contiguous())  # [N, C]
             g = context.linear(self.get_submodule("g_up_proj"), g.contiguous())  # [N, C]
         # [B, S, 3C, C or n]
@@ -120,6 +123,7 @@ class KimiDeltaAttention(Mixer[KDASpec]):
         )
         real = None
         if counts is not None:
+            # As in Gated DeltaNet: padding neither decays the state nor writes to it.
             real = torch.arange(context.seq, device=counts.device) < counts[:, None]
         # [B, S, n, d] and [B, S, n]
         g, beta = kernels.channel_gates(

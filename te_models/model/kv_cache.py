@@ -283,6 +283,7 @@ class DecodingCache:
         if chunk is not None:
             queries = self.positions.index_select(1, self._slots)
             seen = seen & within_chunk(queries, self.positions, chunk)
+        # A row of the mask without any key would make the softmax NaN.
         seen = seen | (distance == 0)
         return torch.zeros_like(seen, dtype=self.dtype).masked_fill_(~seen, float("-inf"))
 

@@ -31,6 +31,7 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
     def __init__(self, spec: LatentAttentionSpec, layer: int, factory: Factory) -> None:
         super().__init__(spec, layer, factory)
         into, *queries, kv_b, out = spec.linears
+        # Without the rows that pad the projection to the alignment.
         self.rows = [section.used for section in into.sections]
         self.qkv_a_proj = factory.linear(into)
         for name, size in spec.vectors.items():
@@ -65,6 +66,7 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         out = self._attention(
             self._queries(q, context), *self._keys_and_values(kv, k_rope, context), context
         )
+        # A loop over none or one: most families have no gate.
         for logits in gate:  # [N, A], one per head
             heads = out.unflatten(-1, (self.spec.heads.query, -1))  # [B*S, A, V]
             out = context.kernels.gate(heads, logits[: out.shape[0], :, None]).flatten(1)
@@ -93,6 +95,7 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         sizes = self.spec.sizes
         rope = self.spec.rope
         count = context.batch * context.seq
+        # A copy, or backward would keep all of qkv_a_proj's output for the sake of these columns.
         kv = self.get_submodule("kv_a_layernorm")(kv[:count].contiguous())
         kv, k_rope = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (kv, k_rope))
         k_rope = k_rope[:, :, None]  # [B, S, 1, P]
@@ -104,12 +107,14 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
             kv, k_rope = context.cache.append(self.layer, kv, k_rope)
         rows = kv.flatten(0, 2)  # [B*M', R]
         count = rows.shape[0]  # `len` would make a constant of it in a traced graph
+        # The cache has more rows than the pass has tokens, so this GEMM needs padding of its own.
         padded = -(-count // context.alignment) * context.alignment
         shape = (context.batch, kv.shape[2])
         both = context.linear(self.kv_b_proj, pad_rows(rows, padded), shape)[:count]
         both = both.unflatten(-1, (self.spec.heads.query, -1)).unflatten(0, (context.batch, -1))
         # [B, M', A, M], [B, M', A, V]
         k, v = both.split((sizes.qk_nope_head_dim, sizes.v_head_dim), dim=-1)
+        # All heads share the rotated channels of a token.
         return torch.cat((k, k_rope.transpose(1, 2).expand(-1, -1, k.shape[2], -1)), dim=-1), v
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:

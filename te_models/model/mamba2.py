@@ -113,6 +113,7 @@ class Mamba2(Mixer[Mamba2Spec]):
         groups = (sizes.inner_size, sizes.group_size, sizes.group_size)
         scaled = []
         for name, part in zip("xbc", taps.float().split(groups), strict=True):
+            # In FP32, since these few numbers act on every token.
             scaled.append(part * sizes.factors[name])
         return torch.cat(scaled)
 
@@ -120,6 +121,7 @@ class Mamba2(Mixer[Mamba2Spec]):
         """Return the output y [T, H P] with its gate and its norm."""
         sizes = self.spec.sizes
         if self.norm is None:
+            # Families without the norm (Falcon H1) have the gate alone.
             return context.kernels.silu_gate(y, z, factor=sizes.factors["z"])
         return context.kernels.gated_norm(
             y,
@@ -159,6 +161,7 @@ class Mamba2(Mixer[Mamba2Spec]):
         if sizes.factors["dt"] != 1:
             steps = steps.float() * sizes.factors["dt"]
         dt = kernels.time_steps(steps, self.dt_bias, real, low=low, high=high)  # [B, S, H]
+        # Negative whatever training makes of A_log: a state can only decay.
         rates = -self.A_log.float().exp()  # [H]
         # [B, S, H, P]
         x = x.unflatten(-1, (-1, sizes.head_dim))

@@ -30,15 +30,18 @@ class MLP(Feedforward[MLPSpec]):
         """Return the input of down_proj [N, F] from x [N, D]."""
         spec = self.spec
         gate_up = context.linear(self.gate_up_proj, x)  # [N, 2F], or [N, F] without a gate
-        neighbours = (context.neighbour(self.gate_up_proj), context.neighbour(self.down_proj))
+        # The linears that FP8 comes from and goes to, where a kernel may hand it over.
+        producer = context.neighbour(self.gate_up_proj)
+        consumer = context.neighbour(self.down_proj)
         if not spec.obstacles:
-            return context.kernels.activate(gate_up, *neighbours, spec.activation, spec.gate)
+            return context.kernels.activate(gate_up, producer, consumer, spec.activation, spec.gate)
         kernels = context.kernels
         limit = spec.limit
         if limit is not None:
             return handover.swiglu(
                 gate_up,
-                *neighbours,
+                producer,
+                consumer,
                 lambda both: kernels.limited_swiglu(both, limit),
                 lambda dy, both: kernels.limited_swiglu_backward(dy, both, limit),
             )
@@ -47,6 +50,7 @@ class MLP(Feedforward[MLPSpec]):
 
         def forward(gate_up: Tensor) -> Tensor:
             hidden = kernels.mlp_activation(gate_up, spec.activation, spec.gate, factor)
+            # act(bias) need not be zero, and a row of padding that is not would enter the amax of down_proj's input.
             return context.without_padding(hidden) if spec.bias else hidden
 
         def backward(dy: Tensor, gate_up: Tensor) -> Tensor:
@@ -54,7 +58,7 @@ class MLP(Feedforward[MLPSpec]):
                 dy = context.without_padding(dy)
             return kernels.mlp_activation_backward(dy, gate_up, spec.activation, spec.gate, factor)
 
-        return handover.swiglu(gate_up, *neighbours, forward, backward)
+        return handover.swiglu(gate_up, producer, consumer, forward, backward)
 
     def step(
         self, norm: StepNorm, x: Tensor, context: ForwardContext, factor: float

@@ -6,6 +6,7 @@ padded with zeros to the alignment of the recipe, which changes no amax.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from te_models.config.moe import SEPARATE_NORMS, MoESpec
 from te_models.kernels import handover
+from te_models.kernels.dispatch import Kernels
 from te_models.kernels.expert_rows import Route, combine, dispatch
 from te_models.kernels.unit_norm import unit_norm
 from te_models.model.expert_parallel import Exchange
@@ -97,6 +99,7 @@ class Experts(Feedforward[MoESpec]):
         moe = self.spec.experts
         # The rows after them pad x to the alignment of the recipe: no expert gets those.
         count = context.batch * context.seq
+        # Before everything else: transformers multiplies the hidden states themselves.
         if self.jitters and self.training:
             # Router, experts and shared expert read the same noise.
             x = routed = shared = self._jittered(x)
@@ -104,6 +107,7 @@ class Experts(Feedforward[MoESpec]):
             tokens = x[:count]
         else:
             tokens = context.linear(self.get_submodule("latent_in_proj"), x)[:count]  # [T, L]
+        # Padding is cut off before the choice, or experts would get rows of zeros, and the balance would count them.
         logits = self.router_logits(self._logits(routed, context)[:count])  # FP32 [T, E]
 
         kernels = context.kernels.expert_rows
@@ -123,15 +127,22 @@ class Experts(Feedforward[MoESpec]):
         own = exchange.places if exchange else where
         route = Route(where.token, where.row, kernels)
         swiglu = self.spec.activation == "silu" and self.spec.gate and self.spec.limit is None
+        # One operation from tokens to their sums keeps neither the rows of all experts nor what lies between the
+        # projections.
         joint = swiglu and not moe.scale_inputs and context.experts_join(gate_up, down)
         # The weights are not part of the choice that a recompute repeats: their gradient goes through the logits, so a
         # recompute has to build this graph again.
         if moe.scale_inputs:
             factors = self._weights(logits, chosen)
+            # Llama 4 multiplies the inputs of experts by their weights, not the outputs: then the sum has weights of 1.
             rows = self._separate(_scaled(tokens, factors, route), own, exchange, None, context)
             weights = torch.ones_like(factors)
         elif joint:
-            rows = tokens if exchange is None else exchange.to_experts(dispatch(tokens, *route))
+            rows = (
+                tokens
+                if exchange is None
+                else exchange.to_experts(dispatch(tokens, route.token, route.row, route.kernels))
+            )
             weights = self._weights(logits, chosen)
         else:
             rows = self._separate(tokens, own, exchange, route, context)
@@ -200,7 +211,7 @@ class Experts(Feedforward[MoESpec]):
         if exchange is None:
             both = context.grouped(gate_up, x, own.rows, route)  # [R, 2F]
         else:
-            rows = x if route is None else dispatch(x, *route)
+            rows = x if route is None else dispatch(x, route.token, route.row, route.kernels)
             both = context.grouped(gate_up, exchange.to_experts(rows), own.rows)
         real = (own.token < len(own.row))[:, None] if self._pads(context) else None
         return self._activated(both, "", context, real)
@@ -234,7 +245,7 @@ class Experts(Feedforward[MoESpec]):
             out = exchange.from_experts(out)
         # The joint kernels sum the rows of a token themselves, unless those come from other ranks.
         if exchange is not None or not joint:
-            out = combine(out, weights, *route)
+            out = combine(out, weights, route.token, route.row, route.kernels)
         # Back to N rows, for the linears that follow.
         out = pad_rows(out, count)
         if self.spec.experts.latent_size is not None:
@@ -258,6 +269,8 @@ class Experts(Feedforward[MoESpec]):
         """Return the router's logits of x [N, D], FP32 [N, E]; it never runs in FP8."""
         router = self.get_submodule("router")
         if self.spec.experts.router_fp32:
+            # Scores of near-equal experts differ by less than BF16 resolves; the families that say so choose by FP32
+            # logits.
             return _in_fp32(router, x.float())
         return context.linear(router, x).float()
 
@@ -272,28 +285,36 @@ class Experts(Feedforward[MoESpec]):
         consumer = context.neighbour(self.get_submodule(f"{prefix}down_proj"))
         if not self.spec.obstacles:
             return context.kernels.activate(gate_up, producer, consumer)
-        kernels = context.kernels
+        forward, backward = self._activation_and_backward(prefix, context.kernels)
+
+        def activation(both: Tensor) -> Tensor:
+            out = forward(both)
+            return out if real is None else out * real
+
+        return handover.swiglu(gate_up, producer, consumer, activation, backward)
+
+    def _activation_and_backward(
+        self, prefix: str, kernels: Kernels
+    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
+        """Return the activation of [n, 2F], and its gradient from (dy, input), of the experts or the shared one."""
         e = self.spec.experts
         limit = self.spec.shared_limit if prefix else self.spec.limit
         if limit is not None:
-            forward = kernels.limited_swiglu
-            backward = kernels.limited_swiglu_backward
-            how = (limit,)
-        elif e.swiglu_limit is None:
-            forward = kernels.mlp_activation
-            backward = kernels.mlp_activation_backward
-            how = (self.spec.activation, self.spec.gate)
-        else:
-            forward = kernels.clamped_swiglu
-            backward = kernels.clamped_swiglu_backward
-            how = (e.swiglu_limit, e.swiglu_alpha)
-
-        def activation(both: Tensor) -> Tensor:
-            out = forward(both, *how)
-            return out if real is None else out * real
-
-        return handover.swiglu(
-            gate_up, producer, consumer, activation, lambda dy, both: backward(dy, both, *how)
+            return (
+                lambda both: kernels.limited_swiglu(both, limit),
+                lambda dy, both: kernels.limited_swiglu_backward(dy, both, limit),
+            )
+        cap = e.swiglu_limit
+        if cap is not None:
+            return (
+                lambda both: kernels.clamped_swiglu(both, cap, e.swiglu_alpha),
+                lambda dy, both: kernels.clamped_swiglu_backward(dy, both, cap, e.swiglu_alpha),
+            )
+        kind = self.spec.activation
+        gate = self.spec.gate
+        return (
+            lambda both: kernels.mlp_activation(both, kind, gate),
+            lambda dy, both: kernels.mlp_activation_backward(dy, both, kind, gate),
         )
 
     def _shared(self, x: Tensor, context: ForwardContext) -> tuple[Tensor | None, Tensor | None]:
@@ -311,7 +332,7 @@ class Experts(Feedforward[MoESpec]):
 
 def _scaled(tokens: Tensor, weights: Tensor, route: Route) -> Tensor:
     """Return the rows of all experts [R, D], each the token [T, D] of a row times its weight, of FP32 [T, k]."""
-    rows = dispatch(tokens, *route)
+    rows = dispatch(tokens, route.token, route.row, route.kernels)
     # The places of padding are R, behind all rows.
     factors = weights.new_zeros(len(rows) + 1)
     factors = factors.index_copy(0, route.row.flatten(), weights.flatten())[:-1]  # [R]

@@ -63,6 +63,7 @@ class HostMemory:
             self.device = device
             self.free = []
             self.pages = 0
+            # A stream of its own: copies over the bus and GEMMs then run at the same time.
             self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def lend(self, size: int) -> list[Tensor]:
@@ -83,6 +84,7 @@ class HostMemory:
 
     def take_back(self, pages: list[Tensor], device: torch.device) -> None:
         """End `lend`. Copies from or to the pages may still run: later ones follow them in the same stream."""
+        # Pages of another device are not pinned for this one; they are left to the garbage collector.
         if device == self.device:
             self.free += pages
 
@@ -163,6 +165,7 @@ class _Block:
     def __init__(self, memory: HostMemory, below: _Block | None) -> None:
         self.memory = memory
         self.device = memory.device
+        # Weak: a pass that is abandoned halfway frees its blocks without a cycle collection.
         self.below = None if below is None else weakref.ref(below)
         self.storages: list[weakref.ref[_Storage]] = []
         self.pages: list[Tensor] = []

@@ -53,6 +53,7 @@ class ParallelMixer(Mixer[ParallelSpec]):
         total = None
         for number, mixer in enumerate(self.mixers):
             h = x if before[number] == 1 else x * before[number]
+            # Recomputed and fused as anywhere: a mixer does not know that it has neighbours.
             out = mixer(h, context.of_member(number))
             if after[number] != 1:
                 out = out * after[number]

@@ -97,6 +97,7 @@ class Mixer(BlockPart[Spec]):
             assert isinstance(state, RecurrentState)
             return state
 
+        # transformers' caches make their layers when they are first used, hence a function and not a state.
         state = context.cache.recurrent(self.layer, make)
         return state, {} if state is None else state.read()
 

@@ -75,6 +75,7 @@ def auto_recipe(
         gpu = why.partition(",")[0]
         reason = f"{gpu} has no FP8"
         for candidate in CANDIDATES:
+            # The engine's own question to Transformer Engine, which knows compute capability and cuBLAS.
             if not getattr(te, SCHEMES[get_recipe(candidate).scheme].available)():
                 continue
             recipe = get_recipe(candidate, **fields)
@@ -133,6 +134,7 @@ def pays_on(
 
     Arguments are as in `best_on`, with the names of GPU and recipe.
     """
+    # A measurement near these sizes knows more than any rule about their width.
     measured = gain(gpu, config, recipe, tokens, lora)
     if measured.pays is not None:
         verdict = "" if measured.pays else "FP8 saves no time at this size: "
@@ -189,6 +191,7 @@ def check_sizes(
 def _check_features(features: Mapping[str, int], recipe: Recipe | None, each: str) -> None:
     """Require the inputs and outputs of a part with a te.Linear under this recipe to suit it."""
     for name, size in features.items():
+        # cuBLAS has no FP8 kernel for other sizes: it would fail in the first forward pass, far from the setting.
         if recipe is not None and size % recipe.feature_alignment:
             raise ConfigError(
                 f"{name}={size}{each} is not a multiple of {recipe.feature_alignment}, which the GEMMs of recipe "

@@ -95,6 +95,8 @@ class Recompute:
             offloaded = self.offload.block(layer, block, args)
         with offloaded:
             if recomputes_block(self.mode, layer):
+                # Random numbers are restored only where some may be drawn: it costs the host a copy of the generator's
+                # state.
                 return self.recomputed(block, block, x, *args, restore_random=may_draw(block))
             return block(x, *args)
 
@@ -111,6 +113,7 @@ class Recompute:
 
         If the mode asks for it, backward recomputes it from x + delta, from which the function computes the same.
         """
+        # The last block's MLP, for one, would be recomputed at once: nothing runs between its forward and its backward.
         if recomputes_mlp(self.mode, self.layer, self.layers, self._fp8, self.fp8_weights):
             # A norm of the block is part of the function, and may be another library's.
             if delta is not None:
@@ -156,10 +159,12 @@ class Recompute:
         The model's autocast has ended by then. Recipes without state only need it again; the scales of a stateful one
         have changed since, and its amaxes would be recorded twice.
         """
+        # -1: no backward runs, so that this is no recompute but a block called by itself.
         if torch._C._current_graph_task_id() == -1:
             raise EngineError(
                 "an FP8 block ran outside the model's autocast: call the model, not its blocks"
             )
+        # Delayed scaling first: its scales of the first pass are gone, and no autocast brings them back.
         self.check_restored(self.te_recipe)
         with self.te.restored_recompute(), self.te.autocast(enabled=True, recipe=self.te_recipe):
             yield
@@ -196,6 +201,7 @@ class Recompute:
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             if not (self._fp8 or self.mixed):
                 return contextlib.nullcontext(), self._in_high_precision()
+            # Filled when the first pass ends, and read by the recompute; context_fn makes both contexts beforehand.
             caches: Caches = []
             first_pass = self._as_in_first_pass(owner, forward_scales(owner), caches, self._fp8)
             return self._noting_caches(owner, caches), first_pass
@@ -237,6 +243,7 @@ class Recompute:
             states = forward_states(owner)
             first = self.first_microbatch
             present = [(attributes, attributes["_fp8_workspaces"]) for attributes, _ in caches]
+            # The cached weights of the first pass are put back below: True would quantize them once more.
             self.first_microbatch = None if first is None else False
             for attributes, weights in caches:
                 attributes["_fp8_workspaces"] = weights

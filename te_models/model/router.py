@@ -80,6 +80,8 @@ class Routing:
         total = tokens.sum()
         if group is not None:
             everywhere = torch.cat((counts.flatten(), total[None]))
+            # Counts of all tokens make the loss the one of one process; probabilities stay this process's, whose
+            # gradient it has.
             dist.all_reduce(everywhere, group=group)
             counts = everywhere[:-1].view_as(counts)
             total = everywhere[-1]
@@ -103,6 +105,7 @@ def choose(
 
     `logits` are FP32 [T, E], `bias` [E] is added to the scores for the choice.
     """
+    # A choice has no gradient: it goes through the weights of what was chosen.
     scores = logits.detach()
     # Otherwise the logits have the order of the scores, without their rounding.
     if bias is not None or moe.n_group > 1:
@@ -110,6 +113,8 @@ def choose(
         if bias is not None:
             scores = scores + bias.detach()
     if moe.n_group > 1:
+        # Node-limited routing (DeepSeek-V3): the best groups first, by the sum of their best scores, then experts in
+        # these.
         groups = scores.unflatten(1, (moe.n_group, -1))  # [T, groups, E / groups]
         best = (
             groups.topk(moe.group_scores, dim=2)
@@ -150,6 +155,7 @@ def describe(logits: Tensor, counts: Tensor, real: Tensor | None, moe: MoEConfig
     """Return the statistics of a layer whose experts got `counts` tokens, for losses and metrics."""
     best = counts
     if moe.expert_bias or moe.n_group > 1:
+        # Without bias and groups the choice is the one by logits alone, and `counts` has it already.
         named = logits.detach().topk(moe.num_experts_per_tok, dim=1).indices
         if real is None:
             each = torch.ones_like(named, dtype=counts.dtype)
@@ -194,6 +200,7 @@ def places(
         made = kernels.places(chosen, experts, alignment, _most(tokens * k, experts, alignment))
         return Places(*made)
     # Sorted by expert, then by token; padding is last.
+    # int16, since sorting takes a radix pass per byte on CUDA; E fits by far.
     order = chosen.flatten().to(torch.int16).argsort(stable=True)
     expert = chosen.flatten()[order]
     # The first place of each expert number in the sorted list; differences are the tokens of each.

@@ -65,5 +65,6 @@ class ShortConv(Mixer[ShortConvSpec]):
         out = context.kernels.gated_conv(parts, tail, taps, bias, context.documents)
         if state is not None and tail is not None:
             b, _, x = parts.chunk(3, dim=-1)
+            # The kernel keeps no product b * x, of which the next step needs the newest few.
             state.write(tail=newest(tail, b * x, counts))
         return out

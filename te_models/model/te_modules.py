@@ -68,6 +68,7 @@ class Factory:
         if recipe is None:
             return self._linear(spec)
         # Whoever writes the values keeps them for a master.
+        # Transformer Engine decides at construction: a parameter that is BF16 once stays so.
         quantized = self.te.quantized_model_init(recipe=recipe)
         with torch.enable_grad(), quantized:  # both copies, also under no_grad
             module = self._linear(spec)
@@ -95,6 +96,7 @@ class Factory:
 
     def _linear(self, spec: LinearSpec) -> nn.Module:
         if spec.experts:
+            # Not as one grouped tensor: masters, checkpoints and adapters know a weight per expert.
             grouped = self.te.GroupedLinear(
                 spec.experts,
                 spec.inputs,
@@ -169,6 +171,7 @@ def lay_together(grouped: nn.Module) -> None:
     if not all(type(weight) is nn.Parameter and not weight.is_meta for weight in weights):
         return  # in FP8, or without memory
     memory = weights[0].new_empty(len(weights), *weights[0].shape)
+    # By .data, so that the Parameters that hooks and names refer to stay the same objects.
     for weight, part in zip(weights, memory, strict=True):
         weight.data = part
 

@@ -98,6 +98,7 @@ class TensorParallel(MeshRanks):
                 raise UsageError(obstacle)
             # Heads, channels and the like, by name, each of which the ranks have to divide.
             counts |= part.divided
+        # Any divisor of all counts will do, and the message lists them.
         common = math.gcd(*counts.values())
         fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         for name, count in counts.items():
@@ -149,6 +150,7 @@ class TensorParallel(MeshRanks):
     def _sum(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks, in FP32."""
         # A copy even in FP32: autograd may give a gradient, which the collective would overwrite, to other nodes too.
+        # In FP32: the sum of as many BF16 numbers as ranks would be rounded once per rank.
         return all_reduce(x.to(torch.float32, copy=True), self.group).to(x.dtype)
 
     def norm(self, norm: nn.Module, x: Tensor, partial: bool) -> Tensor:
@@ -224,6 +226,8 @@ def shard(name: str, whole: Tensor, config: ModelConfig, tp: TensorParallel) -> 
         return whole.chunk(tp.size, 1)[tp.rank].contiguous()
     parts = []
     for block, own in zip(whole.split(linear.rows), _own_sections(name, config, tp), strict=True):
+        # q, k, v and gate lie one below the other in the weight: each is divided by itself, so that a rank has whole
+        # heads.
         parts.append(_padded(block[tp.rank * own.used : (tp.rank + 1) * own.used], own.stored))
     return torch.cat(parts)
 

@@ -68,6 +68,8 @@ class Profile(NamedTuple):
 
     def between(self, other: Profile, share: float) -> Profile | None:
         """Return the profile of a batch at `share` of the way to `other`'s; None if they cannot be compared."""
+        # Another number of moments: some kernel takes another way at this size, so that a line through both means
+        # nothing.
         if self.moments.shape != other.moments.shape:
             return None
         change = (other.moments - self.moments).double() * share
@@ -158,10 +160,12 @@ def _run_step(
             with counted_as(None):
                 rows = parameter_rows(model)
                 # New projectors in each step: the steps that compute them need most memory.
+                # As the run's own projected gradients: the plan and the run share the class that keeps them.
                 made = _Projection(rows, setting.projected_rank, 1, Gradients())
             made.keeps_sums = setting.gradient_sums  # counted before the step
             projected = made
             own = made.parameters
+        # Their gradients never exist as a whole: hooks project each as backward makes it.
         projects = set(map(id, own))
         for parameter in model.parameters():
             if parameter.requires_grad and id(parameter) not in projects:
@@ -172,7 +176,11 @@ def _run_step(
         model.note("embedding")
         first = True if setting.cached_weights else None
         loss = model(
-            ids, labels=labels, return_logits=setting.logits, is_first_microbatch=first
+            # As the Trainer calls it; what it does not ask for must not be counted.
+            ids,
+            labels=labels,
+            return_logits=setting.logits,
+            is_first_microbatch=first,
         ).loss
         assert loss is not None
         model.note("loss")
@@ -214,6 +222,7 @@ def _standing(model: Decoder) -> Standing:
         expert = id(parameter) in experts
         owner = name.rpartition(".")[0]
         if not isinstance(model.get_submodule(owner), AdaptedLinear | AdaptedExperts):
+            # An adapter's memory depends on its rank, and is added by the optimizer's part of the estimate.
             size = sum(part.nbytes for part in _parts(parameter))
             weights[layer] += size
             expert_weights[layer] += size if expert else 0
@@ -398,6 +407,7 @@ class MeasuredStep:
         every = [*found["forward"].values(), *found["backward"].values(), *map(found.get, own)]
         if any(profile is None for profile in every):
             return None
+        # In one chunk the head's memory is affine in the batch like a block's; in several it is that of a chunk.
         whole = self._head_rows(batch) >= batch * self.setting.seq_len
         if whole and found["head"] is not None and found["loss"] is not None:
             return one._replace(**found)

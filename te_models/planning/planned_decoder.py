@@ -36,6 +36,7 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, note: Callable[[Tensor], None]) -> Tensor:
         ctx.note = note
+        # A view, so that autograd sees a new tensor; x itself would be marked as an input that is returned.
         return x.view_as(x)
 
     @staticmethod
@@ -98,6 +99,7 @@ class PlannedDecoder(Decoder):
             ranks["ep_mesh"] = PlannedRanks(setting.expert_ranks)
             ranks["ep_replicas"] = PlannedRanks(setting.expert_replicas)
             ranks["ep_fp8"] = setting.fp8_dispatch
+        # Plain kernels first: those of the plan need the finished modules, and replace them below.
         super().__init__(
             config,
             **ranks,
@@ -117,6 +119,7 @@ class PlannedDecoder(Decoder):
         self.kernels = planned_kernels(self.te, compile=setting.compile, fused=fused)
         for module in self.modules():
             if setting.sharded and isinstance(module, self.te.LINEARS):
+                # te.Linear reads it: under FSDP2 it caches no transposed copy of its weight.
                 module._is_fsdp2 = True
         self.marks: list[tuple[str, int, tuple[int, ...]]] = []
         self.operations: OperationCount | None = None  # that counts what each layer computes
@@ -155,6 +158,7 @@ class PlannedDecoder(Decoder):
         self.marks.append((name, len(found.events), tuple(found.live)))
 
     def _run(self, layers: range, x: Tensor, context: ForwardContext) -> Tensor:
+        # Only measured blocks run, so the input of a range of blocks is held in each of them or in none.
         self.held.append(x)  # as the caller does, but for all blocks alike
         for layer in layers:
             if layer not in self.measured:

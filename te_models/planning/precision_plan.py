@@ -61,6 +61,7 @@ class PrecisionPlan(Printable):
             )
             tables.setdefault((precision, reason), []).append((f"  {module}", gemm, where))
         rows = [row for table in tables.values() for row in table]
+        # Of all tables, so that their columns stand below each other.
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)] if rows else []
         parts: list[RenderableType] = [Text(self.title, "bold")]
         for (precision, reason), table in tables.items():

@@ -162,6 +162,7 @@ class Captures:
         for path in Checkpoints(root).all():
             before = f"step-{int(path.name.removeprefix('step-')) - 1:08d}"
             if not (path / "config.json").exists() and before not in states:
+                # Another process or the user may delete it at the same moment; nothing depends on it.
                 shutil.rmtree(path, ignore_errors=True)
 
     def _document(self, step: int, micro_batches: int) -> Fields:
@@ -252,6 +253,7 @@ def steps_saved(run: Path) -> int:
 def _state_of(run: Path, step: int) -> Path:
     # A marked step has a model of its own; the batch after a checkpoint has only the batch.
     own = capture_folder(run, step)
+    # A LoRA run saves adapters alone.
     own_model = (own / "config.json").exists() or (own / "adapter_config.json").exists()
     return own if own_model else run / "checkpoints" / f"step-{step - 1:08d}"
 

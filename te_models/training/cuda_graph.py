@@ -162,6 +162,7 @@ class GraphedStep:
         if router_weights is None:
             router_weights = weights
         misfit = self.misfit(micro_batches)
+        # Raised, not run eagerly: a run whose shapes vary would lose its speed without a word.
         if misfit:
             raise UsageError(misfit)
         for module in self.fsdp_modules:
@@ -172,6 +173,7 @@ class GraphedStep:
             moved = [
                 {name: value.to(device) for name, value in batch.items()} for batch in micro_batches
             ]
+            # Before the warm-up: its passes update the histories, which would otherwise begin with scales of 1.
             self.model.calibrate(*moved, weights=weights, router_weights=router_weights)
         self.calls += 1
         self.disturbed = False
@@ -254,6 +256,7 @@ class GraphedStep:
         total = None
         for number, kind in enumerate(kinds):
             self._take(micro_batches[number], weights[number], router_weights[number])
+            # A graph's loss is overwritten by the next replay, hence the sum as a new tensor.
             loss = run(kind)
             total = loss if total is None else total + loss
         assert total is not None
@@ -286,6 +289,7 @@ class GraphedStep:
             ):
                 loss, routing = self._run(kind)
         except RuntimeError as error:
+            # Out of memory, for one, has to be told as it is.
             if not failed_capture(error):
                 raise
             self.failures += 1
@@ -307,6 +311,7 @@ class GraphedStep:
         graph = self.graphs[kind]
         graph.replayed.replay()
         if graph.routing is not None:
+            # The next replay writes to the same memory.
             self.routing.append(graph.routing.clone())
         return graph.loss
 

@@ -96,6 +96,7 @@ class Guard:
             self.spikes.replace(trainer.parallel.ranks.from_first(self._recent))
         # The first state to go back to.
         if self.policy == "rewind" and trainer.checkpoints.latest() is None:
+            # Under "rewind" the first bad step may come before the first checkpoint.
             trainer.save()
 
     def _recent(self) -> list[list[float]]:
@@ -158,6 +159,7 @@ class Guard:
         trainer.begun = begun
         # Before the search, which stops the recorder.
         self._keep_entry(bad, finished=later is not None)
+        # The run ends here, so its folder gets what a replay needs, whatever else was kept.
         if self.policy == "stop":
             trainer.captures.save_batch(bad.step, bad.queued.micro_batches)
             # The batch is written first: finding the tensor runs the step again, and that may fail.
@@ -243,6 +245,7 @@ class Guard:
         with watched.watching():
             # Not as a captured CUDA graph: it calls no hooks.
             loss = trainer.passes.run(queued.micro_batches, eager=True)
+        # The gradients are taken as in a step, since the norm may be what is not finite.
         norm = trainer.optimizer.take_gradients(trainer.config.clip_grad_norm)
         # A second run of the same numbers that is finite tells a fault of the hardware from one of the model.
         again = not bool((loss + norm).isfinite())
@@ -252,6 +255,7 @@ class Guard:
     def _least_exact(self, queued: QueuedStep) -> RecordedTensor | None:
         """Return the tensor of a spike that a cast changed most: by saturation, else by its noise over its signal."""
         trainer = self.trainer
+        # A recorder of its own: the run's, if there is one, may be in the middle of a step.
         recorder = Recorder(trainer.model, trainer.parallel, every=0)
         recorder.begin()
         trainer.passes.run(queued.micro_batches, eager=True)
@@ -280,6 +284,7 @@ class Guard:
             reason = f"{pattern} runs in BF16 already"
         else:
             try:
+                # For the rest of the run, in the schedule, so that a change of recipe later does not undo it.
                 trainer.schedule.demote(pattern, bad.step)
             except (UsageError, ValueError) as error:
                 reason = f"{pattern} cannot run in BF16: {error}"
@@ -304,6 +309,7 @@ class Guard:
         self.returns[target] = self.returns.get(target, 0) + 1
         step = rewind(trainer)
         if self.metrics is not None:
+            # Those steps are taken again, and a plot would show them twice.
             self.metrics.drop_after(step)
         if self.record_log is not None:
             self.record_log.drop_after(step)

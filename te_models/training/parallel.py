@@ -83,6 +83,7 @@ class Parallel:
     def __post_init__(self) -> None:
         self.sharded = self.kind not in ("none", "ddp")
         self.uses_fsdp = self.kind.startswith("fsdp")
+        # Weights that stay gathered between micro-batches need not be gathered, nor quantized, again.
         resident = not self.config.reshard_after_forward
         self.retains_weights = not self.sharded or (self.kind in ("fsdp", "fsdp+ep") and resident)
         self.data_world = self.dp.size() if self.dp is not None else 1
@@ -193,11 +194,14 @@ class Parallel:
         Raises:
             UsageError: `projected` in several processes.
         """
+        # A projection of a sum is not the sum of projections by projectors that each process computed from its own
+        # gradient.
         if projected and self.kind != "none":
             raise UsageError(
                 f"in_backward=true projects gradients before --parallel {self.kind} can sum them over the processes: "
                 "leave it out, or use one process"
             )
+        # FSDP2 knows nothing of adapters: they are summed like DDP's parameters.
         adapters = self.uses_fsdp and self.frozen
         reduced = adapters or self.kind == "ddp"
         if self.uses_fsdp and not adapters:
@@ -231,6 +235,7 @@ class Parallel:
         first = dist.get_global_rank(self.data_group, 0)
         for parameter in model.parameters():
             if parameter.requires_grad:
+                # In the order of the model, which is the same everywhere; a collective has no names.
                 dist.broadcast(parameter.detach(), src=first, group=self.data_group)
 
     def sum_gradients(self, model: CausalLM) -> None:
@@ -260,6 +265,7 @@ class Parallel:
         """
         if self.data_world == 1:
             return [count / max(1, sum(counts)) for count in counts]
+        # Counted on the host, but summed on the device: the host does not wait for the other processes.
         own_counts = _sent_to_device([*counts, sum(counts)], device)
         total = own_counts[-1].clone()
         dist.all_reduce(total, group=self.data_group)
@@ -290,6 +296,7 @@ class Parallel:
 
         Every process takes part, and `copies` of them have each share. The result has n + flags elements.
         """
+        # Processes that share a model have the same loss: each adds its part of one.
         copies = self.ranks.world // self.data_world
         # No copy from the host, which would wait.
         raised = [values.new_full((1,), flag) for flag in flags]
@@ -301,6 +308,7 @@ class Parallel:
     def _sharded_norm(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm of the whole gradient: squares summed over all processes, each element counted once."""
         layers = self.tp.size() if self.tp is not None else 1
+        # Of the local shards; DTensor's own norm would communicate once per parameter.
         norms = torch._foreach_norm(
             [local(gradient) for gradient in gradients], 2, dtype=torch.float32
         )

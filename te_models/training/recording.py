@@ -59,6 +59,7 @@ class Recorder:
                 for operand in OPERANDS:
                     own.append(RecordedTensor(linear_name(name), operand, expert))
         tensors = _of_all_ranks(own, parallel)
+        # Processes with the same weights would count each of them again.
         counts = dict(zip(own, _first_copies(self.modules, model, parallel), strict=True))
         counted = [counts.get(tensor, False) for tensor in tensors]
         distributed = parallel.ranks.world > 1
@@ -98,6 +99,7 @@ class Recorder:
 
     def begin(self) -> None:
         """Record from here on; call it before the step's first forward pass."""
+        # At every recorded step: a change of recipe, or a load, makes new quantizers, which know no observers.
         self.attach()
         self.table.begin()
         for name, module in self.modules.items():
