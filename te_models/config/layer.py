@@ -76,6 +76,7 @@ class LinearSpec:
     @property
     def adapted(self) -> bool:
         """Return True if LoRA adapts it by default: experts and routers only when they are named as targets."""
+        # A few numbers per token from a router do not repay an adapter, and experts have many matrices.
         return not self.experts and self.name not in ("router", "context_proj")
 
     @property
@@ -102,6 +103,7 @@ class LinearSpec:
     def num_parameters(self) -> int:
         """Parameters that outputs depend on: without padding."""
         return (
+            # A bias is one more input per row.
             self.gemms * sum(section.used for section in self.sections) * (self.inputs + self.bias)
         )
 

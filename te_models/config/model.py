@@ -63,6 +63,7 @@ class ModelConfig(ModelFields):
         take_settings(self, ModelConfig)  # a subclass checks its own fields
         # First what the defaults below depend on, such as a width that the heads divide.
         refuse(_layer_mistakes(self), ConfigError)
+        # Equal models have equal configs: whoever compares them should not see a factor of 1.
         if self.mlp_multipliers == (1.0, 1.0):
             object.__setattr__(self, "mlp_multipliers", None)
         if self.num_key_value_heads is None:
@@ -98,6 +99,7 @@ class ModelConfig(ModelFields):
             advice = "make another config with dataclasses.replace"
             if name == "num_hidden_layers":  # by peft's SHADOW, which builds a smaller decoder
                 advice += "; peft's SHADOW does not work with this model"
+            # Not a frozen dataclass, which would refuse all names.
             raise FrozenInstanceError(f"cannot assign to field {name!r}: {advice}")
         object.__setattr__(self, name, value)
 
@@ -168,6 +170,7 @@ class ModelConfig(ModelFields):
         if self.layer_inputs is not None:
             width = self.layer_inputs.width
             # Of the table, and of the projection from the embedding.
+            # The table is [vocab_size, layers * width], hence `width` per layer and row.
             rows = self.layer_inputs.vocab_size + self.hidden_size
             inputs = self.num_hidden_layers * width * rows + width
         return tables + blocks + inputs + self.hidden_size

@@ -136,6 +136,7 @@ def _quantizer(linear: nn.Module | None, direction: str, operand: int = 0) -> Qu
     own = linear.quantizers[direction][operand]
     if not isinstance(own, (Float8Quantizer, Float8CurrentScalingQuantizer)):
         return None
+    # As native._quantizer: the module sets the usage of its own quantizer anew in each pass.
     quantizer = own.copy()
     quantizer.internal = False
     quantizer.set_usage(rowwise=True, columnwise=linear.weight.requires_grad)
@@ -155,6 +156,7 @@ def _targets(
     if not torch.is_grad_enabled():
         return None, None
     gradient = _target(_quantizer(producer, "scaling_bwd"))
+    # The gradient of a bias is summed from BF16, before the cast.
     if isinstance(producer, Linear) and producer.use_bias:
         gradient = None
     return gradient, _target(_quantizer(consumer, "scaling_fwd"))
@@ -164,6 +166,7 @@ def _made(quantizer: Quantizer | None, shape: Sequence[int], like: Tensor) -> Te
     """Return the result of a kernel for a te.Linear with this quantizer; None: in the dtype of `like`."""
     if quantizer is None:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
+    # Registers of the kernel: the values never reach memory.
     with counted_as(None):
         values = torch.empty(shape, dtype=like.dtype, device=like.device)
     return quantizer(values)
@@ -235,6 +238,7 @@ class _ActivationInto(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate_up = saved_input(ctx)
+        # The kernel's wrapper makes such a copy where the gradient is none; on meta only its size counts.
         grads[0].contiguous()
         quantizer = None if ctx.gradient is None else ctx.gradient.quantizer
         return _made(quantizer, gate_up.shape, gate_up), None, None, None
@@ -260,6 +264,7 @@ def _linear(module: nn.Module, x: Tensor, **options: bool | None) -> Tensor:
         y = module(x, **options)
     else:
         cache: Any = module._fp8_workspaces
+        # Handed to te.Linear as a weight that an earlier micro-batch has cached, so that it casts none.
         module._fp8_workspaces = {"weight": weight}  # type: ignore[assignment]
         try:
             y = module(x, **options | {"is_first_microbatch": False})

@@ -64,6 +64,7 @@ def _planned_class(kind: type[Quantizer]) -> type[Quantizer]:
 
 def _planned(quantizer: Quantizer) -> Quantizer:
     # One dictionary for both: what the engine sets on its quantizer, this one has too.
+    # The quantizer's own class is the second base, so that what asks for its type finds it.
     made = object.__new__(_planned_class(type(quantizer)))
     made.__dict__ = quantizer.__dict__
     return made
@@ -88,6 +89,7 @@ class _PlannedModule(TransformerEngineBaseModule):
         """Make the parameters, in FP8 inside `quantized_model_init`."""
         super().make_parameters(init, dtype, device)
         if self.primary_weights_in_fp8:
+            # Those values are on the host, which a plan does not count.
             self.preserve_high_precision_init_val = False
             for gemm, name in enumerate(self.weight_names):
                 value = self.get_parameter(name).detach()
@@ -111,6 +113,7 @@ def _save(ctx: Context, *values: MaybeQuantized | None) -> None:
     for value in values:
         if isinstance(value, QuantizedTensorStorage) and not isinstance(value, Tensor):
             parts = value.get_data_tensors()
+            # The storage without its tensors: autograd saves these one by one, so that hooks of offload see them.
             ctx.forms.append((value.with_data_tensors((None,) * len(parts)), len(parts)))
             tensors += parts
         else:
@@ -397,6 +400,7 @@ def _bytes(size: int) -> Tensor:
 def _some_values(module: StoredGroupedLinear, dtype: torch.dtype, fp8: bool) -> None:
     """Allocate what there is of dequantized experts at one time, and free it."""
     sizes = (module.out_features, module.in_features)
+    # All experts at once would be as large as the dequantized layer, which storing them so is to avoid.
     some = experts_at_a_time(module.num_gemms, *sizes, dtype.itemsize)
     with counted_as(WEIGHT_COPIES):
         values = torch.empty(some, *sizes, dtype=dtype, device="meta")
@@ -470,6 +474,7 @@ def expert_gradients(
     if not module.weights[0].requires_grad:
         return [None] * (module.num_gemms + ctx.biases)
     with counted_as(EXPERT_GRADIENTS):
+        # One buffer, as the kernels of native_experts.py write it: unbind makes views.
         shape = (module.num_gemms, module.out_features, module.in_features)
         weights = torch.empty(shape, dtype=dtype, device="meta").unbind()
         # One small tensor per expert, where the weights share a buffer.

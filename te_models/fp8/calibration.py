@@ -48,6 +48,7 @@ class Probe:
         self.starts = starts
         self.rows: list[int] | None = None  # of each GEMM; None: there is one, for all rows
         self.hooks = [
+            # Hooks and not a second forward: whatever wraps the module, such as an adapter, runs as in training.
             module.register_forward_pre_hook(self.before),
             module.register_forward_hook(self.after),
         ]
@@ -123,6 +124,7 @@ class Measurement:
 
         No parameter gets a gradient, nor do the hooks run by which DDP, FSDP2 and accumulation sum gradients.
         """
+        # Not loss.backward: that would leave gradients on parameters, and call the hooks of DDP and FSDP2.
         torch.autograd.grad(loss, self.starts)
         self.starts.clear()
 

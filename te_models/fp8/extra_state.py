@@ -39,6 +39,7 @@ def read_extra_tensor(owner: str, value: Tensor, gemms: int) -> dict[str, Tensor
         raise CheckpointError(
             f"the {EXTRA} of {owner} holds no scales with their histories ({list(value.shape)})"
         )
+    # An FP8 state has columns for backward once a backward has run.
     parts = value.split(widths if value.shape[1] == sum(widths) else widths[:1], dim=1)
     found = {}
     for way, part in zip(DIRECTIONS, parts, strict=False):

@@ -80,6 +80,7 @@ class FP8Shard(torch.Tensor):
         self, mesh: object, size: object, stride: object, module: object, policy: object
     ) -> tuple[tuple[Tensor], Tensor]:
         """Return the tensors to gather, FP8 data uint8 [rows / ranks, I], and the inverse scale of all ranks."""
+        # One byte per parameter over the network, half of BF16's.
         return (self._codes,), self.fp8._scale_inv
 
     def fsdp_post_all_gather(
@@ -108,6 +109,8 @@ def _plain(value: Any) -> Any:
 
 def _empty(shard: Float8Tensor, gathered: Tensor, dtype: torch.dtype) -> Float8Tensor:
     """Return an empty quantized tensor like `shard` for all rows, whose quantizer reduces no amax."""
+    # The gathered weight is whole on each rank: a collective to quantize it would wait for ranks that do nothing of the
+    # kind.
     quantizer = shard._quantizer.copy()
     reduce_amax_over(quantizer, None)
     return cast(

@@ -105,6 +105,7 @@ def model_precision(
     """
     linears = precisions(recipe, layers)
     # One object per recipe, since modules compare it with the one that they ran under before.
+    # Also those that the recipe's table `precision` names.
     built = {one.name: one.build(te) for one in recipe.in_use}
     te_recipe = built.get(recipe.name)
     fp8_layers = recipe.fp8_layers(len(layers))

@@ -61,6 +61,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 def quantize_weights_alike(one: Recipe | None, other: Recipe | None) -> bool:
     """Return True if both recipes (None: BF16) quantize weights in the same way."""
+    # BF16 weights and FP8 ones are never alike.
     if one is None or other is None:
         return one is other
     return one.scheme == other.scheme and all(
@@ -74,6 +75,7 @@ def quantized(parameter: Tensor) -> QuantizedTensor | None:
     if isinstance(own, FP8Shard):
         own = own.fp8
     # The method that quantized tensors of both engines have.
+    # By the method and not by the class: Transformer Engine's tensors are other classes than the emulated ones.
     return cast(QuantizedTensor, own) if hasattr(own, "quantize_") else None
 
 
@@ -136,6 +138,7 @@ def write_weight(parameter: Tensor, value: Tensor, for_master: bool = True) -> N
         quantizer.amax.zero_()
     # In place: the module, FSDP2 and captured graphs hold this tensor.
     fp8.quantize_(shard_of(value, parameter).to(fp8.device))
+    # The master has more bits than FP8: made from the FP8 values it would begin with their rounding.
     if for_master:
         keep_initial_value(parameter, value)
     else:
@@ -163,6 +166,7 @@ def restore_weight(parameter: Tensor, saved: Mapping[str, Tensor]) -> None:
         return
     live = _parts(fp8)
     for part in saved.keys() - {"scale"}:
+        # In place, for whoever holds the tensors: captured graphs, FSDP2, the module.
         live[part].copy_(saved[part])
     if _delayed(quantizer := fp8._quantizer):
         quantizer.scale.copy_(saved["scale"])

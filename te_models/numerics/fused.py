@@ -21,6 +21,8 @@ from te_models.numerics.formats import INVERSE_MAX, DType
 from te_models.numerics.matrices import BlockScaled
 
 _MODULES = ("casts_triton", "nvfp4_triton")
+# Elements per program of a flat kernel, the most partial maxima, and the sides of a tile: powers of two, since Triton's
+# ranges are.
 _BLOCK = 4096
 _PARTS = 1024
 _TILE = 128
@@ -60,14 +62,22 @@ def active(tensor: Tensor) -> bool:
 
 
 def _run(
-    name: str, grid: tuple[int, ...], tensors: tuple[Tensor, ...], *numbers: float, **options: float
+    name: str,
+    grid: tuple[int, ...],
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    options: dict[str, float],
 ) -> None:
-    """Launch a kernel, whose parameters come in this order, on the device of its first tensor."""
+    """Launch a kernel on the device of its first tensor.
+
+    Its parameters are `tensors`, `numbers` and constants in this order; `options` has the constants by their names, and
+    how many warps a program has.
+    """
     # -1 on a CPU, where the interpreter runs the kernel.
     device = tensors[0].get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return _run(name, grid, tensors, *numbers, **options)
+            return _run(name, grid, tensors, numbers, options)
     # Triton's own search for the variant of a kernel that suits the arguments takes as long as several launches. This
     # key holds everything that a variant depends on: device, types, alignment, numbers, constants.
     types = [t.dtype for t in tensors]
@@ -76,6 +86,7 @@ def _run(
     variant = _VARIANTS.get(key)
     if variant is not None:
         compiled, constants = variant
+        # A compiled kernel takes its constants by their places, and a grid of three numbers.
         compiled[(*grid, 1, 1)[:3]](*tensors, *numbers, *constants)
         return None
     kernel = kernels()[name]
@@ -120,11 +131,8 @@ def amax(x: Tensor, y: Tensor | None = None, nan: bool = False) -> Tensor:
         "amax_kernel",
         (n, 1 if y is None else 2),
         both,
-        x.numel(),
-        steps,
-        NAN=nan,
-        BLOCK=_BLOCK,
-        **_FLAT,
+        numbers=(x.numel(), steps),
+        options={"NAN": nan, "BLOCK": _BLOCK, **_FLAT},
     )
     return parts
 
@@ -139,10 +147,8 @@ def cast_delayed(x: Tensor, scale: Tensor, amax: Tensor, dtype: DType) -> tuple[
         "delayed_kernel",
         (_blocks(n),),
         (x, data, scale, amax, scale_inv),
-        n,
-        E5M2=e5m2,
-        BLOCK=_BLOCK,
-        **_FLAT,
+        numbers=(n,),
+        options={"E5M2": e5m2, "BLOCK": _BLOCK, **_FLAT},
     )
     return data, scale_inv
 
@@ -164,9 +170,8 @@ def cast_current(
         "current_kernel",
         (_blocks(x.numel()),),
         (x, data, parts, scale_inv),
-        *numbers,
-        **how,
-        **_FLAT,
+        numbers,
+        {**how, **_FLAT},
     )
     return data, scale_inv
 
@@ -186,9 +191,11 @@ def cast_blocks(
     """
     m, k = x.shape
     p, q = _tiles(x)
+    # Scales lie as Transformer Engine's GEMMs read them: of 1 x 128 blocks with the blocks of a row one line apart.
     (row_lines, row_stride), (col_lines, col_stride) = (
         ((p, q), (q, p)) if two_d else ((q, m), (p, k))
     )
+    # Transformer Engine pads the last dimension of scales to 16 bytes.
     row_stride = row_stride + -row_stride % 4
     col_stride = col_stride + -col_stride % 4
     row_scale = x.new_empty(row_lines if rowwise else 0, row_stride, dtype=torch.float32)
@@ -203,7 +210,7 @@ def cast_blocks(
         POWER_OF_2=power_of_2,
         E5M2=dtype == DType.kFloat8E5M2,
     )
-    _run("block_kernel", (p, q), (x, *made), *numbers, **how, **_TILED)
+    _run("block_kernel", (p, q), (x, *made), numbers, {**how, **_TILED})
     return made
 
 
@@ -213,12 +220,13 @@ def cast_mx(
     """Return what `cast_blocks` returns, with an E8M0 scale byte per 32 elements, padded."""
     p, q = _tiles(x)
     groups = _TILE // 32
+    # Padded to whole tiles of 128 x 4 scales, which cuBLAS swizzles.
     row_scale = x.new_empty(p * _TILE if rowwise else 0, q * groups, dtype=torch.uint8)
     col_scale = x.new_empty(p * groups if columnwise else 0, q * _TILE, dtype=torch.uint8)
     made = _empty_data(x, rowwise), row_scale, _empty_data(x, columnwise), col_scale
     numbers = *x.shape, q * groups, q * _TILE, INVERSE_MAX[dtype]
     how = dict(ROW=rowwise, COL=columnwise, TWO_D=two_d, E5M2=dtype == DType.kFloat8E5M2)
-    _run("mx_kernel", (p, q), (x, *made), *numbers, **how, **_TILED)
+    _run("mx_kernel", (p, q), (x, *made), numbers, {**how, **_TILED})
     return made
 
 
@@ -248,6 +256,7 @@ def cast_nvfp4(
     row_amax = x.new_empty(1, dtype=fp32)
     col_amax = x.new_empty(1, dtype=fp32)
     made = row_data, row_scale, row_amax, col_data, col_scale, col_amax
+    # A kernel has no optional pointers: x stands in where there is no noise, and is not read.
     tensors = (x, t, x if noise is None else noise, *made, parts)
     n_parts = parts.shape[-1]
     numbers = n_parts, m, k, row_stride, col_stride, m * k if rowwise else 0
@@ -258,7 +267,8 @@ def cast_nvfp4(
         TRANSFORMED=t is not x,
         STOCHASTIC=noise is not None,
     )
-    _run("nvfp4_kernel", (p, q), tensors, *numbers, **how, PARTS=_power_of_2(n_parts), **_TILED)
+    how["PARTS"] = _power_of_2(n_parts)
+    _run("nvfp4_kernel", (p, q), tensors, numbers, {**how, **_TILED})
     return made
 
 
@@ -280,6 +290,7 @@ def _decode_fp4(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, Tensor]
     numbers: list[float] = []
     for data, scale, block, _, amax, top in (a, b):
         assert amax is not None
+        # A columnwise copy is a transposed view, and the kernel reads along rows.
         if not data.is_contiguous():
             data = data.contiguous()
         rows, cols = data.shape
@@ -291,7 +302,7 @@ def _decode_fp4(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, Tensor]
     alpha = tensors[0].new_empty(1, dtype=torch.float32)
     columnwise = {"A_COL": a.block[0] > 1, "B_COL": b.block[0] > 1}
     grid = (math.prod(_tiles(left)) + math.prod(_tiles(right)),)
-    _run("nvfp4_decode_kernel", grid, (*tensors, alpha), *numbers, **columnwise, **_TILED)
+    _run("nvfp4_decode_kernel", grid, (*tensors, alpha), tuple(numbers), {**columnwise, **_TILED})
     return left, right, alpha
 
 
@@ -315,7 +326,7 @@ def _decode_fp8(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, None]:
         B_E5M2=b.dtype == e5m2,
     )
     grid = (math.prod(_tiles(a.data)) + math.prod(_tiles(b.data)),)
-    _run("decode_kernel", grid, tuple(tensors), *numbers, **how, **_TILED)
+    _run("decode_kernel", grid, tuple(tensors), tuple(numbers), {**how, **_TILED})
     return tensors[2], tensors[5], None
 
 
@@ -342,9 +353,10 @@ def update(
         widest = max(widest, n)
     scale = states[0][1]
     tensors = _table(tuple(rows), scale.device), scale if amaxes is None else amaxes
+    # One launch updates all modules: each program reads the addresses of its own history and scale from a table.
     sizes = dict(LENGTH=_power_of_2(longest), N=_power_of_2(widest))
-    how = dict(REDUCED=amaxes is not None, MOST_RECENT=most_recent, **sizes)
-    _run("update_kernel", (len(rows),), tensors, fp8_max * 2.0**-margin, **how, **_FLAT)
+    how = {"REDUCED": amaxes is not None, "MOST_RECENT": most_recent, **sizes, **_FLAT}
+    _run("update_kernel", (len(rows),), tensors, (fp8_max * 2.0**-margin,), how)
 
 
 @functools.cache  # never freed: a CUDA graph reads its table at every replay

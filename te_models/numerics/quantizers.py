@@ -71,6 +71,8 @@ class Quantizer:
         """Choose the copies to make."""
         self.rowwise_usage = rowwise
         self.columnwise_usage = columnwise
+        # A tensor subclass by default, as in Transformer Engine; its modules ask for the plain storage, which costs the
+        # host less.
         self.internal = False
 
     def __repr__(self) -> str:
@@ -89,6 +91,8 @@ class Quantizer:
 
     def copy(self) -> Quantizer:
         """Return a shallow copy, which shares scale and amax tensors."""
+        # Not copy.copy: the constructor of a subclass takes other arguments, and scale and amax have to stay the same
+        # tensors.
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
@@ -133,6 +137,7 @@ class Quantizer:
         requires_grad: bool = False,
     ) -> QuantizedTensorStorage:
         """Return a quantized tensor of zeros, whose amax of 0 raises none."""
+        # Zeros and not uninitialized memory: the cast would raise an amax by whatever is there.
         made = self._build(torch.zeros(tuple(shape), dtype=dtype, device=device), None)
         if isinstance(made, Tensor):
             made.requires_grad_(requires_grad)
@@ -358,6 +363,7 @@ class Float8BlockQuantizer(_BlockQuantizer):
             FP8_MAX[self.dtype],
             power_of_2=self.force_pow_2_scales,
             epsilon=self.amax_epsilon,
+            # A block with an infinity is cast as one whose amax is the largest number of the dtype.
             infinite=torch.finfo(x.dtype).max,
         )
         return cast_fp8_blocks(x, scale, block, self.dtype), scale.reciprocal()

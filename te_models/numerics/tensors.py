@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 BLOCK = 128
 MX_BLOCK = 32
+# Rows and columns of a block of Float8BlockScaling, and elements of one of MXFP8.
 T = TypeVar("T")
 Keywords = dict[str, Any]
 
@@ -162,6 +163,7 @@ class QuantizedTensorStorage:
 
     def set_data_tensors(self, tensors: tuple[Tensor | None, ...]) -> None:
         """Replace the tensors that hold the data."""
+        # A product of the old data may not be taken for one of the new.
         self._cache = None
         self.__dict__.update(zip(self._tensors, tensors, strict=True))
 

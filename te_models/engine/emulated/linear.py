@@ -48,6 +48,7 @@ class _Linear(torch.autograd.Function):
         (grad,) = grads
         once = "te.Linear allows one backward: run the forward again instead of using retain_graph"
         require(ctx.call is not None, once, RuntimeError)
+        # A second backward would record the amax of the gradient twice.
         call = ctx.call
         # Drops the reference to quantizers and weights, and marks that this backward has run.
         ctx.call = None
@@ -215,6 +216,7 @@ class Linear(TransformerEngineBaseModule):
             or isinstance(self._parameters["weight"], QuantizedTensor)
         ):
             return None
+        # torch's autocast would change the dtype on the way, which only `prepare_forward` takes into account.
         if inp.dtype != self.activation_dtype or torch.is_autocast_enabled("cpu"):
             return None
         quantizer = self.quantizers["scaling_fwd"][0]
@@ -244,6 +246,7 @@ class Linear(TransformerEngineBaseModule):
         parallel.check(self.tp_group_initialized, self.fp8_meta["recipe"] if self.fp8 else None)
         if self.fp8:
             parallel.check_quantized_results(*results)
+            # In each pass, since quantizers are made anew whenever the recipe changes.
             parallel.configure(self.quantizers["scaling_fwd"][0], self.quantizers["scaling_bwd"][0])
             _check_dims(inp.shape, weight.shape, tracked)
         (call,) = new_calls(self, parallel, first, tracked, results)

@@ -28,6 +28,7 @@ def product(
 ) -> tuple[Tensor, MaybeQuantized, MaybeQuantized]:
     """Return this rank's product [T, O], and the input and the weight as they were multiplied."""
     parallel = call.parallel
+    # A caller's torch.autocast must not cast the operands of a product that is FP32 on purpose.
     with no_autocast(inp):
         if call.fp8 is not None:
             bias = fp8_bias(bias, call.dtype)
@@ -77,6 +78,7 @@ def _fp8_operands(
     """Quantize the input, then the weight."""
     if isinstance(inp, QuantizedTensorStorage):
         # Quantized by the module before, which wrote the copies that this product needs.
+        # It may have come with a columnwise copy alone, from a module that needed no other.
         inp.update_usage(rowwise_usage=True)
         return inp, fp8_weight(weight, call, how, dgrad)
     # Only a weight gradient reads the columnwise copy. Under sequence parallelism block scaling makes it from the
