@@ -56,6 +56,7 @@ class Epoch(ABC):
         self.packing = packing
         self.pad = pad
         count = self._lay()
+        # Windows are shuffled, not tokens: a window stays what the packing made of it.
         self.windows = np.arange(count) if random is None else random.permutation(count)
         self.num_windows = count
 
@@ -98,6 +99,7 @@ class CutEpoch(Epoch):
         # Positions in the stream, [seq_len].
         positions = np.arange(place * self.seq_len, (place + 1) * self.seq_len)
         # Numbers of the pieces in the order of the epoch, [seq_len].
+        # A binary search per token needs no list of the stream's tokens, which may not fit into memory.
         slots = np.searchsorted(self.starts, positions, side="right") - 1
         document = self.order[slots]
         offset = positions - self.starts[slots]
@@ -185,6 +187,7 @@ def pack_records(
     for first in range(0, len(lengths), GROUP):
         group = lengths[first : first + GROUP]
         room: list[tuple[int, int]] = []  # tokens free in a window and its number, sorted
+        # Longest first, so that short ones fill the gaps; stable, so that every rank lays the same windows.
         for record in np.argsort(-group, kind="stable").tolist():
             length = int(group[record])
             at = bisect.bisect_left(room, (length, -1))
@@ -212,6 +215,7 @@ def pack_window(ids: NDArray[np.int64], flags: NDArray[np.int32], packing: str) 
     if packing == "stream":
         return {"input_ids": ids, "labels": np.where(counted, ids, IGNORED)}
     firsts = flags & FIRST != 0
+    # The first token of a document would be predicted by the one before it, which is another's.
     labels = np.where(counted & ~firsts, ids, IGNORED)
     documents = np.where(flags & PADDING, PAD_DOCUMENT, np.cumsum(firsts, dtype=np.int64))
     return {"input_ids": ids, "labels": labels, "document_ids": documents}

@@ -118,6 +118,7 @@ def open_data(
 
 def _settings(data: Data, options: Fields) -> tuple[DataConfig, dict[str, Iterable[object]]]:
     """Return the settings that `data` and options of open_data give, and the records in memory among them, by name."""
+    # Popped: DataConfig takes the names of files alone, and these may be records.
     eval_data = options.pop("eval_data", ())
     by_option = {OWN: data, OWN_EVALUATION: eval_data}
     in_memory = {
@@ -156,6 +157,7 @@ def _open_sources(
     """Return the sources to train on, none of built-in data, and the sources to evaluate on, none if not given."""
     opened = {}
     for name, records in in_memory.items():
+        # Checked and formatted once, here: an iterator may not be read twice.
         opened[name] = [read_records(records, columns, formatting, name, bad)]
     sources = opened.get(OWN, [])
     if not sources and settings.data not in BUILT_IN:
@@ -247,6 +249,7 @@ class _Opening:
         fitting = refuse_mixture(documents, self.records(self.sources), self.bad)
         if len(fitting) < len(documents):
             in_kind = {id(document) for document in fitting}
+            # By identity, since equal documents may have different weights.
             weights = weights[[id(document) in in_kind for document in documents]]
             documents = fitting
         # One text cannot be held out as a whole: its end is.
@@ -276,6 +279,7 @@ class _Opening:
                 raise DataError("; ".join([str(error), *left_out])) from None
             evaluated = encoded.select(aside)
             encoded = encoded.select(~aside)
+            # By position: they have to leave with their documents.
             weights = weights[~aside]
         dataset = TokenDataset(
             encoded,
@@ -454,6 +458,7 @@ def _counted(encoded: Encoded) -> list[str]:
         return []
     counted = sum(int(np.count_nonzero(part)) for part in encoded.parts(encoded.counted))
     # Nothing comes before the first token.
+    # Each document's first token is counted above and predicted by nothing.
     counted -= int(np.count_nonzero(encoded.counted[encoded.starts]))
     return [
         f"the loss counts {plural(counted, 'token')}, {counted / encoded.num_tokens:.0%} of all"

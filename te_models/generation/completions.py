@@ -84,6 +84,8 @@ class Completions:
         self.tokenizer = tokenizer
         self.name = name
         self.created = int(time.time())
+        # One answer at a time: a model has one cache of FP8 weights, and a CPU or GPU serves one text as fast as it
+        # can.
         self._busy = threading.Lock()
 
     def models(self) -> Fields:
@@ -242,6 +244,7 @@ def _choice(index: int, reason: str | None, **content: object) -> Fields:
 
 def _piece(request: Request, index: int, text: str, reason: str | None = None) -> Fields:
     """Return a part of a choice: a piece of its text."""
+    # Completions have their text beside the index, chats in a message.
     if not request.chat:
         return _choice(index, reason, text=text)
     return _choice(index, reason, delta={"content": text} if text else {})
@@ -272,6 +275,7 @@ def _options(fields: Mapping[str, Any]) -> GenerationOptions:
             if value != off and not (name == "top_k" and value == 0):
                 options[name] = value  # type: ignore[literal-required]
     if (seed := _take(fields, "seed", int, None)) is not None:
+        # OpenAI's seeds may be negative, torch's may not.
         options["seed"] = seed % 2**63
     stop = fields.get("stop")
     stops = [stop] if isinstance(stop, str) else _take(fields, "stop", list, [])

@@ -110,6 +110,7 @@ class Conversation:
         limit = self.model.config.longest_sequence
         before = self.messages[: len(self.messages) - len(self.turns())]
         turns = self.turns()
+        # Without a bound a long max_new_tokens would push out the whole history.
         reserved = min(max_new_tokens, limit // LEAST_ROOM)
         first = 0
         while True:
@@ -121,4 +122,6 @@ class Conversation:
             if room >= reserved or not later:
                 self.forgotten = first
                 return ids, max(room, 1)  # if one message is too long, the model says so
+            # A whole turn at a time: an answer without its question would confuse the model, and most templates refuse
+            # it.
             first = later[0]

@@ -43,6 +43,7 @@ def cached_tokens(
     change before the last token, since an FP8 recipe reuses their quantized values.
     """
     loop = DecodeLoop(model, ids, mask, count, pick, generator, graph)
+    # One step ahead of the reader: the device computes it while the host handles the token before.
     ahead = int(ids.is_cuda)
     launched = 0
     try:
@@ -53,6 +54,7 @@ def cached_tokens(
             yield loop.tokens(step)
     finally:
         for module in te_linears(model):
+            # The caller may train next, which changes the weights that these are copies of.
             model.te.drop_cached_weights(module)
 
 
@@ -64,6 +66,7 @@ def recomputed_tokens(
     for _ in range(count):
         new = pick(model(ids, attention_mask=mask, logits_to_keep=1).logits[:, -1].float())
         yield new.cpu()
+        # The whole text again, of another length in each step: no graph and no cached shapes.
         ids = torch.cat((ids, new[:, None]), dim=1)
         mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=1)
 
@@ -96,6 +99,7 @@ class DecodeLoop:
         self.cache = model.new_cache(batch, length + count)
         log.info("%r", self.cache)
         self.newest = ids.new_zeros(batch, 1)
+        # [count, B]: a step writes one row, whose place is a tensor, so that a graph can replay it.
         self.made = ids.new_zeros(count, batch)
         self.done = ids.new_zeros(1)
         self.anew = _step_of_new_angles(model, ids, mask)
@@ -131,6 +135,7 @@ class DecodeLoop:
         elif self.eager == 2:
             self._capture()
         else:
+            # A replay runs no Python, so the host's count is kept here.
             self.cache.length += 1
             self.graph.replay()
 
@@ -188,6 +193,7 @@ class DecodeLoop:
         with torch.cuda.stream(self.stream):
             self.step()
         current.wait_stream(self.stream)
+        # Without it each replay would draw the numbers of the capture again.
         self.graph.register_generator_state(self.generator)
 
 

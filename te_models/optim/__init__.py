@@ -71,6 +71,7 @@ def adamw(lr: float, options: Options, parameters: Groups) -> Built:
 def _lowbit(name: str, lr: float, options: Options, parameters: Groups) -> Built:
     with needs(f"optimizer {name!r}", "torchao", "0.17", "optim"):
         # torchao takes two seconds to import.
+        # And it is an extra, which most runs do without.
         lowbit = importlib.import_module("te_models.optim.lowbit")
     return lowbit.lowbit_adamw(name, parameters, lr, {"stochastic_rounding": False, **options})
 
@@ -85,6 +86,7 @@ def _with_rest(build: Callable[[float, Options, Groups], torch.optim.Optimizer])
             if group["matrices"]:
                 hidden.append(group)
             else:
+                # Norms and embeddings want AdamW's learning rate, which matrices under Muon need not have.
                 rest.append({**group, "lr_scale": options["rest_lr"]})
         optimizers = []
         if hidden:
@@ -190,6 +192,7 @@ def state_bytes(name: str, options: Options, view: Tensor, hidden: bool) -> int:
         hidden: whether `view` is a hidden matrix (te_models.optim.groups).
     """
     choice = OPTIMIZERS[name]
+    # What is no hidden matrix gets the optimizer that `rest` names.
     if choice.matrices and not hidden and "rest" in options:
         rest = options["rest"]
         own = OPTIMIZERS[rest].options
@@ -297,6 +300,7 @@ def _checked(key: str, value: Any, default: object) -> object:
     if isinstance(default, tuple):
         check_known(f"value of {key}", value, default)
         return value
+    # Before the numbers below: a bool is an int in Python.
     if isinstance(default, bool):
         text = {"1": "true", "0": "false"}.get(str(value).lower(), str(value).lower())
         check_known(f"value of {key}", text, ("true", "false"))

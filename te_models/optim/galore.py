@@ -106,10 +106,12 @@ class GaLore(torch.optim.Optimizer):
     def _update(self, p: Tensor, gradient: Tensor, group: Group) -> Tensor:
         """Return the update direction, of the gradient's shape; the step subtracts it times the learning rate."""
         state = self.state[p]
+        # A subspace as large as the space saves nothing.
         if min(gradient.shape) <= group["rank"]:
             return _adam(gradient, state, group)
         wide = as_wide(gradient)
         if state.get("step", 0) % group["refresh"] == 0:
+            # The seed is the step, so that a resumed run finds the same directions.
             state["projector"] = leading_directions(wide, group["rank"], seed=state.get("step", 0))
         return self._update_of(p, state["projector"].mT @ wide, group)
 
@@ -148,6 +150,7 @@ def leading_directions(matrix: Tensor, rank: int, seed: int) -> Tensor:
     A randomized range finder with power iterations. It has its own random generator, seeded with `seed`, so that a
     resumed run computes the same.
     """
+    # A few more directions than asked for make the leading ones more exact, at little cost.
     width = min(rank + OVERSAMPLING, *matrix.shape)
     # On meta, for a plan, there are no random numbers.
     generator = None
@@ -163,4 +166,5 @@ def leading_directions(matrix: Tensor, rank: int, seed: int) -> Tensor:
     # The leading directions within the basis: eigenvectors of a small matrix [width, width].
     low = basis.mT @ matrix
     rotation = torch.linalg.eigh(low @ low.mT).eigenvectors.flip(-1)  # eigenvalues ascend
+    # Saved in checkpoints, whose tensors are contiguous.
     return (basis @ rotation[:, :rank]).contiguous()

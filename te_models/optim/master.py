@@ -85,6 +85,7 @@ class MasterWeights:
         if self.owners is None:
             self.masters = [_master(p, keep, offload) for p in self.parameters]
         else:
+            # The whole master on one rank, and on the others nothing: Muon and GaLore need whole matrices.
             self.masters = [_owned_master(p, keep, self.owners) for p in self.parameters]
         # Which masters have bits that their parameters lack, so that both are saved.
         self._copied: list[bool] = []
@@ -145,6 +146,7 @@ class MasterWeights:
         """
         # Parameters that the step did not use have no gradient, and are not updated.
         used = [(p, g) for p in self.parameters if (g := self.gradients.of(p)) is not None]
+        # Over all parameters before any is updated: clipping scales all of them by one factor.
         norm = self.norm([p for p, _ in used], [g for _, g in used])
         self._clip = clip_factor(norm, max_norm)
         return norm

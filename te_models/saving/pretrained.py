@@ -62,6 +62,7 @@ def model_content(
     """
     own = weights(model, masters)
     if parts:
+        # Stand-ins for other ranks' experts keep the order of the whole model, by which ranks agree on shards.
         tensors = {"model": dict(model.ep.every(own.items(), stand_in))}
     else:
         tensors = {
@@ -94,6 +95,7 @@ def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> di
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if is_quantized(parameter) and id(parameter) in masters:
+            # The master's value and not the FP8 one: whoever loads the folder without FP8 gets what the optimizer has.
             found[name] = masters[id(parameter)].detach().to(parameter.dtype)
         elif isinstance(parameter, StoredWeight):
             found[name] = plain(parameter).cpu()  # the device has no room for all of them
@@ -138,6 +140,7 @@ def write_pretrained(
         tensors, documents = model_content(model, origin)
         # All ranks took part in gathering; one writes.
         if model.tp.rank == model.ep.rank == 0:
+            # Read before the folder is replaced, which may be the one that the model came from.
             tokenizer = read_tokenizer(origin)
             if format == "hf":
                 write_hugging_face(
@@ -201,6 +204,7 @@ def open_model(
         check_known("base_weights", base_weights, BASE_WEIGHTS)
     shape = {name: value for name, value in options.items() if name in fields}
     with ExitStack() as stack:
+        # A damaged newest checkpoint is told together with an older one that is whole.
         stack.enter_context(offering_older(folder))
         source: Opened
         if (documents := hugging_face_documents(folder)) is not None:
@@ -217,6 +221,7 @@ def open_model(
         source.fit({name: p.shape for name, p in sketch.named_parameters(remove_duplicate=False)})
         config = _reshaped(build, source, shape) if shape else source.config
         stored: frozenset[str] = frozenset()
+        # A recipe that is asked for comes before the saved one, and fields of it change either.
         chosen = _with_saved_recipe(source, options, shape)
         if base_weights == STORED:
             stored = _stored_linears(source, config)
@@ -269,6 +274,7 @@ def _is_te_folder(folder: Path) -> bool:
     config = (folder / "config.json").exists()
     problem = ""
     if (folder / ADAPTERS).is_file() and not config:
+        # `te-models finetune --lora` writes the merged model beside the adapters.
         merged = next(
             (parent / "merged" for parent in folder.parents[:2] if (parent / "merged").is_dir()),
             None,
@@ -296,6 +302,7 @@ def _is_te_folder(folder: Path) -> bool:
             )
     if problem:
         raise CheckpointError(f"{folder} {problem}")
+    # Our own folders have a manifest, and their config.json is of our model type.
     return config and not own and bool(te_files(folder))
 
 

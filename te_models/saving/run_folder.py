@@ -96,6 +96,7 @@ class Checkpoints:
         if blocking:
             self._retrying(path, lambda: self._commit(path, content))
         else:
+            # Before the thread starts, or `copied` could return too early.
             self._copied.clear()
             saved = (tensor for members in content.tensors.values() for tensor in members.values())
             # A stream beside the training one, so that the copy and the next step run side by side.
@@ -136,6 +137,7 @@ class Checkpoints:
         for key, (shape, dtype, pinned) in shapes.items():
             with outside_captures():
                 self._buffers[key] = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+            # Touches every page: the kernel of the system maps memory only when it is written to.
             self._buffers[key].zero_()
 
     def wait(self) -> None:
@@ -157,6 +159,7 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint, or None."""
+        # `latest` may be damaged or missing, as after a kill: the highest complete number stands in for it.
         name = ""
         with contextlib.suppress(CheckpointError):
             name = read_bytes(self.root / LATEST, 64).decode("ascii", "replace").strip()
@@ -225,6 +228,7 @@ class Checkpoints:
             finally:
                 self._copied.set()
             self._retrying(path, lambda: self._commit(path, content))
+        # A thread has nobody to raise to: the next save, or `wait`, raises it.
         except BaseException as error:
             self._note_failure(error)
 

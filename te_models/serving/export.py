@@ -102,6 +102,7 @@ def export(
     if calibration is not None and not isinstance(calibration, Iterable):
         kind = type(calibration).__name__
         raise UsageError(f"calibration is a {kind}: give token ids, int64 tensors [B, S]")
+    # FSDP2's pieces would have to be gathered one by one, which the saved folder has done already.
     sharded = any(local(p) is not p for p in model.parameters())
     sources = [os.path.realpath(path) for path in (origin.folder, origin.adapters) if path]
     own = os.path.realpath(folder) in sources
@@ -154,6 +155,7 @@ def _in_whole_blocks(family: Family, config: ModelConfig, modules: Iterable[str]
     shapes = {}
     for name in modules:
         linear = config.linears[name]
+        # A server reads one weight's blocks at a time, and would find the next row's in an incomplete one.
         if linear.inputs % block_columns:
             return False
         for weight in linear.weights:
@@ -162,6 +164,7 @@ def _in_whole_blocks(family: Family, config: ModelConfig, modules: Iterable[str]
     parts: dict[str, list[int]] = {}
     for place in tensor_places(family, config, shapes).values():
         rows = [place.groups * count for _, count in place.blocks if count]
+        # Servers fuse q, k and v, and gate and up, whose blocks then lie one below the other.
         parts.setdefault(place.name, []).extend(rows)
     checked = [size for rows in parts.values() for size in rows[:-1]]
     return all(size % block_rows == 0 for size in checked)
@@ -194,6 +197,7 @@ class _Writer:
         self.format = FORMATS[format]
         self.source = source
         self.rounding = rounding
+        # A seed of its own: two exports of one model are the same bytes.
         self.generator = torch.Generator().manual_seed(SEED)
         self.base = None if base is None else weights(base)
         self.changes: list[WeightChange] = []
@@ -244,6 +248,8 @@ class _Writer:
         # A rounded bias chooses other experts.
         if self.format.storage is not None or place.name.endswith(".expert_bias"):
             return tensor
+        # Only here do values change in an export to BF16: a model in FP32 loses the bits that a small update may live
+        # in.
         written = to_bfloat16(tensor, self.rounding, self.generator)
         if self.base is not None and theirs.endswith(".weight"):
             base = self._base_of(place.name, parameter)
@@ -304,6 +310,7 @@ class _Writer:
         self, names: list[str], places: Mapping[str, Place], parameter: Tensor
     ) -> dict[str, Tensor]:
         """Return the stored tensors of their weights `names`, which together are one of our parameters."""
+        # `not ... <`, since a NaN compares as False.
         if not parameter.abs().amax().float() < TOO_LARGE:
             raise UsageError(
                 f"{names[0]} has values that are not finite, or so large that {self.name} would round them to "
@@ -333,6 +340,7 @@ class _Writer:
         `own` is False for the base's, whose weights are no FP8 ones and which are rounded to the nearest.
         """
         ours = places[names[0]].name
+        # A scale for the whole of our weight comes first: their parts of it share that scale.
         shared = self._shared_parts(ours, names, places, parameter, own)
         values = {name: places[name].save(parameter) for name in names}
         made = []
@@ -342,6 +350,7 @@ class _Writer:
             else:
                 made.append(_rows(shared, places[name]))
         stored = kept_parts(self.source, values, made)
+        # What a release has stored so stays as it is, to the byte, and is not rounded once more.
         kept = stored[0] is not made[0]
         if kept or self.rounding == "nearest" or not own:
             return stored
@@ -390,6 +399,7 @@ class _Writer:
         """Return one of our weights quantized as a whole; None for a format with blocks of several rows."""
         if self.format.encode is None:
             return None
+        # The FP8 weight itself, as it was trained: a second cast could round it otherwise.
         if own and self.name == "fp8-tensor" and f"{ours}.data" in self.fp8_weights:
             scale = self.fp8_weights[f"{ours}.scale_inv"]
             return {
@@ -407,6 +417,7 @@ class _Writer:
         rows, columns = values.shape
         aligned = not (rows % BLOCK.block[0] or columns % BLOCK.block[1])
         scale_inv = self.fp8_weights.get(f"{ours}.rowwise_scale_inv") if own else None
+        # Blocks of FP32 scales, which are those of the format; E8M0 bytes are MXFP8's.
         if aligned and scale_inv is not None and scale_inv.is_floating_point():
             data = self.fp8_weights[f"{ours}.rowwise_data"]
             by_row = spread(

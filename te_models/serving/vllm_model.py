@@ -63,6 +63,7 @@ class TableRoPE(RotaryEmbedding):
         dtype = torch.get_default_dtype()
         super().__init__(rope.head_dim, rope.size, length, rope.theta, not rope.interleaved, dtype)
 
+    # vLLM's hook for other angles: its kernel rotates with whatever this returns, [length, 2 * pairs].
     def _compute_cos_sin_cache(self) -> Tensor:
         positions = torch.arange(self.max_position_embeddings)
         tables = rotary_tables(self.rope, positions, torch.float32)
@@ -162,6 +163,7 @@ class GatedAttention(nn.Module):
             for name in ("q_norm", "k_norm")
         )
         self.query = heads.query // build.ranks
+        # With more ranks than key heads, vLLM gives several ranks a copy of one.
         self.key = max(1, heads.key // build.ranks)
         if spec.rope is None:
             self.rope = None
