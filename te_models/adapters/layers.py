@@ -83,6 +83,7 @@ class LoraLinear(ExactMerges, peft_layer.Linear):
         """Wrap `base_layer`; peft calls this."""
         with warnings.catch_warnings():
             # The emulated engine's te.Linear, which has both sizes.
+            # peft reads the sizes of layers by their class, and warns of one that it does not know.
             warnings.filterwarnings("ignore", "Unsupported layer type")
             super().__init__(base_layer, adapter_name, config, r, lora_alpha, **options)
 
@@ -128,6 +129,7 @@ class LoraLinear(ExactMerges, peft_layer.Linear):
                 return self.base_layer(x, *args, **kwargs)
             return run(self.base_layer, x, *args, **kwargs)
 
+        # As peft's layers do: without adapters the weight has to be the base's.
         if self.disable_adapters and self.merged:
             self.unmerge()
         return add_updates(base(x), x, [Part(self)], base, self._base_bias())
@@ -140,6 +142,7 @@ class LoraLinear(ExactMerges, peft_layer.Linear):
         """Return the adapter's update of the weight, or of an expert's, FP32 [out, in]."""
         a = self.lora_A[adapter].get_parameter("weight").float()
         b = self.lora_B[adapter].get_parameter("weight").float()
+        # In FP32 and scaled once: a product in BF16 would be rounded before the sum.
         return self.scaling[adapter] * (b @ a)
 
     def length_factors(self, adapter: str, weight: Tensor | None = None) -> Tensor:
@@ -150,6 +153,7 @@ class LoraLinear(ExactMerges, peft_layer.Linear):
         """
         magnitude = self.lora_magnitude_vector[adapter].get_parameter("weight")
         lengths = self.lengths(adapter, weight)
+        # A row of zeros has no direction, and a division by its length would be NaN.
         lengths = torch.where(lengths > 0, lengths, torch.ones_like(lengths))  # rows of padding
         return magnitude.float() / lengths
 
@@ -244,6 +248,8 @@ class LoraExperts(LoraLinear):
     ) -> None:
         """Make an adapter of rank r; peft calls this."""
         experts = self._experts
+        # peft makes one A and one B of r times the experts, as its files have them; r and scaling are one expert's
+        # again below.
         super().update_layer(adapter_name, r * experts, lora_alpha, config, **options)
         self.r[adapter_name] = r
         self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
@@ -340,8 +346,11 @@ def adopt(model: nn.Module) -> None:
             kind = LoraWeight
         else:
             continue
+        # A merge of peft's rounds otherwise, and only peft's layer can undo it.
         if module.merged:
             continue  # by peft, which has to take it back
+        # Another class for the same attributes: optimizers and wrappers hold the parameters, which must stay these
+        # objects.
         adopted: Any = object.__new__(kind)
         adopted.__dict__.update(module.__dict__)
         if issubclass(kind, LoraLinear):

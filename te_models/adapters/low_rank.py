@@ -81,6 +81,7 @@ class Part:
         weight = weight.to(dtype)
         if self.columns is None:
             return weight
+        # Zeros in the other rows let all parts of a fused linear share one product with B.
         return weight.new_zeros(outputs, weight.shape[1]).index_copy(0, self.columns, weight)
 
 
@@ -137,6 +138,7 @@ def add_expert_updates(
                 continue
             a, b = expert_factors(layer, adapter, experts, dtype, part.swapped)
             if part.columns is not None:
+                # An adapter of up alone, for one, leaves the rows of gate as they are.
                 b = torch.zeros_like(b).index_copy(1, part.columns, b)
             dropped = layer.lora_dropout[adapter](x.to(dtype))
             result = result + low_rank_product(dropped, a, b, layer.scaling[adapter], *rows)
@@ -162,6 +164,7 @@ def add_updates(
     adapters: dict[str, None] = {}
     for part in parts:
         adapters |= dict.fromkeys(part.layer.active_adapters)
+    # A caller's torch.autocast would cast the products, which have the dtype of the result already.
     with _no_autocast(result):
         for adapter in adapters:
             members = [part for part in parts if part.has(adapter)]
@@ -199,6 +202,7 @@ def _add_update(
         a = [part.a(adapter, dtype) for part in parts]
         together = F.linear(dropped[0], a[0] if len(a) == 1 else torch.cat(a))
     scalings = [part.layer.scaling[adapter] for part in parts]
+    # One factor for the whole product; where parts differ, B takes up the ratio.
     scaling = next((scaling for scaling in scalings if scaling), 0.0)
     blocks = []  # B [out, rank] of each part
     for part, own in zip(parts, scalings, strict=True):
@@ -206,6 +210,7 @@ def _add_update(
         blocks.append(b if own == scaling else b * (own / scaling))
     b = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
     if result.dim() == 2:
+        # One kernel multiplies, scales and adds: the update is rounded once, with the sum.
         updated = torch.addmm(result, together, b.t(), alpha=scaling)
     else:
         rows = torch.addmm(result.flatten(0, -2), together.flatten(0, -2), b.t(), alpha=scaling)
@@ -237,6 +242,7 @@ def _scale_rows(
         factors = own if part.columns is None else factors.index_copy(0, part.columns, own)
         if not part.drops(adapter):
             continue
+        # peft applies dropout to the base's input too under DoRA, so that this part of it runs again.
         product = base(left)
         if part.columns is None:
             unscaled = product

@@ -70,6 +70,7 @@ class MergedWeight:
                 f"merging {names} gives values that are not finite: the adapter is broken"
             )
         if not self.saved:
+            # Once, before the first merge: later ones start from these values, not from a sum that has been rounded.
             self.saved = [self._save(gemm) for gemm in range(len(self.names))]
         self._write(merges)
 
@@ -100,6 +101,7 @@ class MergedWeight:
             return plain(stored).float()
         merged = saved_weight(weight)
         restore_weight(weight, self.saved[gemm][0])
+        # The weight has the adapters in it for now: put the old values back, copy them, and put the sums back.
         values = whole(plain(weight)).to(torch.float32, copy=True)
         restore_weight(weight, merged)
         return values

@@ -56,6 +56,7 @@ def convert(
         check_known("dtype", dtype, DTYPES)
     if (preset is None) != (te_checkpoint is None):
         raise click.UsageError("--preset NAME and --te-checkpoint PATH go together")
+    # Nothing is computed, so any machine will do, and host memory is usually the larger.
     keywords = {**options, "engine": "emulated", "device": "cpu", "dtype": dtype and DTYPES[dtype]}
     te_state = None if te_checkpoint is None else read_te_checkpoint(te_checkpoint)
     if preset is not None and te_state is not None:

@@ -73,6 +73,7 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the words of the command line; a name without its option is answered with the options that take one."""
+        # Else click would answer "Got unexpected extra argument" and not say which option takes it.
         ctx.allow_extra_args = True
         try:
             rest = super().parse_args(ctx, args)
@@ -144,6 +145,7 @@ def _show_all_help(ctx: click.Context, parameter: click.Parameter, value: bool) 
 
 def _is_out_of_memory(error: Exception) -> bool:
     """Return whether Python, the CPU allocator or the CUDA allocator of PyTorch ran out of memory."""
+    # By name, since a command that never imported torch cannot have its error.
     names = {kind.__name__ for kind in type(error).__mro__}  # without an import of torch
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(
         error
@@ -203,6 +205,7 @@ def chained(*options: Decorator) -> Decorator:
     """Combine decorators into one that adds their options in this order."""
 
     def decorate(command: Function) -> Function:
+        # click lists options from the last decorator to the first.
         for add in reversed(options):
             command = add(command)
         return command
@@ -225,10 +228,12 @@ def setting_option(name: str, **attributes: Any) -> Decorator:
         metavar=one.metavar or (f"[{'|'.join(map(str, one.choices))}]" if one.choices else None)
     )
     keywords |= {"callback": CALLBACKS[name]} if name in CALLBACKS else {}
+    # An option that may stand alone, such as --profile, or take a value.
     if one.bare is not None:
         keywords |= dict(is_flag=False, flag_value=one.bare, metavar=f"[{one.metavar}]")
     if kind is bool and str in one.kinds:
         return _switch_or_mode(one, name, keywords | attributes)
+    # Repeated: each use adds an entry.
     if kind in (tuple, dict):
         keywords |= dict(multiple=True, default=None, show_default=False)
     elif kind is bool:
@@ -314,6 +319,7 @@ def out_option(help: str, **attributes: Any) -> Decorator:
 def _refuse_file(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     if value is not None:
         parents = (Path(value), *Path(value).parents)
+        # The nearest parent that exists: a file anywhere on the way would fail only once the work is done.
         path = next(path for path in parents if os.path.lexists(path) or path == path.parent)
         if not path.is_dir():
             raise UsageError(f"--out {value}: {path} is not a folder: give another one")

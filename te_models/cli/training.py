@@ -93,6 +93,7 @@ def run_training(
     if from_record is not None:
         advice = advice_of(from_record, options["preset"], options["model"], options)
         given["recipe"] = advice.recipe
+        # Under torchrun every process reads the record, and one prints.
         if os.environ.get("RANK", "0") == "0":
             show(advice, as_json=False)
     if resume is None:
@@ -109,35 +110,30 @@ def run_training(
 
 def _check_places(file: str | None, resume: str | None, given: Mapping[str, Any]) -> None:
     """Raise a UsageError for a file or a folder in the place of another: of a run, its settings, a model or data."""
-    both = resume is not None and file is not None
-    is_folder = file is not None and Path(file).is_dir()
-    is_run = is_folder and Path(str(file), "run.toml").exists()
-    unexpected = file is not None and not Path(file).exists()
     out = given.get("out")
     model = given.get("model")
-    over = (
-        out is not None and model is not None and os.path.realpath(out) == os.path.realpath(model)
-    )
-    if over:
+    # By the real paths, since a link may lead to the same folder.
+    if out is not None and model is not None and os.path.realpath(out) == os.path.realpath(model):
         raise UsageError(
             f"--out {out} is the folder of the model, whose place the run would take: give another"
         )
-    if unexpected:
+    if file is not None and not Path(file).exists():
         raise UsageError(
             f"unexpected {file}: the one argument is RUN.TOML, a file of settings, and this is no file"
         )
-    if both:
+    if resume is not None and file is not None:
         raise UsageError(f"give either {file} or --resume: a run's folder has its own run.toml")
     if resume and out is not None:
         raise UsageError(f"give the folder once: --resume {resume} or --resume --out {out}")
-    if is_run:
+    if file is None or not Path(file).is_dir():
+        return
+    if Path(file, "run.toml").exists():
         raise UsageError(
             f"{file} is a folder: {file}/run.toml runs it once more, and --resume {file} continues it"
         )
-    if is_folder:
-        raise UsageError(
-            f"{file} is a folder: a model is given as --model {file}, data as --data {file}"
-        )
+    raise UsageError(
+        f"{file} is a folder: a model is given as --model {file}, data as --data {file}"
+    )
 
 
 def _ask_for_data(settings: RunSettings) -> None:

@@ -99,11 +99,13 @@ def over(
             the forward pass, or for gradients of the backward pass.
     """
     where = where.copy()
+    # One cause per tensor: a scale that is too old also saturates, and the second finding would only repeat the first.
     where[:, list(facts.found)] = False
     if not where.any():
         return
     shown = np.flatnonzero(where.any(0))
     first = int(np.flatnonzero(where.any(1))[0])
+    # A NaN says that nobody could count there; argmax would take it for the largest.
     sizes = np.where(where, np.nan_to_num(size, nan=-np.inf), -np.inf)
     if origin:
         named = facts.first_computed(np.flatnonzero(where[first]))
@@ -171,6 +173,7 @@ def _jumped(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
         (np.abs(np.diff(room, axis=0)) > JUMP_BITS) & (grown < 1) & (np.abs(room[1:]) > JUMP_BITS)
     )
     counted = np.isfinite(room[1:])
+    # One tensor may jump by itself; half of all in one step have a common cause, such as a load of other scales.
     many = wrong.sum(1) >= np.maximum(counted.sum(1) / 2, 1)
     where = np.zeros_like(room, bool)
     where[1:] = wrong & many[:, None]
@@ -255,6 +258,7 @@ def _dead(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     if len(zero) < DEAD_STEPS:
         return
     # Steps of a streak that lasts to the end.
+    # Backwards from the newest step: a tensor that was zero for a while and lives again is no finding.
     always = np.logical_and.accumulate(zero[::-1], axis=0)[::-1]
     always &= always.sum(0) >= DEAD_STEPS
 
@@ -275,6 +279,7 @@ def _learning_rate(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     if len(losses) < 4:
         return
     width = max(1, len(losses) // 10)
+    # A single spike is no divergence, so a tenth of the run is averaged.
     smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
     lowest = int(np.nanargmin(smooth)) if np.isfinite(smooth).any() else 0
     fell = smooth[0] - smooth[lowest]

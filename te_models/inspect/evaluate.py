@@ -192,6 +192,7 @@ def evaluate_recipes(
             losses.append(RecipeLoss(str(name), note=str(error)))
             continue
         if not batches:
+            # With the first model, whose longest sequence bounds them; all recipes see the same tokens.
             batches, remarks = make_batches(documents, tokenizer, network, bad=bad, **sizes)
             text_bytes = sum(counted_bytes(batch, tokenizer) for batch in batches)
         progress(f"{network.recipe.name}: {sum(map(count_targets, batches)):,} tokens")
@@ -270,6 +271,7 @@ def calibrate(model: CausalLM, batches: Sequence[Batch]) -> str:
         return ""
     was_training = model.training
     model.train()
+    # Only a pass with gradients counts as training for the autocast's exit.
     with torch.enable_grad():  # as in training: scales are updated
         for number in range(CALIBRATION):
             model(**to_device(batches[number % len(batches)], model.device), return_logits=False)

@@ -83,6 +83,7 @@ def advise_recipe(
     card = _card(run, gpu)
     diagnosis = diagnose(facts)
     numbers, reasons, linears = _by_numbers(facts, diagnosis.findings, config, card)
+    # Last: the numbers may speak for a recipe that saves no time at this size.
     pays, speed = _speed(run, config, card, numbers, fp8_params)
     recipe = numbers if pays is not False else get_recipe("bf16")
     tried: tuple[Variant, ...] = ()
@@ -155,6 +156,7 @@ def _by_numbers(
     """Return the recipe that the numbers speak for, the reasons, and the te.Linears that it treats apart."""
     recipe = facts.recipe
     reasons: list[str] = []
+    # After a NaN or a diverging learning rate any recipe looks bad.
     end = min((one.step for one in findings if one.rule in OTHER_CAUSES), default=None)
     if end is not None:
         facts = before(facts, end)
@@ -172,6 +174,7 @@ def _by_numbers(
         blocks = _block_recipe(recipe, gpu)
         work = sum(one.work for one in coarse)
         if work <= MOST_IN_BF16 or blocks is None:
+            # After the user's own entries: of two patterns that match a name, the last counts.
             table = dict(recipe.precision) | {one.linear: "bf16" for one in coarse}
             recipe = recipe.replace(precision=table)
         else:
@@ -179,6 +182,7 @@ def _by_numbers(
                 f"{blocks.name} in place of {recipe.name}: in {plural(len(coarse), 'linear')} with {work:.0%} of the "
                 f"work one scale does not hold all values, as in {coarse[0]}"
             )
+            # The same layers in BF16 as before, under the other scheme.
             recipe = recipe.followed_by(blocks.name)
             coarse = []
     if config is not None:
@@ -262,6 +266,7 @@ def _work(facts: RunFacts) -> Mapping[str, float]:
         products[key] = products.get(key, 1.0) * float(count)
     work: dict[str, float] = {}
     for (linear, _), product in products.items():
+        # sqrt((N I)(O I)(N O)) is N I O, half of the operations of each of the three GEMMs.
         work[linear] = work.get(linear, 0.0) + math.sqrt(product)
     total = sum(work.values()) or 1.0
     return {linear: operations / total for linear, operations in work.items()}

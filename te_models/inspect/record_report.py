@@ -81,6 +81,7 @@ def report_data(facts: RunFacts, diagnosis: Diagnosis, title: str) -> dict[str, 
                 "reversed": statistic.worst is np.fmin and statistic.key == "sqnr",
                 "low": low,
                 "high": high,
+                # Numbers as text would take four times the bytes; the page decodes little-endian FP32.
                 "values": base64.b64encode(grid.astype("<f4").tobytes()).decode(),
             }
         )
@@ -111,6 +112,7 @@ def _first_shown(diagnosis: Diagnosis) -> str:
 
 def _rows(record: Record, shown: Any) -> tuple[list[list[int]], list[dict[str, Any]]]:
     """Return the tensors of each row of the map, and the row's names; many experts of a linear share one."""
+    # Thousands of experts would make a page of many megabytes, and rows thinner than a pixel.
     merge = len(shown) > MOST_ROWS
     members: dict[str, list[int]] = {}
     for place in shown:
@@ -144,6 +146,7 @@ def _folded(values: Floats, groups: list[list[int]], columns: list[slice], worst
 def _range(grid: Floats, statistic: Statistic) -> tuple[float, float]:
     """Return the ends of the scale of colors, of the logarithm where that is shown."""
     if statistic.kind == "share":
+        # The same scale for every share, so that a color means the same on each map.
         return math.log10(LEAST_SHARE), 0.0
     known = grid[np.isfinite(grid)]
     if statistic.log:

@@ -79,6 +79,7 @@ def replay(
     own = saved_choices(capture.state)["recipe"]
     place: dict[str, Any] = {"device": device, "engine": engine}
     first = run_step(capture, own, place)
+    # The same again: two runs that differ cannot tell anything about a third.
     second = run_step(capture, own, place) if twice else None
     variants = [
         _variant(name, capture, recipe, place)
@@ -121,6 +122,7 @@ def run_step(capture: Capture, recipe: Recipe, place: dict[str, Any]) -> StepRun
     fields |= dict(parallel="none", cuda_graph=False, calibrate=not same, recipe_schedule="")
     fields |= dict(tensor_parallel_size=0, expert_parallel_size=0, fp8_dispatch=False)
     config = TrainConfig(**fields | {"sequence_parallel": False})
+    # Anew for each run: a pass changes scales and histories.
     model = CausalLM.from_pretrained(
         capture.state, recipe=recipe, fp8_params=bool(choices["fp8_params"]) and same, **place
     )
@@ -138,6 +140,7 @@ def run_step(capture: Capture, recipe: Recipe, place: dict[str, Any]) -> StepRun
     passes = StepPasses(model, gradients, parallel, config, recorder)
     recorder.begin()
     # Stochastic rounding draws the numbers that the run drew.
+    # The caller's random numbers go on as if nothing had run.
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(capture.random)
         loss = passes.run(capture.micro_batches, eager=True)
@@ -228,6 +231,7 @@ def _variant(
     layers: dict[int, float] = {}
     for tensor, value in zip(record.tensors, exact, strict=True):
         if tensor.layer is not None and math.isfinite(value):
+            # A layer is as exact as its least exact cast.
             layers[tensor.layer] = min(layers.get(tensor.layer, math.inf), float(value))
     measured = exact[np.isfinite(exact)]
     return Variant(

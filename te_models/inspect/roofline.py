@@ -82,6 +82,7 @@ def roofline(
     """
     tokens = batch * seq
     shape = dict(batch=batch, seq=seq, device=device)
+    # Most layers have the same GEMMs: each size is measured once.
     measure_gemm = functools.cache(functools.partial(_gemm, device=device))
     measure_attention = functools.cache(functools.partial(_attention, **shape))
     measure_recurrence = functools.cache(functools.partial(_recurrence, **shape))
@@ -136,6 +137,7 @@ def seen_share(keys: SeenKeys, seq: int) -> float:
 
 def _copy_rate(device: torch.device) -> float:
     """Measure the bytes per millisecond of a copy on the device, read and written."""
+    # Far larger than the L2 cache, which would answer a small copy by itself.
     source = torch.empty(2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * len(source) / _milliseconds(lambda: target.copy_(source))
@@ -146,6 +148,7 @@ def _gemm(m: int, k: int, n: int, fp8: bool, device: torch.device) -> float:
     b = torch.randn(n, k, device=device, dtype=torch.bfloat16)
     if not fp8:
         return _milliseconds(lambda: a @ b.t())
+    # Without its casts: they are part of what a step adds to the bound.
     a8 = a.to(torch.float8_e4m3fn)
     b8 = b.to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)

@@ -101,6 +101,7 @@ class Verification(Printable):
 
     def ran(self, gemm: Verified) -> bool:
         """Return whether a linear ran below BF16 in every GEMM for which the recipe asks so, by all evidence."""
+        # Under that override only the forward is quantized: backward in BF16 is what the recipe asks for.
         shown = gemm.differs[:1] if gemm.override == "high_precision" else gemm.differs
         saved = gemm.saved_fp8 or gemm.override == "high_precision"
         return all(shown) and saved and len(gemm.quantizers) == len(GEMMS)
@@ -266,12 +267,14 @@ def sample_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
 
     A recipe whose patterns may name layers needs all of them.
     """
+    # Patterns may name layers by number, which a shortened model would shift.
     if recipe.precision:
         return config
     count = config.num_hidden_layers
     inside = recipe.fp8_layers(count) or range(count)
     first: dict[tuple[LinearSpec, ...], int] = {}  # one layer of all that have the same GEMMs
     for depth in inside:
+        # Linears compare equal where sizes and roles do, whatever their layer.
         first.setdefault(tuple(config.layers[depth].linears.values()), depth)
     return config.with_layers([*range(inside.start), *first.values(), *range(inside.stop, count)])
 
@@ -336,6 +339,7 @@ def _verified(
     used = model.precision.recipe_of(own) or model.recipe
     try:
         bf16 = _trial(te, copy, inputs, dy, None)
+        # Delayed scaling finds its scale from the passes before; the other recipes only warm up.
         trial = [_trial(te, copy, inputs, dy, recipe) for _ in range(WARM_UP)][-1]
         differs = tuple(
             not torch.equal(a, b) for a, b in zip(bf16.results, trial.results, strict=True)
@@ -351,6 +355,7 @@ def _verified(
                 }
             )
     finally:
+        # The engine keeps every module that has run under an autocast, to update its scales.
         te.reset_fp8_state(copy)
     return Verified(
         module=name,
@@ -419,6 +424,7 @@ def _milliseconds(variants: dict[str, Callable[[], object]]) -> dict[str, float]
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(ROUNDS + WARM_UP):
         for name, run in variants.items():
+            # Alternating, so that a change of the clock meets both.
             times[name].append(timed(run))
     return {name: statistics.median(measured[WARM_UP:]) for name, measured in times.items()}
 

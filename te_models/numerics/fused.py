@@ -260,7 +260,7 @@ def cast_nvfp4(
     tensors = (x, t, x if noise is None else noise, *made, parts)
     n_parts = parts.shape[-1]
     numbers = n_parts, m, k, row_stride, col_stride, m * k if rowwise else 0
-    how = dict(
+    how: dict[str, float] = dict(
         ROW=rowwise,
         COL=columnwise,
         TWO_D=two_d,
@@ -355,7 +355,12 @@ def update(
     tensors = _table(tuple(rows), scale.device), scale if amaxes is None else amaxes
     # One launch updates all modules: each program reads the addresses of its own history and scale from a table.
     sizes = dict(LENGTH=_power_of_2(longest), N=_power_of_2(widest))
-    how = {"REDUCED": amaxes is not None, "MOST_RECENT": most_recent, **sizes, **_FLAT}
+    how: dict[str, float] = {
+        "REDUCED": amaxes is not None,
+        "MOST_RECENT": most_recent,
+        **sizes,
+        **_FLAT,
+    }
     _run("update_kernel", (len(rows),), tensors, (fp8_max * 2.0**-margin,), how)
 
 

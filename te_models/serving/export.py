@@ -103,12 +103,10 @@ def export(
         kind = type(calibration).__name__
         raise UsageError(f"calibration is a {kind}: give token ids, int64 tensors [B, S]")
     # FSDP2's pieces would have to be gathered one by one, which the saved folder has done already.
-    sharded = any(local(p) is not p for p in model.parameters())
-    sources = [os.path.realpath(path) for path in (origin.folder, origin.adapters) if path]
-    own = os.path.realpath(folder) in sources
-    if sharded:
+    if any(local(p) is not p for p in model.parameters()):
         raise UsageError("a sharded model cannot be exported: save it, and export the saved folder")
-    if own:
+    sources = [os.path.realpath(path) for path in (origin.folder, origin.adapters) if path]
+    if os.path.realpath(folder) in sources:
         raise UsageError(
             f"{folder} holds the model that is exported, whose weights would be lost: choose another folder"
         )

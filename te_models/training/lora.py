@@ -29,7 +29,7 @@ from te_models.adapters.rows import (
     without_layers,
 )
 from te_models.causal_lm import CausalLM
-from te_models.errors import CheckpointError, UsageError, needs, refuse, unknown
+from te_models.errors import CheckpointError, UsageError, needs, unknown
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import check_fp8_state
 from te_models.interop.hub import local_folder
@@ -79,6 +79,7 @@ class AdaptedModel(PeftModel):
     ) -> None:
         """Freeze `model` and add adapters: `layers`, name -> adapter, or what `peft_config` targets."""
         config, layers = _resolved(model, peft_config, layers)
+        # peft freezes everything; `unload` gives back what trained before.
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         rows = _show(model, layers)
         super().__init__(model, config, adapter_name, **options)
@@ -173,6 +174,8 @@ class AdaptedModel(PeftModel):
         for name in selected_adapters or list(self.peft_config) if is_main_process else ():
             folder = Path(save_directory) / name if name != "default" else Path(save_directory)
             folder.mkdir(parents=True, exist_ok=True)
+            # Written aside and moved file by file, the manifest last: other files in the folder stay, and a kill leaves
+            # no mixture that passes for whole.
             with tempfile.TemporaryDirectory(dir=folder, prefix=".adapter-") as temp:
                 save_lora(self, Path(temp) / "new", name)
                 for file in sorted(
@@ -260,16 +263,14 @@ def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel
     check_fields(config.to_dict())
     modules = adaptable_modules(model.model)
     found = wanted_adapters(config, modules)
-    asked = {
-        "modules_to_save": config.modules_to_save,
-        "an adapter on lm_head": any(module_of(one.place) == "lm_head" for one in found.values()),
-    }
-    refuse(
-        {
-            f"{what} needs a CausalLM: give add_lora the model inside (`.model`)": is_
-            for what, is_ in asked.items()
-        }
-    )
+    if config.modules_to_save:
+        raise UsageError(
+            "modules_to_save needs a CausalLM: give add_lora the model inside (`.model`)"
+        )
+    if any(module_of(one.place) == "lm_head" for one in found.values()):
+        raise UsageError(
+            "an adapter on lm_head needs a CausalLM: give add_lora the model inside (`.model`)"
+        )
     wanted: dict[str, Wanted] = {}
     for name, one in found.items():
         parts = [name] if name in modules.theirs else modules.parts_of(module_of(one.place))
@@ -370,16 +371,19 @@ def load_lora(
     Raises:
         CheckpointError: the folder is damaged, does not fit the model, or is of a kind that is not supported.
     """
-    wrong = f"{type(model).__name__} is no CausalLM: load its adapters with peft.PeftModel.from_pretrained"
-    loaded = "the model has adapters already: load another with its load_adapter(folder, name)"
     if isinstance(model, PeftModel):
-        raise UsageError(loaded)
+        raise UsageError(
+            "the model has adapters already: load another with its load_adapter(folder, name)"
+        )
     if not isinstance(model, CausalLM):
-        raise UsageError(wrong)
+        raise UsageError(
+            f"{type(model).__name__} is no CausalLM: load its adapters with peft.PeftModel.from_pretrained"
+        )
     path = saved_folder(local_folder(folder))
     adapter = read_adapter(model, path, trainable)
     _compare_shapes(model, path)
     state = adapter.saved.tensors.get("fp8_state", {})
+    # Before anything changes: scales that do not fit are an error, and the model stays as it was.
     check_fp8_state(model, state)
     recipe = read_recipe(adapter.saved) if state else model.recipe
     model.take_fp8_state(state, recipe)
@@ -416,6 +420,7 @@ def _resolved(
         raise UsageError(
             "LoRA on a tensor-parallel model is not supported: load it without tp_mesh"
         )
+    # The user may give the same config to another model.
     config = copy.deepcopy(config)
     check_fields(config.to_dict(), init=layers is None)
     assert isinstance(config, LoraConfig)

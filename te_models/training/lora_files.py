@@ -74,6 +74,7 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
     config = read_config(path, saved.documents["adapter_config"], modules)
     config.inference_mode = not trainable
     # peft names the modules of the model it was given, with a head or without.
+    # A PeftModel around transformers' headless model writes names without "model.".
     headless = not any(
         name.startswith((f"{PREFIX}model.", f"{PREFIX}lm_head.")) for name in tensors
     )
@@ -85,6 +86,7 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
     # Names and shapes before any value: another rank or target is one line, not an error of a copy.
     match(_expected(model, wanted, whole, modules, config.use_dora), tensors, check_dtype=False)
     for name, tensor in tensors.items():
+        # FP8 adapters would lose most of their small values, and no writer makes them on purpose.
         if not tensor.is_floating_point() or tensor.itemsize == 1:
             raise CheckpointError(
                 f"{folder}: {name} is {tensor.dtype}: save adapters in BF16, FP16 or FP32"
@@ -155,6 +157,7 @@ def _without_head(
     left, name = dict(tensors), f"{PREFIX}lm_head.base_layer.weight"
     if (head := left.pop(name, None)) is not None:
         own = plain(model.lm_head.get_parameter("weight")).cpu()
+        # peft saves the frozen head beside an adapter on it: it must be the one that this model has.
         if own.shape != head.shape or not torch.equal(head.to(own.dtype), own):
             raise CheckpointError(
                 f"{folder}: {name} is not the model's head: load the model that the adapter was trained on"
