@@ -6,7 +6,7 @@ depends on the factor of the loss, and so on the number of processes and of micr
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +40,10 @@ class Probe:
     """Hooks on a te.Linear or te.GroupedLinear that note the amaxes of its operands in `amaxes`, FP32 [GEMMs, 5].
 
     The amax of an FP8 primary weight has been in its history since the weight was written. The probes of a model share
-    `starts`, which gets the first input of a pass.
+    `starts`, which gets the inputs of a pass to which gradients have to reach; None: other modules' inputs suffice.
     """
 
-    def __init__(self, module: nn.Module, amaxes: Tensor, starts: list[Tensor]) -> None:
+    def __init__(self, module: nn.Module, amaxes: Tensor, starts: list[Tensor] | None) -> None:
         self.amaxes = amaxes
         self.starts = starts
         self.rows: list[int] | None = None  # of each GEMM; None: there is one, for all rows
@@ -74,8 +74,8 @@ class Probe:
         if not torch.is_grad_enabled():  # another thread evaluates the model
             return inputs
         x = x if x.requires_grad else x.detach().requires_grad_()  # nothing before it is trained
-        # Backward has to reach only the first quantized module: gradients before it set no scale.
-        if not self.starts:
+        # In backward the forward pass is a recompute, of other tensors.
+        if self.starts is not None and torch._C._current_graph_task_id() == -1:
             self.starts.append(x)
         return (x, *others)
 
@@ -102,10 +102,23 @@ class ModuleScaling(NamedTuple):
 
 
 class Measurement:
-    """The amaxes of te.Linear and te.GroupedLinear modules, FP32 [GEMMs, 5] each."""
+    """The amaxes of te.Linear and te.GroupedLinear modules, FP32 [GEMMs, 5] each.
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+    Args:
+        modules: what is measured.
+        device: of the amaxes.
+        first: those among them whose inputs depend on no other's: gradients have to reach these, and pass all others.
+            None: all of them, whose inputs then stay in memory for the backward pass.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        device: torch.device,
+        first: Collection[nn.Module] | None = None,
+    ) -> None:
         self.modules = modules
+        self.first = set(modules if first is None else first)
         self.starts: list[Tensor] = []
         width = sum(WIDTHS.values())
         self.amaxes = [torch.zeros(gemms_of(module), width, device=device) for module in modules]
@@ -115,17 +128,19 @@ class Measurement:
         """Measure what runs inside, in high precision."""
         with contextlib.ExitStack() as hooks:
             for module, amaxes in zip(self.modules, self.amaxes, strict=True):
-                for hook in Probe(module, amaxes, self.starts).hooks:
+                starts = self.starts if module in self.first else None
+                for hook in Probe(module, amaxes, starts).hooks:
                     hooks.enter_context(hook)
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """Propagate gradients from `loss` to the first module's input.
+        """Propagate gradients from `loss` to the inputs of the first modules.
 
         No parameter gets a gradient, nor do the hooks run by which DDP, FSDP2 and accumulation sum gradients.
         """
         # Not loss.backward: that would leave gradients on parameters, and call the hooks of DDP and FSDP2.
-        torch.autograd.grad(loss, self.starts)
+        # Experts without tokens, say, have no part in the loss.
+        torch.autograd.grad(loss, self.starts, allow_unused=True)
         self.starts.clear()
 
     @torch.no_grad()

@@ -50,7 +50,7 @@ def calibrate(
         weights = [1 / len(batches)] * len(batches)
     if router_weights is None:
         router_weights = weights
-    measurement = Measurement(modules, model.device)
+    measurement = Measurement(modules, model.device, _first(model, modules))
     device = model.device
     # Else the head and its loss run in chunks, which only a head in BF16 does.
     whole = model.precision.head.recipe is not None
@@ -62,6 +62,18 @@ def calibrate(
             factors = model.router_losses if model.training else None
             measurement.backward(step_loss(output, weight, router_weight, factors))
     measurement.set_scales([delayed[module] for module in modules])
+
+
+def _first(model: Decoder, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules whose inputs may depend on no other's: in the first block with any, and outside the blocks.
+
+    Within a block there are several: mixers beside each other may each scale the block's input.
+    """
+    blocks = {
+        module: number for number, block in enumerate(model.layers) for module in block.modules()
+    }
+    first = min((blocks[module] for module in modules if module in blocks), default=0)
+    return [module for module in modules if blocks.get(module, first) == first]
 
 
 def _calibrate_inference(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_tensors
+from kinds import EMULATED, KINDS, tokens
 from torch import Tensor
 
 import te_models.engine.emulated as emulated
@@ -14,7 +15,7 @@ from te_models import CausalLM
 from te_models.config.presets import get_preset
 from te_models.config.recipe import get_recipe
 from te_models.errors import UsageError
-from te_models.fp8.scaling_state import fp8_state
+from te_models.fp8.scaling_state import WIDTHS, delayed_states, fp8_state, gemms_of
 from te_models.planning.memory_plan import plan_memory
 
 SHAPE: dict[str, Any] = dict(
@@ -285,3 +286,37 @@ def test_calibration_fits_where_the_step_does(
         config, get_recipe("bf16"), activation_checkpointing="full", **options
     )
     assert calibration.peak.total <= step.peak.total
+
+
+def unmeasured_gradients(name: str, edge: int) -> list[str]:
+    """Calibrate a model of a kind; return what has an input, and no amax of its output gradient."""
+    kind = KINDS[name]
+    with kind.known():
+        torch.manual_seed(0)
+        edges = dict(num_layers_at_start_in_bf16=edge, num_layers_at_end_in_bf16=0)
+        model = CausalLM(kind.config, recipe="delayed", **EMULATED, **edges).train()
+        ids = tokens(model)
+        model.calibrate(dict(input_ids=ids, labels=ids))
+    found = []
+    for module_name, module in model.named_modules():
+        states = delayed_states(module) if isinstance(module, model.te.LINEARS) else {}
+        if not states:
+            continue
+        for gemm in range(gemms_of(module)):
+            x = states[".scaling_fwd"].amax_history[:, WIDTHS["scaling_fwd"] * gemm]
+            dy = states[".scaling_bwd"].amax_history[:, WIDTHS["scaling_bwd"] * gemm]
+            if x.any() and not dy.any():
+                found.append(f"{module_name}[{gemm}]")
+    return found
+
+
+@pytest.mark.parametrize("edge", [0, 1])
+def test_gradients_reach_each_of_several_mixers_beside_each_other(edge: int) -> None:
+    """Each scales the input of its block by a factor, so that no mixer's input leads to another's."""
+    assert not unmeasured_gradients("Mamba 2 beside attention", edge)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_gradients_reach_every_linear(name: str) -> None:
+    assert not unmeasured_gradients(name, edge=0) and not unmeasured_gradients(name, edge=1)
