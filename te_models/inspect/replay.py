@@ -40,6 +40,7 @@ from te_models.training.recording import Recorder
 from te_models.training.resume import saved_choices
 from te_models.training.routers import weigh_losses
 from te_models.training.step_passes import StepPasses
+from te_models.training.timing import Row
 
 
 def replay(
@@ -91,11 +92,11 @@ def replay(
         step=step,
         device=name,
         engine=engine,
-        recorded_on=f"{capture.about['device']}, {capture.about['engine']}",
-        recorded_loss=_recorded_loss(folder, step),
+        recorded_on=_recorded_on(capture),
+        recorded_loss=_recorded_loss(folder, capture),
         first=first,
         second=second,
-        tensors=_compared(folder, step, first.record),
+        tensors=_compared(folder, capture, first.record),
         variants=variants,
     )
 
@@ -245,14 +246,15 @@ def _variant(
     )
 
 
-def _compared(run: Path, step: int, replayed: Record) -> list[TensorComparison]:
+def _compared(run: Path, capture: Capture, replayed: Record) -> list[TensorComparison]:
     """Compare each tensor that both the record and the replay have."""
     if not has_record(run):
         return []
     record = read_record(run)
-    if step not in record.steps:
+    place = _recorded_place(run, capture, record)
+    if place is None:
         return []
-    recorded = numbers(record, record.at(step))
+    recorded = numbers(record, place)
     own = numbers(replayed, 0)
     found = []
     for tensor, then in recorded.items():
@@ -261,6 +263,42 @@ def _compared(run: Path, step: int, replayed: Record) -> list[TensorComparison]:
             equal = then.codes == now.codes
             found.append(TensorComparison(tensor, then, now, equal, equal or within(then, now)))
     return found
+
+
+def _recorded_on(capture: Capture) -> str:
+    """Return the device and the engine of a captured step, and its processes if there were several."""
+    about = capture.about
+    place = f"{about['device']}, {about['engine']}"
+    processes = about.get("processes", 1)
+    return place if processes == 1 else f"{place}, {processes} processes"
+
+
+def _recorded_place(run: Path, capture: Capture, record: Record) -> int | None:
+    """Return the place of a captured step in the record; None if it has none.
+
+    A guard that demotes a layer takes the step again, so that it has two entries. One that rewinds takes another step
+    of this number, and records that alone.
+    """
+    places = [place for place, step in enumerate(record.steps) if step == capture.step]
+    if not places:
+        return None
+    if not capture.about.get("bad", False):
+        return places[-1]
+    event = _bad_event(run, capture.step)
+    if event is not None and event["action"] == "rewind":
+        return None
+    return places[0]
+
+
+def _bad_event(run: Path, step: int) -> Row | None:
+    """Return the first event of a step; None if it has none."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return None
+    for row in read_events(path):
+        if row["step"] == step:
+            return row
+    return None
 
 
 def numbers(record: Record, place: int) -> dict[RecordedTensor, TensorNumbers]:
@@ -281,12 +319,14 @@ def numbers(record: Record, place: int) -> dict[RecordedTensor, TensorNumbers]:
     return found
 
 
-def _recorded_loss(run: Path, step: int) -> float | None:
-    """Return the loss that the run's metrics have for a step; None if it was bad or is not there."""
+def _recorded_loss(run: Path, capture: Capture) -> float | None:
+    """Return the loss that the run's metrics have for a captured step; None if they have none, NaN if it was none."""
     path = run / "metrics.jsonl"
-    if not path.exists():
+    if path.exists() and not capture.about.get("bad", False):
+        for row in read_metrics(path):
+            if row["step"] == capture.step:
+                return row.get("loss")
+    event = _bad_event(run, capture.step)
+    if event is None or "loss" not in event:
         return None
-    for row in (*read_metrics(path), *read_events(path)):
-        if row["step"] == step:
-            return row.get("loss")
-    return None
+    return math.nan if event["loss"] is None else float(event["loss"])

@@ -96,8 +96,8 @@ class Replay(Printable):
         run: the folder of the run.
         step: the step.
         device, engine: of the replay.
-        recorded_on: device and engine of the run.
-        recorded_loss: of the run's metrics; None for a step that has none there.
+        recorded_on: device and engine of the run, and its processes if there were several.
+        recorded_loss: of the run's metrics; NaN if it was not finite, None for a step that has none there.
         first, second: the two runs here; `second` None: it was left out.
         tensors: comparisons with the record; empty without one of this step.
         variants: the same step under other recipes.
@@ -141,7 +141,8 @@ class Replay(Printable):
             return (
                 f"{same}, so its cause is in the model, the data or the recipe, not in the hardware"
             )
-        # Other devices may add in another order: only on the same kind does a difference point to a fault.
+        # Other devices add in another order, and so do several processes: only with one of the same kind does a
+        # difference point to a fault.
         same_kind = self.recorded_on == f"{self.device}, {self.engine}"
         if same_kind and self.repeatable:
             return (
@@ -277,6 +278,8 @@ def within(then: TensorNumbers, now: TensorNumbers) -> bool:
     shares = zip((then.saturated, then.flushed), (now.saturated, now.flushed), strict=True)
     for one, other in shares:
         close = close and not abs(one - other) > SHARE_BOUND
+    if (then.nonfinite > 0) != (now.nonfinite > 0):
+        return False
     exact = math.isnan(then.sqnr) or math.isnan(now.sqnr) or then.sqnr == now.sqnr
     return close and (exact or abs(then.sqnr - now.sqnr) <= SQNR_BOUND)
 

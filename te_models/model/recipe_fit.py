@@ -154,12 +154,16 @@ def _too_narrow(config: ModelConfig) -> str:
     return ""
 
 
+def quantizes(config: ModelConfig, recipe: Recipe) -> bool:
+    """Return whether any te.Linear of a model runs below BF16 under a recipe."""
+    found = precisions(recipe, config.layers)
+    return any(precision.recipe is not None for precision in found.values())
+
+
 def check_layers(config: ModelConfig, recipe: Recipe) -> None:
     """Raise a ConfigError if a quantized recipe keeps every layer in BF16."""
     edges = recipe.num_layers_at_start_in_bf16 + recipe.num_layers_at_end_in_bf16
-    if not recipe.quantized or any(
-        found.recipe is not None for found in precisions(recipe, config.layers).values()
-    ):
+    if not recipe.quantized or quantizes(config, recipe):
         return
     layers = config.num_hidden_layers
     kept = "all linears in BF16"

@@ -39,11 +39,16 @@ class BadTensors:
 
     Each te.Linear's input and weight, its product, and the gradient of its output are looked at in the order in which
     they are computed, before and after a cast. The host waits for each.
+
+    Attributes:
+        first: the first bad tensor of this process; None if there is none.
+        place: the number of calls of te modules, forward or backward, until then: all processes make the same calls.
     """
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model
         self.first: RecordedTensor | None = None
+        self.place = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -85,6 +90,7 @@ class BadTensors:
         def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             if self.first is not None or in_backward():
                 return
+            self.place += 1
             parts = by_expert(inputs[0], rows_of(inputs))
             for expert, x in zip(experts, parts, strict=True):
                 self.note(named("input", expert), x)
@@ -103,6 +109,7 @@ class BadTensors:
 
         def at_gradient(gradient: Tensor, rows: list[int] | None) -> None:
             if self.first is None:
+                self.place += 1
                 flat = gradient.reshape(-1, gradient.shape[-1]) if rows else gradient
                 for expert, dy in zip(experts, by_expert(flat, rows), strict=True):
                     self.note(named("grad_output", expert), dy)
@@ -140,10 +147,24 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def first_of_all(own: RecordedTensor | None, ranks: Ranks) -> RecordedTensor | None:
-    """Return the first bad tensor of the lowest rank that has one; all ranks call it."""
-    named: list[Any] = [] if own is None else [own.linear, own.operand, own.expert]
-    for name in ranks.gather(named):
-        if name:
-            return RecordedTensor(*name)
-    return None
+def first_of_all(watched: BadTensors, ranks: Ranks) -> RecordedTensor | None:
+    """Return the first bad tensor of all ranks, of several in one call the lowest rank's; all ranks call it.
+
+    A rank that holds no bad weight itself still gets what another's experts made of it, a few calls later.
+    """
+    own = watched.first
+    named: list[Any] = []
+    if own is not None:
+        named = [watched.place, own.linear, own.operand, own.expert]
+    found = [entry for entry in ranks.gather(named) if entry]
+    if not found:
+        return None
+    _, linear, operand, expert = min(found, key=_order)
+    return RecordedTensor(linear, operand, expert)
+
+
+def _order(entry: list[Any]) -> tuple[int, int]:
+    """Return the place of a bad tensor in a step: its call, and of the call's tensors which."""
+    call, _, operand, _ = entry
+    operands = (*OPERANDS, OUTPUT)
+    return call, operands.index(operand)

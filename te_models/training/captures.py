@@ -77,7 +77,7 @@ class Captures:
         self.trainer = trainer
         self.marks = Marks()
         self._read_at: int | None = None  # the time of change of the file that was read
-        self.kept_bad_step = False
+        self.bad_step: int | None = None  # the bad step that was kept
 
     def begin(self) -> None:
         """Read the marks when a run starts; several processes agree on the marks of the first."""
@@ -110,7 +110,12 @@ class Captures:
             if trainer.recorder is None:
                 self._record_from_now_on()
         # The checkpoint before this step is a state to replay from: with the batch it makes a capture, for few bytes.
-        elif trainer.recorder is not None and trainer.saved_step == step - 1:
+        # A bad step that was kept stays, though the run takes the step once more.
+        elif (
+            trainer.recorder is not None
+            and trainer.saved_step == step - 1
+            and step != self.bad_step
+        ):
             self.save_batch(step, micro_batches)
         recorder = trainer.recorder
         return recorder if recorder is not None and (captured or recorder.is_due(step)) else None
@@ -125,8 +130,11 @@ class Captures:
         trainer.passes.use_recorder(trainer.recorder)
         trainer.guard.use_recorder(trainer.recorder)
 
-    def save(self, step: int, micro_batches: list[Batch]) -> None:
-        """Write the state before a step, which has begun, and its batch. All processes call this together."""
+    def save(self, step: int, micro_batches: list[Batch], bad: bool = False) -> None:
+        """Write the state before a step, which has begun, and its batch. All processes call this together.
+
+        `bad` says that the step did not count: the run may take another one of this number.
+        """
         trainer = self.trainer
         batch = self._whole_batch(micro_batches)
         with saving(trainer.model):
@@ -135,7 +143,7 @@ class Captures:
             documents = {
                 **documents,
                 "run": run_choices(trainer.model),
-                "capture": self._document(step, len(micro_batches)),
+                "capture": self._document(step, len(micro_batches)) | {"bad": bad},
             }
             folder = trainer.new_checkpoints(trainer.out / FOLDER, keep_last=KEPT)
             folder.save(step, tensors, documents)
@@ -152,9 +160,9 @@ class Captures:
 
     def save_bad_step(self, step: int, micro_batches: list[Batch]) -> None:
         """Write the capture of the first bad step of a run that goes on; further ones would fill the disk."""
-        if not self.kept_bad_step:
-            self.kept_bad_step = True
-            self.save(step, micro_batches)
+        if self.bad_step is None:
+            self.bad_step = step
+            self.save(step, micro_batches, bad=True)
 
     def _drop_stale(self, root: Path) -> None:
         """Delete batches whose checkpoint is gone."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,17 +64,23 @@ def evaluate(
 
 
 @torch.no_grad()
-def first_bad_module(model: CausalLM, batch: Batch) -> str | None:
-    """Return the name of the first module, in order of execution, with a NaN or infinite output or weight."""
-    bad: list[str] = []
+def first_bad_module(model: CausalLM, batch: Batch, ranks: Ranks) -> str | None:
+    """Return the name of the first module, in order of execution, with a NaN or infinite output or weight.
+
+    All ranks call it, and get the first of all: the experts of one may be what made the others' values NaN.
+    """
+    called = 0  # on all ranks the same number of modules, up to the same one
+    bad: list[Any] = []
 
     def check(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: object, output: object) -> None:
+            nonlocal called
+            called += 1
             values = [output, *module.parameters(recurse=False)]
             if not bad and not all(
                 bool(v.isfinite().all()) for v in values if isinstance(v, Tensor)
             ):
-                bad.append(name)
+                bad.extend((called, name))
 
         return hook
 
@@ -83,7 +90,8 @@ def first_bad_module(model: CausalLM, batch: Batch) -> str | None:
                 stack.enter_context(module.register_forward_hook(check(name)))
         stack.callback(model.train, model.training)
         model.eval()(**to_device(batch, model.device))
-    return bad[0] if bad else None
+    found = [entry for entry in ranks.gather(bad) if entry]
+    return min(found)[1] if found else None
 
 
 def diagnosis(
@@ -108,8 +116,8 @@ def diagnosis(
         return f"step {step}: {mistake}. {KEPT}"
     quantity, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
     # For all micro-batches, since every rank must take part.
-    bad_modules = [first_bad_module(model, batch) for batch in micro_batches]
-    where = next(filter(None, sum(ranks.gather(bad_modules), [])), None)
+    bad_modules = [first_bad_module(model, batch, ranks) for batch in micro_batches]
+    where = next(filter(None, bad_modules), None)
     place = (
         f"the first layer with such values is {where}" if where else "every forward value is finite"
     )

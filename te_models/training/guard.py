@@ -250,7 +250,7 @@ class Guard:
         # A second run of the same numbers that is finite tells a fault of the hardware from one of the model.
         again = not bool((loss + norm).isfinite())
         ranks = trainer.parallel.ranks
-        return first_of_all(watched.first, ranks), any(ranks.gather(again))
+        return first_of_all(watched, ranks), any(ranks.gather(again))
 
     def _least_exact(self, queued: QueuedStep) -> RecordedTensor | None:
         """Return the tensor of a spike that a cast changed most: by saturation, else by its noise over its signal."""
@@ -292,6 +292,8 @@ class Guard:
             self._report(bad, "stop", tensor, reproduced, reason)
             raise Diverged(f"{self._line(bad, tensor)}; on_nan='demote' cannot help: {reason}")
         outcome = f"{pattern} runs in BF16 from here on, and the step is repeated"
+        if not model.recipe.quantized:
+            outcome += "; nothing of the model is left in FP8"
         self._report(bad, "demote", tensor, reproduced, outcome, demoted=pattern)
         keep_recipe(trainer)
         assert model.recipe.precision[pattern] == "bf16"

@@ -9,6 +9,7 @@ from te_models.config.recipe import Recipe
 from te_models.config.training import TrainConfig
 from te_models.errors import UsageError
 from te_models.files.atomic import reraising
+from te_models.model.recipe_fit import quantizes
 from te_models.training.resume import saved_choices
 
 
@@ -41,14 +42,16 @@ class RecipeSchedule:
     def demote(self, pattern: str, step: int) -> None:
         """Let the te.Linears that a pattern names run in BF16 from `step` on, under every recipe of the run.
 
+        Where these are all that ran below BF16, the recipe becomes `bf16`.
+
         Raises:
             UsageError: the model cannot change to that.
         """
-        recipes = [(done, in_bf16(recipe, [pattern])) for done, recipe in self.recipes]
+        recipes = [(done, self._demoted(recipe, [pattern])) for done, recipe in self.recipes]
         for _, recipe in recipes:
             if recipe.quantized:
                 self.model.check_change(recipe)
-        demoted = in_bf16(self.model.recipe, [pattern])
+        demoted = self._demoted(self.model.recipe, [pattern])
         self.model.check_change(demoted)
         self.recipes = recipes
         self._give(demoted)
@@ -75,10 +78,19 @@ class RecipeSchedule:
             saved: Recipe = saved_choices(checkpoint)["recipe"]
             for _, recipe in self.recipes:
                 demoted = [name for name in saved.precision if name not in recipe.precision]
-                if saved.to_dict() == in_bf16(recipe, demoted).to_dict():
-                    self.recipes = [(done, in_bf16(one, demoted)) for done, one in self.recipes]
+                if saved.to_dict() == self._demoted(recipe, demoted).to_dict():
+                    self.recipes = [
+                        (done, self._demoted(one, demoted)) for done, one in self.recipes
+                    ]
                     self._give(saved)
                     return
+
+    def _demoted(self, recipe: Recipe, patterns: list[str]) -> Recipe:
+        """Return a recipe with these te.Linears in BF16: `bf16` if it then has nothing below BF16 in this model."""
+        demoted = in_bf16(recipe, patterns)
+        if recipe.quantized and not quantizes(self.model.config, demoted):
+            return in_bf16(recipe.followed_by("bf16"), patterns)
+        return demoted
 
     def _give(self, recipe: Recipe) -> None:
         if self.model.recipe.to_dict() != recipe.to_dict():

@@ -9,14 +9,20 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_tensors
+from planted import BEGIN, Site, nan_in_fp8
 from tiny_runs import TINY, losses, tiny_model, tiny_trainer
 
 from te_models.config.toml import read_toml
+from te_models.distributed.control import Ranks
 from te_models.errors import Diverged
 from te_models.files.tensors import all_finite
+from te_models.inspect.replay import replay
 from te_models.numerics.quantizers import Quantizer
+from te_models.recorder.layout import RecordedTensor
+from te_models.recorder.record import read_record
 from te_models.saving.folder import load_folder
 from te_models.saving.run_folder import Checkpoints
+from te_models.training.bad_tensor import BadTensors, first_of_all
 from te_models.training.captures import captured_steps
 from te_models.training.metrics import read_events
 from te_models.training.spikes import FEWEST, SpikeBounds, robust_bound
@@ -208,6 +214,54 @@ def test_demote_moves_the_layer_to_bf16_for_good(
     precision = run.model.precision
     assert precision.recipe_of(LINEAR) is None
     assert precision.recipe_of("layers.2.mlp.down_proj") is not None
+
+
+def test_demote_of_the_only_layer_in_fp8_goes_on_in_bf16(tmp_path: Path) -> None:
+    run = trainer(tmp_path, "demote", False, steps=BEGIN + 1, record=1)
+    run.run_file = '# Settings.\n\n[recipe]\nname = "delayed"\n'
+    nan_in_fp8(run, Site(LINEAR))
+    assert run.run().step == BEGIN + 1
+    (event,) = read_events(tmp_path / "metrics.jsonl")
+    assert event["action"] == "demote" and "nothing of the model is left in FP8" in event["message"]
+    recipe = read_toml(tmp_path / "run.toml")["recipe"]
+    assert (recipe["name"], recipe["precision"]) == ("bf16", {"layers.1.*": "bf16"})
+    saved = json.loads((tmp_path / f"checkpoints/step-{BEGIN + 1:08d}/recipe.json").read_text())
+    assert (saved["name"], saved["precision"]) == ("bf16", {"layers.1.*": "bf16"})
+    # The record has the step that broke, and the one that took its place. The first of them was kept, and here the
+    # NaN does not come again.
+    assert read_record(tmp_path).steps == [*range(1, BEGIN + 1), BEGIN, BEGIN + 1]
+    found = replay(tmp_path, BEGIN, twice=False)
+    assert math.isnan(found.recorded_loss or 0) and math.isfinite(found.first.loss)
+    within = {one.tensor.name: one.within for one in found.tensors}
+    assert not within[f"{LINEAR}.input"] and within["layers.1.mlp.gate_up_proj.input"]
+
+
+def test_the_first_bad_tensor_is_that_of_the_rank_where_it_is() -> None:
+    """A rank that holds no bad weight gets what another's experts made of it, a few modules later."""
+
+    class TwoRanks(Ranks):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, other, []]
+
+    watched = BadTensors(tiny_model())
+    watched.first = RecordedTensor("layers.2.self_attn.qkvg_proj", "input")
+    watched.place = 9
+    for place, operand, own in ((8, "output", False), (9, "weight", True), (10, "input", True)):
+        other = [place, LINEAR, operand, 3]
+        found = first_of_all(watched, TwoRanks())
+        assert found == (watched.first if own else RecordedTensor(LINEAR, operand, 3))
+    watched.first = None
+    assert first_of_all(watched, TwoRanks()) == RecordedTensor(LINEAR, "input", 3)
+    assert first_of_all(watched, Ranks()) is None
+
+
+def test_a_bad_step_is_not_compared_with_the_one_that_rewinding_took(tmp_path: Path) -> None:
+    run = breaking(trainer(tmp_path, "rewind", False, save_every=2, record=1), spoil_input, BAD)
+    assert run.run().step == STEPS
+    assert read_record(tmp_path).steps == list(range(1, STEPS + 1))
+    found = replay(tmp_path, BAD)
+    assert not found.tensors and math.isnan(found.recorded_loss or 0)
+    assert "no record of this step" in found.verdict
 
 
 def test_demotion_stays_under_a_schedule_of_recipes(
