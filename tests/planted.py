@@ -20,7 +20,8 @@ from te_models import CausalLM, Trainer
 from te_models.config.toml import render_toml
 from te_models.distributed.dtensor import local
 from te_models.errors import Diverged
-from te_models.inspect.advice import diagnose, read_facts
+from te_models.inspect.advice import diagnose
+from te_models.inspect.run_facts import read_facts
 from te_models.training.bad_tensor import rows_of
 from te_models.training.metrics import read_metrics
 from te_models.training.recording import experts_of

@@ -27,7 +27,7 @@ __all__ = ["RULES", "Diagnosis", "Finding", "Rule", "RunFacts", "diagnose", "rea
 # A share of saturated elements that no healthy run has: a scale of the tensor's own amax saturates nothing, and one of
 # the step before only the few elements that grew (2.1 % at the most in the first steps of a tiny model).
 SATURATED = 0.03
-# A share of elements that became zero or subnormal; of numbers of a normal distribution a hundredth does.
+# A share of values other than 0 that became zero or subnormal; of numbers of a normal distribution a hundredth does.
 LOST = 0.3
 UNUSED_BITS = 3.0  # powers of two that a scale may leave unused above a tensor's largest magnitude
 JUMP_BITS = 3.0  # by which a scale may not change from one step to the next while the amax stays
@@ -36,6 +36,7 @@ DEAD_STEPS = 3
 LEEWAY = 9.0
 LEAST_SQNR = {DType.kFloat8E4M3: 22.0, DType.kFloat8E5M2: 16.0, DType.kFloat4E2M1: 11.0}
 LOSS_RISE = 0.5  # of the way from its lowest value back to its first one
+LOSS_LEAP = 0.5  # above its lowest value so far, as a share of that
 WEIGHT_GROWTH = 1.5  # of the root mean square of half of the weights
 
 
@@ -85,7 +86,7 @@ def over(
     where: Mask,
     size: Floats,
     say: Callable[[int, int], str],
-    origin: bool = False,
+    origin: Mask | None = None,
 ) -> Iterator[Finding]:
     """Yield one finding about the tensors that another rule has not explained.
 
@@ -96,22 +97,29 @@ def over(
         size: how much of it, [steps, tensors]; the tensor with the most is named.
         say: returns the message for (index of the step, index of the tensor) of its worst step.
         origin: name the tensor from which it spreads instead: of those in the first step, the first in the order of
-            the forward pass, or for gradients of the backward pass.
+            the forward pass, or for gradients of the backward pass. This mask, bool [steps, tensors], has tensors that
+            show it beyond doubt, if less than `where` asks for, and are candidates too.
     """
     where = where.copy()
     # One cause per tensor: a scale that is too old also saturates, and the second finding would only repeat the first.
-    where[:, list(facts.found)] = False
+    explained = list(facts.found)
+    where[:, explained] = False
     if not where.any():
         return
-    shown = np.flatnonzero(where.any(0))
     first = int(np.flatnonzero(where.any(1))[0])
+    # A candidate by `origin` alone may be another rule's too.
+    facts.found.update(int(one) for one in np.flatnonzero(where.any(0)))
+    named = None
+    if origin is not None:
+        candidates = where[first] | origin[first]
+        candidates[explained] = False
+        named = facts.first_computed(np.flatnonzero(candidates))
+        where[first, named] = True
+    shown = np.flatnonzero(where.any(0))
     # A NaN says that nobody could count there; argmax would take it for the largest.
     sizes = np.where(where, np.nan_to_num(size, nan=-np.inf), -np.inf)
-    if origin:
-        named = facts.first_computed(np.flatnonzero(where[first]))
-    else:
+    if named is None:
         named = int(np.unravel_index(int(sizes.argmax()), sizes.shape)[1])
-    facts.found.update(int(one) for one in shown)
     names = tuple(facts.tensors[one].name for one in shown)
     others = ""
     if len(names) > 1:
@@ -203,15 +211,17 @@ def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Findi
 
     def say(step: int, tensor: int) -> str:
         age = ages[step, tensor]
-        begun = int(np.flatnonzero(share[:, tensor] > SATURATED)[0])
         seen = f"{facts.tensors[tensor].name}: {share[step, tensor]:.1%} saturates in step {facts.steps[step]}"
         since = ""
-        if begun < step:
-            since = f", and more than {SATURATED:.1%} since step {facts.steps[begun]}"
+        above = facts.steps[share[:, tensor] > SATURATED]
+        if len(above) and above[0] < facts.steps[step]:
+            since = f", and more than {SATURATED:.1%} since step {above[0]}"
         old = "of this step" if age == 0 else f"{plural(int(age), 'step')} old"
         return f"{seen}{since}; its scale is {old}, its amax {amax[step, tensor]:.3g}"
 
-    yield from over(facts, rule, (share > SATURATED) & operands, share, say, origin=True)
+    # Of few large values less than SATURATED saturates, however far beyond the format's largest number they are.
+    beyond = (facts.headroom() < -UNUSED_BITS) & (share > 0) & operands
+    yield from over(facts, rule, (share > SATURATED) & operands, share, say, origin=beyond)
 
 
 def _stale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
@@ -268,39 +278,64 @@ def _dead(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
             f"{facts.tensors[tensor].name}: every value is zero in the last {count} recorded steps"
         )
 
-    # The deepest linear is nearest to the cause of missing gradients, the first one to the cause of missing inputs.
-    depth = np.arange(zero.shape[1], dtype=float)[None]
-    yield from over(facts, rule, always, np.where(facts.operand("grad_output"), depth, -depth), say)
+    # Zeros in a weight are the cause of the others. Without them the first linear is nearest to the cause of missing
+    # inputs, and the deepest one to the cause of missing gradients.
+    count = zero.shape[1]
+    depth = np.arange(count, dtype=float)
+    nearest = np.where(facts.operand("grad_output"), depth, -depth)
+    nearest[facts.operand("weight")] += 2 * count
+    yield from over(facts, rule, always, nearest[None], say)
 
 
 def _learning_rate(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
-    """A loss that goes back up while the weights grow."""
+    """A loss that goes back up while the weights grow: to the end of the run, or to a peak from which it comes back."""
     losses = np.array([row["loss"] for row in facts.rows], float)
     if len(losses) < 4:
         return
     width = max(1, len(losses) // 10)
     # A single spike is no divergence, so a tenth of the run is averaged.
     smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
+    numbers = np.array([int(row["step"]) for row in facts.rows[width - 1 :]])
+    end = len(smooth) - 1
     lowest = int(np.nanargmin(smooth)) if np.isfinite(smooth).any() else 0
     fell = smooth[0] - smooth[lowest]
     rose = smooth[-1] - smooth[lowest]
     diverged = not np.isfinite(losses[-1]) or rose > max(
         LOSS_RISE * fell, 0.05 * abs(smooth[lowest])
     )
-    weights = facts.rms()[:, facts.operand("weight")]
-    weights = weights[:, np.isfinite(weights).all(0)]
-    if not diverged or not weights.size:
+    if diverged:
+        growth = _weight_growth(facts, int(facts.steps[0]), int(facts.steps[-1]))
+    else:
+        # The highest loss above the lowest one before it.
+        so_far = np.fmin.accumulate(smooth)
+        rises = np.nan_to_num(smooth - so_far, nan=-np.inf)
+        end = int(rises.argmax())
+        lowest = int(np.nanargmin(smooth[: end + 1]))
+        if rises[end] <= LOSS_LEAP * abs(smooth[lowest]):
+            return
+        # Within these steps: over a long run weights grow without harm.
+        growth = _weight_growth(facts, int(numbers[lowest]), int(numbers[end]))
+    if not growth >= WEIGHT_GROWTH:
         return
-    with np.errstate(divide="ignore", invalid="ignore"):
-        growth = float(np.nanmedian(weights[-1] / weights[0]))
-    if growth < WEIGHT_GROWTH:
-        return
-    step = int(facts.rows[min(lowest + width - 1, len(facts.rows) - 1)]["step"])
+    step = int(numbers[lowest])
     message = (
-        f"the loss rose from {smooth[lowest]:.4g} after step {step} to {smooth[-1]:.4g}, while half of the weights "
+        f"the loss rose from {smooth[lowest]:.4g} after step {step} to {smooth[end]:.4g}, while half of the weights "
         f"grew by a factor of {growth:.2f} or more"
     )
     yield Finding(rule.key, "", step, message, rule.change)
+
+
+def _weight_growth(facts: RunFacts, first: int, last: int) -> float:
+    """Return the median growth of the weights between two steps, by the records around them; NaN without any."""
+    weights = facts.rms()[:, facts.operand("weight")]
+    weights = weights[:, np.isfinite(weights).all(0)]
+    if not weights.size:
+        return float("nan")
+    steps = facts.steps
+    start = max(0, int(np.searchsorted(steps, first, side="right")) - 1)
+    stop = min(len(steps) - 1, int(np.searchsorted(steps, last)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.nanmedian(weights[stop] / weights[start]))
 
 
 def _inexact(facts: RunFacts, rule: Rule) -> Iterator[Finding]:

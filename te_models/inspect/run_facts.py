@@ -21,8 +21,8 @@ from te_models.training.settings import RUN_FILE
 from te_models.training.timing import Row
 
 METRICS = "metrics.jsonl"
-
-
+# A tensor with fewer values other than 0 than this share counts as if it had so many.
+FEWEST_VALUES = 1 / 64
 PER_TENSOR = ("DelayedScaling", "Float8CurrentScaling")  # schemes with one scale per tensor
 
 
@@ -89,8 +89,15 @@ class RunFacts:
             return np.sqrt(self.record.field("signal") / self.record.field("elements"))
 
     def lost(self) -> Floats:
-        """Return the share of each tensor that became zero or subnormal, [steps, tensors]."""
-        return self.record.share("flushed") + self.record.share("subnormal")
+        """Return the share of each tensor's values other than 0 that became zero or subnormal, [steps, tensors].
+
+        Zeros say nothing: an expert's rows are padded with them.
+        """
+        elements = self.record.field("elements")
+        zeros = np.nan_to_num(self.record.field("zeros"))  # 0 where nobody counted them
+        values = np.maximum(elements - zeros, FEWEST_VALUES * elements)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return (self.record.field("flushed") + self.record.field("subnormal")) / values
 
     def peak(self) -> Floats:
         """Return the largest magnitude of each tensor over its root mean square, [steps, tensors]."""

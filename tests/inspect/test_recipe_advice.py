@@ -44,7 +44,7 @@ def trained(folder: Path, failure: Planted, recipe: Recipe) -> list[float]:
     options: dict[str, Any] = dict(steps=STEPS, batch_size=2, seq_len=64, record=1, eval_every=0)
     trainer = tiny_trainer(model, folder, **{**options, **failure.train})
     write_recipe(folder, model)
-    failure.plant(trainer)
+    failure.plant(trainer, failure.site)
     trainer.run()
     return losses(folder)
 
