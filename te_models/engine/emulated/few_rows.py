@@ -16,7 +16,8 @@ from torch import Tensor
 
 from te_models.device.host import on_host
 from te_models.engine.emulated.gemm import finish, is_exact, tensor_core
-from te_models.engine.emulated.short_rows import enough_rows, multiply
+from te_models.engine.emulated.short_rows import enough_rows, full_rows, multiply
+from te_models.engine.emulated.split_sums import runs_of_k
 from te_models.engine.emulated.tensor_core import HostFactor, row_product
 from te_models.numerics.formats import FP8_MAX, TORCH_FP8
 from te_models.numerics.matrices import FP8Matrix, as_matrix
@@ -65,7 +66,8 @@ def product(
     )
     outputs, inputs = weight._matrix
     if is_exact(len(numbers), inputs, outputs):
-        out = _exact(numbers, weight, split_accumulator)
+        splits = runs_of_k(full_rows(len(numbers)), inputs, outputs, tensor_core())
+        out = _exact(numbers, weight, split_accumulator, splits)
     else:
         out = multiply(numbers.float(), _columns(weight))
     inverse = weight.cached("inverse scale", False, lambda: np.float32(weight._scale_inv.item()))
@@ -86,8 +88,11 @@ def _columns(weight: Float8TensorStorage) -> Tensor:
     return weight.cached("columns", False, numbers)
 
 
-def _exact(data: Tensor, weight: Float8TensorStorage, split_accumulator: bool) -> Tensor:
-    """Return the product without scales as tensor cores compute it; rows of zeros, the padding, give zeros."""
+def _exact(
+    data: Tensor, weight: Float8TensorStorage, split_accumulator: bool, splits: int
+) -> Tensor:
+    """Return the product without scales as tensor cores compute it in `splits` runs of K; rows of zeros, the padding,
+    give zeros."""
     right = weight.cached("host factor", False, lambda: _host_factor(weight.fp8_matrix(False)))
     table = _every_number(data.dtype)
     bits = data.view(torch.uint8).numpy()
@@ -102,6 +107,7 @@ def _exact(data: Tensor, weight: Float8TensorStorage, split_accumulator: bool) -
                     right,
                     split_accumulator,
                     tensor_core(),
+                    splits,
                 )
     return torch.from_numpy(out)
 

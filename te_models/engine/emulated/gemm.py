@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from te_models.engine.emulated.short_rows import are_short, full_rows, multiply
+from te_models.engine.emulated.split_sums import runs_of_k
 from te_models.engine.emulated.tensor_core import (
     HOPPER,
     PROMOTION_K,
@@ -103,9 +104,10 @@ def gemm(
             factor = b.cached(
                 "factor", columnwise[1], lambda: Factor.of(right.data.float(), right.floor)
             )
-            out = _exact(
-                left.first(_rows_before_padding(left.data)), right, factor, split_accumulator
-            )
+            m, k = left.data.shape
+            splits = runs_of_k(full_rows(m), k, len(right.data), tensor_core())
+            used = left.first(_rows_before_padding(left.data))
+            out = _exact(used, right, factor, split_accumulator, splits)
             return finish(pad_to(out, len(left.data), 1), None, bias, dtype)
     x, y = _operands(a, b, columnwise, bf16=bias is None and dtype == torch.bfloat16)
     # The rows after them are the zeros that filled a block; their results are not wanted.
@@ -183,11 +185,16 @@ def _on_tensor_cores(
     )
 
 
-def _exact(a: FP8Matrix, b: FP8Matrix, right: Factor, split_accumulator: bool) -> Tensor:
-    """Return FP32 [M, N], scales included; `right` is made of b. Block scales are applied per 128 elements of K."""
+def _exact(
+    a: FP8Matrix, b: FP8Matrix, right: Factor, split_accumulator: bool, splits: int
+) -> Tensor:
+    """Return FP32 [M, N], scales included; `right` is made of b. Block scales are applied per 128 elements of K.
+
+    With one scale per tensor K is summed in `splits` runs.
+    """
     left = Factor.of(a.data.float(), a.floor)
     if a.per_tensor:
-        product = tensor_core_matmul(left, right, split_accumulator, tensor_core())
+        product = tensor_core_matmul(left, right, split_accumulator, tensor_core(), splits)
         return product * (a.scale * b.scale)
     total = a.scale.new_zeros(len(a.data), len(b.data))
     for block, start in enumerate(range(0, a.data.shape[1], PROMOTION_K)):

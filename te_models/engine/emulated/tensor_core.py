@@ -13,8 +13,8 @@ products at a time, and is otherwise the same; here no Ada card was measured, bu
 RTX 4060 equals that card's bits, gives the same (tests/engine/test_tensor_core_oracle.py).
 
 Where a result has few elements and K is long, cuBLAS splits K over several blocks of threads: each adds a run of tiles
-of 128 as above, and the partial sums are added in FP32, in order. The number of runs is a choice of cuBLAS, which
-depends on the card, the shape and the workspace; `splits` takes it.
+of 128 as above, and the partial sums are added in FP32, in order. The number of runs is a choice of cuBLAS
+(te_models.engine.emulated.split_sums); `splits` takes it.
 
 The cost is proportional to M*N*K elementwise operations, about 1.5 ns each on a CPU core, so this is for small products
 and exact comparisons, not training at size.
@@ -94,18 +94,18 @@ def tensor_core_matmul(
         core: the tensor core that computes it.
         splits: number of runs of 128-wide tiles of K, each summed by itself; the last may be shorter, or empty.
     """
-    tiles = -(-len(a.values) // PROMOTION_K)
-    # Whole tiles per run, as many as make the last run the short one.
-    run = -(-tiles // splits) * PROMOTION_K
-    if splits > 1 and tiles > 1:
-        parts = [slice(start, start + run) for start in range(0, len(a.values), run)]
-    else:
-        parts = [slice(None)]
-    total = None
-    for part in parts:
-        partial = _matmul(a.of_columns(part), b.of_columns(part), promote, core)
-        total = partial if total is None else total + partial
-    return total if total is not None else _matmul(a, b, promote, core)
+    first, *others = _runs(len(a.values), splits)
+    total = _matmul(a.of_columns(first), b.of_columns(first), promote, core)
+    for run in others:
+        total = total + _matmul(a.of_columns(run), b.of_columns(run), promote, core)
+    return total
+
+
+def _runs(k: int, splits: int) -> list[slice]:
+    """Return `splits` runs of K, each as many whole tiles as make the last the short one; fewer if some were empty."""
+    tiles = -(-k // PROMOTION_K)
+    length = max(1, -(-tiles // splits)) * PROMOTION_K
+    return [slice(start, start + length) for start in range(0, max(1, k), length)]
 
 
 def _matmul(a: Factor, b: Factor, promote: bool, core: TensorCore) -> Tensor:
@@ -132,9 +132,27 @@ class HostFactor(NamedTuple):
         values, exponents = Factor.of(x, floor)
         return cls(values.numpy(), (exponents >> 23).clamp_(min=_NOTHING).to(torch.int8).numpy())
 
+    def of_columns(self, part: slice) -> HostFactor:
+        """Return the factor of some of the columns K, whole instructions."""
+        return HostFactor(self.values[part], self.exponents[part])
 
-def row_product(a: HostFactor, b: HostFactor, promote: bool, core: TensorCore = HOPPER) -> Array:
-    """Return the product of a single row a [K, 1] and b [K, N], FP32 [N], in a third of the time on a CPU."""
+
+def row_product(
+    a: HostFactor, b: HostFactor, promote: bool, core: TensorCore = HOPPER, splits: int = 1
+) -> Array:
+    """Return the product of a single row a [K, 1] and b [K, N], FP32 [N], in a third of the time on a CPU.
+
+    Arguments as of `tensor_core_matmul`.
+    """
+    first, *others = _runs(len(a.values), splits)
+    total = _whole_row_product(a.of_columns(first), b.of_columns(first), promote, core)
+    for run in others:
+        total = total + _whole_row_product(a.of_columns(run), b.of_columns(run), promote, core)
+    return total
+
+
+def _whole_row_product(a: HostFactor, b: HostFactor, promote: bool, core: TensorCore) -> Array:
+    """Multiply without splitting K."""
     columns = b.values.shape[1]
     width = core.instruction_k
     tops = (a.exponents + b.exponents).reshape(-1, width, columns).max(1).astype(np.int32)
