@@ -131,48 +131,52 @@ def run(
     return found
 
 
-def compare(
-    case: tuple[str, bool, bool], engine: str, steps: int, attention: str, exact: bool, seq_len: int, every: int
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Return a row per mode of a recipe, with FP8 primary weights or not, with shared quantized weights or not."""
-    name, fp8_params, cache = case
+def attempt(
+    task: tuple[tuple[str, bool, bool], str | int], engine: str, steps: int, attention: str, exact: bool, seq_len: int,
+    every: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the run of a case (a recipe, with FP8 weights or not, with quantized weights shared or not) in a mode, or
+    why there is none."""
+    (name, fp8_params, cache), mode = task
     options = dict(RECIPES[name], engine=engine, fp8_params=fp8_params)
-    modes = MODES
     if attention == "plain":
         sdpa.CUDA_ORDER = sdpa.SMALL_ORDER = [SDPBackend.MATH]
-    else:
-        modes = (*MODES, "again")
     try:
         with deterministic() if exact else contextlib.nullcontext():
-            runs = {mode: run(options, mode, steps, cache, seq_len, every) for mode in modes}
+            return run(options, mode, steps, cache, seq_len, every)
     except Exception as error:  # one case that fails must not cost the others
         kind = "skipped" if isinstance(error, ValueError) else "error"
         print(name, f"{kind}:", error, flush=True)
-        return [
-            {"recipe": name, "fp8_params": fp8_params, "cached_weights": cache, kind: str(error)}
-        ]
+        return {kind: str(error)}
+
+
+def compare(
+    case: tuple[str, bool, bool], runs: dict[str | int, dict[str, Any]], every: int
+) -> list[dict[str, Any]]:
+    """Return a row for each mode of a case, or one that says why there is none."""
+    name, fp8_params, cache = case
+    labels: dict[str, Any] = dict(recipe=name, fp8_params=fp8_params, cached_weights=cache)
+    for found in runs.values():
+        if "losses" not in found:
+            return [labels | found]
     rows = []
-    for mode in modes[1:]:
-        same = {
-            part: runs[mode][part] == runs["none"][part]
-            for part in ("losses", "digests", "updates")
-        }
-        first = [
-            a == b for a, b in zip(runs[mode]["digests"], runs["none"]["digests"], strict=True)
-        ]
+    expected = runs["none"]
+    for mode, found in runs.items():
+        if mode == "none":
+            continue
+        same = {part: found[part] == expected[part] for part in ("losses", "digests", "updates")}
+        equal = [a == b for a, b in zip(found["digests"], expected["digests"], strict=True)]
         difference = None
-        if False in first:
-            difference = every * (first.index(False) + 1)
+        if False in equal:
+            difference = every * (equal.index(False) + 1)
         rows.append(
-            dict(
-                recipe=name,
-                fp8_params=fp8_params,
-                cached_weights=cache,
+            labels
+            | dict(
                 mode=mode,
                 same=same,
                 first_difference=difference,
-                last_loss=runs[mode]["losses"][-1],
-                updates_a_micro_batch=[n / MICRO_BATCHES for n in runs[mode]["updates"][-1]],
+                last_loss=found["losses"][-1],
+                updates_a_micro_batch=[n / MICRO_BATCHES for n in found["updates"][-1]],
             )
         )
         print(rows[-1], flush=True)
@@ -187,7 +191,7 @@ def compare(
 @click.option("--seq-len", default=64)
 @click.option("--attention", default="plain", type=click.Choice(["plain", "own"]))
 @click.option("--deterministic", "exact", is_flag=True)
-@click.option("--processes", default=1, help="Cases at a time.")
+@click.option("--processes", default=1, help="Runs at a time.")
 @click.option(
     "--recipe",
     "only",
@@ -208,11 +212,18 @@ def main(
     settings = dict(
         engine=engine, steps=steps, attention=attention, exact=exact, seq_len=seq_len, every=every
     )
+    modes = MODES if attention == "plain" else (*MODES, "again")
+    tasks = [(case, mode) for case in cases for mode in modes]
+    runs: dict[tuple[str, bool, bool], dict[str | int, dict[str, Any]]] = {}
     rows: list[dict[str, Any]] = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context) as pool:
-        for found in pool.map(functools.partial(compare, **settings), cases):
-            rows += found
+        found_runs = pool.map(functools.partial(attempt, **settings), tasks)
+        for (case, mode), found in zip(tasks, found_runs, strict=True):
+            runs.setdefault(case, {})[mode] = found
+            if len(runs[case]) < len(modes):
+                continue
+            rows += compare(case, runs.pop(case), every)
             if out is not None:
                 result = {"environment": environment(), **settings, "shape": SHAPE, "rows": rows}
                 out.write_text(json.dumps(result, indent=1))

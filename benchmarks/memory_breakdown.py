@@ -1,0 +1,56 @@
+"""Measured peaks of the run d20-e3-full: a training step of 4 x 2,048 tokens under several dtypes and optimizers.
+
+    python -m benchmarks.memory_breakdown --out benchmarks/results/memory_breakdown_h100.json
+    python -m benchmarks.memory_breakdown --tiny --out tiny.json                       # anywhere: does it work?
+
+The plan of the same steps is the table "memory-breakdown" of benchmarks/tables/checks.py, which has their names.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from benchmarks.tables.checks import PLANS
+from benchmarks.timed_steps import DEVICE, TINY, attempt, build_run, time_steps
+from te_models import ModelConfig, get_preset
+from te_models.inspect.environment import environment
+
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+
+
+def measure(options: dict[str, Any], config: ModelConfig, size: dict[str, int]) -> dict[str, Any]:
+    """Return the peak and the speed of a step with the options of one of PLANS."""
+    model_options = dict(recipe=options["recipe"], dtype=DTYPES[options.get("dtype_bytes", 2)])
+    training = dict(
+        optimizer=options["optimizer"], optimizer_options=options.get("optimizer_options", {})
+    )
+    run = build_run(config, model_options, {**size, **training})
+    found = time_steps(run, warm_up=5, rounds=1, steps=2)
+    run.close()
+    return found
+
+
+@click.command()
+@click.option("--tiny", is_flag=True, help="A small shape anywhere: a test, not a measurement.")
+@click.option("--out", required=True, type=click.Path(path_type=Path))
+def main(tiny: bool, out: Path) -> None:
+    """Measure each, and write the results after each."""
+    if DEVICE.type == "cpu" and not tiny:
+        raise click.UsageError("there is no CUDA device here: use --tiny to try the program")
+    config = get_preset("d20-e3-full", **(TINY if tiny else {}))
+    size = dict(batch_size=2, seq_len=64) if tiny else dict(batch_size=4, seq_len=2048)
+    rows: dict[str, Any] = {}
+    document = dict(environment=environment(), size=size, rows=rows)
+    for name, options in PLANS.items():
+        rows[name] = attempt(lambda options=options: measure(options, config, size))
+        out.write_text(json.dumps(document, indent=1) + "\n")
+        print(name, rows[name].get("peak_bytes"), rows[name].get("error"), flush=True)
+
+
+if __name__ == "__main__":
+    main()
