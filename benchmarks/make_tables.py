@@ -15,7 +15,18 @@ from pathlib import Path
 import click
 
 from benchmarks.soak import draw as draw_soak
-from benchmarks.tables import buffers, checks, claims, failures, gpus, guide, heads, kinds, speed  # noqa: F401  they register their tables
+from benchmarks.tables import (  # noqa: F401  they register their tables
+    buffers,
+    checks,
+    claims,
+    failures,
+    gpus,
+    guide,
+    heads,
+    kinds,
+    speed,
+    stored,
+)
 from benchmarks.tables.speed import RUNS, precision_of
 from benchmarks.tables.text import GIB, TABLES, load
 from benchmarks.twin_curves import draw as draw_twins
@@ -51,6 +62,7 @@ def draw_plots(folder: Path) -> None:
     for shape in claims.OPTIMIZED:
         claims.draw_optimizers(folder / f"optimizers_{shape}_h100.png", shape)
     claims.draw_speedup(folder / "fp8_speedup_1b_h100.png")
+    stored.draw_stored_bases(folder / "quantized_bases_h100.png")
     claims.draw_recomputation(folder / "recomputation_h100.png")
     draw_grid(folder / "checkpoint_grid_h200.png")
     draw_soak(folder / "soak_h200.png", load("soak_h200"))
