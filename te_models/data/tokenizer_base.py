@@ -215,7 +215,7 @@ class Tokenizer(ABC):
                     )
                 raise DataError(
                     f"{self.folder} has no chat template, so it is no chat model: give --chat-template, a FILE or "
-                    "chatml, or use te-models generate without --chat"
+                    "chatml, or ask for completions (te-models generate without --chat, /v1/completions of a server)"
                 )
             used = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
             if not used:

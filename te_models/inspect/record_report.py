@@ -34,7 +34,7 @@ class Statistic:
     Attributes:
         key, label, unit: its name, and how it is shown.
         values: returns it from a record, [steps, tensors].
-        kind: "share" of the elements, or "number".
+        kind: "share" of the elements, "count" of them, or "number".
         log: whether its colors follow its logarithm.
         worst: np.fmax or np.fmin: what is worse, for several steps or experts in one cell.
     """
@@ -56,7 +56,14 @@ STATISTICS = (
     Statistic("amax", "amax", "", lambda r: r.field("amax"), log=True),
     Statistic("scale", "scale", "", lambda r: r.field("scale_min"), log=True, worst=np.fmin),
     Statistic("scale_age", "age of the scale", "steps", lambda r: r.field("scale_age")),
-    Statistic("nonfinite", "NaN or infinite values", "", lambda r: r.field("nonfinite"), log=True),
+    Statistic(
+        "nonfinite",
+        "NaN or infinite values",
+        "",
+        lambda r: r.field("nonfinite"),
+        kind="count",
+        log=True,
+    ),
     Statistic("block_spread", "spread of log2(scale) over blocks", "", lambda r: r.block_spread()),
 )
 
@@ -153,6 +160,10 @@ def _range(grid: Floats, statistic: Statistic) -> tuple[float, float]:
         known = np.log10(known[known > 0])
     if not known.size:
         return 0.0, 1.0
+    if statistic.kind == "count":
+        # 0 has the lightest color, and 1 a third of the way to the darkest: a single NaN may be the cause of all.
+        most = float(known.max())
+        return -most / 2 if most else -1.0, most
     return float(known.min()), float(known.max())
 
 

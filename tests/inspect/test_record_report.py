@@ -84,6 +84,19 @@ def test_many_experts_share_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(names) == len(set(names)) and not any(".experts." in name for name in names)
 
 
+def test_one_nan_is_seen_beside_thousands(tmp_path: Path) -> None:
+    """The first NaN is a single value, and what follows from it whole tensors."""
+    run = run_planted(tmp_path, "current", FAILURES["NaN in one linear"])
+    data = data_of(run)
+    statistic = next(one for one in data["stats"] if one["key"] == "nonfinite")
+    counts = grid_of(data, "nonfinite")
+    names = [row["name"] for row in data["rows"]]
+    assert counts[names.index("layers.1.mlp.down_proj.weight"), 5] == 1 and counts.max() > 1000
+    seen = [expected_color(statistic, float(count)) for count in (0, 1, counts.max())]
+    # Each is a third of the way from white or more apart.
+    assert seen[0] == LIGHT and seen[2] == DARK and seen[0][0] - seen[1][0] > 70
+
+
 def test_the_page_needs_no_network_and_no_name_ends_its_script(run: Path) -> None:
     page = write_report(run, read_facts(run)).read_text()
     assert not re.search(r"(src|href)=|https?://|@import|fetch\(", page)
