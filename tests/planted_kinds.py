@@ -60,13 +60,24 @@ HEALTHY = Planted(nothing, NATIVE_RECIPES, "", "")
 
 @dataclass(frozen=True)
 class Case:
-    """A planted failure: `model` and `failure` are names in MODELS and FAILURES, `processes` is one of PROCESSES."""
+    """A planted failure.
+
+    Attributes:
+        model, failure: names in MODELS and FAILURES; without a failure nothing is planted.
+        recipe: its name.
+        processes: one of PROCESSES.
+        site: where it is planted.
+        recompute: the activation checkpointing.
+        micro_batches: of a step.
+    """
 
     model: str
     failure: str
     recipe: str
     processes: str
     site: Site
+    recompute: str = "none"
+    micro_batches: int = 1
 
     @property
     def planted(self) -> Planted:
@@ -80,7 +91,8 @@ class Case:
 
     def __str__(self) -> str:
         where = ", on the last process" if self.site.last_rank else ""
-        return f"{self.model}, {self.failure}, {self.recipe}, {self.processes}: {self.site.name}{where}"
+        how = f"{self.recipe}, {self.processes}, recompute {self.recompute}, {self.micro_batches} micro-batches"
+        return f"{self.model}, {self.failure}, {how}: {self.site.name}{where}"
 
 
 def config_of(model: str) -> ModelConfig:
@@ -141,17 +153,28 @@ def draw(rng: random.Random, processes: str) -> Case:
     # A process that has no part in an expert cannot have the failure in it.
     divided = processes == "fsdp+ep" and site.expert is not None
     last = processes != "one" and not divided and failure in EVERYWHERE and rng.random() < 0.5
-    return Case(model, failure, recipe, processes, replace(site, last_rank=last))
+    return Case(
+        model,
+        failure,
+        recipe,
+        processes,
+        replace(site, last_rank=last),
+        recompute=rng.choice(("none", "selective", "full")),
+        micro_batches=rng.choice((1, 1, 2)),
+    )
 
 
 @contextlib.contextmanager
-def trainer_of(case: Case, shared: Parallel, out: Path, healed: bool) -> Iterator[Trainer]:
-    """The run of a case in this process's share of it, with the failure planted."""
+def trainer_of(
+    case: Case, shared: Parallel, out: Path, healed: bool, **place: Any
+) -> Iterator[Trainer]:
+    """The run of a case in this process's share of it, with the failure planted; `place` has options of the model."""
     failure = case.planted
     emulated.FP8GlobalStateManager.reset()
     torch.manual_seed(5)
     fields: dict[str, Any] = dict(
         steps=STEPS, batch_size=4, seq_len=64, record=1, eval_every=0, warmup_steps=1, learning_rate=1e-3, save_every=0,
+        gradient_accumulation=case.micro_batches, cuda_graph=False,  # which would call no hook
         parallel="none" if case.processes == "one" else case.processes,
     )  # fmt: skip
     fields |= failure.train
@@ -163,7 +186,12 @@ def trainer_of(case: Case, shared: Parallel, out: Path, healed: bool) -> Iterato
             shared, kind=config.parallel, config=config, **{"dp": None, **meshes(config, torch.device("cpu"))}
         )  # fmt: skip
     with KINDS[MODELS[case.model][0]].known():
-        model = shared.build(config_of_model, recipe=recipe_of(case, healed), device="cpu")
+        model = shared.build(
+            config_of_model,
+            recipe=recipe_of(case, healed),
+            activation_checkpointing=case.recompute,
+            **{"device": "cpu", **place},
+        )
         data = TokenDataset(
             TEXT[:30],
             load_tokenizer(None),
@@ -181,12 +209,15 @@ def trainer_of(case: Case, shared: Parallel, out: Path, healed: bool) -> Iterato
         yield run
 
 
-def run_case(shared: Parallel, out: Path, case: Case) -> None:
+def run_case(shared: Parallel, out: Path, case: Case, **place: Any) -> None:
     """Run a case into `out/ill`, and with the advised change into `out/healed`; all processes call this together."""
-    with trainer_of(case, shared, out / "ill", healed=False) as run, contextlib.suppress(Diverged):
+    with (
+        trainer_of(case, shared, out / "ill", False, **place) as run,
+        contextlib.suppress(Diverged),
+    ):
         run.run()
     if any(case.planted.heal):
-        changed = trainer_of(case, shared, out / "healed", healed=True)
+        changed = trainer_of(case, shared, out / "healed", True, **place)
         with changed as run, contextlib.suppress(Diverged):
             run.run()
 

@@ -42,13 +42,49 @@ def planted_failures() -> str:
         )
     about = prose(
         f"A model of three layers on a CPU, 14 steps, recorded in each ({result['environment']['date']}). A layer "
-        "without gradients and a NaN are no matter of FP8, and have no change to try. Where a failure does not show, "
-        "the recipe has no scale that it could spoil. The last column is the recipe that the record speaks for."
+        "without gradients and a NaN in a weight are no matter of FP8, and have no change to try. Where a failure does "
+        "not show, the recipe has no scale that it could spoil. The last column is the recipe that the record speaks "
+        "for."
     )
     header = (
         "failure | recipe | rule | tensor named | steps after it began | change | by the record"
     )
     return f"{about}\n\n{markdown(header, rows)}"
+
+
+@table
+def planted_kinds() -> str:
+    """Failures planted in other kinds of models and in two processes: how many cases, and how many went wrong."""
+    result = load("planted_failures_cpu")
+    cases = result["cases"]
+    ways = {
+        "one": "one process",
+        "ddp": "two, DDP",
+        "fsdp": "two, FSDP2",
+        "fsdp+ep": "two, experts divided",
+    }
+    rows = []
+    for model in sorted({case["model"] for case in cases}):
+        own = [case for case in cases if case["model"] == model]
+        row = [model]
+        for way in ways:
+            row.append(_share([case for case in own if case["processes"] == way]))
+        rows.append(row)
+    about = prose(
+        f"{len(cases)} cases drawn at random ({result['environment']['date']}): a kind of model, a failure of the "
+        "table above, a recipe under which it shows, and any te.Linear or expert as its place. Each cell has the cases "
+        "in which the record named this tensor and its cause within five steps, and the advised change healed it, of "
+        "all."
+    )
+    return f"{about}\n\n{markdown(' | '.join(['model', *ways.values()]), rows)}"
+
+
+def _share(cases: list[dict[str, Any]]) -> str:
+    """Return how many of these cases went right; "" without any."""
+    if not cases:
+        return ""
+    right = sum(not case["fault"] for case in cases)
+    return f"{right} of {len(cases)}"
 
 
 def _change(row: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from te_models.numerics.formats import DType
 from te_models.planning.printable import Printable
 from te_models.recorder.layout import INDEX
 from te_models.recorder.record import Floats
+from te_models.training.timing import Row
 
 # Beside the rules and what they return, the input of `diagnose`, for callers.
 __all__ = ["RULES", "Diagnosis", "Finding", "Rule", "RunFacts", "diagnose", "read_facts"]
@@ -135,7 +136,7 @@ def _nonfinite(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
             continue
         name = str(event["tensor"])
         facts.found.update(i for i, tensor in enumerate(facts.tensors) if tensor.name == name)
-        message = f"{name}: the first NaN or infinite value of step {event['step']} is here"
+        message = f"{name}: the first NaN or infinite value of step {event['step']} is here{_answer(event)}"
         yield Finding(rule.key, name, int(event["step"]), message, rule.change, (name,))
         return
     counts = facts.record.field("nonfinite")
@@ -151,6 +152,17 @@ def _nonfinite(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     number = int(counts[first, worst])
     message = f"{name}: {number:,} values are NaN or infinite in step {facts.steps[first]}, the first that has any"
     yield Finding(rule.key, name, int(facts.steps[first]), message, rule.change, names)
+
+
+def _answer(event: Row) -> str:
+    """Return the words for what the guard did about a bad step, if the run went on."""
+    if event["action"] == "demote":
+        return f"; {event['demoted']} runs in BF16 since"
+    if event["action"] == "skip":
+        return "; the data of the step was left out"
+    if event["action"] == "rewind":
+        return f"; the run went back to step {event['to']}"
+    return ""
 
 
 def _uncalibrated(facts: RunFacts, rule: Rule) -> Iterator[Finding]:

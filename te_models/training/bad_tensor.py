@@ -87,6 +87,8 @@ class BadTensors:
         def by_expert(value: Tensor, rows: list[int] | None) -> list[Any]:
             return [value] if rows is None else list(value.split(rows))
 
+        # Without a graph: a recompute looks at nothing, and has to save what the first pass saved.
+        @torch.no_grad()
         def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             if self.first is not None or in_backward():
                 return
@@ -97,6 +99,7 @@ class BadTensors:
             for expert, weight in zip(experts, weights_of(module), strict=True):
                 self.note(named("weight", expert), weight)
 
+        @torch.no_grad()
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if self.first is not None or in_backward():
                 return

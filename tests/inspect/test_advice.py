@@ -66,6 +66,14 @@ def test_failures_are_named_with_accumulation(name: str, recipe: str, tmp_path: 
     assert found[failure.rule].tensor == failure.tensor() or not failure.operand
 
 
+def test_advice_says_what_the_guard_did(tmp_path: Path) -> None:
+    failure = FAILURES["NaN in FP8 alone"]
+    (finding,) = diagnose(
+        read_facts(run_planted(tmp_path, "current", failure, healed=True))
+    ).findings
+    assert finding.message.endswith("step 6 is here; layers.1.* runs in BF16 since")
+
+
 def test_blocks_have_several_scales(tmp_path: Path) -> None:
     facts = read_facts(run_planted(tmp_path, "blockwise", None))
     assert not facts.one_scale().any() and np.isnan(facts.headroom()).all()
@@ -116,6 +124,33 @@ def test_a_rule_from_the_numbers_of_a_record(
     assert findings[0].step == facts.record.steps[4]
     if field == "saturated":
         assert "5.0% saturates" in findings[0].message
+
+
+def test_a_loss_that_leaps_and_comes_back_speaks_for_the_learning_rate(tmp_path: Path) -> None:
+    """If the weights grew with it; a spike without that has another cause."""
+    facts = read_facts(run_planted(tmp_path, "current", None))
+    for place in (4, 5):
+        facts.rows[place]["loss"] *= 3
+    assert not diagnose(facts).findings
+    facts.record.values[4:, facts.operand("weight"), INDEX["signal"]] *= 4
+    (finding,) = diagnose(facts).findings
+    assert (finding.rule, finding.step) == ("learning-rate", 4)
+
+
+def test_values_are_lost_among_those_that_are_not_zero(tmp_path: Path) -> None:
+    """An expert's rows are padded with zeros, of which none is lost."""
+    facts = read_facts(run_planted(tmp_path, "current", None))
+    values = facts.record.values
+    place = next(
+        i for i, one in enumerate(facts.tensors) if one.name == "layers.1.mlp.down_proj.input"
+    )
+    elements = values[:, place, INDEX["elements"]]
+    values[8:, place, INDEX["flushed"]] = 0.1 * elements[8:]
+    assert not diagnose(facts).findings
+    values[8:, place, INDEX["zeros"]] = 0.8 * elements[8:]
+    (finding,) = diagnose(facts).findings
+    assert (finding.rule, finding.step) == ("outlier", 9)
+    assert 0.5 < facts.lost()[8, place] < 0.6
 
 
 def test_counts_that_nobody_could_make_say_nothing(tmp_path: Path) -> None:

@@ -169,6 +169,17 @@ def test_stop_names_the_tensor_and_keeps_the_state_before(ahead: bool, tmp_path:
     assert (event["action"], event["tensor"]) == ("stop", f"{LINEAR}.input")
 
 
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_the_search_leaves_a_recompute_as_it_is(mode: str, tmp_path: Path) -> None:
+    """What it looks at in the first pass saves no tensor, which a recompute would miss."""
+    build = dict(activation_checkpointing=mode)
+    run = trainer(tmp_path, "skip", False, steps=BEGIN + 1, build=build, gradient_accumulation=2)
+    nan_in_fp8(run, Site(LINEAR))
+    run.run()
+    events = read_events(tmp_path / "metrics.jsonl")
+    assert [event["tensor"] for event in events] == [f"{LINEAR}.input"] * 2
+
+
 def bad_cast(monkeypatch: pytest.MonkeyPatch, run: Trainer, first: int) -> None:
     """From a step on, the cast of one linear's input makes a NaN of a finite value."""
     encode = Quantizer._fields
