@@ -141,11 +141,19 @@ def sites_of(model: str, recipe: str, fp8: bool) -> list[Site]:
     return sites
 
 
-def draw(rng: random.Random, processes: str) -> Case:
-    """Return a case for one process or two; `fsdp+ep` has a model with experts, and often plants in one of them."""
+DRAWN = [
+    name for name in FAILURES if name != "NaN in one expert"
+]  # which is drawn as a linear among others
+
+
+def draw(rng: random.Random, processes: str, failure: str = "") -> Case:
+    """Return a case for one process or two, perhaps of a given failure.
+
+    `fsdp+ep` has a model with experts, and often plants in one of them.
+    """
     models = [name for name in MODELS if processes != "fsdp+ep" or config_of(name).moe is not None]
     model = rng.choice(models)
-    failure = rng.choice([name for name in FAILURES if name != "NaN in one expert"])
+    failure = failure or rng.choice(DRAWN)
     recipe = rng.choice(FAILURES[failure].recipes)
     sites = sites_of(model, recipe, failure in ABOUT_FP8)
     experts = [site for site in sites if site.expert is not None]
