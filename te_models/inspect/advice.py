@@ -97,9 +97,8 @@ def over(
         where: in which steps each tensor shows it, bool [steps, tensors].
         size: how much of it, [steps, tensors]; the tensor with the most is named.
         say: returns the message for (index of the step, index of the tensor) of its worst step.
-        origin: name the tensor from which it spreads instead: of those in the first step, the first in the order of
-            the forward pass, or for gradients of the backward pass. This mask, bool [steps, tensors], has tensors that
-            show it beyond doubt, if less than `where` asks for, and are candidates too.
+        origin: where each tensor may be the one from which it spreads, [steps, tensors]. Of those in the first step
+            the first one computed is named, if there are any.
     """
     where = where.copy()
     # One cause per tensor: a scale that is too old also saturates, and the second finding would only repeat the first.
@@ -112,10 +111,11 @@ def over(
     facts.found.update(int(one) for one in np.flatnonzero(where.any(0)))
     named = None
     if origin is not None:
-        candidates = where[first] | origin[first]
+        candidates = origin[first].copy()
         candidates[explained] = False
-        named = facts.first_computed(np.flatnonzero(candidates))
-        where[first, named] = True
+        if candidates.any():
+            named = facts.first_computed(np.flatnonzero(candidates))
+            where[first, named] = True
     shown = np.flatnonzero(where.any(0))
     # A NaN says that nobody could count there; argmax would take it for the largest.
     sizes = np.where(where, np.nan_to_num(size, nan=-np.inf), -np.inf)
@@ -233,7 +233,8 @@ def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Findi
 
     # Of few large values less than SATURATED saturates, however far beyond the format's largest number they are.
     beyond = (facts.headroom() < -UNUSED_BITS) & (share > 0) & operands
-    yield from over(facts, rule, (share > SATURATED) & operands, share, say, origin=beyond)
+    where = (share > SATURATED) & operands
+    yield from over(facts, rule, where, share, say, origin=where | beyond)
 
 
 def _stale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
@@ -251,7 +252,8 @@ def _stale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
             f"{room[step, tensor]:.0f} of the format's powers of two unused"
         )
 
-    yield from over(facts, rule, (room > UNUSED_BITS) & (ages > 1) & (lost > LOST), lost, say)
+    where = (room > UNUSED_BITS) & (ages > 1) & (lost > LOST)
+    yield from over(facts, rule, where, lost, say, origin=_much(where, lost))
 
 
 def _outlier(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
@@ -266,7 +268,14 @@ def _outlier(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
             "mean square"
         )
 
-    yield from over(facts, rule, outliers(facts), lost, say)
+    where = outliers(facts)
+    yield from over(facts, rule, where, lost, say, origin=_much(where, lost))
+
+
+def _much(where: Mask, size: Floats) -> Mask:
+    """Return where tensors show something that at some time is at least half as much as of any, [steps, tensors]."""
+    most = np.where(where, np.nan_to_num(size), 0.0).max(0, initial=0.0)
+    return where & (most >= 0.5 * most.max(initial=0.0))
 
 
 def outliers(facts: RunFacts) -> Mask:
