@@ -146,13 +146,13 @@ DRAWN = [
 ]  # which is drawn as a linear among others
 
 
-def draw(rng: random.Random, processes: str, failure: str = "") -> Case:
-    """Return a case for one process or two, perhaps of a given failure.
+def draw(rng: random.Random, processes: str, failure: str = "", model: str = "") -> Case:
+    """Return a case for one process or two, perhaps of a given failure in a given model.
 
     `fsdp+ep` has a model with experts, and often plants in one of them.
     """
     models = [name for name in MODELS if processes != "fsdp+ep" or config_of(name).moe is not None]
-    model = rng.choice(models)
+    model = model or rng.choice(models)
     failure = failure or rng.choice(DRAWN)
     recipe = rng.choice(FAILURES[failure].recipes)
     sites = sites_of(model, recipe, failure in ABOUT_FP8)

@@ -40,9 +40,13 @@ QUICK = (
     Case("Mamba 2", "dead layer", "current", "one", Site("layers.2.mamba.out_proj")),
     Case("experts", "NaN in FP8 alone", "delayed", "one", Site("layers.0.mlp.gate_up_proj", 3)),
 )
+NAMES = tuple(MODELS)
 ALONE = (
     GRADIENTS,
-    *(draw(random.Random(seed), "one", DRAWN[seed % len(DRAWN)]) for seed in range(20)),
+    *(
+        draw(random.Random(seed), "one", failure, NAMES[seed % len(NAMES)])
+        for seed, failure in enumerate(DRAWN)
+    ),
 )
 # Weights of the last process's experts, what its own share of the batch does, and others at random.
 TOGETHER = (
