@@ -3,14 +3,16 @@
     python benchmarks/recorder_cost.py gated-1b delayed --out benchmarks/results/recorder_cost.json
 
 Prints the median milliseconds per step without a recorder, with one of 50 steps recorded and with each, and what they
-cost in percent.
+cost in percent. --profile adds the kernels of a few further steps: of one that is not recorded (0 and 50), or is (1).
 """
 
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -20,6 +22,8 @@ from te_models.inspect.environment import environment, require_gpu
 
 RECORDS = (0, 50, 1)
 WARM_UP = 10
+PROFILED = 4  # steps after the timed ones
+SHOWN = 12  # kernels
 
 
 def batches(vocabulary: int, batch_size: int, seq_len: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -33,6 +37,33 @@ def batches(vocabulary: int, batch_size: int, seq_len: int) -> Iterator[dict[str
             yield {"input_ids": ids, "labels": ids}
 
 
+def taken(rows: Iterator[dict[str, Any]], count: int) -> None:
+    """Take some steps, and wait for the device."""
+    for _ in range(count):
+        next(rows)
+    torch.cuda.synchronize()
+
+
+def kernel_times(run: Callable[[], None]) -> dict[str, float]:
+    """Return the milliseconds of each kernel in a step, of PROFILED steps that `run` takes, the slowest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+    found = {
+        event.key: event.self_device_time_total / 1e3 / PROFILED
+        for event in profiler.key_averages()
+        if event.self_device_time_total > 0
+    }
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def show(times: dict[str, float], plain: dict[str, float]) -> None:
+    """Print the sum of the kernels of a step, and those that differ most from a step without a recorder."""
+    click.echo(f"  kernels: {sum(times.values()):.2f} ms per step")
+    more = {name: time - plain.get(name, 0.0) for name, time in times.items()}
+    for name, difference in sorted(more.items(), key=lambda item: -abs(item[1]))[:SHOWN]:
+        click.echo(f"  {difference:+8.3f} ms of {times[name]:8.3f}: {name[:90]}")
+
+
 @click.command()
 @click.argument("preset")
 @click.argument("recipe")
@@ -44,6 +75,7 @@ def batches(vocabulary: int, batch_size: int, seq_len: int) -> Iterator[dict[str
     default=100,
     help="Timed in each round, a multiple of 50: as many recorded ones count.",
 )
+@click.option("--profile", is_flag=True, help="Add the time of each kernel.")
 @click.option("--out", type=click.Path(path_type=Path))
 def main(
     preset: str,
@@ -52,6 +84,7 @@ def main(
     seq_len: int,
     rounds: int,
     steps: int,
+    profile: bool,
     out: Path | None,
 ) -> None:
     """See the module."""
@@ -61,12 +94,13 @@ def main(
             f"--steps {steps} is no multiple of 50, so fewer than one in 50 steps is recorded"
         )
     milliseconds: dict[int, list[float]] = {record: [] for record in RECORDS}
+    kernels: dict[int, dict[str, float]] = {}
     for _ in range(rounds):
         for record in RECORDS:
             torch.manual_seed(0)
             model = CausalLM.from_preset(preset, recipe=recipe, device="cuda")
             config = TrainConfig(
-                steps=WARM_UP + steps,
+                steps=WARM_UP + steps + PROFILED,
                 batch_size=batch_size,
                 seq_len=seq_len,
                 eval_every=0,
@@ -74,14 +108,15 @@ def main(
             )
             data = batches(model.config.vocab_size, batch_size, seq_len)
             trainer = Trainer(model, data, None, config, Path("unused"))
-            begun = 0.0
-            for row in trainer.steps(iter(trainer.data)):
-                if row["step"] == WARM_UP:
-                    torch.cuda.synchronize()
-                    begun = time.perf_counter()
-            torch.cuda.synchronize()
+            rows = trainer.steps(iter(trainer.data))
+            taken(rows, WARM_UP)
+            begun = time.perf_counter()
+            taken(rows, steps)
             milliseconds[record].append(1e3 * (time.perf_counter() - begun) / steps)
             click.echo(f"record={record}: {milliseconds[record][-1]:.2f} ms per step")
+            if profile:
+                kernels[record] = kernel_times(partial(taken, rows, PROFILED))
+                show(kernels[record], kernels[RECORDS[0]])
             trainer.passes.close()
             del trainer, model
             torch.cuda.empty_cache()
@@ -101,6 +136,8 @@ def main(
             "median": medians,
             "cost_percent": cost,
         }
+        if profile:
+            found["kernels_milliseconds"] = kernels
         out.write_text(json.dumps(found, indent=1) + "\n")
 
 

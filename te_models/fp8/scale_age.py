@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,54 +11,89 @@ from torch import Tensor
 from te_models.fp8.scaling_state import WIDTHS, DelayedState, delayed_states, gemms_of
 
 NEVER = -1.0  # the age of a scale that no amax has changed yet
-Ages = tuple[Tensor | float, ...]  # of the scales of input, weight and gradient of the output
+# The place in OPERANDS of the first scales of each GEMM in a direction; further ones are of no FP8 tensor.
+OPERANDS_OF = {"scaling_fwd": (0, 1), "scaling_bwd": (2,)}
+
+
+class ScalePlace(NamedTuple):
+    """A scale: the name of its te module, the GEMM in it, and the place of the operand in OPERANDS."""
+
+    module: str
+    gemm: int
+    operand: int
+
+
+class _Kind(NamedTuple):
+    """The scales whose ages are computed together: as many of a module, and made by one rule."""
+
+    length: int
+    width: int
+    newest_alone: bool
+    largest: float
 
 
 @torch.no_grad()
-def scale_ages(module: Any, micro_batches: int = 1) -> list[Ages]:
-    """Return the ages of the scales of each GEMM of a te module under delayed scaling in steps, [] each.
+def scale_ages(
+    modules: Mapping[str, Any], micro_batches: int = 1
+) -> Iterator[tuple[list[ScalePlace], Tensor]]:
+    """Yield the ages of the scales of te modules under delayed scaling in steps, by groups: the places, FP32 [places].
 
     Scales are updated once per micro-batch, of which a step has `micro_batches`. An age is NEVER before the first one.
+    The scales of a model are few groups, since each costs the device some twenty small operations.
     """
-    states = delayed_states(module)
-    forward = _ages(states.get(".scaling_fwd"), module, "scaling_fwd", micro_batches)
-    backward = _ages(states.get(".scaling_bwd"), module, "scaling_bwd", micro_batches)
-    found: list[Ages] = []
-    for gemm in range(gemms_of(module)):
-        first = WIDTHS["scaling_fwd"] * gemm
-        found.append((forward[first], forward[first + 1], backward[WIDTHS["scaling_bwd"] * gemm]))
-    return found
+    for direction, operands in OPERANDS_OF.items():
+        without: list[ScalePlace] = []
+        kinds: dict[_Kind, list[tuple[str, DelayedState]]] = {}
+        for name, module in modules.items():
+            state = delayed_states(module, (direction,)).get(f".{direction}")
+            if state is None:
+                without += _places(name, gemms_of(module), operands)
+            else:
+                kinds.setdefault(_kind(state, module, direction), []).append((name, state))
+        if without:
+            yield without, torch.full((len(without),), NEVER)
+        for kind, states in kinds.items():
+            histories = torch.stack([state.amax_history for _, state in states])
+            scales = torch.stack([state.scale for _, state in states])
+            updates = _updates(histories, scales, kind)
+            ages = torch.where(updates > 0, (updates / micro_batches).ceil(), updates)
+            gemms = kind.width // WIDTHS[direction]
+            ages = ages.reshape(len(states), gemms, WIDTHS[direction])[:, :, : len(operands)]
+            places: list[ScalePlace] = []
+            for name, _ in states:
+                places += _places(name, gemms, operands)
+            yield places, ages.reshape(-1)
 
 
-def _ages(
-    state: DelayedState | None, module: Any, direction: str, micro_batches: int
-) -> Tensor | list[float]:
-    """Return the ages of all scales of a direction in steps, rounded up: FP32 [width]."""
-    if state is None:
-        return [NEVER] * (WIDTHS[direction] * gemms_of(module))
-    updates = _updates(state, module, direction)
-    return torch.where(updates > 0, (updates / micro_batches).ceil(), updates)
+def _places(name: str, gemms: int, operands: tuple[int, ...]) -> list[ScalePlace]:
+    """Return the places of a module's scales, by GEMM."""
+    return [ScalePlace(name, gemm, operand) for gemm in range(gemms) for operand in operands]
 
 
-def _updates(state: DelayedState, module: Any, direction: str) -> Tensor:
-    """Return how many updates ago the amax of each scale was measured, FP32 [width]; NEVER without one.
-
-    Row 0 of the history is the pass in progress and the last row the newest finished one, 1 update ago. The row that
-    the last update dropped, as many updates ago as the history has rows, still counted for it.
-    """
-    history = state.amax_history
-    length, width = history.shape
+def _kind(state: DelayedState, module: Any, direction: str) -> _Kind:
+    length, width = state.amax_history.shape
     recipe = module.fp8_meta["recipe"]
-    never = (state.scale == 1) & (history.amax(0) == 0)
-    if length == 1 or recipe.amax_compute_algo == "most_recent":
-        ages = torch.ones(width, device=history.device)
+    newest_alone = length == 1 or recipe.amax_compute_algo == "most_recent"
+    largest = _largest_number(recipe, direction) * 2.0**-recipe.margin
+    return _Kind(length, width, newest_alone, largest)
+
+
+def _updates(histories: Tensor, scales: Tensor, kind: _Kind) -> Tensor:
+    """Return how many updates ago the amax of each scale was measured, FP32 [modules, width]; NEVER without one.
+
+    Row 0 of a history [modules, length, width] is the pass in progress and the last row the newest finished one, 1
+    update ago. The row that the last update dropped, as many updates ago as the history has rows, still counted for it.
+    """
+    never = (scales == 1) & (histories.amax(1) == 0)
+    if kind.newest_alone:
+        ages = torch.ones_like(scales)
     else:
-        newest_first = history[1:].flip(0)
-        largest, place = newest_first.max(0)  # the first of equal ones: the newest
+        newest_first = histories[:, 1:].flip(1)
+        largest, place = newest_first.max(1)  # the first of equal ones: the newest
         ages = (place + 1).float()
-        used = _largest_number(recipe, direction) * 2.0**-recipe.margin / state.scale
+        used = kind.largest / scales
         # Rounding aside, the scale came from a larger amax than the history still has.
-        ages = torch.where(largest < used * (1 - 1e-5), float(length), ages)
+        ages = torch.where(largest < used * (1 - 1e-5), float(kind.length), ages)
     return torch.where(never, NEVER, ages)
 
 

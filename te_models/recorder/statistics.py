@@ -76,7 +76,7 @@ def count_cast(source: Tensor | None, cast: Cast) -> tuple[Tensor, Tensor]:
     codes = torch.zeros((), dtype=torch.int64, device=cast.codes.device)
     counts[INDEX["elements"]] = rows * columns
     counts[INDEX["format"]] = cast.format
-    counts[INDEX["scale_age"]] = -1.0  # Table.set_scale_age sets it, and larger values win
+    counts[INDEX["scale_age"]] = -1.0  # Table.set_scale_ages sets it, and larger values win
     if not rows * columns:
         counts[INDEX["scale_min"]] = math.inf
         return counts, codes

@@ -86,9 +86,11 @@ class Table:
         self.recording = True
         self.first_micro_batch = True
 
-    def set_scale_age(self, row: int, age: Tensor | float) -> None:
-        """Set the age of a tensor's scale in steps, [] if it is a tensor."""
-        self.parts[row, :, INDEX["scale_age"]] = age
+    def set_scale_ages(self, rows: Tensor, ages: Tensor) -> None:
+        """Set the ages of the scales of some rows, int64 [rows], in steps: FP32 [rows]."""
+        self.parts[:, :, INDEX["scale_age"]].index_copy_(
+            0, rows, ages.to(self.parts)[:, None].expand(-1, self.parts.shape[1])
+        )
 
     def stop(self) -> None:
         """Stop recording; the table keeps what it has."""
@@ -106,7 +108,7 @@ class Table:
         if self.distributed:
             values, codes = self._over_ranks(values, codes)
         unknown = values.isnan()
-        values[unknown] = -1.0
+        values.masked_fill_(unknown, -1.0)
         values[:, INDEX["scale_min"]].masked_fill_(values[:, INDEX["scale_min"]].isinf(), 0.0)
         return values, codes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
 from te_models.fp8.primary_weights import quantized
-from te_models.fp8.scale_age import scale_ages
+from te_models.fp8.scale_age import ScalePlace, scale_ages
 from te_models.fp8.scaling_state import gemms_of
 from te_models.recorder.layout import OPERANDS, RecordedTensor
 from te_models.recorder.record import RecordWriter
@@ -65,6 +65,7 @@ class Recorder:
         distributed = parallel.ranks.world > 1
         self.table = Table(tensors, counted, model.device, distributed)
         self.observers = {name: self._observers(name) for name in self.modules}
+        self.scale_rows: dict[tuple[ScalePlace, ...], Tensor] = {}
 
     @property
     def tensors(self) -> list[RecordedTensor]:
@@ -102,14 +103,21 @@ class Recorder:
         # At every recorded step: a change of recipe, or a load, makes new quantizers, which know no observers.
         self.attach()
         self.table.begin()
+        delayed = {}
         for name, module in self.modules.items():
             recipe = self.model.precision.recipe_of(name)
-            if recipe is None or not recipe.stateful:
-                continue
-            every_age = scale_ages(module, self.micro_batches)
-            for observers, ages in zip(self.observers[name], every_age, strict=True):
-                for observer, age in zip(observers, ages, strict=True):
-                    self.table.set_scale_age(observer.row, age)
+            if recipe is not None and recipe.stateful:
+                delayed[name] = module
+        for places, ages in scale_ages(delayed, self.micro_batches):
+            self.table.set_scale_ages(self._rows_of(places), ages)
+
+    def _rows_of(self, places: Sequence[ScalePlace]) -> Tensor:
+        """Return the rows of the table for scales, int64 on the device, where they stay for the next steps."""
+        key = tuple(places)
+        if key not in self.scale_rows:
+            rows = [self.observers[name][gemm][operand].row for name, gemm, operand in key]
+            self.scale_rows[key] = torch.tensor(rows, device=self.model.device)
+        return self.scale_rows[key]
 
     def stop(self) -> None:
         """Stop recording a step that will not be finished."""

@@ -11,7 +11,7 @@ from te_models import CausalLM, TrainConfig, Trainer, list_recipes
 from te_models.engine import get_engine
 from te_models.errors import Diverged
 from te_models.inspect.replay import replay
-from te_models.recorder.record import read_record
+from te_models.recorder.record import Record, read_record
 from te_models.training.captures import Marks, write_marks
 from te_models.training.metrics import read_metrics
 
@@ -51,6 +51,22 @@ def finished(
     return trainer
 
 
+def least_sqnr(record: Record) -> np.ndarray[Any, Any]:
+    """The SQNR that a cast has at least, in dB, [steps, tensors]: no element has a larger relative error.
+
+    Rounding changes an element by half a step (1/16 of it in E4M3, 1/8 in E5M2) at most. A scale of `delayed` from
+    smaller values clips the largest element to largest / (amax * scale) of it, and every other one less. Subnormal
+    numbers have larger relative errors, but weigh less than 0.01 dB beside elements that use the format's range.
+    """
+    e5m2 = record.field("format") == 8
+    largest = np.where(e5m2, 57344.0, 448.0)
+    rounded = np.where(e5m2, 1 / 8, 1 / 16)
+    beyond = record.field("amax") * record.field("scale_min") / largest
+    clipped = 1 - 1 / np.maximum(beyond, 1)
+    found: np.ndarray[Any, Any] = -20 * np.log10(np.maximum(rounded, clipped)) - 0.01
+    return found
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("recipe", [name for name in list_recipes() if name != "nvfp4"])
 def test_no_bit_changes_and_a_cpu_replays_the_step(
@@ -75,8 +91,9 @@ def test_no_bit_changes_and_a_cpu_replays_the_step(
         return
     inner = np.array([tensor.layer in (1, 2) for tensor in record.tensors])
     assert record.counted[1:, inner].all()  # the quantizers of most recipes are made in step 1
-    exact = record.sqnr()[:, inner]
-    assert (exact[np.isfinite(exact)] > 15).all()
+    exact = record.sqnr()
+    known = np.isfinite(exact) & inner
+    assert known.any() and (exact[known] > least_sqnr(record)[known]).all()
     found = replay(tmp_path / "recorded", MARKED, twice=False)
     weights = [one for one in found.tensors if one.tensor.operand == "weight"]
     assert weights and all(one.equal for one in weights)
