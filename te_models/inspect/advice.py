@@ -33,6 +33,7 @@ LOST = 0.3
 UNUSED_BITS = 3.0  # powers of two that a scale may leave unused above a tensor's largest magnitude
 JUMP_BITS = 3.0  # by which a scale may not change from one step to the next while the amax stays
 DEAD_STEPS = 3
+LASTING = 3  # recorded steps in a row in which few values are far beyond the format
 # dB below which a cast is worth a word, by format: LEEWAY below what numbers of a normal distribution have.
 LEEWAY = 9.0
 LEAST_SQNR = {DType.kFloat8E4M3: 22.0, DType.kFloat8E5M2: 16.0, DType.kFloat4E2M1: 11.0}
@@ -231,10 +232,21 @@ def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Findi
         old = "of this step" if age == 0 else f"{plural(int(age), 'step')} old"
         return f"{seen}{since}; its scale is {old}, its amax {amax[step, tensor]:.3g}"
 
-    # Of few large values less than SATURATED saturates, however far beyond the format's largest number they are.
+    # Of few large values less than SATURATED saturates, however far beyond the format's largest number they are. If
+    # that lasts in gradients, the scale does not follow; in inputs it is an outlier, which has a rule of its own.
     beyond = (facts.headroom() < -UNUSED_BITS) & (share > 0) & operands
     where = (share > SATURATED) & operands
+    where |= _in_a_row(beyond) & facts.operand("grad_output")
     yield from over(facts, rule, where, share, say, origin=where | beyond)
+
+
+def _in_a_row(where: Mask) -> Mask:
+    """Return where tensors show something in LASTING recorded steps in a row, [steps, tensors]."""
+    lasting = np.zeros_like(where)
+    for start in range(len(where) - LASTING + 1):
+        streak = where[start : start + LASTING].all(0)
+        lasting[start : start + LASTING] |= streak
+    return lasting
 
 
 def _stale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:

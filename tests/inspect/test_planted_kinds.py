@@ -54,6 +54,8 @@ TOGETHER = (
     replace(EXPERTS, failure="NaN in FP8 alone", recipe="blockwise"),
     replace(EXPERTS, model="Kimi Delta Attention, experts", failure="outlier channel grows"),
     replace(EXPERTS, model="shared expert", failure="gradients overflow E5M2"),
+    # Half of the batch has it, so that less than the bound saturates anywhere.
+    replace(GRADIENTS, processes="fsdp", site=replace(GRADIENTS.site, last_rank=True)),
     *(
         draw(random.Random(seed), PROCESSES[1 + seed % 3], DRAWN[seed])
         for seed in range(len(DRAWN))
