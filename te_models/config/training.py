@@ -13,8 +13,14 @@ from te_models.errors import ConfigError, check_known, refuse
 
 PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp", "fsdp+ep")
 SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
-# How layers are divided, each by one kind of PARALLEL: another kind leaves them at their defaults.
-DIVISIONS = ("tensor_parallel_size", "expert_parallel_size", "fp8_dispatch", "sequence_parallel")
+# How layers and rows are divided, each by some kinds of PARALLEL: another kind leaves them at their defaults.
+DIVISIONS = (
+    "tensor_parallel_size",
+    "expert_parallel_size",
+    "context_parallel_size",
+    "fp8_dispatch",
+    "sequence_parallel",
+)
 REDUCE_DTYPES = ("float32", "bfloat16")
 ON_NAN = ("stop", "skip", "demote", "rewind")
 SPIKE_BOUND = 20.0  # where a guard that goes on is given no bound of its own
@@ -149,6 +155,9 @@ class TrainConfig(Settings):
     )
     expert_parallel_size: int = _processes(
         0, "With fsdp+ep: number of processes that share the experts; 0: all."
+    )
+    context_parallel_size: int = _processes(
+        0, "With ddp or fsdp: number of processes that share the tokens of each sequence."
     )
     fp8_dispatch: bool = _processes(
         False, "With fsdp+ep: send tokens to experts in FP8, with a scale per row."

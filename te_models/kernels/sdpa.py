@@ -144,20 +144,22 @@ def attention_mask(
     real: Tensor | None,
     documents: Tensor | None,
     device: torch.device,
+    rows: slice | None = None,
 ) -> Tensor | None:
     """Return which keys each of `seq` positions sees, bool [(B, 1,) S, S]; None for plain causal.
 
     `window` counts tokens, the position itself included and padding left out; `real` bool [B, S] is False at padding,
     which only the same position sees, so that no row is empty; with `documents` int [B, S] each position sees only its
-    own document.
+    own document. With `rows` only the positions of that slice ask, and the result is a mask in any case.
     """
     # A traced graph serves any seq.
     covers = window is None or not torch.compiler.is_compiling() and window >= seq
-    if real is None and documents is None and covers:
+    if real is None and documents is None and covers and rows is None:
         return None
+    asking = slice(None) if rows is None else rows
     slot = torch.arange(seq, device=device)
     # [S, S], of query minus key: below 0 lies the future.
-    distance = slot[:, None] - slot
+    distance = slot[asking, None] - slot
     mask = distance >= 0
     if window is not None:
         if real is None:
@@ -165,9 +167,9 @@ def attention_mask(
         else:
             # Padding takes slots but no positions, so a window counts along the tokens.
             position = real.cumsum(-1)
-            mask = mask & within_window(position, position, window)
+            mask = mask & within_window(position[:, asking], position, window)
     if documents is not None:
-        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+        mask = mask & (documents[:, None, asking, None] == documents[:, None, None, :])
     # A row without any key would be a softmax over nothing, NaN; padding sees itself instead.
     return mask if real is None else (mask & real[:, None, None, :]) | (distance == 0)
 

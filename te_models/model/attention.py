@@ -13,6 +13,7 @@ from te_models.kernels.decode import HeadNorms, Rotary, StepAttention, StepNorm
 from te_models.kernels.gated_attention import AttentionSetting, attention_core, rotated_heads
 from te_models.kernels.sdpa import causal_attention
 from te_models.kernels.unit_norm import unit_norm
+from te_models.model.context_parallel import SharedRows
 from te_models.model.forward_context import ForwardContext, Visible
 from te_models.model.kv_cache import DecodingCache, KVState, RecurrentState, State
 from te_models.model.part import Mixer
@@ -119,14 +120,14 @@ class GatedAttention(Mixer[AttentionSpec]):
     def _can_fuse(self, qkvg: Tensor, context: ForwardContext) -> bool:
         """Return whether attention may run as one operation: the model asks for it and these tokens need no mask."""
         mask = context.masks.get(self.spec.seen)
-        masked = context.real is not None or isinstance(mask, Tensor)
+        masked = context.real is not None or isinstance(mask, Tensor) or context.share is not None
         asked = context.kernels.attention is not None and context.cache is None and not masked
         return asked and can_fuse(self.spec, context.seq, qkvg.device, qkvg.dtype, mask is not None)
 
     def _fused(self, qkvg: Tensor, context: ForwardContext) -> Tensor:
         """Compute the same as `_composed` in one operation."""
         spans = context.masks[self.spec.seen]
-        assert not isinstance(spans, Tensor)
+        assert not isinstance(spans, Tensor | SharedRows)
         setting, q_weight, k_weight = self._setting(qkvg, context)
         targets = context.kernels.targets(
             context.neighbour(self.qkvg_proj), context.neighbour(self.o_proj)

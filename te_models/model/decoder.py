@@ -37,6 +37,7 @@ from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
 from te_models.kernels.unit_norm import unit_norm
 from te_models.model import live_recipe
 from te_models.model.block import Block
+from te_models.model.context_parallel import ContextParallel, TokenShare
 from te_models.model.decoder_facts import DecoderFacts, checked_dtype
 from te_models.model.expert_parallel import ExpertParallel
 from te_models.model.forward_context import ForwardContext, forward_context
@@ -98,6 +99,9 @@ class Decoder(DecoderFacts):
             passes it tokens of its own, all at the same time (te_models.model.expert_parallel).
         ep_fp8: send tokens to the ranks of their experts in FP8, with a scale per row.
         ep_replicas: the ranks that have the same experts, a DeviceMesh of one dimension; DelayedScaling needs it.
+        cp_mesh: the ranks that share the tokens of each row, a DeviceMesh of one dimension; each rank builds the model
+            and passes it the same rows. The loss is then the mean over this rank's tokens
+            (te_models.model.context_parallel).
         amax_group: the processes that share their amaxes (DelayedScaling), but for experts; None: all of them.
         stored_linears: names of te.Linears and te.GroupedLinears whose weights stay as a release stores them
             (te_models.numerics.stored); from_pretrained gives them.
@@ -130,6 +134,7 @@ class Decoder(DecoderFacts):
         ep_mesh: DeviceMesh | None = None,
         ep_fp8: bool = False,
         ep_replicas: DeviceMesh | None = None,
+        cp_mesh: DeviceMesh | None = None,
         amax_group: ProcessGroup | None = None,
         stored_linears: frozenset[str] = frozenset(),
         **recipe_options: Unpack[RecipeOptions],
@@ -143,6 +148,8 @@ class Decoder(DecoderFacts):
         self.tp = TensorParallel(mesh=tp_mesh, sequence=sequence_parallel)
         self.ep = ExpertParallel(ep_mesh, config, ep_fp8, ep_replicas)
         self.specs = self.ep.local(self.tp.local(config))
+        self.cp = ContextParallel(cp_mesh)
+        self.cp.check_layers(self.specs)
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.activation_offload = bool(activation_offload)
         self.host_memory = HostMemory()
@@ -291,10 +298,17 @@ class Decoder(DecoderFacts):
             # Testing the ids on the host would wait for the device; unknown ones make the loss NaN instead.
             tokens, unknown = known_ids(tokens, self.config.vocab_size)
         request = OutputRequest(labels, attention_mask, document_ids, return_logits, logits_to_keep)
+        share = None
+        if labels is not None and not return_logits:
+            share = self.cp.share(tokens.shape[1])
+        whole = tokens
+        if share is not None:
+            whole, request = share.filled(tokens, request)
+            tokens = share.own(whole, dim=1)
         # FP8 GEMMs need a multiple of 8 or 16 rows (32 with MXFP8): rows of zeros are added once for all layers, not
         # per linear.
         with self.te.row_padding(self, tokens, self.recipe.row_alignment) as alignment:
-            context = self._context(tokens, request, cache, is_first_microbatch, alignment)
+            context = self._context(whole, request, cache, is_first_microbatch, alignment, share)
             with forward_pass(self, self.te, self.recipe, self.te_recipe, self._table):
                 evaluated = not self.training
                 # Read once inside the lock: another thread may start an evaluation at any time.
@@ -315,8 +329,12 @@ class Decoder(DecoderFacts):
         cache: Cache | None,
         first_microbatch: bool | None,
         alignment: int,
+        share: TokenShare | None,
     ) -> ForwardContext:
-        """Describe the pass over ids [B, S] or vectors [B, S, D] that begins, whose rows are padded to `alignment`."""
+        """Describe the pass over ids [B, S] or vectors [B, S, D] that begins, whose rows are padded to `alignment`.
+
+        With `share` it is over this rank's tokens of them.
+        """
         offload = None
         if self.activation_offload:
             offload = Offload(self.host_memory, len(self.layers), tokens.device)
@@ -348,6 +366,7 @@ class Decoder(DecoderFacts):
             dtype=self.dtype,
             autocasts=Autocasts(self.te, self.te_recipe, self.amax_group, others),
             alignment=alignment,
+            share=share,
         )
 
     def _decode(self, tokens: Tensor, context: ForwardContext, request: OutputRequest) -> Output:
@@ -411,6 +430,8 @@ class Decoder(DecoderFacts):
         targets, invalid = next_token_targets(
             request.labels, request.attention_mask, size, request.document_ids
         )
+        if context.share is not None:
+            targets = context.share.own(targets.view(batch, -1), dim=1).flatten()
         # The head is neither in FP8 nor adapted.
         plain = self.precision.head.recipe is None and isinstance(self.lm_head, self.te.Linear)
         # A head in FP8 or with adapters has a forward of its own, which makes whole logits.

@@ -19,6 +19,7 @@ from te_models.kernels.dispatch import Kernels
 from te_models.kernels.expert_rows import Route
 from te_models.kernels.groups import Groups
 from te_models.kernels.sdpa import attention_mask, chunk_numbers, masks_nothing
+from te_models.model.context_parallel import SharedRows, TokenShare
 from te_models.model.kv_cache import Cache, DecodingCache
 from te_models.model.recompute import Recompute
 from te_models.model.rope import rotary_tables
@@ -28,8 +29,9 @@ from te_models.model.te_modules import pad_rows
 if TYPE_CHECKING:
     from te_models.kernels.span_attention_triton import Spans
 
-# Which keys are seen: a mask of kernels.sdpa.attention_mask, a span, or all before the query.
-Visible: TypeAlias = "Tensor | Spans | None"
+# Which keys are seen: a mask of kernels.sdpa.attention_mask, a span, keys of all ranks that share a row, or all before
+# the query.
+Visible: TypeAlias = "Tensor | Spans | SharedRows | None"
 
 
 class ForwardContext(NamedTuple):
@@ -61,6 +63,7 @@ class ForwardContext(NamedTuple):
     shared_keys: dict[int | None, tuple[Tensor, Tensor]]
     lent_keys: dict[int | None, tuple[Tensor, Tensor]]
     layer_inputs: tuple[Tensor, ...] = ()  # of each layer [N, P], where layers have inputs
+    share: TokenShare | None = None  # this rank's tokens of each row; None: all of them
 
     def of_member(self, number: int) -> "ForwardContext":
         """Return the pass as one of several mixers beside each other sees it: its own states are in the cache."""
@@ -202,10 +205,12 @@ def forward_context(
     dtype: torch.dtype,
     autocasts: Autocasts,
     alignment: int = 1,
+    share: TokenShare | None = None,
 ) -> ForwardContext:
     """Compute positions and masks of the newest tokens `ids` [B, S] (or [B, S, D]) of each row, on their device.
 
-    `real` and `documents` [B, S] are Decoder.forward's attention_mask and document_ids, already checked.
+    `real` and `documents` [B, S] are Decoder.forward's attention_mask and document_ids, already checked. With
+    `share` the rows are whole and the context is of its tokens.
     """
     batch, seq = ids.shape[:2]
     # A mask that hides nothing is dropped: the fast causal kernels take none.
@@ -219,7 +224,7 @@ def forward_context(
         masks: dict[SeenKeys, Visible] = {seen: cache.visible(seen) for seen in kinds}
     else:
         positions = _positions(seq, padded, documents, ids.device)
-        masks = _masks(attentions, positions, padded, documents, kernels, dtype)
+        masks = _masks(attentions, positions, padded, documents, kernels, dtype, share)
     real = None if padded is None else padded.reshape(-1, 1)  # [B*S, 1]
     # Padding beside documents (below 0) needs no mask, since no document sees it. But no expert may get it: experts are
     # balanced by counts.
@@ -230,7 +235,7 @@ def forward_context(
     ropes = distinct(spec.rope for spec in attentions)
     rotary = {rope: rotary_tables(rope, positions, dtype, documents) for rope in ropes}
     slots = _slots(cache, positions, documents, seq)
-    return ForwardContext(
+    context = ForwardContext(
         batch=batch,
         seq=seq,
         positions=positions,
@@ -249,6 +254,34 @@ def forward_context(
         alignment=alignment,
         shared_keys={},
         lent_keys={},
+    )
+    return context if share is None else _shared(context, share)
+
+
+def _shared(context: ForwardContext, share: TokenShare) -> ForwardContext:
+    """Return the context of this rank's tokens, from one of whole rows."""
+    rows = (context.batch, context.seq)
+
+    def own(x: Tensor | None) -> Tensor | None:
+        """Return this rank's of a value of each token [B*S, 1]."""
+        return None if x is None else share.own(x.view(rows), dim=1).reshape(-1, 1)
+
+    rotary = {}
+    for rope, (cos, sin) in context.rotary.items():
+        rotary[rope] = (share.own(cos, dim=-2), share.own(sin, dim=-2))
+    query_scales = {}
+    for scale, factors in context.query_scales.items():
+        query_scales[scale] = share.own(factors, dim=-1)
+    documents = context.documents
+    return context._replace(
+        seq=share.row // share.size,
+        positions=share.own(context.positions, dim=-1),
+        rotary=rotary,
+        query_scales=query_scales,
+        real=own(context.real),
+        routed=own(context.routed),
+        documents=None if documents is None else share.own(documents, dim=1),
+        share=share,
     )
 
 
@@ -287,6 +320,7 @@ def _masks(
     documents: Tensor | None,
     kernels: Kernels,
     dtype: torch.dtype,
+    share: TokenShare | None,
 ) -> dict[SeenKeys, Visible]:
     """Return which keys each kind of attention sees in a pass without a cache, of tokens at `positions` [.., S]."""
     seq = positions.shape[-1]
@@ -295,6 +329,9 @@ def _masks(
         # Layers that see the same keys share a mask, which may be of S x S.
         if spec.seen not in masks:
             pieces = _pieces(spec, positions, documents, seq)
+            if share is not None:
+                masks[spec.seen] = SharedRows(share, spec.window, padded, pieces)
+                continue
             masks[spec.seen] = _mask(spec, seq, padded, pieces, kernels, positions.device, dtype)
     return masks
 

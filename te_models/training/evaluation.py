@@ -11,26 +11,40 @@ from torch import Tensor, nn
 from te_models.causal_lm import CausalLM
 from te_models.distributed.control import Ranks
 from te_models.fp8.region import evaluating
+from te_models.model.context_parallel import ContextParallel
 from te_models.model.inputs import invalid_token
 from te_models.model.targets import IGNORED, invalid_label, shifted
 
 KEPT = "The weights are as before this step"  # in the line about a run that diverged
+ALONE = ContextParallel(None)
 Batch = dict[str, Tensor]  # "input_ids" and "labels", int64 [B, S], perhaps "document_ids"
 
 
-def count_targets(batch: Batch) -> int:
-    """Return the number of tokens whose loss counts: those that padding or another document would predict do not."""
+def count_targets(batch: Batch, cp: ContextParallel = ALONE) -> int:
+    """Return the number of this rank's tokens whose loss counts.
+
+    Those that padding or another document would predict do not.
+    """
     targets = shifted(batch["labels"], batch.get("attention_mask"), batch.get("document_ids"))
+    share = cp.share(targets.shape[1])
+    if share is not None:
+        targets = share.own_filled(targets, IGNORED)
     return int((targets != IGNORED).sum())
 
 
-def count_tokens(batch: Batch) -> int:
-    """Return the number of tokens that reach experts: all but padding."""
+def count_tokens(batch: Batch, cp: ContextParallel = ALONE) -> int:
+    """Return the number of this rank's tokens that reach experts: all but padding."""
     documents = batch.get("document_ids")
     mask = batch.get("attention_mask")
+    real = torch.ones_like(batch["labels"], dtype=torch.bool)
     if documents is not None:
-        return int((documents >= 0).sum())
-    return batch["labels"].numel() if mask is None else int((mask != 0).sum())
+        real = documents >= 0
+    elif mask is not None:
+        real = mask != 0
+    share = cp.share(real.shape[1])
+    if share is not None:
+        real = share.own_filled(real, False)
+    return int(real.sum())
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -54,7 +68,7 @@ def evaluate(
     totals = torch.zeros(2, dtype=torch.float64, device=model.device)  # loss, tokens
     with evaluating(model, model.te, model.recipe):
         for batch in batches:
-            counted = count_targets(batch)
+            counted = count_targets(batch, model.cp)
             loss = (
                 model(**to_device(batch, model.device), return_logits=False).loss.double() * counted
             )

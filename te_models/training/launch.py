@@ -128,6 +128,12 @@ def check_launch(config: TrainConfig) -> None:
         raise UsageError(
             f"--expert-parallel-size {experts} is for --parallel fsdp+ep, and a divisor of its {world} processes > 1"
         )
+    context = config.context_parallel_size
+    if context and (kind not in ("ddp", "fsdp") or world % context or context < 2):
+        raise UsageError(
+            f"--context-parallel-size {context} is for --parallel ddp and fsdp, and a divisor of their {world} "
+            "processes > 1"
+        )
     if config.fp8_dispatch and kind != "fsdp+ep":
         raise UsageError(
             "--fp8-dispatch sends tokens to the experts of other processes: it is only for --parallel fsdp+ep"
@@ -151,7 +157,9 @@ def check_launch(config: TrainConfig) -> None:
 
 
 def meshes(config: TrainConfig, device: torch.device) -> Fields:
-    """Return how the processes are divided: the dimensions `dp`, `tp`, `ep` and `replicas` that `config` asks for."""
+    """Return how the processes are divided: the dimensions that `config` asks for, of `dp`, `tp`, `ep`, `replicas`
+    and `cp`.
+    """
     world = dist.get_world_size()
     sizes = {"dp": world}
     if config.parallel == "tp":
@@ -163,6 +171,9 @@ def meshes(config: TrainConfig, device: torch.device) -> Fields:
     if config.parallel == "fsdp+ep":
         size = config.expert_parallel_size or world
         dimensions |= _dimensions(device, {"replicas": world // size, "ep": size})
+    if config.context_parallel_size:
+        size = config.context_parallel_size
+        dimensions["cp"] = _dimensions(device, {"rows": world // size, "cp": size})["cp"]
     return dimensions
 
 

@@ -53,17 +53,19 @@ class Parallel:
         kind: "none", "ddp", "fsdp", "tp", "fsdp+tp" or "fsdp+ep".
         ranks: control messages between all processes.
         device: this process's device; None: CausalLM's default.
-        dp: the ranks that split each batch.
+        dp: the ranks that split each batch, by its rows and by the tokens of a row.
         tp: the ranks that split each layer.
         ep: the ranks that divide the experts of each layer.
         replicas: the ranks that have the same experts.
+        cp: the ranks that split the tokens of each row, next to each other in `dp`.
         config: the run's options; `parallel` and the fields after it are used.
         frozen: whether the model's weights are not trained (LoRA).
         sharded: whether no process has a whole model, so that all of them must take part in whatever runs it.
         uses_fsdp: whether FSDP2 shards the parameters.
         retains_weights: whether the weights that the first micro-batch of a step quantized or gathered serve the
             others too.
-        data_world: the number of shares of a batch.
+        data_world: the number of shares of the rows of a batch.
+        parts: the number of shares of a batch by rows and tokens.
     """
 
     kind: str = "none"
@@ -73,12 +75,14 @@ class Parallel:
     tp: DeviceMesh | None = None
     ep: DeviceMesh | None = None
     replicas: DeviceMesh | None = None
+    cp: DeviceMesh | None = None
     config: TrainConfig = field(default_factory=TrainConfig)
     frozen: bool = False
     sharded: bool = field(init=False)
     uses_fsdp: bool = field(init=False)
     retains_weights: bool = field(init=False)
     data_world: int = field(init=False)
+    parts: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.sharded = self.kind not in ("none", "ddp")
@@ -86,22 +90,29 @@ class Parallel:
         # Weights that stay gathered between micro-batches need not be gathered, nor quantized, again.
         resident = not self.config.reshard_after_forward
         self.retains_weights = not self.sharded or (self.kind in ("fsdp", "fsdp+ep") and resident)
-        self.data_world = self.dp.size() if self.dp is not None else 1
+        self.parts = self.dp.size() if self.dp is not None else 1
+        self.data_world = self.parts if self.cp is None else self.parts // self.cp.size()
 
     @property
     def data_rank(self) -> int:
-        """The number of this process's share of every batch."""
+        """The number of this process's share of the rows of every batch."""
+        return self.part * self.data_world // self.parts
+
+    @property
+    def part(self) -> int:
+        """The number of this process's share of every batch, by rows and tokens."""
         return self.dp.get_local_rank() if self.dp is not None else 0
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The process group that splits each batch."""
+        """The process group that splits each batch, by rows and tokens."""
         assert self.dp is not None
         return self.dp.get_group()
 
     def describe(self) -> str:
         """Describe the sharing in a few words; empty for one process."""
         split = [f"batches in {self.data_world}"] if self.data_world > 1 else []
+        split += [f"rows in {self.cp.size()}"] if self.cp is not None else []
         split += [f"layers in {self.tp.size()}"] if self.tp is not None else []
         split += [f"experts in {self.ep.size()}"] if self.ep is not None else []
         if self.dp or self.tp:
@@ -144,6 +155,8 @@ class Parallel:
             options |= dict(
                 ep_mesh=self.ep, ep_fp8=self.config.fp8_dispatch, ep_replicas=self.replicas
             )
+        if self.cp is not None:
+            options |= dict(cp_mesh=self.cp)
         fsdp = self.uses_fsdp
         if self.ranks.world > 1:
             options["amax_group"] = dist.group.WORLD
@@ -220,7 +233,7 @@ class Parallel:
 
     def prepare(self, model: CausalLM) -> None:
         """Prepare a model for training in all processes: weights, sums of gradients, and statistics of routers."""
-        model.router_group = self.data_group if self.data_world > 1 else None
+        model.router_group = self.data_group if self.parts > 1 else None
         self.start_alike(model)
         self.sum_gradients(model)
 
@@ -263,7 +276,7 @@ class Parallel:
         micro-batches of all processes count. Gradients are then summed over the processes: averages of gradients N
         times as large would have the same values, but FP8 would scale other numbers for every N.
         """
-        if self.data_world == 1:
+        if self.parts == 1:
             return [count / max(1, sum(counts)) for count in counts]
         # Counted on the host, but summed on the device: the host does not wait for the other processes.
         own_counts = _sent_to_device([*counts, sum(counts)], device)
@@ -279,7 +292,7 @@ class Parallel:
         Micro-batch i of this process has `tokens[i]` of them, targets or not. Its losses are this process's part of
         the losses of micro-batch i over all processes.
         """
-        if self.data_world == 1:
+        if self.parts == 1:
             return [count / max(1, sum(tokens)) for count in tokens]
         every = _sent_to_device(tokens, device)
         dist.all_reduce(every, group=self.data_group)
@@ -287,7 +300,7 @@ class Parallel:
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over the shares of a batch; may overwrite `values`."""
-        if self.data_world > 1:
+        if self.parts > 1:
             dist.all_reduce(values, group=self.data_group)
         return values
 
@@ -297,7 +310,7 @@ class Parallel:
         Every process takes part, and `copies` of them have each share. The result has n + flags elements.
         """
         # Processes that share a model have the same loss: each adds its part of one.
-        copies = self.ranks.world // self.data_world
+        copies = self.ranks.world // self.parts
         # No copy from the host, which would wait.
         raised = [values.new_full((1,), flag) for flag in flags]
         both = torch.cat([values / copies, *raised])
@@ -316,7 +329,7 @@ class Parallel:
         for parameter, norm in zip(parameters, norms, strict=True):
             copies = 1  # processes with the same elements of this gradient
             if not isinstance(parameter, DTensor):
-                copies *= self.data_world
+                copies *= self.parts
             # tensor_parallel marks what differs between its ranks.
             if not getattr(parameter, "tp_sharded", False):
                 copies *= layers
@@ -339,7 +352,7 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
             experts, mesh=parallel.replicas, mp_policy=policy, reshard_after_forward=resharded
         )
         # They have the gradients of the tokens of all processes, which are to be averaged like all others.
-        unit.set_gradient_divide_factor(float(parallel.data_world))
+        unit.set_gradient_divide_factor(float(parallel.parts))
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=resharded)
     # What is left, embeddings and head: backward begins with the head, so it would be gathered again at once.

@@ -258,7 +258,7 @@ def _first_copies(modules: dict[str, Any], model: CausalLM, parallel: Parallel) 
 def _has_first_weight(name: str, model: CausalLM, parallel: Parallel) -> bool:
     """Return whether this rank is the first of those that cast the same weight."""
     if not model.ep.divides(name):
-        return parallel.data_rank == 0
+        return parallel.part == 0
     return parallel.replicas is None or parallel.replicas.get_local_rank() == 0
 
 

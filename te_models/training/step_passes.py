@@ -124,11 +124,11 @@ class StepPasses:
 
     def _weights(self, micro_batches: list[Batch]) -> StepWeights:
         """Return the factors of this process's micro-batches in the loss of their step."""
-        targets = [count_targets(batch) for batch in micro_batches]
+        targets = [count_targets(batch, self.model.cp) for batch in micro_batches]
         predictions = self.parallel.loss_weights(targets, self.device)
         if self.model.config.moe is None:
             return StepWeights(predictions=predictions, routers=predictions)
-        tokens = [count_tokens(batch) for batch in micro_batches]
+        tokens = [count_tokens(batch, self.model.cp) for batch in micro_batches]
         routers = self.parallel.router_weights(tokens, self.device)
         return StepWeights(predictions=predictions, routers=routers)
 

@@ -207,7 +207,7 @@ class Trainer(NamedFields):
 
     def _run(self, resume: bool, progress: bool) -> Result:
         # Each share of the data draws its own dropout; ranks that share a model (tensor parallelism) draw the same.
-        torch.manual_seed(self.config.seed + self.parallel.data_rank)
+        torch.manual_seed(self.config.seed + self.parallel.part)
         if resume:
             self.restore()
             # Whoever reads slowly is not taken for dead by the first collective.

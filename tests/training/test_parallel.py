@@ -87,6 +87,13 @@ RUNS |= {
     "fsdp-beside": dict(parallel="fsdp", recipe="bf16", shape=BESIDE),
     "ddp-beside": dict(parallel="ddp", recipe="delayed", shape=BESIDE, mode="full"),
 }
+ROWS = dict(context_parallel_size=2)  # both processes have some tokens of every sequence
+RUNS |= {
+    "rows-fsdp": dict(ROWS, parallel="fsdp", recipe="delayed", mode="full", save_every=2),
+    "rows-ddp-answers": dict(ROWS, parallel="ddp", recipe="bf16", answers=True, gradient_accumulation=3),
+    "rows-experts": dict(ROWS, parallel="fsdp", recipe="bf16", experts=True, balance_loss=0.9),
+    "rows-current": dict(ROWS, parallel="fsdp", recipe="current", gradient_accumulation=2),
+}  # fmt: skip
 EXPERTS = dict(parallel="fsdp+ep", experts=True, balance_loss=0.9)
 BIASED = dict(moe=MOE | dict(bias=True, swiglu_limit=0.5), attention_sinks=True)
 RUNS |= {
@@ -161,6 +168,7 @@ FOUR_EXPERTS = {  # two processes of four have the same experts; then each has i
 }
 FOUR = {
     "four": dict(parallel="fsdp", recipe="delayed", steps=4, reshard_after_forward=False),
+    "four-rows": dict(FROM_ONE, context_parallel_size=2, parallel="fsdp"),
     "four-both": dict(FROM_ONE, parallel="fsdp+tp", tensor_parallel_size=2),
 }
 
@@ -198,7 +206,7 @@ RARER = (
     "first-ddp",
 )
 RARER += ("first-fsdp", "first-fsdp-fp8", "ddp-beside", "fsdp-beside")
-RARER += ("experts-current", "tp-answers")
+RARER += ("experts-current", "tp-answers", "rows-current")
 
 
 def named(cases: Iterable[str]) -> list[Any]:

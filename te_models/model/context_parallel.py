@@ -1,0 +1,222 @@
+"""Context parallelism of a CausalLM: each of several ranks has some tokens of every row, and all parameters.
+
+All ranks get the same rows. A row is cut into two pieces per rank; rank r of n has pieces r and 2n - 1 - r, since a
+later token attends to more keys: so all ranks have equally much to do. Everything but attention works on a rank's own
+tokens. Attention gathers the keys and values of the whole row from all ranks, which costs each rank their memory and
+nothing of the queries', and backward sums their gradients over the ranks (as in Llama 3, arXiv 2407.21783, section
+3.3.2). Only passes that return a loss and no logits are divided: generation and logits run whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_models.config.attention import SoftmaxAttentionSpec
+from te_models.config.layer import LayerSpec
+from te_models.device.autograd import Context
+from te_models.distributed.collectives import all_gather, reduce_scatter
+from te_models.distributed.mesh_ranks import MeshRanks
+from te_models.errors import UsageError
+from te_models.kernels.composed_attention import composed_attention
+from te_models.kernels.prefix_attention import prefix_attention
+from te_models.kernels.sdpa import attention_mask, causal_attention
+from te_models.model.output import OutputRequest
+from te_models.model.targets import IGNORED, PAD_DOCUMENT
+
+PIECES = 2  # of a row, for each rank
+
+
+@dataclass(frozen=True)
+class ContextParallel(MeshRanks):
+    """The ranks that share the tokens of each row; `mesh` None: one rank, which has all of them."""
+
+    def __post_init__(self) -> None:
+        self.check("cp_mesh", "the tokens of a row, mesh['cp']", "")
+
+    def check_layers(self, layers: Sequence[LayerSpec]) -> None:
+        """Raise a UsageError for layers that need the tokens before their own from other ranks, but attention."""
+        if self.size == 1:
+            return
+        for layer in layers:
+            for mixer in layer.mixers:
+                if not isinstance(mixer, SoftmaxAttentionSpec):
+                    raise UsageError(
+                        f"context parallelism does not divide {mixer.title}, whose state passes from token to token: "
+                        "leave out context_parallel_size"
+                    )
+
+    def share(self, seq: int) -> TokenShare | None:
+        """Return this rank's share of rows of `seq` tokens; None if it has all of them."""
+        if self.size == 1:
+            return None
+        pieces = PIECES * self.size
+        return TokenShare(piece=-(-seq // pieces), rank=self.rank, size=self.size, group=self.group)
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """The tokens of one rank in rows that are filled up to a multiple of the pieces.
+
+    Attributes:
+        piece: tokens of a piece.
+        rank: the number of this rank, of `size`.
+        size: the number of ranks.
+        group: their process group.
+    """
+
+    piece: int
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+    @property
+    def row(self) -> int:
+        """The number of tokens of a whole row."""
+        return PIECES * self.size * self.piece
+
+    @property
+    def begins(self) -> tuple[int, int]:
+        """The first slots of this rank's pieces."""
+        return self.rank * self.piece, (PIECES * self.size - 1 - self.rank) * self.piece
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's tokens of x, which has those of the whole row along `dim`."""
+        return torch.cat([x.narrow(dim, begin, self.piece) for begin in self.begins], dim=dim)
+
+    def filled(self, tokens: Tensor, request: OutputRequest) -> tuple[Tensor, OutputRequest]:
+        """Return ids [B, S] or vectors [B, S, D] and what is asked of them, with padding at the end of each row.
+
+        There is none where the pieces divide the rows.
+        """
+        missing = self.row - tokens.shape[1]
+        if missing == 0:
+            return tokens, request
+        assert request.labels is not None
+        real = request.attention_mask
+        documents = request.document_ids
+        if documents is not None:
+            documents = F.pad(documents, (0, missing), value=PAD_DOCUMENT)
+        else:
+            real = tokens.new_ones(tokens.shape[:2], dtype=torch.int64) if real is None else real
+            real = F.pad(real, (0, missing))
+        vectors = (0, 0) * (tokens.dim() - 2)
+        return F.pad(tokens, (*vectors, 0, missing)), request._replace(
+            labels=F.pad(request.labels, (0, missing), value=IGNORED),
+            attention_mask=real,
+            document_ids=documents,
+        )
+
+    def own_filled(self, x: Tensor, value: int) -> Tensor:
+        """Return this rank's tokens of x [B, S], whose rows end before the pieces do: `value` follows."""
+        return self.own(F.pad(x, (0, self.row - x.shape[1]), value=value), dim=1)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return the tokens of all ranks in their order in the row, from x [B, K, own tokens, H]: [B, K, row, H]."""
+        return _Gathered.apply(x, self)
+
+
+class _Gathered(torch.autograd.Function):
+    """Tokens of all ranks; the gradient of a token is the sum over the ranks of theirs."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, share: TokenShare) -> Tensor:
+        ctx.share = share
+        rows = x.movedim(2, 0)  # [own tokens, B, K, H]
+        every = all_gather(rows, share.group).unflatten(0, (share.size, PIECES, share.piece))
+        # Rank r has pieces r and 2n - 1 - r: the first ones in their order, then the second ones backwards.
+        ordered = torch.cat((every[:, 0], every[:, 1].flip(0)))  # [2n, piece, B, K, H]
+        return ordered.flatten(0, 1).movedim(0, 2)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        share: TokenShare = ctx.share
+        pieces = grads[0].movedim(2, 0).unflatten(0, (PIECES * share.size, share.piece))
+        first, second = pieces.chunk(2)
+        by_rank = torch.stack((first, second.flip(0)), dim=1)  # [n, 2, piece, B, K, H]
+        own = reduce_scatter(by_rank.flatten(0, 2), share.group)
+        return own.movedim(0, 2), None
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Attention of a rank's queries to the keys of whole rows; it stands where a mask does (forward_context.Visible).
+
+    Attributes:
+        share: the rank's tokens.
+        window: the tokens that a query sees, itself included; None: all before it.
+        real: bool [B, row], False at padding; None: there is none.
+        documents: int [B or 1, row], the document of each token, or its chunk; None: a row is one.
+    """
+
+    share: TokenShare
+    window: int | None
+    real: Tensor | None
+    documents: Tensor | None
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+        cap: float | None = None,
+    ) -> Tensor:
+        """Return attention [B, N, own tokens, H] of q [B, N, own tokens, H] to k and v [B, K, own tokens, H]."""
+        keys = self.share.gathered(k)
+        values = self.share.gathered(v)
+        outs = []
+        for begin, queries in zip(self.share.begins, q.chunk(PIECES, dim=2), strict=True):
+            outs.append(self._piece(begin, queries, keys, values, scale, sinks, cap))
+        return torch.cat(outs, dim=2)
+
+    def _piece(
+        self,
+        begin: int,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float | None,
+        sinks: Tensor | None,
+        cap: float | None,
+    ) -> Tensor:
+        """Return attention of the queries of a piece that begins at slot `begin`: [B, N, piece, H]."""
+        end = begin + self.share.piece
+        first = 0
+        # A window counts tokens and not padding, so with padding older slots may be inside it.
+        if self.window is not None and self.real is None:
+            first = max(0, begin + 1 - self.window)
+        keys = keys[:, :, first:end]
+        values = values[:, :, first:end]
+        mask = self._mask(slice(begin, end), slice(first, end), q.device)
+        if cap is None and sinks is None:
+            if mask is None:
+                return prefix_attention(q, keys, values, scale=scale)
+            return causal_attention(q, keys, values, mask, scale=scale)
+        if mask is None:
+            mask = attention_mask(end, None, None, None, q.device, rows=slice(begin, end))
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return composed_attention(q, keys, values, mask, scale, cap, sinks)
+
+    def _mask(self, queries: slice, keys: slice, device: torch.device) -> Tensor | None:
+        """Return which keys the queries see; None: all up to their own."""
+        window = self.window
+        if window is not None and window >= queries.stop:
+            window = None
+        if window is None and self.real is None and self.documents is None:
+            return None
+        seen: dict[str, Any] = {"rows": queries, "window": window}
+        seen["real"] = None if self.real is None else self.real[:, : queries.stop]
+        seen["documents"] = None
+        if self.documents is not None:
+            seen["documents"] = self.documents[:, : queries.stop]
+        mask = attention_mask(queries.stop, device=device, **seen)
+        assert mask is not None
+        return mask[..., keys.start :]

@@ -1,0 +1,109 @@
+"""Context parallelism: the losses and gradients of ranks that share rows are those of one rank with whole rows."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from te_models import CausalLM, ModelConfig
+from te_models.distributed.planned_ranks import PlannedRanks
+from te_models.errors import UsageError
+from te_models.model.targets import IGNORED, shifted
+
+TINY = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=128,
+)
+LATENT = dict(
+    q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8
+)
+CASES = {
+    "gated": {},
+    "windows and qk norm": dict(
+        sliding_window=9, layer_types=["sliding_attention", "full_attention", "sliding_attention"], qk_norm=True
+    ),
+    "sinks": dict(attention_sinks=True, attention_gate="none"),
+    "caps": dict(attn_logit_softcapping=5.0),
+    "experts": dict(moe=dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)),
+}  # fmt: skip
+ROWS = ["whole", "documents", "padding", "odd"]
+
+
+def batch_of(rows: str) -> dict[str, torch.Tensor]:
+    """Return two rows: of 48 tokens, in documents, with padding, or of 45 tokens, which no two ranks divide."""
+    generator = torch.Generator().manual_seed(3)
+    seq = 45 if rows == "odd" else 48
+    ids = torch.randint(0, 97, (2, seq), generator=generator)
+    labels = ids.masked_fill(torch.rand(2, seq, generator=generator) < 0.2, IGNORED)
+    batch = {"input_ids": ids, "labels": labels}
+    if rows == "documents":
+        lengths = torch.tensor([5, 20, 15, 8])
+        one = torch.repeat_interleave(torch.arange(4), lengths)
+        other = torch.repeat_interleave(torch.tensor([0, 1, 2, -1]), torch.tensor([30, 2, 9, 7]))
+        batch["document_ids"] = torch.stack((one, other))
+    if rows == "padding":
+        mask = torch.ones(2, seq, dtype=torch.int64)
+        mask[0, :7] = 0
+        mask[1, 40:] = 0
+        batch["attention_mask"] = mask
+    return batch
+
+
+def model_of(case: str, **options: object) -> CausalLM:
+    """Return a tiny model in FP32 with the same weights on every rank."""
+    torch.manual_seed(0)
+    config = ModelConfig(**{**TINY, **CASES[case]})
+    return CausalLM(config, recipe="bf16", dtype=torch.float32, device="cpu", **options)
+
+
+def gradients(
+    model: CausalLM, batch: dict[str, torch.Tensor], weight: float
+) -> dict[str, torch.Tensor]:
+    """Return the loss times `weight` and its gradients, by name."""
+    model.train()
+    output = model(**batch, return_logits=False)
+    loss = output.loss if output.routing is None else output.routing.prediction_loss
+    (loss * weight).backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return found | {"loss": (loss * weight).detach()}
+
+
+def compare(rank: int, folder: str) -> None:
+    """Compare the sums over two ranks with one model's, for every case and kind of rows."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    for case in CASES:
+        for rows in ROWS:
+            batch = batch_of(rows)
+            wanted = gradients(model_of(case), batch, 1.0)
+            model = model_of(case, cp_mesh=mesh["cp"])
+            share = model.cp.share(batch["input_ids"].shape[1])
+            assert share is not None
+            targets = shifted(
+                batch["labels"], batch.get("attention_mask"), batch.get("document_ids")
+            )
+            own = int((share.own_filled(targets, IGNORED) != IGNORED).sum())
+            assert 0 < own < int((targets != IGNORED).sum()), "each rank has a part of the targets"
+            got = gradients(model, batch, own / int((targets != IGNORED).sum()))
+            assert got.keys() == wanted.keys()
+            for name, value in got.items():
+                torch.distributed.all_reduce(value)
+                error = (value - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-8)
+                assert error < 2e-5, f"{case}, {rows}: {name} differs by {error:.1e}"
+
+
+def test_layers_with_a_state_are_refused() -> None:
+    config = ModelConfig(
+        **{**TINY, "layer_types": ["conv", "full_attention", "conv"], "short_conv": {}}
+    )
+    with pytest.raises(UsageError, match="whose state passes from token to token"):
+        CausalLM(config, recipe="bf16", device="meta", cp_mesh=PlannedRanks(2))
+
+
+def test_ranks_that_share_rows_have_the_gradients_of_one(tmp_path):
+    run_ranks(compare, tmp_path, 2)
