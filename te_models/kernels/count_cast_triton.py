@@ -1,9 +1,9 @@
 """Counts about an FP8 cast, added to a table on the device: saturated, flushed, subnormal and non-finite elements, the
 signal and the noise, and a hash of the codes (docs/internals/recorder.md).
 
-`count_cast` reads a cast that has been made. `count_tile` counts a tile inside a kernel that casts, where the values
-before the cast are in registers only. Both return at once in a step that is not recorded, which a flag on the device
-says, so that a CUDA graph may contain them.
+`count_cast` reads a cast that has been made, of any layout and any scales. Casts with one scale have faster kernels:
+te_models.kernels.count_words_triton, and inside kernels that cast te_models.kernels.count_four_triton. All return at
+once in a step that is not recorded, which a flag on the device says, so that a CUDA graph may contain them.
 
 Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), against the counts in PyTorch.
 """
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.numerics.fp8_triton import decode_fp8, encode_fp8
+from te_models.numerics.fp8_triton import decode_fp8
 
 # A tile has at most 2,048 elements, so that five counts of 12 bits fit into one integer, which one sum adds up.
 ROWS, COLUMNS = 16, 128
@@ -161,14 +161,17 @@ def _add_counts(
     SOURCE: tl.constexpr,
 ):
     """Add the sums of one or more tiles."""
+    # Atomics of many programs to one place wait for each other, so counts that are mostly 0 are left out.
     if SOURCE:
-        _add(fields, _ZEROS, zeros)
-        _add(fields, _FLUSHED, flushed)
+        if zeros + flushed > 0:
+            _add(fields, _ZEROS, zeros)
+            _add(fields, _FLUSHED, flushed)
         _add(fields, _SIGNAL, signal)
         _add(fields, _NOISE, noise)
-    _add(fields, _SATURATED, saturated)
+    if saturated + wrong > 0:
+        _add(fields, _SATURATED, saturated)
+        _add(fields, _NONFINITE, wrong)
     _add(fields, _SUBNORMAL, subnormal)
-    _add(fields, _NONFINITE, wrong)
     _raise(fields, _AMAX, largest)
     tl.atomic_add(codes, hashed, sem="relaxed")
 
@@ -405,89 +408,3 @@ def count_cast(
         HEIGHT=height,
         num_warps=4,
     )
-
-
-@triton.jit
-def count_tile(
-    # the table of a recorder: counts, codes of which it makes a hash, and the flag whether this step is recorded
-    fields,
-    codes,
-    flag,
-    spread,
-    # FP32 tiles [groups, columns]: the first to fourth rows of groups of four, and their scale
-    a,
-    b,
-    c,
-    d,
-    scale,
-    # the groups and columns of the tile, and where they lie in the tensor
-    group,
-    j,
-    rows,
-    columns,
-    width,
-    first,
-    noted,
-    E5M2: tl.constexpr,
-):
-    """Count what `store_fp8` of handover_triton casts: four FP32 tiles, the rows of groups of four, with one scale.
-
-    The tile's columns j, of `columns`, lie at `first` + j of a tensor of `width` columns. The program for which `noted`
-    holds adds what concerns the whole tensor.
-    """
-    if tl.load(flag) != 0:
-        own = fields + (tl.program_id(0) % spread) * _WIDTH
-        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
-        zeros = tl.zeros((), tl.int64)
-        saturated = tl.zeros((), tl.int64)
-        flushed = tl.zeros((), tl.int64)
-        subnormal = tl.zeros((), tl.int64)
-        wrong = tl.zeros((), tl.int64)
-        hashed = tl.zeros((), tl.int64)
-        signal = tl.zeros((), tl.float64)
-        noise = tl.zeros((), tl.float64)
-        largest = tl.zeros((), tl.float32)
-        # Unrolled, since a loop of the device could not choose among four tiles in registers.
-        for row in tl.static_range(4):
-            if row == 0:
-                x = a
-            elif row == 1:
-                x = b
-            elif row == 2:
-                x = c
-            else:
-                x = d
-            i = 4 * group.to(tl.int64) + row
-            inside = (i < rows)[:, None] & (j < columns)[None, :]
-            code = encode_fp8(x * scale, E5M2)
-            index = i[:, None] * width + first + j.to(tl.int64)[None, :]
-            packed, exact, change, codes_of, magnitude = _count(
-                x, code, inverse, inside, index, E5M2, True
-            )
-            counts = tl.sum(tl.sum(packed, 1), 0)
-            zeros += counts & _BITS
-            saturated += (counts >> 12) & _BITS
-            flushed += (counts >> 24) & _BITS
-            subnormal += (counts >> 36) & _BITS
-            wrong += (counts >> 48) & _BITS
-            hashed += tl.sum(tl.sum(codes_of, 1), 0)
-            signal += tl.sum(tl.sum(exact, 1), 0)
-            noise += tl.sum(tl.sum(change, 1), 0)
-            largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
-        _add_counts(
-            fields=own,
-            codes=codes,
-            zeros=zeros,
-            saturated=saturated,
-            flushed=flushed,
-            subnormal=subnormal,
-            wrong=wrong,
-            signal=signal,
-            noise=noise,
-            hashed=hashed,
-            largest=largest,
-            SOURCE=True,
-        )
-        if noted:
-            elements = tl.full((), 1.0, tl.float64) * rows * width
-            _note_tensor(own, elements, scale, E5M2, True, False)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.numerics.fp8_triton import encode_fp8
+from te_models.numerics.fp8_triton import INTERPRETED, encode_four
 
 # Rows and columns of a tile, for four warps, and rows of tiles per band. Programs go down a band before they go right,
 # so those that run at about the same time write neighboring memory in both copies. The fastest of thirty choices on
@@ -21,13 +21,6 @@ COLUMNS = 64
 BAND = 8
 
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_CONVERT = (
-    "{ .reg .b16 low, high; cvt.rn.satfinite.FORMx2.f32 low, $2, $1; "
-    "cvt.rn.satfinite.FORMx2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
-)
-_E4M3 = tl.constexpr(_CONVERT.replace("FORM", "e4m3"))
-_E5M2 = tl.constexpr(_CONVERT.replace("FORM", "e5m2"))
 # The bytes of four words, the lowest of each first, then the second of each, and so on.
 _BYTES = tl.constexpr(
     "{ .reg .b32 a, b, c, d; prmt.b32 a, $4, $5, 0x5140; prmt.b32 b, $4, $5, 0x7362; prmt.b32 c, $6, $7, 0x5140; "
@@ -46,24 +39,6 @@ class FP8Data(NamedTuple):
     data: Tensor | None
     transposed: Tensor
     scale_inv: Tensor
-
-
-@triton.jit
-def _encode4(a, b, c, d, E5M2: tl.constexpr):
-    """Return the FP8 data of four FP32 tensors as one of int32, a's in the lowest byte."""
-    if INTERPRETED:
-        a = encode_fp8(a, E5M2).to(tl.int32)
-        b = encode_fp8(b, E5M2).to(tl.int32)
-        c = encode_fp8(c, E5M2).to(tl.int32)
-        d = encode_fp8(d, E5M2).to(tl.int32)
-        word = a | (b << 8) | (c << 16) | (d << 24)
-    else:
-        # Triton's own cast to FP8 (3.6) mixes up elements where the result is transposed.
-        asm: tl.constexpr = _E5M2 if E5M2 else _E4M3
-        word = tl.inline_asm_elementwise(
-            asm, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
-        )
-    return word
 
 
 @triton.jit
@@ -98,6 +73,13 @@ def sigmoid(x):
 
 
 @triton.jit
+def largest_of(values):
+    """Return the largest magnitude of each place of four tiles."""
+    a, b, c, d = values
+    return tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+
+
+@triton.jit
 def store_fp8(
     # FP32 tiles [groups, columns]: the first to fourth rows of groups of four
     a,
@@ -129,7 +111,7 @@ def store_fp8(
     j = j.to(tl.int64)
     i = 4 * group
     inside = (i < rows)[:, None] & (j < columns)[None, :]
-    word = _encode4(a * scale, b * scale, c * scale, d * scale, E5M2)
+    word = encode_four(a * scale, b * scale, c * scale, d * scale, E5M2)
     if data is not None:
         at = data + i[:, None] * stride + j[None, :]
         first, second, third, fourth = _bytes(word)
@@ -146,8 +128,7 @@ def store_fp8(
             tl.trans(word),
             mask=(j < columns)[:, None] & (group < rows // 4)[None, :],
         )
-    largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
-    return tl.where(inside, largest, 0.0)
+    return tl.where(inside, largest_of((a, b, c, d)), 0.0)
 
 
 @triton.jit
@@ -165,10 +146,15 @@ def note_inverse(scale, scale_inv):
 
 
 @triton.jit
-def tile(high, wide, BAND: tl.constexpr):
-    """Return this program's tile of `high` x `wide`, from above and from the left, in bands of BAND rows."""
-    first = tl.program_id(0) // (BAND * wide) * BAND
-    own = tl.program_id(0) - first * wide
+def tile(high, wide, BAND: tl.constexpr, number=None):
+    """Return a tile of `high` x `wide`, from above and from the left, in bands of BAND rows.
+
+    `number` is the tile's; None: this program's.
+    """
+    if number is None:
+        number = tl.program_id(0)
+    first = number // (BAND * wide) * BAND
+    own = number - first * wide
     height = tl.minimum(BAND, high - first)
     return first + own % height, own // height
 

@@ -9,18 +9,32 @@ Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), which has no 
 integer arithmetic instead.
 """
 
-from typing import Any
+from collections.abc import Iterator
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.kernels.count_cast_triton import Counts, count_tile
+from te_models.kernels.count_cast_triton import Counts
+from te_models.kernels.count_four_triton import (
+    MOST_TILES,
+    RUN,
+    add_care,
+    add_state,
+    amaxes,
+    count_rows,
+    count_rows_with_care,
+    has_left_out,
+    is_out_of_range,
+    new_care,
+    new_state,
+)
 from te_models.kernels.fp8_tiles_triton import (
     BAND,
     COLUMNS,
     ROWS,
     FP8Data,
+    largest_of,
     new_fp8,
     note_inverse,
     raise_amax,
@@ -30,13 +44,18 @@ from te_models.kernels.fp8_tiles_triton import (
 )
 from te_models.kernels.handover import CastScale
 
+# Of a kernel that counts: two programs per multiprocessor of an H100, with registers for as many.
+PROGRAMS = 264
+COUNTING: dict[str, int] = dict(num_warps=8, maxnreg=128)
+
 
 @triton.jit
-def _place(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr):
-    """Return the groups of four rows of this program's tile, and its columns."""
-    row, column = tile(tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS), BAND)
+def _place(number, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr):
+    """Return the groups of four rows of the tile of this number and its columns, and its first row and column."""
+    row, column = tile(tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS), BAND, number)
     group = row.to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
-    return group, column.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    j = column.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    return group, j, row * ROWS, column * COLUMNS
 
 
 @triton.jit
@@ -83,131 +102,9 @@ def _value(x, i, j, rows, columns, ACTIVATION: tl.constexpr, GATED: tl.constexpr
 
 
 @triton.jit
-def _cast_kernel(
-    # [N, K], or with GATED [N, 2K] = [gate | up]
-    x,
-    # the FP8 output: uint8 [N, K] and its transpose [K, N] (either may be None), the scale and amax of its quantizer,
-    # and the inverse scale to write, FP32 [1] each
-    data,
-    transposed,
-    scale,
-    amax,
-    scale_inv,
-    # N and K
-    rows,
-    columns,
-    # where a recorder counts the cast (count_cast_triton.py); None: not compiled
-    counts,
-    codes,
-    flag,
-    spread,
-    # name of the activation, or None
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    # format, and tile
-    E5M2: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BAND: tl.constexpr,
-):
-    group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
-    i = 4 * group
-    a = _value(x, i, j, rows, columns, ACTIVATION, GATED)
-    b = _value(x, i + 1, j, rows, columns, ACTIVATION, GATED)
-    c = _value(x, i + 2, j, rows, columns, ACTIVATION, GATED)
-    d = _value(x, i + 3, j, rows, columns, ACTIVATION, GATED)
-    s = tl.load(scale)
-    raise_amax(
-        amax, store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, columns, E5M2)
-    )
-    if counts is not None:
-        noted = tl.program_id(0) == 0
-        count_tile(
-            fields=counts,
-            codes=codes,
-            flag=flag,
-            spread=spread,
-            a=a,
-            b=b,
-            c=c,
-            d=d,
-            scale=s,
-            group=group,
-            j=j,
-            rows=rows,
-            columns=columns,
-            width=columns,
-            first=0,
-            noted=noted,
-            E5M2=E5M2,
-        )
-    note_inverse(s, scale_inv)
-
-
-@triton.jit
 def _slope(dy, x, i, j, rows, columns, ACTIVATION: tl.constexpr):
     _, slope = activation_and_slope(load_tile(x, i, j, rows, columns, columns), ACTIVATION)
     return load_tile(dy, i, j, rows, columns, columns) * slope
-
-
-@triton.jit
-def _slope_kernel(
-    # gradient of the activation, and its input, both [N, K]
-    dy,
-    x,
-    # the FP8 output: uint8 [N, K] and its transpose [K, N] (either may be None), the scale and amax of its quantizer,
-    # and the inverse scale to write, FP32 [1] each
-    data,
-    transposed,
-    scale,
-    amax,
-    scale_inv,
-    # N and K
-    rows,
-    columns,
-    # where a recorder counts the cast; None: not compiled
-    counts,
-    codes,
-    flag,
-    spread,
-    ACTIVATION: tl.constexpr,
-    E5M2: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BAND: tl.constexpr,
-):
-    group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
-    i = 4 * group
-    a = _slope(dy, x, i, j, rows, columns, ACTIVATION)
-    b = _slope(dy, x, i + 1, j, rows, columns, ACTIVATION)
-    c = _slope(dy, x, i + 2, j, rows, columns, ACTIVATION)
-    d = _slope(dy, x, i + 3, j, rows, columns, ACTIVATION)
-    s = tl.load(scale)
-    raise_amax(
-        amax, store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, columns, E5M2)
-    )
-    if counts is not None:
-        noted = tl.program_id(0) == 0
-        count_tile(
-            fields=counts,
-            codes=codes,
-            flag=flag,
-            spread=spread,
-            a=a,
-            b=b,
-            c=c,
-            d=d,
-            scale=s,
-            group=group,
-            j=j,
-            rows=rows,
-            columns=columns,
-            width=columns,
-            first=0,
-            noted=noted,
-            E5M2=E5M2,
-        )
-    note_inverse(s, scale_inv)
 
 
 @triton.jit
@@ -220,12 +117,68 @@ def _slopes(dy, gate_up, i, j, rows, columns, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _gated_slope_kernel(
-    # gradient of the output [N, K], and the input [N, 2K] = [gate | up]
+def _values(x, dy, group, j, rows, columns, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+    """Return what is cast, as FP32 tiles of the first to fourth rows of groups of four, and of its second half.
+
+    Without a second half, the same again: only the gradient of a gated activation has one.
+    """
+    i = 4 * group
+    if dy is None:
+        a = _value(x, i, j, rows, columns, ACTIVATION, GATED)
+        b = _value(x, i + 1, j, rows, columns, ACTIVATION, GATED)
+        c = _value(x, i + 2, j, rows, columns, ACTIVATION, GATED)
+        d = _value(x, i + 3, j, rows, columns, ACTIVATION, GATED)
+        e, f, g, h = a, b, c, d
+    elif GATED:
+        a, e = _slopes(dy, x, i, j, rows, columns, ACTIVATION)
+        b, f = _slopes(dy, x, i + 1, j, rows, columns, ACTIVATION)
+        c, g = _slopes(dy, x, i + 2, j, rows, columns, ACTIVATION)
+        d, h = _slopes(dy, x, i + 3, j, rows, columns, ACTIVATION)
+    else:
+        a = _slope(dy, x, i, j, rows, columns, ACTIVATION)
+        b = _slope(dy, x, i + 1, j, rows, columns, ACTIVATION)
+        c = _slope(dy, x, i + 2, j, rows, columns, ACTIVATION)
+        d = _slope(dy, x, i + 3, j, rows, columns, ACTIVATION)
+        e, f, g, h = a, b, c, d
+    return (a, b, c, d), (e, f, g, h)
+
+
+@triton.jit
+def _store(
+    values,
+    second,
+    group,
+    j,
+    rows,
+    columns,
+    data,
+    transposed,
+    scale,
+    HALVES: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    """Write the FP8 of `_values`; return the largest magnitude of each place, for `raise_amax`."""
+    width = 2 * columns if HALVES else columns
+    a, b, c, d = values
+    largest = store_fp8(a, b, c, d, scale, group, j, rows, columns, data, transposed, width, E5M2)
+    if HALVES:
+        e, f, g, h = second
+        half = transposed + rows.to(tl.int64) * columns
+        to_right = data + columns
+        of_second = store_fp8(
+            e, f, g, h, scale, group, j, rows, columns, to_right, half, width, E5M2
+        )
+        largest = tl.maximum(largest, of_second)
+    return largest
+
+
+@triton.jit
+def _cast_kernel(
+    # [N, K], or with GATED [N, 2K] = [gate | up]; the gradient of the activation [N, K], or None to cast the activation
+    x,
     dy,
-    gate_up,
     # the FP8 output: uint8 [N, K] and its transpose [K, N] (either may be None), the scale and amax of its quantizer,
-    # and the inverse scale to write, FP32 [1] each; of the gradient [N, 2K]
+    # and the inverse scale to write, FP32 [1] each; with HALVES of [N, 2K]
     data,
     transposed,
     scale,
@@ -234,114 +187,125 @@ def _gated_slope_kernel(
     # N and K
     rows,
     columns,
-    # where a recorder counts the cast; None: not compiled
+    # the flag of a recorder that counts casts (count_cast_triton.py), and its fields and codes; None: not compiled
+    flag,
     counts,
     codes,
-    flag,
     spread,
+    # name of the activation, or None; whether the output has two halves, as the gradient of a gated one does
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    HALVES: tl.constexpr,
+    # format, and tile
     E5M2: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BAND: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
-    i = 4 * group
-    a, e = _slopes(dy, gate_up, i, j, rows, columns, ACTIVATION)
-    b, f = _slopes(dy, gate_up, i + 1, j, rows, columns, ACTIVATION)
-    c, g = _slopes(dy, gate_up, i + 2, j, rows, columns, ACTIVATION)
-    d, h = _slopes(dy, gate_up, i + 3, j, rows, columns, ACTIVATION)
+    if flag is not None:  # noqa: SIM102  Triton needs the test for None by itself
+        # A step that is recorded runs the kernel that counts, any other step the one that does not.
+        if (tl.load(flag) != 0) != (counts is not None):
+            return
     s = tl.load(scale)
-    of_gate = store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, 2 * columns, E5M2)
-    half = transposed + rows.to(tl.int64) * columns
-    of_up = store_fp8(
-        e, f, g, h, s, group, j, rows, columns, data + columns, half, 2 * columns, E5M2
-    )
-    raise_amax(amax, tl.maximum(of_gate, of_up))
-    if counts is not None:
-        noted = tl.program_id(0) == 0
-        width = 2 * columns
-        count_tile(
-            fields=counts,
-            codes=codes,
-            flag=flag,
-            spread=spread,
-            a=a,
-            b=b,
-            c=c,
-            d=d,
-            scale=s,
-            group=group,
-            j=j,
-            rows=rows,
-            columns=columns,
-            width=width,
-            first=0,
-            noted=noted,
-            E5M2=E5M2,
-        )
-        count_tile(
-            fields=counts,
-            codes=codes,
-            flag=flag,
-            spread=spread,
-            a=e,
-            b=f,
-            c=g,
-            d=h,
-            scale=s,
-            group=group,
-            j=j,
-            rows=rows,
-            columns=columns,
-            width=width,
-            first=columns,
-            noted=False,
-            E5M2=E5M2,
-        )
+    if counts is None:
+        group, j, _, _ = _place(tl.program_id(0), rows, columns, ROWS, COLUMNS, BAND)
+        own, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
+        largest = _store(own, second, group, j, rows, columns, data, transposed, s, HALVES, E5M2)
+        raise_amax(amax, largest)
+    else:
+        width = 2 * columns if HALVES else columns
+        tiles = tl.cdiv(rows, ROWS) * tl.cdiv(columns, COLUMNS)
+        state = new_state(ROWS // 4, COLUMNS)
+        for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            group, j, top, left = _place(number, rows, columns, ROWS, COLUMNS, BAND)
+            own, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
+            _store(own, second, group, j, rows, columns, data, transposed, s, HALVES, E5M2)
+            state = count_rows(state, own, s, top, left, rows, columns, width, 0, E5M2, ALIGNED)
+            if HALVES:
+                state = count_rows(
+                    state, second, s, top, left, rows, columns, width, columns, E5M2, ALIGNED
+                )
+        raise_amax(amax, amaxes(state))
+        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
+        elements = tl.full((), 1.0, tl.float64) * rows * width
+        add_state(counts, codes, spread, state, s, inverse, elements, E5M2)
+        every = is_out_of_range(state, inverse)
+        if has_left_out(state) + every > 0:
+            care = new_care()
+            for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+                group, j, _, _ = _place(number, rows, columns, ROWS, COLUMNS, BAND)
+                own, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
+                # Also of words that are left out above.
+                largest = largest_of(own)
+                care = count_rows_with_care(care, own, s, every, E5M2)
+                if HALVES:
+                    largest = tl.maximum(largest, largest_of(second))
+                    care = count_rows_with_care(care, second, s, every, E5M2)
+                raise_amax(amax, largest)
+            add_care(counts, codes, spread, care)
     note_inverse(s, scale_inv)
 
 
 def _by_tiles(
-    kernel: Any,
-    inputs: tuple[Tensor, ...],
+    x: Tensor,
+    dy: Tensor | None,
     rows: int,
     columns: int,
+    activation: str | None,
+    gated: bool,
     cast_scale: CastScale,
     out: FP8Data,
     counts: Counts | None,
-    **options: bool | str | None,
 ) -> FP8Data:
-    """Launch a kernel that writes `out`, one program per tile of [rows, columns].
+    """Write `out`, one program per tile of [rows, columns]: a cast of `_values`.
 
-    The kernels read rows one after the other, so inputs of any other strides are copied first.
+    The kernel reads rows one after the other, so inputs of any other strides are copied first.
     """
-    inputs = tuple(tensor.contiguous() for tensor in inputs)
-    kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](
-        *inputs,
-        out.data,
-        out.transposed,
-        cast_scale.scale,
-        cast_scale.amax,
-        out.scale_inv,
-        rows,
-        columns,
-        *destination(counts),
-        **options,
-        E5M2=cast_scale.e5m2,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-        BAND=BAND,
-        num_warps=4,
-    )
+    tiles = triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS)
+    for where, programs in launches(counts, tiles):
+        _cast_kernel[(programs,)](
+            x.contiguous(),
+            None if dy is None else dy.contiguous(),
+            out.data,
+            out.transposed,
+            cast_scale.scale,
+            cast_scale.amax,
+            out.scale_inv,
+            rows,
+            columns,
+            *where,
+            ACTIVATION=activation,
+            GATED=gated,
+            HALVES=dy is not None and gated,
+            E5M2=cast_scale.e5m2,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            BAND=BAND,
+            ALIGNED=columns % RUN == 0,
+            **(dict(num_warps=4) if where[1] is None else COUNTING),
+        )
     return out
 
 
-def destination(counts: Counts | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
-    """Return the arguments of a kernel that counts what it casts; without counts it has no code for that."""
+# The arguments `flag`, `counts`, `codes` and `spread` of a kernel.
+Where = tuple[Tensor | None, Tensor | None, Tensor | None, int]
+
+
+def launches(counts: Counts | None, tiles: int) -> Iterator[tuple[Where, int]]:
+    """Yield the launches of a kernel over tiles that may count what it casts: its arguments and its programs.
+
+    Counting takes registers, which would slow down steps that are not recorded too. So there are two kernels, of which
+    the one that the flag on the device asks for computes, and the other returns at once. The one that counts has few
+    programs, each of which adds to the table once.
+    """
     if counts is None:
-        return None, None, None, 1
-    return counts.fields, counts.codes, counts.flag, len(counts.fields)
+        yield (None, None, None, 1), tiles
+        return
+    yield (counts.flag, None, None, 1), tiles
+    # A program counts two tiles at a time at most.
+    programs = max(PROGRAMS, triton.cdiv(tiles, MOST_TILES // 2))
+    yield (counts.flag, counts.fields, counts.codes, len(counts.fields)), min(tiles, programs)
 
 
 def cast(
@@ -354,9 +318,7 @@ def cast(
     rows, columns = x.shape
     out = new_fp8(rows, columns, x.device)
     cast_scale = CastScale(scale, amax, e5m2)
-    return _by_tiles(
-        _cast_kernel, (x,), rows, columns, cast_scale, out, counts, ACTIVATION=None, GATED=False
-    )
+    return _by_tiles(x, None, rows, columns, None, False, cast_scale, out, counts)
 
 
 def activate(
@@ -378,17 +340,7 @@ def activate(
         columns //= 2
     out = new_fp8(rows, columns, gate_up.device, rowwise)
     cast_scale = CastScale(scale, amax, e5m2)
-    return _by_tiles(
-        _cast_kernel,
-        (gate_up,),
-        rows,
-        columns,
-        cast_scale,
-        out,
-        counts,
-        ACTIVATION=activation,
-        GATED=gated,
-    )
+    return _by_tiles(gate_up, None, rows, columns, activation, gated, cast_scale, out, counts)
 
 
 def activate_backward(
@@ -405,7 +357,4 @@ def activate_backward(
     rows, columns = dy.shape
     out = new_fp8(rows, gate_up.shape[1], dy.device)
     cast_scale = CastScale(scale, amax, e5m2)
-    kernel = _gated_slope_kernel if gated else _slope_kernel
-    return _by_tiles(
-        kernel, (dy, gate_up), rows, columns, cast_scale, out, counts, ACTIVATION=activation
-    )
+    return _by_tiles(gate_up, dy, rows, columns, activation, gated, cast_scale, out, counts)

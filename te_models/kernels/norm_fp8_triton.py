@@ -5,7 +5,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.kernels.count_cast_triton import Counts, count_tile
+from te_models.kernels.count_cast_triton import Counts
+from te_models.kernels.count_four_triton import (
+    MOST_TILES,
+    RUN,
+    add_care,
+    add_state,
+    count_rows,
+    count_rows_with_care,
+    has_left_out,
+    is_out_of_range,
+    new_care,
+    new_state,
+)
 from te_models.kernels.fp8_tiles_triton import (
     FP8Data,
     new_fp8,
@@ -13,10 +25,12 @@ from te_models.kernels.fp8_tiles_triton import (
     raise_amax,
     store_fp8,
 )
-from te_models.kernels.handover_triton import destination, load_tile
+from te_models.kernels.handover_triton import launches, load_tile
 
 NORM_ROWS = 32  # of which a program goes through all columns
 NORM_COLUMNS = 128  # at a time
+COUNTED = 64  # of these, where a recorder counts, unless there are too many of them
+REGISTERS = 128  # of a program that counts: four per multiprocessor, as many as without counts
 
 
 @triton.jit
@@ -39,17 +53,23 @@ def _norm_kernel(
     rows,
     columns,
     eps,
-    # where a recorder counts the cast; None: not compiled
+    # the flag of a recorder that counts casts (count_cast_triton.py), and its fields and codes; None: not compiled
+    flag,
     counts,
     codes,
-    flag,
     spread,
     ADD: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     E5M2: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    # of the pass that counts: columns at a time, and whether rows are whole runs of indices
+    COUNTED: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
+    if flag is not None:  # noqa: SIM102  Triton needs the test for None by itself
+        if (tl.load(flag) != 0) != (counts is not None):
+            return
     first = tl.program_id(0).to(tl.int64) * ROWS
     i = first + tl.arange(0, ROWS)
     # Summed at the end, since a sum synchronizes the threads.
@@ -87,28 +107,38 @@ def _norm_kernel(
         h = load_tile(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma
         found = store_fp8(e, f, g, h, s, group, j, rows, columns, data, transposed, columns, E5M2)
         largest = tl.maximum(largest, found)
-        if counts is not None:
-            noted = (tl.program_id(0) == 0) & (start == 0)
-            count_tile(
-                fields=counts,
-                codes=codes,
-                flag=flag,
-                spread=spread,
-                a=e,
-                b=f,
-                c=g,
-                d=h,
-                scale=s,
-                group=group,
-                j=j,
-                rows=rows,
-                columns=columns,
-                width=columns,
-                first=0,
-                noted=noted,
-                E5M2=E5M2,
-            )
     raise_amax(amax, largest)
+    if counts is not None:
+        # A pass of its own, with narrow tiles: in the one above, counts would not fit into the registers.
+        state = new_state(ROWS // 4, COUNTED)
+        top = tl.program_id(0) * ROWS
+        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
+        for start in range(0, columns, COUNTED):
+            j = start + tl.arange(0, COUNTED)
+            gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)[None, :]
+            gamma = 1 + gamma if ZERO_CENTERED else gamma
+            e = load_tile(source, i, j, rows, columns, columns) * a[:, None] * gamma
+            f = load_tile(source, i + 1, j, rows, columns, columns) * b[:, None] * gamma
+            g = load_tile(source, i + 2, j, rows, columns, columns) * c[:, None] * gamma
+            h = load_tile(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma
+            state = count_rows(
+                state, (e, f, g, h), s, top, start, rows, columns, columns, 0, E5M2, ALIGNED
+            )
+        elements = tl.full((), 1.0, tl.float64) * rows * columns
+        add_state(counts, codes, spread, state, s, inverse, elements, E5M2)
+        every = is_out_of_range(state, inverse)
+        if has_left_out(state) + every > 0:
+            care = new_care()
+            for start in range(0, columns, COUNTED):
+                j = start + tl.arange(0, COUNTED)
+                gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)[None, :]
+                gamma = 1 + gamma if ZERO_CENTERED else gamma
+                e = load_tile(source, i, j, rows, columns, columns) * a[:, None] * gamma
+                f = load_tile(source, i + 1, j, rows, columns, columns) * b[:, None] * gamma
+                g = load_tile(source, i + 2, j, rows, columns, columns) * c[:, None] * gamma
+                h = load_tile(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma
+                care = count_rows_with_care(care, (e, f, g, h), s, every, E5M2)
+            add_care(counts, codes, spread, care)
     note_inverse(s, scale_inv)
 
 
@@ -125,31 +155,37 @@ def norm(
 ) -> tuple[FP8Data, Tensor, Tensor]:
     """Compute RMSNorm of x + delta (None: of x) [N, D]: data [N, D], x + delta contiguous, and 1 / RMS, FP32 [N]."""
     rows, columns = x.shape
+    assert counts is None or columns <= MOST_TILES * NORM_COLUMNS
     x = x.contiguous()
     delta = None if delta is None else delta.contiguous()
     out = new_fp8(rows, columns, x.device)
     total = x if delta is None else torch.empty_like(x)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    _norm_kernel[(triton.cdiv(rows, NORM_ROWS), 1)](
-        x,
-        x if delta is None else delta,
-        total,
-        weight,
-        rstd,
-        out.data,
-        out.transposed,
-        scale,
-        amax,
-        out.scale_inv,
-        rows,
-        columns,
-        eps,
-        *destination(counts),
-        ADD=delta is not None,
-        ZERO_CENTERED=zero_centered,
-        E5M2=e5m2,
-        ROWS=NORM_ROWS,
-        COLUMNS=NORM_COLUMNS,
-        num_warps=4,
-    )
+    programs = triton.cdiv(rows, NORM_ROWS)
+    for where, _ in launches(counts, programs):
+        _norm_kernel[(programs, 1)](
+            x,
+            x if delta is None else delta,
+            total,
+            weight,
+            rstd,
+            out.data,
+            out.transposed,
+            scale,
+            amax,
+            out.scale_inv,
+            rows,
+            columns,
+            eps,
+            *where,
+            ADD=delta is not None,
+            ZERO_CENTERED=zero_centered,
+            E5M2=e5m2,
+            ROWS=NORM_ROWS,
+            COLUMNS=NORM_COLUMNS,
+            COUNTED=COUNTED if columns <= MOST_TILES * COUNTED else NORM_COLUMNS,
+            ALIGNED=columns % RUN == 0,
+            num_warps=4,
+            maxnreg=None if where[1] is None else REGISTERS,
+        )
     return out, total, rstd

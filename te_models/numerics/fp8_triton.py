@@ -8,6 +8,20 @@ import triton
 import triton.language as tl
 
 _INF = tl.constexpr(0x7F800000)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_CONVERT = (
+    "{ .reg .b16 low, high; cvt.rn.satfinite.FORMx2.f32 low, $2, $1; "
+    "cvt.rn.satfinite.FORMx2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+)
+_TO_E4M3 = tl.constexpr(_CONVERT.replace("FORM", "e4m3"))
+_TO_E5M2 = tl.constexpr(_CONVERT.replace("FORM", "e5m2"))
+_CONVERT_BACK = (
+    "{ .reg .b16 low, high, a, b, c, d; .reg .b32 ab, cd; mov.b32 {low, high}, $4; cvt.rn.f16x2.FORMx2 ab, low; "
+    "cvt.rn.f16x2.FORMx2 cd, high; mov.b32 {a, b}, ab; mov.b32 {c, d}, cd; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; "
+    "cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"
+)
+_FROM_E4M3 = tl.constexpr(_CONVERT_BACK.replace("FORM", "e4m3"))
+_FROM_E5M2 = tl.constexpr(_CONVERT_BACK.replace("FORM", "e5m2"))
 
 
 @triton.jit
@@ -53,3 +67,42 @@ def decode_fp8(byte, E5M2: tl.constexpr):
             (byte & 0x7F) == 0x7F, float("nan"), tl.where(byte > 127, value * -1.0, value)
         )
     return value
+
+
+@triton.jit
+def encode_four(a, b, c, d, E5M2: tl.constexpr):
+    """Return the FP8 data of four FP32 tensors as one of int32, a's in the lowest byte."""
+    if INTERPRETED:
+        a = encode_fp8(a, E5M2).to(tl.int32)
+        b = encode_fp8(b, E5M2).to(tl.int32)
+        c = encode_fp8(c, E5M2).to(tl.int32)
+        d = encode_fp8(d, E5M2).to(tl.int32)
+        word = a | (b << 8) | (c << 16) | (d << 24)
+    else:
+        # Triton's own cast to FP8 (3.6) mixes up elements where the result is transposed.
+        asm: tl.constexpr = _TO_E5M2 if E5M2 else _TO_E4M3
+        word = tl.inline_asm_elementwise(
+            asm, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return word
+
+
+@triton.jit
+def decode_four(word, E5M2: tl.constexpr):
+    """Return the FP32 values of the four FP8 bytes of int32 words as four tensors, the lowest byte's first."""
+    if INTERPRETED:
+        a = decode_fp8(word.to(tl.uint8), E5M2)
+        b = decode_fp8((word >> 8).to(tl.uint8), E5M2)
+        c = decode_fp8((word >> 16).to(tl.uint8), E5M2)
+        d = decode_fp8((word >> 24).to(tl.uint8), E5M2)
+    else:
+        asm: tl.constexpr = _FROM_E5M2 if E5M2 else _FROM_E4M3
+        a, b, c, d = tl.inline_asm_elementwise(
+            asm,
+            "=f,=f,=f,=f,r",
+            [word],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    return a, b, c, d

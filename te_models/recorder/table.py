@@ -27,6 +27,11 @@ def kernels() -> ModuleType:
     return importlib.import_module("te_models.kernels.count_cast_triton")
 
 
+def kernels_of_words() -> ModuleType:
+    """Return the module of the faster kernels that count casts with one scale; it needs Triton."""
+    return importlib.import_module("te_models.kernels.count_words_triton")
+
+
 class Table:
     """The fields of every tensor in the step that is being recorded.
 
@@ -141,6 +146,16 @@ class Table:
             return
         if self.kernels and cast.format != E2M1:
             one_scale = cast.inverse.numel() == 1
+            if one_scale and kernels_of_words().are_words(source, cast.codes):
+                kernels_of_words().count_words(
+                    source,
+                    cast.codes,
+                    cast.inverse,
+                    cast.scale,
+                    e5m2=cast.format == E5M2,
+                    counts=self.counts(row),
+                )
+                return
             kernels().count_cast(
                 source,
                 cast.codes,

@@ -11,8 +11,9 @@ import torch
 from fewer import every
 from torch import Tensor
 
-from te_models.kernels import count_cast_triton
+from te_models.kernels import count_cast_triton, count_words_triton
 from te_models.kernels.count_cast_triton import Counts, count_cast
+from te_models.kernels.count_words_triton import are_words, count_words
 from te_models.numerics.formats import DType
 from te_models.numerics.quantizers import (
     Float8BlockQuantizer,
@@ -116,3 +117,70 @@ def test_nothing_is_counted_in_a_step_that_is_not_recorded() -> None:
     before = counts.fields.clone()
     count_cast(x, cast.codes, cast.inverse, None, None, False, counts)
     assert torch.equal(counts.fields, before) and not counts.codes.item()
+
+
+# Parts of tiles, and rows that are no multiple of 128.
+MATRICES = [(64, 288, torch.bfloat16), (37, 132, torch.float32), (16, 640, torch.float16)]
+# Values as they are, zeros, a few large ones, and sizes whose squares FP32 does not hold.
+SIZES = {"mixed": 1.0, "finite": 1.0, "zeros": 0.0, "tiny": 1e-25, "huge": 1e25}
+
+
+# Squares that overflow are left out later.
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize(
+    ("kind", "source", "size", "matrix"),
+    every(
+        5,
+        ["delayed-4", "delayed-5", "current-4", "current-5"],
+        [True, False],
+        SIZES,
+        MATRICES,
+        rest=3,
+    ),
+)
+def test_words_have_the_counts_of_pytorch(
+    kind: str,
+    source: bool,
+    size: str,
+    matrix: tuple[int, int, torch.dtype],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(count_words_triton, "PROGRAMS", 2)  # each goes through several tiles
+    rows, columns, dtype = matrix
+    x = values(rows, columns).float() * SIZES[size]
+    x = x.to(dtype)
+    if size != "mixed" or kind.startswith("current"):
+        x = torch.where(x.isfinite(), x, 0)
+    made = quantizer(kind)
+    cast = cast_of(made(x), made.known_scale)
+    assert cast is not None
+    counts = table(3)
+    own = x if source else None
+    assert are_words(own, cast.codes)
+    count_words(own, cast.codes, cast.inverse, cast.scale, cast.format == 8, counts)
+    expected, codes = reference(own, cast)
+    wanted = dict(zip(FIELDS, expected.tolist(), strict=True))
+    del wanted["scale_age"]
+    assert summed(counts) == pytest.approx(wanted, rel=1e-6, nan_ok=True)
+    assert counts.codes.item() == codes.item()
+
+
+def test_words_of_a_step_that_is_not_recorded() -> None:
+    x = values(16, 128)
+    cast = cast_of(quantizer("delayed-4")(x))
+    assert cast is not None
+    for own in (x, None):
+        counts = table(1)
+        counts.flag.zero_()
+        before = counts.fields.clone()
+        count_words(own, cast.codes, cast.inverse, None, False, counts)
+        assert torch.equal(counts.fields, before) and not counts.codes.item()
+
+
+def test_what_are_words() -> None:
+    codes = torch.zeros(8, 64, dtype=torch.uint8)
+    x = torch.zeros(8, 64)
+    assert are_words(x, codes) and are_words(None, codes[:, :32])
+    assert not are_words(x, codes[:, :30])
+    assert not are_words(x.t().contiguous().t(), codes)
+    assert not are_words(None, codes.view(-1)[1:129].view(4, 32))

@@ -1,0 +1,282 @@
+"""Counts of a cast with one scale whose codes lie in rows, read four at a time as words.
+
+Other layouts and block scales have te_models.kernels.count_cast_triton.count_cast. Both return at once in a step that
+is not recorded. Tested on a CPU through Triton's interpreter, against the counts in PyTorch.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_models.kernels.count_cast_triton import (
+    _MIX,
+    _WIDTH,
+    Counts,
+    _add_counts,
+    _note_tensor,
+)
+from te_models.kernels.count_four_triton import (
+    MOST_TILES,
+    add_care,
+    add_state,
+    count_four,
+    count_with_care,
+    flags_from,
+    flags_sum,
+    has_left_out,
+    is_out_of_range,
+    mix,
+    mixed_code,
+    new_care,
+    new_state,
+)
+from te_models.numerics.fp8_triton import decode_four
+
+ROWS, WORDS = 16, 32  # of a tile
+# As many programs as an H100 runs at once; each goes through many tiles.
+PROGRAMS = 528
+COUNTING: dict[str, int] = dict(num_warps=4, maxnreg=128)
+
+
+@triton.jit
+def _place(number, words, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Return the first row and the first word of the tile of this number, and all of them as int64."""
+    wide = tl.cdiv(words, WORDS)
+    top = number // wide * ROWS
+    left = number % wide * WORDS
+    return top, left, top.to(tl.int64) + tl.arange(0, ROWS), left.to(tl.int64) + tl.arange(0, WORDS)
+
+
+@triton.jit
+def _values(source, i, j, rows, words, stride):
+    """Return the values before the cast of words j of rows i as four FP32 tiles."""
+    inside = (i < rows)[:, None] & (j < words)[None, :]
+    kind: tl.constexpr = source.dtype.element_ty
+    if kind.primitive_bitwidth == 16:
+        # Four values at once, whose places in memory follow each other.
+        four = source.to(tl.pointer_type(tl.int64), bitcast=True)
+        word = tl.load(four + i[:, None] * (stride // 4) + j[None, :], inside, 0)
+        a = word.to(tl.int16).to(kind, bitcast=True).to(tl.float32)
+        b = (word >> 16).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
+        c = (word >> 32).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
+        d = (word >> 48).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
+    else:
+        first = source + i[:, None] * stride + 4 * j[None, :]
+        a = tl.load(first, inside, 0.0).to(tl.float32)
+        b = tl.load(first + 1, inside, 0.0).to(tl.float32)
+        c = tl.load(first + 2, inside, 0.0).to(tl.float32)
+        d = tl.load(first + 3, inside, 0.0).to(tl.float32)
+    return a, b, c, d
+
+
+@triton.jit
+def _codes(data, i, j, rows, words, stride):
+    """Return the words of codes, int32, 0 outside of the tensor."""
+    four = data.to(tl.pointer_type(tl.int32), bitcast=True)
+    address = four + i[:, None] * (stride // 4) + j[None, :]
+    return tl.load(address, (i < rows)[:, None] & (j < words)[None, :], 0)
+
+
+@triton.jit
+def _hashes(word, i, j, rows, words):
+    """Return the parts of a tile of words in the hash, int64."""
+    # Indices of a word are a multiple of four and the next three, which differ in their last two bits alone.
+    start = i[:, None] * (4 * words) + 4 * j[None, :]
+    high = (start >> 7).to(tl.uint32)
+    low = mix(4 * i * words)[:, None] + mix(4 * j)[None, :]
+    hashes = tl.zeros(word.shape, tl.int64)
+    step = tl.full((), _MIX, tl.uint32)
+    for place in tl.static_range(4):
+        hashes += mixed_code(word, place, low, high)
+        low += step
+    return tl.where((i < rows)[:, None] & (j < words)[None, :], hashes, 0)
+
+
+@triton.jit
+def count_words_kernel(
+    # the values before the cast [rows, 4 words], the codes uint8 of the same shape, inverse scale and scale FP32 [1]
+    source,
+    data,
+    inverse,
+    scale,
+    # the table of a recorder: counts, codes of which it makes a hash, and the flag whether this step is recorded
+    fields,
+    codes,
+    flag,
+    # sizes, and strides of rows in elements
+    rows,
+    words,
+    source_stride,
+    data_stride,
+    spread,
+    # format, whether the scale is given, and tile
+    E5M2: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Count a cast; each program goes through many tiles."""
+    if tl.load(flag) == 0:
+        return
+    one_inverse = tl.load(inverse)
+    tiles = tl.cdiv(rows, ROWS) * tl.cdiv(words, WORDS)
+    state = new_state(ROWS, WORDS)
+    for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        top, left, i, j = _place(number, words, ROWS, WORDS)
+        values = _values(source, i, j, rows, words, source_stride)
+        word = _codes(data, i, j, rows, words, data_stride)
+        hashes = _hashes(word, i, j, rows, words)
+        inside = tl.minimum(rows - top, ROWS) * tl.minimum(words - left, WORDS)
+        outside = 4 * (ROWS * WORDS - inside).to(tl.int64)
+        state = count_four(state, values, word, hashes, one_inverse, outside, E5M2)
+    if SCALED:
+        factor = tl.load(scale)
+    else:
+        factor = tl.div_rn(tl.full((), 1.0, tl.float32), one_inverse)
+    elements = tl.full((), 4.0, tl.float64) * rows * words
+    add_state(fields, codes, spread, state, factor, one_inverse, elements, E5M2)
+    every = is_out_of_range(state, one_inverse)
+    if has_left_out(state) + every > 0:
+        care = new_care()
+        for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            _, _, i, j = _place(number, words, ROWS, WORDS)
+            values = _values(source, i, j, rows, words, source_stride)
+            word = _codes(data, i, j, rows, words, data_stride)
+            care = count_with_care(care, values, word, one_inverse, every, E5M2)
+        add_care(fields, codes, spread, care)
+
+
+@triton.jit
+def count_codes_kernel(
+    # as count_words_kernel
+    data,
+    inverse,
+    scale,
+    fields,
+    codes,
+    flag,
+    rows,
+    words,
+    data_stride,
+    spread,
+    E5M2: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Count a cast by its codes alone, where no memory has the values before it."""
+    if tl.load(flag) == 0:
+        return
+    largest: tl.constexpr = (
+        0x7B if E5M2 else 0x7E
+    )  # the code of the largest number; larger ones are not finite
+    tiles = tl.cdiv(rows, ROWS) * tl.cdiv(words, WORDS)
+    filled = tl.zeros((ROWS, WORDS), tl.int32)
+    normal = tl.zeros((ROWS, WORDS), tl.int32)
+    clipped = tl.zeros((ROWS, WORDS), tl.int32)
+    wrong = tl.zeros((ROWS, WORDS), tl.int32)
+    top = tl.zeros((ROWS, WORDS), tl.float32)
+    hashed = tl.zeros((ROWS, WORDS), tl.int64)
+    for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        _, _, i, j = _place(number, words, ROWS, WORDS)
+        word = _codes(data, i, j, rows, words, data_stride)
+        filled += flags_from(word, 1)
+        normal += flags_from(word, 4 if E5M2 else 8)
+        clipped += flags_from(word, largest)
+        wrong += flags_from(word, largest + 1)
+        hashed += _hashes(word, i, j, rows, words)
+        a, b, c, d = decode_four(word, E5M2)
+        top = tl.maximum(top, tl.maximum(tl.abs(a), tl.abs(b)))  # without NaN
+        top = tl.maximum(top, tl.maximum(tl.abs(c), tl.abs(d)))
+    own = fields + (tl.program_id(0) % spread) * _WIDTH
+    nonfinite = flags_sum(wrong)
+    nothing = tl.zeros((), tl.int64)
+    one_inverse = tl.load(inverse)
+    _add_counts(
+        fields=own,
+        codes=codes,
+        zeros=nothing,
+        saturated=flags_sum(clipped) - nonfinite,
+        flushed=nothing,
+        subnormal=flags_sum(filled) - flags_sum(normal),
+        wrong=nonfinite,
+        signal=nothing,
+        noise=nothing,
+        hashed=tl.sum(hashed),
+        largest=tl.max(top) * one_inverse,
+        SOURCE=False,
+    )
+    if tl.program_id(0) == 0:
+        if SCALED:
+            factor = tl.load(scale)
+        else:
+            factor = tl.div_rn(tl.full((), 1.0, tl.float32), one_inverse)
+        elements = tl.full((), 4.0, tl.float64) * rows * words
+        _note_tensor(own, elements, factor, E5M2, False, False)
+
+
+def are_words(source: Tensor | None, data: Tensor) -> bool:
+    """Return whether codes uint8 [M, K] and the values before the cast [M, K] can be read four at a time."""
+    if data.shape[1] % 4 != 0 or not _is_even(data):
+        return False
+    return source is None or _is_even(source)
+
+
+def _is_even(tensor: Tensor) -> bool:
+    """Return whether the rows of a matrix are words of four elements."""
+    return (
+        tensor.stride(1) == 1
+        and tensor.stride(0) % 4 == 0
+        and tensor.data_ptr() % (4 * tensor.element_size()) == 0
+    )
+
+
+def count_words(
+    source: Tensor | None,
+    data: Tensor,
+    inverse: Tensor,
+    scale: Tensor | None,
+    e5m2: bool,
+    counts: Counts,
+) -> None:
+    """Add the counts of a cast with one scale to a table.
+
+    Args:
+        source: the values before the cast, [M, K] of any float dtype; None: they are not in memory.
+        data: uint8 [M, K]; `are_words` of both.
+        inverse: the inverse scale, FP32 of one element.
+        scale: the scale of the cast, FP32 [1], where it was known; None: it follows from `inverse`.
+        e5m2: whether the format is E5M2.
+        counts: where they go.
+    """
+    rows, columns = data.shape
+    if not rows * columns:
+        return
+    words = columns // 4
+    tiles = triton.cdiv(rows, ROWS) * triton.cdiv(words, WORDS)
+    programs = min(tiles, max(PROGRAMS, triton.cdiv(tiles, MOST_TILES)))
+    shared: dict[str, Any] = dict(
+        data=data,
+        inverse=inverse,
+        scale=inverse if scale is None else scale,
+        fields=counts.fields,
+        codes=counts.codes,
+        flag=counts.flag,
+        rows=rows,
+        words=words,
+        data_stride=data.stride(0),
+        spread=len(counts.fields),
+        E5M2=e5m2,
+        SCALED=scale is not None,
+        ROWS=ROWS,
+        WORDS=WORDS,
+        **COUNTING,
+    )
+    with torch.cuda.device_of(data):
+        if source is None:
+            count_codes_kernel[(programs,)](**shared)
+        else:
+            count_words_kernel[(programs,)](source=source, source_stride=source.stride(0), **shared)
