@@ -102,7 +102,7 @@ def run(models: str, recipes: str, batches: str, prompt: int, budget: float, tin
     for name in models.split(","):
         with tempfile.TemporaryDirectory() as folder:
             result["loading"] += written_and_loaded(
-                name, Path(folder) / "model", device, tiny, read
+                name, Path(folder) / "model", device, tiny, read, plan.prompt
             )
             rows, skipped = measure_model(
                 name, Path(folder) / "model", recipes.split(","), sizes, device, plan
@@ -128,8 +128,13 @@ def report(path: Path) -> None:
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("device")
 @click.argument("reader")
-def load(folder: Path, device: str, reader: str) -> None:
-    """Load a model in a separate process and print seconds and peak bytes as JSON."""
+@click.argument("prompt", type=int)
+def load(folder: Path, device: str, reader: str, prompt: int) -> None:
+    """Load a model in a separate process and print seconds, peak bytes and times to the first token as JSON.
+
+    The first token of the process is the cold one: kernels are loaded, or compiled where no cache on disk has them, and
+    libraries choose theirs. The warm one is the fastest of three further prompts.
+    """
     import resource
 
     def host_peak() -> int:
@@ -143,13 +148,25 @@ def load(folder: Path, device: str, reader: str) -> None:
     seconds = time.perf_counter() - started
     on_device = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     weights = sum(parameter.nbytes for parameter in model.parameters())
+    first_tokens = [seconds_of_first_token(model, prompt) for _ in range(4)]
     told = dict(
         reader=reader,
         seconds=seconds,
+        first_token_cold_seconds=first_tokens[0],
+        first_token_warm_seconds=min(first_tokens[1:]),
         peak_host_bytes=host_peak() - before,
         peak_device_bytes=on_device,
     )
     click.echo(json.dumps({**told, "weight_bytes": weights}))
+
+
+def seconds_of_first_token(model: Any, prompt: int) -> float:
+    """Return the seconds from a prompt of random ids to its first token, on the host."""
+    ids = torch.randint(0, model.config.vocab_size, (1, prompt)).to(model.device)
+    synchronize()
+    started = time.perf_counter()
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1).tolist()
+    return time.perf_counter() - started
 
 
 def loaders() -> dict[str, Callable[[Path, str], Any]]:
@@ -167,7 +184,7 @@ def loaders() -> dict[str, Callable[[Path, str], Any]]:
 
 
 def written_and_loaded(
-    name: str, folder: Path, device: str, tiny: bool, read: bool
+    name: str, folder: Path, device: str, tiny: bool, read: bool, prompt: int
 ) -> list[dict[str, Any]]:
     """Write a random model of this shape into `folder` as a Hugging Face checkpoint, then let each reader load it."""
     torch.manual_seed(0)
@@ -182,7 +199,7 @@ def written_and_loaded(
     del model
     rows = []
     for reader in loaders() if read else ():
-        command = [sys.executable, __file__, "load", str(folder), device, reader]
+        command = [sys.executable, __file__, "load", str(folder), device, reader, str(prompt)]
         done = subprocess.run(command, capture_output=True, text=True)
         told = (
             json.loads(done.stdout.splitlines()[-1])
@@ -330,22 +347,27 @@ def table(result: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "| checkpoint | shards, largest | read by | seconds | peak host memory | peak device memory |",
+        "| checkpoint | shards, largest | read by | seconds | first token after that, cold and warm "
+        "| peak host memory | peak device memory |",
     ]
-    lines.append("|---|---|---|---|---|---|")
+    lines.append("|---|---|---|---|---|---|---|")
     for row in result["loading"]:
         if "error" in row:
-            lines.append(f"| `{row['model']}` | {row['shards']} | {row['reader']} | failed | | |")
+            lines.append(f"| `{row['model']}` | {row['shards']} | {row['reader']} | failed | | | |")
             continue
         shard, host, device = (
             f"{row[name] / 2**30:.2f} GiB"
             for name in ("largest_shard_bytes", "peak_host_bytes", "peak_device_bytes")
         )
+        # Files from before they were measured have no times to the first token.
+        cold = row.get("first_token_cold_seconds")
+        warm = row.get("first_token_warm_seconds")
         cells = (
             f"`{row['model']}`",
             f"{row['shards']}, {shard}",
             row["reader"],
             f"{row['seconds']:.1f}",
+            "-" if cold is None else f"{cold:.2f} s, {warm:.3f} s",
             host,
             device,
         )

@@ -18,7 +18,7 @@ from benchmarks import generate
 def test_every_row_is_measured(name: str, tmp_path: Path) -> None:
     plan = generate.Plan(8, 2, 4, 1, time.monotonic() + 100)
     folder = tmp_path / "model"
-    generate.written_and_loaded(name, folder, "cpu", tiny=True, read=False)
+    generate.written_and_loaded(name, folder, "cpu", tiny=True, read=False, prompt=plan.prompt)
     assert len(list(folder.glob("*.safetensors"))) > 1
     rows, skipped = generate.measure_model(name, folder, ["bf16", "delayed"], [1], "cpu", plan)
     who = ["te-models bf16, no graph", "te-models delayed, no graph"]
@@ -28,8 +28,9 @@ def test_every_row_is_measured(name: str, tmp_path: Path) -> None:
         row["decode_tokens_per_second"] > 0 < row["prefill_tokens_per_second"] for row in rows
     )
     assert rows[0]["same_first_tokens"] == 4, "FP32: the same tokens as transformers"
-    told = CliRunner().invoke(generate.cli, ["load", str(folder), "cpu", "te-models"])
+    told = CliRunner().invoke(generate.cli, ["load", str(folder), "cpu", "te-models", "8"])
     loaded = json.loads(told.stdout)
+    assert loaded["first_token_cold_seconds"] > 0 < loaded["first_token_warm_seconds"]
     assert loaded["weight_bytes"] > 200_000 and loaded["seconds"] > 0
     plan.deadline = 0.0
     rows, skipped = generate.measure_model(name, folder, ["bf16"], [1], "cpu", plan)
