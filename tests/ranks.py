@@ -1,4 +1,5 @@
-"""Processes for tests of several ranks. They are forked from one that has imported torch, which takes seconds."""
+"""Processes for tests of several ranks. Those on a CPU are forked from one that has imported torch, which takes
+seconds."""
 
 import gc
 import multiprocessing
@@ -53,8 +54,10 @@ def run_ranks(
         else None
     )
     arguments = (function, str(folder), ranks, backend, store.port if store else 0, exact)
+    # The server's imports ask CUDA for its devices, after which no fork of it can use one.
+    method = "spawn" if backend == "nccl" else "forkserver"
     try:
-        mp.start_processes(_run, arguments, nprocs=ranks, start_method="forkserver")
+        mp.start_processes(_run, arguments, nprocs=ranks, start_method=method)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         failures = sorted(folder.glob("failure-*"), key=lambda path: path.stat().st_mtime_ns)
         said = failures[0].read_text() if failures else str(error)

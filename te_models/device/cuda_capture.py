@@ -5,6 +5,7 @@ In CUDA's "global" mode a capture fails as soon as any thread allocates pinned m
 background threads do not use CUDA during a capture.
 """
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ def capture(
 ) -> Iterator[None]:
     """Capture the body of the `with` statement into a CUDA graph.
 
+    No garbage is collected meanwhile: freeing what an earlier run left, its graphs for example, can end the capture.
+
     Args:
         graph: a torch.cuda.CUDAGraph.
         stream: the torch.cuda.Stream to capture on.
@@ -46,6 +49,8 @@ def capture(
     with _CUDA:
         copies = [generator.clone_state() for generator in drawn_from]
         before = torch.cuda.stream(torch.cuda.current_stream())
+        collects = gc.isenabled()
+        gc.disable()
         try:
             with (
                 before,
@@ -59,8 +64,18 @@ def capture(
             for generator, copy in zip(drawn_from, copies, strict=True):
                 generator.graphsafe_set_state(copy)
             raise
+        finally:
+            if collects:
+                gc.enable()
 
 
 def failed_capture(error: BaseException) -> bool:
     """Return whether an error means that a capture was disturbed or that an operation cannot be captured."""
     return isinstance(error, RuntimeError) and "captur" in str(error)
+
+
+def first_error(error: BaseException) -> BaseException:
+    """Return the error that ended a capture; torch raises another one at the end of the capture."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return error

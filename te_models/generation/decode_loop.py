@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_models.device.cuda_capture import capture, failed_capture
+from te_models.device.cuda_capture import capture, failed_capture, first_error
 from te_models.model.decoder import Decoder
 from te_models.model.rope import context_before_long_angles
 
@@ -165,7 +165,10 @@ class DecodeLoop:
         except RuntimeError as error:
             if not failed_capture(error):
                 raise
-            log.warning("generation goes on without its CUDA graph: %s", str(error).splitlines()[0])
+            log.warning(
+                "generation goes on without its CUDA graph: %s",
+                str(first_error(error)).splitlines()[0],
+            )
             self.graph = None
             self.cache.length = length
             self.step()

@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from te_models.config.recipe import EngineRecipe
 from te_models.config.recompute_modes import recomputes_block, recomputes_mlp, recomputes_product
 from te_models.device.allocations import counted_as
+from te_models.device.checkpoint import checkpoint
 from te_models.errors import EngineError
 from te_models.fp8.scaling_state import DelayedState, delayed_states, overwrite
 from te_models.kernels.early_save import discarding
@@ -209,7 +209,6 @@ class Recompute:
         return checkpoint(
             function,
             *args,
-            use_reentrant=False,
             context_fn=contexts,
             preserve_rng_state=restore_random,
             **kwargs,

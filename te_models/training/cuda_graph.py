@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from te_models.causal_lm import CausalLM
 from te_models.config.training import TrainConfig
 from te_models.device.choice import computing_device
-from te_models.device.cuda_capture import capture, failed_capture
+from te_models.device.cuda_capture import capture, failed_capture, first_error
 from te_models.errors import UsageError
 from te_models.model.graph_obstacle import graph_obstacle
 from te_models.model.output import step_loss
@@ -301,7 +301,7 @@ class GraphedStep:
             log.warning(
                 "the CUDA graph of the step was not captured, %s: %s",
                 outlook,
-                str(error).splitlines()[0],
+                str(first_error(error)).splitlines()[0],
             )
             return
         self.graphs[kind] = Graph(graph, loss, routing)

@@ -127,6 +127,48 @@ def test_eventful_steps_change_no_bit(
             assert_same_tensors(other, one)
 
 
+def checkpoint_of_torch_2_11(
+    function: Any,
+    *args: Any,
+    use_reentrant: bool,
+    context_fn: Any,
+    preserve_rng_state: bool,
+    **kwargs: Any,
+) -> Any:
+    """Newer ones tell the generator that the function has failed; here its hooks stay until it is freed."""
+    assert not use_reentrant
+    options = (preserve_rng_state, context_fn, "default", False, True)
+    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator(
+        function, *options, *args, **kwargs
+    )
+    next(generator)
+    result = function(*args, **kwargs)
+    with contextlib.suppress(StopIteration):
+        next(generator)
+    return result
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failed_pass_whose_error_is_kept_leaves_no_hook(
+    make: Build, mode: str | int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the error of a capture that failed is, before the eager pass that takes its place."""
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", checkpoint_of_torch_2_11)
+    traces = []
+    for failing in (False, True):
+        model = make("delayed", mode)
+        loss_of(model).backward()
+        if failing:
+            hook = model.layers[1].mlp.gate_up_proj.register_forward_pre_hook(fail)
+            with pytest.raises(ZeroDivisionError) as kept:
+                loss_of(model)
+            hook.remove()
+            assert kept.tb is not None
+        loss_of(model).backward()
+        traces.append(trace(model))
+    assert_same_tensors(traces[1], traces[0])
+
+
 @pytest.mark.parametrize(
     ("recipe", "mode", "order"), every(4, ["delayed", "current", "mxfp8"], MODES, [(0, 1), (1, 0)])
 )

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
+from te_models.device.checkpoint import checkpoint as checkpoint_without_reentrance
 from te_models.engine.emulated.autocast import FP8GlobalStateManager, autocast
 from te_models.engine.emulated.module import TransformerEngineBaseModule
 from te_models.engine.emulated.norm import NormModule
@@ -94,12 +95,13 @@ def checkpoint(
         tp_group=tp_group,
         get_rng_state_tracker=get_rng_state_tracker,
     )
-    how: dict[str, Any] = dict(
-        use_reentrant=use_reentrant, determinism_check=determinism_check, debug=debug
-    )
+    how: dict[str, Any] = dict(determinism_check=determinism_check, debug=debug)
     # Nothing inside has FP8 state to restore.
     if not _has_te_modules(function):
-        return torch_checkpoint(function, *args, context_fn=context_fn, **how, **kwargs)
+        how["context_fn"] = context_fn
+        if use_reentrant:
+            return torch_checkpoint(function, *args, use_reentrant=True, **how, **kwargs)
+        return checkpoint_without_reentrance(function, *args, **how, **kwargs)
     # A reentrant checkpoint follows its positional tensors only, a non-reentrant one parameters too.
     tracked = any(isinstance(a, Tensor) and a.requires_grad for a in args) or not use_reentrant
     if not (tracked and torch.is_grad_enabled()):
@@ -110,4 +112,5 @@ def checkpoint(
         return torch_checkpoint(lambda *inputs: frame(*inputs, **kwargs), *args, use_reentrant=True)
     # The recompute must leave its autocasts as a whole pass does.
     with set_checkpoint_early_stop(False):
-        return torch_checkpoint(frame, *args, **how, **kwargs)
+        result: Any = checkpoint_without_reentrance(frame, *args, **how, **kwargs)
+    return result
