@@ -33,7 +33,7 @@ def capture(
 ) -> Iterator[None]:
     """Capture the body of the `with` statement into a CUDA graph.
 
-    No garbage is collected meanwhile: freeing what an earlier run left, its graphs for example, can end the capture.
+    No garbage is collected meanwhile, since it may hold the graphs of an earlier run.
 
     Args:
         graph: a torch.cuda.CUDAGraph.
