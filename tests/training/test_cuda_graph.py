@@ -198,31 +198,6 @@ def test_a_thread_that_synchronizes_the_device_disturbs_no_run() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
-def test_a_capture_that_fails_inside_a_block_costs_an_eager_step(
-    mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its error is kept here; it does not keep torch's hooks, through which the eager step would save its tensors."""
-    models = [build("bf16", **PLACE, activation_checkpointing=mode) for _ in range(2)]
-    wanted = trained(models[0], eager(models[0]))
-    errors: list[BaseException] = []
-
-    def synchronize(module: nn.Module, given: Any) -> None:
-        if torch.cuda.is_current_stream_capturing() and not errors:
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError as error:
-                errors.append(error)
-                raise
-
-    models[1].layers[2].mlp.gate_up_proj.register_forward_pre_hook(synchronize)
-    found = trained(models[1], GraphedStep(models[1]))
-    assert len(errors) == 1 and "tries again" in caplog.text
-    assert str(errors[0]).splitlines()[0] in caplog.text
-    assert found[0] == pytest.approx(wanted[0], rel=1e-3)
-
-
-@pytest.mark.gpu
 def test_garbage_of_another_step_disturbs_no_capture(caplog: pytest.LogCaptureFixture) -> None:
     old = build("bf16", **PLACE)
     step = GraphedStep(old)
