@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from te_models.device.autograd import Context
 from te_models.kernels.sdpa import attention_mask, causal_attention, suits_cudnn
@@ -28,6 +27,9 @@ def prefix_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = N
         return causal_attention(q, k, v, mask, scale=scale)
     if suits_cudnn(seq, q.shape[-1], q.dtype):
         return _TwoParts.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+    # Imports TorchDynamo, which takes a second.
+    from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415
+
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
         return F.scaled_dot_product_attention(
             q,
