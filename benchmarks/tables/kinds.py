@@ -206,3 +206,45 @@ def readme_kinds() -> str:
     return "\n".join(
         textwrap.fill(f"- {sentence}", 118, subsequent_indent="  ") for sentence in sentences
     )
+
+
+# Slices of kinds_speed.py --mixers, beside the packages that transformers ran with.
+MIXERS = {
+    "mamba2": "Mamba 2 (Granite 4 H Micro)",
+    "short_conv": "short convolution (LFM2 1.2B)",
+    "kda": "Kimi Delta Attention (Kimi Linear's width, dense)",
+    "mamba2_beside_attention": "Mamba 2 beside attention (Falcon-H1 3B)",
+}
+
+
+@table
+def mixers_speed() -> str:
+    """Slices with newer mixers beside transformers, as far as they were measured."""
+    result = load("mixers_h100")
+    rows = {row["name"]: row for row in result["rows"] if "error" not in row}
+    labels = {"transformers": "transformers BF16, compiled"}
+    labels |= {name: f"te-models `{name}`" for name in KINDS_RECIPES}
+    lines = []
+    for mixer, said in MIXERS.items():
+        theirs = rows.get(f"{mixer} 2x4096 transformers")
+        for name, label in labels.items():
+            row = rows.get(f"{mixer} 2x4096 {name}")
+            if row is None or theirs is None:
+                continue
+            lines.append(
+                [
+                    said,
+                    label,
+                    f"{row['ms']:.1f}",
+                    f"{theirs['ms'] / row['ms']:.2f}x",
+                    f"{row['peak_gib']:.2f} GiB",
+                    f"{row['peak_gib'] / theirs['peak_gib']:.2f}",
+                ]
+            )
+    about = prose(
+        "The first four layers, with a vocabulary of 1,024: 2 x 4,096 tokens, forward and backward, beside "
+        f"transformers {result['environment']['transformers']}, whose convolution runs in compiled PyTorch. "
+        f"{measured_on(result)}"
+    )
+    header = "mixer | variant | ms | speed | peak memory | to transformers"
+    return f"{about}\n\n{markdown(header, lines)}"

@@ -114,6 +114,8 @@ WITHOUT_DATA = {
 }
 # Tested by the file named, in Triton's interpreter, by several processes or on a GPU.
 ELSEWHERE = {
+    "kernels/prefix_attention.py": "kernels/test_prefix_attention.py",
+    "model/context_parallel.py": "model/test_context_parallel.py",
     "kernels/span_attention_triton.py": "kernels/stride_cases.py",
     "kernels/embedding_triton.py": "kernels/stride_cases.py",
     "kernels/grouped_linear_triton.py": "kernels/grouped_linear_cases.py",
