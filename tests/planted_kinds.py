@@ -231,7 +231,7 @@ def run_case(shared: Parallel, out: Path, case: Case, **place: Any) -> None:
 
 
 def found_in(run: Path, rule: str) -> tuple[Finding | None, Diagnosis]:
-    """What a rule found in a run, and all that was found."""
+    """Return what the rule found in a run, None if nothing, and the whole diagnosis."""
     diagnosis = diagnose(read_facts(run))
     for finding in diagnosis.findings:
         if finding.rule == rule:

@@ -77,7 +77,7 @@ class StoredLinear(Linear):
         self._is_fsdp2 = True
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **options: Any) -> Any:
-        """Return the output [..., out] for inp [..., in]; options are those of te.Linear."""
+        """Return the output [..., out] for inp [..., in]; options as te.Linear has them."""
         if not isinstance(self._parameters["weight"], StoredWeight):  # merged
             return super().forward(inp, is_first_microbatch=is_first_microbatch, **options)
         return linear_with_remade_weight(super().forward, self, inp, **options)

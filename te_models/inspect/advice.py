@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from te_models.errors import plural
+from te_models.inspect.findings import Finding, Rule, over
 from te_models.inspect.run_facts import Mask, RunFacts, read_facts
 from te_models.numerics.formats import DType
 from te_models.planning.printable import Printable
@@ -40,95 +41,6 @@ LEAST_SQNR = {DType.kFloat8E4M3: 22.0, DType.kFloat8E5M2: 16.0, DType.kFloat4E2M
 LOSS_RISE = 0.5  # of the way from its lowest value back to its first one
 LOSS_LEAP = 0.5  # above its lowest value so far, as a share of that
 WEIGHT_GROWTH = 1.5  # of the root mean square of half of the weights
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One observation of a rule, with its advice.
-
-    Attributes:
-        rule: the key of the rule.
-        tensor: the tensor that it is about, the worst of several; "" if it is about the run.
-        step: the first step in which it shows.
-        message: what was seen, with figures, and the likely cause.
-        change: what to change.
-        tensors: the names of all tensors that show it.
-    """
-
-    rule: str
-    tensor: str
-    step: int
-    message: str
-    change: str
-    tensors: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A rule.
-
-    Attributes:
-        key: its name.
-        symptom: what it looks for, for the documentation.
-        change: what to change.
-        shown_by: the statistic in which a reader sees it (te_models.inspect.record_report.STATISTICS).
-        look: yields what it finds in a run.
-    """
-
-    key: str
-    symptom: str
-    change: str
-    shown_by: str
-    look: Callable[[RunFacts, Rule], Iterator[Finding]]
-
-
-def over(
-    facts: RunFacts,
-    rule: Rule,
-    where: Mask,
-    size: Floats,
-    say: Callable[[int, int], str],
-    origin: Mask | None = None,
-) -> Iterator[Finding]:
-    """Yield one finding about the tensors that another rule has not explained.
-
-    Args:
-        facts: the run.
-        rule: the rule that looks.
-        where: in which steps each tensor shows it, bool [steps, tensors].
-        size: how much of it, [steps, tensors]; the tensor with the most is named.
-        say: returns the message for (index of the step, index of the tensor) of its worst step.
-        origin: where each tensor may be the one from which it spreads, [steps, tensors]. Of those in the first step
-            the first one computed is named, if there are any.
-    """
-    where = where.copy()
-    # One cause per tensor: a scale that is too old also saturates, and the second finding would only repeat the first.
-    explained = list(facts.found)
-    where[:, explained] = False
-    if not where.any():
-        return
-    first = int(np.flatnonzero(where.any(1))[0])
-    # A candidate by `origin` alone may be another rule's too.
-    facts.found.update(int(one) for one in np.flatnonzero(where.any(0)))
-    named = None
-    if origin is not None:
-        candidates = origin[first].copy()
-        candidates[explained] = False
-        if candidates.any():
-            named = facts.first_computed(np.flatnonzero(candidates))
-            where[first, named] = True
-    shown = np.flatnonzero(where.any(0))
-    # A NaN says that nobody could count there; argmax would take it for the largest.
-    sizes = np.where(where, np.nan_to_num(size, nan=-np.inf), -np.inf)
-    if named is None:
-        named = int(np.unravel_index(int(sizes.argmax()), sizes.shape)[1])
-    names = tuple(facts.tensors[one].name for one in shown)
-    others = ""
-    if len(names) > 1:
-        others = f" (and in {plural(len(names) - 1, 'other tensor')})"
-    message = say(int(sizes[:, named].argmax()), named) + others
-    step = int(facts.steps[first])
-    yield Finding(rule.key, facts.tensors[named].name, step, message, rule.change, names)
 
 
 def _nonfinite(facts: RunFacts, rule: Rule) -> Iterator[Finding]:

@@ -87,7 +87,7 @@ class TokenShare:
         return self.rank * self.piece, (PIECES * self.size - 1 - self.rank) * self.piece
 
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's tokens of x, which has those of the whole row along `dim`."""
+        """Return this rank's tokens of x, whose dimension `dim` is the whole row."""
         return torch.cat([x.narrow(dim, begin, self.piece) for begin in self.begins], dim=dim)
 
     def filled(self, tokens: Tensor, request: OutputRequest) -> tuple[Tensor, OutputRequest]:

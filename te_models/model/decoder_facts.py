@@ -81,7 +81,7 @@ class DecoderFacts(nn.Module):
         for module in self.modules():
             if isinstance(module, self.te.LINEARS):
                 self.te.separate_copy(module)
-        # FP8 weights refer to the quantizers of their module: the copies still have those of the original.
+        # FP8 weights refer to the quantizers of their module: the copies still have the original's.
         relink(self, self.precision.te_recipe_of)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

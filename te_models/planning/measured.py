@@ -407,7 +407,7 @@ class MeasuredStep:
         every = [*found["forward"].values(), *found["backward"].values(), *map(found.get, own)]
         if any(profile is None for profile in every):
             return None
-        # In one chunk the head's memory is affine in the batch like a block's; in several it is that of a chunk.
+        # In one chunk the head's memory is affine in the batch like a block's; in several it is one chunk's.
         whole = self._head_rows(batch) >= batch * self.setting.seq_len
         if whole and found["head"] is not None and found["loss"] is not None:
             return one._replace(**found)

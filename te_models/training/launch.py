@@ -129,10 +129,13 @@ def check_launch(config: TrainConfig) -> None:
             f"--expert-parallel-size {experts} is for --parallel fsdp+ep, and a divisor of its {world} processes > 1"
         )
     context = config.context_parallel_size
-    if context and (kind not in ("ddp", "fsdp") or world % context or context < 2):
+    if context and kind not in ("ddp", "fsdp"):
         raise UsageError(
-            f"--context-parallel-size {context} is for --parallel ddp and fsdp, and a divisor of their {world} "
-            "processes > 1"
+            f"--context-parallel-size is for --parallel ddp and fsdp, not {kind}: leave it out, or choose one of them"
+        )
+    if context and (world % context or context < 2):
+        raise UsageError(
+            f"--context-parallel-size {context} on {world} processes: give a divisor of {world} above 1"
         )
     if config.fp8_dispatch and kind != "fsdp+ep":
         raise UsageError(

@@ -171,7 +171,7 @@ def test_stop_names_the_tensor_and_keeps_the_state_before(ahead: bool, tmp_path:
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_the_search_leaves_a_recompute_as_it_is(mode: str, tmp_path: Path) -> None:
-    """What it looks at in the first pass saves no tensor, which a recompute would miss."""
+    """The search saves no tensor in the first pass: a recompute would save none in its place."""
     build = dict(activation_checkpointing=mode)
     run = trainer(tmp_path, "skip", False, steps=BEGIN + 1, build=build, gradient_accumulation=2)
     nan_in_fp8(run, Site(LINEAR))

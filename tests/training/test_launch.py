@@ -42,6 +42,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> SetAll:
         ("4", dict(parallel="fsdp+ep", expert_parallel_size=3), "a divisor of its 4 processes"),
         ("4", dict(parallel="fsdp", fp8_dispatch=True), "only for --parallel fsdp\\+ep"),
         ("4", dict(parallel="fsdp", expert_parallel_size=2), "is for --parallel fsdp\\+ep"),
+        ("4", dict(parallel="ddp", context_parallel_size=3), "give a divisor of 4 above 1"),
+        ("4", dict(parallel="tp", context_parallel_size=2), "for --parallel ddp and fsdp, not tp"),
         ("4", dict(parallel="fsdp+ep", optimizer="muon"), "only adamw supports"),
         ("4", dict(parallel="fsdp+ep", optimizer_offload=True), "leave out --optimizer-offload"),
     ],
