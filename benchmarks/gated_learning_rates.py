@@ -61,7 +61,8 @@ def runs(size: str, norms: tuple[bool, ...], tiny: bool) -> dict[str, list[str]]
     if tiny:
         seeds, rates, settings = SEEDS[:1], RATES[:1], TINY
         shape = {"preset": "gated-nano", "num_hidden_layers": 3}
-    for gate, recipe, rate, seed, norm in itertools.product(GATES, RECIPES, rates, seeds, norms):
+    # All runs of a seed before those of the next, so that a study cut short has whole seeds.
+    for norm, seed, rate, recipe, gate in itertools.product(norms, seeds, rates, RECIPES, GATES):
         options: dict[str, Any] = {**shape, **settings, "attention_gate": gate, "recipe": recipe}
         options |= {"tokenizer": TOKENIZER, "vocab_size": VOCABULARY}
         options |= {"learning_rate": rate, "seed": seed, "packing": "stream", "sample_tokens": 0}

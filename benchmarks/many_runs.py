@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -65,10 +66,12 @@ def run_all(
         minutes: no run starts after this time, and those under way are stopped at twice of it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    places: Queue[int] = Queue()
-    devices = max(1, torch.cuda.device_count())
+    places: Queue[str] = Queue()
+    numbers = [str(number) for number in range(max(1, torch.cuda.device_count()))]
+    # A caller may have left some of the GPUs to others.
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(numbers)).split(",")
     for _ in range(per_gpu):
-        for device in range(devices):
+        for device in devices:
             places.put(device)
     end = time.monotonic() + 60 * minutes
 
@@ -76,11 +79,12 @@ def run_all(
         out = folder / name
         if (out / "done").exists() or time.monotonic() > end:
             return
+        shutil.rmtree(out, ignore_errors=True)  # of a run that was cut off
         device = places.get()
         try:
             command = [sys.executable, "-m", "te_models", "pretrain", *runs[name]]
             command += ["--out", str(out)]
-            environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(device)}
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": device}
             with (folder / f"{name}.log").open("w") as log:
                 left = max(1.0, end + 60 * minutes - time.monotonic())
                 code = subprocess.run(
@@ -93,7 +97,7 @@ def run_all(
         finally:
             places.put(device)
 
-    with ThreadPoolExecutor(per_gpu * devices) as pool:
+    with ThreadPoolExecutor(per_gpu * len(devices)) as pool:
         list(pool.map(run, runs))
     found = {}
     for name in runs:
