@@ -164,6 +164,7 @@ class Session:
                 _note(f"forgot: {question}")
             else:
                 self.answer(question)
+        # Answers given under another system message would contradict the new one.
         elif command == "/system" and argument:
             talk.reset()
             talk.system = argument
@@ -176,6 +177,7 @@ class Session:
             )
             click.echo()
         elif command == "/save" and argument and talk.messages:
+            # Appended in the format of training data, so that conversations worth learning can be collected.
             with Path(argument).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": talk.messages}, ensure_ascii=False) + "\n")
             _note(f"{plural(len(talk.messages), 'message')} appended to {argument}")

@@ -122,6 +122,7 @@ def _shapes(title: str, configs: Mapping[str, ModelConfig]) -> Table:
     Beside the number of heads, in brackets, is the number of heads of keys and values.
     """
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    # One space less between columns, so that the widest row fits.
     table.collapse_padding = True
     table.add_column("name", no_wrap=True)
     for name in ("size", "vocab", "hidden", "layers", "heads", "MLP"):

@@ -109,6 +109,7 @@ class Command(click.Command):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is not None:
                 groups.setdefault(_group(parameter), []).append(record)
+        # In the order in which the command declares its groups, but for the long lists of fields.
         others = sorted(
             groups.keys() - {EVERYDAY},
             key=lambda title: (title in LAST_GROUPS, list(groups).index(title)),
@@ -156,6 +157,7 @@ def _memory_advice(ctx: click.Context) -> str:
     """Return the command that shows the memory of this run, and the options that lower it."""
     names = [parameter.name for parameter in ctx.command.params]
     group = ctx.find_root().command
+    # Only commands that train have a plan; others load a model and run it.
     if (
         "steps" not in names
         or "gradient_accumulation" not in names
@@ -166,6 +168,7 @@ def _memory_advice(ctx: click.Context) -> str:
     plans = {parameter.name for parameter in group.commands["plan"].params}
     for parameter in ctx.command.params:
         value = ctx.params.get(parameter.name or "")
+        # Options that `plan` lacks, such as --out, would be refused there.
         if parameter.name not in plans or value is None or not is_given(parameter.name):
             continue
         if isinstance(value, bool):

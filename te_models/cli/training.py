@@ -40,6 +40,7 @@ def training_options(command: str) -> Decorator:
     rate = _short(LEARNING_RATE[command])
     if command == "finetune":
         rate += f", with --lora {_short(LEARNING_RATE['lora'])}"
+    # `pretrain` refuses adapters with a reason of its own, so it has their options, but does not list them.
     other: dict[str, dict[str, object]] = {
         name: dict(hidden=command == "pretrain") for name in TABLES["lora"]
     }

@@ -72,10 +72,12 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
         s = self.sizes
         heads = self.heads.query
         q = _section("q", heads * s.qk_head_dim)
+        # With q_lora_rank queries are compressed too, and have a second projection.
         first = q if s.q_lora_rank is None else _section("q_a", s.q_lora_rank)
         into = [first, _section("kv_a", s.kv_lora_rank), _section("k_rope", s.qk_rope_head_dim)]
         if self.heads.gate == "headwise":
             into.append(Section("g", heads, heads, "gate"))
+        # Rows of padding at the end, so that this one projection runs under every recipe.
         padding = -sum(section.used for section in into) % FEATURE_ALIGNMENT
         into[-1] = into[-1]._replace(stored=into[-1].used + padding)
         out = (_section("o", self.hidden_size),)

@@ -26,6 +26,7 @@ from te_models.config.short_conv import ShortConvSpec
 def describe_layers(config: ModelFields) -> tuple[LayerSpec, ...]:
     """Return the layers of a model, from its first to its last."""
     count = config.num_hidden_layers
+    # Without kinds per layer all layers are alike, and the groups of fields say what they are.
     attention = "full_attention" if config.latent_attention is None else "latent_attention"
     mixers = config.layer_types or (attention,) * count
     mlps = config.mlp_layer_types or ("dense" if config.moe is None else "sparse",) * count
@@ -63,6 +64,7 @@ def _attention(
     config: ModelFields, layer: int, window: int | None, chunk: int | None = None
 ) -> AttentionSpec:
     """Return the attention of this layer."""
+    # Layers with a window may have a RoPE and heads of their own (Gemma).
     rope = config.rope if window is None else config.window_rope
     sizes = config if window is None or config.sliding_heads is None else config.sliding_heads
     return AttentionSpec(

@@ -129,6 +129,7 @@ class Mamba2Spec(MixerSpec):
         inner = sizes.inner_size
         group = sizes.group_size
         used = 2 * inner + 2 * group + sizes.num_heads
+        # In the order in which Mamba 2 stores them, so that a release's tensor is copied as it is.
         into = (
             Section("z", inner, inner),
             Section("x", inner, inner),

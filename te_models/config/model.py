@@ -246,6 +246,7 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
         if values[name] is not None and len(values[name]) != layers:
             yield f"{name} has {len(values[name])} entries for num_hidden_layers={layers}"
     own = ("linear_attention", "latent_attention", "mamba2", "kda")
+    # Kind of layer -> the field, or the group of fields, without which it has no sizes.
     needs = {kind: kind for kind in own} | {
         "sliding_attention": "sliding_window",
         "chunked_attention": "attention_chunk_size",
@@ -281,6 +282,7 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
         and config.hidden_act != "silu"
     ):
         yield f"moe.swiglu_limit clamps SwiGLU: leave out hidden_act={config.hidden_act!r}"
+    # Only where head_dim follows from the two.
     ragged = config.hidden_size % config.num_attention_heads and config.latent_attention is None
     if config.head_dim is None and ragged:
         yield (
@@ -300,6 +302,7 @@ def _mistakes(config: ModelConfig) -> Iterator[str]:
         yield from _latent_mistakes(config, config.latent_attention)
     if config.head_dim % 2:
         yield f"head_dim={config.head_dim} is odd: rotary embeddings rotate pairs of channels"
+    # Below: fields that have no effect without another one are refused, since they were meant to have one.
     yield from rotary_mistakes(config.head_dim, config.partial_rotary_factor)
     if config.shared_key_layers is not None:
         yield from _shared_key_mistakes(config, config.shared_key_layers)

@@ -137,6 +137,7 @@ class MoESpec(FeedforwardSpec):
         d = self.hidden_size
         logits = (Section("experts", e.num_experts, e.num_experts, "gate"),)
         found = [LinearSpec("router", d, logits, bias=e.bias, fp8=False)]
+        # Experts may work in a narrower space, which two more linears lead into and out of (Nemotron 3).
         width = e.latent_size or d
         own = e.num_experts // self.ranks
         found += self._projections("", width, e.moe_intermediate_size, own, e.bias)
@@ -236,6 +237,7 @@ def with_local_experts(layers: tuple[LayerSpec, ...], ranks: int) -> tuple[Layer
                     f"num_experts={number} cannot be divided between {ranks} ranks: give an expert-parallel size that "
                     f"divides {number}"
                 )
+            # Every rank describes its own experts only; the router still chooses among all of them.
             layer = dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, ranks=ranks))
         local.append(layer)
     return tuple(local)

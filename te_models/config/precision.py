@@ -58,6 +58,7 @@ def _by_edges(recipe: Recipe, layers: int, name: str) -> Precision:
     if name == HEAD:
         inside = recipe.lm_head == "fp8"
         return Precision(own if inside else None, f"lm_head = {recipe.lm_head!r}", not inside)
+    # A te.Linear outside the blocks other than the head, such as the projection of inputs per layer.
     depth = depth_of(name)
     if depth is None:
         return Precision(None, "under every recipe", True)

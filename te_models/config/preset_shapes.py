@@ -213,6 +213,7 @@ def gemma4(
 ) -> PresetFields:
     """Return a Gemma 4; `heads` counts queries, keys under a window, and keys without one."""
     query, windowed, full = heads
+    # Five layers with a window, and one that sees everything, with fewer heads of keys, twice as wide.
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     sliding = dict(num_attention_heads=query, num_key_value_heads=windowed, head_dim=256)
     return dict(
@@ -386,6 +387,7 @@ def granite4(
         max_position_embeddings=131072,
         mamba2=dict(num_heads=hidden // 32, head_dim=64, state_dim=128, num_groups=1),
         attention_gate="none",
+        # 1 / head_dim, and not its root, as in muP.
         attention_multiplier=1 / (hidden // heads),
         embedding_multiplier=12.0,
         residual_multiplier=0.22,
@@ -405,6 +407,7 @@ def nemotron(pattern: str, **fields: Any) -> PresetFields:
         num_hidden_layers=len(pattern),
         layer_types=tuple(mixers[letter] for letter in pattern),
         mlp_layer_types=tuple(mlps[letter] for letter in pattern),
+        # Positions follow from the order in which Mamba 2 reads the tokens.
         no_rope_layers=(0,) * len(pattern),
         vocab_size=131072,
         head_dim=128,

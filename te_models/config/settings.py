@@ -164,6 +164,7 @@ def settings_of(owner: type[Settings]) -> tuple[Setting, ...]:
     for one in dataclasses.fields(owner):
         if "about" in one.metadata:
             kinds, members = kinds_of(hints[one.name])
+            # A field may override what its dataclass says of all, such as the group in the help.
             shared = {
                 "name": owner.prefix + one.name,
                 "default": one.default,

@@ -213,6 +213,7 @@ class TrainConfig(Settings):
         found = []
         for change in filter(None, self.recipe_schedule.split(",")):
             name, _, at = change.strip().partition("@")
+            # No number: 0 is refused below, with the message about the form.
             place = 0.0
             with contextlib.suppress(ValueError):
                 place = float(at)
@@ -223,6 +224,7 @@ class TrainConfig(Settings):
                 )
             check_known(f"recipe of recipe_schedule={self.recipe_schedule!r}", name, list_recipes())
             found.append((self._count(place), name))
+        # Shares are rounded to steps, so two changes may meet at one step.
         if [done for done, _ in found] != sorted({done for done, _ in found}):
             steps = " and ".join(f"{done:,}" for done, _ in found)
             raise ConfigError(

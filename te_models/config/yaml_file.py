@@ -53,6 +53,7 @@ def _loader(yaml: Any) -> type:
         yaml_implicit_resolvers: dict[str, list[Any]] = {}
 
         def compose_node(self, parent: Any, index: Any) -> Any:
+            # Before the node is built: an alias may name a tree that grows with each use.
             event = self.peek_event()
             line = event.start_mark.line + 1
             if isinstance(event, yaml.events.AliasEvent):
@@ -65,6 +66,7 @@ def _loader(yaml: Any) -> type:
         values = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
+            # PyYAML itself would keep the last of two equal names.
             name = loader.construct_object(key, deep=True)
             if not isinstance(name, str):
                 raise yaml.YAMLError(f"the name {name!r} in line {line} is no text: quote it")
@@ -81,6 +83,7 @@ def _loader(yaml: Any) -> type:
         text = loader.construct_scalar(node).lower()
         return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
+    # YAML 1.1, which PyYAML reads, takes "no" and "on" for booleans, and 1e-5 for a text.
     for kind, (words, firsts) in _PLAIN.items():
         whole = re.compile(rf"(?:{words.pattern})$")
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", whole, firsts)

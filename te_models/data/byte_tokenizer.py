@@ -62,6 +62,7 @@ class ByteTokenizer(Tokenizer):
             special = {f"<{role}>": 256 + i for i, role in enumerate(ROLES)}
         ids: list[int] = []
         places: list[tuple[int, int]] = []
+        # The position in the text, in characters: one character may be several ids.
         at = 0
         for part in re.split("(" + "|".join(special) + ")", text) if special else [text]:
             if part in special:
@@ -69,6 +70,7 @@ class ByteTokenizer(Tokenizer):
                 places.append((at, at + len(part)))
             else:
                 ids += part.encode()
+                # Each byte of a character has the place of the whole character, as in the tokenizers library.
                 places += [
                     (at + i, at + i + 1) for i, letter in enumerate(part) for _ in letter.encode()
                 ]

@@ -319,7 +319,9 @@ def _check_thoughts(
                 thoughts[name] = text.strip()
         if not thoughts:
             continue
+        # A field that the template's source never names cannot reach the text.
         known = any(re.search(rf"\b{name}\b", template.source) for name in thoughts)
+        # The last turn is the answer to learn, so its reasoning must be in the text.
         last = number == len(messages)
         written = any(text in rendered.text for text in thoughts.values())
         if not known or (last and not written):

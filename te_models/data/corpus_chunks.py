@@ -74,6 +74,7 @@ def find_chunks(corpus: str | Sequence[Source], chunk_bytes: int = CHUNK_BYTES) 
     totals = []
     weights = []
     for source in sources:
+        # Ranges of bytes of all files in a row; consecutive ones are grouped below, so that small files share a chunk.
         sizes: list[int] = []
         for file in source.files:
             with readable_errors(file):
@@ -83,8 +84,10 @@ def find_chunks(corpus: str | Sequence[Source], chunk_bytes: int = CHUNK_BYTES) 
             files.append(file)
         check_text(source.path, sizes)
         grouped = _grouped(sizes, chunk_bytes)
+        # The sum of each group: a group begins at its bound and ends at the next.
         totals += np.add.reduceat(np.array(sizes), grouped[:-1]).tolist()
         weights += [source.weight] * (len(grouped) - 1)
+        # The bounds of a source count its own ranges; in the corpus they follow the ones before.
         bounds += [bounds[-1] + bound for bound in grouped[1:]]
     return Chunks(
         sources,
@@ -148,6 +151,7 @@ class ChunkReader:
             counted = np.ones(encoded.num_tokens, dtype=np.bool_)
         else:
             counted = encoded.counted
+        # A window may begin anywhere in a stream, so the beginnings of documents are marked per token.
         firsts = np.zeros(encoded.num_tokens, dtype=np.bool_)
         firsts[encoded.starts] = True
         return np.stack([encoded.tokens, flags_of(counted, firsts)])

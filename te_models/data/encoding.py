@@ -101,6 +101,7 @@ class Fit(NamedTuple):
             cutting = (
                 "even without what comes before the first answer, " if truncate == "prompt" else ""
             )
+            # Advice is given only where it would help: the model may allow no longer windows.
             remedies = ["raise --seq-len"] if limit is None or seq_len < limit else []
             remedies += [] if truncate == "prompt" else ["cut prompts with --truncate prompt"]
             advice = ", or ".join(remedies) or "the model takes no longer ones"
@@ -301,9 +302,11 @@ def _encode_conversations(
         whole = []
         for rendered in batch:
             if isinstance(rendered, DataError):
+                # An empty text keeps the place of the record, so that ids and records stay in step.
                 bad.meet(rendered)
                 rendered = Rendered("", [])
             whole.append(rendered)
+        # Many at once: the tokenizers library encodes a batch on several threads.
         encoded = tokenizer.encode_rendered([rendered.text for rendered in whole])
         for rendered, (ids, places) in zip(whole, encoded, strict=True):
             yield ids, _answer_tokens(rendered, places)

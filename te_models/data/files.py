@@ -68,16 +68,19 @@ def find_files(path: str) -> tuple[AbstractFileSystem | None, list[str]]:
     with readable_errors(path):
         system, root = fsspec.core.url_to_fs(path)
         if not isinstance(system, LocalFileSystem):
+            # The library returns paths without the protocol, which opening them later needs.
             files = _find(system, root)
             if "://" in path:
                 files = [system.unstrip_protocol(file) for file in files]
         elif os.path.isdir(root):
             files = sorted(walk(root, skip={"__pycache__"}))
         else:
+            # A name with brackets or stars may be a file's own name, which comes before the pattern.
             files = [root] if os.path.lexists(root) else _matching(system, root)
         check_text(path, files or not os.path.isdir(root))
         if not files:
             raise DataUnavailable(f"{path}: no such file or folder; {HELP}")
+        # A README beside Parquet files describes the data. In a folder of texts it is one of them.
         data_files = []
         for file in files:
             if PurePosixPath(file).name.split(".")[0].lower() not in _ABOUT_DATA:
@@ -85,6 +88,7 @@ def find_files(path: str) -> tuple[AbstractFileSystem | None, list[str]]:
         if any(file_format(file) != "text" for file in data_files):
             files = data_files
         for file in files:
+            # Reading from a pipe or a device may wait forever.
             if isinstance(system, LocalFileSystem) and not stat.S_ISREG(os.stat(file).st_mode):
                 raise DataError(f"{file}: not a regular file; {HELP}")
     return system, files

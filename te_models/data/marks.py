@@ -49,6 +49,7 @@ def turn_counts(turn: Mapping[str, object], role: str, place: str) -> bool | Non
                 f"{place} has {name!r}, marks of parts of an answer: an answer counts as a whole or not at all, so "
                 "leave it out and mark the turn"
             )
+    # All marks are read before any decides, since two of them may disagree.
     counts: dict[str, bool] = {}
     for name in MARKS:
         value = turn.get(name)
@@ -60,6 +61,7 @@ def turn_counts(turn: Mapping[str, object], role: str, place: str) -> bool | Non
             else:
                 problem = f"{str(value)[:60]!r} as {name!r}: give true or false"
             raise DataError(f"{place} has {problem}")
+        # Marks of one kind say "learn this", of the other "leave this out".
         counts[name] = bool(value) != (name in MASKED)
     if role != "assistant":
         for name in LEARNED:

@@ -134,8 +134,10 @@ def use_template(tokenizer: Tokenizer, chosen: str) -> list[str]:
         return []
     source = NAMED_TEMPLATES[chosen]
     if chosen == "chatml" and tokenizer.begins_with_bos():
+        # The template of ChatML itself has no bos token, which a tokenizer that adds one to texts was trained with.
         source = "{{- bos_token }}\n" + source
     tokenizer.set_chat_template(source)
+    # Words of the template that are no tokens are legal, and seldom meant: the model has to learn their pieces.
     apart = [token for token in TEMPLATE_TOKENS[chosen] if len(_ids(tokenizer, token)) != 1]
     if not apart:
         return []

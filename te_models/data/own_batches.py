@@ -74,6 +74,7 @@ class OwnBatches:
         with self._own_random():
             batch_or_none = next(self._iterator, None)
         if batch_or_none is None:
+            # A generator cannot begin again, and an iterable that gave nothing would be asked forever.
             if self.once or not self._position:
                 ended = f"ended after {plural(self._position, 'batch', 'batches')}: lower steps, or give a list or"
                 again = f"{ended} another object that can be iterated over again"
@@ -86,6 +87,7 @@ class OwnBatches:
             return next(self)
         self._position += 1
         batch = checked_batch(batch_or_none, f"batch {self._position}")
+        # Labels are shifted inside the model: the first of a row predicts nothing.
         if bool((batch["labels"][:, 1:] == IGNORED).all()):
             warnings.warn(
                 f"a batch of your own has no label that counts: all are {IGNORED}", stacklevel=4
@@ -121,11 +123,13 @@ class OwnBatches:
         self._epoch = state["epoch"]
         self._position = 0
         self._begin()
+        # Batches of a user have no index to seek by, so the ones before are drawn again and dropped.
         while self._position < state["batches"] and self._epoch == state["epoch"]:
             next(self)
         same = self._epoch == state["epoch"] and (
             not self._position or self._digest == state["last_batch"]
         )
+        # The state has the digest of the first process's batch only; all processes raise together.
         if not all(self.ranks.gather(same or not self.ranks.first)):
             raise UsageError(
                 "the data gives other batches than in the saved run: draw its random numbers from PyTorch or from a "
@@ -188,6 +192,7 @@ def checked_batch(batch: object, place: str) -> dict[str, Tensor]:
             raise DataError(
                 f"{place}: {name} is no tensor of the shape of input_ids: give an int64 tensor [B, S]"
             )
+        # After the comparison of shapes, so that this message is about all tensors of the batch.
         if tensor.dim() != 2:
             raise DataError(
                 f"{place}: {name} has shape {list(tensor.shape)}: give an int64 tensor [B, S], a row per sequence"

@@ -136,6 +136,7 @@ def first_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Row, str]]:
 
 def _read_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Row, str]]:
     """Yield the rows of a range, or why they cannot be read, each with the place that names it."""
+    # A range of a Parquet file is one of its row groups; the other kinds have negative numbers.
     if part.group >= 0:
         yield from _parquet_rows(part, columns)
     elif part.group == HUB_ROWS:
@@ -157,6 +158,7 @@ def _read_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Row, str]]:
                         text = decode(line, place, at).strip()
                         row = _object(_json(text, place, holds), place, holds) if text else None
                     except DataError as error:
+                        # Given to the caller and not raised, so that reading goes on behind a bad line.
                         row = error
                     if row is not None:
                         yield row, place

@@ -82,6 +82,7 @@ def open_sources(
     for path_and_weight in paths:
         path = path_and_weight
         weight = None
+        # A file may have a colon in its name: only a path that is none may end in a weight.
         if not os.path.lexists(path):
             path, weight = split_weight(path_and_weight)
         if weight is not None and not 0 < weight <= MAX_WEIGHT:
@@ -90,6 +91,7 @@ def open_sources(
             )
         system, files = find_files(path)
         kind, row, first = _first_row(system, files, path, columns, skip_bad)
+        # Sources of different formats may share --columns, so it is enough that one has such a column.
         renamed = renamed or not columns.keys().isdisjoint((*row, *_turn_fields(row)))
         talks = first is not None and first.conversation is not None
         source = Source(path, weight or 1.0, tuple(files), system, kind, talks, first=first)
@@ -223,6 +225,7 @@ def read_records(
         made = record if formatting is None else formatting(record)
         try:
             row = _formatted(made, place, formatting is not None)
+            # Names of columns are compared with the first record alone, since rows may leave fields out.
             if first is None:
                 mistake = misspelled(columns, row, place)
                 if mistake is not None:

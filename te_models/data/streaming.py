@@ -177,6 +177,7 @@ class StreamingDataset:
         bad = BadRecords(self.reader.bad.skip)
         reader = replace(self.reader, bad=bad)
         for chunk in self.order(0).tolist():
+            # The order of an epoch may name a chunk several times, by the weight of its source.
             documents = reader.documents(self.chunks[chunk % len(self.chunks)])
             if not documents:
                 continue
@@ -187,9 +188,11 @@ class StreamingDataset:
                 padding = reader.windows(fitted).padding()
                 lines = [*ignored_lines(documents), *bad.describe()]
                 return len(documents), fit, padding, lines
+            # Nothing of this chunk fits: what was wrong is added up for the message at the end.
             number = number + len(documents)
             total = total + fit
         if not total.unanswered and not total.too_long:
+            # No record was too long or without an answer, so all of them were unreadable, if there were any.
             bad.refuse_all(self.chunks.source)
         total.refuse(number, self.seq_len, self.reader.truncate, source=f"{self.chunks.source}: ")
 

@@ -217,11 +217,13 @@ class Tokenizer(ABC):
                     f"{self.folder} has no chat template, so it is no chat model: give --chat-template, a FILE or "
                     "chatml, or ask for completions (te-models generate without --chat, /v1/completions of a server)"
                 )
+            # Of several named templates only these two are for conversations as such.
             used = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
             if not used:
                 self._refuse_names(sources)
             tokens = self._template_tokens()
             self._templates = {name: ChatTemplate(text, tokens) for name, text in used.items()}
+        # The special template for tools is used where there are tools; without one, the default may write them too.
         if tools and TOOL_USE in self._templates:
             return self._templates[TOOL_USE]
         if DEFAULT not in self._templates:

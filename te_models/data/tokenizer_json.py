@@ -114,12 +114,14 @@ class HuggingFaceTokenizer(Tokenizer):
             vocabulary = self._backend.get_vocab()
             added = {token: vocabulary[token] for token in tokens}
             self._document = json.loads(self._backend.to_str())
+        # The library gives out the ids after the last one that it counts, which holes in the numbering make too low.
         for token, number in added.items():
             if token not in known and number < before:
                 raise DataError(
                     f"{self._file}: the vocabulary has holes, so {token!r} would get the id {number} of another token"
                 )
         self.vocab_size = max(before, *(number + 1 for number in added.values()))
+        # tokenizer_config.json may list added tokens a second time, and transformers reads them there.
         if isinstance(listed := self._config.get("added_tokens_decoder"), dict):
             form = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
             entries = {
@@ -170,11 +172,13 @@ def _special_id(
     for document in documents:
         token = document.get(f"{role}_token")
         number = document.get(f"{role}_token_id")
+        # Older files write a token as an object, AddedToken, with its text as content.
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str):
             number = token_to_id(token)
         elif isinstance(number, list):
+            # Llama 3 has a list of ids that end an answer; its first is the end of a text.
             number = number[0] if number else None
         if not isinstance(token, str | None) or not (number is None or type(number) is int):
             wrong, advice = (

@@ -411,6 +411,7 @@ class _Opening:
         try:
             held = TokenDataset(encoded, self.tokenizer, self.config.seq_len, **options)
         except DataError as error:
+            # The same message would be taken for one about the training data.
             raise DataError(f"evaluation data: {error}") from None
         origin = "held out"
         if self.settings.eval_data:

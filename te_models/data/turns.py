@@ -45,6 +45,7 @@ def alpaca_messages(row: Mapping[str, object], place: str) -> list[dict[str, obj
     messages: list[dict[str, object]] = []
     if extra.get("system"):
         messages.append({"role": "system", "content": extra["system"]})
+    # CSV and Parquet have lists as JSON in a string.
     history = parsed(row.get("history")) or []
     for turn in history if isinstance(history, list) else [None]:
         if not (
@@ -59,6 +60,7 @@ def alpaca_messages(row: Mapping[str, object], place: str) -> list[dict[str, obj
             {"role": "user", "content": turn[0]},
             {"role": "assistant", "content": turn[1]},
         ]
+    # Alpaca's own prompt has the input below the instruction, and no line for an empty one.
     asked = "\n".join(
         part for part in (texts["instruction"], extra.get("input", "")) if part.strip()
     )
@@ -155,6 +157,7 @@ def _joined(content: object, place: str) -> str:
     texts = []
     for part in parts:
         if isinstance(part, dict) and part.get("type", "text") == "text":
+            # A plain string, None, or something that is refused below.
             text = part.get("text")
         else:
             text = part

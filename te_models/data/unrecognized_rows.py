@@ -28,6 +28,7 @@ def unrecognized(row: Mapping[str, object], place: str) -> str:
     """Return one line that says which columns a row has and which formats there are."""
     if {"chosen", "rejected"} <= row.keys():
         return f"{place}: a preference (chosen, rejected): {_preference_advice(row)}"
+    # From the most certain guess to the least: the first that applies is the advice.
     for name, value in row.items():
         alone = len(row) == 1 or name in _AROUND
         if alone and isinstance(value, list) and value and isinstance(value[0], dict):
@@ -43,6 +44,7 @@ def unrecognized(row: Mapping[str, object], place: str) -> str:
         ):
             renamed = f"rename {name[:60]!r} to {near[0]!r}, in all records with --columns {near[0]}={name[:60]}"
             return f"{place}: has {shown}: {renamed}"
+    # No field resembles one of a format: name the two that sound most like a question and its answer.
     names = [name for name in row if name.isidentifier()]
     asked = next((name for name in names if name.lower() in _ASKED), next(iter(names), "question"))
     answered = next((name for name in names if name.lower() in _ANSWERED), "answer")

@@ -21,9 +21,10 @@ from torch import Tensor
 from te_models.config.model import ModelConfig
 from te_models.errors import CheckpointError
 from te_models.files.atomic import reraising
-from te_models.files.formats import Document, Fields, as_object, list_some, parse_index, read_json
+from te_models.files.formats import Document, Fields, as_object, list_some, read_json
 from te_models.files.tensors import SafetensorsFile, check_finite
 from te_models.interop.hf_families import Family, family_of
+from te_models.interop.hf_files import INDEX, WEIGHTS, weight_files
 from te_models.interop.origin import DTYPES, MODEL_TYPE, Opened, Origin, check_sizes, saved_dtype
 from te_models.interop.quantized import (
     CONFIG_KEYS,
@@ -51,8 +52,6 @@ log = logging.getLogger(__name__)
 # Endings of names that hold no values of a model.
 SCALES = ("scale", "scale_inv", "scales", "blocks")
 MANY_ROWS = 4096  # of an embedding, compared at a time
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
 def hugging_face_documents(folder: Path) -> Fields | None:
@@ -92,6 +91,7 @@ def describe(
         CheckpointError: they are damaged, or describe a model that te-models does not compute; the message says why.
     """
     file = folder / "config.json"
+    # What quantized weights are stored in is read apart; a family knows nothing of it.
     document = {key: value for key, value in documents["config"].items() if key not in CONFIG_KEYS}
     damage = (AttributeError, LookupError, ArithmeticError, TypeError, ValueError)
     with reraising(file, *damage):
@@ -101,6 +101,7 @@ def describe(
         family = family.stored_as(tensors)
         layers = f"{family.root}{family.blocks}."
         check_sizes(file, text, tensors, layers, f"{family.root}{family.embedding}")
+        # transformers has saved stacks of experts in either order, which only the shapes tell.
         if family.stacked == INPUTS_FIRST and not family.inputs_first:
             order = stack_order(tensors, text["hidden_size"])
             family = dataclasses.replace(family, stacked=order)
@@ -214,6 +215,7 @@ class HuggingFaceFolder(Opened):
         for name, tensor in sorted(text.items()):
             place = self.places.get(name)
             if place is None:
+                # Some releases store the tied head a second time, and older ones the frequencies of RoPE.
                 tied = self.config.tie_word_embeddings and name == f"{self.family.head}.weight"
                 if not tied and not name.endswith("rotary_emb.inv_freq"):
                     unexpected.append(name)
@@ -324,6 +326,7 @@ class HuggingFaceFolder(Opened):
                 name = self.stored.data.get(data, data)
                 stack = self.family.as_stack(data)
                 if name in wanted and name in self.stored.scales and storage is not None:
+                    # NVFP4 has one scale per block and a factor of the whole tensor.
                     scales, *factors = map(self.read, self.stored.scale_names[name])
                     grid = storage.grid((self.places[name].shape[0], self.places[name].shape[1]))
                     factor = factors[0].float().reshape(()) if factors else None
@@ -336,6 +339,7 @@ class HuggingFaceFolder(Opened):
                 elif self.mxfp4 and stack.endswith("_blocks") and first_expert(stack) in wanted:
                     blocks = file.read(data)
                     exponents = self.read(data.removesuffix("_blocks") + "_scales")
+                    # A stack of all experts: [experts, rows, blocks, bytes], of which each is a weight.
                     for expert, name in enumerate(weights_in(stack, len(blocks))):
                         yield name, RawWeight(blocks[expert].flatten(1), exponents[expert])
 
@@ -357,6 +361,7 @@ class HuggingFaceFolder(Opened):
                 "them as they are",
                 self.path,
             )
+        # A fused parameter is filled by several tensors; it is complete when the last was read.
         left = Counter(place.name for place in read.values())
         begun: dict[str, Tensor] = {}
         for file, name, values in self._values(read):
@@ -364,6 +369,7 @@ class HuggingFaceFolder(Opened):
             place = self.places[name]
             whole = values
             shape = self.shapes[place.name]
+            # A tensor that is the whole parameter needs no copy.
             if len(place.blocks) > 1 or place.groups > 1 or values.shape != shape:
                 whole = begun.setdefault(
                     place.name, torch.zeros(shape, dtype=like.dtype, device=like.device)
@@ -443,6 +449,7 @@ def open_hugging_face(
         files = tuple(stack.enter_context(SafetensorsFile(path)) for path in weight_files(folder))
         found: dict[str, Tensor] = {}
         for file in files:
+            # Files of one folder are read as one: a second tensor of a name would win without a word.
             if twice := found.keys() & file.tensors.keys():
                 raise CheckpointError(
                     f"{folder}: tensor {min(twice)} is both in {file.path.name} and before it"
@@ -453,12 +460,14 @@ def open_hugging_face(
         if told.family.stacked:
             stacks = {told.family.as_stack(name): tensor for name, tensor in found.items()}
             found = _alone(folder, stacks, told.family.stacked)
+        # MXFP4 is read per expert from the stacks, without scales by name.
         mxfp4 = scheme is MXFP4
         stored = open_weights(folder, None if mxfp4 else scheme, found, files, read_scales)
         opened = HuggingFaceFolder(
             path=folder, **vars(told), files=files, stored=stored, mxfp4=mxfp4
         )
         if opened.has_own_head():
+            # transformers keeps a head with other values, whatever config.json says of ties.
             untied = dataclasses.replace(told.config, tie_word_embeddings=False)
             origin = dataclasses.replace(told.origin, shape=untied)
             opened = dataclasses.replace(opened, config=untied, origin=origin, untied=True)
@@ -478,23 +487,3 @@ def _alone(folder: Path, found: Mapping[str, Tensor], order: str) -> dict[str, T
         for name, tensor in found.items()
         for own, part in experts_of(name, tensor, scales, order)
     }
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder, all of which are present."""
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if (folder / INDEX).is_file():
-        names = sorted(set(parse_index(read_json(folder / INDEX), folder / INDEX).values()))
-        absent = [name for name in names if not (folder / name).is_file()]
-        if not absent:
-            return [folder / name for name in names]
-        problem = f"lacks {list_some(absent)} of its {len(names)} shards: download it again"
-    elif pickles := sorted(path.name for path in folder.glob("*.bin")):
-        problem = (
-            f"holds its weights as a pickle ({list_some(pickles)}), which can run code and is not read: load it with "
-            "transformers and save it again with save_pretrained(..., safe_serialization=True)"
-        )
-    else:
-        problem = f"holds no weights: neither {WEIGHTS} nor {INDEX} is there"
-    raise CheckpointError(f"{folder} {problem}")

@@ -437,6 +437,7 @@ def without_others(names: Iterable[str]) -> str:
 def family_of(config: Values) -> Family:
     """Return the family that a config.json belongs to; raise UsageError for an unsupported architecture."""
     kind = config.get("model_type")
+    # Some releases have the model_type of another family, and a key of their own that marks them.
     marked = []
     for f in FAMILIES:
         if f.marks and kind in ("qwen2", "qwen3") and any(mark in config for mark in f.marks):
@@ -450,8 +451,8 @@ def family_of(config: Values) -> Family:
             and f.suits(config)
         ):
             plain.append(f)
-    for family in (*marked, *plain):
-        return family
+    if marked or plain:
+        return [*marked, *plain][0]
     types = {f.model_type for f in FAMILIES}
     raise unknown("architecture (model_type)", kind, types, advice=obstacle(config, types))
 

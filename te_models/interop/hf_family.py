@@ -171,6 +171,7 @@ class Family:
         A model that was saved without its head lacks "model." in its names, and a text model that was loaded from a
         multimodal folder is saved under the names of that one.
         """
+        # The family's own prefix first, so that it wins where several fit.
         roots = dict.fromkeys((self.root, *ROOTS))
         stored = []
         for root in roots:

@@ -50,6 +50,7 @@ def _write_gemma4_heads(config: ModelConfig) -> Fields:
         for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
         if getattr(config, name) != getattr(window, name)
     }
+    # Only full attention differs: the fields beside describe the layers with a window.
     layers = {}
     for depth, kind in enumerate(write_kinds(config)):
         if kind == "full_attention" and changes:

@@ -30,6 +30,7 @@ def modern_step(theirs: Values) -> Fields:
         )
     if found.get("mlp_layer_types") is None:
         named = theirs.get("moe_layers_enum")
+        # The default of the first files' own code.
         numbers = range(3, count)
         if named is not None:
             listed = named.split(",") if isinstance(named, str) else named
@@ -80,6 +81,7 @@ def _read_step_layers(theirs: Values) -> Fields:
     sizes = {name: theirs[name] for name in names}
     heads = modern.get("num_sliding_attention_heads") or sizes["num_attention_heads"]
     for layer, changes in (theirs.get("per_layer_config") or {}).items():
+        # transformers writes heads under windows as changes to single layers.
         if modern["layer_types"][int(layer)] != "sliding_attention" or changes != {
             "num_attention_heads": heads
         }:

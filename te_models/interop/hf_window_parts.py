@@ -263,6 +263,7 @@ def _read_llama4_layers(theirs: Values) -> Fields:
     chunk = theirs.get("attention_chunk_size")
     types = theirs.get("layer_types")
     if not types:
+        # As in Llama 4: layers with RoPE see a chunk, and the others, without positions, see everything.
         types = [
             "chunked_attention" if flag and chunk is not None else "full_attention" for flag in rope
         ]

@@ -13,8 +13,9 @@ from te_models.errors import UsageError
 from te_models.files.atomic import replacing_folder, write_file
 from te_models.files.formats import Document, Fields, list_some, render_index, render_json
 from te_models.files.tensors import split_by_size, write_safetensors
-from te_models.interop.hf import INDEX, WEIGHTS, hugging_face_documents, open_hugging_face
+from te_models.interop.hf import hugging_face_documents, open_hugging_face
 from te_models.interop.hf_families import Family, family_for, family_of
+from te_models.interop.hf_files import INDEX, WEIGHTS
 from te_models.interop.model_card import CARD, model_card, user_card
 from te_models.interop.origin import Origin
 from te_models.interop.quantized import MODELOPT_FILE
@@ -94,6 +95,7 @@ def write_hugging_face(
         UsageError: no architecture there computes what this model does, or `folder` holds other files.
         SaveError: writing failed; the previous content of `folder` is intact.
     """
+    # A link to the folder stays a link: the folder behind it is replaced.
     folder = Path(os.path.realpath(folder))
     _refuse_strangers(folder)
     family, aside, stored = _family_and_others(model, origin, folder, quantize is None)
@@ -103,6 +105,7 @@ def write_hugging_face(
         tensors = {name: place.save(parameters[place.name]) for name, place in places.items()}
     else:
         tensors, config = quantize(places, parameters, config)
+    # Stacked after quantization, which works on single experts.
     if family.stacked:
         stacks = stacked(tensors, stored.stacked)
         tensors = {family.as_stored(name): tensor for name, tensor in stacks.items()}
@@ -118,6 +121,7 @@ def write_hugging_face(
         files[INDEX] = render_index(weight_map, sum(tensor.nbytes for tensor in tensors.values()))
     if family.code:
         files |= {path.name: path.read_bytes() for path in sorted(CODE.glob("*.py"))}
+    # A card that somebody wrote is kept.
     card = user_card(folder) or model_card(model, origin, config, name or folder.name, family.code)
     if card is not None:
         files[CARD] = card
@@ -166,6 +170,7 @@ def _family_and_others(
     stored = preferred
     if whole:
         found, stored = _tensors_beside(origin, preferred)
+    # A text model without the rest of its release is written as the family of texts, which transformers loads alone.
     alone = bool(preferred.aside) and not found
     others = preferred.prefixes_aside(origin.config)
     if whole and (alone or (found is None and others)):

@@ -161,6 +161,7 @@ def split_options(options: Document) -> tuple[Fields, Fields]:
     for name, value in list(rest.items()):
         if name in REFUSED and value not in (None, False, ""):
             raise UsageError(f"{name}={repr(value)[:60]} is not supported: {REFUSED[name]}")
+        # Its default asks for nothing, and TRL and others give all keywords.
         if name in REFUSED:
             del rest[name]
         elif name not in known:
@@ -177,6 +178,7 @@ def split_options(options: Document) -> tuple[Fields, Fields]:
         raise UsageError("give either device= or device_map=" if both else wrong)
     if place is not None:
         rest["device"] = _device(place)
+    # The name of `dtype` before transformers 4.56.
     other = rest.pop("torch_dtype", None)
     if (dtype := _dtype(rest.pop("dtype", other))) is not None:
         rest["dtype"] = dtype
@@ -196,6 +198,7 @@ def _dtype(value: object) -> torch.dtype | None:
 def _device(device_map: Any) -> torch.device | str | None:
     """Return the one device of a device_map; None, the default one, for "auto"."""
     if isinstance(device_map, Mapping):
+        # A map that names one device for all modules is that device.
         places = [*{str(place) for place in device_map.values()}]
     else:
         places = [device_map]

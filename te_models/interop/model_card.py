@@ -223,6 +223,7 @@ def _rows(model: Decoder, config: Document) -> Fields:
 def _run_rows(facts: Document) -> dict[str, str]:
     """Return the card's rows about the run that trained the model."""
     rows = {}
+    # A pretrained model has a base too, by the name of its shape.
     if facts.get("base") and facts.get("command") != "pretrain":
         rows["base model"] = f"{facts.get('base_model') or facts['base']}"
     if lora := facts.get("lora"):
@@ -245,6 +246,7 @@ def _run_rows(facts: Document) -> dict[str, str]:
         if isinstance(facts.get(name), float):
             rows[label] = f"{facts[name]:.4f} nats per token"
     if facts.get("best_step") and facts["best_step"] != facts.get("step"):
+        # The card is of the folder's weights, the last ones, and readers would take the lowest loss for theirs.
         rows["lowest eval loss"] += f", at step {facts['best_step']}: these are not its weights"
     before = facts.get("before")
     if before:

@@ -53,6 +53,7 @@ class Origin:
         for name in ("eos_token_id", "pad_token_id"):
             given = generation.get(name)
             if isinstance(given, list) and name == "eos_token_id":
+                # Several tokens may end an answer; padding is one.
                 ids = given
             elif given is None:
                 ids = []

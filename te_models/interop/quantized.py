@@ -101,9 +101,11 @@ def read_storage(folder: Path, config: Document) -> WeightStorage | None:
     Raises:
         CheckpointError: the weights are quantized in another way; one line that names it.
     """
+    # Both names are in use, and mean the same.
     values = next((config[key] for key in CONFIG_KEYS if config.get(key)), None)
     source = folder / "config.json"
     if values is None:
+        # ModelOpt's first exports describe the weights in a file of their own, without the method.
         source = folder / MODELOPT_FILE
         if not source.is_file():
             return None
@@ -123,6 +125,7 @@ def read_storage(folder: Path, config: Document) -> WeightStorage | None:
     try:
         if read is not None and isinstance(values, dict):
             return read(values)
+    # The readers take what they need without looking first: the document is anybody's.
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"it lacks or misuses {error}"
         problem = f"quantization_config of {method!r} is not supported: {reason}"
@@ -159,6 +162,7 @@ def _block_size(value: Value) -> tuple[int, int]:
 
 
 def _fp8_storage(values: Document) -> WeightStorage:
+    # A key that nobody here knows could change the meaning of the data: it is refused.
     known = (
         "quant_method",
         "activation_scheme",
@@ -214,6 +218,7 @@ def _compressed_group(group: Document, format: object) -> WeightStorage:
     else:
         activations = "static"
     if format in ("nvfp4-pack-quantized", "mxfp8-quantized"):
+        # The two formats with blocks along the inputs, which fix bits and block.
         bits, size, storage = (4, 16, NVFP4) if format.startswith("nv") else (8, 32, MXFP8)
         _require(weights, "num_bits", bits)
         _require(weights, "group_size", size)
@@ -249,7 +254,7 @@ def _modelopt_storage(values: Document) -> WeightStorage:
         "group_size",
         "quantized_layers",
     )
-    _refuse_unknown({k: v for k, v in values.items() if k != "quantized_layers"}, known)
+    _refuse_unknown(values, known)
     algorithm = str(values["quant_algo"]).upper()
     algorithms = {
         "FP8": TENSOR,
@@ -369,6 +374,7 @@ class _Weights:
         scale = self.found[names[0]]
         shape = self.shape(module)
         grid = self.storage.grid(shape)
+        # Writers add dimensions of one to scales, [rows, 1] or [1]; the sizes themselves must fit.
         squeezed = [size for size in scale.shape if size != 1]
         fits = squeezed == [size for size in grid if size != 1] and scale.dim() <= 4
         wanted = f"and a weight {list(shape)} has scales {list(grid)}"
@@ -409,6 +415,7 @@ class _Weights:
             if self.storage.packed:
                 name = f"{module}.{self.storage.factor}"
                 factor = self._numbers(name, read, positive=True).reshape(())
+                # Some writers store the factor as its inverse.
                 scales = scales / factor if self.storage.divide else scales * factor
                 scales = self._finite(name, scales)
                 stored.scale_names[weight] += (name,)

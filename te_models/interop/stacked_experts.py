@@ -124,6 +124,7 @@ def stacked(tensors: Mapping[str, Tensor], order: str = INPUTS_FIRST) -> dict[st
         else:
             prefix, _, projection, kind = found.groups()
             stack = f"{prefix}{projection}" if kind == "weight" else f"{prefix}{projection}_bias"
+            # INPUTS_FIRST stacks [inputs, outputs], as in a product x @ weight; te-models has [outputs, inputs].
             turned = kind == "weight" and order == INPUTS_FIRST
             members.setdefault(stack, []).append(tensor.mT if turned else tensor)
     return {

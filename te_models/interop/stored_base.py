@@ -188,6 +188,7 @@ def stored_weights(
             begun[module] = _Rows(linears[module], storages[0], len(modules[module]), device, dtype)
         rows = begun[module]
         rows.add(source.places[name], content)
+        # One te.Linear joins several tensors, which may lie in different files.
         if rows.missing:
             continue
         del begun[module]
@@ -199,5 +200,6 @@ def stored_weights(
             yield f"{module}.weight", StoredWeight(stored, dtype)
             continue
         for expert, weight in enumerate(linear.weights):
+            # All experts of a layer were read as one matrix; each parameter is a slice of it.
             part = stored.part(expert * linear.outputs, (expert + 1) * linear.outputs)
             yield f"{module}.{weight}", StoredWeight(part, dtype)

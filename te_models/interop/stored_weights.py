@@ -115,10 +115,12 @@ def _fused_scales(
     rows, columns = shape
     grid = -(-columns // block[1]) if block[1] else None
     by_row = None
+    # Rows of padding have no scale: they are left out where blocks of rows are compared.
     used = torch.zeros(rows, 1)
     for part in parts:
         own = (places[part].shape[0], places[part].shape[1])
         values = spread(stored.scales[part], stored.storage.steps(own), own, block[1])
+        # A parameter with one scale cannot have parts with several.
         if not block[1] and not bool((values == values[:1, :1]).all()):
             return None
         if not grid:
@@ -144,11 +146,13 @@ def _write(model: nn.Module, name: str, data: Tensor, scales: Tensor, parameter:
             model, {f"{name}.data": data, f"{name}.scale_inv": scales.reshape(1)}
         )
         return
+    # Transformer Engine keeps weights in blocks a second time, transposed, for the gradient of the input.
     made = {"rowwise_data": data, "columnwise_data": data.t().contiguous()}
     made |= {"rowwise_scale_inv": scales, "columnwise_scale_inv": scales.t()}
     padded_parts = {}
     for part, tensor in made.items():
         if f"{name}.{part}" in live:
+            # Its scales are padded to multiples that its kernels read.
             padded = torch.zeros(live[f"{name}.{part}"].shape, dtype=tensor.dtype)
             padded[tuple(slice(size) for size in tensor.shape)] = tensor
             padded_parts[f"{name}.{part}"] = padded

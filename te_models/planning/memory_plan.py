@@ -142,6 +142,7 @@ class MemoryPlan(Printable):
         return {
             "parameters": self.config.num_parameters,
             "recipe": self.recipe.to_dict(),
+            # Of a stored base the JSON says only that there is one; its tensors are in the folder.
             "training": {**asdict(self.training), "stored": self.training.stored is not None},
             "moments": {
                 memory.moment: {**memory.parts(), "total": memory.total} for memory in self.moments
@@ -173,6 +174,7 @@ class MemoryPlan(Printable):
             f"checkpointing {t.activation_checkpointing}, {self._gpus()}{host}"
         )
         lines: list[RenderableType] = [about, ""]
+        # A line above each table: rich would wrap a title of its own to the width of the table.
         for title, table in (
             (f"memory of a training step{each}, {name}", self._parts_table(unit)),
             (f"largest batch per GPU, in sequences of {t.seq_len:,} tokens", self._fit_table()),
@@ -205,6 +207,7 @@ class MemoryPlan(Printable):
         )
         table = Table("part", *columns, box=None, pad_edge=False)
         for name in moments[0].parts():
+            # A part that is zero at each moment, such as FP8 copies in BF16, has no row.
             if any(values := [memory.parts()[name] for memory in moments]):
                 table.add_row(
                     name.replace("_", " ").replace("fp8", "FP8"),
@@ -235,6 +238,7 @@ class MemoryPlan(Printable):
             for text in ("bytes per parameter", label, "against adamw")
         )
         table = Table("optimizer", *numbers, "state", box=None, pad_edge=False)
+        # Per parameter of a rank's share, as `found` counts the bytes of one rank.
         elements = self.num_trained / self.training.data_ranks
         for name, size in found.items():
             saved = ""
@@ -318,9 +322,11 @@ def plan_memory(
     """
     if optimizer is not None:
         check_known("optimizer", optimizer, OPTIMIZERS)
+    # 0 stands for "not divided" in a run's settings, and counts here as one rank.
     tensor = max(tensor_parallel_size, 1)
     data_ranks = max(gpus // tensor, 1)
     training = Training(
+        # From here on per rank: a training step of one GPU is planned.
         batch_size=batch_size // data_ranks,
         seq_len=seq_len,
         gpus=gpus,
@@ -329,6 +335,7 @@ def plan_memory(
         expert_parallel_size=max(expert_parallel_size, 1),
         fp8_dispatch=fp8_dispatch,
         gradient_sums=gradient_accumulation > 1,
+        # FSDP2 frees gathered weights after each micro-batch, and their FP8 copies with them.
         cached_weights=gradient_accumulation > 1 and data_ranks == 1,
         optimizer=optimizer,
         optimizer_offload=optimizer_offload,
@@ -368,6 +375,7 @@ def _mistakes(
     experts = training.expert_parallel_size
     if gpus % tensor:
         yield f"tensor_parallel_size={tensor} does not divide gpus={gpus}: give a divisor of it, or more gpus"
+    # Each division presupposes the one before, so only the first mistake of the three is told.
     elif batch_size % max(training.data_ranks, 1):
         shared = f"gpus={gpus}" if tensor == 1 else f"the {training.data_ranks} shares of a batch"
         yield f"batch_size={batch_size} cannot be shared by {shared}: give a multiple of it"

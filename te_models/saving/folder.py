@@ -243,6 +243,7 @@ def match(
 def prepare(tensors: TensorGroups, documents: Document) -> Content:
     """Check the content to save, find tied tensors and render the documents; see `save_folder` for the arguments."""
     json_names = [name for name, document in documents.items() if not _is_file(name, document)]
+    # Names become names of files: nothing in them may lead out of the folder.
     for name in (*tensors, *json_names):
         if not _NAME.fullmatch(name) or name == "manifest":
             raise UsageError(
@@ -252,6 +253,7 @@ def prepare(tensors: TensorGroups, documents: Document) -> Content:
     aliases: dict[str, dict[str, str]] = {}
     for group, members in tensors.items():
         untied[group], ties = _without_ties(members)
+        # safetensors refuses two tensors with one memory: the second name is noted in the manifest.
         if ties:
             aliases[group] = ties
     rendered = {}
@@ -429,6 +431,7 @@ def _joined(
     """Return the tensors of a group from its files, which must agree with its index; ties included."""
     tensors = {name: tensor for members in shards.values() for name, tensor in members.items()}
     places = {name: file for file, members in shards.items() for name in members}
+    # An index of another save beside the files would give a mixture of two models.
     if weight_map is not None and places != weight_map:
         wrong = sorted(
             name for name in places.keys() | weight_map if places.get(name) != weight_map.get(name)
@@ -458,6 +461,7 @@ def _memory_share() -> int:
 def _read_manifest(folder: Path, links: bool = False) -> _Source:
     found = _Source(folder, {MANIFEST: _File()}, links).read(MANIFEST)
     try:
+        # The digest covers the rest of the manifest, so that damage to it is told from damage to files.
         problem = "its digest does not fit its content" if found["digest"] != _digest(found) else ""
         if found["format"] != FORMAT_VERSION:
             problem = f"format {found['format']!r} is not the format {FORMAT_VERSION} that this version reads"

@@ -120,6 +120,7 @@ def opened(saved: Folder) -> OwnFolder:
         raise CheckpointError(
             f"{saved.path}: {wrong[0]} is {weights[wrong[0]].dtype}, not a floating-point number"
         )
+    # A model that came from Hugging Face carries its documents on, for the next save in that format.
     documents = saved.documents
     return OwnFolder(
         path=saved.path,
@@ -299,6 +300,7 @@ def read_training_state(model: Decoder, folder: Path) -> TrainingState:
     source = opened(saved)
     then = source.config.to_dict()
     now = model.config.to_dict()
+    # Before anything is written into the model, so that an error leaves it as it was.
     for key in now:
         if then.get(key) != now[key]:
             raise CheckpointError(
@@ -311,6 +313,7 @@ def read_training_state(model: Decoder, folder: Path) -> TrainingState:
     for key, value in model.recipe.to_dict().items():
         if saved_fields.get(key) != value:
             changes[key] = value
+    # No table is left out of the recipe's document, where the loop above would not see it.
     if recipe.precision and not model.recipe.precision:
         changes["precision"] = {}
     if model.fp8_params != ("fp8_weights" in saved.tensors):

@@ -459,6 +459,7 @@ def read_shape(name: str | Path, overrides: Document | None = None) -> SavedShap
     with offering_older(folder):
         if documents is not None:
             told = read_description(folder, documents)
+            # Only to refuse a folder whose weights loading could not read.
             read_storage(folder, documents["config"])
             found = SavedShape(told.config, None, told.dtype, False)
         elif _is_te_folder(folder):

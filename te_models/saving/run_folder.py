@@ -192,11 +192,13 @@ class Checkpoints:
     ) -> dict[str, dict[str, Tensor]]:
         """Copy tensors to reused host buffers, which are pinned where the source is on a CUDA device, on its stream."""
         if self._reserving is not None:
+            # The thread that makes the buffers in advance; its result is used here.
             self._reserving.join()
             self._reserving = None
         buffers: dict[tuple[str, str], Tensor] = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(outside_captures())
+            # Streams beside the training one, which began by waiting for the step that is saved.
             for stream in streams:
                 stack.enter_context(torch.cuda.stream(stream))
             for group, members in tensors.items():
@@ -207,6 +209,7 @@ class Checkpoints:
                         or buffer.shape != tensor.shape
                         or buffer.dtype != tensor.dtype
                     ):
+                        # Pinned memory is slow to allocate, and lets the copy run beside the next step.
                         buffer = torch.empty(
                             tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
                         )

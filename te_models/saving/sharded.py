@@ -244,6 +244,7 @@ def cut_optimizer_state(
 
     def cut(name: str, master: Tensor, value: Value) -> Value:
         """Return this rank's shard of a value of the parameter `name`."""
+        # Numbers such as the count of steps are the same on all ranks.
         if not isinstance(value, Tensor) or not value.dim():
             return value
         return shard_like(shard(name, value, model.config, model.tp), master)

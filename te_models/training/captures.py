@@ -276,6 +276,7 @@ def read_capture(run: Path, step: int) -> Capture:
     if step not in captured_steps(run):
         kept = ", ".join(map(str, captured_steps(run)))
         others = f"but of {kept}" if kept else "nor of another"
+        # A step in the past can only be taken again, one in the future can still be marked.
         if step <= steps_saved(run):
             what_to_do = (
                 f"that step has passed, so mark it for a new folder with `te-models capture NEW --step {step}`, and "
@@ -295,6 +296,7 @@ def read_capture(run: Path, step: int) -> Capture:
     random = tensors.pop(RANDOM, None)
     if random is None:
         raise CheckpointError(f"{capture_folder(run, step)} has no state of random numbers")
+    # Names are "0.input_ids": the number of the micro-batch, and the argument of the model.
     for name, tensor in tensors.items():
         number, _, part = name.partition(".")
         micro_batches[int(number)][part] = tensor

@@ -129,6 +129,7 @@ def write_card(run: Path, card: Card) -> None:
     """Write the card of a run."""
     tensors = {}
     linears = []
+    # Numbered, since a linear's own name has dots too.
     for number, sample in enumerate(card.linears):
         for name, tensor in (*sample.operands.items(), *sample.results.items()):
             tensors[f"{number}.{name}"] = tensor

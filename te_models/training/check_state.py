@@ -68,6 +68,7 @@ def check_structure(saved: Any, live: Any, name: str) -> None:
     Raises:
         CheckpointError: `saved` has another structure, or a number below 0 or far too large.
     """
+    # JSON writes a float such as 2.0 that was assigned as an int without its point.
     kinds = {type(None): (int, str, type(None)), float: (float, int)}.get(type(live), (type(live),))
     if type(saved) not in kinds:
         raise CheckpointError(
@@ -77,6 +78,7 @@ def check_structure(saved: Any, live: Any, name: str) -> None:
         for key, value in live.items():
             if key in saved:
                 check_structure(saved[key], value, f"{name}.{key}")
+            # Another number of lanes is a matter of the data, which says so in a message of its own.
             elif not key.isdecimal() or len(saved) == len(live):
                 raise CheckpointError(f"training.json: {name} lacks {key}")
         for key in saved.keys() - live.keys():
@@ -87,6 +89,7 @@ def check_structure(saved: Any, live: Any, name: str) -> None:
     elif isinstance(live, (list, tuple)):
         for number, value in enumerate(saved):
             check_structure(value, live[0] if live else value, f"{name}.{number}")
+    # -1 and the like stand where the live state has them too.
     elif isinstance(live, int) and not 0 <= saved < COUNT_LIMIT and saved != live:
         raise CheckpointError(f"training.json: {name} is {saved}")
 

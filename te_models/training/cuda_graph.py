@@ -230,10 +230,12 @@ class GraphedStep:
             return "the model's recipe has changed: make a new GraphedStep"
         if not self.model.training or not torch.is_grad_enabled():
             return "a GraphedStep trains: call model.train() before it, and evaluate with the model itself"
+        # Before the first step there are no buffers: the micro-batches must then fit each other.
         before = self.inputs or micro_batches[0]
         for batch in micro_batches:
             if "attention_mask" in batch:
                 return "a CUDA graph cannot test attention_mask for padding: pack documents (document_ids) instead"
+            # Names of both, in order: a tensor that is missing is as bad as one too many.
             for name in dict.fromkeys((*before, *batch)):
                 shape = _shape(batch, name)
                 first = _shape(before, name)

@@ -31,6 +31,7 @@ def facts_at_start(trainer: Trainer, about: Document) -> Fields:
         license = license_in(origin.folder)
         if license is not None:
             facts["license"] = license
+    # The model was tuned before: the card tells of both runs.
     if origin.trained is not None:
         facts["before"] = dict(origin.trained)
         license = origin.trained.get("license")

@@ -196,6 +196,7 @@ class Guard:
         """Return the error of a run that a bad step ends, which names what broke it; the event is written."""
         trainer = self.trainer
         begun = bad.queued.begun
+        # The search runs the step again, and must find weights and FP8 state as they were before it.
         trainer.starts.put_back(begun)
         if bad.event == NONFINITE:
             line = diagnosis(
@@ -340,6 +341,7 @@ class Guard:
         line = f"{self._line(bad, tensor)}: {outcome}"
         if not reproduced:
             line += "; a second run of the step was finite, as after a fault of the hardware"
+        # All keys in each row, so that a reader of the file needs no case for events without a tensor.
         row: Row = {
             "step": bad.step,
             "event": bad.event,

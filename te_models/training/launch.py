@@ -112,6 +112,7 @@ def check_launch(config: TrainConfig) -> None:
     world = number("WORLD_SIZE", 0)
     tensor = config.tensor_parallel_size
     experts = config.expert_parallel_size
+    # Without this each process would train a model of its own, in the same folder.
     if kind == "none" and world > 1:
         raise UsageError(
             f"torchrun started {world} processes: add --parallel ddp, fsdp, tp, fsdp+tp or fsdp+ep"
@@ -120,6 +121,7 @@ def check_launch(config: TrainConfig) -> None:
         raise UsageError(
             f"--parallel {kind} is for several processes: start it as torchrun --nproc-per-node N -m te_models ..."
         )
+    # From here on: sizes of a division, which has to go into the number of processes.
     if kind == "fsdp+tp" and (tensor < 2 or world % tensor):
         raise UsageError(
             f"--parallel fsdp+tp on {world} processes needs --tensor-parallel-size, a divisor of {world} > 1"

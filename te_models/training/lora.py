@@ -325,6 +325,7 @@ def adapter_content(
         groups["fp8_state"] = {without_layers(name): tensor for name, tensor in state.items()}
     documents: dict[str, object] = {"adapter_config": config, "recipe": model.recipe.to_dict()}
     origin = model.origin
+    # peft has no field for the shape of the base, and adapters of a changed one fit no other.
     if of_run or (origin.shape is not None and origin.shape != model.config):
         documents[BASE_CONFIG] = config_document(model)
     if origin.generation is not None and (of_run or origin.token_ids):
@@ -401,6 +402,7 @@ def _compare_shapes(model: CausalLM, folder: Path) -> None:
     then = trained.config.to_dict()
     changed = []
     for name in now:
+        # Tensors of other sizes are an error elsewhere; a field such as rope_theta changes no size.
         if now[name] != then[name] and name not in WITHOUT_EFFECT:
             changed.append(name)
     if changed:

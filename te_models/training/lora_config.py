@@ -90,6 +90,7 @@ def _field_mistakes(values: Mapping[str, Any], init: bool) -> Iterator[str]:
         for field in dataclasses.fields(LoraConfig)
     }
     for name, value in values.items():
+        # peft writes all fields, also of methods that are switched off.
         off = value is None or value is False or value in ("none", {}, [], defaults.get(name))
         if name not in SUPPORTED | HARMLESS and not off:
             yield f"{name}={str(value)[:60]} is not supported on a CausalLM{elsewhere}"
@@ -247,6 +248,7 @@ def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict
     found, mistakes = {}, []
     for wanted in config.modules_to_save or ():
         names = []
+        # As peft does, by the end of a name; under transformers' names and under ours.
         for name in modules.whole:
             if name.endswith(wanted) or modules.whole[name].endswith(wanted):
                 names.append(name)
@@ -276,6 +278,7 @@ def read_config(path: Path, values: Any, modules: Modules) -> LoraConfig:
         config = LoraConfig(
             **{name: values[name] for name in PASSED & values.keys() if values[name] is not None}
         )
+    # The file's values follow, so how they once began, "pissa" for one, no longer matters.
     config.init_lora_weights = True
     if config.target_modules and not isinstance(config.target_modules, str):
         config.target_modules = [modules.in_transformers(name) for name in config.target_modules]

@@ -336,11 +336,13 @@ def their_targets(
         found: list[str] = []
         for end, names in ends.items():
             present = [name for name in names if name in wanted]
+            # An end that also fits linears without an adapter would adapt those too.
             found += [end] if len(present) == len(names) else present
         return found
 
     named = {f"{name}.weight" if name in weights else name: one for name, one in wanted.items()}
     alphas = {name: alpha_of(one.scaling, one.rank, rslora) for name, one in named.items()}
+    # The most common rank is the field, and patterns name the exceptions.
     rank = Counter(one.rank for one in wanted.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
     linears = [name for name in modules.theirs if name not in weights]

@@ -137,6 +137,8 @@ class LoraRun(SavedAdapters):
             fields["target_modules"] = list(settings.targets)
         super().__init__(add_lora(model, **fields))
         self.adapted.peft_config["default"].base_model_name_or_path = base
+        # peft makes adapters in FP32, for a Trainer with autocast. Here the masters are FP32, and A and B have the
+        # model's dtype.
         for name, parameter in trained(model).items():
             if "lora_magnitude" not in name:
                 parameter.data = parameter.data.to(model.dtype)

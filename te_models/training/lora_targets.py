@@ -299,6 +299,7 @@ def share_a(
     for module, names in parts.items():
         places = {layers[name].place for name in names}
         first = layers[names[0]]
+        # Files have one A per linear of transformers; where all parts of a te.Linear have equal ones, it was one A.
         same = places == set(modules.parts_of(module).values()) and all(
             (layers[name].rank, layers[name].scaling) == (first.rank, first.scaling)
             and torch.equal(tensors[layers[name].place][0], tensors[first.place][0])

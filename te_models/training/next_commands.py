@@ -27,6 +27,7 @@ def recommended(result: Result, folder: Path) -> tuple[Path, str]:
             best,
             f"step {result.best_step}, the lowest eval loss: {result.best_eval_loss:.4f}; {last}",
         )
+    # Nothing was evaluated, so there is no loss to compare.
     if not math.isfinite(result.eval_loss):
         return folder, f"step {result.step}, the last"
     if result.best_step == result.step:

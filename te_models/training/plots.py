@@ -277,6 +277,7 @@ def smooth(values: Sequence[float], width: float | None = None) -> NDArray[np.fl
     def moment(power: int, of: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.convolve(of, (kernel * offsets**power)[::-1])[reach : reach + len(of)]
 
+    # Weighted sums of the offsets' powers 0, 1, 2, and of the values, around each step: the normal equations of a line.
     ones = np.ones_like(y)
     s0 = moment(0, ones)
     s1 = moment(1, ones)
@@ -284,7 +285,9 @@ def smooth(values: Sequence[float], width: float | None = None) -> NDArray[np.fl
     t0 = moment(0, y)
     t1 = moment(1, y)
     spread = s0 * s2 - s1**2
+    # A spread of zero is one step alone, through which no line goes: its own average then.
     fitted = np.where(spread > 1e-9, s2 * t0 - s1 * t1, t0) / np.where(spread > 1e-9, spread, s0)
+    # NaN beside the ends, which the minimum and the maximum below leave out.
     padded = np.pad(y, reach, constant_values=np.nan)
     near = np.lib.stride_tricks.sliding_window_view(padded, len(offsets))
     return np.clip(fitted, np.nanmin(near, axis=1), np.nanmax(near, axis=1))

@@ -252,6 +252,7 @@ class _Refusal:
         scheme = self.check.plan.recipe.scheme
         lora = self.settings.lora is not None
         fixed: set[str] = set()
+        # What a checkpoint holds cannot change any more.
         if self.resumed:
             fixed |= {"batch_size", "seq_len", "optimizer", "fp8_params", "lora_rank"}
         if self.check.device.type != "cuda":
@@ -262,6 +263,7 @@ class _Refusal:
             fixed.add("optimizer_offload")
         if self.settings.command != "finetune":
             fixed.add("lora_rank")
+        # DDP averages gradients of BF16 weights only, so whole copies on several GPUs have no FP8 weights.
         replicated = not fsdp and self.processes.ranks.world > 1 and not lora
         if scheme not in (SHARDED_SCHEMES if fsdp else FP8_WEIGHTS) or replicated:
             fixed.add("fp8_params")

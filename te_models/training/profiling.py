@@ -89,6 +89,7 @@ class StepProfiler:
 def named_layers(model: nn.Module) -> Iterator[None]:
     """Give each module's forward its name, such as "layers.3.mlp.down_proj", as a range in traces made inside."""
     handles = []
+    # Modules nest, so their ranges end in the opposite order.
     open_ranges: list[Any] = []
 
     def enter(name: str) -> Any:
@@ -105,6 +106,7 @@ def named_layers(model: nn.Module) -> Iterator[None]:
     for name, module in model.named_modules():
         if name:
             handles.append(module.register_forward_pre_hook(enter(name)))
+            # Also where a forward raises: a range left open would contain everything after it.
             handles.append(module.register_forward_hook(leave, always_call=True))
     try:
         yield

@@ -51,6 +51,7 @@ def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Call
             if line := time_left.line(row):
                 console.print(line)
             now = time.monotonic()
+            # A bar moves in a terminal; in a file lines must do, neither too many nor none for minutes.
             due = (row["step"] - start) % every == 0 or now - printed > LINE_PAUSE
             if "eval_loss" in row or (due and not console.is_terminal):
                 printed = now

@@ -29,6 +29,7 @@ class RecipeSchedule:
                     f"{recipe.name!r} follows",
                     stacklevel=3,
                 )
+            # Every change is tried before the first step: a run must not fail on one after hours.
             with reraising(
                 f"recipe_schedule={config.recipe_schedule!r}", UsageError, error=UsageError
             ):

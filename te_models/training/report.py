@@ -62,6 +62,7 @@ def summary(
     `first` is the recipe of the run's first step; None: the model's. `shares` is the number of shares of a batch.
     """
     taken = [(0, (first or model.recipe).name), *config.recipe_changes]
+    # The newest change that is not in the future. Only its recipe is the model's, with its details.
     now = next(name for done, name in reversed(taken) if done <= start)
     recipe = _recipe(model) if model.recipe.name == now else now
     later = "".join(f", from step {done + 1} on {name}" for done, name in taken if done > start)
@@ -129,6 +130,7 @@ def expected_line(
     )
     if found is None:
         return f"nothing is measured near this size under {recipe} on {gpu}; {later}"
+    # Two digits: the figure comes from another size or GPU than the run's.
     speed = float(f"{found.tokens_per_second:.2g}")
     tokens = (config.steps - start) * config.tokens_per_step
     whole = duration(tokens / found.tokens_per_second)

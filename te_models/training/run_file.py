@@ -148,6 +148,7 @@ def versions() -> Mapping[str, str]:
         "safetensors",
         "numpy",
     ):
+        # A package that is not installed is left out.
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[package] = importlib.metadata.version(package)
     return packages

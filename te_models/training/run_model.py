@@ -81,6 +81,7 @@ class ModelSource:
             return self
         grows = tokens > self.shape.vocab_size
         if self.settings.lora is not None:
+            # Rows beyond the vocabulary are new; others may be free rows that a release has reserved.
             state = "at the mean of the others" if grows else "as the model has them"
             warnings.warn(
                 f"--lora does not train the embedding: the rows of --special-tokens {added} stay {state}",
@@ -139,6 +140,7 @@ def find_model(
         return resumed_model(settings, checkpoint), folder
     source = new_model(settings)
     folder = _agreed_folder(source.settings, processes, restarted)
+    # torchrun starts the same command again after a crash: a checkpoint in the folder is then its own.
     latest = Checkpoints(folder / "checkpoints").latest()
     if latest is None:
         return source, folder
@@ -165,6 +167,7 @@ def new_model(settings: RunSettings) -> ModelSource:
     if settings.preset is not None:
         shape = get_preset(settings.preset, **_config_options(settings.build))
         recipe = None
+        # Most FP16 gradients underflow without loss scaling, which no recipe has.
         dtype = torch.bfloat16
     else:
         saved = read_shape(settings.model or "", _config_options(settings.build))
@@ -181,8 +184,10 @@ def new_model(settings: RunSettings) -> ModelSource:
     else:
         reason = "the model's own"
         if recipe is None:
+            # Only what the choice depends on; fields of a recipe narrow the schemes that have them.
             names = ("engine", "device", "fp8_params", *RECIPE_FIELDS)
             chosen: Fields = {name: build[name] for name in names if name in build}
+            # FP8 pays by the tokens of one GPU.
             processes = max(1, number("WORLD_SIZE", 1))
             tokens = settings.train.batch_size * settings.train.seq_len // processes
             recipe, reason = auto_recipe(

@@ -108,6 +108,7 @@ def _changes(settings: RunSettings, folder: Path, checkpoint: Path, model: Causa
     now: dict[str, object] = {}
     for table in settings.tables().values():
         now |= table
+    # Only settings that the command names: defaults of another version are no change of the user's.
     given = {name: now[name] for name in settings.given & now.keys()}
     saved = read_run_file(run_file)
     changed = changed_settings(saved, given)

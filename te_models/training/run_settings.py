@@ -43,9 +43,11 @@ def run_settings(
 ) -> RunSettings:
     """Return the settings of a run: what is `given`, else what `file` has, else the defaults of `command`."""
     saved = read_run_file(file) if file is not None else {}
+    # A resumed run is what it was, whichever of the two commands resumes it.
     command = saved.get("command", command)
     flat = {**_over(saved, given), "command": command}
     SETTINGS["command"].check(command)
+    # In `given` alone: a file may have both, and the command line then decides.
     if "steps" in given and given.get("epochs"):
         raise UsageError("--steps and --epochs say the same in two ways: give one of them")
     _check_start(command, flat)
@@ -101,8 +103,10 @@ def resumed_settings(
 
     The command is that in run.toml. `folder` None means `out` in `given`, else the only run of the given model.
     """
+    # In order: the folder of the call, --out, and the only run that there is of the model.
     named = folder or (Path(given["out"]) if "out" in given else None)
     folder = named or _only_run(given)
+    # run.toml itself stands for its folder.
     if folder.name == RUN_FILE:
         folder = folder.parent
     given = {**given, "out": str(folder)}
@@ -110,6 +114,7 @@ def resumed_settings(
         changed_settings(read_run_file(folder / RUN_FILE), given)
         return run_settings(command, given, folder / RUN_FILE, called)
     nameless = not {"preset", "model"} & given.keys()
+    # A path inside a run, such as checkpoints/step-100, was meant as the run.
     run = next((outer for outer in folder.parents if (outer / RUN_FILE).is_file()), None)
     if not folder.exists():
         raise UsageError(f"nothing to resume: {folder} does not exist; give the folder of a run")

@@ -148,6 +148,7 @@ class Sampler:
 
     def answer(self, prompt: Prompt) -> Generator[str, None, None]:
         """Yield the answer to a prompt in pieces."""
+        # With a reference the likeliest answer is compared with it; the opening of a text is continued at random.
         options: GenerationOptions = {**self.options, "do_sample": not prompt.reference}
         if options["do_sample"]:
             options["temperature"] = 0.8
@@ -161,6 +162,7 @@ class Sampler:
             for piece in pieces:
                 yield piece
                 length += len(piece)
+                # A few words say nothing: an answer that is still so short takes of the time of the others.
                 end = self._end if length < LINE else self._share_ends
                 if self.agree(time.monotonic() > end):
                     self.cut = self._late = True
@@ -235,6 +237,7 @@ class Sampler:
             console.print(Text(title if before is None else "after", "bold green"))
             begun = False
             for piece in pieces:
+                # Blank lines at the beginning would look as if there was no answer.
                 visible = piece if begun else piece.lstrip("\n")
                 console.print(visible, end="", soft_wrap=True)
                 begun = begun or bool(visible)

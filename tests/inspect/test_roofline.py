@@ -113,7 +113,8 @@ def test_the_plan_counts_what_runs(name: str) -> None:
             rule = found["bmm"] + found["linalg_solve_triangular"] - 2 * attention
             assert rule == pytest.approx(rules, rel=0.02)
         if not by_hand:
-            rules += found["bmm"] - 2 * attention  # composed attention computes both halves of the pairs
+            # Composed attention computes both halves of the pairs.
+            rules += found["bmm"] - 2 * attention
         expected = outside + linears + head + attention + convolutions + rules
         assert model_flops(kind.config, BATCH, SEQ) == 3 * expected
 
