@@ -76,7 +76,6 @@ MIXERS: dict[str, tuple[str | dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 MIXER_BATCH = (2, 4096)
 MIXER_RECIPES = ("bf16", "current", "delayed")
-READY_SECONDS = 75.0  # a variant that has not compiled by then is left out
 TURN_SECONDS = 20.0
 # Called between the warm-up and the steps that count; a process of `in_turn` waits there.
 WAIT_FOR_TURN: ContextVar[Callable[[], None]] = ContextVar("wait_for_turn", default=lambda: None)
@@ -105,10 +104,17 @@ WARM_UP, TIMED = 5, 7
 @click.option("--mixers", is_flag=True, help="Slices with newer mixers instead of --shapes.")
 @click.option("--only", default=",".join(MIXERS), show_default=True, help="With --mixers: these.")
 @click.option(
+    "--ready",
+    default=240.0,
+    show_default=True,
+    help="With --mixers: a variant that has not compiled after this many seconds is left out.",
+)
+@click.option(
     "--out", type=click.Path(path_type=Path), help="JSON file, written after every variant."
 )
 def main(
-    tiny: bool, shapes: str, recipes: str, seconds: float, decode: bool, mixers: bool, only: str, out: Path | None
+    tiny: bool, shapes: str, recipes: str, seconds: float, decode: bool, mixers: bool, only: str, ready: float,
+    out: Path | None,
 ) -> None:  # fmt: skip
     """Measure everything and print one line per variant."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -119,7 +125,7 @@ def main(
     if mixers:
         names = only.split(",")
         for start in range(0, len(names), 2):
-            for row in in_turn(names[start : start + 2], tiny):
+            for row in in_turn(names[start : start + 2], tiny, ready):
                 result["rows"].append(row)
                 click.echo(json.dumps(row))
             result["ratios"] = ratios(result["rows"])
@@ -190,8 +196,11 @@ def mixer_config(name: str, tiny: bool) -> ModelConfig:
     return get_preset(base, **own)
 
 
-def in_turn(names: list[str], tiny: bool) -> list[dict[str, Any]]:
-    """Measure the variants of these slices; they compile at once, and are timed one after the other."""
+def in_turn(names: list[str], tiny: bool, ready_seconds: float) -> list[dict[str, Any]]:
+    """Measure the variants of these slices; they compile at once, and are timed one after the other.
+
+    A variant that is not compiled after `ready_seconds` is left out.
+    """
     spawn = multiprocessing.get_context("spawn")
     waiting: dict[str, tuple[Any, Connection]] = {}
     for name in names:
@@ -201,7 +210,7 @@ def in_turn(names: list[str], tiny: bool) -> list[dict[str, Any]]:
             process.start()
             theirs_end.close()
             waiting[f"{name} {MIXER_BATCH[0]}x{MIXER_BATCH[1]} {variant}"] = (process, ours_end)
-    deadline = time.monotonic() + READY_SECONDS
+    deadline = time.monotonic() + ready_seconds
     rows = []
     ready = {}
     for name, (process, connection) in waiting.items():

@@ -3,7 +3,8 @@
 On a GPU, `python -m benchmarks.speed_map` measures forward and backward of four layers over widths, widths of experts
 and numbers of tokens under each recipe, writes benchmarks/results/speed_map_<gpu>.json, and makes
 te_models/measurements/speed.json anew from all measurements in benchmarks/results. `--collect` does the latter
-alone.
+alone. With several GPUs, `--part 0/2 --out a.json` and `--part 1/2 --out b.json` measure half of the shapes each, and
+`--merge a.json --merge b.json` makes one file of them.
 """
 
 from __future__ import annotations
@@ -254,9 +255,20 @@ def collect() -> int:
     return len(found)
 
 
-def measure(tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield the time of forward and backward of every width, size and recipe; what does not fit is left out."""
-    shapes = [(width, 0) for width in WIDTHS] + list(EXPERTS)
+def shapes_of(part: str) -> list[tuple[int, int]]:
+    """Return (width, width of experts or 0) of every shape of part "i/n": each n-th one, beginning with the i-th."""
+    number, parts = map(int, part.split("/"))
+    return ([(width, 0) for width in WIDTHS] + list(EXPERTS))[number::parts]
+
+
+def measure(
+    shapes: list[tuple[int, int]], seconds: float, tiny: bool, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Yield the time of forward and backward of every width, size and recipe; what does not fit is left out.
+
+    No measurement begins after `seconds`.
+    """
+    end = time.monotonic() + seconds
     sizes = TOKENS
     if tiny:
         shapes, sizes = [(256, 0)], ((1, 64),)
@@ -267,6 +279,8 @@ def measure(tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
         for batch, seq in sizes:
             ids = torch.randint(0, config.vocab_size, (batch, seq), device=device)
             for recipe in RECIPES[:2] if tiny else RECIPES:
+                if time.monotonic() > end:
+                    return
                 gc.collect()
                 try:
                     ms = _median(config, recipe, ids)
@@ -294,22 +308,40 @@ def _median(config: ModelConfig, recipe: str, ids: Tensor) -> float:
 
 @click.command()
 @click.option("--collect", "only_collect", is_flag=True, help="Measure nothing.")
-@click.option("--tiny", is_flag=True, help="One small shape anywhere, written nowhere: a test.")
-def main(only_collect: bool, tiny: bool) -> None:
+@click.option("--tiny", is_flag=True, help="One small shape anywhere: a test.")
+@click.option("--part", default="0/1", show_default=True, help="Of the shapes: i/n.")
+@click.option("--seconds", default=3000.0, help="No measurement begins after this time.")
+@click.option("--merge", multiple=True, type=click.Path(path_type=Path), help="Files of parts.")
+@click.option("--out", type=click.Path(path_type=Path), help="Instead of benchmarks/results.")
+def main(
+    only_collect: bool, tiny: bool, part: str, seconds: float, merge: tuple[Path, ...], out: Path | None
+) -> None:  # fmt: skip
     """Measure the map on this GPU, and make the table."""
-    if not only_collect:
+    if merge:
+        documents = [json.loads(path.read_text()) for path in merge]
+        merged = [row for document in documents for row in document["rows"]]
+        write(documents[0]["environment"], merged, out)
+    elif not only_collect:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if not tiny and device.type != "cuda":
             raise click.UsageError("this needs a GPU: --collect makes the table from what is there")
-        found = list(measure(tiny, device))
-        for row in found:
+        about = environment()
+        found = []
+        for row in measure(shapes_of(part), seconds, tiny, device):
+            found.append(row)
             click.echo(json.dumps(row))
-        if tiny:
-            return
-        card = get_gpu(torch.cuda.get_device_name()).name.lower().replace(" ", "_")
-        document = dict(environment=environment(), rows=found)
-        (RESULTS / f"speed_map_{card}.json").write_text(json.dumps(document, indent=1) + "\n")
-    click.echo(f"{collect()} rows in {FILE}")
+            if not tiny or out is not None:
+                write(about, found, out)
+    if not tiny and out is None:
+        click.echo(f"{collect()} rows in {FILE}")
+
+
+def write(about: dict[str, Any], found: list[dict[str, Any]], out: Path | None) -> None:
+    """Write rows measured on the GPU that `about` names to `out`, or to the file of that GPU in benchmarks/results."""
+    if out is None:
+        card = get_gpu(about["gpu"]).name.lower().replace(" ", "_")
+        out = RESULTS / f"speed_map_{card}.json"
+    out.write_text(json.dumps(dict(environment=about, rows=found), indent=1) + "\n")
 
 
 if __name__ == "__main__":
