@@ -132,6 +132,8 @@ __all__ = [
     "separate_copy",
     "set_observers",
     "drop_cached_weights",
+    "give_cached_weights",
+    "take_cached_weights",
 ]
 
 
@@ -220,3 +222,15 @@ def separate_copy(module: Linear) -> None:
 def drop_cached_weights(module: Linear) -> None:
     """Drop the FP8 weight that a te.Linear caches for is_first_microbatch=False."""
     module._fp8_workspaces.clear()
+
+
+def take_cached_weights(module: Linear) -> dict[str, Any]:
+    """Take the FP8 weights that a te.Linear caches out of it; {}: it has none."""
+    taken = dict(module._fp8_workspaces)
+    module._fp8_workspaces.clear()
+    return taken
+
+
+def give_cached_weights(module: Linear, weights: dict[str, Any]) -> None:
+    """Give a te.Linear back what `take_cached_weights` returned."""
+    module._fp8_workspaces.update(weights)

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from te_models.config.recipe import EngineRecipe, Recipe
 from te_models.device.autograd import no_autocast
 from te_models.errors import EngineError
+from te_models.fp8.kept_weights import forget_kept_weights
 from te_models.fp8.primary_weights import is_quantized
 from te_models.fp8.scaling_state import (
     WIDTHS,
@@ -157,9 +158,17 @@ _TRAINERS: weakref.WeakKeyDictionary[nn.Module, threading.Thread] = weakref.Weak
 _SAVERS: weakref.WeakKeyDictionary[nn.Module, list[threading.Thread]] = weakref.WeakKeyDictionary()
 
 
+def is_trained(model: nn.Module) -> bool:
+    """Return whether a model has been trained and is in training mode, or was before the present evaluation of it."""
+    with _LOCK:
+        _, was_training = _EVALUATING.get(model, (0, model.training))
+        return was_training and model in _TRAINERS
+
+
 def _note_training(model: nn.Module) -> None:
     """Note that this thread trains the model; raise if another one saves it."""
     own = threading.current_thread()
+    forget_kept_weights(model)
     with _LOCK:
         if any(thread is not own for thread in _SAVERS.get(model, ())):
             raise EngineError(

@@ -6,8 +6,8 @@ them. The same function runs eagerly everywhere else, with the same results. The
 computes the next one.
 
 Under an FP8 recipe the weights are quantized with the prompt and the FP8 data is reused in every step (one byte per
-parameter). The emulated engine also keeps what its products on a CPU take, of weights that are not too large (2 to 4
-bytes per parameter).
+parameter), and by the next generation while the weights stay the same (te_models.fp8.kept_weights). The emulated engine
+also keeps what its products on a CPU take, of weights that are not too large (2 to 4 bytes per parameter).
 """
 
 import contextlib
@@ -16,9 +16,11 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_models.device.cuda_capture import capture, failed_capture, first_error
+from te_models.fp8.kept_weights import WeightReuse, reused_weights
+from te_models.fp8.region import is_trained
 from te_models.model.decoder import Decoder
 from te_models.model.rope import context_before_long_angles
 
@@ -42,20 +44,17 @@ def cached_tokens(
     `graph` captures the steps after the first in a CUDA graph; `pick` draws from `generator`. The weights must not
     change before the last token, since an FP8 recipe reuses their quantized values.
     """
-    loop = DecodeLoop(model, ids, mask, count, pick, generator, graph)
-    # One step ahead of the reader: the device computes it while the host handles the token before.
-    ahead = int(ids.is_cuda)
-    launched = 0
-    try:
+    # A training run needs the memory for its next step, which changes the weights anyway.
+    with reused_weights(model, model.te, keep=not is_trained(model)) as weights:
+        loop = DecodeLoop(model, ids, mask, count, pick, generator, graph, weights)
+        # One step ahead of the reader: the device computes it while the host handles the token before.
+        ahead = int(ids.is_cuda)
+        launched = 0
         for step in range(count):
             while launched < min(count, step + 1 + ahead):
                 loop.launch(launched)
                 launched += 1
             yield loop.tokens(step)
-    finally:
-        for module in te_linears(model):
-            # The caller may train next, which changes the weights that these are copies of.
-            model.te.drop_cached_weights(module)
 
 
 @torch.no_grad()
@@ -89,8 +88,10 @@ class DecodeLoop:
         pick: Pick,
         generator: torch.Generator,
         graph: bool,
+        weights: WeightReuse | None = None,
     ) -> None:
         batch, length = ids.shape
+        self.weights = WeightReuse([]) if weights is None else weights
         self.model = model
         self.ids = ids
         self.mask = mask
@@ -115,7 +116,8 @@ class DecodeLoop:
     def launch(self, step: int) -> None:
         """Queue step number `step` and the copy of its tokens to the host, without waiting for either."""
         if step == 0:
-            self._forward(self.ids, self.mask, first=True)
+            self._forward(self.ids, self.mask)
+            self.weights.note_pass()
         elif step == self.anew:
             self._start_anew(step)
         else:
@@ -144,7 +146,7 @@ class DecodeLoop:
         self.cache.clear()
         new_ids = self.made[:step].T
         mask = None if self.mask is None else torch.nn.functional.pad(self.mask, (0, step), value=1)
-        self._forward(torch.cat((self.ids, new_ids), dim=1), mask, first=False)
+        self._forward(torch.cat((self.ids, new_ids), dim=1), mask)
 
     def tokens(self, step: int) -> Tensor:
         """Wait for a launched step and return its tokens, int64 [B] on the host."""
@@ -154,7 +156,7 @@ class DecodeLoop:
 
     def step(self) -> None:
         """Generate one token per row, with fixed shapes and addresses and no value that the host must read."""
-        self._forward(self.newest, None, first=False)
+        self._forward(self.newest, None)
 
     def _capture(self) -> None:
         """Capture a step and replay it. If another thread disturbs the capture, all steps from here run eagerly."""
@@ -175,11 +177,14 @@ class DecodeLoop:
             return
         self.graph.replay()
 
-    def _forward(self, ids: Tensor, mask: Tensor | None, first: bool) -> None:
-        # The prompt quantizes the weights, and on a CPU lays out those in BF16 for its products; the steps reuse them.
-        keep = first if self.model.recipe.quantized or ids.device.type == "cpu" else None
+    def _forward(self, ids: Tensor, mask: Tensor | None) -> None:
+        # The prompt quantizes the weights unless they are kept from the generation before, and on a CPU lays out those
+        # in BF16 for its products; the steps reuse them.
+        first = None
+        if self.model.recipe.quantized or ids.device.type == "cpu":
+            first = not self.weights.ready
         options = dict(
-            cache=self.cache, attention_mask=mask, logits_to_keep=1, is_first_microbatch=keep
+            cache=self.cache, attention_mask=mask, logits_to_keep=1, is_first_microbatch=first
         )
         # Without versions and views to track a CPU takes a twelfth less; a GPU's host is ahead anyway.
         untracked = ids.device.type == "cpu" and self.graph is None
@@ -210,8 +215,3 @@ def _step_of_new_angles(model: Decoder, ids: Tensor, mask: Tensor | None) -> int
         return 0
     longest = ids.shape[1] if mask is None else int(mask.sum(-1).max())
     return max(0, original - longest + 1)
-
-
-def te_linears(model: Decoder) -> list[nn.Module]:
-    """Return every te.Linear and te.GroupedLinear of the model."""
-    return [module for module in model.modules() if isinstance(module, model.te.LINEARS)]

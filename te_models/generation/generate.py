@@ -93,7 +93,7 @@ def stream(
             steps = cached_tokens(model, ids, mask, max_new_tokens, pick, generator, graph)
         else:
             steps = recomputed_tokens(model, ids, mask, max_new_tokens, pick)
-        # Closed also where the caller stops reading: the loop then drops the FP8 copies of the weights.
+        # Closed also where the caller stops reading: the loop then takes the FP8 weights out of the modules.
         with contextlib.closing(steps):
             for new_tokens, new in enumerate(steps, start=1):
                 # Rows go on together: one that has ended is computed further, and what it gives is not shown.

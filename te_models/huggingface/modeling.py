@@ -23,8 +23,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from te_models.causal_lm import CausalLM
 from te_models.errors import UsageError
 from te_models.files.formats import Fields, parse_size
-from te_models.fp8.region import saving
-from te_models.generation.decode_loop import te_linears
+from te_models.fp8.kept_weights import WeightReuse, reused_weights
+from te_models.fp8.region import is_trained, saving
 from te_models.huggingface.adapters import (
     HiddenNames,
     is_multimodal,
@@ -112,7 +112,9 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
             **text_names(self._multimodal),
             **names_in_files(model),
         }
-        self._weights_pass: bool | None = None  # is_first_microbatch of the next forward pass
+        self._weights: WeightReuse | None = (
+            None  # the quantized weights of the generation under way
+        )
         self.post_init()
         name_attention(self.config)
 
@@ -244,7 +246,9 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
         cache = self._past(cache, use_cache, wants_loss)
         passed = self.attention(tokens, attention_mask, position_ids, cache)
         count = logits_to_keep if isinstance(logits_to_keep, int) else 0  # of positions, or all
-        passed |= dict(is_first_microbatch=self._weights_pass, logits_to_keep=count or None)
+        weights = self._weights
+        first = None if weights is None else not weights.ready
+        passed |= dict(is_first_microbatch=first, logits_to_keep=count or None)
         if self._chosen("output_router_logits", output_router_logits) and cache is None:
             # With labels, even ignored ones, the model reports routing.
             passed["labels"] = tokens.new_full(tokens.shape[:2], IGNORED, dtype=torch.int64)
@@ -255,8 +259,8 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
             after = [*self.model.layers[:-1], self.model.norm]
         with hidden_states(before, after, tokens.shape) as hidden:
             _, logits, routing = self.model(input_ids, inputs_embeds=inputs_embeds, **passed)
-        if self._weights_pass:
-            self._weights_pass = False
+        if weights is not None:
+            weights.note_pass()
         logits = kept_logits(logits, logits_to_keep)
         if labels is not None and shift_labels is None:
             shift_labels = shifted_labels(labels, attention_mask)
@@ -332,7 +336,7 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
     @torch.no_grad()
     @cache_by_either_name
     def generate(self, *args: Any, **options: Any) -> Any:
-        """Continue prompts as transformers does, with all of its options; FP8 weights are quantized once per call."""
+        """Continue prompts as transformers does, with all of its options; FP8 weights are quantized once."""
         # With a static cache generate would compile forward, into many pieces.
         options.setdefault("disable_compile", True)
         config = options.get("generation_config") or self.generation_config
@@ -377,17 +381,16 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
 
     @contextlib.contextmanager
     def _weights_quantized_once(self) -> Iterator[None]:
-        """Inside, the first forward pass in evaluation mode quantizes the weights and the others reuse the result."""
-        if self.training or not self.model.recipe.quantized or self._weights_pass is not None:
+        """Inside, passes in evaluation mode share the quantized weights, which the next generation may take over."""
+        if self.training or not self.model.recipe.quantized or self._weights is not None:
             yield
             return
-        self._weights_pass = True
-        try:
-            yield
-        finally:
-            self._weights_pass = None
-            for module in te_linears(self.model):
-                self.model.te.drop_cached_weights(module)
+        with reused_weights(self.model, self.model.te, keep=not is_trained(self.model)) as weights:
+            self._weights = weights
+            try:
+                yield
+            finally:
+                self._weights = None
 
     @staticmethod
     def create_masks_for_generate(

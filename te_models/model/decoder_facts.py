@@ -16,6 +16,7 @@ from te_models.config.model import ModelConfig
 from te_models.config.recipe import EngineRecipe, Recipe
 from te_models.engine import engine_module
 from te_models.errors import UsageError
+from te_models.fp8.kept_weights import forget_kept_weights
 from te_models.fp8.precision import ModelPrecision
 from te_models.fp8.primary_weights import relink
 from te_models.kernels.dispatch import PLAIN, Kernels
@@ -90,6 +91,8 @@ class DecoderFacts(nn.Module):
         dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         if dtype in REFUSED_DTYPES and dtype != self.dtype:
             raise UsageError(REFUSED_DTYPES[dtype])
+        # They would stay where the model was.
+        forget_kept_weights(self)
         return super()._apply(fn, recurse)
 
     @property

@@ -10,6 +10,7 @@ from te_models.config.options import RecipeOptions
 from te_models.config.recipe import AUTO, Recipe, RecipeLike, get_recipe
 from te_models.engine import check_support
 from te_models.errors import UsageError
+from te_models.fp8.kept_weights import forget_kept_weights
 from te_models.fp8.precision import ModelPrecision, model_precision
 from te_models.fp8.primary_weights import relink
 from te_models.model.recipe_fit import auto_recipe, check_layers, check_sizes, say, suit_to_gpu
@@ -79,6 +80,7 @@ def change(model: Decoder, new: ModelPrecision, reason: str) -> None:
     old = model.recipe
     # Copied before the reset below drops it.
     keep = model.copied_fp8_state() if new.recipe.stateful else {}
+    forget_kept_weights(model)
     for module in model.modules():
         if isinstance(module, model.te.LINEARS):
             model.te.reset_fp8_state(module)

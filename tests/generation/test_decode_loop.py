@@ -13,8 +13,9 @@ from graph_tape import pretend_cuda
 
 from te_models import CausalLM, list_recipes
 from te_models.data.byte_tokenizer import ByteTokenizer
+from te_models.fp8.kept_weights import te_linears
 from te_models.fp8.scaling_state import fp8_state
-from te_models.generation.decode_loop import DecodeLoop, te_linears
+from te_models.generation.decode_loop import DecodeLoop
 
 RECIPES = list_recipes()
 
@@ -138,9 +139,9 @@ def test_fp8_weights_are_freed_after_generation(close_early: bool) -> None:
     first = model.generate(PROMPTS, max_new_tokens=4)
     stream = model.stream(PROMPTS, max_new_tokens=4)
     next(stream)
-    assert any(module._fp8_workspaces for module in te_linears(model))
+    assert any(module._fp8_workspaces for module in te_linears(model, model.te))
     stream.close() if close_early else list(stream)
-    assert not any(module._fp8_workspaces for module in te_linears(model))
+    assert not any(module._fp8_workspaces for module in te_linears(model, model.te))
     with torch.no_grad():
         for block in model.layers:
             block.mlp.down_proj.weight.mul_(-3)

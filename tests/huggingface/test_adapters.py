@@ -17,6 +17,7 @@ from torch import Tensor
 
 from te_models import CausalLM, TEModelsForCausalLM
 from te_models.errors import CheckpointError, UsageError
+from te_models.fp8.kept_weights import forget_kept_weights
 from te_models.interop.hf_expert_families import dropped_by_peft
 from te_models.interop.hf_families import FAMILIES
 
@@ -150,6 +151,28 @@ def test_adapters_are_merged_switched_off_and_unloaded(
     again = peft.get_peft_model(load(models.folder), config("attention"))
     fill(again)
     torch.testing.assert_close(again.unload()(IDS).logits, plain, **CLOSE)
+
+
+def test_a_merge_between_generations_is_quantized(build: Callable[..., CausalLM]) -> None:
+    """The first generation keeps its FP8 weights, and peft merges by operations that count no version."""
+    model = TEModelsForCausalLM.wrap(build("current", num_layers_at_start_in_bf16=0))
+    ours = peft.get_peft_model(model, config("some")).eval()
+
+    def logits() -> Tensor:
+        options = dict(max_new_tokens=3, output_logits=True, return_dict_in_generate=True)
+        return torch.stack(ours.generate(input_ids=IDS[:1], **options).logits)
+
+    before = logits()
+    fill(ours)
+    assert not torch.equal(logits(), before)
+    for change in (ours.merge_adapter, ours.unmerge_adapter):
+        logits()
+        change()
+        found = logits()
+        forget_kept_weights(model.model)
+        assert torch.equal(found, logits())
+    with ours.disable_adapter():
+        torch.testing.assert_close(logits(), before, rtol=0, atol=0.1)  # merging rounds to BF16
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch import Tensor
 from te_models import CausalLM, TEModelsConfig, TEModelsForCausalLM
 from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.errors import MissingPackage, UsageError
+from te_models.fp8.kept_weights import forget_kept_weights
 
 IDS = torch.randint(3, 96, (3, 11), generator=torch.Generator().manual_seed(5))
 MASK = torch.ones_like(IDS)
@@ -365,11 +366,12 @@ def test_a_tuple_has_the_order_of_transformers(pair: Callable[..., Any]) -> None
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
-def test_fp8_weights_are_quantized_once_per_call_and_the_tokens_are_those_of_our_own_generate(
+def test_fp8_weights_are_quantized_once_and_the_tokens_are_those_of_our_own_generate(
     recipe: str, build: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = TEModelsForCausalLM.wrap(build(recipe)).eval()
     wanted = model.model.generate([[5, 6, 7, 8]], max_new_tokens=8)
+    forget_kept_weights(model.model)
     passes = []
     forward = model.model.forward
     monkeypatch.setattr(
@@ -379,6 +381,8 @@ def test_fp8_weights_are_quantized_once_per_call_and_the_tokens_are_those_of_our
     )
     assert torch.equal(model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=8), wanted)
     assert passes == [True] + [False] * 7
+    assert torch.equal(model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=8), wanted)
+    assert passes[8:] == [False] * 8
     model(torch.tensor([[5, 6]]))
     assert passes[-1] is None, "outside of generate the weights may have changed"
 

@@ -35,11 +35,13 @@ from te_models.engine.emulated.layernorm import LayerNormWithoutBias
 from te_models.engine.emulated.linear import Linear, LinearOfTorch
 from te_models.engine.emulated.module import (
     drop_cached_weights,
+    give_cached_weights,
     observe_quantizer,
     reset_fp8_state,
     restored_recompute,
     separate_copy,
     set_observers,
+    take_cached_weights,
 )
 from te_models.engine.emulated.recompute import checkpoint
 from te_models.engine.emulated.rmsnorm import RMSNorm
@@ -88,6 +90,7 @@ __all__ = [
     "fp8_autocast",
     "get_align_size_for_quantization",
     "get_default_recipe",
+    "give_cached_weights",
     "handover",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
@@ -104,6 +107,7 @@ __all__ = [
     "runs_stored_experts",
     "separate_copy",
     "set_observers",
+    "take_cached_weights",
 ]
 
 

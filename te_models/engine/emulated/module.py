@@ -490,3 +490,16 @@ def drop_cached_weights(module: TransformerEngineBaseModule) -> None:
     """Drop the weights that a te.Linear keeps for is_first_microbatch=False."""
     module._fp8_workspaces.clear()
     module._packed.clear()
+
+
+def take_cached_weights(module: TransformerEngineBaseModule) -> dict[str, Any]:
+    """Take the weights that a te.Linear keeps for is_first_microbatch=False out of it; {}: it has none."""
+    kept = {"quantized": dict(module._fp8_workspaces), "packed": dict(module._packed)}
+    drop_cached_weights(module)
+    return kept if any(kept.values()) else {}
+
+
+def give_cached_weights(module: TransformerEngineBaseModule, weights: dict[str, Any]) -> None:
+    """Give a te.Linear back what `take_cached_weights` returned."""
+    module._fp8_workspaces.update(weights.get("quantized", {}))
+    module._packed.update(weights.get("packed", {}))
