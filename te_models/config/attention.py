@@ -136,6 +136,9 @@ class SoftmaxAttentionSpec(MixerSpec):
         """Return the channels of a key and a value of one head, with which a query and its score are multiplied."""
         return 2 * self.heads.dim
 
+    def rows_obstacle(self, ranks: int) -> str:
+        return ""  # each rank gathers the keys of whole rows
+
     name: ClassVar[str] = "self_attn"
     title: ClassVar[str] = "attention"
     keeps = "keys and values"

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from te_models.config.chunk_sizes import FP32
-from te_models.config.layer import LinearSpec, MixerSpec, Section
+from te_models.config.layer import LinearSpec, MixerSpec, Section, undivided_heads
 from te_models.config.settings import Settings, count
 from te_models.errors import ConfigError
 
@@ -130,6 +130,11 @@ class DeltaNetSpec(MixerSpec):
         heads = (Section("heads", self.sizes.num_value_heads, self.sizes.num_value_heads),)
         mixed = self.linears[0].sections[:3]
         return MappingProxyType({"conv1d.weight": mixed, "A_log": heads, "dt_bias": heads})
+
+    def rows_obstacle(self, ranks: int) -> str:
+        return undivided_heads(
+            self.title, "linear_attention.num_key_heads", self.sizes.num_key_heads, ranks
+        )
 
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         """Return the bytes of the convolution's last inputs, and of the FP32 state; the length changes nothing."""

@@ -13,13 +13,20 @@ and there are no projections up.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
 
 from te_models.config.chunk_sizes import FP32
-from te_models.config.layer import FEATURE_ALIGNMENT, LinearSpec, MixerSpec, Section
+from te_models.config.layer import (
+    FEATURE_ALIGNMENT,
+    LinearSpec,
+    MixerSpec,
+    Section,
+    undivided_heads,
+)
 from te_models.config.settings import Settings, count, positive
 
 CHUNK = 16  # tokens that te_models.kernels.kda computes at once; their decays are a tensor [C, C, channels]
@@ -117,6 +124,13 @@ class KDASpec(MixerSpec):
         return (
             "tensor parallelism does not divide Kimi Delta Attention: use FSDP2 (--parallel fsdp)"
         )
+
+    def local(self, ranks: int) -> KDASpec:
+        sizes = dataclasses.replace(self.sizes, num_heads=self.sizes.num_heads // ranks)
+        return dataclasses.replace(self, sizes=sizes)
+
+    def rows_obstacle(self, ranks: int) -> str:
+        return undivided_heads(self.title, "kda.num_heads", self.sizes.num_heads, ranks)
 
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         """Return the bytes of the convolution's last inputs, and of the FP32 state; the length changes nothing."""

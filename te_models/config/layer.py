@@ -226,9 +226,29 @@ class MixerSpec(PartSpec):
         """The mixers that it consists of: itself, or several beside each other (te_models.config.parallel)."""
         return (self,)
 
+    def rows_obstacle(self, ranks: int) -> str:
+        """Return why context parallelism cannot divide it between this many ranks, and what to do; "" if it can.
+
+        A kind with a state that allows it has `local`, the share of its heads, and mixes by te_models.model.whole_rows.
+        """
+        return (
+            f"context parallelism does not divide {self.title}, whose state passes from token to token: leave out "
+            "context_parallel_size"
+        )
+
     @abstractmethod
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         """Return the bytes that it keeps while decoding `batch` rows of up to `slots` tokens."""
+
+
+def undivided_heads(title: str, name: str, heads: int, ranks: int) -> str:
+    """Return why the ranks that share rows cannot divide the heads of a mixer; "" if they can."""
+    if heads % ranks == 0:
+        return ""
+    return (
+        f"context_parallel_size={ranks} does not divide the heads of {title}, {name}={heads}: use a divisor of "
+        f"{heads}"
+    )
 
 
 class FeedforwardSpec(PartSpec):

@@ -11,6 +11,7 @@ H heads of P channels, G groups of heads that share b and c, N numbers of state 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,13 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from te_models.config.chunk_sizes import FP32
-from te_models.config.layer import FEATURE_ALIGNMENT, LinearSpec, MixerSpec, Section
+from te_models.config.layer import (
+    FEATURE_ALIGNMENT,
+    LinearSpec,
+    MixerSpec,
+    Section,
+    undivided_heads,
+)
 from te_models.config.settings import Settings, count, positive, setting
 from te_models.errors import ConfigError
 
@@ -160,6 +167,24 @@ class Mamba2Spec(MixerSpec):
 
     def parallel_obstacle(self, sequence: bool) -> str:
         return "tensor parallelism does not divide Mamba 2: use FSDP2 (--parallel fsdp)"
+
+    def local(self, ranks: int) -> Mamba2Spec:
+        """Return one rank's heads, and the groups that they belong to: several ranks may have heads of one group."""
+        sizes = dataclasses.replace(
+            self.sizes,
+            num_heads=self.sizes.num_heads // ranks,
+            num_groups=max(1, self.sizes.num_groups // ranks),
+        )
+        return dataclasses.replace(self, sizes=sizes)
+
+    def rows_obstacle(self, ranks: int) -> str:
+        groups = self.sizes.num_groups
+        if groups % ranks and ranks % groups:
+            return (
+                f"context_parallel_size={ranks} and mamba2.num_groups={groups}: one has to be a multiple of the other, "
+                "since a rank's heads belong to whole groups or to one: change context_parallel_size"
+            )
+        return undivided_heads(self.title, "mamba2.num_heads", self.sizes.num_heads, ranks)
 
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         """Return the bytes of the convolution's last inputs, and of the FP32 state; the length changes nothing."""

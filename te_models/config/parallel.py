@@ -147,6 +147,9 @@ class ParallelSpec(MixerSpec):
     def divided(self) -> Mapping[str, int]:
         return {name: count for mixer in self.mixers for name, count in mixer.divided.items()}
 
+    def rows_obstacle(self, ranks: int) -> str:
+        return next(filter(None, (mixer.rows_obstacle(ranks) for mixer in self.mixers)), "")
+
     def local(self, ranks: int) -> ParallelSpec:
         return dataclasses.replace(self, mixers=tuple(mixer.local(ranks) for mixer in self.mixers))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
 
-from te_models.config.layer import LinearSpec, MixerSpec, Section
+from te_models.config.layer import LinearSpec, MixerSpec, Section, undivided_heads
 from te_models.config.settings import Settings, count, setting
 
 
@@ -84,6 +84,9 @@ class ShortConvSpec(MixerSpec):
         if sequence and self.sizes.bias:
             return "sequence_parallel=True supports no short_conv.bias: use sequence_parallel=False"
         return ""
+
+    def rows_obstacle(self, ranks: int) -> str:
+        return undivided_heads(self.title, "hidden_size", self.channels, ranks)
 
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         """Return the bytes of the convolution's last inputs; the length changes nothing."""

@@ -4,7 +4,8 @@ All ranks get the same rows. A row is cut into two pieces per rank; rank r of n 
 later token attends to more keys: so all ranks have equally much to do. Everything but attention works on a rank's own
 tokens. Attention gathers the keys and values of the whole row from all ranks, which costs each rank their memory and
 nothing of the queries', and backward sums their gradients over the ranks (as in Llama 3, arXiv 2407.21783, section
-3.3.2). Only passes that return a loss and no logits are divided: generation and logits run whole on every rank.
+3.3.2). Mixers with a state divide their heads instead (te_models.model.whole_rows). Only passes that return a loss and
+no logits are divided: generation and logits run whole on every rank.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_models.config.attention import SoftmaxAttentionSpec
 from te_models.config.layer import LayerSpec
 from te_models.device.autograd import Context
-from te_models.distributed.collectives import all_gather, reduce_scatter
+from te_models.distributed.collectives import all_gather, all_to_all, reduce_scatter
 from te_models.distributed.mesh_ranks import MeshRanks
 from te_models.errors import UsageError
 from te_models.kernels.composed_attention import composed_attention
@@ -41,16 +41,14 @@ class ContextParallel(MeshRanks):
         self.check("cp_mesh", "the tokens of a row, mesh['cp']", "")
 
     def check_layers(self, layers: Sequence[LayerSpec]) -> None:
-        """Raise a UsageError for layers that need the tokens before their own from other ranks, but attention."""
+        """Raise a UsageError for layers whose tokens or heads the ranks cannot divide."""
         if self.size == 1:
             return
         for layer in layers:
             for mixer in layer.mixers:
-                if not isinstance(mixer, SoftmaxAttentionSpec):
-                    raise UsageError(
-                        f"context parallelism does not divide {mixer.title}, whose state passes from token to token: "
-                        "leave out context_parallel_size"
-                    )
+                obstacle = mixer.rows_obstacle(self.size)
+                if obstacle:
+                    raise UsageError(obstacle)
 
     def share(self, seq: int) -> TokenShare | None:
         """Return this rank's share of rows of `seq` tokens; None if it has all of them."""
@@ -121,6 +119,25 @@ class TokenShare:
         """Return the tokens of all ranks in their order in the row, from x [B, K, own tokens, H]: [B, K, row, H]."""
         return _Gathered.apply(x, self)
 
+    def rows_of_heads(self, x: Tensor) -> Tensor:
+        """Return all tokens of own heads [B, row, ...], given own tokens of all ranks' heads [B, S, ranks, ...]."""
+        return _Exchanged.apply(x, self, True)
+
+    def tokens_of_heads(self, x: Tensor) -> Tensor:
+        """Return own tokens of all ranks' heads [B, S, ranks, ...], given all tokens of own heads [B, row, ...]."""
+        return _Exchanged.apply(x, self, False)
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """Return rows [row, ...] in the order of the row, from the tokens of each rank one after the other."""
+        every = x.unflatten(0, (self.size, PIECES, self.piece))
+        # Rank r has pieces r and 2n - 1 - r: the first ones in their order, then the second ones backwards.
+        return torch.cat((every[:, 0], every[:, 1].flip(0))).flatten(0, 1)
+
+    def by_rank(self, x: Tensor) -> Tensor:
+        """Return the inverse of `in_order`."""
+        first, second = x.unflatten(0, (PIECES * self.size, self.piece)).chunk(2)
+        return torch.stack((first, second.flip(0)), dim=1).flatten(0, 2)
+
 
 class _Gathered(torch.autograd.Function):
     """Tokens of all ranks; the gradient of a token is the sum over the ranks of theirs."""
@@ -129,19 +146,41 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Context, x: Tensor, share: TokenShare) -> Tensor:
         ctx.share = share
         rows = x.movedim(2, 0)  # [own tokens, B, K, H]
-        every = all_gather(rows, share.group).unflatten(0, (share.size, PIECES, share.piece))
-        # Rank r has pieces r and 2n - 1 - r: the first ones in their order, then the second ones backwards.
-        ordered = torch.cat((every[:, 0], every[:, 1].flip(0)))  # [2n, piece, B, K, H]
-        return ordered.flatten(0, 1).movedim(0, 2)
+        return share.in_order(all_gather(rows, share.group)).movedim(0, 2)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         share: TokenShare = ctx.share
-        pieces = grads[0].movedim(2, 0).unflatten(0, (PIECES * share.size, share.piece))
-        first, second = pieces.chunk(2)
-        by_rank = torch.stack((first, second.flip(0)), dim=1)  # [n, 2, piece, B, K, H]
-        own = reduce_scatter(by_rank.flatten(0, 2), share.group)
+        own = reduce_scatter(share.by_rank(grads[0].movedim(2, 0)), share.group)
         return own.movedim(0, 2), None
+
+
+class _Exchanged(torch.autograd.Function):
+    """Tokens for heads, or heads for tokens; backward exchanges gradients back."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, share: TokenShare, to_rows: bool) -> Tensor:
+        ctx.share = share
+        ctx.to_rows = to_rows
+        return _rows_of_heads(x, share) if to_rows else _tokens_of_heads(x, share)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        back = _tokens_of_heads if ctx.to_rows else _rows_of_heads
+        return back(grads[0], ctx.share), None, None
+
+
+def _rows_of_heads(x: Tensor, share: TokenShare) -> Tensor:
+    """Return x [B, S, ranks, ...] as [B, row, ...]; see TokenShare.rows_of_heads."""
+    sent = x.movedim(2, 0).movedim(2, 1).flatten(0, 1)  # [ranks * S, B, ...]
+    # Contiguous, as kernels want it: the row was the first dimension.
+    return share.in_order(all_to_all(sent, share.group)).movedim(0, 1).contiguous()
+
+
+def _tokens_of_heads(x: Tensor, share: TokenShare) -> Tensor:
+    """Return x [B, row, ...] as [B, S, ranks, ...]; see TokenShare.tokens_of_heads."""
+    found = all_to_all(share.by_rank(x.movedim(1, 0)), share.group)  # [ranks * S, B, ...]
+    return found.unflatten(0, (share.size, -1)).movedim(2, 0).movedim(1, 2).contiguous()
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from te_models.config.deltanet import DeltaNetSpec
 from te_models.kernels.delta_rule import delta_rule, delta_rule_kernel
-from te_models.model.convolution import Taps, newest, without_padding
+from te_models.model.convolution import Taps, newest
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState
 from te_models.model.part import Mixer
 from te_models.model.te_modules import Factory, pad_rows
+from te_models.model.whole_rows import WholeRows
 
 SLOWEST = 1e-3
 FASTEST = 0.1  # range of softplus(dt_bias) in a new model (Gu and Dao 2023, arXiv 2312.00752)
@@ -83,23 +84,32 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         # [B, S, C or 2n]
         mixed, ba = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (mixed, ba))
 
-        def mix(mixed: Tensor, ba: Tensor, counts: Tensor | None) -> Tensor:
-            return self._mix(mixed, ba, counts, context)
+        rows = WholeRows.of(context)
 
-        out = without_padding(mix, context, mixed, ba)  # [B, S, n, d_v]
+        def mix(mixed: Tensor, ba: Tensor, counts: Tensor | None) -> Tensor:
+            return self._mix(mixed, ba, counts, rows)
+
+        heads = self.spec.sizes.num_value_heads
+        out = rows.mix(mix, (mixed, ba), (self._mixed_sections, (heads, heads)))  # [B, S, n, d_v]
         # One weight [d_v] for all heads, of which a rank has some: hence the sum of its gradient over ranks.
         out = self.tp.norm(self.norm, out.flatten(0, 2), partial=True).view(count, -1)  # [B*S, Vd]
         out = context.kernels.silu_gate(out, z)  # 0 at padding, where z is 0
         return context.linear(self.out_proj, pad_rows(out, qkvz.shape[0]))
 
-    def _mix(
-        self, mixed: Tensor, ba: Tensor, counts: Tensor | None, context: ForwardContext
-    ) -> Tensor:
-        """Return the outputs of the delta rule [B, S, n, d_v] from mixed [B, S, C] and ba [B, S, 2n].
+    @property
+    def _mixed_sections(self) -> tuple[int, int, int]:
+        """The channels of q, k and v."""
+        sizes = self.spec.sizes
+        return sizes.key_size, sizes.key_size, sizes.value_size
+
+    def _mix(self, mixed: Tensor, ba: Tensor, counts: Tensor | None, rows: WholeRows) -> Tensor:
+        """Return the outputs of the delta rule [B, S, n, d_v] from mixed [B, S, C] and ba [B, S, 2n] of own heads.
 
         `counts` [B] is the number of tokens of each row, the first; None: all are tokens.
         """
-        sizes = self.spec.sizes
+        context = rows.context
+        sizes = rows.local(self.spec).sizes
+        heads = (self.spec.sizes.num_value_heads,)
         kernels = context.kernels
         seq = context.seq
         state, stored = self.stored_state(context, like=mixed)
@@ -109,7 +119,7 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         q, k, v = kernels.mixed_parts(
             mixed,
             tail,
-            self.conv1d.weight,
+            rows.own(self.conv1d.weight, self._mixed_sections),
             context.documents,
             sizes=(sizes.key_size, sizes.key_size, sizes.value_size),
             activation=self.spec.activation,
@@ -117,7 +127,8 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         # Padding stands behind the tokens here; with no decay and no strength there, the state after it is the one
         # before.
         real = None if counts is None else torch.arange(seq, device=counts.device) < counts[:, None]
-        g, beta = kernels.delta_gates(ba, self.A_log, self.dt_bias, real)
+        decays = rows.own(self.A_log, heads)
+        g, beta = kernels.delta_gates(ba, decays, rows.own(self.dt_bias, heads), real)
         q, k = (t.unflatten(-1, (-1, sizes.key_head_dim)) for t in (q, k))
         v = v.unflatten(-1, (-1, sizes.value_head_dim))
         out, matrix = delta_rule(q, k, v, g, beta, before, context.documents)

@@ -64,6 +64,7 @@ class ForwardContext(NamedTuple):
     lent_keys: dict[int | None, tuple[Tensor, Tensor]]
     layer_inputs: tuple[Tensor, ...] = ()  # of each layer [N, P], where layers have inputs
     share: TokenShare | None = None  # this rank's tokens of each row; None: all of them
+    whole: "ForwardContext | None" = None  # with `share`: the pass over the tokens of all ranks
 
     def of_member(self, number: int) -> "ForwardContext":
         """Return the pass as one of several mixers beside each other sees it: its own states are in the cache."""
@@ -282,6 +283,8 @@ def _shared(context: ForwardContext, share: TokenShare) -> ForwardContext:
         routed=own(context.routed),
         documents=None if documents is None else share.own(documents, dim=1),
         share=share,
+        # Without the keys of this pass, which would hold it as long as it holds them.
+        whole=context._replace(shared_keys={}, lent_keys={}),
     )
 
 

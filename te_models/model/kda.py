@@ -12,11 +12,12 @@ from torch import Tensor
 
 from te_models.config.kda import KDASpec
 from te_models.kernels.kda import kda_kernel, kimi_delta_rule
-from te_models.model.convolution import Taps, newest, without_padding
+from te_models.model.convolution import Taps, newest
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState
 from te_models.model.part import Mixer
 from te_models.model.te_modules import Factory, pad_rows
+from te_models.model.whole_rows import WholeRows
 
 SLOWEST = 1e-3
 FASTEST = 0.1  # range of softplus(dt_bias) in a new model, as in flash-linear-attention
@@ -93,22 +94,28 @@ class KimiDeltaAttention(Mixer[KDASpec]):
         # [B, S, 3C, C or n]
         mixed, f, b = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (mixed, f, b))
 
-        def mix(mixed: Tensor, f: Tensor, b: Tensor, counts: Tensor | None) -> Tensor:
-            return self._mix(mixed, f, b, counts, context)
+        rows = WholeRows.of(context)
 
-        out = without_padding(mix, context, mixed, f, b)  # [B, S, n, d], zeros at padding
+        def mix(mixed: Tensor, f: Tensor, b: Tensor, counts: Tensor | None) -> Tensor:
+            return self._mix(mixed, f, b, counts, rows)
+
+        inner = sizes.inner_size
+        sections = ((inner,) * 3, (inner,), (sizes.num_heads,))
+        out = rows.mix(mix, (mixed, f, b), sections)  # [B, S, n, d], zeros at padding
         out = self.o_norm(out.flatten(0, 2)).view(count, -1)  # [B*S, C]
         out = context.kernels.gate(out, g[:count])
         return context.linear(self.get_submodule("o_proj"), pad_rows(out, x.shape[0]))
 
     def _mix(
-        self, mixed: Tensor, f: Tensor, b: Tensor, counts: Tensor | None, context: ForwardContext
+        self, mixed: Tensor, f: Tensor, b: Tensor, counts: Tensor | None, rows: WholeRows
     ) -> Tensor:
-        """Return the outputs of the rule [B, S, n, d] from mixed [B, S, 3C], f [B, S, C] and b [B, S, n].
+        """Return the outputs of the rule [B, S, n, d] from mixed [B, S, 3C], f [B, S, C] and b [B, S, n] of own heads.
 
         `counts` [B] is the number of tokens of each row, the first; None: all are tokens.
         """
-        sizes = self.spec.sizes
+        context = rows.context
+        sizes = rows.local(self.spec).sizes
+        inner = self.spec.sizes.inner_size
         kernels = context.kernels
         state, stored = self.stored_state(context, like=mixed)
         tail = stored.get("tail")
@@ -116,7 +123,7 @@ class KimiDeltaAttention(Mixer[KDASpec]):
         q, k, v = kernels.mixed_parts(
             mixed,
             tail,
-            self.conv1d.weight,
+            rows.own(self.conv1d.weight, (inner,) * 3),
             context.documents,
             sizes=(sizes.inner_size,) * 3,
             activation=self.spec.activation,
@@ -126,9 +133,9 @@ class KimiDeltaAttention(Mixer[KDASpec]):
             # As in Gated DeltaNet: padding neither decays the state nor writes to it.
             real = torch.arange(context.seq, device=counts.device) < counts[:, None]
         # [B, S, n, d] and [B, S, n]
-        g, beta = kernels.channel_gates(
-            f, b, self.A_log, self.dt_bias, real, bound=sizes.decay_bound
-        )
+        decays = rows.own(self.A_log, (self.spec.sizes.num_heads,))
+        biases = rows.own(self.dt_bias, (inner,))
+        g, beta = kernels.channel_gates(f, b, decays, biases, real, bound=sizes.decay_bound)
         q, k, v = (t.unflatten(-1, (-1, sizes.head_dim)) for t in (q, k, v))
         out, matrix = kimi_delta_rule(q, k, v, g, beta, before, context.documents)
         if state is not None and tail is not None and matrix is not None:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from te_models.config.mamba2 import Mamba2Spec
 from te_models.kernels.state_space import state_space, state_space_kernel
-from te_models.model.convolution import Taps, newest, without_padding
+from te_models.model.convolution import Taps, newest
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState
 from te_models.model.part import Mixer
 from te_models.model.te_modules import Factory, pad_rows
+from te_models.model.whole_rows import WholeRows
 
 SLOWEST = 1e-3
 FASTEST = 0.1  # range of softplus(dt_bias) in a new model, as in the paper's code
@@ -96,13 +97,42 @@ class Mamba2(Mixer[Mamba2Spec]):
         z, mixed, steps = projected[:, : sum(used)].split(used, dim=-1)
         mixed, steps = (t.unflatten(0, (context.batch, context.seq)) for t in (mixed, steps))
 
-        def mix(mixed: Tensor, steps: Tensor, counts: Tensor | None) -> Tensor:
-            return self._mix(mixed, steps, counts, context)
+        rows = WholeRows.of(context)
 
-        out = without_padding(mix, context, mixed, steps)  # [B, S, H, P], zeros at padding
+        def mix(mixed: Tensor, steps: Tensor, counts: Tensor | None) -> Tensor:
+            return self._mix(mixed, steps, counts, rows)
+
+        inputs = (self._spread(mixed, rows.ranks), steps)
+        # [B, S, H, P], zeros at padding
+        out = rows.mix(mix, inputs, (self._mixed_sections(rows.ranks), (sizes.num_heads,)))
         out = self._gated(out.flatten(2).flatten(0, 1), z, context)  # [B*S, H P]
         out = context.linear(self.out_proj, pad_rows(out, x.shape[0]))
         return context.without_padding(out) if sizes.has_out_bias else out
+
+    def _mixed_sections(self, ranks: int) -> tuple[int, int, int]:
+        """Return the channels of x, b and c as `_spread` returns them."""
+        sizes = self.spec.sizes
+        groups = max(sizes.num_groups, ranks) * sizes.state_dim
+        return sizes.inner_size, groups, groups
+
+    def _spread(self, mixed: Tensor, ranks: int) -> Tensor:
+        """Return mixed [..., C] with b and c of a group once for each rank that has heads of it, if several have."""
+        sizes = self.spec.sizes
+        if ranks <= sizes.num_groups:
+            return mixed
+        x, *groups = mixed.split([sizes.inner_size, sizes.group_size, sizes.group_size], dim=-1)
+        parts = [x]
+        for group in groups:
+            each = group.unflatten(-1, (sizes.num_groups, -1))
+            parts.append(each.repeat_interleave(ranks // sizes.num_groups, dim=-2).flatten(-2))
+        return torch.cat(parts, dim=-1)
+
+    def _own_mixed(self, values: Tensor, rows: WholeRows) -> Tensor:
+        """Return the rows of a parameter [C, ...] of the convolution that belong to this rank's heads."""
+        if rows.share is None:
+            return values
+        spread = self._spread(values.movedim(0, -1), rows.ranks).movedim(-1, 0)
+        return rows.own(spread, self._mixed_sections(rows.ranks))
 
     def _taps(self) -> Tensor:
         """Return the taps [C, 1, K] with the factors on x, b and c: a convolution is linear in each channel."""
@@ -133,14 +163,15 @@ class Mamba2(Mixer[Mamba2Spec]):
             factor=sizes.factors["z"],
         )
 
-    def _mix(
-        self, mixed: Tensor, steps: Tensor, counts: Tensor | None, context: ForwardContext
-    ) -> Tensor:
+    def _mix(self, mixed: Tensor, steps: Tensor, counts: Tensor | None, rows: WholeRows) -> Tensor:
         """Return the outputs of the state space [B, S, H, P] from mixed [B, S, C] and the logits of steps [B, S, H].
 
-        `counts` [B] is the number of tokens of each row, the first; None: all are tokens.
+        They are of this rank's heads. `counts` [B] is the number of tokens of each row, the first; None: all are
+        tokens.
         """
-        sizes = self.spec.sizes
+        context = rows.context
+        sizes = rows.local(self.spec).sizes
+        heads = (self.spec.sizes.num_heads,)
         kernels = context.kernels
         seq = context.seq
         state, stored = self.stored_state(context, like=mixed)
@@ -149,9 +180,9 @@ class Mamba2(Mixer[Mamba2Spec]):
         x, b, c = kernels.mixed_parts(
             mixed,
             tail,
-            self._taps(),
+            self._own_mixed(self._taps(), rows),
             context.documents,
-            self.conv1d.bias,
+            None if self.conv1d.bias is None else self._own_mixed(self.conv1d.bias, rows),
             sizes=(sizes.inner_size, sizes.group_size, sizes.group_size),
             activation=sizes.activation,
         )
@@ -160,14 +191,16 @@ class Mamba2(Mixer[Mamba2Spec]):
         low, high = sizes.time_step_limits
         if sizes.factors["dt"] != 1:
             steps = steps.float() * sizes.factors["dt"]
-        dt = kernels.time_steps(steps, self.dt_bias, real, low=low, high=high)  # [B, S, H]
+        # [B, S, H]
+        dt = kernels.time_steps(steps, rows.own(self.dt_bias, heads), real, low=low, high=high)
         # Negative whatever training makes of A_log: a state can only decay.
-        rates = -self.A_log.float().exp()  # [H]
+        rates = -rows.own(self.A_log, heads).float().exp()  # [H]
         # [B, S, H, P]
         x = x.unflatten(-1, (-1, sizes.head_dim))
         # [B, S, G, N] each
         b, c = (t.unflatten(-1, (-1, sizes.state_dim)) for t in (b, c))
-        out, matrix = state_space(x, dt, rates, b, c, self.D, before, context.documents)
+        skips = rows.own(self.D, heads)
+        out, matrix = state_space(x, dt, rates, b, c, skips, before, context.documents)
         if state is not None and tail is not None and matrix is not None:
             # In place: a captured step of decoding finds it at the same address.
             state.write(tail=newest(tail, mixed, counts), matrix=matrix)

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from te_models.config.short_conv import ShortConvSpec
-from te_models.model.convolution import Taps, newest, without_padding
+from te_models.model.convolution import Taps, newest
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState
 from te_models.model.part import Mixer
 from te_models.model.te_modules import Factory, pad_rows
+from te_models.model.whole_rows import WholeRows
 
 
 class ShortConv(Mixer[ShortConvSpec]):
@@ -49,19 +50,27 @@ class ShortConv(Mixer[ShortConvSpec]):
         parts = context.linear(self.in_proj, x)[:count]  # [B*S, 3D]
         parts = parts.unflatten(0, (context.batch, context.seq))
 
-        def mix(parts: Tensor, counts: Tensor | None) -> Tensor:
-            return self._mix(parts, counts, context)
+        rows = WholeRows.of(context)
 
-        out = without_padding(mix, context, parts).flatten(0, 1)  # [B*S, D], zeros at padding
+        def mix(parts: Tensor, counts: Tensor | None) -> Tensor:
+            return self._mix(parts, counts, rows)
+
+        sections = (self.spec.channels,) * 3
+        out = rows.mix(mix, (parts,), (sections,)).flatten(0, 1)  # [B*S, D], zeros at padding
         out = context.linear(self.out_proj, pad_rows(out, x.shape[0]))
         return context.without_padding(out) if self.spec.sizes.bias else out
 
-    def _mix(self, parts: Tensor, counts: Tensor | None, context: ForwardContext) -> Tensor:
-        """Return c * conv(b * x) [B, S, D] of parts [B, S, 3D]; the first `counts` [B] of a row are tokens."""
+    def _mix(self, parts: Tensor, counts: Tensor | None, rows: WholeRows) -> Tensor:
+        """Return c * conv(b * x) [B, S, D] of parts [B, S, 3D]; the first `counts` [B] of a row are tokens.
+
+        D are the channels that this rank mixes.
+        """
+        context = rows.context
+        channels = (self.spec.channels,)
         state, stored = self.stored_state(context, like=parts)
         tail = stored.get("tail")
-        taps = self.conv.weight
-        bias = self.conv.bias
+        taps = rows.own(self.conv.weight, channels)
+        bias = None if self.conv.bias is None else rows.own(self.conv.bias, channels)
         out = context.kernels.gated_conv(parts, tail, taps, bias, context.documents)
         if state is not None and tail is not None:
             b, _, x = parts.chunk(3, dim=-1)

@@ -1,13 +1,19 @@
 """Context parallelism: the losses and gradients of ranks that share rows are those of one rank with whole rows."""
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 from ranks import run_ranks
+from short_conv import ShortConvSpec
 from torch.distributed.device_mesh import init_device_mesh
 
 from te_models import CausalLM, ModelConfig
+from te_models.config.layer import LayerSpec
 from te_models.distributed.planned_ranks import PlannedRanks
 from te_models.errors import UsageError
+from te_models.model.context_parallel import ContextParallel
 from te_models.model.targets import IGNORED, shifted
 
 TINY = dict(
@@ -23,6 +29,7 @@ TINY = dict(
 LATENT = dict(
     q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8
 )
+MAMBA = dict(num_heads=4, head_dim=6, state_dim=8, num_groups=1, conv_kernel_dim=4)
 CASES = {
     "gated": {},
     "windows and qk norm": dict(
@@ -31,7 +38,23 @@ CASES = {
     "sinks": dict(attention_sinks=True, attention_gate="none"),
     "caps": dict(attn_logit_softcapping=5.0),
     "experts": dict(moe=dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)),
+    "convolutions": dict(layer_types=["conv", "full_attention", "conv"], short_conv=dict(kernel_dim=4, bias=True)),
+    "delta rule": dict(
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=6),
+    ),
+    "kimi delta attention": dict(
+        layer_types=["kda", "full_attention", "kda"], kda=dict(num_heads=2, head_dim=8, gate_rank=4)
+    ),
+    "mamba, a group": dict(layer_types=["mamba2"] * 3, mamba2=MAMBA),
+    "mamba, groups beside attention": dict(
+        layer_types=["parallel"] * 3,
+        parallel_mixers=dict(input_multipliers=(0.9, 1.2), output_multipliers=(1.1, 0.7)),
+        mamba2=MAMBA | dict(num_groups=4, norm="before_gate", multipliers=(0.9, 0.8, 1.1, 1.2, 0.7)),
+    ),
 }  # fmt: skip
+ATTENTION = list(CASES)[:5]
+STATES = list(CASES)[5:]
 ROWS = ["whole", "documents", "padding", "odd"]
 
 
@@ -74,11 +97,11 @@ def gradients(
     return found | {"loss": (loss * weight).detach()}
 
 
-def compare(rank: int, folder: str) -> None:
-    """Compare the sums over two ranks with one model's, for every case and kind of rows."""
+def compare(rank: int, folder: str, cases: list[str], kinds_of_rows: list[str]) -> None:
+    """Compare the sums over two ranks with one model's, for these cases and kinds of rows."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    for case in CASES:
-        for rows in ROWS:
+    for case in cases:
+        for rows in kinds_of_rows:
             batch = batch_of(rows)
             wanted = gradients(model_of(case), batch, 1.0)
             model = model_of(case, cp_mesh=mesh["cp"])
@@ -97,13 +120,39 @@ def compare(rank: int, folder: str) -> None:
                 assert error < 2e-5, f"{case}, {rows}: {name} differs by {error:.1e}"
 
 
-def test_layers_with_a_state_are_refused() -> None:
-    config = ModelConfig(
-        **{**TINY, "layer_types": ["conv", "full_attention", "conv"], "short_conv": {}}
-    )
+@pytest.mark.parametrize(
+    ("case", "ranks", "message"),
+    [
+        ("delta rule", 4, "divide the heads of linear attention, linear_attention.num_key_heads=2"),
+        ("kimi delta attention", 4, "does not divide the heads of Kimi Delta Attention, kda"),
+        ("mamba, a group", 8, "mamba2.num_heads=4: use a divisor of 4"),
+        ("mamba, groups beside attention", 3, "and mamba2.num_groups=4: one has to be a multiple"),
+        ("convolutions", 5, "hidden_size=32: use a divisor of 32"),
+    ],
+)
+def test_heads_that_ranks_cannot_divide_are_refused(case: str, ranks: int, message: str) -> None:
+    config = ModelConfig(**{**TINY, **CASES[case]})
+    with pytest.raises(UsageError, match=message):
+        CausalLM(config, recipe="bf16", device="meta", cp_mesh=PlannedRanks(ranks))
+
+
+def test_a_kind_that_says_nothing_of_its_heads_is_refused() -> None:
     with pytest.raises(UsageError, match="whose state passes from token to token"):
-        CausalLM(config, recipe="bf16", device="meta", cp_mesh=PlannedRanks(2))
+        ContextParallel(PlannedRanks(2)).check_layers(
+            (LayerSpec(mixer=ShortConvSpec(32), mlp=None),)
+        )
 
 
-def test_ranks_that_share_rows_have_the_gradients_of_one(tmp_path):
-    run_ranks(compare, tmp_path, 2)
+@pytest.mark.parametrize(
+    ("cases", "rows"),
+    [
+        (ATTENTION, ROWS),
+        (STATES, ["documents"]),
+        pytest.param(STATES, ["whole", "padding", "odd"], marks=pytest.mark.slow),
+    ],
+    ids=["attention", "states", "states slow"],
+)
+def test_ranks_that_share_rows_have_the_gradients_of_one(
+    cases: list[str], rows: list[str], tmp_path: Path
+) -> None:
+    run_ranks(partial(compare, cases=cases, kinds_of_rows=rows), tmp_path, 2)

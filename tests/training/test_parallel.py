@@ -87,12 +87,20 @@ RUNS |= {
     "fsdp-beside": dict(parallel="fsdp", recipe="bf16", shape=BESIDE),
     "ddp-beside": dict(parallel="ddp", recipe="delayed", shape=BESIDE, mode="full"),
 }
+HYBRID = dict(
+    layer_types=("linear_attention", "kda", "conv"),
+    linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
+    kda=dict(num_heads=4, head_dim=16),
+    short_conv=dict(),
+)
 ROWS = dict(context_parallel_size=2)  # both processes have some tokens of every sequence
 RUNS |= {
     "rows-fsdp": dict(ROWS, parallel="fsdp", recipe="delayed", mode="full", save_every=2),
     "rows-ddp-answers": dict(ROWS, parallel="ddp", recipe="bf16", answers=True, gradient_accumulation=3),
     "rows-experts": dict(ROWS, parallel="fsdp", recipe="bf16", experts=True, balance_loss=0.9),
     "rows-current": dict(ROWS, parallel="fsdp", recipe="current", gradient_accumulation=2),
+    "rows-beside": dict(ROWS, parallel="fsdp", recipe="bf16", shape=BESIDE),
+    "rows-hybrid": dict(ROWS, parallel="ddp", recipe="delayed", mode="full", shape=HYBRID),
 }  # fmt: skip
 EXPERTS = dict(parallel="fsdp+ep", experts=True, balance_loss=0.9)
 BIASED = dict(moe=MOE | dict(bias=True, swiglu_limit=0.5), attention_sinks=True)
@@ -206,7 +214,7 @@ RARER = (
     "first-ddp",
 )
 RARER += ("first-fsdp", "first-fsdp-fp8", "ddp-beside", "fsdp-beside")
-RARER += ("experts-current", "tp-answers", "rows-current")
+RARER += ("experts-current", "tp-answers", "rows-current", "rows-beside", "rows-hybrid")
 
 
 def named(cases: Iterable[str]) -> list[Any]:
