@@ -300,9 +300,11 @@ class LayerSpec:
     @property
     def linears(self) -> dict[str, LinearSpec]:
         """Name in the block, such as "self_attn.o_proj" -> te.Linear, in forward order."""
-        return {
-            f"{part.name}.{linear.name}": linear for part in self.parts for linear in part.linears
-        }
+        linears = {}
+        for part in self.parts:
+            for linear in part.linears:
+                linears[f"{part.name}.{linear.name}"] = linear
+        return linears
 
     @property
     def divided(self) -> dict[str, int]:
@@ -312,20 +314,20 @@ class LayerSpec:
     @property
     def divided_vectors(self) -> dict[str, LinearSpec]:
         """Name in the block -> the parameters that tensor parallelism divides like the rows of a te.Linear."""
-        return {
-            f"{part.name}.{name}": LinearSpec(name, 1, sections, "column")
-            for part in self.parts
-            for name, sections in part.divided_vectors.items()
-        }
+        vectors = {}
+        for part in self.parts:
+            for name, sections in part.divided_vectors.items():
+                vectors[f"{part.name}.{name}"] = LinearSpec(name, 1, sections, "column")
+        return vectors
 
     @property
     def vector_rows(self) -> dict[str, LinearSpec]:
         """Name in the block, such as "kda.conv1d" -> the parameters of it that have several sections of rows."""
-        return {
-            f"{part.name}.{name}": LinearSpec(name, 1, sections)
-            for part in self.parts
-            for name, sections in part.vector_rows.items()
-        }
+        rows = {}
+        for part in self.parts:
+            for name, sections in part.vector_rows.items():
+                rows[f"{part.name}.{name}"] = LinearSpec(name, 1, sections)
+        return rows
 
     @property
     def num_norms(self) -> int:

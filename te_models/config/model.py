@@ -116,11 +116,11 @@ class ModelConfig(ModelFields):
     @functools.cached_property
     def divided_vectors(self) -> dict[str, LinearSpec]:
         """Name, such as "layers.0.linear_attn.A_log" -> the vectors that tensor parallelism divides, of all layers."""
-        return {
-            f"layers.{depth}.{name}": vector
-            for depth, layer in enumerate(self.layers)
-            for name, vector in layer.divided_vectors.items()
-        }
+        vectors = {}
+        for depth, layer in enumerate(self.layers):
+            for name, vector in layer.divided_vectors.items():
+                vectors[f"layers.{depth}.{name}"] = vector
+        return vectors
 
     @functools.cached_property
     def parts(self) -> list[PartSpec]:

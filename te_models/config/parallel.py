@@ -108,23 +108,19 @@ class ParallelSpec(MixerSpec):
 
     @property
     def vectors(self) -> Mapping[str, int]:
-        return MappingProxyType(
-            {
-                f"{name}.{vector}": size
-                for name, mixer in self.named.items()
-                for vector, size in mixer.vectors.items()
-            }
-        )
+        vectors: dict[str, int] = {}
+        for name, mixer in self.named.items():
+            for vector, size in mixer.vectors.items():
+                vectors[f"{name}.{vector}"] = size
+        return MappingProxyType(vectors)
 
     @property
     def vector_rows(self) -> Mapping[str, tuple[Section, ...]]:
-        return MappingProxyType(
-            {
-                f"{name}.{vector}": rows
-                for name, mixer in self.named.items()
-                for vector, rows in mixer.vector_rows.items()
-            }
-        )
+        vectors = {}
+        for name, mixer in self.named.items():
+            for vector, rows in mixer.vector_rows.items():
+                vectors[f"{name}.{vector}"] = rows
+        return MappingProxyType(vectors)
 
     @property
     def obstacles(self) -> tuple[str, ...]:
@@ -155,13 +151,11 @@ class ParallelSpec(MixerSpec):
 
     @property
     def divided_vectors(self) -> Mapping[str, tuple[Section, ...]]:
-        return MappingProxyType(
-            {
-                f"{name}.{vector}": rows
-                for name, mixer in self.named.items()
-                for vector, rows in mixer.divided_vectors.items()
-            }
-        )
+        vectors = {}
+        for name, mixer in self.named.items():
+            for vector, rows in mixer.divided_vectors.items():
+                vectors[f"{name}.{vector}"] = rows
+        return MappingProxyType(vectors)
 
     def parallel_obstacle(self, sequence: bool) -> str:
         found = (mixer.parallel_obstacle(sequence) for mixer in self.mixers)

@@ -141,10 +141,12 @@ def shape_of(
 
 def windowed(count: int, period: int, first: int = 0) -> PresetFields:
     """Return the kinds of `count` layers: every `period`-th, starting with number `first`, sees all keys."""
-    kinds = (
-        "full_attention" if layer % period == first else "sliding_attention"
-        for layer in range(count)
-    )
+    kinds = []
+    for layer in range(count):
+        if layer % period == first:
+            kinds.append("full_attention")
+        else:
+            kinds.append("sliding_attention")
     return dict(num_hidden_layers=count, layer_types=tuple(kinds))
 
 

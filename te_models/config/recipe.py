@@ -188,11 +188,10 @@ class Recipe:
                 yield unknown_option(f"field of recipe {self.name!r}", name, known)
             RECIPE_FIELDS[name].check(value)
         resolved = {**SCHEMES[self.scheme].fields, **fields}
-        square = [
-            name
-            for name, value in resolved.items()
-            if name.endswith("_block_scaling_dim") and value == 2
-        ]
+        square = []
+        for name, value in resolved.items():
+            if name.endswith("_block_scaling_dim") and value == 2:
+                square.append(name)
         if len(square) > 1:  # Transformer Engine asserts it
             yield f"{' and '.join(square)} are 2, and a GEMM takes one of its operands so: give 1 for all but one"
         for pattern, value in self.precision.items():

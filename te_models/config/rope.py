@@ -80,10 +80,12 @@ class Rope:
     @property
     def scaling(self) -> Scaling | None:
         """None, or a row of ROPE_SCALINGS with its `rope_type`."""
-        values = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in self.stretching
-        }
+        values = {}
+        for name, value in self.stretching:
+            if isinstance(value, tuple):
+                values[name] = list(value)
+            else:
+                values[name] = value
         return values or None
 
     @property

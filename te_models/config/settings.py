@@ -183,10 +183,11 @@ def kinds_of(hint: Any) -> tuple[tuple[type, ...], type]:
     """Return the types in an annotation such as `int | None` or `tuple[str, ...]`, None left out, and of entries."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     members = [get_args(option)[0] for option in options if get_origin(option) is tuple]
-    kinds = tuple(
-        get_origin(option) or option for option in options if option is not types.NoneType
-    )
-    return kinds, (*members, str)[0]
+    kinds = []
+    for option in options:
+        if option is not types.NoneType:
+            kinds.append(get_origin(option) or option)
+    return tuple(kinds), (*members, str)[0]
 
 
 def from_table(owner: type[Made], values: Mapping[str, Any], title: str) -> Made:

@@ -153,6 +153,8 @@ def _source_files(root: Path) -> list[Path]:
     """Return the modules of the standard library that are read, sorted."""
     files = [Path(file) for file in walk(str(root), _NOT_READ) if file.endswith(".py")]
     names = ((file, file.relative_to(root).as_posix()) for file in files)
-    return sorted(
-        file for file, name in names if not name.startswith(("config-", "ctypes/macholib/"))
-    )
+    found = []
+    for file, name in names:
+        if not name.startswith(("config-", "ctypes/macholib/")):
+            found.append(file)
+    return sorted(found)

@@ -132,10 +132,12 @@ class Tokenizer(ABC):
         if sources == config_templates(config):
             return documents
         config.pop("chat_template", None)
-        files = {
-            BESIDE if name == DEFAULT else f"{TEMPLATES}/{name}.jinja": source.encode()
-            for name, source in sources.items()
-        }
+        files = {}
+        for name, source in sources.items():
+            if name == DEFAULT:
+                files[BESIDE] = source.encode()
+            else:
+                files[f"{TEMPLATES}/{name}.jinja"] = source.encode()
         return {**documents, "tokenizer_config": config, **files}
 
     def files(self) -> dict[str, object]:

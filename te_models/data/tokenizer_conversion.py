@@ -45,11 +45,10 @@ def convert_tokenizer(folder: Path) -> tuple[object, dict[str, str]] | None:
     files = [
         read_json_object(folder / name) or {} for name in ("tokenizer_config.json", "config.json")
     ]
-    names = [
-        str(file["tokenizer_class"]).removesuffix("Fast")
-        for file in files
-        if file.get("tokenizer_class")
-    ]
+    names = []
+    for file in files:
+        if file.get("tokenizer_class"):
+            names.append(str(file["tokenizer_class"]).removesuffix("Fast"))
     if names or expected_ids is None:
         kinds = ["AutoTokenizer", *names[:1]]
     else:

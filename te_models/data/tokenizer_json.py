@@ -153,11 +153,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def _documents(self) -> Fields:
         """Return tokenizer as it was read, and tokenizer_config with the special tokens in use."""
         ids = {"bos": self.bos_token_id, "eos": self.eos_token_id, "pad": self.pad_token_id}
-        special = {
-            f"{role}_token": self._backend.id_to_token(i)
-            for role, i in ids.items()
-            if i is not None
-        }
+        special = {}
+        for role, i in ids.items():
+            if i is not None:
+                special[f"{role}_token"] = self._backend.id_to_token(i)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._config, **special}
         return {"tokenizer": self._document, "tokenizer_config": config}
 

@@ -121,11 +121,10 @@ def _settings(data: Data, options: Fields) -> tuple[DataConfig, dict[str, Iterab
     # Popped: DataConfig takes the names of files alone, and these may be records.
     eval_data = options.pop("eval_data", ())
     by_option = {OWN: data, OWN_EVALUATION: eval_data}
-    in_memory = {
-        name: cast(Iterable[object], records)
-        for name, records in by_option.items()
-        if is_records(records)
-    }
+    in_memory = {}
+    for name, records in by_option.items():
+        if is_records(records):
+            in_memory[name] = cast(Iterable[object], records)
     if isinstance(data, DataConfig):
         return data, in_memory
     paths: object = OWN if OWN in in_memory else data

@@ -39,9 +39,10 @@ def alpaca_messages(row: Mapping[str, object], place: str) -> list[dict[str, obj
         "instruction": text_of(row, "instruction", place),
         "output": text_of(row, "output", place, answer=True),
     }
-    extra = {
-        name: text_of(row, name, place) for name in ("input", "system") if row.get(name) is not None
-    }
+    extra = {}
+    for name in ("input", "system"):
+        if row.get(name) is not None:
+            extra[name] = text_of(row, name, place)
     messages: list[dict[str, object]] = []
     if extra.get("system"):
         messages.append({"role": "system", "content": extra["system"]})

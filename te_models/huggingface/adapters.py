@@ -238,11 +238,11 @@ def _named_otherwise(model: CausalLM, wanted: list[str]) -> list[str]:
     }
     names = dict.fromkeys([*theirs, *(name for name, _ in model.named_modules())])
     named_alike = {"lm_head"}  # also where it is tied, and has no tensor in transformers' files
-    return [
-        name
-        for name in names
-        if name.endswith(tuple(wanted)) and theirs.get(name) != name and name not in named_alike
-    ]
+    found = []
+    for name in names:
+        if name.endswith(tuple(wanted)) and theirs.get(name) != name and name not in named_alike:
+            found.append(name)
+    return found
 
 
 def is_multimodal(model: CausalLM) -> bool:
@@ -280,11 +280,10 @@ def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
     _warn_of_names_taken(model, configs)
     _warn_of_names_read_twice(model, configs, adapted)
     family = _places(model)[1]
-    as_modules = [
-        name
-        for name in adapted
-        if type(model.get_submodule(name)).__name__ != "ParamWrapper"  # ours, or peft's
-    ]
+    as_modules = []
+    for name in adapted:
+        if type(model.get_submodule(name)).__name__ != "ParamWrapper":
+            as_modules.append(name)
     if dropped := dropped_by_peft(family.model_type if family else "", as_modules):
         warnings.warn(
             f"{dropped}: for transformers merge them, leave them out of target_modules, or name their weights, such as "

@@ -88,11 +88,10 @@ class Backbone(nn.Module):
         (owner,) = self.owner
         tokens = owner.tokens(input_ids, inputs_embeds)
         passed: Fields = owner.attention(tokens, attention_mask, position_ids, cache)
-        seen = [
-            module
-            for name, module in owner.model.named_modules()
-            if name.endswith(".router_logits")
-        ]
+        seen = []
+        for name, module in owner.model.named_modules():
+            if name.endswith(".router_logits"):
+                seen.append(module)
         routers = seen if output_router_logits else []
         with hidden_states([], [*routers, owner.model.norm], tokens.shape) as found:
             owner.model(input_ids, inputs_embeds=inputs_embeds, logits_to_keep=1, **passed)

@@ -41,11 +41,10 @@ class TEModelsConfig(PreTrainedConfig):
     on_first_use: ClassVar[list[Callable[[], None]]] = []
 
     def __init__(self, **values: Any) -> None:
-        shape = {
-            name: values.pop(name)
-            for name in (*config_fields(), "rope_parameters")
-            if name in values
-        }
+        shape = {}
+        for name in (*config_fields(), "rope_parameters"):
+            if name in values:
+                shape[name] = values.pop(name)
         resolved = ModelConfig.from_dict(shape)
         self.use_cache = bool(values.pop("use_cache", True))
         self.auto_map: dict[str, str] = {}  # read by TRL
@@ -107,8 +106,8 @@ class TEModelsConfig(PreTrainedConfig):
 
     def build_options(self) -> Fields:
         """Return the keywords of CausalLM that were given."""
-        return {
-            name: self.__dict__[name]
-            for name in BuildOptions.__annotations__
-            if name in self.__dict__
-        }
+        given = {}
+        for name in BuildOptions.__annotations__:
+            if name in self.__dict__:
+                given[name] = self.__dict__[name]
+        return given

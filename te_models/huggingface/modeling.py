@@ -171,11 +171,10 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
                 the config's.
         """
         internal = ("_from_auto", "adapter_kwargs", "_from_pipeline", "code_revision")
-        given = {
-            name: value
-            for name, value in options.items()
-            if name not in internal and value is not None
-        }
+        given = {}
+        for name, value in options.items():
+            if name not in internal and value is not None:
+                given[name] = value
         generation = given.pop("generation_config", None)
         outputs = {name: given.pop(name) for name in OUTPUTS if name in given}
         hub, rest = split_options(given)
@@ -456,9 +455,11 @@ def _changed(config: TEModelsConfig, folder: Path) -> Fields:
     if hugging_face_documents(folder) is not None:
         return {}
     own = TEModelsConfig.from_pretrained(folder).model_config().to_dict()
-    return {
-        name: value for name, value in config.model_config().to_dict().items() if own[name] != value
-    }
+    changed = {}
+    for name, value in config.model_config().to_dict().items():
+        if own[name] != value:
+            changed[name] = value
+    return changed
 
 
 AutoModelForCausalLM.register(TEModelsConfig, TEModelsForCausalLM, exist_ok=True)

@@ -21,10 +21,9 @@ from torch import Tensor
 from te_models.config.model import ModelConfig
 from te_models.errors import CheckpointError
 from te_models.files.atomic import reraising
-from te_models.files.formats import Document, Fields, as_object, list_some, read_json
+from te_models.files.formats import Document, Fields, as_object, list_some, parse_index, read_json
 from te_models.files.tensors import SafetensorsFile, check_finite
 from te_models.interop.hf_families import Family, family_of
-from te_models.interop.hf_files import INDEX, WEIGHTS, weight_files
 from te_models.interop.origin import DTYPES, MODEL_TYPE, Opened, Origin, check_sizes, saved_dtype
 from te_models.interop.quantized import (
     CONFIG_KEYS,
@@ -52,6 +51,8 @@ log = logging.getLogger(__name__)
 # Endings of names that hold no values of a model.
 SCALES = ("scale", "scale_inv", "scales", "blocks")
 MANY_ROWS = 4096  # of an embedding, compared at a time
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def hugging_face_documents(folder: Path) -> Fields | None:
@@ -276,7 +277,7 @@ class HuggingFaceFolder(Opened):
         names = self.names_of_ends
         if not self.config.tie_word_embeddings or not self.stored.tensors.keys() >= {*names}:
             return False
-        values = {name: tensor for _, name, tensor in self._values(names)}
+        values = {name: tensor for _, name, tensor in self.values_of(names)}
         embedding, head = (values[name] for name in names)
         if embedding.shape != head.shape:
             return True
@@ -364,12 +365,11 @@ class HuggingFaceFolder(Opened):
         # A fused parameter is filled by several tensors; it is complete when the last was read.
         left = Counter(place.name for place in read.values())
         begun: dict[str, Tensor] = {}
-        for file, name, values in self._values(read):
+        for file, name, values in self.values_of(read):
             check_finite({name: values}, file.path)
             place = self.places[name]
             whole = values
             shape = self.shapes[place.name]
-            # A tensor that is the whole parameter needs no copy.
             if len(place.blocks) > 1 or place.groups > 1 or values.shape != shape:
                 whole = begun.setdefault(
                     place.name, torch.zeros(shape, dtype=like.dtype, device=like.device)
@@ -382,22 +382,7 @@ class HuggingFaceFolder(Opened):
         for name in self.absent:
             yield name, torch.zeros(self.shapes[name], dtype=torch.float32, device=like.device)
 
-    def tensors_aside(self) -> dict[str, Tensor]:
-        """Return the tensors that are not of the text model as they are, dequantized to BF16 where they are FP8."""
-        wanted = {
-            name: tensor.dtype
-            for name, tensor in self.stored.tensors.items()
-            if name.startswith(self.aside)
-        }
-        if not wanted or self.origin.config is None:
-            return {}
-        own = family_of(self.origin.config)
-        return {
-            own.name_aside(name, self.family): values.to(wanted[name])
-            for _, name, values in self._values(wanted)
-        }
-
-    def _values(self, names: Container[str]) -> Iterator[tuple[SafetensorsFile, str, Tensor]]:
+    def values_of(self, names: Container[str]) -> Iterator[tuple[SafetensorsFile, str, Tensor]]:
         """Yield the file, the name and the dequantized values of each tensor among `names`, and of stacked experts."""
         for file in self.files:
             for data in file.tensors:
@@ -460,7 +445,6 @@ def open_hugging_face(
         if told.family.stacked:
             stacks = {told.family.as_stack(name): tensor for name, tensor in found.items()}
             found = _alone(folder, stacks, told.family.stacked)
-        # MXFP4 is read per expert from the stacks, without scales by name.
         mxfp4 = scheme is MXFP4
         stored = open_weights(folder, None if mxfp4 else scheme, found, files, read_scales)
         opened = HuggingFaceFolder(
@@ -487,3 +471,27 @@ def _alone(folder: Path, found: Mapping[str, Tensor], order: str) -> dict[str, T
         for name, tensor in found.items()
         for own, part in experts_of(name, tensor, scales, order)
     }
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder, in the order of their names.
+
+    Raises:
+        CheckpointError: one is missing, there are none, or the weights are a pickle.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).is_file():
+        names = sorted(set(parse_index(read_json(folder / INDEX), folder / INDEX).values()))
+        absent = [name for name in names if not (folder / name).is_file()]
+        if not absent:
+            return [folder / name for name in names]
+        problem = f"lacks {list_some(absent)} of its {len(names)} shards: download it again"
+    elif pickles := sorted(path.name for path in folder.glob("*.bin")):
+        problem = (
+            f"holds its weights as a pickle ({list_some(pickles)}), which can run code and is not read: load it with "
+            "transformers and save it again with save_pretrained(..., safe_serialization=True)"
+        )
+    else:
+        problem = f"holds no weights: neither {WEIGHTS} nor {INDEX} is there"
+    raise CheckpointError(f"{folder} {problem}")

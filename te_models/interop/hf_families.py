@@ -484,11 +484,10 @@ def _expressing(
         # Numbers of ours for which theirs would be zero or infinite.
         except (ArithmeticError, ValueError):
             continue
-    others = [
-        (family, family.lacks(config))
-        for family in families
-        if family.written and family.accepts(config)
-    ]
+    others = []
+    for family in families:
+        if family.written and family.accepts(config):
+            others.append((family, family.lacks(config)))
     nearest, lacks = min(others, key=lambda other: len(other[1]))
     return (
         f"no architecture of Hugging Face has all of this model: save it with format='te'; the nearest, "

@@ -259,11 +259,10 @@ class Family:
         # Numbers of ours for which theirs would be zero or infinite.
         except (ArithmeticError, ValueError):
             read = {}
-        fields = [
-            f"{name}={value!r}"
-            for name, value in config.to_dict().items()
-            if read.get(name, MISSING) != value
-        ]
+        fields = []
+        for name, value in config.to_dict().items():
+            if read.get(name, MISSING) != value:
+                fields.append(f"{name}={value!r}")
         return [*sorted(linears), *fields]
 
     @property

@@ -45,11 +45,10 @@ def _gemma4_types(theirs: Values) -> list[str]:
 
 def _write_gemma4_heads(config: ModelConfig) -> Fields:
     window = config.sliding_heads or config
-    changes = {
-        name: getattr(config, name)
-        for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
-        if getattr(config, name) != getattr(window, name)
-    }
+    changes = {}
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        if getattr(config, name) != getattr(window, name):
+            changes[name] = getattr(config, name)
     # Only full attention differs: the fields beside describe the layers with a window.
     layers = {}
     for depth, kind in enumerate(write_kinds(config)):

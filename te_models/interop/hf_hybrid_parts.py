@@ -54,11 +54,12 @@ def _without_mrope(theirs: Values) -> Values:
     for key in ("rope_scaling", "rope_parameters"):
         values = theirs.get(key) or {}
         # Text alone counts the same in all three positions, so the division among them changes nothing.
-        found[key] = {
-            name: "default" if value == "mrope" else value
-            for name, value in values.items()
-            if not name.startswith("mrope_")
-        }
+        plain = {}
+        for name, value in values.items():
+            if name.startswith("mrope_"):
+                continue
+            plain[name] = "default" if value == "mrope" else value
+        found[key] = plain
     return found
 
 

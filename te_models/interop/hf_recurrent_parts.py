@@ -132,9 +132,12 @@ def _read_ling_layers(theirs: Values) -> Fields:
     """Read which layers have Kimi Delta Attention, by default all but the last of each group, and its sizes."""
     count = theirs["num_hidden_layers"]
     period = theirs["layer_group_size"]
-    default = [
-        "linear_attention" if (layer + 1) % period else "full_attention" for layer in range(count)
-    ]
+    default = []
+    for layer in range(count):
+        if (layer + 1) % period:
+            default.append("linear_attention")
+        else:
+            default.append("full_attention")
     ours = {"full_attention": "latent_attention", "linear_attention": "kda"}
     types = theirs.get("layer_types") or default
     for kind in types:
@@ -215,10 +218,12 @@ def _write_lfm3_layers(config: ModelConfig) -> Fields:
     found = MELLUM_ROPE.write(config)
     sizes = config.short_conv or ShortConvConfig()
     own = config.layer_types or found["layer_types"]
-    types = [
-        "conv" if kind == "conv" else attention
-        for kind, attention in zip(own, found["layer_types"], strict=True)
-    ]
+    types = []
+    for kind, attention in zip(own, found["layer_types"], strict=True):
+        if kind == "conv":
+            types.append("conv")
+        else:
+            types.append(attention)
     return {
         **found,
         "layer_types": types,

@@ -35,9 +35,13 @@ def modern_step(theirs: Values) -> Fields:
         if named is not None:
             listed = named.split(",") if isinstance(named, str) else named
             numbers = [int(layer) for layer in listed if str(layer).strip()]
-        found["mlp_layer_types"] = [
-            "sparse" if layer in numbers else "dense" for layer in range(count)
-        ]
+        kinds = []
+        for layer in range(count):
+            if layer in numbers:
+                kinds.append("sparse")
+            else:
+                kinds.append("dense")
+        found["mlp_layer_types"] = kinds
     given = theirs.get("rope_parameters") or {}
     if not all(isinstance(given.get(kind), Mapping) for kind in set(types)):
         found["rope_parameters"] = _step_ropes(theirs, types)
@@ -102,9 +106,10 @@ def _write_step_layers(config: ModelConfig) -> Fields:
     found = _STEP_ROPE.write(config)
     heads = (config.sliding_heads or config).num_attention_heads
     own = {"num_attention_heads": heads}
-    sliding = [
-        layer for layer, kind in enumerate(found["layer_types"]) if kind == "sliding_attention"
-    ]
+    sliding = []
+    for layer, kind in enumerate(found["layer_types"]):
+        if kind == "sliding_attention":
+            sliding.append(layer)
     return {
         **found,
         "num_sliding_attention_heads": heads,

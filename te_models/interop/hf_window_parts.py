@@ -66,10 +66,13 @@ def _window(types: list[str], window: int | None) -> Fields:
 
 def write_kinds(config: ModelConfig) -> list[str]:
     """Return the kind of each layer for `layer_types`."""
-    return [
-        "sliding_attention" if window(layer) is not None else "full_attention"
-        for layer in config.layers
-    ]
+    kinds = []
+    for layer in config.layers:
+        if window(layer) is not None:
+            kinds.append("sliding_attention")
+        else:
+            kinds.append("full_attention")
+    return kinds
 
 
 def window_by_flag(full: SeesAll) -> ConfigKeys:

@@ -13,9 +13,14 @@ from te_models.errors import UsageError
 from te_models.files.atomic import replacing_folder, write_file
 from te_models.files.formats import Document, Fields, list_some, render_index, render_json
 from te_models.files.tensors import split_by_size, write_safetensors
-from te_models.interop.hf import hugging_face_documents, open_hugging_face
+from te_models.interop.hf import (
+    INDEX,
+    WEIGHTS,
+    HuggingFaceFolder,
+    hugging_face_documents,
+    open_hugging_face,
+)
 from te_models.interop.hf_families import Family, family_for, family_of
-from te_models.interop.hf_files import INDEX, WEIGHTS
 from te_models.interop.model_card import CARD, model_card, user_card
 from te_models.interop.origin import Origin
 from te_models.interop.quantized import MODELOPT_FILE
@@ -188,11 +193,10 @@ def _generation(model: Decoder, origin: Origin) -> Document:
     if origin.generation is not None:
         return dict(origin.generation)
     own = model.config.to_dict()
-    ids = {
-        key: own[key]
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-        if own[key] is not None
-    }
+    ids = {}
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if own[key] is not None:
+            ids[key] = own[key]
     return {"_from_model_config": True, **ids}
 
 
@@ -210,7 +214,7 @@ def _tensors_beside(origin: Origin, family: Family) -> tuple[dict[str, Tensor] |
     documents = None if folder is None else hugging_face_documents(folder)
     if folder is not None and documents is not None:
         with open_hugging_face(folder, documents) as opened:
-            found = opened.tensors_aside()
+            found = _tensors_aside(opened)
             order = opened.family.stacked or family.stacked
             family = dataclasses.replace(family, stacked=order, layer=opened.family.layer)
     if origin.beside is not None and not found:
@@ -218,6 +222,24 @@ def _tensors_beside(origin: Origin, family: Family) -> tuple[dict[str, Tensor] |
             f"{origin.beside} has no tensors that belong beside this model: leave out beside"
         )
     return found, family
+
+
+def _tensors_aside(opened: HuggingFaceFolder) -> dict[str, Tensor]:
+    """Return the tensors of a folder that are not of the text model, under the names of the family that it states.
+
+    They are as they are stored, dequantized to BF16 where they are FP8.
+    """
+    dtypes = {}
+    for name, tensor in opened.stored.tensors.items():
+        if name.startswith(opened.aside):
+            dtypes[name] = tensor.dtype
+    if not dtypes or opened.origin.config is None:
+        return {}
+    stated = family_of(opened.origin.config)
+    aside = {}
+    for _, name, values in opened.values_of(dtypes):
+        aside[stated.name_aside(name, opened.family)] = values.to(dtypes[name])
+    return aside
 
 
 def _say_what_loads(model: Decoder, family: Family, name: str) -> None:

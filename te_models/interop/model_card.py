@@ -202,9 +202,10 @@ def _rows(model: Decoder, config: Document) -> Fields:
     recipe = model.recipe
     linears = model.precision.linears.values()
     low = sum(linear.recipe is not None for linear in linears)
-    fields = {
-        key: value for key, value in recipe.to_dict().items() if key not in ("name", "scheme")
-    }
+    fields = {}
+    for key, value in recipe.to_dict().items():
+        if key not in ("name", "scheme"):
+            fields[key] = value
     quantization = config.get("quantization_config")
     return {
         "recipe": f"{recipe.scheme}, {recipe.formats}: {', '.join(f'{k}={json.dumps(v)}' for k, v in fields.items())}",

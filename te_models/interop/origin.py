@@ -194,9 +194,10 @@ def check_sizes(
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{path} is not an object of names and values")
     table = tensors.get(f"{embedding}.weight")
-    numbers = {
-        name.removeprefix(layers).split(".")[0] for name in tensors if name.startswith(layers)
-    }
+    numbers = set()
+    for name in tensors:
+        if name.startswith(layers):
+            numbers.add(name.removeprefix(layers).split(".")[0])
     actual: dict[str, int] = {"num_hidden_layers": len(numbers)}
     if table is not None and table.dim() == 2:
         actual["vocab_size"], actual["hidden_size"] = table.shape

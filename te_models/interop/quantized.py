@@ -353,11 +353,10 @@ class _Weights:
         self.found = found
         dtype = torch.uint8 if storage.packed else E4M3
         suffix = f".{storage.data}"
-        self.modules = [
-            n.removesuffix(suffix)
-            for n, t in found.items()
-            if n.endswith(suffix) and t.dtype == dtype
-        ]
+        self.modules: list[str] = []
+        for name, tensor in found.items():
+            if name.endswith(suffix) and tensor.dtype == dtype:
+                self.modules.append(name.removesuffix(suffix))
         self.scale_names = {module: self._scale_name(module) for module in self.modules}
 
     def _scale_name(self, module: str) -> str:

@@ -127,6 +127,10 @@ def stacked(tensors: Mapping[str, Tensor], order: str = INPUTS_FIRST) -> dict[st
             # INPUTS_FIRST stacks [inputs, outputs], as in a product x @ weight; te-models has [outputs, inputs].
             turned = kind == "weight" and order == INPUTS_FIRST
             members.setdefault(stack, []).append(tensor.mT if turned else tensor)
-    return {
-        name: torch.stack(own) if STACK.fullmatch(name) else own[0] for name, own in members.items()
-    }
+    stored = {}
+    for name, parts in members.items():
+        if STACK.fullmatch(name):
+            stored[name] = torch.stack(parts)
+        else:
+            stored[name] = parts[0]
+    return stored

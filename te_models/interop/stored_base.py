@@ -58,9 +58,11 @@ def storable(source: StoredFolder, linears: Mapping[str, LinearSpec]) -> dict[st
         module, _, kind = place.name.rpartition(".")
         if kind.startswith("weight") and module in linears and module.startswith("layers."):
             parts.setdefault(module, []).append(theirs)
-    return {
-        module: names for module, names in parts.items() if _alike(source, names, linears[module])
-    }
+    alike = {}
+    for module, names in parts.items():
+        if _alike(source, names, linears[module]):
+            alike[module] = names
+    return alike
 
 
 def _alike(source: StoredFolder, names: list[str], linear: LinearSpec) -> bool:

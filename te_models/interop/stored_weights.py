@@ -135,11 +135,10 @@ def _fused_scales(
 
 def _write(model: nn.Module, name: str, data: Tensor, scales: Tensor, parameter: Tensor) -> None:
     """Overwrite the data and scales of one FP8 weight."""
-    live = {
-        key: tensor
-        for key, tensor in quantized_weights(model).items()
-        if key.rsplit(".", 1)[0] == name
-    }
+    live = {}
+    for key, tensor in quantized_weights(model).items():
+        if key.rsplit(".", 1)[0] == name:
+            live[key] = tensor
     if f"{name}.data" in live:
         set_scale(parameter, scales.reshape(()))
         load_quantized_weights(

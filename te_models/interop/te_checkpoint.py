@@ -57,16 +57,15 @@ class TECheckpoint:
             return get_recipe("bf16")
         parts = [name.split(".") for name in self.fp8_state]
         # Fewer than nine digits: a name in a file may have any number, and int() of a long one takes forever.
-        inside = [
-            int(part[1])
-            for part in parts
-            if part[0] == "layers" and part[1].isdecimal() and len(part[1]) < 9
-        ] or [0]
+        depths = []
+        for part in parts:
+            if part[0] == "layers" and part[1].isdecimal() and len(part[1]) < 9:
+                depths.append(int(part[1]))
         head = "fp8" if any(part[0] == "lm_head" for part in parts) else "bf16"
         # Blocks with FP8 state are consecutive; the ones before and behind ran in BF16.
         edges = dict(
-            num_layers_at_start_in_bf16=min(inside),
-            num_layers_at_end_in_bf16=layers - 1 - max(inside),
+            num_layers_at_start_in_bf16=min(depths, default=0),
+            num_layers_at_end_in_bf16=layers - 1 - max(depths, default=0),
         )
         with reraising(
             "the checkpoint's FP8 state is of a recipe that cannot be", TypeError, ValueError

@@ -35,11 +35,13 @@ class Place:
 
     def pieces(self, parameter: Tensor) -> list[Tensor]:
         """Return views [groups, rows, ...] of each block of the parameter."""
-        return [
-            parameter[start : start + self.groups * rows].unflatten(0, (self.groups, rows))
-            for start, rows in self.blocks
-            if rows
-        ]
+        blocks = []
+        for start, rows in self.blocks:
+            if rows:
+                blocks.append(
+                    parameter[start : start + self.groups * rows].unflatten(0, (self.groups, rows))
+                )
+        return blocks
 
     def load(self, parameter: Tensor, tensor: Tensor) -> None:
         """Copy their tensor into its rows; the dtype is converted on the device."""
@@ -179,10 +181,13 @@ def module_places(
     `root` comes before "layers"; by default a text model's root.
     """
     text = family.in_models(root)
-    return {
-        name if family.modules else text.in_transformers(name): place
-        for name, place in tensor_places(text, config, shapes).items()
-    }
+    places = {}
+    for name, place in tensor_places(text, config, shapes).items():
+        if family.modules:
+            places[name] = place
+        else:
+            places[text.in_transformers(name)] = place
+    return places
 
 
 def names_taken(root: str, config: ModelConfig, places: Mapping[str, Place]) -> list[str]:
@@ -212,9 +217,10 @@ def expert_places(
     `shapes` are our parameters', and `experts` is the family's name of the experts below a layer. The rows are in
     the order of ours, or of one of `places` that fills all of an expert's weight.
     """
-    entire = {
-        place.name: place for place in places.values() if place.shape == tuple(shapes[place.name])
-    }
+    entire = {}
+    for place in places.values():
+        if place.shape == tuple(shapes[place.name]):
+            entire[place.name] = place
     found = {}
     for name, linear in config.linears.items():
         if linear.experts:

@@ -213,10 +213,10 @@ class MemoryPlan(Printable):
                     name.replace("_", " ").replace("fp8", "FP8"),
                     *(f"{value / unit:.2f}" for value in values),
                 )
-        totals = [
-            f"{memory.total / unit:.2f}" + (" (peak)" if memory == self.peak else "")
-            for memory in moments
-        ]
+        totals = []
+        for memory in moments:
+            total = f"{memory.total / unit:.2f}"
+            totals.append(f"{total} (peak)" if memory == self.peak else total)
         table.add_row("total", *totals, style="bold")
         return table
 

@@ -63,12 +63,12 @@ def smallest_change(
     def least(chosen: Sequence[list[Value]]) -> float:
         # The last value of a lever saves most, but FP8 primary weights cannot do without masters.
         nothing: list[Value] = [((), {})]
-        ends = [
-            (values[:-1] or nothing) + values[-1:]
-            if "optimizer_options" in values[-1][1]
-            else values[-1:]
-            for values in chosen
-        ]
+        ends = []
+        for values in chosen:
+            if "optimizer_options" in values[-1][1]:
+                ends.append((values[:-1] or nothing) + values[-1:])
+            else:
+                ends.append(values[-1:])
         return min(needed(values) for values in itertools.product(*ends))
 
     found = _levers(options, plan().recipe.quantized, processes, own_options)
@@ -130,11 +130,10 @@ def _levers(
         yield [(("--activation-offload",), dict(activation_offload=True))]
     if not options["lora_rank"]:
         yield [(("--lora", "16"), dict(lora_rank=16))]
-    lengths = [
-        options["seq_len"] // part
-        for part in (2, 4, 8)
-        if options["seq_len"] // part >= LEAST_SEQ_LEN
-    ]
+    lengths = []
+    for part in (2, 4, 8):
+        if options["seq_len"] // part >= LEAST_SEQ_LEN:
+            lengths.append(options["seq_len"] // part)
     if lengths:
         yield [(("--seq-len", str(length)), dict(seq_len=length)) for length in lengths]
 

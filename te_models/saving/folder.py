@@ -231,11 +231,10 @@ def match(
             different.append(f"{name} has shape {list(have.shape)}, not {list(want.shape)}")
         elif check_dtype and want.dtype != have.dtype:
             different.append(f"{name} is {have.dtype}, not {want.dtype}")
-    problems = [
-        f"{label}: {list_some(items)}"
-        for label, items in (("missing", missing), ("unexpected", extra), ("different", different))
-        if items
-    ]
+    problems = []
+    for label, items in (("missing", missing), ("unexpected", extra), ("different", different)):
+        if items:
+            problems.append(f"{label}: {list_some(items)}")
     if problems:
         raise CheckpointError("the saved tensors do not fit; " + "; ".join(problems))
 

@@ -123,11 +123,10 @@ class Checkpoints:
         the copy itself (the kernel clears every page), and pinning it costs even more.
         """
         content = prepare(tensors, documents)
-        shapes = {
-            (group, name): (tensor.shape, tensor.dtype, tensor.is_cuda)
-            for group, members in content.tensors.items()
-            for name, tensor in members.items()
-        }
+        shapes = {}
+        for group, members in content.tensors.items():
+            for name, tensor in members.items():
+                shapes[(group, name)] = (tensor.shape, tensor.dtype, tensor.is_cuda)
         self._reserving = threading.Thread(target=self._make_buffers, args=(shapes,))
         self._reserving.start()
 

@@ -175,10 +175,12 @@ class Captures:
 
     def _document(self, step: int, micro_batches: int) -> Fields:
         trainer = self.trainer
-        config = {
-            name: value if isinstance(value, str | int | float | None) else dict(value)
-            for name, value in asdict(trainer.config).items()
-        }
+        config: Fields = {}
+        for name, value in asdict(trainer.config).items():
+            if isinstance(value, str | int | float | None):
+                config[name] = value
+            else:
+                config[name] = dict(value)
         return {
             "step": step,
             "micro_batches": micro_batches,

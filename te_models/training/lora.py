@@ -445,9 +445,11 @@ def _resolved(
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
     config.modules_to_save = list(whole.values()) or None
     config.rank_pattern = {name: one.rank for name, one in layers.items() if one.rank != config.r}
-    config.alpha_pattern = {
-        name: alpha for name, alpha in alphas.items() if alpha != config.lora_alpha
-    }
+    patterns = {}
+    for name, alpha in alphas.items():
+        if alpha != config.lora_alpha:
+            patterns[name] = alpha
+    config.alpha_pattern = patterns
     if config.base_model_name_or_path is None and model.origin.folder is not None:
         config.base_model_name_or_path = str(model.origin.folder)
     # A task type would wrap the model in a class that passes it arguments that only models of transformers accept.

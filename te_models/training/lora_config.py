@@ -301,9 +301,11 @@ def _without_missing(values: Mapping[str, Any], modules: Modules) -> dict[str, A
     left = {**values, "target_parameters": known}
     for field in ("rank_pattern", "alpha_pattern"):
         if isinstance(patterns := values.get(field), dict):
-            left[field] = {
-                key: number for key, number in patterns.items() if not key.endswith(missing)
-            }
+            present = {}
+            for key, number in patterns.items():
+                if not key.endswith(missing):
+                    present[key] = number
+            left[field] = present
     return left
 
 

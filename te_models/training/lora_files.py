@@ -270,9 +270,10 @@ def adapter_file(
         tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = pairs[one.place]
         if one.place in lengths:
             tensors[f"{key}{MAGNITUDE}"] = lengths[one.place]
-    whole = {
-        theirs: ours for theirs, ours in modules.whole.items() if f"{ours}.weight" in parameters
-    }
+    whole = {}
+    for theirs, ours in modules.whole.items():
+        if f"{ours}.weight" in parameters:
+            whole[theirs] = ours
     tensors |= {
         f"{PREFIX}{theirs}.weight": parameters[f"{ours}.weight"].clone()
         for theirs, ours in whole.items()

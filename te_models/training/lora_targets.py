@@ -135,18 +135,20 @@ class Modules:
         module, such as "experts", names all of its parameters.
         """
         every = {**self.experts, **{f"{name}.weight": self.theirs[name] for name in self.theirs}}
-        names = {
-            name.removeprefix("model.") if headless else name: place
-            for name, place in every.items()
-        }
+        names = {}
+        for name, place in every.items():
+            if headless:
+                names[name.removeprefix("model.")] = place
+            else:
+                names[name] = place
         ends = tuple(f".{target}" for target in targets)
-        return {
-            name: place
-            for name, place in names.items()
-            if f".{name}".endswith(ends)
-            or f".{name.rpartition('.')[0]}".endswith(ends)
-            and module_of(place) in self.counts
-        }
+        targeted = {}
+        for name, place in names.items():
+            above = name.rpartition(".")[0]
+            of_experts = module_of(place) in self.counts
+            if f".{name}".endswith(ends) or (of_experts and f".{above}".endswith(ends)):
+                targeted[name] = place
+        return targeted
 
     def parts_of(self, module: str) -> dict[str, Place]:
         """Return their names of the rows of our te.Linear, or of their parameter of our te.GroupedLinear."""
@@ -185,13 +187,13 @@ def adaptable_modules(model: CausalLM) -> Modules:
     ]
     if model.config.tie_word_embeddings:
         linears.remove("lm_head")  # an update of it would be one of the embedding too
-    counts = {
-        name: linear.experts for name, linear in model.config.linears.items() if linear.experts
-    }
-    sizes = {
-        name: shapes[f"{name}.weight{'0' if name in counts else ''}"]
-        for name in (*linears, *counts)
-    }
+    counts = {}
+    for name, linear in model.config.linears.items():
+        if linear.experts:
+            counts[name] = linear.experts
+    sizes = {}
+    for name in (*linears, *counts):
+        sizes[name] = shapes[f"{name}.weight{'0' if name in counts else ''}"]
     ours = {name: Place.whole(f"{name}.weight", shape) for name, shape in sizes.items()}
     config = model.origin.config
     try:
@@ -208,12 +210,10 @@ def adaptable_modules(model: CausalLM) -> Modules:
         if name.endswith(".weight") and module_of(place) in linears:
             theirs[name.removesuffix(".weight")] = _in_one_piece(place)
     tops = () if model.config.tie_word_embeddings else ("embed_tokens.weight", "lm_head.weight")
-    whole = {
-        name.removesuffix(".weight"): place.name
-        for name, place in places.items()
-        if place.name in tops
-    }
-    whole = {name: own.removesuffix(".weight") for name, own in whole.items()}
+    whole = {}
+    for name, place in places.items():
+        if place.name in tops:
+            whole[name.removesuffix(".weight")] = place.name.removesuffix(".weight")
     experts = expert_places(root, model.config, shapes, places, family.expert_module)
     renamed = {} if family.modules else family.renamed
     return Modules(
