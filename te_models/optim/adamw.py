@@ -58,7 +58,8 @@ class AdamW(torch.optim.AdamW):
                 continue
             states = [self._state_of(update.master) for update in in_group]
             steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, 1.0 if bad is None else 1.0 - bad)
+            # A list: for a single tensor PyTorch reads its value on the host, which would wait for the backward pass.
+            torch._foreach_add_(steps, 1.0 if bad is None else [1.0 - bad] * len(steps))
             entries = []
             for update, state in zip(in_group, states, strict=True):
                 parameter = update.parameter

@@ -254,3 +254,34 @@ def test_replayed_micro_batches_are_the_eager_ones_on_a_gpu(
         runs = [run_of(build(recipe, **options), tmp_path, graph, count) for graph in (False, True)]
         same(*runs)
     assert isinstance(runs[1].passes.graph, GraphedStep) and runs[1].passes.graph.captured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_replayed_step_reads_nothing_from_the_device(
+    recipe: str, count: int, tmp_path: Path
+) -> None:
+    """A number that the host reads costs the time in which it could have queued the update and the next step."""
+    run = run_of(build(recipe, **WIDE, **PLACE), tmp_path, True, count)
+    batches = run.passes.calibrated(run.data)
+    for _ in range(STEPS):
+        run.step(batches)
+    assert run.passes.graph is not None and run.passes.graph.captured and run.ahead
+
+    def unwaiting(function: Any) -> Any:
+        def called(*given: Any, **options: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*given, **options)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return called
+
+    run.passes.run = unwaiting(run.passes.run)
+    run.optimizer.take_gradients = unwaiting(run.optimizer.take_gradients)
+    run.optimizer.skip_if = unwaiting(run.optimizer.skip_if)
+    run.optimizer.step = unwaiting(run.optimizer.step)
+    for _ in range(3):
+        run.step(batches)
