@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +20,12 @@ from typing_extensions import Unpack
 from te_models.config.layer import LayerSpec
 from te_models.config.model import ModelConfig
 from te_models.config.options import RecipeOptions
-from te_models.config.precision import precisions
-from te_models.config.recipe import AUTO, Recipe, RecipeLike
+from te_models.config.recipe import AUTO, RecipeLike
 from te_models.config.recompute_modes import check_mode, offload_allows_fused
-from te_models.device.choice import choose_device, computing_device
+from te_models.device.choice import choose_device
 from te_models.engine import get_engine
-from te_models.errors import UsageError
-from te_models.fp8.precision import ModelPrecision, take_scales
 from te_models.fp8.primary_weights import check_recipe, clear_states
 from te_models.fp8.region import Autocasts, forward_pass, preserve_scales_in_backward
-from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels.dispatch import compile_mode, get_kernels
 from te_models.kernels.elementwise import rounded, scaled_logits
 from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
@@ -38,7 +33,8 @@ from te_models.kernels.unit_norm import unit_norm
 from te_models.model import live_recipe
 from te_models.model.block import Block
 from te_models.model.context_parallel import ContextParallel, TokenShare
-from te_models.model.decoder_facts import DecoderFacts, checked_dtype
+from te_models.model.decoder_facts import checked_dtype
+from te_models.model.decoder_recipe import DecoderRecipe
 from te_models.model.expert_parallel import ExpertParallel
 from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.initial_values import set_initial_values
@@ -60,17 +56,24 @@ from te_models.model.tensor_parallel import TensorParallel
 
 
 @_disable_dynamo  # torch.compiler.disable would import TorchDynamo now, which takes a second
-def _not_traced(model: Decoder, input_ids: Tensor | None, **options: Any) -> Output:
-    """Run a model under an FP8 recipe inside a user's torch.compile, which would trace it in many small pieces."""
+def _not_traced(
+    model: Decoder,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    request: OutputRequest,
+    cache: Cache | None,
+    first_microbatch: bool | None,
+) -> Output:
+    """Run a pass under an FP8 recipe inside a user's torch.compile, which would trace it in many small pieces."""
     warnings.warn(
         "torch.compile leaves a model under an FP8 recipe as it is: on a GPU te-models compiles the operations between "
         "its GEMMs itself (compile=True)",
         stacklevel=4,
     )
-    return Decoder.forward(model, input_ids, **options)
+    return model._pass(input_ids, inputs_embeds, request, cache, first_microbatch)
 
 
-class Decoder(DecoderFacts):
+class Decoder(DecoderRecipe):
     """A decoder language model whose blocks consist of te.Linear and te.RMSNorm.
 
     Args:
@@ -147,6 +150,7 @@ class Decoder(DecoderFacts):
         self.router_group: ProcessGroup | None = None
         self.tp = TensorParallel(mesh=tp_mesh, sequence=sequence_parallel)
         self.ep = ExpertParallel(ep_mesh, config, ep_fp8, ep_replicas)
+        # The layers as this rank holds them: fewer heads and channels by tp, fewer experts by ep.
         self.specs = self.ep.local(self.tp.local(config))
         self.cp = ContextParallel(cp_mesh)
         self.cp.check_layers(self.specs)
@@ -168,14 +172,18 @@ class Decoder(DecoderFacts):
         self.compile_mode = compile_mode(True if compile is None else compile)
         self.amax_group = amax_group
 
-        where = device if materialize else torch.device("meta")
         # On meta nothing has memory: FSDP2 shards the modules first, and a loader or init_weights fills the shards.
+        where = device if materialize else torch.device("meta")
         self._make_modules(self._factory(where, dtype))
+        self._choose_kernels(fused, device)
+        if initialize and where.type != "meta":
+            self.init_weights()
+
+    def _choose_kernels(self, fused: bool | None, device: torch.device) -> None:
+        """Set `fused` and the operations between the GEMMs on this device."""
         self.fused = self._runs_fused(fused, device)
         # No module holds them: a pass hands them on, so that `unfused` can take others for some passes.
         self.kernels = get_kernels(self.te, device, compile=self.compile_mode, fused=self.fused)
-        if initialize and where.type != "meta":
-            self.init_weights()
 
     def _factory(self, device: torch.device, dtype: torch.dtype) -> Factory:
         """Return the factory of the te modules, with what all of them share."""
@@ -270,36 +278,44 @@ class Decoder(DecoderFacts):
             inputs_embeds: [B, S, D], vectors to use in place of the embeddings of input_ids.
 
         Raises:
-            UsageError: an argument is unknown, has another shape or dtype, or is out of range.
+            UsageError: an argument is unknown, out of range, or of the wrong shape or dtype.
         """
         refuse_unknown(others)
         refuse_one_graph(self.recipe.quantized)
+        request = OutputRequest(labels, attention_mask, document_ids, return_logits, logits_to_keep)
         if self.recipe.quantized and torch.compiler.is_compiling():
-            return _not_traced(
-                self,
-                input_ids,
-                labels=labels,
-                cache=cache,
-                attention_mask=attention_mask,
-                return_logits=return_logits,
-                logits_to_keep=logits_to_keep,
-                document_ids=document_ids,
-                is_first_microbatch=is_first_microbatch,
-                inputs_embeds=inputs_embeds,
-            )
+            return _not_traced(self, input_ids, inputs_embeds, request, cache, is_first_microbatch)
+        return self._pass(input_ids, inputs_embeds, request, cache, is_first_microbatch)
+
+    def _pass(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        request: OutputRequest,
+        cache: Cache | None,
+        first_microbatch: bool | None,
+    ) -> Output:
+        """Run one pass: its arguments are checked, embedded, padded and decoded; `forward` documents them."""
         # torch.utils.checkpoint around the whole model would recompute with scales that have moved on.
         refuse_foreign_recompute(self.recipe.stateful)
         tokens = checked_tokens(self.config, input_ids, inputs_embeds, self.device)
-        check_inputs(self.config, tokens, labels, cache, attention_mask, document_ids)
-        if labels is not None:
+        check_inputs(
+            self.config,
+            tokens,
+            request.labels,
+            cache,
+            request.attention_mask,
+            request.document_ids,
+        )
+        has_loss = request.labels is not None
+        if has_loss:
             self.warn_of_fp16_gradients()
         unknown = None
-        if labels is not None and input_ids is not None and tokens.device.type != "cpu":
+        if has_loss and input_ids is not None and tokens.device.type != "cpu":
             # Testing the ids on the host would wait for the device; unknown ones make the loss NaN instead.
             tokens, unknown = known_ids(tokens, self.config.vocab_size)
-        request = OutputRequest(labels, attention_mask, document_ids, return_logits, logits_to_keep)
         share = None
-        if labels is not None and not return_logits:
+        if has_loss and not request.return_logits:
             share = self.cp.share(tokens.shape[1])
         whole = tokens
         if share is not None:
@@ -308,7 +324,7 @@ class Decoder(DecoderFacts):
         # FP8 GEMMs need a multiple of 8 or 16 rows (32 with MXFP8): rows of zeros are added once for all layers, not
         # per linear.
         with self.te.row_padding(self, tokens, self.recipe.row_alignment) as alignment:
-            context = self._context(whole, request, cache, is_first_microbatch, alignment, share)
+            context = self._context(whole, request, cache, first_microbatch, alignment, share)
             with forward_pass(self, self.te, self.recipe, self.te_recipe, self._table):
                 evaluated = not self.training
                 # Read once inside the lock: another thread may start an evaluation at any time.
@@ -473,48 +489,3 @@ class Decoder(DecoderFacts):
         """Return x [n, D] with rows of zeros up to a multiple of the pass's alignment, on each rank."""
         alignment = self.recipe.scattered_row_alignment if self.tp.scatters else context.alignment
         return pad_rows(x, self.tp.rows(x.shape[0], alignment))
-
-    def set_recipe(self, recipe: RecipeLike, **recipe_options: Unpack[RecipeOptions]) -> None:
-        """Change the recipe of the live model. Weights and gradients stay; the next forward runs under the new recipe.
-
-        Between two stateful recipes the scales and histories are converted; otherwise they start afresh. FP8 primary
-        weights are left unchanged, so a recipe that needs another kind of FP8 raises a UsageError.
-        """
-        device = computing_device(self.device)
-        chosen, reason = live_recipe.choose(self, recipe, recipe_options, device, self.dtype)
-        live_recipe.change(self, self.check_change(chosen), reason)
-
-    def copied_fp8_state(self) -> dict[str, Tensor]:
-        """Return a copy of every scale and amax history, as `fp8_state` names them; every save takes them from here.
-
-        Forward passes change the live tensors, evaluations for a moment too: passes of other threads wait. Ranks that
-        share experts call it together.
-        """
-        with self.te.region_lock(self, self.recipe.quantized):
-            state = fp8_state(self) if self.recipe.stateful else {}
-            return self.ep.whole_scales({name: tensor.clone() for name, tensor in state.items()})
-
-    def take_fp8_state(self, state: dict[str, Tensor], old: Recipe) -> int:
-        """Load the scales and histories that `fp8_state` returned under the recipe `old`; return how many were used.
-
-        State of te.Linears that have no use for it now is ignored. If one does not fit, raise a ValueError before
-        anything is written.
-        """
-        return take_scales(
-            self, self.ep.own_scales(state), self.precision, precisions(old, self.specs)
-        )
-
-    def check_change(self, recipe: Recipe) -> ModelPrecision:
-        """Return the precision that the live model would have under another recipe, if it can change to it."""
-        new = self._checked(recipe)
-        if self.fp8_params and not self.precision.quantizes_weights_as(new):
-            raise UsageError(
-                f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and "
-                f"{new.recipe.name!r} needs others: save the model and load it with from_pretrained(folder, "
-                "recipe=..., fp8_params=True)"
-            )
-        return new
-
-    def _checked(self, recipe: Recipe) -> ModelPrecision:
-        """Return the precision that a recipe gives this model, if it can run here."""
-        return live_recipe.checked(self, recipe)

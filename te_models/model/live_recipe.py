@@ -16,11 +16,11 @@ from te_models.fp8.primary_weights import relink
 from te_models.model.recipe_fit import auto_recipe, check_layers, check_sizes, say, suit_to_gpu
 
 if TYPE_CHECKING:
-    from te_models.model.decoder import Decoder
+    from te_models.model.decoder_recipe import DecoderRecipe
 
 
 def choose(
-    model: Decoder,
+    model: DecoderRecipe,
     recipe: RecipeLike,
     fields: RecipeOptions,
     device: torch.device,
@@ -45,7 +45,7 @@ def choose(
     return chosen, reason
 
 
-def checked(model: Decoder, recipe: Recipe) -> ModelPrecision:
+def checked(model: DecoderRecipe, recipe: Recipe) -> ModelPrecision:
     """Return the precision that a recipe gives a model, if it can run here; else raise a UsageError."""
     check_support(model.te, model.engine, recipe)
     check_layers(model.config, recipe)
@@ -60,7 +60,7 @@ def checked(model: Decoder, recipe: Recipe) -> ModelPrecision:
     return precision
 
 
-def check_stored(model: Decoder) -> None:
+def check_stored(model: DecoderRecipe) -> None:
     """Raise a UsageError for what a model cannot be whose weights stay as a release stores them."""
     advice = "or load it with base_weights='dequantized'"
     if model.fp8_params:
@@ -75,7 +75,7 @@ def check_stored(model: Decoder) -> None:
         )
 
 
-def change(model: Decoder, new: ModelPrecision, reason: str) -> None:
+def change(model: DecoderRecipe, new: ModelPrecision, reason: str) -> None:
     """Give a live model another precision, with its scales where both recipes have some."""
     old = model.recipe
     # Copied before the reset below drops it.

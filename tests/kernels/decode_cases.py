@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.config.attention import Heads
-from te_models.kernels import decode_triton
+from te_models.kernels import decode_attention_triton, decode_product_triton
 from te_models.kernels.decode import (
     HeadNorms,
     Rotary,
@@ -18,7 +18,8 @@ from te_models.kernels.decode import (
     StepLinear,
     StepNorm,
 )
-from te_models.kernels.decode_triton import attention, product
+from te_models.kernels.decode_attention_triton import attention
+from te_models.kernels.decode_product_triton import product
 from te_models.numerics.casts import cast_fp8, decode_fp8
 from te_models.numerics.formats import DType
 from te_models.numerics.scale_rules import scale_from_amax
@@ -37,10 +38,10 @@ E4M3 = DType.kFloat8E4M3
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if not ON_GPU:
-        tile = decode_triton.Tile(outputs=16, width=16, warps=1, stages=1)
-        monkeypatch.setattr(decode_triton, "_tile", lambda *kind: tile)
-        monkeypatch.setattr(decode_triton, "_few_tile", lambda *kind: tile)
-        monkeypatch.setattr(decode_triton, "KEYS", {256: 16})
+        tile = decode_product_triton.Tile(outputs=16, width=16, warps=1, stages=1)
+        monkeypatch.setattr(decode_product_triton, "_tile", lambda *kind: tile)
+        monkeypatch.setattr(decode_product_triton, "_few_tile", lambda *kind: tile)
+        monkeypatch.setattr(decode_attention_triton, "KEYS", {256: 16})
 
 
 def near(found: Tensor, wanted: Tensor) -> None:
