@@ -33,12 +33,12 @@ from te_models.engine.emulated.gemm import exact_gemm, exact_unless_set
 from te_models.engine.emulated.grouped import GroupedLinear
 from te_models.engine.emulated.layernorm import LayerNormWithoutBias
 from te_models.engine.emulated.linear import Linear, LinearOfTorch
-from te_models.engine.emulated.module import (
+from te_models.engine.emulated.module import restored_recompute
+from te_models.engine.emulated.module_state import (
     drop_cached_weights,
     give_cached_weights,
     observe_quantizer,
     reset_fp8_state,
-    restored_recompute,
     separate_copy,
     set_observers,
     take_cached_weights,

@@ -26,7 +26,7 @@ from te_models.engine.emulated.recipe import DelayedScaling, Recipe
 from te_models.errors import require
 from te_models.numerics.quantizers import Quantizer
 from te_models.numerics.tensors import QuantizedTensor, QuantizedTensorStorage
-from te_models.recorder.table import Observer, Observers
+from te_models.recorder.table import Observers
 
 # The largest weight, in elements, of which a second form is kept for the steps of a generation: the values of FP8 data,
 # which take 2 to 4 bytes each, or a copy in the layout of the product.
@@ -454,52 +454,3 @@ def normal(weight: Tensor) -> Tensor:
 def in_backward() -> bool:
     """Return True while autograd's backward pass runs in this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-def reset_fp8_state(module: nn.Module) -> None:
-    """Drop the FP8 state, cached weights and registered scales of the te modules in `module`.
-
-    The next forward starts afresh under any recipe.
-    """
-    for child in module.modules():
-        if isinstance(child, TransformerEngineBaseModule):
-            child.reset_fp8_state()
-
-
-def separate_copy(module: TransformerEngineBaseModule) -> None:
-    """Give a copied te.Linear scales of its own to update: done by `__setstate__` here, not in Transformer Engine."""
-
-
-def set_observers(
-    module: TransformerEngineBaseModule, observers: Sequence[Observers] | None
-) -> None:
-    """Let observers count the casts of a te.Linear from its next forward on; None: nobody counts them."""
-    module.observers = observers
-    if observers is None:
-        for quantizers in module.quantizers.values():
-            for quantizer in quantizers:
-                quantizer.observer = None
-
-
-def observe_quantizer(quantizer: Quantizer, observer: Observer | None) -> None:
-    """Let an observer count the casts of a quantizer; None: nobody does."""
-    quantizer.observer = observer
-
-
-def drop_cached_weights(module: TransformerEngineBaseModule) -> None:
-    """Drop the weights that a te.Linear keeps for is_first_microbatch=False."""
-    module._fp8_workspaces.clear()
-    module._packed.clear()
-
-
-def take_cached_weights(module: TransformerEngineBaseModule) -> dict[str, Any]:
-    """Take the weights that a te.Linear keeps for is_first_microbatch=False out of it; {}: it has none."""
-    kept = {"quantized": dict(module._fp8_workspaces), "packed": dict(module._packed)}
-    drop_cached_weights(module)
-    return kept if any(kept.values()) else {}
-
-
-def give_cached_weights(module: TransformerEngineBaseModule, weights: dict[str, Any]) -> None:
-    """Give a te.Linear back what `take_cached_weights` returned."""
-    module._fp8_workspaces.update(weights.get("quantized", {}))
-    module._packed.update(weights.get("packed", {}))
