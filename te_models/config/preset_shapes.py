@@ -141,12 +141,10 @@ def shape_of(
 
 def windowed(count: int, period: int, first: int = 0) -> PresetFields:
     """Return the kinds of `count` layers: every `period`-th, starting with number `first`, sees all keys."""
-    kinds = []
+    kinds = ["sliding_attention"] * count
     for layer in range(count):
         if layer % period == first:
-            kinds.append("full_attention")
-        else:
-            kinds.append("sliding_attention")
+            kinds[layer] = "full_attention"
     return dict(num_hidden_layers=count, layer_types=tuple(kinds))
 
 
