@@ -21,7 +21,7 @@ DIVISIONS = (
     "fp8_dispatch",
     "sequence_parallel",
 )
-REDUCE_DTYPES = ("float32", "bfloat16")
+REDUCE_DTYPES = ("float32", "bfloat16", "float8")
 ON_NAN = ("stop", "skip", "demote", "rewind")
 SPIKE_BOUND = 20.0  # where a guard that goes on is given no bound of its own
 # Headings of the help.
@@ -173,7 +173,8 @@ class TrainConfig(Settings):
     )
     reduce_dtype: str = _processes(
         "float32",
-        "With fsdp: dtype in which gradients are summed, float32 or bfloat16.",
+        "With fsdp: dtype in which gradients are summed, float32 or bfloat16; float8 sends E4M3 with a scale for each "
+        "128 elements and adds in FP32.",
         choices=REDUCE_DTYPES,
     )
     collective_timeout: int = _processes(

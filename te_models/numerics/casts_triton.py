@@ -158,7 +158,7 @@ def _store_padded(line, i, n, padded, value):
 
 
 @triton.jit
-def _e8m0(amax_bits, inverse_max):
+def e8m0_from_bits(amax_bits, inverse_max):
     """Compute e8m0.e8m0_from_amax."""
     bits = (amax_bits.to(tl.float32, bitcast=True) * inverse_max).to(tl.int32, bitcast=True)
     exponent = bits >> 23
@@ -168,7 +168,7 @@ def _e8m0(amax_bits, inverse_max):
 
 
 @triton.jit
-def _power_of_2(exponent):
+def power_of_2(exponent):
     """Return 2^(exponent - 127)."""
     return tl.where(exponent > 0, exponent << 23, 0x400000).to(tl.float32, bitcast=True)
 
@@ -207,15 +207,15 @@ def mx_kernel(
         along = tl.reshape(tl.broadcast_to(both[:, None, :], (groups, 32, groups)), (TILE, groups))
         down = tl.reshape(tl.broadcast_to(both[:, :, None], (groups, groups, 32)), (groups, TILE))
     if ROW:
-        e = _e8m0(along, inverse_max)
-        scaled = tl.reshape(v, (TILE, groups, 32)) * _power_of_2(254 - e)[:, :, None]
+        e = e8m0_from_bits(along, inverse_max)
+        scaled = tl.reshape(v, (TILE, groups, 32)) * power_of_2(254 - e)[:, :, None]
         tl.store(row_data + at, encode_fp8(tl.reshape(scaled, (TILE, TILE)), E5M2), mask=mask)
         g = tl.program_id(1) * groups + tl.arange(0, groups)
         e = tl.where((i < rows)[:, None] & (g < cols // 32)[None, :], e, 0)
         tl.store(row_scale + i[:, None] * row_stride + g[None, :], e.to(tl.uint8))
     if COL:
-        e = _e8m0(down, inverse_max)
-        scaled = tl.reshape(v, (groups, 32, TILE)) * _power_of_2(254 - e)[:, None, :]
+        e = e8m0_from_bits(down, inverse_max)
+        scaled = tl.reshape(v, (groups, 32, TILE)) * power_of_2(254 - e)[:, None, :]
         tl.store(col_data + at, encode_fp8(tl.reshape(scaled, (TILE, TILE)), E5M2), mask=mask)
         g = tl.program_id(0) * groups + tl.arange(0, groups)
         e = tl.where((g < rows // 32)[:, None] & (j < cols)[None, :], e, 0)
@@ -294,7 +294,7 @@ def _decode_tile(
         other=0,
     )
     if factor.dtype == tl.uint8:  # E8M0
-        factor = _power_of_2(factor.to(tl.int32))
+        factor = power_of_2(factor.to(tl.int32))
     value = decode_fp8(tl.load(data + at, mask=mask, other=0), E5M2) * factor
     tl.store(out + at, value.to(tl.bfloat16), mask=mask)
 

@@ -20,7 +20,7 @@ from te_models.device.host import device_type
 from te_models.numerics.formats import INVERSE_MAX, DType
 from te_models.numerics.matrices import BlockScaled
 
-_MODULES = ("casts_triton", "nvfp4_triton")
+_MODULES = ("casts_triton", "nvfp4_triton", "sent_blocks_triton")
 # Elements per program of a flat kernel, the most partial maxima, and the sides of a tile: powers of two, since Triton's
 # ranges are.
 _BLOCK = 4096
@@ -61,7 +61,7 @@ def active(tensor: Tensor) -> bool:
     return device_type(tensor) in DEVICES and _ON.get() and tensor.numel() > 0 and bool(kernels())
 
 
-def _run(
+def run(
     name: str,
     grid: tuple[int, ...],
     tensors: tuple[Tensor, ...],
@@ -77,7 +77,7 @@ def _run(
     device = tensors[0].get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return _run(name, grid, tensors, numbers, options)
+            return run(name, grid, tensors, numbers, options)
     # Triton's own search for the variant of a kernel that suits the arguments takes as long as several launches. This
     # key holds everything that a variant depends on: device, types, alignment, numbers, constants.
     types = [t.dtype for t in tensors]
@@ -127,7 +127,7 @@ def amax(x: Tensor, y: Tensor | None = None, nan: bool = False) -> Tensor:
     n = -(-blocks // steps)
     parts = x.new_empty(n if y is None else (2, n), dtype=torch.float32)
     both = x, x if y is None else y, parts
-    _run(
+    run(
         "amax_kernel",
         (n, 1 if y is None else 2),
         both,
@@ -143,7 +143,7 @@ def cast_delayed(x: Tensor, scale: Tensor, amax: Tensor, dtype: DType) -> tuple[
     scale_inv = x.new_empty(1, dtype=torch.float32)
     n = x.numel()
     e5m2 = dtype == DType.kFloat8E5M2
-    _run(
+    run(
         "delayed_kernel",
         (_blocks(n),),
         (x, data, scale, amax, scale_inv),
@@ -166,7 +166,7 @@ def cast_current(
         BLOCK=_BLOCK,
         PARTS=_power_of_2(parts.numel()),
     )
-    _run(
+    run(
         "current_kernel",
         (_blocks(x.numel()),),
         (x, data, parts, scale_inv),
@@ -210,7 +210,7 @@ def cast_blocks(
         POWER_OF_2=power_of_2,
         E5M2=dtype == DType.kFloat8E5M2,
     )
-    _run("block_kernel", (p, q), (x, *made), numbers, {**how, **_TILED})
+    run("block_kernel", (p, q), (x, *made), numbers, {**how, **_TILED})
     return made
 
 
@@ -226,7 +226,7 @@ def cast_mx(
     made = _empty_data(x, rowwise), row_scale, _empty_data(x, columnwise), col_scale
     numbers = *x.shape, q * groups, q * _TILE, INVERSE_MAX[dtype]
     how = dict(ROW=rowwise, COL=columnwise, TWO_D=two_d, E5M2=dtype == DType.kFloat8E5M2)
-    _run("mx_kernel", (p, q), (x, *made), numbers, {**how, **_TILED})
+    run("mx_kernel", (p, q), (x, *made), numbers, {**how, **_TILED})
     return made
 
 
@@ -268,7 +268,7 @@ def cast_nvfp4(
         STOCHASTIC=noise is not None,
     )
     how["PARTS"] = _power_of_2(n_parts)
-    _run("nvfp4_kernel", (p, q), tensors, numbers, {**how, **_TILED})
+    run("nvfp4_kernel", (p, q), tensors, numbers, {**how, **_TILED})
     return made
 
 
@@ -302,7 +302,7 @@ def _decode_fp4(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, Tensor]
     alpha = tensors[0].new_empty(1, dtype=torch.float32)
     columnwise = {"A_COL": a.block[0] > 1, "B_COL": b.block[0] > 1}
     grid = (math.prod(_tiles(left)) + math.prod(_tiles(right)),)
-    _run("nvfp4_decode_kernel", grid, (*tensors, alpha), tuple(numbers), {**columnwise, **_TILED})
+    run("nvfp4_decode_kernel", grid, (*tensors, alpha), tuple(numbers), {**columnwise, **_TILED})
     return left, right, alpha
 
 
@@ -326,7 +326,7 @@ def _decode_fp8(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, None]:
         B_E5M2=b.dtype == e5m2,
     )
     grid = (math.prod(_tiles(a.data)) + math.prod(_tiles(b.data)),)
-    _run("decode_kernel", grid, tuple(tensors), tuple(numbers), {**how, **_TILED})
+    run("decode_kernel", grid, tuple(tensors), tuple(numbers), {**how, **_TILED})
     return tensors[2], tensors[5], None
 
 
@@ -361,7 +361,7 @@ def update(
         **sizes,
         **_FLAT,
     }
-    _run("update_kernel", (len(rows),), tensors, (fp8_max * 2.0**-margin,), how)
+    run("update_kernel", (len(rows),), tensors, (fp8_max * 2.0**-margin,), how)
 
 
 @functools.cache  # never freed: a CUDA graph reads its table at every replay

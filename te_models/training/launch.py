@@ -153,6 +153,11 @@ def check_launch(config: TrainConfig) -> None:
             f"--parallel {kind} stores the optimizer's state on the device: leave out --optimizer-offload, or choose "
             "--parallel ddp"
         )
+    if config.reduce_dtype != "float32" and kind in ("ddp", "tp"):
+        raise UsageError(
+            f"--reduce-dtype {config.reduce_dtype} is for --parallel fsdp, fsdp+tp and fsdp+ep: leave it out, or "
+            "choose one of them"
+        )
     if config.sequence_parallel and kind not in ("tp", "fsdp+tp"):
         raise UsageError("--sequence-parallel is only for --parallel tp and fsdp+tp")
     if tensor and kind != "fsdp+tp":

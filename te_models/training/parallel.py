@@ -43,6 +43,7 @@ from te_models.interop.origin import DTYPES
 from te_models.optim import OPTIMIZERS
 from te_models.optim.gradients import Gradients, GradientSums, Norm, gradient_norm
 from te_models.optim.parameter_owners import Owners
+from te_models.training.fp8_reduce import FP8ReduceScatter
 
 
 @dataclass
@@ -342,7 +343,14 @@ class Parallel:
 def shard(model: CausalLM, parallel: Parallel) -> None:
     """Shard `model` over the data-parallel processes: each block is a unit of FSDP2, and the rest another."""
     config = parallel.config
-    policy = MixedPrecisionPolicy(reduce_dtype=DTYPES[config.reduce_dtype])
+    # FP8 is for sending alone: micro-batches and processes are added in FP32.
+    sent_in_fp8 = config.reduce_dtype == "float8"
+    if sent_in_fp8 and parallel.frozen:
+        raise UsageError(
+            "--reduce-dtype float8 is for gradients that FSDP2 sums, which adapters' are not: leave it out"
+        )
+    summed = torch.float32 if sent_in_fp8 else DTYPES[config.reduce_dtype]
+    policy = MixedPrecisionPolicy(reduce_dtype=summed)
     mesh: Any = parallel.dp
     resharded = config.reshard_after_forward
     blocks: list[Any] = list(model.layers)
@@ -357,6 +365,11 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=resharded)
     # What is left, embeddings and head: backward begins with the head, so it would be gathered again at once.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    if sent_in_fp8:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                communication: Any = FP8ReduceScatter()
+                module.set_custom_reduce_scatter(communication)
     # Nobody changes such a view in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     for number, block in enumerate(blocks):

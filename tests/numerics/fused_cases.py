@@ -13,7 +13,7 @@ from torch import Tensor
 
 import te_models.engine.emulated as te
 from te_models.engine.emulated.gemm import gemm
-from te_models.numerics import casts, fused
+from te_models.numerics import casts, fused, sent_blocks
 from te_models.numerics.formats import FP8_MAX, DType
 from te_models.numerics.quantizers import Quantizer
 from te_models.numerics.scale_rules import delayed_update
@@ -299,3 +299,24 @@ def test_a_layer(name: str) -> None:
     with fused.fused(False):
         plain = steps()
     assert all(same(a.detach(), b.detach()) for a, b in zip(plain, steps(), strict=True))
+
+
+@pytest.mark.parametrize("n", [1, 70, 2048, 4999])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_messages_and_their_sums(n: int, dtype: torch.dtype, on_cpu: None) -> None:
+    x = values(8, max(n, 64), torch.float32, seed=n)[:, :n].to(dtype)
+    with fused.fused(False):
+        expected = sent_blocks.pack(x)
+    found = sent_blocks.pack(x)
+    lost = expected[:, sent_blocks.padded(n) :] == 255
+    assert torch.equal(found[:, sent_blocks.padded(n) :], expected[:, sent_blocks.padded(n) :])
+    codes = [
+        message[:, : sent_blocks.padded(n)].view(8, -1, 128)[~lost] for message in (found, expected)
+    ]
+    assert torch.equal(*codes)
+    sums = torch.empty(2, n)
+    sent_blocks.sum_into(sums[0], expected)
+    with fused.fused(False):
+        sent_blocks.sum_into(sums[1], expected)
+    assert torch.equal(sums[0].nan_to_num(nan=7.0), sums[1].nan_to_num(nan=7.0))
+    assert torch.equal(sums[0].isnan(), sums[1].isnan())

@@ -34,9 +34,11 @@ from benchmarks import scaling
 from te_models import CausalLM
 from te_models.cli import main
 from te_models.config.training import TrainConfig
+from te_models.errors import UsageError
 from te_models.files.tensors import all_finite
 from te_models.saving.folder import load_folder
 from te_models.saving.run_folder import Checkpoints
+from te_models.training.launch import check_launch
 from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel
 from te_models.training.trainer import Trainer
@@ -136,6 +138,7 @@ SAVED = dict(recipe="delayed", dtype="bfloat16", steps=4, save_every=2, eval_eve
 SPECIAL = {
     "saved": dict(SAVED, parallel="fsdp", mode="selective", enlarge=1),
     "saved-ddp": dict(SAVED, parallel="ddp"),
+    "sent-in-fp8": dict(parallel="fsdp", recipe="bf16", reduce_dtype="float8"),
     "resharded": dict(parallel="fsdp", recipe="delayed"),
     "resharded-full": dict(parallel="fsdp", recipe="delayed", mode="full"),
     "resharded-offload": dict(parallel="fsdp", recipe="delayed", offload=True),
@@ -322,6 +325,25 @@ def test_resharded_weights_are_quantized_again_in_backward(two: dict[str, Any]) 
     # All codes of a weight differ in backward, which is as much as between FP8 and BF16 (2.7e-4), and each run has its
     # own.
     assert found["losses"] == pytest.approx(kept["losses"], rel=1e-3)
+
+
+def test_gradients_sent_in_fp8_are_nearly_those_of_fp32(two: dict[str, Any]) -> None:
+    """The first loss is computed before any gradient. E4M3 moves each by up to 2^-4, and so a norm by less."""
+    found, exact = two["sent-in-fp8"], two["fsdp-bf16"]
+    assert found["losses"][0] == exact["losses"][0] and found["losses"][1:] != exact["losses"][1:]
+    assert found["losses"] == pytest.approx(exact["losses"], rel=1e-3)
+    assert found["norms"][0] != exact["norms"][0]
+    assert found["norms"] == pytest.approx(exact["norms"], rel=2.0**-4)
+
+
+@pytest.mark.parametrize("reduce_dtype", ["bfloat16", "float8"])
+@pytest.mark.parametrize("kind", ["ddp", "tp"])
+def test_only_fsdp_sums_in_other_dtypes(
+    kind: str, reduce_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match=f"--reduce-dtype {reduce_dtype} is for --parallel fsdp"):
+        check_launch(TrainConfig(parallel=kind, reduce_dtype=reduce_dtype))
 
 
 @pytest.mark.parametrize("then", [name for name in RESUMED if name != "resumed-from-one"])
