@@ -16,30 +16,34 @@ attention. Its variants compile at the same time in processes of their own, and 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib.metadata
 import json
 import multiprocessing
-import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import click
 import torch
 from torch import Tensor
 
+from benchmarks.kinds_rivals import (
+    WAIT_FOR_TURN,
+    held,
+    measured,
+    their_model,
+    theirs,
+    tokens,
+    with_torchao,
+)
 from te_models import CausalLM, ModelConfig, get_preset
 from te_models.config.deltanet import DeltaNetSpec
 from te_models.files.atomic import first_line
 from te_models.inspect.environment import environment
-from te_models.interop.hf_families import family_for
 from te_models.kernels.delta_rule import delta_rule, delta_rule_kernel
 from te_models.training.cuda_graph import GraphedStep, obstacle
 
@@ -77,8 +81,6 @@ MIXERS: dict[str, tuple[str | dict[str, Any], dict[str, Any]]] = {
 MIXER_BATCH = (2, 4096)
 MIXER_RECIPES = ("bf16", "current", "delayed")
 TURN_SECONDS = 20.0
-# Called between the warm-up and the steps that count; a process of `in_turn` waits there.
-WAIT_FOR_TURN: ContextVar[Callable[[], None]] = ContextVar("wait_for_turn", default=lambda: None)
 RECIPES = ("bf16", "current", "delayed", "blockwise")
 NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
 TINY: dict[str, Any] = dict(
@@ -86,7 +88,6 @@ TINY: dict[str, Any] = dict(
     linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
 )  # fmt: skip
 TINY_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96)
-WARM_UP, TIMED = 5, 7
 
 
 @click.command()
@@ -297,51 +298,6 @@ def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             torch.cuda.empty_cache()
 
 
-def tokens(config: ModelConfig, batch: int, seq: int, device: torch.device) -> Tensor:
-    """Return random ids [batch, seq]."""
-    made = torch.Generator().manual_seed(0)
-    return torch.randint(0, config.vocab_size, (batch, seq), generator=made).to(device)
-
-
-def measured(step: Callable[[], Any], device: torch.device, before: int) -> dict[str, Any]:
-    """Return the median milliseconds of a step, and the peak of memory above `before`, capture included.
-
-    Of the first step it is not: libraries that try their kernels then allocate buffers of their own.
-    """
-    if device.type == "cuda":
-        step()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(WARM_UP if device.type == "cuda" else 1):
-        step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    WAIT_FOR_TURN.get()()
-    if device.type == "cpu":
-        started = time.perf_counter()
-        step()
-        return {"ms": 1e3 * (time.perf_counter() - started)}
-    times = []
-    for _ in range(TIMED):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return {"ms": statistics.median(times), "all_ms": times, "peak_gib": (peak() - before) / 2**30}
-
-
-def peak() -> int:
-    """Return the most bytes that were allocated on the GPU since the counter was reset."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-
-
-def held() -> int:
-    """Return the bytes that are allocated on the GPU."""
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-
-
 def ours(
     config: ModelConfig, batch: int, seq: int, device: torch.device, recipe: str, is_slice: bool
 ) -> dict[str, Any]:
@@ -377,60 +333,6 @@ def ours(
     if graphed is not None:
         graphed.close()
     return found
-
-
-def their_model(config: ModelConfig, device: torch.device) -> Any:
-    """Return transformers' model of this shape with random weights, in BF16."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-    family = family_for(config)
-    fields = {key: value for key, value in family.write(config).items() if key != "architectures"}
-    made = CONFIG_MAPPING[family.model_type](**fields, dtype="bfloat16")
-    experts = {} if config.moe is None else dict(experts_implementation="grouped_mm")
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(
-            made, dtype=torch.bfloat16, attn_implementation="sdpa", **experts
-        )
-
-
-def theirs(config: ModelConfig, batch: int, seq: int, device: torch.device) -> dict[str, Any]:
-    """Measure transformers, compiled, or layer by layer where 24 layers at once take more than six minutes."""
-    before = held()
-    model = their_model(config, device).train()
-    model.config.use_cache = False
-    few = config.num_hidden_layers <= 4
-    for part in [] if device.type == "cpu" else [model] if few else model.model.layers:
-        part.compile()
-    ids = tokens(config, batch, seq, device)
-
-    def step() -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
-        model.zero_grad()
-
-    return measured(step, device, before)
-
-
-def with_torchao(config: ModelConfig, batch: int, seq: int, device: torch.device) -> dict[str, Any]:
-    """Measure transformers with torchao's grouped FP8 products for its experts; its other linears stay in BF16."""
-    with torchao_experts():
-        return theirs(config, batch, seq, device)
-
-
-@contextlib.contextmanager
-def torchao_experts() -> Iterator[None]:
-    """Inside, rows of experts are multiplied in FP8 by torchao, whose groups are multiples of 16 rows.
-
-    Ends of groups are rounded down to such multiples: a few rows meet another expert, the work is the same, and torchao
-    is spared the padding.
-    """
-    from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm as grouped
-    from transformers.integrations import moe
-
-    def product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        return grouped(x, weight, offs // 16 * 16, pad_token_groups_for_grouped_mm=False)
-
-    with mock.patch.object(moe, "_grouped_mm", product):
-        yield
 
 
 def recurrence(config: ModelConfig, batch: int, seq: int, device: torch.device) -> dict[str, Any]:
