@@ -5,6 +5,9 @@
     python benchmarks/whole_step.py first gated-1b delayed --batch-size 8 --seq-len 2048
     torchrun --nproc-per-node 2 benchmarks/whole_step.py speed gated-1b delayed --accumulation 1,8 --parallel fsdp
     torchrun --nproc-per-node 2 benchmarks/whole_step.py parity gated-350m delayed --accumulation 3 --parallel ddp
+    torchrun --nproc-per-node 4 benchmarks/whole_step.py speed gated-1b delayed --batch-size 1 --seq-len 131072 \
+        --parallel fsdp --context-parallel-size 4 --accumulation 1-eager --warm-up 1 --rounds 2 --micro-batches 1 \
+        --num-hidden-layers 16 --model-options '{"activation_checkpointing": "full"}'
 
 `speed` trains one model per number of micro-batches in one process, in turns, and prints tokens per second. `profile`
 lists the kernels of a step outside its CUDA graph, which are those of the gradient norm, the optimizer and the casts,
@@ -78,7 +81,11 @@ def build(
     """Return a Trainer of a new model and its data."""
     torch.manual_seed(0)
     layers = shape["num_hidden_layers"]
-    config = get_preset(shape["preset"], **({"num_hidden_layers": layers} if layers else {}))
+    changes = {"num_hidden_layers": layers} if layers else {}
+    config = get_preset(shape["preset"], **changes)
+    if config.max_position_embeddings < shape["seq_len"]:
+        changes["max_position_embeddings"] = shape["seq_len"]
+        config = get_preset(shape["preset"], **changes)
     # Options of the model in JSON, such as '{"activation_checkpointing": "full"}'.
     more = json.loads(shape["model_options"])
     lora = more.pop("lora", None)
@@ -109,6 +116,7 @@ def joined(shape: dict[str, Any]) -> Iterator[Parallel]:
         parallel=shape["parallel"],
         reshard_after_forward=shape["reshard"],
         reduce_dtype=shape["reduce_dtype"],
+        context_parallel_size=shape["context_parallel_size"],
     )
     with parallel(config) as shared:
         yield shared
@@ -121,6 +129,7 @@ def shape_options(command: Any) -> Any:
         click.option("--reduce-dtype", default="float32"),
         click.option("--reshard/--no-reshard", default=True),
         click.option("--parallel", default="none"),
+        click.option("--context-parallel-size", default=0),
         click.option("--num-hidden-layers", type=int),
         click.option("--seq-len", default=2048),
         click.option("--batch-size", default=8),
@@ -144,19 +153,23 @@ def main() -> None:
 )
 @click.option("--rounds", default=7)
 @click.option("--micro-batches", default=16, help="forward passes per round and variant")
+@click.option("--warm-up", default=7, help="steps that are not timed")
 @click.option("--optimizer", default="adamw")
 @click.option("--out", type=click.Path(path_type=Path))
 def speed(
     accumulation: str,
     rounds: int,
     micro_batches: int,
+    warm_up: int,
     optimizer: str,
     out: Path | None,
     **shape: Any,
 ) -> None:
     """Print tokens per second for each number of micro-batches per step."""
     with joined(shape) as shared:
-        rows = _speed(shared, accumulation.split(","), rounds, micro_batches, optimizer, shape)
+        rows = _speed(
+            shared, accumulation.split(","), rounds, micro_batches, warm_up, optimizer, shape
+        )
         if out is not None and shared.ranks.first:
             settings = dict(shape, optimizer=optimizer, rounds=rounds)
             document = dict(environment=environment(), settings=settings, rows=rows)
@@ -168,6 +181,7 @@ def _speed(
     variants: list[str],
     rounds: int,
     micro_batches: int,
+    warm_up: int,
     optimizer: str,
     shape: dict[str, Any],
 ) -> list[dict[str, Any]]:
@@ -182,7 +196,7 @@ def _speed(
         before = torch.cuda.memory_allocated()
         trainer, data = build(shared, shape, count, optimizer=optimizer, cuda_graph=not eager)
         steps = trainer.steps(trainer.passes.calibrated(data))
-        for _ in range(7):
+        for _ in range(warm_up):
             row = next(steps)
         peak = (torch.cuda.max_memory_allocated() - before) / 2**30
         say(
