@@ -99,20 +99,21 @@ def plan(
     Nothing is trained, and of a preset nothing is built. With --from-record it first says which recipe, and which
     precision of single linears, the record of a short run speaks for; without a model it is about that run's.
     """
-    names = (*TRAINING, *DIVISION, "gpus", "lora", "lora_experts")
-    if not memory and (given := [name for name in names if is_given(name)]):
-        raise click.UsageError(
-            f"--{given[0].replace('_', '-')} changes no precision: add --memory, or leave it out"
-        )
-    training = {name: options.pop(name) for name in names}
+    memory_options = _memory_options(options, memory)
     division = TrainConfig(expert_parallel_size=options.pop("expert_parallel_size"))
+    # Of a saved model it is an option of loading; a preset has no weights that could be stored in a form.
     base_weights = None if preset is None else _form_of_preset(options.pop("base_weights"))
-    if preset is not None or gpu is not None:
-        options["device"] = options["device"] or "meta"
-    card = None if gpu is None else get_gpu(gpu)
-    advice = None
+    if base_weights is not None and not memory:
+        raise click.UsageError(
+            "--base-weights of a preset changes no precision: add --memory, or leave it out"
+        )
     if try_step and from_record is None:
         raise click.UsageError("--try-step tries the advice of --from-record RUN: give both")
+    card = None if gpu is None else get_gpu(gpu)
+    if preset is not None or card is not None:
+        # Nothing is computed, so nothing is allocated.
+        options["device"] = options["device"] or "meta"
+    advice = None
     if from_record is not None:
         advice = advice_of(from_record, preset, model, options, card, try_step)
         options["recipe"] = advice.recipe
@@ -120,49 +121,64 @@ def plan(
             model = from_record
     if card is not None:
         if advice is None:
-            options["recipe"] = _recipe_there(card, preset, options)
-        options["engine"] = "emulated"  # which has every recipe on every machine
+            options["recipe"] = _recipe_on(card, preset, options)
+        # The native engine has only the recipes of the GPU that is here.
+        options["engine"] = "emulated"
     built = build_model(preset, model, options, merge=True)
     memory_plan = None
     if memory:
-        training["expert_parallel_size"] = division.expert_parallel_size
-        memory_plan = _planned_memory(built, training, base_weights)
-    elif base_weights is not None:
-        raise click.UsageError(
-            "--base-weights of a preset changes no precision: add --memory, or leave it out"
-        )
-    told = None if advice is None else advice.to_dict()
-    if advice is not None and not as_json:
-        show(advice, as_json=False)
-        click.echo()
+        memory_options["expert_parallel_size"] = division.expert_parallel_size
+        memory_plan = _planned_memory(built, memory_options, base_weights)
+    advice_document = None
+    if advice is not None:
+        advice_document = advice.to_dict()
+        if not as_json:
+            show(advice, as_json=False)
+            click.echo()
     if card is not None:
-        _show_for_gpu(built, card, memory_plan, as_json, told)
+        _show_for_gpu(built, card, memory_plan, as_json, advice_document)
     elif memory_plan is None:
-        _show_precision(built, division, as_json, told)
+        _show_precision(built, division, as_json, advice_document)
     elif as_json:
-        _echo_json(memory_plan.to_dict(), told)
+        _echo_json(memory_plan.to_dict(), advice_document)
     else:
         show(memory_plan, as_json=False)
 
 
+def _memory_options(options: dict[str, Any], memory: bool) -> dict[str, Any]:
+    """Take the options of --memory out of `options`; return them by name.
+
+    Raises:
+        UsageError: one of them is given without --memory.
+    """
+    names = (*TRAINING, *DIVISION, "gpus", "lora", "lora_experts")
+    for name in names:
+        if is_given(name) and not memory:
+            raise click.UsageError(
+                f"--{name.replace('_', '-')} changes no precision: add --memory, or leave it out"
+            )
+    return {name: options.pop(name) for name in names}
+
+
 def _planned_memory(
-    model: CausalLM, training: dict[str, Any], base_weights: str | None
+    model: CausalLM, memory_options: dict[str, Any], base_weights: str | None
 ) -> MemoryPlan:
     """Return the memory plan of a model under the options of --memory, by name."""
     from te_models.optim import resolve_options  # noqa: PLC0415  imports torch
 
-    training = dict(training)
-    lora_rank = training.pop("lora")
-    options = training.pop("optimizer_options")
-    training["optimizer_options"] = resolve_options(training["optimizer"], options)
+    keywords = dict(memory_options)
+    keywords["lora_rank"] = keywords.pop("lora")
+    keywords["optimizer_options"] = resolve_options(
+        keywords["optimizer"], keywords["optimizer_options"]
+    )
     # Left out where it was not given, so that a folder's own form decides.
     if base_weights is not None:
-        training["base_weights"] = base_weights
-    return model.plan_memory(**training, lora_rank=lora_rank)
+        keywords["base_weights"] = base_weights
+    return model.plan_memory(**keywords)
 
 
 def _form_of_preset(base_weights: str | None) -> str | None:
-    """Return the form in which a plan of a preset has the weights under its adapters; None: dequantized."""
+    """Return the form of the weights under the adapters in the plan of a preset; None: they are not quantized."""
     if base_weights == STORED:
         raise click.UsageError(
             f"a preset has no stored weights: give --base-weights {', '.join(FORM_NAMES)}, the form of a release"
@@ -190,21 +206,22 @@ def _show_precision(
 
 
 def _fp8_speed(model: CausalLM) -> str:
-    """Return what is measured of the model's recipe near its size on the GPU that is here, or that none is."""
+    """Return the measured speed of the model's recipe near its size on this machine's GPU, or that there is no GPU."""
     import torch  # noqa: PLC0415  is slow
 
     from te_models.config.measured_speed import gain  # noqa: PLC0415  only here
 
     if not torch.cuda.is_available():
-        return "no GPU is here: --gpu NAME tells what is measured there"
+        return "this machine has no GPU: --gpu NAME tells what is measured on one"
     return gain(torch.cuda.get_device_name(), model.config, model.recipe.name).text
 
 
-def _recipe_there(gpu: Gpu, preset: str | None, options: Mapping[str, Any]) -> Any:
-    """Return the recipe to plan with: the one that is asked for, else what a new model would have on that GPU."""
-    asked = options["recipe"]
-    if preset is None or asked not in (None, AUTO):
-        return asked
+def _recipe_on(gpu: Gpu, preset: str | None, options: Mapping[str, Any]) -> Any:
+    """Return the recipe of the plan: the one of --recipe, or of a preset without it the best on that GPU."""
+    recipe = options["recipe"]
+    # "auto" would choose for the GPU that is here.
+    if preset is None or recipe not in (None, AUTO):
+        return recipe
     from te_models.model.recipe_fit import best_on  # noqa: PLC0415  imports torch
 
     shape = {name: options[name] for name in SHAPE_NAMES if is_given(name)}
@@ -212,7 +229,7 @@ def _recipe_there(gpu: Gpu, preset: str | None, options: Mapping[str, Any]) -> A
 
 
 def _echo_json(plan: object, advice: dict[str, Any] | None) -> None:
-    """Print a plan as JSON; with an advice, as the entry "plan" beside it."""
+    """Print a plan as JSON: alone, or as {"advice": ..., "plan": ...}."""
     document = plan if advice is None else {"advice": advice, "plan": plan}
     click.echo(json.dumps(document, indent=1))
 
@@ -224,23 +241,22 @@ def _show_for_gpu(
     as_json: bool,
     advice: dict[str, Any] | None = None,
 ) -> None:
-    """Print what a GPU that need not be here does with a model, then the plan of its precision or memory."""
+    """Print the recipes that run on a GPU, which need not be here, then the plan of precision or of memory."""
     from te_models.inspect.gpu_plan import plan_for_gpu  # noqa: PLC0415  imports torch
 
-    there = plan_for_gpu(gpu, model.config, memory)
+    on_gpu = plan_for_gpu(gpu, model.config, memory)
     if as_json:
-        name = "precision" if memory is None else "memory"
-        rest = model.plan().to_dict() if memory is None else memory.to_dict()
-        _echo_json({**there.to_dict(), name: rest}, advice)
+        if memory is None:
+            plan_document = {"precision": model.plan().to_dict()}
+        else:
+            plan_document = {"memory": memory.to_dict()}
+        _echo_json({**on_gpu.to_dict(), **plan_document}, advice)
         return
-    show(there, as_json=False)
+    show(on_gpu, as_json=False)
     if memory is not None:
         show(memory, as_json=False)
         return
-    precision = model.plan()
-    where = f"recipe {model.recipe.name} on {gpu.name}"
     reason = why_not(suited(model.recipe, gpu), gpu.capability)
-    show(
-        replace(precision, title=f"{where}: {'does not run, ' + reason if reason else 'runs'}"),
-        False,
-    )
+    verdict = f"does not run, {reason}" if reason else "runs"
+    title = f"recipe {model.recipe.name} on {gpu.name}: {verdict}"
+    show(replace(model.plan(), title=title), as_json=False)

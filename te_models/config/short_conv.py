@@ -1,8 +1,12 @@
 """A gated short convolution as data (LFM2). No torch.
 
-in_proj.weight   [b: D | c: D | x: D]
-conv.weight      [D, 1, taps]
-out_proj.weight  [D, D]
+    y = out_proj(c * conv(b * x)),    b, c, x = in_proj(input)
+
+D is the hidden size; the weights are
+
+    in_proj.weight   [3D, D], rows b, c, x
+    conv.weight      [D, 1, kernel_dim]
+    out_proj.weight  [D, D]
 """
 
 from __future__ import annotations
@@ -32,11 +36,11 @@ class ShortConvConfig(Settings):
 
 @dataclass(frozen=True)
 class ShortConvSpec(MixerSpec):
-    """out_proj(c * conv(b * x)), with b, c and x from one projection.
+    """One layer's short convolution, or a rank's share of it.
 
     Attributes:
-        channels: of the convolution on this rank.
-        sizes: of the convolution.
+        channels: the channels of the convolution that this rank has: all D, or D over the tensor-parallel ranks.
+        sizes: the length of the convolution, and whether there are biases.
     """
 
     channels: int
@@ -59,7 +63,7 @@ class ShortConvSpec(MixerSpec):
     @property
     def vectors(self) -> Mapping[str, int]:
         """The convolution's taps and their bias."""
-        each = self.sizes.kernel_dim + self.sizes.bias
+        each = self.sizes.kernel_dim + self.sizes.bias  # per channel
         return MappingProxyType({"conv": self.channels * each})
 
     @property
@@ -68,6 +72,7 @@ class ShortConvSpec(MixerSpec):
 
     @property
     def divided(self) -> Mapping[str, int]:
+        # Each channel is convolved by itself, so ranks share the channels.
         return {"hidden_size": self.channels}
 
     def local(self, ranks: int) -> ShortConvSpec:

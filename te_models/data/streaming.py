@@ -137,10 +137,12 @@ class StreamingDataset:
         self.remarks: list[str] = []  # lines that `describe` ends with
         self.fingerprint = self._hash_data(tokenizer)
         self._pool: ProcessPoolExecutor | None = None
-        self._answered = False  # has a worker encoded a chunk?
+        self._answered = False  # whether a worker has encoded a chunk
         self._lanes: dict[int, Lane] = {}
         self._positions: list[Position] = [[0, 0, 0] for _ in range(self.num_lanes)]
-        self._loaded_at = self._next_window = 0  # windows counted over all epochs, lanes and ranks
+        # Windows, counted over all epochs, lanes and ranks: where the state was taken, and the next one.
+        self._loaded_at = 0
+        self._next_window = 0
         self.order = lru_cache(maxsize=4)(self._order)
 
     def __repr__(self) -> str:
@@ -244,25 +246,32 @@ class StreamingDataset:
                 "call state_dict on every rank"
             )
         self._positions = [list(state["lanes"][str(lane)]) for lane in range(self.num_lanes)]
-        self._loaded_at = self._next_window = state["windows"]
+        self._loaded_at = state["windows"]
+        self._next_window = state["windows"]
         self._lanes = {}
 
     def held_out(self, num_tokens: int, at_least_one: bool = False) -> list[Document]:
         """Return documents reserved for evaluation, of about `num_tokens` tokens, or all if there are fewer.
 
         Without an eval_fraction they are any documents. They are the same on every rank. Chunks are read in a
-        separate order until there are enough: 1 / eval_fraction times as much text as is returned. With
-        `at_least_one`, of data so small that the share has no document, the one whose hash is lowest is reserved.
+        separate order until there are enough: 1 / eval_fraction times as much text as is returned.
+
+        Args:
+            num_tokens: about as many as evaluation needs.
+            at_least_one: of data so small that the share has no document, reserve the one whose hash is lowest. This
+                raises `eval_fraction` of the training data accordingly.
 
         Raises:
             DataError: no document is reserved for evaluation.
         """
         share = self.reader.eval_fraction
-        reader = replace(self.reader, eval_fraction=0.0)  # which leaves out none
+        # The reader of training leaves these documents out; this one reads all.
+        reader = replace(self.reader, eval_fraction=0.0)
         documents: list[Document] = []
-        size = 0
-        lowest = 2**64
-        seen = set()
+        size = 0  # characters of `documents`
+        lowest = 2**64  # the lowest hash that was met
+        # Up to two different hashes: of a single document nothing can be held out.
+        seen: set[int] = set()
         empty = True
         for chunk in np.random.default_rng((self.seed, 0, 0)).permutation(len(self.chunks)):
             for document in reader.documents(self.chunks[chunk]):
@@ -277,11 +286,13 @@ class StreamingDataset:
                     )
                 elif at_least_one and not documents:
                     lowest = min(lowest, place)
-                    seen.update([place] if len(seen) < 2 else [])
+                    if len(seen) < 2:
+                        seen.add(place)
             if size >= 8 * num_tokens:  # a token is seldom longer than 8 characters
                 break
         if not documents and len(seen) == 2:
-            self.reader.eval_fraction = (lowest + 2**12) / 2**64  # more than a double rounds
+            # Above the lowest hash by more than a double rounds it, so that exactly its document is reserved.
+            self.reader.eval_fraction = (lowest + 2**12) / 2**64
             return self.held_out(num_tokens)
         check_text(self.chunks.source, not empty)
         if not documents:
@@ -305,10 +316,12 @@ class StreamingDataset:
     @property
     def _own_lanes(self) -> range:
         """Return the lanes that this rank's windows come from."""
+        # Windows n, n + W, n + 2 W, ... modulo L meet every gcd(L, W)-th lane.
         stride = math.gcd(self.num_lanes, self.world_size)
         return range((self._next_window + self.rank) % stride, self.num_lanes, stride)
 
     def _lane(self, number: int) -> Lane:
+        """Return a lane, which is made at its saved position when it is first asked for."""
         if number not in self._lanes:
             taken = _windows_before(self._loaded_at, number, self.num_lanes)
             self._lanes[number] = Lane(self, number, self._positions[number], taken)
@@ -327,10 +340,12 @@ class StreamingDataset:
         """
         counts = repeats(self.chunks.weights, epoch)
         number = np.arange(len(self.chunks))
-        again = [
-            number[counts > times] + times * len(number) for times in range(counts.max(initial=0))
-        ]
-        chunks = np.concatenate([number[:0], *again])
+        occurrences = [
+            number[:0]
+        ]  # not an empty list, of which concatenate would not know the dtype
+        for times in range(counts.max(initial=0)):
+            occurrences.append(number[counts > times] + times * len(number))
+        chunks = np.concatenate(occurrences)
         if self.shuffle:
             return chunks[np.random.default_rng((self.seed, epoch)).permutation(len(chunks))]
         return chunks
@@ -344,10 +359,14 @@ class StreamingDataset:
 
     def request(self, lane: int, epoch: int, place: int) -> Request:
         """Return a function that returns the tokens of a lane's chunk; a worker starts on it at once."""
-        time, chunk = divmod(
-            int(self.order(epoch)[lane :: self.num_lanes][place]), len(self.chunks)
-        )
-        order = (self.seed, epoch, chunk, *([time] if time else [])) if self.shuffle else None
+        numbered = int(self.order(epoch)[lane :: self.num_lanes][place])
+        # How often the chunk came before in this epoch (see `_order`), and its own number.
+        time, chunk = divmod(numbered, len(self.chunks))
+        order: tuple[int, ...] | None = None
+        if self.shuffle:
+            order = (self.seed, epoch, chunk)
+            if time:
+                order = (*order, time)
         if not self.num_workers:
             return partial(self.reader.encode, self.chunks[chunk], order)
         with interrupts_wait(), self._worker_errors():  # it may start a worker
@@ -380,7 +399,7 @@ class StreamingDataset:
     def _hash_data(self, tokenizer: Tokenizer) -> int:
         """Hash everything that a position depends on: files and chunks, tokens, windows and order."""
         chunks = self.chunks
-        kind = [
+        kind: list[object] = [
             self.seq_len,
             self.packing,
             self.seed,
@@ -388,12 +407,12 @@ class StreamingDataset:
             self.num_lanes,
             self.reader.eval_fraction,
         ]
-        kind += (
-            [self.reader.truncate, dict(self.reader.columns)]
-            if self.whole or self.reader.columns
-            else []
-        )
-        kind += [chunks.weights.tolist()] if (chunks.weights != 1).any() else []
+        # Only where they have an effect: other positions do not depend on them, and stay as they were.
+        if self.whole or self.reader.columns:
+            kind += [self.reader.truncate, dict(self.reader.columns)]
+        if (chunks.weights != 1).any():
+            kind.append(chunks.weights.tolist())
+        # Names without folders: a corpus may be moved between two runs.
         names = [name.rpartition("/")[2] for name in chunks.files]
         # Six bytes, which a JSON double holds exactly.
         digest = hashlib.blake2b(json.dumps([kind, names]).encode(), digest_size=6)

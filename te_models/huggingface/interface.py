@@ -1,4 +1,4 @@
-"""Methods that clients of transformers call on any model: names of modules, ends, sizes, checkpointing, dtypes."""
+"""Methods that clients of transformers call on any model: embedding and head, names, sizes, checkpointing, dtypes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from te_models.huggingface.saving import HEAD, WRAPPED, inside
 class ModelInterface(PreTrainedModel):
     """The part of transformers' interface that neither computes nor loads anything.
 
+    transformers' own implementations would look for modules, or set attributes, that a CausalLM does not have.
+
     Attributes:
         model: the CausalLM that has the weights.
     """
 
     model: CausalLM
-    _multimodal = False  # whether the model came from a folder with another model beside it
+    # True if the weights came from a multimodal folder, whose text model is below "model.language_model".
+    _multimodal = False
+    # The names of te modules that no target of peft may end like; filled by TEModelsForCausalLM.
     _hidden = HiddenNames([])
 
     def init_weights(self) -> None:
@@ -39,31 +43,36 @@ class ModelInterface(PreTrainedModel):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield all modules by the names of transformers, after which peft names adapters.
+        """Yield the name and the module of each module, under transformers' names, which peft gives to adapters.
 
-        A head that peft has adapted has the name that it has in files; names of a multimodal folder are below
-        "model.language_model", where CausalLM.language_model leads. te modules that are none in transformers, or are
-        elsewhere, have names that end like no target of peft: it would take "down_proj" for one of them too.
+        - A head with adapters has its name in files, "lm_head" without "model." before it.
+        - Of a multimodal model, names begin with "model.language_model" as in transformers.
+        - te modules without a counterpart in transformers get names that end like none of peft's targets, which would
+          adapt them too: a target "down_proj" is for every module whose name ends so.
         """
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
             own = name.removeprefix(prefix).removeprefix(".")
             if own.startswith(HEAD) and is_adapted(self.lm_head):
                 name = f"{prefix}.{own.removeprefix(WRAPPED)}".removeprefix(".")
             name = self._hidden.renamed(name)
-            yield inside(name, prefix) if self._multimodal else name, module
+            if self._multimodal:
+                name = inside(name, prefix)
+            yield name, module
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield all parameters by their names in a state_dict."""
+        """Yield the name and the parameter of each parameter, under its name in a state_dict."""
+        # The base class takes names from named_modules, where some were changed for peft.
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             yield self._hidden.original(name), parameter
 
     def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding, [vocabulary, D]."""
         return self.model.embed_tokens
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Return the CausalLM's number: without rows of padding."""
+        """Return the number of parameters; rows of padding in te.Linears do not count."""
         return self.model.num_parameters(only_trainable, exclude_embeddings)
 
     def get_output_embeddings(self) -> nn.Module:
@@ -76,12 +85,22 @@ class ModelInterface(PreTrainedModel):
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> nn.Embedding:
-        """Return the embedding if it already has this many rows; raise a UsageError otherwise."""
+        """Return the embedding, if it has as many rows as the call asks for.
+
+        TRL and others call this for every model, mostly with the size that it has.
+
+        Raises:
+            UsageError: it has another number of rows.
+        """
         rows = self.model.config.vocab_size
-        wanted = rows if new_num_tokens is None else new_num_tokens
-        step = pad_to_multiple_of or 1
-        if (wanted := -(-wanted // step) * step) != rows:
-            raise UsageError(f"the vocabulary has {rows} tokens and cannot be resized to {wanted}")
+        asked = rows if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of:
+            asked += -asked % pad_to_multiple_of
+        if asked != rows:
+            advice = f": load it with vocab_size={asked}" if asked > rows else ""
+            raise UsageError(
+                f"the vocabulary has {rows} tokens and cannot be resized to {asked}{advice}"
+            )
         return self.model.embed_tokens
 
     def gradient_checkpointing_enable(

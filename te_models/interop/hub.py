@@ -16,11 +16,12 @@ from te_models.interop.model_card import CARD, user_card
 from te_models.interop.origin import DTYPES
 from te_models.model.options import HubOptions, LoadOptions
 
-# The files of a repository that a model needs. Mistral's and Meta's releases contain the same weights a second time, in
-# their own format.
+# The files of a repository that a model needs.
 WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+# Mistral's and Meta's releases contain the same weights a second time, in their own format.
 UNWANTED = ("consolidated*", "original/*", "onnx/*")
-OUR_ATTENTION = "te_models"  # in the config of a TEModelsForCausalLM; passed on by TRL to load a reference like it
+# The attn_implementation in the config of a TEModelsForCausalLM. TRL passes it on when it loads a reference model.
+OUR_ATTENTION = "te_models"
 NO_BITSANDBYTES = (
     "bitsandbytes is not part of te-models: recipe='current' with fp8_params=True stores one byte "
     "per weight"
@@ -77,22 +78,23 @@ WITHOUT_EFFECT = frozenset(
 
 
 def local_folder(name: str | Path, **hub: Any) -> Path:
-    """Return `name` if it is a local folder, else the folder of the shipped model of this name, or that to which it was
-    downloaded from the hub.
+    """Return the folder of a model: the path itself, a shipped model's, or the one to which the hub's is downloaded.
 
     Args:
         name: a path, or "owner/model".
         hub: HubOptions; ignored for a path.
 
     Raises:
-        UsageError: it is none of these; the message says why.
+        UsageError: there is no such folder or model, or the hub did not give it; the message says why.
     """
     path = readable(Path(name))
+    # A folder here comes before a model of the same name elsewhere.
     if path.exists():
         return path
     if (shipped := shipped_folder(str(name))) is not None:
         return shipped
     owner, _, own = str(name).partition("/")
+    # Anything else was meant as a path: the hub is not asked for "./model" or "a/b/c".
     if not (owner and own) or "/" in own or owner[0] in ".~" or own[0] in ".~":
         raise UsageError(
             f"{name}: no such folder, and no model that ships with te-models ({', '.join(list_shipped())}); models of "
@@ -133,17 +135,23 @@ def push_folder(folder: Path, repo_id: str, options: Document) -> str:
     revision = options.get("revision")
     with _answering(f"the Hugging Face hub did not take {repo_id}"):
         repository = api.create_repo(repo_id, private=options.get("private"), exist_ok=True).repo_id
+        # A pull request makes a branch by itself.
         if revision is not None and not options.get("create_pr"):
             api.create_branch(repository, branch=revision, exist_ok=True)
         ignored = []
         if api.file_exists(repository, CARD, revision=revision):
-            found = Path(api.hf_hub_download(repository, CARD, revision=revision))
-            ignored = [CARD] if user_card(found.parent) is not None else []
-        message = options.get("commit_message") or "Upload a model of te-models"
-        given = dict(commit_message=message, revision=revision, create_pr=options.get("create_pr"))
+            card = Path(api.hf_hub_download(repository, CARD, revision=revision))
+            # A card with text of its author's is worth more than a generated one.
+            if user_card(card.parent) is not None:
+                ignored = [CARD]
         return str(
             api.upload_folder(
-                repo_id=repository, folder_path=folder, ignore_patterns=ignored, **given
+                repo_id=repository,
+                folder_path=folder,
+                ignore_patterns=ignored,
+                commit_message=options.get("commit_message") or "Upload a model of te-models",
+                revision=revision,
+                create_pr=options.get("create_pr"),
             )
         )
 
@@ -152,11 +160,10 @@ def split_options(options: Document) -> tuple[Fields, Fields]:
     """Return the keywords of `from_pretrained` for the hub and for the model, translating transformers' own.
 
     Raises:
-        UsageError: an unknown keyword (the nearest one is named), or one without an equivalent in
-        te-models, with the reason.
+        UsageError: an unknown keyword (the nearest one is named), or one without an equivalent in te-models, with the
+            reason.
     """
     known = LoadOptions.__annotations__
-    of_hub = HubOptions.__annotations__
     rest = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
     for name, value in list(rest.items()):
         if name in REFUSED and value not in (None, False, ""):
@@ -166,23 +173,28 @@ def split_options(options: Document) -> tuple[Fields, Fields]:
             del rest[name]
         elif name not in known:
             raise unknown_option("keyword", name, known, "te_models.model.options.LoadOptions")
-    hub = {name: rest.pop(name) for name in of_hub if name in rest}
-    place = rest.pop("device_map", None)
+    hub = {}
+    for name in HubOptions.__annotations__:
+        value = rest.pop(name, None)
+        if value is not None:
+            hub[name] = value
     kernel = rest.pop("attn_implementation", None)
-    both = place is not None and rest.get("device") is not None
-    if both or kernel not in (None, "sdpa", OUR_ATTENTION):
-        wrong = (
+    if kernel not in (None, "sdpa", OUR_ATTENTION):
+        raise UsageError(
             f"attn_implementation={kernel!r} is not supported: attention is PyTorch's scaled_dot_product_attention "
             "('sdpa'), with cuDNN's or FlashAttention's kernel on a GPU; leave it out"
         )
-        raise UsageError("give either device= or device_map=" if both else wrong)
-    if place is not None:
-        rest["device"] = _device(place)
-    # The name of `dtype` before transformers 4.56.
-    other = rest.pop("torch_dtype", None)
-    if (dtype := _dtype(rest.pop("dtype", other))) is not None:
+    device_map = rest.pop("device_map", None)
+    if device_map is not None:
+        if rest.get("device") is not None:
+            raise UsageError("give either device= or device_map=")
+        rest["device"] = _device(device_map)
+    # transformers before 4.56 calls it torch_dtype.
+    older = rest.pop("torch_dtype", None)
+    dtype = _dtype(rest.pop("dtype", older))
+    if dtype is not None:
         rest["dtype"] = dtype
-    return {name: value for name, value in hub.items() if value is not None}, rest
+    return hub, rest
 
 
 def _dtype(value: object) -> torch.dtype | None:

@@ -20,9 +20,9 @@ from te_models.training.lora_run import Content, LoraRun, load_merged
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
 
-# Nats per token: losses of one model computed in BF16 and in FP32 may differ by as much.
+# In nats per token. A smaller gain of the adapters says nothing: losses of a model in BF16 and FP32 differ by as much.
 LEAST_GAIN = 0.01
-LEAST_SHARE = 0.05  # of the gain; both losses are shown in any case
+LEAST_SHARE = 0.05  # of the gain: a smaller loss by merging is not remarked upon
 
 
 def save_adapters(
@@ -35,11 +35,19 @@ def save_adapters(
 ) -> dict[str, str]:
     """Save the adapters in the folder adapter/ and, with --merge, the model that has them in its weights in merged/.
 
-    `content` is what `adapters.content(live=False)` returned, which several processes may have to call; the run
-    evaluates on `batches` of this process. Return the files by what they are, and the merged model's loss.
+    Args:
+        adapters: of the run.
+        content: of the adapters' files, by `adapters.content(live=False)`, which several processes may have to call.
+        folder: of the run.
+        tokenizer: of the run, whose files are saved with both.
+        batches: the batches of this process on which the merged model's loss is measured.
+        result: of the run.
+
+    Returns:
+        "adapters" and "merged", the folders that were written; "merged from" and "eval loss merged", lines for the
+        summary.
     """
     model = adapters.model
-    lora = adapters.settings
     tensors, documents = content
     documents = {**documents, "run": run_choices(model), **tokenizer.files()}
     facts = as_facts(documents.get(TRAINED), folder / "adapter")
@@ -49,10 +57,23 @@ def save_adapters(
         documents[CARD] = card
     save_folder(folder / "adapter", tensors, documents)
     written = {"adapters": str(folder / "adapter")}
-    if not lora.merge:
-        return written
-    dtype = DTYPES[lora.merge_dtype] if lora.merge_dtype else model.dtype
-    # On the emulated engine, into weights that FP8 has not rounded.
+    if adapters.settings.merge:
+        written |= _save_merged(adapters, folder, tokenizer, batches, result)
+    return written
+
+
+def _save_merged(
+    adapters: LoraRun,
+    folder: Path,
+    tokenizer: Tokenizer,
+    batches: list[Batch],
+    result: Result,
+) -> dict[str, str]:
+    """Save the merged model in merged/; return its folder, its step and its loss, as `save_adapters` does."""
+    model = adapters.model
+    settings = adapters.settings
+    dtype = DTYPES[settings.merge_dtype] if settings.merge_dtype else model.dtype
+    # From the base's own values, on the CPU: the weights of the run may be rounded to FP8, and its GPU may be full.
     merged = load_merged(
         folder / "adapter",
         base=adapters.base,
@@ -63,34 +84,48 @@ def save_adapters(
     )
     tensors, documents = model_content(merged, merged.origin)
     save_folder(folder / "merged", tensors, {**documents, **tokenizer.files()})
-    del merged, tensors  # before it is loaded once more, where the run computes
+    # The memory is needed for the next line, which loads what a user would load, where the run computes.
+    del merged, tensors
     place: Fields = {"engine": model.engine, "device": model.device}
     reloaded = CausalLM.from_pretrained(folder / "merged", **place)
     loss = evaluate(reloaded, batches)
-    trained = evaluate(model, batches)  # the run's last evaluation may be of several processes
-    merged_line = merged_loss(
-        loss, trained, result.first_eval_loss, str(dtype).removeprefix("torch.")
-    )
-    which = f"step {result.step}, the last"
+    # Not the run's last evaluation: that was over the batches of all processes.
+    trained = evaluate(model, batches)
+    dtype_name = str(dtype).removeprefix("torch.")
+    return {
+        "merged": str(folder / "merged"),
+        "merged from": _merged_step(folder, result),
+        "eval loss merged": merged_loss(loss, trained, result.first_eval_loss, dtype_name),
+    }
+
+
+def _merged_step(folder: Path, result: Result) -> str:
+    """Return a line about the step whose adapters were merged, with the command for a better one if there is one."""
+    line = f"step {result.step}, the last"
     best = best_checkpoint(folder, result.best_step)
-    if best is not None and result.best_eval_loss < result.eval_loss:
-        which += (
-            f"; step {result.best_step} has a lower eval loss: te-models convert --format te --model {best} "
-            f"--out {folder / 'merged-best'}"
-        )
-    written["merged"] = str(folder / "merged")
-    return {**written, "merged from": which, "eval loss merged": merged_line}
+    if best is None or not result.best_eval_loss < result.eval_loss:
+        return line
+    return (
+        f"{line}; step {result.best_step} has a lower eval loss: te-models convert --format te --model {best} "
+        f"--out {folder / 'merged-best'}"
+    )
 
 
 def merged_loss(loss: float, trained: float, before: float, dtype: str) -> str:
-    """Return a line about the loss of a merged model: beside the loss with adapters, and the share of the gain it lost.
+    """Return a line about the loss of a merged model, with advice if merging lost much of the gain.
 
-    The gain is `before` - `trained`, the losses of the model without and with adapters.
+    Args:
+        loss: of the merged model, in nats per token.
+        trained: of the model with adapters beside its weights.
+        before: of the model without adapters; `before` - `trained` is the gain.
+        dtype: of the merged weights, such as "bfloat16".
     """
     line = f"{loss:.4f} in {dtype}, {trained:.4f} with adapters"
     gain = before - trained
     lost = loss - trained
-    if not (gain >= LEAST_GAIN and lost >= LEAST_SHARE * gain):
+    # Written so that a NaN among the losses ends here too.
+    remarkable = gain >= LEAST_GAIN and lost >= LEAST_SHARE * gain
+    if not remarkable:
         return line
     line += f": updates vanish in the rounding of the weights, and {100 * lost / gain:.0f} % of the gain with them"
     if dtype == "float32":

@@ -16,13 +16,20 @@ from te_models.training.timing import Row
 MAX_LINE_BYTES = 2**16
 PLOTTED = ("loss", "learning_rate", "tokens_per_second")  # numbers that each row has
 EVENT = "event"  # the key that only rows about events have
-MOST = 1e30  # no metric is as large, and a plot can still compute with it
+# A bound for numbers in the file: no metric is as large, and a plot can still compute with it.
+LARGEST = 1e30
 
 
 class MetricsLog:
-    """Write metrics.jsonl line by line; without a path, as on every process of a run except the first, nothing.
+    """The file metrics.jsonl of a run, written line by line.
 
-    Opening it drops the rows after `after_step`, as a resumed run needs.
+    Args:
+        path: of the file; None: nothing is written, as on every process of a run except the first.
+        after_step: rows of later steps are dropped, since a resumed run takes these steps again.
+
+    Raises:
+        DataError: the file is there and has a damaged line.
+        SaveError: it cannot be written.
     """
 
     def __init__(self, path: Path | None, after_step: int = 0) -> None:
@@ -41,10 +48,12 @@ class MetricsLog:
 
     def _restart(self, path: Path, rows: list[Row]) -> None:
         """Begin the file anew with these rows."""
+        # A kill while rows are dropped leaves the old file or the new one, and never a part.
         fresh = path.with_suffix(".tmp")
         with reraising(path, OSError, error=SaveError):
             fresh.write_text("".join(json.dumps(row) + "\n" for row in rows))
             os.replace(fresh, path)
+        # A buffer of one line: each row is in the file when its step ends, for whoever watches it.
         self.file = path.open("a", buffering=1)
 
     def write(self, row: Mapping[str, object]) -> None:
@@ -71,13 +80,16 @@ def read_events(path: str | Path) -> list[Row]:
 
 
 def _read_rows(path: str | Path) -> list[Row]:
+    """Return all complete rows of a metrics.jsonl; a DataError names the line that is none."""
     rows = []
     descriptor, _ = open_regular(Path(path), error=DataError)
     with open(descriptor, "rb") as file:
         lines = iter(functools.partial(file.readline, MAX_LINE_BYTES), b"")
         for number, line in enumerate(lines, start=1):
+            # The last line of a run that was killed while it wrote.
             if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
-                break  # cut short
+                break
+            # NaN and infinity are legal here: a run that diverges writes them.
             row = parse_json(line, f"{path}, line {number}", DataError, finite=False)
             if reason := _mistake(row):
                 raise DataError(
@@ -89,20 +101,20 @@ def _read_rows(path: str | Path) -> list[Row]:
 
 def _mistake(row: object) -> str:
     """Return why a parsed line is no row of metrics that can be plotted, or ""."""
-    if (
-        not isinstance(row, dict)
-        or type(row.get("step")) is not int
-        or not 0 <= row["step"] < COUNT_LIMIT
-    ):
+    step = row.get("step") if isinstance(row, dict) else None
+    # type() and not isinstance(): True is an int as well.
+    if not isinstance(row, dict) or type(step) is not int or not 0 <= step < COUNT_LIMIT:
         return "it must be an object with a step"
     if EVENT in row:
         return "" if isinstance(row[EVENT], str) else "its event is no text"
     for name in PLOTTED:
         if name not in row:
             return f"it lacks {name}"
-        if type(row[name]) not in (int, float) or not abs(row[name]) < MOST:
+        # "not <" and not ">=", so that a NaN is refused too.
+        if type(row[name]) not in (int, float) or not abs(row[name]) < LARGEST:
             return f"its {name} is not a number"
-    loss = row.get("eval_loss", 0.0)
-    if type(loss) not in (int, float) or abs(loss) >= MOST:  # a NaN where the data counts no token
+    eval_loss = row.get("eval_loss", 0.0)
+    # It may be NaN: evaluation data of which no token counts.
+    if type(eval_loss) not in (int, float) or abs(eval_loss) >= LARGEST:
         return "its eval_loss is not a number"
     return ""

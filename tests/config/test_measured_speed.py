@@ -93,7 +93,7 @@ def test_plan_has_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     speed = json.loads(capsys.readouterr().out)["speed"]
     assert speed and all("not measured" in line for line in speed)
     assert main([*command[:3], "--recipe", "current"]) == 0
-    assert "FP8 speed: no GPU is here" in capsys.readouterr().out
+    assert "FP8 speed: this machine has no GPU" in capsys.readouterr().out
 
 
 def test_the_benchmark_runs_anywhere() -> None:
