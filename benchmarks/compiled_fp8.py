@@ -73,15 +73,15 @@ ORDER = [
     "delayed",
     "PyTorch BF16, compiled",
     "torchao float8, compiled",
-    "delayed, first and last layer in BF16",
-    "delayed, plain operations, no graph",
     "torchao float8, not compiled",
-    "current",
-    "bf16, plain operations, no graph",
-    "PyTorch BF16, not compiled",
-    "delayed, no graph",
     "delayed, max-autotune",
     "bf16, max-autotune",
+    "delayed, plain operations, no graph",
+    "PyTorch BF16, not compiled",
+    "bf16, plain operations, no graph",
+    "delayed, first and last layer in BF16",
+    "current",
+    "delayed, no graph",
 ]
 REPEATED = "bf16, again"
 

@@ -66,9 +66,10 @@ def measure(name: str, config: ModelConfig, size: dict[str, int]) -> dict[str, A
 @click.command()
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="124m", show_default=True)
 @click.option("--seconds", default=120.0, show_default=True, help="No row starts after this time.")
+@click.option("--only", default=";".join(ROWS), help="Rows, divided by semicolons; all.")
 @click.option("--tiny", is_flag=True, help="A small shape anywhere: a test, not a measurement.")
 @click.option("--out", required=True, type=click.Path(path_type=Path))
-def main(shape: str, seconds: float, tiny: bool, out: Path) -> None:
+def main(shape: str, seconds: float, only: str, tiny: bool, out: Path) -> None:
     """Measure every optimizer, and write the results after each."""
     if DEVICE.type == "cpu" and not tiny:
         raise click.UsageError("there is no CUDA device here: use --tiny to try the program")
@@ -82,7 +83,7 @@ def main(shape: str, seconds: float, tiny: bool, out: Path) -> None:
     document = dict(
         environment=environment(), preset=preset, recipe="delayed", size=size, rows=rows
     )
-    for name in ROWS:
+    for name in only.split(";"):
         if time.monotonic() - begun > seconds:
             rows[name] = {"error": "no time was left"}
             continue
