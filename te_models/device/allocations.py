@@ -130,7 +130,9 @@ def on_gpu(tensor: Tensor) -> bool:
 def fresh(value: T) -> T:
     """Return the tensors of a result with memory of their own, and everything else in it as it is."""
     leaves, form = tree_flatten(value)
-    made = [_own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    made = []
+    for leaf in leaves:
+        made.append(_own(leaf) if isinstance(leaf, Tensor) else leaf)
     return tree_unflatten(made, form)
 
 

@@ -24,7 +24,12 @@ def loaded_cudnns() -> dict[Path, str]:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return {}
-    return {Path(found[1]).resolve(): found[2] for found in map(_LIBRARY.search, lines) if found}
+    libraries = {}
+    for line in lines:
+        found = _LIBRARY.search(line)
+        if found is not None:
+            libraries[Path(found[1]).resolve()] = found[2]
+    return libraries
 
 
 def load_torchs_cudnn() -> None:

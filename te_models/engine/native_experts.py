@@ -205,7 +205,9 @@ _LOCATIONS: WeakKeyDictionary[Module, Locations] = WeakKeyDictionary()
 def _expert_weights(module: GroupedLinear) -> Weights | None:
     """Return the weights of a te.GroupedLinear, those in FP8 as bytes; None if the kernels cannot read them."""
     weights = [module.get_parameter(f"weight{expert}") for expert in range(module.num_gemms)]
-    data = [weight._data if isinstance(weight, Float8Tensor) else weight for weight in weights]
+    data = []
+    for weight in weights:
+        data.append(weight._data if isinstance(weight, Float8Tensor) else weight)
     # Kept per module: finding the addresses anew in each pass would copy them to the device each time.
     at = Locations.of(data, _LOCATIONS.get(module))
     if at is None:

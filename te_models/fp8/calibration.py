@@ -65,9 +65,10 @@ class Probe:
         x, *others = inputs
         self.rows = others[0] if others else None
         self.note(INPUT, _by_gemm(x, self.rows))
-        weights = [
-            p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")
-        ]
+        weights = []
+        for name, parameter in module.named_parameters(recurse=False):
+            if name.startswith("weight"):
+                weights.append(parameter)
         # An FP8 primary weight noted its amax when the optimizer wrote it.
         if not is_quantized(weights[0]):
             self.note(WEIGHT, weights)
@@ -185,11 +186,12 @@ def _any_gradient(modules: Sequence[nn.Module], group: dist.ProcessGroup | None)
     states = [vars(module)["fp8_meta"].get("scaling_bwd") for module in modules]
     # Columns of a history repeat per GEMM: [dy, dx, dy, dx, ...].
     gradients = slice(0, None, WIDTHS["scaling_bwd"])
-    seen = [
-        (s.amax_history[:, gradients] != 0).any() | (s.scale[gradients] != 1).any()
-        for s in states
-        if s is not None
-    ]
+    seen = []
+    for state in states:
+        if state is not None:
+            seen.append(
+                (state.amax_history[:, gradients] != 0).any() | (state.scale[gradients] != 1).any()
+            )
     device = next(modules[0].parameters()).device if modules else "cpu"
     flag = torch.stack(seen).any() if seen else torch.zeros((), dtype=torch.bool, device=device)
     return bool(largest([flag.byte()[None]], group)[0].item())
@@ -207,14 +209,16 @@ def unmeasured(
         return list(modules)
     states = [vars(module)["fp8_meta"].get("scaling_fwd") for module in modules]
     inputs = slice(INPUT, None, WIDTHS["scaling_fwd"])
-    seen = [
-        (s.amax_history[:, inputs] != 0).any() | (s.scale[inputs] != 1).any()
-        for s in states
-        if s is not None
-    ]
+    seen = []
+    for state in states:
+        if state is not None:
+            seen.append(
+                (state.amax_history[:, inputs] != 0).any() | (state.scale[inputs] != 1).any()
+            )
+    # One copy to the host for all modules.
     flags = iter(largest([torch.stack(seen).byte()], group)[0].tolist() if seen else [])
-    return [
-        module
-        for module, state in zip(modules, states, strict=True)
-        if state is None or not next(flags)
-    ]
+    fresh = []
+    for module, state in zip(modules, states, strict=True):
+        if state is None or not next(flags):
+            fresh.append(module)
+    return fresh

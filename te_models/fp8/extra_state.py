@@ -23,11 +23,12 @@ def extra_states(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     found = {}
     for owner in sorted({name.rsplit(".", 2)[0] for name in state}):
-        columns = [
-            torch.cat((state[f"{owner}.{way}.scale"][None], state[f"{owner}.{way}.amax_history"]))
-            for way in DIRECTIONS
-            if f"{owner}.{way}.scale" in state
-        ]
+        columns = []
+        for way in DIRECTIONS:
+            scale = state.get(f"{owner}.{way}.scale")  # [slots]
+            if scale is not None:
+                history = state[f"{owner}.{way}.amax_history"]  # [length, slots]
+                columns.append(torch.cat((scale[None], history)))
         found[f"{owner}.{EXTRA}"] = torch.cat(columns, dim=1)
     return found
 

@@ -350,9 +350,12 @@ def _fp8_of(parameter: Tensor) -> QuantizedTensor:
 
 def _parts(fp8: QuantizedTensor | None) -> dict[str, Tensor]:
     """Return the FP8 data and the inverse scales of a quantized tensor, by name; a format lacks some of them."""
-    return {
-        part: tensor for part in _PARTS if (tensor := getattr(fp8, f"_{part}", None)) is not None
-    }
+    parts = {}
+    for part in _PARTS:
+        tensor = getattr(fp8, f"_{part}", None)
+        if tensor is not None:
+            parts[part] = tensor
+    return parts
 
 
 def _delayed(quantizer: Quantizer) -> TypeGuard[Float8Quantizer]:

@@ -67,7 +67,11 @@ def scale_ages(
 
 def _places(name: str, gemms: int, operands: tuple[int, ...]) -> list[ScalePlace]:
     """Return the places of a module's scales, by GEMM."""
-    return [ScalePlace(name, gemm, operand) for gemm in range(gemms) for operand in operands]
+    places = []
+    for gemm in range(gemms):
+        for operand in operands:
+            places.append(ScalePlace(name, gemm, operand))
+    return places
 
 
 def _kind(state: DelayedState, module: Any, direction: str) -> _Kind:

@@ -124,11 +124,10 @@ def load_fp8_state(
     for owner in sorted({name.rsplit(".", 2)[0] for name in tensors}):
         make_state(modules[owner], built(owner))
     live = fp8_state(model)
-    odd = [
-        (name, list(value.shape))
-        for name, value in tensors.items()
-        if live[name].shape[-1] != value.shape[-1]
-    ]
+    odd = []
+    for name, value in tensors.items():
+        if live[name].shape[-1] != value.shape[-1]:
+            odd.append((name, list(value.shape)))
     refuse(
         (f"the FP8 state does not fit the model at {name!r} ({shape})" for name, shape in odd),
         CheckpointError,
@@ -222,9 +221,10 @@ class Fp8StateCopies:
 
     def __init__(self, model: nn.Module, directions: tuple[str, ...] = DIRECTIONS) -> None:
         # Searched once: a decoding step takes milliseconds.
-        owners = {
-            name: module for name, module in model.named_modules() if "fp8_meta" in vars(module)
-        }
+        owners = {}
+        for name, module in model.named_modules():
+            if "fp8_meta" in vars(module):
+                owners[name] = module
         self.names = list(owners)
         self.modules = list(owners.values())
         self.directions = directions

@@ -66,9 +66,10 @@ class Conversation:
 
     def undo(self) -> str | None:
         """Forget the last question and its answer; return the question, None if there is none."""
-        asked = [
-            number for number, message in enumerate(self.messages) if message["role"] == "user"
-        ]
+        asked = []
+        for number, message in enumerate(self.messages):
+            if message["role"] == "user":
+                asked.append(number)
         if not asked:
             return None
         question = self.messages[asked[-1]]["content"]
@@ -116,9 +117,10 @@ class Conversation:
         while True:
             ids = self.tokenizer.apply_chat_template([*before, *turns[first:]], **self.variables)
             room = limit - len(ids)
-            later = [
-                number for number in range(first + 1, len(turns)) if turns[number]["role"] == "user"
-            ]
+            later = []
+            for number in range(first + 1, len(turns)):
+                if turns[number]["role"] == "user":
+                    later.append(number)
             if room >= reserved or not later:
                 self.forgotten = first
                 return ids, max(room, 1)  # if one message is too long, the model says so

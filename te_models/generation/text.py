@@ -63,7 +63,8 @@ def stream_text(
         else:
             new_ids.append(int(tokens[0]))
         text = text_after(tokenizer, ids, new_ids)
-        cut = min((text.find(end) for end in endings if end in text), default=None)
+        cuts = [text.find(end) for end in endings if end in text]
+        cut = min(cuts, default=None)
         certain = _certain(text, endings) if cut is None else cut
         if certain > sent:
             yield text[sent:certain]

@@ -266,27 +266,35 @@ def compared(
     cores: dict[str, Tensor],
 ) -> ComparedProduct:
     """Compare a recorded result with the one here (None: there is none), and both with tensor cores."""
-    differing = largest = math.nan
-    sqnr = -math.inf
-    if here is not None:
-        different = recorded != here
-        differing = different.double().mean().item()
-        size = recorded.double().abs().max().item()
-        change = (recorded.double() - here.double()).abs().max().item()
-        largest = change / size if size else change
-        sqnr = sqnr_db(recorded, here)
+    recorded_as = _equal_to(recorded, cores)
+    if here is None:
+        return ComparedProduct(
+            linear=linear,
+            gemm=gemm,
+            recipe=recipe,
+            differing=math.nan,
+            largest=math.nan,
+            sqnr=-math.inf,
+            recorded_as=recorded_as,
+            here_as=(),
+        )
+    size = recorded.double().abs().max().item()
+    change = (recorded.double() - here.double()).abs().max().item()
     return ComparedProduct(
         linear=linear,
         gemm=gemm,
         recipe=recipe,
-        differing=differing,
-        largest=largest,
-        sqnr=sqnr,
-        recorded_as=tuple(core for core, result in cores.items() if torch.equal(result, recorded)),
-        here_as=tuple(
-            core for core, result in cores.items() if here is not None and torch.equal(result, here)
-        ),
+        differing=(recorded != here).double().mean().item(),
+        largest=change / size if size else change,
+        sqnr=sqnr_db(recorded, here),
+        recorded_as=recorded_as,
+        here_as=_equal_to(here, cores),
     )
+
+
+def _equal_to(result: Tensor, cores: dict[str, Tensor]) -> tuple[str, ...]:
+    """Return the tensor cores whose emulated result this is, bit for bit."""
+    return tuple(core for core, emulated in cores.items() if torch.equal(emulated, result))
 
 
 def loss_here(

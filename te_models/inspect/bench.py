@@ -77,9 +77,11 @@ def parse(recipe: str) -> tuple[str, Fields]:
     name, *ways = recipe.split("+")
     if name != AUTO:
         get_recipe(name)
+    options: Fields = {}
     for way in ways:
         check_known("way to run a recipe", way, WAYS)
-    return name, {key: value for way in ways for key, value in WAYS[way].items()}
+        options |= WAYS[way]
+    return name, options
 
 
 def model_step(

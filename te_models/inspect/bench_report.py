@@ -43,11 +43,13 @@ def bench_table(result: Fields) -> Table:
         cells.append(f"{row['loss']:.3f}")
         table.add_row(*cells)
     if result["roofline"]:
-        floor = {
-            name: part for name, part in result["roofline"].items() if name != "total" and part
-        }
-        parts = ", ".join(f"{name} {part:.1f}" for name, part in floor.items())
-        table.caption += f"\nroofline at equal FLOPs {result['roofline']['total']:.1f} ms: {parts}"
+        parts = []
+        for name, part in result["roofline"].items():
+            if name != "total" and part:
+                parts.append(f"{name} {part:.1f}")
+        table.caption += (
+            f"\nroofline at equal FLOPs {result['roofline']['total']:.1f} ms: {', '.join(parts)}"
+        )
     return table
 
 
@@ -76,11 +78,14 @@ def plot_bench(path: Path, result: Document, title: str) -> None:
     unit, size = unit_for(max(peaks, default=0))
     figure = new_figure((4 + 4 * panels, 2.0 + 0.4 * len(rows)))
     axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
-    names = [row["name"] for row in rows]
-    colors = ["C0" if name.startswith("te-models") else "0.6" for name in names]
+    names = []
+    colors = []
     below = []
     above = []
     for row in rows:
+        names.append(row["name"])
+        # Peers in gray.
+        colors.append("C0" if row["name"].startswith("te-models") else "0.6")
         low, high = row["ms_quartiles"]
         below.append(abs(row["ms"] - low))
         above.append(abs(row["ms"] - high))

@@ -87,13 +87,15 @@ class Evaluation(Printable):
 
     def to_dict(self) -> dict[str, object]:
         """Return the tables as plain JSON values; null where a recipe was not run."""
-        rows = (
-            {**asdict(row), "perplexity": row.perplexity, "bits_per_byte": row.bits_per_byte}
-            for row in self.losses
-        )
         losses = []
-        for row in rows:
-            losses.append({name: None if value != value else value for name, value in row.items()})
+        for loss in self.losses:
+            row: dict[str, Any] = asdict(loss) | dict(
+                perplexity=loss.perplexity, bits_per_byte=loss.bits_per_byte
+            )
+            for name, value in row.items():
+                if value != value:  # NaN, which JSON lacks
+                    row[name] = None
+            losses.append(row)
         scores = [asdict(score) for score in self.scores]
         return dict(
             model=self.model, data=self.data, losses=losses, scores=scores, remarks=self.remarks
@@ -283,15 +285,14 @@ def counted_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
     """Return the bytes of text in the counted tokens of a batch; special tokens have none."""
     counted = batch["labels"] != -100
     counted[:, 0] = False  # nothing predicts it
-    return sum(
-        len(
-            text_after(
-                tokenizer, ids[max(0, start - CONTEXT) : start].tolist(), ids[start:stop].tolist()
-            ).encode()
-        )
-        for ids, row in zip(batch["input_ids"], counted, strict=True)
-        for start, stop in _runs(row)
-    )
+    total = 0
+    for ids, row in zip(batch["input_ids"], counted, strict=True):
+        for start, stop in _runs(row):
+            # Tokens before it tell the decoder whether its first word begins with a space.
+            before = ids[max(0, start - CONTEXT) : start].tolist()
+            text = text_after(tokenizer, before, ids[start:stop].tolist())
+            total += len(text.encode())
+    return total
 
 
 def _runs(chosen: Tensor) -> list[tuple[int, int]]:

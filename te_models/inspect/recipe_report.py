@@ -155,7 +155,10 @@ def by_layer(names: Sequence[str]) -> list[str]:
         layers.setdefault(layer, [])
         if parts[0] == "layers":
             layers[layer].append(parts[-1])
-    return [f"{layer} ({', '.join(own)})" if own else layer for layer, own in layers.items()]
+    lines = []
+    for layer, linears in layers.items():
+        lines.append(f"{layer} ({', '.join(linears)})" if linears else layer)
+    return lines
 
 
 def tried_table(tried: Sequence[Variant]) -> Table:

@@ -175,7 +175,9 @@ class Verification(Printable):
         """Return all findings as plain JSON values; an infinite SQNR is null."""
         rows = []
         for gemm in self.gemms:
-            decibels = [None if math.isinf(value) else round(value, 2) for value in gemm.sqnr_db]
+            decibels: list[float | None] = []
+            for value in gemm.sqnr_db:
+                decibels.append(None if math.isinf(value) else round(value, 2))
             ran = [self.ran_in(gemm, number) for number in range(len(GEMMS))]
             rows.append(
                 {
@@ -202,14 +204,13 @@ class Verification(Printable):
         for gemm in self.gemms:
             shape = f"{gemm.inputs} -> {gemm.outputs}"
             linears = f"{gemm.in_fp8} of {gemm.in_fp8 + gemm.in_bf16}"
-            ran = [self.ran_in(gemm, number) for number in range(len(GEMMS))]
-            passes = [
-                it if "BF16" in it else f"{db:.1f}"
-                for it, db in zip(ran, gemm.sqnr_db, strict=True)
-            ]
-            times = (
-                [f"{time:.3f}" for time in gemm.milliseconds.values()] if gemm.milliseconds else []
-            )
+            passes = []
+            for number, decibels in enumerate(gemm.sqnr_db):
+                precision = self.ran_in(gemm, number)
+                passes.append(precision if "BF16" in precision else f"{decibels:.1f}")
+            times = []
+            if gemm.milliseconds:
+                times = [f"{time:.3f}" for time in gemm.milliseconds.values()]
             if gemm.module in self.failures:
                 style = "red"
             elif gemm.in_fp8:
@@ -230,11 +231,11 @@ class Verification(Printable):
             )
             modules.setdefault(names, []).append(gemm.module)
         modules.pop("", None)
-        of = {
-            names: f" in {', '.join(quantizers)}" if len(modules) > 1 else ""
-            for names, quantizers in modules.items()
-        }
-        return [f"Quantizers of x, w and dy{where}: {names}." for names, where in of.items()]
+        lines = []
+        for names, linears in modules.items():
+            where = f" in {', '.join(linears)}" if len(modules) > 1 else ""
+            lines.append(f"Quantizers of x, w and dy{where}: {names}.")
+        return lines
 
 
 ADVICE = "Raise the rows per step (--batch-size, --seq-len), or use --recipe bf16."
@@ -308,11 +309,14 @@ def _met_in_training(
         stack.enter_context(model.unfused())
         model.activation_checkpointing = "none"  # a recompute would be a second forward
         loss = model.train()(ids, labels=ids).loss
-        torch.autograd.grad(
-            loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True
-        )
-    ran = {label: linear for label, (_, linear) in met.items() if linear in found}
-    return {label: (linear, found[linear][0], found[linear][1]) for label, linear in ran.items()}
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        torch.autograd.grad(loss, trained, allow_unused=True)
+    ran = {}
+    for label, (_, linear) in met.items():
+        if linear in found:
+            inputs, gradient = found[linear]
+            ran[label] = (linear, inputs, gradient)
+    return ran
 
 
 def _labels(plan: PrecisionPlan) -> Iterator[tuple[str, bool]]:
@@ -408,9 +412,10 @@ def _trial(te: Any, linear: Any, inputs: tuple[Any, ...], dy: Tensor, recipe: An
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with hooks, te.autocast(enabled=recipe is not None, recipe=recipe):
         y = linear(x, *inputs[1:])
-    weights = [
-        parameter for name, parameter in linear.named_parameters() if name.startswith("weight")
-    ]
+    weights = []
+    for name, parameter in linear.named_parameters():
+        if name.startswith("weight"):
+            weights.append(parameter)
     dx, *dw = torch.autograd.grad(y, (x, *weights), dy)
     quantizers: tuple[str, ...] = ()
     if recipe is not None:

@@ -34,6 +34,11 @@ def can_fuse(
     return device.type == "cpu" or suits_cudnn(tokens, spec.heads.dim, dtype)
 
 
+def adjacent_channels(x: Tensor) -> Tensor:
+    """Return x with the channels of each head beside each other in memory, as kernels read them; else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def split_heads(
     heads: Heads, qkvg: Tensor, batch: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

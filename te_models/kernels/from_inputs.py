@@ -30,7 +30,11 @@ class _FromInputs(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
         found = iter(ctx.backward(ctx.saved_tensors, needed, grads))
-        return None, None, *(next(found) if need else None for need in needed)
+        # Autograd wants a gradient, or None, for each argument of `forward`, in its order.
+        gradients = []
+        for need in needed:
+            gradients.append(next(found) if need else None)
+        return None, None, *gradients
 
 
 def gradients(
@@ -44,7 +48,9 @@ def gradients(
 
     def of_needed(*leaves: Tensor) -> Result:
         given = iter(leaves)
-        arguments = [next(given) if need else x for x, need in zip(inputs, needed, strict=True)]
+        arguments: list[Tensor | None] = []
+        for x, need in zip(inputs, needed, strict=True):
+            arguments.append(next(given) if need else x)
         return function(*arguments, **options)
 
     # vjp differentiates by all of its arguments, so the others are bound outside of it.

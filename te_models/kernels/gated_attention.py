@@ -90,9 +90,14 @@ class _AttentionCore(torch.autograd.Function):
         # The target of the output has been used; keeping it would keep its quantizer alive until backward.
         ctx.setting = dataclasses.replace(setting, targets=(gradient, None))
         # What a kernel keeps is a mix of tensors and numbers (seeds, lengths); autograd saves only tensors.
-        ctx.plain = [value for value in kept if not isinstance(value, Tensor)]
         ctx.places = [isinstance(value, Tensor) for value in kept]
-        tensors = [value for value in kept if isinstance(value, Tensor)]
+        ctx.plain = []
+        tensors = []
+        for value in kept:
+            if isinstance(value, Tensor):
+                tensors.append(value)
+            else:
+                ctx.plain.append(value)
         ctx.save_for_backward(qkvg, q_weight, k_weight, sinks, out, *tensors)
         mixed = out.transpose(1, 2)  # [B, S, A, H]
         if target is not None and ops.fp8 is not None:

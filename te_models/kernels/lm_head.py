@@ -75,7 +75,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             ctx.multiply(slopes, grad)
         scaled = iter(slopes)
-        return *(None if slope is None else next(scaled) for slope in saved), None, None, None, None
+        gradients = []
+        for slope in saved:
+            gradients.append(None if slope is None else next(scaled))
+        return *gradients, None, None, None, None
 
 
 def _starts(x: Tensor, chunk: int) -> Iterable[int]:

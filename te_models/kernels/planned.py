@@ -17,7 +17,13 @@ from te_models.device.allocations import counted_as, results_of
 from te_models.device.autograd import Context
 from te_models.device.operations import count_flops
 from te_models.kernels import attention_parts, lm_head
-from te_models.kernels.attention_parts import FP8Operations, Norm, Operations, Rotation
+from te_models.kernels.attention_parts import (
+    FP8Operations,
+    Norm,
+    Operations,
+    Rotation,
+    adjacent_channels,
+)
 from te_models.kernels.expert_rows import RowKernels
 from te_models.kernels.groups import Groups
 from te_models.kernels.sdpa import attention_flops
@@ -47,7 +53,9 @@ class _Opaque(torch.autograd.Function):
     ) -> Any:
         tensors = [x for x, keep in zip(inputs, kept, strict=True) if keep]
         ctx.save_for_backward(*tensors)
-        ctx.sizes = [(x.shape, x.dtype) if isinstance(x, Tensor) else None for x in inputs]
+        ctx.sizes = []
+        for x in inputs:
+            ctx.sizes.append((x.shape, x.dtype) if isinstance(x, Tensor) else None)
         return results_of(function)(*inputs)
 
     @staticmethod
@@ -85,13 +93,14 @@ def _kept(function: Callable[..., Any], leaves: list[Any]) -> tuple[bool, ...]:
     The compiler makes a saved intermediate again in backward, from the inputs.
     """
     with counted_as(None), torch.enable_grad():
-        inputs = [
-            x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-            for x in leaves
-        ]
-        addresses = {
-            x.untyped_storage()._cdata: n for n, x in enumerate(inputs) if isinstance(x, Tensor)
-        }
+        inputs: list[Any] = []
+        addresses = {}
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                # Detached, so that the graph below begins here.
+                leaf = leaf.detach().requires_grad_(leaf.requires_grad)
+                addresses[leaf.untyped_storage()._cdata] = number
+            inputs.append(leaf)
         saved: set[int] = set()
         alive = []
         intermediate = False
@@ -109,7 +118,9 @@ def _kept(function: Callable[..., Any], leaves: list[Any]) -> tuple[bool, ...]:
             alive += tree_leaves(function(*inputs))
         alive.clear()  # the graph of the results holds `pack`, and that the list
     if intermediate:
-        saved |= {n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad}
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                saved.add(number)
     return tuple(n in saved for n in range(len(leaves)))
 
 
@@ -207,7 +218,7 @@ class _Spans(torch.autograd.Function):
     def forward(
         ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, own: SpanMemory
     ) -> Tensor:
-        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        q, k, v = map(adjacent_channels, (q, k, v))
         out, log_sum = own.forward(q)
         ctx.own = own
         ctx.save_for_backward(q, k, v, out, sinks, log_sum)

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from te_models.device.autograd import Context
+from te_models.kernels.attention_parts import adjacent_channels
 from te_models.kernels.span_kernels_triton import (
     _dot_kernel,
     _forward_kernel,
@@ -240,7 +241,7 @@ class _SpanAttention(torch.autograd.Function):
         scale: float | None,
         cap: float | None,
     ) -> Tensor:
-        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        q, k, v = map(adjacent_channels, (q, k, v))
         out, *kept = own.forward(q, k, v, scale, sinks, cap)
         ctx.save_for_backward(q, k, v, out, sinks, own.first, own.last, *kept)
         ctx.options = (own.window, scale, cap)
@@ -275,7 +276,10 @@ def spans(seq: int, window: int | None, documents: Tensor | None, device: torch.
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
     """Return the strides of batch, head and token of each."""
-    return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
+    strides: list[int] = []
+    for tensor in tensors:
+        strides += tensor.stride()[:3]
+    return tuple(strides)
 
 
 def _scale(scale: float | None, dim: int) -> float:

@@ -113,8 +113,12 @@ class Block(nn.Module):
     @property
     def linear_owners(self) -> list[BlockPart]:
         """The parts whose te.Linears are modules of theirs: of several mixers beside each other, each of them."""
-        inside = (module for part in self.block_parts for module in part.modules())
-        return [part for part in inside if isinstance(part, BlockPart) and not part.holds_parts]
+        owners = []
+        for part in self.block_parts:
+            for module in part.modules():
+                if isinstance(module, BlockPart) and not module.holds_parts:
+                    owners.append(module)
+        return owners
 
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
         """Set the initial values of the parameter `name`; see te_models.model.part.BlockPart.initialize."""

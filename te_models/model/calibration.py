@@ -69,9 +69,10 @@ def _first(model: Decoder, modules: Sequence[nn.Module]) -> list[nn.Module]:
 
     Within a block there are several: mixers beside each other may each scale the block's input.
     """
-    blocks = {
-        module: number for number, block in enumerate(model.layers) for module in block.modules()
-    }
+    blocks = {}
+    for number, block in enumerate(model.layers):
+        for module in block.modules():
+            blocks[module] = number
     first = min((blocks[module] for module in modules if module in blocks), default=0)
     return [module for module in modules if blocks.get(module, first) == first]
 

@@ -20,6 +20,12 @@ from te_models.model.part import Mixer
 from te_models.model.te_modules import Factory, pad_rows
 
 
+def _widened(x: Tensor, width: int) -> Tensor:
+    """Return x with channels of zeros after its own, `width` in all."""
+    missing = width - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
+
+
 class LatentAttention(Mixer[LatentAttentionSpec]):
     """o_proj(attention(q, k, v)), with k and v of all heads from a normed latent of R channels and P rotated ones.
 
@@ -126,10 +132,8 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         widths = q.shape[-1] + v.shape[-1]
         mask = context.masks[self.spec.seen]
         scale = self.spec.multiplier
-        q, k, v = (
-            t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v)
-        )
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, A, S or slots, width]
+        # [B, S or slots, A, channels] -> [B, A, S or slots, width]
+        q, k, v = (_widened(t, width).transpose(1, 2) for t in (q, k, v))
         attend: Any = mask
         if mask is None or isinstance(mask, Tensor):
             attend = functools.partial(causal_attention, mask=mask)

@@ -240,7 +240,12 @@ class _Block:
             self.event = None
 
     def _alive(self) -> list[_Storage]:
-        return [storage for ref in self.storages if (storage := ref()) is not None]
+        alive = []
+        for reference in self.storages:
+            storage = reference()
+            if storage is not None:
+                alive.append(storage)
+        return alive
 
 
 class Offload:

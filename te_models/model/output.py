@@ -33,11 +33,8 @@ class Output(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of it that a backward may start from."""
-        return [
-            tensor
-            for tensor in (self.loss, self.logits, *(self.routing or ()))
-            if tensor is not None
-        ]
+        outputs = (self.loss, self.logits, *(self.routing or ()))
+        return [tensor for tensor in outputs if tensor is not None]
 
 
 _register_namedtuple(Output, serialized_type_name="te_models.Output")  # for torch.export.save

@@ -140,13 +140,19 @@ def new_states(
     """
     slots = slots_for(max_length)
     try:
-        return [
-            RecurrentState() if mixer is None else mixer.new_state(batch, slots, device, dtype)
-            for mixer in mixers
-        ]
+        states: list[State] = []
+        for mixer in mixers:
+            if mixer is None:
+                states.append(RecurrentState())
+            else:
+                states.append(mixer.new_state(batch, slots, device, dtype))
+        return states
     except torch.OutOfMemoryError:
-        each = (m.spec.state_bytes(batch, slots, dtype.itemsize) for m in mixers if m is not None)
-        size = sum(each) / 2**30
+        taken = 0
+        for mixer in mixers:
+            if mixer is not None:
+                taken += mixer.spec.state_bytes(batch, slots, dtype.itemsize)
+        size = taken / 2**30
         raise OutOfMemory(
             f"a KV cache for {batch} rows of {max_length} positions takes {size:.2f} GiB, which {device} does not have "
             "free: lower the batch or max_new_tokens"

@@ -219,10 +219,10 @@ class Recompute:
         """Note the quantized weights that the first pass used, if micro-batches share them."""
         yield
         if self.first_microbatch is not None:
-            modules = [
-                vars(module) for module in owner.modules() if "_fp8_workspaces" in vars(module)
-            ]
-            caches += [(own, dict(own["_fp8_workspaces"])) for own in modules]
+            for module in owner.modules():
+                own = vars(module)
+                if "_fp8_workspaces" in own:
+                    caches.append((own, dict(own["_fp8_workspaces"])))
 
     @contextlib.contextmanager
     def _in_high_precision(self) -> Iterator[None]:

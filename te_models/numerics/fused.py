@@ -52,8 +52,10 @@ def kernels() -> dict[str, Any]:
     """Return the kernels by name; none without Triton."""
     if importlib.util.find_spec("triton") is None:
         return {}
-    modules = [importlib.import_module(f"te_models.numerics.{name}") for name in _MODULES]
-    return {name: value for module in modules for name, value in vars(module).items()}
+    found = {}
+    for name in _MODULES:
+        found |= vars(importlib.import_module(f"te_models.numerics.{name}"))
+    return found
 
 
 def active(tensor: Tensor) -> bool:

@@ -94,8 +94,10 @@ def like(matrix: Tensor, tensor: Tensor) -> Tensor:
 
 def pad_to(scale: Tensor, *multiples: int) -> Tensor:
     """Return `scale` contiguous, with its dimensions zero-padded to whole multiples; one of no rows stays so."""
-    sizes = zip(reversed(scale.shape), reversed(multiples), strict=True)
-    pad = [p for size, step in sizes for p in (0, -size % max(step, 1))]
+    # F.pad takes (before, after) of each dimension, the last dimension first.
+    pad: list[int] = []
+    for size, step in zip(reversed(scale.shape), reversed(multiples), strict=True):
+        pad += [0, -size % max(step, 1)]
     if any(pad):
         return torch.nn.functional.pad(scale, pad)
     return scale if scale.is_contiguous() else scale.contiguous()

@@ -179,11 +179,10 @@ class QuantizedTensorStorage:
     @functools.cache
     def _storage_class(cls) -> type[QuantizedTensorStorage]:
         """Return the plain storage class of this format."""
-        return next(
-            c
-            for c in cls.__mro__
-            if issubclass(c, QuantizedTensorStorage) and not issubclass(c, Tensor)
-        )
+        for base in cls.__mro__:
+            if issubclass(base, QuantizedTensorStorage) and not issubclass(base, Tensor):
+                return base
+        raise AssertionError(f"{cls.__name__} has no plain storage class")
 
     def quantize_(self, tensor: Tensor) -> QuantizedTensorStorage:
         """Overwrite with the quantized values of a high-precision tensor."""
@@ -466,10 +465,10 @@ def _written(
 ) -> list[tuple[QuantizedTensor, Tensor]]:
     """Return the quantized arguments that an in-place operation wrote to, with their new high-precision values."""
     arguments = func._schema.arguments
-    given = {
-        argument.name: both
-        for argument, both in zip(arguments, zip(args, plain_args, strict=True), strict=False)
-    }
+    given = {}
+    # Not strict: the schema goes on with the arguments that are given by name.
+    for argument, value, plain in zip(arguments, args, plain_args, strict=False):
+        given[argument.name] = (value, plain)
     given |= {name: (value, plain_kwargs[name]) for name, value in kwargs.items()}
     found = []
     for argument in arguments:
@@ -483,7 +482,9 @@ def _written(
                 items = zip(original, plain, strict=True)
             else:
                 items = [(original, plain)]
-            found += [(a, b) for a, b in items if isinstance(a, QuantizedTensor)]
+            for quantized, high_precision in items:
+                if isinstance(quantized, QuantizedTensor):
+                    found.append((quantized, high_precision))
     return found
 
 

@@ -78,7 +78,9 @@ class Launch:
             return
         self._addresses = addresses
         # Places are counted in elements from the tensors of the first entry.
-        sizes = [1 if tensor is None else tensor.element_size() for tensor in entries[0]]
+        sizes = []
+        for tensor in entries[0]:
+            sizes.append(1 if tensor is None else tensor.element_size())
         places = []
         for row in addresses:
             distances = zip(row, addresses[0], sizes, strict=True)
@@ -139,9 +141,10 @@ def kind(entry: Entry) -> tuple[object, ...]:
 
 def aligned(entry: Entry) -> bool:
     """Return whether every tensor begins at a multiple of VECTOR bytes and has such a size."""
-    return entry.master.numel() % VECTOR == 0 and all(
-        tensor.data_ptr() % VECTOR == 0 for tensor in entry if tensor is not None
-    )
+    if entry.master.numel() % VECTOR:
+        return False
+    tensors = [tensor for tensor in entry if tensor is not None]
+    return all(tensor.data_ptr() % VECTOR == 0 for tensor in tensors)
 
 
 def _copy(table: Tensor, device: torch.device) -> Tensor:

@@ -62,25 +62,19 @@ def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[Group]
         whole = {id(part.parameter): ParameterRows(part.parameter, part.role) for part in all_parts}
         all_parts = list(whole.values())
     hidden = []
+    decaying = []
+    undecayed = []
     for part in all_parts:
         if matrices and part.role == "hidden":
             hidden.append(part)
-    rest = []
-    for part in all_parts:
-        if not matrices or part.role != "hidden":
-            rest.append(part)
+        elif part.role in DECAYING:
+            decaying.append(part)
+        else:
+            undecayed.append(part)
     made_groups = [
         {"params": hidden, "weight_decay": weight_decay, "matrices": True},
-        {
-            "params": [p for p in rest if p.role in DECAYING],
-            "weight_decay": weight_decay,
-            "matrices": False,
-        },
-        {
-            "params": [p for p in rest if p.role not in DECAYING],
-            "weight_decay": 0.0,
-            "matrices": False,
-        },
+        {"params": decaying, "weight_decay": weight_decay, "matrices": False},
+        {"params": undecayed, "weight_decay": 0.0, "matrices": False},
     ]
     return [group for group in made_groups if group["params"]]
 
@@ -93,11 +87,10 @@ def _structure(module: nn.Module) -> Iterator[tuple[Tensor, list[tuple[Role, int
         for linear in module.spec.linears:
             owner = module.get_submodule(linear.name)
             owner = getattr(owner, "base_layer", owner)  # of one with adapters
+            # A section without rows, such as the gate of attention without one, has no parameters.
+            rows = [(section.role, section.stored) for section in linear.sections if section.stored]
             for name in linear.weights:
-                yield (
-                    owner.get_parameter(name),
-                    [(s.role, s.stored) for s in linear.sections if s.stored],
-                )
+                yield owner.get_parameter(name), rows
         for name, parameter in module.named_parameters():
             if name.partition(".")[0] in module.spec.vectors:
                 yield parameter, [("vector", len(parameter))]
@@ -107,7 +100,7 @@ def _split(parameter: nn.Parameter, rows: list[tuple[Role, int]]) -> list[Parame
     if len(rows) == 1:
         return [ParameterRows(parameter, rows[0][0])]
     ends = list(accumulate(size for _, size in rows))
-    return [
-        ParameterRows(parameter, role, end - size, end)
-        for (role, size), end in zip(rows, ends, strict=True)
-    ]
+    parts = []
+    for (role, size), end in zip(rows, ends, strict=True):
+        parts.append(ParameterRows(parameter, role, end - size, end))
+    return parts

@@ -132,11 +132,10 @@ def _round_alike(optimizer: LowBit) -> None:
 
     def begin(optimizer: LowBit, *arguments: object) -> None:
         nonlocal number, state
-        steps = [
-            optimizer.state[p].get("step", 0)
-            for p, _ in _parameters(optimizer)
-            if p.grad is not None
-        ]
+        steps = []
+        for parameter, _ in _parameters(optimizer):
+            if parameter.grad is not None:
+                steps.append(optimizer.state[parameter].get("step", 0))
         if not steps:  # all parameters are on a GPU
             return
         callers.append(torch.get_rng_state())

@@ -125,7 +125,10 @@ class MasterWeights:
     @property
     def param_groups(self) -> list[Group]:
         """The groups of all optimizers."""
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        groups: list[Group] = []
+        for optimizer in self.optimizers:
+            groups += optimizer.param_groups
+        return groups
 
     @property
     def saved_masters(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -144,12 +147,20 @@ class MasterWeights:
 
         Returns their norm before clipping, an FP32 scalar. Computed in BF16 it would be off by up to 1/256.
         """
-        # Parameters that the step did not use have no gradient, and are not updated.
-        used = [(p, g) for p in self.parameters if (g := self.gradients.of(p)) is not None]
+        used = self._with_gradients()
         # Over all parameters before any is updated: clipping scales all of them by one factor.
-        norm = self.norm([p for p, _ in used], [g for _, g in used])
+        norm = self.norm(list(used), list(used.values()))
         self._clip = clip_factor(norm, max_norm)
         return norm
+
+    def _with_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Return parameter -> gradient; parameters that the step did not use have none, and are not updated."""
+        used = {}
+        for parameter in self.parameters:
+            gradient = self.gradients.of(parameter)
+            if gradient is not None:
+                used[parameter] = gradient
+        return used
 
     def skip_if(self, bad: Tensor) -> None:
         """Make the next step change nothing if `bad` (a bool scalar on the device), without waiting for its value."""
@@ -162,7 +173,7 @@ class MasterWeights:
     @torch.no_grad()
     def step(self) -> None:
         """Update the parameters that have a gradient, and drop the gradients."""
-        used = {p: g for p in self.parameters if (g := self.gradients.of(p)) is not None}
+        used = self._with_gradients()
         # A parameter may be its own master: an optimizer updates all that have a gradient.
         for parameter in used:
             self.gradients.drop(parameter)
@@ -242,7 +253,9 @@ class MasterWeights:
         if self.owners is None:
             return chunk
         parameters = [p for p, _ in chunk]
-        dtypes = [torch.float32 if is_quantized(p) else p.dtype for p in parameters]
+        dtypes = []
+        for parameter in parameters:
+            dtypes.append(torch.float32 if is_quantized(parameter) else parameter.dtype)
         shards = self.owners.distribute(parameters, [m for _, m in chunk], dtypes)
         return list(zip(parameters, shards, strict=True))
 
@@ -354,9 +367,10 @@ class MasterWeights:
         """
         if self.owners is None:
             return dict(zip(map(id, self.parameters), self.masters, strict=True))
-        fp8 = [
-            (p, m) for p, m in zip(self.parameters, self.masters, strict=True) if is_quantized(p)
-        ]
+        fp8 = []
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if is_quantized(parameter):
+                fp8.append((parameter, master))
         parameters = [p for p, _ in fp8]
         shards = self.owners.distribute(
             parameters, [m for _, m in fp8], [p.dtype for p in parameters]
@@ -414,7 +428,9 @@ def check_kind(kind: Options, saved: object, /, **counts: int) -> None:
         raise UsageError(
             "the optimizer's state was saved by an older version: start a new run from it with --model"
         )
-    for name in (name for name in kind if then.get(name) != kind[name]):
+    for name in kind:
+        if then.get(name) == kind[name]:
+            continue
         raise UsageError(
             f"the optimizer's state was saved with {name}={then.get(name)!r}, not {kind[name]!r}: resume with the "
             "same, or start a new run from the checkpoint with --model"

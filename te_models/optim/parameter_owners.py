@@ -123,9 +123,10 @@ class Owners:
         Tensors that another rank owns become placeholders of their shape and dtype; `fetch` brings the values.
         """
         # Only owners have state; the others learn its shapes and dtypes from them.
-        own_entries = {
-            str(i): _describe(entry) for i, entry in enumerate(entries) if owners[i] == self.rank
-        }
+        own_entries = {}
+        for number, entry in enumerate(entries):
+            if owners[number] == self.rank:
+                own_entries[str(number)] = _describe(entry)
         known: dict[int, Any] = {}
         for entries_of_rank in self.ranks.gather(own_entries):
             for i, entry in entries_of_rank.items():

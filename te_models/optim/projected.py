@@ -9,6 +9,7 @@ which is at most the full one; a new projector is computed from the gradient of 
 of micro-batches are of projections. Without clipping, and with one micro-batch per step, every bit is the same.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ class ProjectedGradients(Gradients):
     @property
     def changes_projectors(self) -> bool:
         """True if the next step computes new projectors, which no CUDA graph can."""
-        return any(part.due for parts in self._parts.values() for part in parts)
+        return any(part.due for part in itertools.chain(*self._parts.values()))
 
     def attach(
         self,

@@ -164,18 +164,19 @@ def _in_whole_blocks(family: Family, config: ModelConfig, modules: Iterable[str]
         rows = [place.groups * count for _, count in place.blocks if count]
         # Servers fuse q, k and v, and gate and up, whose blocks then lie one below the other.
         parts.setdefault(place.name, []).extend(rows)
-    checked = [size for rows in parts.values() for size in rows[:-1]]
+    checked: list[int] = []
+    for rows in parts.values():
+        checked += rows[:-1]
     return all(size % block_rows == 0 for size in checked)
 
 
 def quantized_modules(model: Decoder) -> dict[str, nn.Module]:
     """Return name -> te.Linear of blocks that an export quantizes: those that the recipe does not keep in BF16."""
-    linears = model.precision.linears
-    return {
-        name: model.get_submodule(name)
-        for name, of in linears.items()
-        if name != HEAD and not of.stays
-    }
+    modules = {}
+    for name, precision in model.precision.linears.items():
+        if name != HEAD and not precision.stays:
+            modules[name] = model.get_submodule(name)
+    return modules
 
 
 class _Writer:
@@ -282,10 +283,11 @@ class _Writer:
             if config.get(key) is None:
                 config[key] = value
         if self.format.storage is None:
-            return {
-                key: "bfloat16" if key in ("dtype", "torch_dtype") else value
-                for key, value in config.items()
-            }
+            # Older versions of transformers, and some servers, read the second name.
+            for key in ("dtype", "torch_dtype"):
+                if key in config:
+                    config[key] = "bfloat16"
+            return config
         if "lm_head" not in self.ignored:  # tied: it has no tensor, and servers have the module
             self.ignored.append("lm_head")
         family = family_of(config)

@@ -158,10 +158,8 @@ class GatedAttention(nn.Module):
         self.o_proj = build.linear(
             RowParallelLinear, f"{prefix}.o_proj", heads.q_size, width, bias=spec.output_bias
         )
-        self.q_norm, self.k_norm = (
-            build.norm(spec.vectors[name]) if name in spec.vectors else None
-            for name in ("q_norm", "k_norm")
-        )
+        self.q_norm = build.norm(spec.vectors["q_norm"]) if "q_norm" in spec.vectors else None
+        self.k_norm = build.norm(spec.vectors["k_norm"]) if "k_norm" in spec.vectors else None
         self.query = heads.query // build.ranks
         # With more ranks than key heads, vLLM gives several ranks a copy of one.
         self.key = max(1, heads.key // build.ranks)
@@ -292,9 +290,9 @@ def read_shape(vllm: VllmConfig) -> tuple[Family, ModelConfig]:
     """Return the family and shape of the folder that is served."""
     given = vllm.model_config.hf_config.to_dict()
     family = family_of(given)
-    return family, family.read(
-        {key: value for key, value in given.items() if key in family.known()}
-    )
+    # transformers' to_dict adds fields of its own, which the family does not know.
+    known = {key: value for key, value in given.items() if key in family.known()}
+    return family, family.read(known)
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
@@ -419,7 +417,11 @@ class TEModelsDecoderForCausalLM(nn.Module):
         layer = self.shape.layers[depth]
         ranges = layer.linears[rows.module].row_ranges
         groups = 1 if rows.per is None else layer.divided[rows.per]
-        sizes = {block: ranges[block][1] for block in rows.blocks if ranges.get(block, (0, 0))[1]}
+        sizes = {}
+        for block in rows.blocks:
+            _, size = ranges.get(block, (0, 0))
+            if size:
+                sizes[block] = size
         for block, values in zip(sizes, _split(tensor, list(sizes.values()), groups), strict=True):
             module, shard = SHARDS[block]
             if block == "up" and not self.shape.mlp_gate:

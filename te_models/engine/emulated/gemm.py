@@ -173,7 +173,8 @@ def _on_tensor_cores(
     a: FP8Matrix, b: FP8Matrix, bias: Tensor | None, dtype: torch.dtype, split_accumulator: bool
 ) -> Tensor:
     # cuBLAS takes FP8 as [M, K] and [N, K], both row by row (the TN layout) on Hopper.
-    left, right = (data if data.is_contiguous() else data.contiguous() for data in (a.data, b.data))
+    left = a.data.contiguous()
+    right = b.data.contiguous()
     return torch._scaled_mm(
         left,
         right.t(),

@@ -45,7 +45,11 @@ def enough_rows(
         weight = weight.repeat(-(-outputs // _DRAWN), 1)[:outputs]
         many = matmul(x, weight.t())
         right = weight.t().contiguous() if columns else weight.t()
-        for count in (rows, *(2**i for i in range(_MOST.bit_length()) if 2**i > rows)):
+        counts = [rows]
+        for power in range(_MOST.bit_length()):
+            if 2**power > rows:
+                counts.append(2**power)
+        for count in counts:
             parts = max(1, min(_MANY, _COMPARED // outputs) // count)
             pairs = list(zip(x.split(count), many.split(count), strict=True))[:parts]
             if all(torch.equal(matmul(part, right), expected) for part, expected in pairs):
