@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,15 @@ def test_a_first_step_that_fails_saves_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
+@pytest.fixture
+def terminal() -> Iterator[None]:
+    """A terminal that can close, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("terminal")
 def test_a_closed_terminal_ends_a_run_with_a_checkpoint(tmp_path: Path) -> None:
     run = trainer(tmp_path, "bf16", False)
     run.on_step = lambda row: signal.raise_signal(signal.SIGHUP) if row["step"] == GOOD else None
