@@ -1,4 +1,4 @@
-"""The option --from-record of several commands: the recipe that the record of a run speaks for."""
+"""The options --from-record and --try-step, which several commands have: the recipe that suits a recorded run."""
 
 from __future__ import annotations
 
@@ -35,9 +35,18 @@ def advice_of(
     gpu: Gpu | None = None,
     try_step: bool = False,
 ) -> RecipeAdvice:
-    """Return the advice of a run's record for the model that the options describe; without one, for the run's own.
+    """Return the advice that the record of a run gives.
 
-    Without `gpu` it is for the card at hand, unless the engine is the emulated one, or else for the run's.
+    Args:
+        run: the folder of the run.
+        preset, model: the model that the advice is for; both None: the run's own.
+        options: of the command; a recipe among them is refused.
+        gpu: the GPU that the advice is for; None: this machine's, or where it has none, or the engine is the emulated
+            one, the run's.
+        try_step: whether to run the last captured step again under the advised recipe.
+
+    Raises:
+        UsageError: --recipe was given too.
     """
     from te_models.inspect.recipe_advice import advise_recipe, card_at_hand  # noqa: PLC0415  torch
 
@@ -57,7 +66,7 @@ def advice_of(
 
 
 def _shape(preset: str | None, model: str | None, options: Mapping[str, Any]) -> ModelConfig | None:
-    """Return the shape of the model that the options describe; None without any."""
+    """Return the shape of a preset, with the fields that the command line gives, or of a saved model; None: neither."""
     from te_models.config.presets import get_preset  # noqa: PLC0415
     from te_models.saving.pretrained import read_shape  # noqa: PLC0415  imports torch
 

@@ -22,7 +22,7 @@ from te_models.errors import ConfigError, refuse
 MISSING = dataclasses.MISSING
 # te.RMSNorms with `separate_norms`, of the input and of the sum of the chosen experts, and of the shared one's output.
 SEPARATE_NORMS = ("expert_input_norm", "expert_output_norm", "shared_output_norm")
-MANY_RANKS = 8  # whose experts are not all listed
+MANY_RANKS = 8  # of more ranks, a message lists the first two and the last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +123,10 @@ class MoESpec(FeedforwardSpec):
     experts: MoEConfig
     activation: str = "silu"
     gate: bool = True
-    limit: float | None = None  # of silu(gate) and |up| in the chosen experts
-    shared_limit: float | None = None  # the same in the shared one
-    ranks: int = 1  # that share the experts; the router and the shared expert are on each of them
+    limit: float | None = None  # the bound of silu(gate) and |up| in the chosen experts
+    shared_limit: float | None = None  # the same bound in the shared expert
+    # Between so many ranks the experts are divided; each has the whole router and the whole shared expert.
+    ranks: int = 1
 
     name: ClassVar[str] = "mlp"
     title: ClassVar[str] = "experts"
@@ -201,9 +202,11 @@ class MoESpec(FeedforwardSpec):
     @property
     def num_active_parameters(self) -> int:
         idle = self.experts.num_experts - self.experts.num_experts_per_tok
-        return self.num_parameters - sum(
-            lin.num_parameters // lin.gemms * idle for lin in self.linears if lin.experts
-        )
+        active = self.num_parameters
+        for linear in self.linears:
+            if linear.experts:
+                active -= linear.num_parameters // linear.gemms * idle
+        return active
 
     def rows_of(self, linear: LinearSpec, tokens: int) -> int:
         """Return the rows of a te.Linear: each token goes through its own experts only."""
@@ -223,7 +226,11 @@ class MoESpec(FeedforwardSpec):
 
 
 def with_local_experts(layers: tuple[LayerSpec, ...], ranks: int) -> tuple[LayerSpec, ...]:
-    """Return the layers as each of `ranks` ranks has them that share the experts."""
+    """Return the layers as one of `ranks` ranks has them, between which the experts are divided.
+
+    Raises:
+        ConfigError: there are no experts, or their number is not a multiple of `ranks`.
+    """
     if not any(isinstance(layer.mlp, MoESpec) for layer in layers):
         raise ConfigError(
             "expert parallelism divides the experts of a model, and this one has none: use fsdp"
@@ -244,12 +251,13 @@ def with_local_experts(layers: tuple[LayerSpec, ...], ranks: int) -> tuple[Layer
 
 
 def places_of_experts(layers: tuple[LayerSpec, ...], ranks: int) -> str:
-    """Return which of `ranks` ranks have which experts, in a few words; errors are as in `with_local_experts`."""
-    local = with_local_experts(layers, ranks)
-    each = (
-        next(layer.mlp.experts.num_experts for layer in local if isinstance(layer.mlp, MoESpec))
-        // ranks
-    )
-    held = [f"{rank * each} to {(rank + 1) * each - 1} on rank {rank}" for rank in range(ranks)]
-    shown = held if ranks <= MANY_RANKS else [*held[:2], "...", held[-1]]
-    return f"{', '.join(shown)} of every {ranks}"
+    """Return "0 to 3 on rank 0, 4 to 7 on rank 1 of every 2", for example; errors are as in `with_local_experts`."""
+    counts = []
+    for layer in with_local_experts(layers, ranks):
+        if isinstance(layer.mlp, MoESpec):
+            counts.append(layer.mlp.experts.num_experts)
+    each = counts[0] // ranks  # all layers have equally many
+    phrases = [f"{rank * each} to {(rank + 1) * each - 1} on rank {rank}" for rank in range(ranks)]
+    if ranks > MANY_RANKS:
+        phrases = [*phrases[:2], "...", phrases[-1]]
+    return f"{', '.join(phrases)} of every {ranks}"

@@ -1,8 +1,10 @@
 """A corpus as chunks: parts of about half a MiB of text that can each be read separately, in any order.
 
-The index of chunks is light and needs no pass over the text: byte ranges of JSONL and text files (a line belongs to the
-range in which it begins), row ranges of Parquet files (from their footers) and Hub datasets, whole compressed files,
-JSON arrays and tables.
+The index of chunks is made without a pass over the text. A chunk consists of
+
+- ranges of bytes of JSONL and text files; a line belongs to the range in which it begins;
+- ranges of rows of Parquet files (from their footers) and of Hub datasets;
+- whole files, if they are compressed, JSON arrays or tables.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +31,15 @@ CHUNK_BYTES = 2**19
 class Chunks:
     """The index of a corpus: `len` chunks, each a list of file ranges.
 
-    ranges int64 [P, 4]: file, group, start, stop. Chunk i consists of the ranges bounds[i] to bounds[i + 1], has about
-    sizes[i] bytes of text, and occurs weights[i] times per epoch on average. A chunk of one range takes 56 bytes of
-    memory.
+    Arrays and not lists of objects: a corpus of a TiB has two million chunks, and one of them takes 56 bytes.
+
+    Attributes:
+        sources: of the corpus, in order.
+        files: the paths of all files.
+        ranges: int64 [P, 4], of each range the number of its file, and the group, start and stop of FileRange.
+        bounds: int64 [len + 1]; chunk i consists of the ranges bounds[i] to bounds[i + 1].
+        sizes: int64 [len], about as many bytes of text.
+        weights: [len], occurrences per epoch, on average.
     """
 
     sources: list[Source]
@@ -101,13 +109,20 @@ def find_chunks(corpus: str | Sequence[Source], chunk_bytes: int = CHUNK_BYTES) 
 
 @dataclass
 class ChunkReader:
-    """Reads chunks and encodes them; each worker process has one.
+    """A reader of chunks, which encodes them; each worker process has one.
 
-    It leaves out the documents reserved for evaluation: those whose hash of (seed, content) is among the lowest
-    `eval_fraction`, so copies are on one side. `columns` come from te_models.config.data.parse_columns. With a
-    `packing` other than "stream", documents that are records are packed whole into windows of `seq_len` tokens
-    (`whole`). All documents must be records, or none, as `records` says; None: they may be of both kinds. `bad`
-    receives records that cannot be read.
+    Attributes:
+        source: the name of the corpus in messages.
+        tokenizer: encodes the text.
+        seed: of the hashes that choose the documents for evaluation.
+        eval_fraction: the share of documents that is reserved for evaluation and left out: the ones with the lowest
+            hashes of (seed, content), so that copies of a document are on one side.
+        columns: from te_models.config.data.parse_columns.
+        whole: whether documents are packed whole into windows, as records are unless `packing` is "stream".
+        seq_len: tokens of such a window.
+        packing, truncate: as in DataConfig.
+        records: whether all documents must be records (True) or texts (False); None: there may be both.
+        bad: receives records that cannot be read.
     """
 
     source: str
@@ -157,7 +172,7 @@ class ChunkReader:
         return np.stack([encoded.tokens, flags_of(counted, firsts)])
 
     def fit(self, encoded: Encoded) -> tuple[Encoded, Fit]:
-        """Leave out, or cut, the records that do not fit a window; say how many."""
+        """Return the records that fit a window, cut if `truncate` says so, and how many did not fit."""
         _, fitted, fit = fit_records(
             encoded, self.seq_len, self.truncate, self.tokenizer.bos_token_id
         )
@@ -170,6 +185,7 @@ class ChunkReader:
         return RecordEpoch(encoded, np.arange(len(encoded)), self.seq_len, self.packing, pad, None)
 
     def _pack(self, encoded: Encoded) -> NDArray[np.int32]:
+        """Return int32 [2, windows x seq_len]: ids and flags of windows of whole records, one after the other."""
         epoch = self.windows(encoded)
         rows = [epoch.marked_window(index) for index in range(epoch.num_windows)]
         packed = np.empty((2, len(rows) * self.seq_len), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The files of a tokenizer."""
+"""Small files, such as a tokenizer's, read with the check of a manifest beside them."""
 
 from pathlib import Path
 
@@ -8,7 +8,11 @@ from te_models.saving.folder import read_listed
 
 
 def read_file(file: Path) -> bytes | None:
-    """Return the content of a small file, None if there is no such file; a manifest beside it must fit."""
+    """Return the content of a small file, None if there is no such file.
+
+    Raises:
+        DataError: it cannot be read, or differs from the manifest of the folder, if there is one.
+    """
     try:
         return read_listed(file.parent, [file.name]).get(file.name)
     except CheckpointError as error:
@@ -16,10 +20,10 @@ def read_file(file: Path) -> bytes | None:
 
 
 def read_json_object(file: Path) -> dict[str, object] | None:
-    """Return the object in a JSON file, None if there is no such file; a manifest beside it must fit.
+    """Return the object in a JSON file, None if there is no such file.
 
     Raises:
-        DataError: as `read_file`, or it is damaged, nested too deeply, or not an object.
+        DataError: as in `read_file`, or it is damaged, nested too deeply, or not an object.
     """
     content = read_file(file)
     if content is None:

@@ -19,7 +19,7 @@ from te_models.data.formats import Document
 from te_models.errors import DataError
 
 PYTHON_DOCSTRINGS = "python-docstrings"  # its name in --data
-PYTHON_DOCS = "python-docs"  # the name of the texts that are the default of presets
+PYTHON_DOCS = "python-docs"  # Python's documentation and sources, the default data of `pretrain`
 DOCSTRING_CHARACTERS = range(20, 401)
 MAX_SOURCE_CHARACTERS = 1500
 EVAL_FRACTION = 0.08
@@ -46,10 +46,13 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def read_documents(data: str, columns: str = "", bad: BadRecords | None = None) -> list[Document]:
-    """Return the documents at a path; of PYTHON_DOCSTRINGS, the modules that training does not see.
+    """Return the documents at a path, or of one of the two names above, to evaluate on.
 
-    PYTHON_DOCS are Python's own documentation and sources.
-    `columns` are as in DataConfig, and `bad` may skip records that cannot be read.
+    Args:
+        data: a path; PYTHON_DOCS, Python's own documentation and sources; or PYTHON_DOCSTRINGS, of which only the
+            modules that training does not see are returned.
+        columns: as in DataConfig.
+        bad: may skip records that cannot be read.
     """
     if data == PYTHON_DOCSTRINGS:
         return python_docstrings()[1]
@@ -86,14 +89,18 @@ def read_pairs(source: str) -> Iterator[tuple[str, str, str]]:
     """Yield (qualified name, source without docstring, docstring) of the functions of a module that qualify."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # a template, or bad on purpose
+    except (
+        SyntaxError,
+        ValueError,
+    ):  # some files of the library are templates, or wrong on purpose for a test
         return
     lines = source.splitlines()
     for name, function in _functions(tree, ""):
         docstring = inspect.cleandoc(ast.get_docstring(function, clean=False) or "").strip()
-        if len(docstring) in DOCSTRING_CHARACTERS and (
-            prompt := _without_docstring(function, lines)
-        ):
+        if len(docstring) not in DOCSTRING_CHARACTERS:
+            continue
+        prompt = _without_docstring(function, lines)
+        if prompt:
             yield name, prompt, docstring
 
 
@@ -117,6 +124,7 @@ def _without_docstring(function: _Function, lines: Sequence[str]) -> str:
         or body[0].lineno <= (docstring.end_lineno or 0)
     ):
         return ""  # nothing but a docstring, or other code on its lines
+    # A function's own line is the one with `def`; its source begins with the decorators above.
     first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)]) - 1
     kept = [
         *lines[first : docstring.lineno - 1],
@@ -138,10 +146,14 @@ def _split_by_module(pairs: Sequence[Document]) -> tuple[list[Document], list[Do
         if remaining > 0 and sizes[top] <= MAX_EVAL_SHARE * len(pairs):
             held_out.add(top)
             remaining -= sizes[top]
-    sides: tuple[list[Document], list[Document]] = ([], [])
+    training = []
+    evaluation = []
     for pair in pairs:
-        sides[_top_level(pair) in held_out].append(pair)
-    return sides
+        if _top_level(pair) in held_out:
+            evaluation.append(pair)
+        else:
+            training.append(pair)
+    return training, evaluation
 
 
 def _top_level(pair: Document) -> str:
@@ -153,8 +165,9 @@ def _source_files(root: Path) -> list[Path]:
     """Return the modules of the standard library that are read, sorted."""
     files = [Path(file) for file in walk(str(root), _NOT_READ) if file.endswith(".py")]
     names = ((file, file.relative_to(root).as_posix()) for file in files)
-    found = []
+    modules = []
     for file, name in names:
+        # These differ by platform, and the data is to be the same on all of them.
         if not name.startswith(("config-", "ctypes/macholib/")):
-            found.append(file)
-    return sorted(found)
+            modules.append(file)
+    return sorted(modules)

@@ -51,6 +51,7 @@ class _Generation(Extension):
 
 def compile_template(source: str) -> Template:
     """Compile a chat template with the filters, functions and extensions that transformers gives it."""
+    # White space around blocks as in transformers: templates are written for it.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
@@ -68,7 +69,9 @@ def render(template: Template, context: dict[str, object]) -> dict[str, object]:
             return {"error": f"its text is longer than {TEXT_BYTES >> 20} MiB"}
         return unmark(text)
     except MemoryError:
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        limit = resource.getrlimit(resource.RLIMIT_AS)[
+            0
+        ]  # MEMORY_BYTES, or a lower one of the system's
         return {"error": f"it takes more than {limit >> 20} MiB of memory"}
     except RecursionError:
         return {"error": "it is nested too deeply"}
@@ -80,7 +83,7 @@ def unmark(text: str) -> dict[str, object]:
     """Return a rendered text without the marks of its answers, and where these are."""
     parts = []
     answers = []
-    at = 0
+    at = 0  # the position in the text without marks
     start = -1
     for part in re.split(f"({_START}|{_STOP})", text):
         if part == _START:
@@ -122,14 +125,17 @@ def main() -> None:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Return JSON as transformers' filter does; Jinja's own would escape <, > and & for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _refuse(message: str) -> NoReturn:
+    """Raise the error that a template asks for by `raise_exception`."""
     raise TemplateError(message)
 
 
 def _now(form: str) -> str:
+    """Return the present time in a format of strftime, for templates that write the date."""
     return datetime.datetime.now().strftime(form)
 
 

@@ -1,4 +1,7 @@
-"""Keys of config.json that say which layers have experts and which are dense. No torch."""
+"""Keys of config.json that say which layers have experts and which are dense. No torch.
+
+A layout is a list with a bool per layer: True, the layer is dense; False, it has experts.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +11,13 @@ from te_models.interop.hf_parts import Fields, Values
 
 @dataclass(frozen=True)
 class Layout:
-    """The keys that say which layers are dense, with a function to read them (one bool per layer) and one to write."""
+    """The keys of one kind of config.json that say which layers are dense.
+
+    Attributes:
+        keys: their names.
+        read: returns whether each layer is dense, from a config.json.
+        write: returns the keys, from whether each layer is dense.
+    """
 
     keys: tuple[str, ...]
     read: Callable[[Values], list[bool]]
@@ -24,18 +33,19 @@ def _read_steps(theirs: Values) -> list[bool]:
     ]
 
 
-# Writes the list even where a step would say the same: every choice of dense layers has this one form.
 def _write_steps(dense: list[bool]) -> Fields:
-    return {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer, one in enumerate(dense) if one],
-    }
+    """Write Qwen's keys, with a list even where a step would say the same: it expresses every choice."""
+    listed = []
+    for layer, is_dense in enumerate(dense):
+        if is_dense:
+            listed.append(layer)
+    return {"decoder_sparse_step": 1, "mlp_only_layers": listed}
 
 
 def _types(theirs: Values) -> list[str]:
-    return theirs.get("mlp_layer_types") or ["dense"] + ["sparse"] * (
-        theirs["num_hidden_layers"] - 1
-    )
+    """Read the kind of each MLP; by default the first layer is dense, as in transformers."""
+    count = theirs["num_hidden_layers"]
+    return theirs.get("mlp_layer_types") or ["dense"] + ["sparse"] * (count - 1)
 
 
 def first_dense(key: str) -> Layout:
@@ -44,17 +54,23 @@ def first_dense(key: str) -> Layout:
     def read(theirs: Values) -> list[bool]:
         return [layer < theirs[key] for layer in range(theirs["num_hidden_layers"])]
 
-    # Where others than the first are dense, what is written is another model, and so not used.
-    return Layout((key,), read, lambda dense: {key: sum(dense)})
+    def write(dense: list[bool]) -> Fields:
+        # Where other layers than the first are dense this describes another model. The caller reads what was written,
+        # compares, and then tries the next family.
+        return {key: sum(dense)}
+
+    return Layout((key,), read, write)
 
 
 def _types_or_first_dense(theirs: Values) -> list[bool]:
+    """Read the kind of each MLP, or in older files the number of dense layers at the beginning."""
     if given := theirs.get("mlp_layer_types"):
         return [kind == "dense" for kind in given]
     return FIRST_DENSE.read(theirs)
 
 
 def _axk1_layout(theirs: Values) -> list[bool]:
+    """Read A.X K1's keys: dense layers at the beginning, then experts in every `moe_layer_freq`-th layer."""
     if given := theirs.get("mlp_layer_types"):
         return [kind == "dense" for kind in given]
     first = theirs.get("first_k_dense_replace", 1)
@@ -64,12 +80,15 @@ def _axk1_layout(theirs: Values) -> list[bool]:
 
 def axk1_unused(theirs: Values) -> tuple[str, ...]:
     """Return the prefixes of norms that A.X K1's release has in dense layers, which have none."""
-    dense = enumerate(_axk1_layout(theirs))
-    return tuple(f"layers.{layer}.post_mlp_layernorm." for layer, one in dense if one)
+    prefixes = []
+    for layer, is_dense in enumerate(_axk1_layout(theirs)):
+        if is_dense:
+            prefixes.append(f"layers.{layer}.post_mlp_layernorm.")
+    return tuple(prefixes)
 
 
 def _ernie_layout(theirs: Values) -> list[bool]:
-    """Read the first and the last layer that may have experts, and at which distance they have."""
+    """Read Ernie's keys: the first and the last layer that may have experts, and the step between layers that do."""
     count = theirs["num_hidden_layers"]
     start = theirs["moe_layer_start_index"]
     end = theirs["moe_layer_end_index"]
@@ -80,8 +99,12 @@ def _ernie_layout(theirs: Values) -> list[bool]:
 
 
 def _write_ernie_layout(dense: list[bool]) -> Fields:
-    """Return the keys of layers with experts in one piece; others are not expressed, and so not used."""
-    sparse = [layer for layer, one in enumerate(dense) if not one] or [len(dense)]
+    """Write the keys of layers with experts that follow one another; of others they describe another model."""
+    sparse = []
+    for layer, is_dense in enumerate(dense):
+        if not is_dense:
+            sparse.append(layer)
+    sparse = sparse or [len(dense)]  # beyond the last layer: none has experts
     return {
         "moe_layer_start_index": sparse[0],
         "moe_layer_end_index": sparse[-1],
@@ -89,8 +112,8 @@ def _write_ernie_layout(dense: list[bool]) -> Fields:
     }
 
 
-STEPS = Layout(("decoder_sparse_step", "mlp_only_layers"), _read_steps, _write_steps)
 # The layouts that several families share; a family's own stands beside its experts.
+STEPS = Layout(("decoder_sparse_step", "mlp_only_layers"), _read_steps, _write_steps)
 TYPES = Layout(
     ("mlp_layer_types",),
     lambda theirs: [kind == "dense" for kind in _types(theirs)],

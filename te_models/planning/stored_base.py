@@ -16,12 +16,12 @@ from te_models.numerics.stored import StoredRows, StoredWeight
 
 
 class StoredForm(NamedTuple):
-    """The storage of a weight [out, in].
+    """The storage of a quantized weight [out, in], as far as its bytes depend on it.
 
     Attributes:
-        packed: whether two values are in a byte.
+        packed: whether two values share a byte (FP4).
         width: the columns that share a scale; 0: all.
-        height: the rows that share one.
+        height: the rows that share a scale.
         scale: the dtype of a scale.
         factor: whether each row has one more scale, in FP32.
     """
@@ -33,7 +33,7 @@ class StoredForm(NamedTuple):
     factor: bool = False
 
     def rows(self, outputs: int, inputs: int) -> StoredRows:
-        """Return rows of this form on the meta device."""
+        """Return a weight [outputs, inputs] of this form on the meta device, where only its bytes count."""
         with torch.device("meta"):
             width = self.width or inputs
             heights = -(-outputs // self.height)
@@ -48,28 +48,34 @@ class StoredForm(NamedTuple):
             )
 
 
-# Of the releases that there are, with the names of export formats.
+# The forms of known releases, under the names of export formats.
 FORMS = {
-    "mxfp4": StoredForm(True, 32, 1, torch.uint8),
-    "nvfp4": StoredForm(True, 16, 1, torch.float8_e4m3fn, factor=True),
-    "fp8-block": StoredForm(False, 128, 128, torch.float32),
+    "mxfp4": StoredForm(packed=True, width=32, height=1, scale=torch.uint8),
+    "nvfp4": StoredForm(packed=True, width=16, height=1, scale=torch.float8_e4m3fn, factor=True),
+    "fp8-block": StoredForm(packed=False, width=128, height=128, scale=torch.float32),
 }
-# Of gpt-oss alone: a release in MXFP4 has its experts so.
+# The forms in which a release has only its experts, as gpt-oss does.
 OF_EXPERTS = ("mxfp4",)
+ALL_ROWS = 2**30  # the height of a form with one scale per weight
 
 
 @dataclass(frozen=True)
 class StoredBase:
-    """The linears of a model whose weights stay as they are stored, by their names in the model, and their form."""
+    """The linears of a model whose weights stay quantized as a release stores them.
+
+    Attributes:
+        form: of all of these weights.
+        linears: their names in the model, such as "layers.0.mlp.down_proj".
+    """
 
     form: StoredForm
     linears: frozenset[str]
 
     @classmethod
     def of(cls, config: ModelConfig, name: str) -> StoredBase:
-        """Return the base of a release in the form `name`, which has all linears of blocks so, but routers.
+        """Return the base of a release in the form `name`.
 
-        Under "mxfp4" it has only experts so.
+        All linears of blocks but routers are stored in that form, under "mxfp4" only the experts.
 
         Raises:
             UsageError: an unknown name.
@@ -83,14 +89,14 @@ class StoredBase:
 
     @classmethod
     def in_folder(cls, storages: Mapping[str, WeightStorage]) -> StoredBase:
-        """Return the base of a folder, of which these linears stay as they are stored."""
-        storage = next(iter(storages.values()))
+        """Return the base of a folder; `storages` has the linears that stay as they are stored, by their names."""
+        storage = next(iter(storages.values()))  # all have the same
         rows, columns = storage.block
         scale = storage.scale_dtypes[0]
         form = StoredForm(
             packed=storage.packed or storage is MXFP4,
             width=columns,
-            height=rows or 2**30,
+            height=rows or ALL_ROWS,
             scale=scale,
             factor=storage.packed,
         )
@@ -98,13 +104,14 @@ class StoredBase:
 
     @classmethod
     def in_model(cls, linears: Mapping[str, StoredWeight]) -> StoredBase | None:
-        """Return the base of a model, of which these linears have such weights; None if none has."""
+        """Return the base of a model with these stored weights, by names of linears; None without any."""
         if not linears:
             return None
         rows = next(iter(linears.values())).rows
         form = StoredForm(
             packed=rows.packed,
             width=rows.width,
+            # Rows share scales only in FP8 with blocks of 128 x 128.
             height=1 if rows.scale_rows is None else 128,
             scale=rows.scales.dtype,
             factor=rows.factors is not None,
@@ -113,4 +120,5 @@ class StoredBase:
 
 
 def _suits(spec: LinearSpec, name: str) -> bool:
+    """Return whether a release in the form `name` stores such a linear in it."""
     return bool(spec.experts) or name not in OF_EXPERTS

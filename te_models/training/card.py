@@ -1,9 +1,10 @@
-"""The card that a run was trained on, by its products: a few te.Linears with operands and results, and a loss.
+"""A fingerprint of the GPU ("card") that a run was trained on: a few of its products, with operands, and a loss.
 
-A recorded run keeps them when it ends, in the folder record/card; `te-models verify --against RUN` computes them again
-on another card (te_models.inspect.against). Each te.Linear is a sample of one of the model's: its weight's first rows
-over the whole of K, and rows of its real input. The results come from the three GEMMs under the te.Linear's own
-recipe, with scales that follow its operands.
+A recorded run writes it when it ends, into the folder record/card; `te-models verify --against RUN` computes the same
+products on another card (te_models.inspect.against), which shows whether the two compute alike.
+
+A product is a sample of a te.Linear of the model: the first rows of its weight over the whole of K, and rows of its
+real input. The three GEMMs run under the te.Linear's own recipe, with scales that follow the sampled operands.
 """
 
 from __future__ import annotations
@@ -39,12 +40,11 @@ if TYPE_CHECKING:
 CARD = "card"
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = ("input", "weight", "grad_output")
-ROWS = (
-    256  # of a sample, and rows of its weight: so many that cuBLAS need not split K to fill a GPU
-)
-LINEARS = 4
+# Rows of a sample's input, and of its weight: so many that cuBLAS need not split K to fill a GPU.
+ROWS = 256
+LINEARS = 4  # te.Linears that are sampled
 WARM_UP = 3  # passes before the one that counts: a delayed scale follows its tensor one pass late
-SEED = 2711  # of output gradients, and of what a recipe draws
+SEED = 2711  # of output gradients, and of stochastic rounding
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ def keep_card(trainer: Trainer) -> None:
     if trainer.recorder is None or drawn is None:
         return
     micro_batch = drawn.micro_batches[-1]
-    sequences = -(-ROWS // micro_batch["input_ids"].shape[1])
+    sequences = -(
+        -ROWS // micro_batch["input_ids"].shape[1]
+    )  # whole ones with ROWS tokens together
     batch = {name: tensor[:sequences] for name, tensor in micro_batch.items()}
     samples = []
     # Under delayed scaling an autocast that ends updates the scales of all te modules.
@@ -184,14 +186,14 @@ def compute(te: ModuleType, operands: dict[str, Tensor], recipe: Recipe) -> dict
 
     def one_pass() -> tuple[Tensor, Tensor, Tensor]:
         with te.autocast(enabled=True, recipe=te_recipe):
-            y = made(x)
-        dx, dw = torch.autograd.grad(y, (x, made.weight), operands["grad_output"])
+            y = linear(x)
+        dx, dw = torch.autograd.grad(y, (x, linear.weight), operands["grad_output"])
         return y.detach(), dx, dw
 
-    # A new te.Linear draws its weights.
+    # A new te.Linear draws its weights, which must not move the caller's random numbers.
     with torch.random.fork_rng([weight.device] if weight.is_cuda else []):
         torch.manual_seed(SEED)
-        made = te.Linear(
+        linear = te.Linear(
             weight.shape[1],
             weight.shape[0],
             bias=False,
@@ -199,33 +201,37 @@ def compute(te: ModuleType, operands: dict[str, Tensor], recipe: Recipe) -> dict
             device=weight.device,
         )
         with torch.no_grad():
-            made.weight.copy_(weight)
+            linear.weight.copy_(weight)
         for _ in range(WARM_UP):
             one_pass()
         # The emulated engine leaves the order of large sums to this machine's libraries, if it is not told otherwise.
         with getattr(te, "exact_unless_set", contextlib.nullcontext)():
             results = one_pass()
-    te.reset_fp8_state(made)
+    te.reset_fp8_state(linear)
     return dict(zip(GEMMS, results, strict=True))
 
 
 @torch.no_grad()
 def _operands(model: CausalLM, batch: Batch) -> dict[str, tuple[dict[str, Tensor], Recipe]]:
-    """Return the operands of samples by the names of te.Linears, and their recipes, from a forward pass."""
+    """Return name of a te.Linear -> the operands of its sample, and its recipe, from a forward pass over `batch`."""
     chosen = dict(_chosen(model))
     found: dict[str, tuple[dict[str, Tensor], Recipe]] = {}
 
     def sample(name: str, module: nn.Module, x: Tensor) -> None:
         recipe = chosen[name]
         weight = module.get_parameter("weight")
-        own = quantized(weight)
+        fp8_weight = quantized(weight)
         rows = x.reshape(-1, x.shape[-1])
         count = min(ROWS, len(rows)) // recipe.row_alignment * recipe.row_alignment
         if not count:
             return
-        values = (weight if own is None else own.dequantize(dtype=model.dtype)).detach()
+        if fp8_weight is None:
+            values = weight.detach()
+        else:
+            values = fp8_weight.dequantize(dtype=model.dtype).detach()
         tensors = {"input": rows[:count].clone(), "weight": values[:ROWS].to(model.dtype).clone()}
         generator = torch.Generator().manual_seed(SEED)
+        # Drawn on the CPU, so that each device gets the same numbers.
         gradient = torch.randn(count, len(tensors["weight"]), generator=generator)
         tensors["grad_output"] = gradient.to(model.device, model.dtype)
         found[linear_name(name)] = tensors, recipe
@@ -246,7 +252,7 @@ def _operands(model: CausalLM, batch: Batch) -> dict[str, tuple[dict[str, Tensor
 
 
 def _chosen(model: CausalLM) -> Iterator[tuple[str, Recipe]]:
-    """Yield te.Linears to sample, the one with the longest K first: one per recipe and length, with their recipes."""
+    """Yield name and recipe of each te.Linear to sample: one per recipe and K, the longest K first."""
     lengths: dict[tuple[str, int], tuple[str, Recipe]] = {}
     for name, module in quantizing_modules(model):
         recipe = model.precision.recipe_of(name)
@@ -256,6 +262,7 @@ def _chosen(model: CausalLM) -> Iterator[tuple[str, Recipe]]:
             # Random numbers are another sequence on another kind of device.
             recipe = recipe.replace(disable_stochastic_rounding=True)
         recipe = dataclasses.replace(recipe, precision={})
+        # The first of its recipe and K stands for all: the same kernels run for the others.
         lengths.setdefault((recipe.name, module.in_features), (name, recipe))
     by_length = sorted(lengths, key=lambda key: -key[1])
     for key in by_length[:LINEARS]:
@@ -263,7 +270,7 @@ def _chosen(model: CausalLM) -> Iterator[tuple[str, Recipe]]:
 
 
 def _same_on_all_ranks(tensor: Tensor) -> None:
-    """Give all processes the first one's values: they share one delayed scale."""
+    """Give all processes the first one's values, since they reduce the amaxes of delayed scaling together."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(tensor, src=0)
 
