@@ -1,4 +1,4 @@
-"""Products of few results and a long K: the runs that cuBLAS took on an H100, and mmaemu's sums in as many."""
+"""Products of few results and a long K: the runs that cuBLAS took on GPUs, and mmaemu's sums in as many."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import te_models.engine.emulated as te
 from te_models.engine.emulated.short_rows import short_rows
-from te_models.engine.emulated.split_sums import LARGEST, runs_of_k
+from te_models.engine.emulated.split_sums import MOST_PRODUCTS, is_known, runs_of_k
 from te_models.engine.emulated.tensor_core import TENSOR_CORES
 
 mmaemu = pytest.importorskip("mmaemu")
@@ -45,12 +45,39 @@ def whole(a: Tensor, b: Tensor) -> Tensor:
     return sums.bfloat16()
 
 
-# Rows, K, outputs, runs: those of the issue, and one whose last run is shorter.
 def test_the_rule_is_what_an_h100_did() -> None:
     result: dict[str, Any] = json.loads((RESULTS / "split_k_h100.json").read_text())
     for rows in result["shapes"].values():
         for row in rows:
             assert row["runs"] == [runs_of_k(row["m"], row["k"], row["n"])], row
+
+
+def test_the_rule_is_what_an_h200_did() -> None:
+    result: dict[str, Any] = json.loads((RESULTS / "split_k_bits_h200.json").read_text())
+    found = 0
+    for m, k, n, runs in result["shapes"]:
+        if is_known(m, k, n):
+            assert runs == runs_of_k(m, k, n), (m, k, n)
+            found += 1
+    assert found == 368
+
+
+def test_the_rule_is_what_cublas_chose_on_an_h200() -> None:
+    """But for seven shapes of the longest K, whose sides are no powers of two."""
+    result: dict[str, Any] = json.loads((RESULTS / "split_k_choices_h200.json").read_text())
+    found = 0
+    others = []
+    for k, table in result["splits"].items():
+        for (m, n), runs in zip(
+            itertools.product(result["m"], result["n"]), itertools.chain(*table), strict=True
+        ):
+            if not is_known(m, int(k), n):
+                continue
+            found += 1
+            if runs != runs_of_k(m, int(k), n):
+                others.append((m, int(k), n))
+    assert found == 6527
+    assert len(others) == 7 and min(k for _, k, _ in others) == 49152
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -65,7 +92,7 @@ def test_the_rule_is_what_cublas_chose_on_another_h100(fast: bool, left: str, ou
         (64, 96, 128, 192, 256, 384, 512, 768, 1024),
     ):
         row = table.lookup(m, n, k, left, "e4m3", out, fast, 32 << 20)
-        if row is not None and m * k * n <= LARGEST:
+        if row is not None and m * k * n <= MOST_PRODUCTS:
             assert row["splitK"] == runs_of_k(m, k, n), (m, k, n)
             found += 1
     assert found > 200
@@ -75,8 +102,10 @@ def test_where_no_rule_is_known_there_is_one_run() -> None:
     assert runs_of_k(512, 16384, 512) == 1
     assert runs_of_k(16, 16384, 16, TENSOR_CORES["ada"]) == 1
     # Rows and columns count as whole tiles of 16.
-    assert runs_of_k(1, 8192, 1024) == 3
-    assert runs_of_k(1, 8192, 1040) == 1
+    assert runs_of_k(1, 8192, 3056) == 3
+    assert runs_of_k(1, 8192, 3072) == 1
+    assert runs_of_k(1, 16384, 512) == 6
+    assert runs_of_k(1, 16384, 528) == 1
 
 
 @pytest.mark.filterwarnings("ignore:mmaemu split-K")
