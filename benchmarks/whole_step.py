@@ -38,6 +38,10 @@ from typing import Any
 
 START = time.perf_counter()
 
+from te_models.garbage import collect_rarely  # noqa: E402
+
+collect_rarely()  # as the command line does
+
 import click  # noqa: E402
 import torch  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402

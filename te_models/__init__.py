@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from te_models.entry_points import load_entry_points as _load_entry_points
+from te_models.garbage import collecting_later as _collecting_later
 from te_models.huggingface.registration import (
     register_with_transformers as _register_with_transformers,
 )
@@ -118,7 +119,9 @@ __all__ = [
 def __getattr__(name: str) -> _Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'te_models' has no attribute {name!r}")
-    return getattr(_importlib.import_module(f"te_models.{_MODULES[name]}"), name)
+    # The first of them imports torch.
+    with _collecting_later():
+        return getattr(_importlib.import_module(f"te_models.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

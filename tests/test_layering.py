@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = (  # packages and modules at the top, lowest first
-    "errors", "entry_points", "config", "files", "distributed", "device", "numerics", "kernels", "recorder", "engine",
-    "fp8", "model", "interop", "extensions", "saving", "optim", "planning", "data", "serving", "generation",
+    "errors", "entry_points", "garbage", "config", "files", "distributed", "device", "numerics", "kernels", "recorder",
+    "engine", "fp8", "model", "interop", "extensions", "saving", "optim", "planning", "data", "serving", "generation",
     "causal_lm", "adapters", "huggingface", "training", "inspect", "cli", "__main__",
 )  # fmt: skip
 # Packages that may import a library, and those that run without torch.

@@ -31,6 +31,7 @@ from te_models.cli.serve import serve
 from te_models.cli.training import finetune, pretrain
 from te_models.cli.verify import verify
 from te_models.errors import TeModelsError, for_stream, one_line, unknown
+from te_models.garbage import collect_rarely
 
 # Turns for which an idle thread of OpenMP spins before it sleeps. libgomp's own 300,000 keep a core for milliseconds
 # that the thread it waits for may need: beside other work a step of training took twenty times as long as alone.
@@ -40,6 +41,8 @@ SPINS = "2000"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:  # the process is the command's own
+        collect_rarely()
     if "OMP_WAIT_POLICY" not in os.environ:  # a choice of the user's own
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # OpenMP reads it when torch is imported
     try:

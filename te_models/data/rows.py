@@ -33,7 +33,7 @@ from te_models.data.row_values import without_nulls
 from te_models.data.unrecognized_rows import misspelled, unrecognized
 from te_models.errors import DataError, DataUnavailable, needs
 from te_models.files.atomic import first_line
-from te_models.files.formats import collecting_later
+from te_models.garbage import collecting_later
 
 # The group of a range that is not of Parquet.
 TEXT, JSON_LINES, JSON_ARRAY, TABLE, HUB_ROWS, BINARY = range(-1, -7, -1)

@@ -20,6 +20,7 @@ from te_models.config.gpus import missing_switches
 from te_models.config.recipe import SCHEMES, Recipe
 from te_models.device.cudnn import load_torchs_cudnn
 from te_models.errors import UsageError, check_known
+from te_models.garbage import collecting_later
 
 ENGINES = ("auto", "native", "emulated")
 # The oldest version of Transformer Engine tested; 2.16 already has the names that native.py uses.
@@ -69,7 +70,11 @@ def engine_module(name: str) -> ModuleType:
     """Return the namespace of "native" or "emulated", imported on first use: Transformer Engine is slow to import."""
     full = f"te_models.engine.{name}"
     # torch.compile can trace the table, but no import.
-    return sys.modules.get(full) or importlib.import_module(full)
+    known = sys.modules.get(full)
+    if known is not None:
+        return known
+    with collecting_later():
+        return importlib.import_module(full)
 
 
 def check_support(te: ModuleType, engine: str, recipe: Recipe) -> None:

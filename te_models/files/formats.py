@@ -5,14 +5,12 @@ either returns the value that was written or raises `CheckpointError` with one l
 floats by their shortest form.
 """
 
-import contextlib
-import gc
 import json
 import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from te_models.errors import CheckpointError, TeModelsError, UsageError
 from te_models.files.atomic import first_line, reraising
+from te_models.garbage import collecting_later
 
 Value = Any  # of JSON, or of nested state
 Document = Mapping[str, Value]  # a JSON object
@@ -122,18 +121,6 @@ def as_object(
     if not isinstance(value, Mapping):
         raise error(f"{path} is a JSON {type(value).__name__}, not an object")
     return dict(value)
-
-
-@contextlib.contextmanager
-def collecting_later() -> Iterator[None]:
-    """Parse inside without Python's searches for cycles, which would go through all of a million values many times."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def render_json(value: Value, name: str) -> bytes:
