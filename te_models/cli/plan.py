@@ -41,7 +41,12 @@ TRAINING = (
     "optimizer_options",
     "optimizer_offload",
 )
-DIVISION = ("tensor_parallel_size", "sequence_parallel", "fp8_dispatch")
+DIVISION = (
+    "tensor_parallel_size",
+    "context_parallel_size",
+    "sequence_parallel",
+    "fp8_dispatch",
+)
 ACTIVATIONS = ("activation_checkpointing", "activation_offload")
 
 
@@ -61,6 +66,11 @@ ACTIVATIONS = ("activation_checkpointing", "activation_offload")
     "tensor_parallel_size",
     group="With --memory",
     help="Number of those that share each layer; FSDP shards over the others.",
+)
+@setting_options(
+    "context_parallel_size",
+    group="With --memory",
+    help="Number of those that share the tokens of each sequence; with 1 GPU: that many with a whole model each (ddp).",
 )
 @setting_options("sequence_parallel", "fp8_dispatch", group="With --memory")
 @option(

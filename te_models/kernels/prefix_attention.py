@@ -7,8 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from te_models.device.allocations import on_gpu
 from te_models.device.autograd import Context
-from te_models.kernels.sdpa import attention_mask, causal_attention, suits_cudnn
+from te_models.device.operations import count_flops
+from te_models.kernels.sdpa import (
+    attention_flops,
+    attention_mask,
+    attention_without_data,
+    backward_workspace,
+    causal_attention,
+    suits_cudnn,
+)
 
 
 def prefix_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
@@ -21,12 +30,14 @@ def prefix_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = N
     before = k.shape[2] - seq
     if before == 0:
         return causal_attention(q, k, v, scale=scale)
-    if not q.is_cuda or q.dtype.itemsize != 2:
+    if not on_gpu(q) or q.dtype.itemsize != 2:
         rows = slice(before, before + seq)
         mask = attention_mask(rows.stop, None, None, None, q.device, rows=rows)
         return causal_attention(q, k, v, mask, scale=scale)
     if suits_cudnn(seq, q.shape[-1], q.dtype):
         return _TwoParts.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+    if q.is_meta:
+        return attention_without_data(q, k, v, None)
     # Imports TorchDynamo, which takes a second.
     from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415
 
@@ -71,24 +82,9 @@ class _TwoParts(torch.autograd.Function):
         slots = (slice(0, before), slice(before, None))
         for causal, seen, random in zip((False, True), slots, ctx.random, strict=True):
             keys = k[:, :, seen]
+            values = v[:, :, seen]
             parts.append(
-                torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                    slope,
-                    q,
-                    keys,
-                    v[:, :, seen],
-                    out,
-                    log_sum,
-                    *random,
-                    None,
-                    None,
-                    None,
-                    q.shape[2],
-                    keys.shape[2],
-                    0.0,
-                    causal,
-                    scale=ctx.scale,
-                )  # fmt: skip
+                _cudnn_backward(slope, q, keys, values, out, log_sum, random, causal, ctx.scale)
             )
         old, new = parts
         return old[0] + new[0], torch.cat((old[1], new[1]), 2), torch.cat((old[2], new[2]), 2), None
@@ -96,6 +92,53 @@ class _TwoParts(torch.autograd.Function):
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
     """Return cuDNN's attention and what its backward needs: the output and the logarithms of sums come first."""
+    if q.is_meta:
+        return _cudnn_without_data(q, k, v, causal)
     return torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
+
+
+def _cudnn_backward(
+    slope: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    random: tuple[Tensor, Tensor],
+    causal: bool,
+    scale: float,
+) -> Any:
+    """Return the gradients of q, k and v, given the output's, the output and the logarithms of all sums."""
+    if q.is_meta:
+        workspace = backward_workspace(q)
+        made = [torch.empty_like(x) for x in (q, k, v)]
+        del workspace
+        return made
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        slope,
+        q,
+        k,
+        v,
+        out,
+        log_sum,
+        *random,
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        scale=scale,
+    )
+
+
+def _cudnn_without_data(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> list[Any]:
+    """Return the results of `_cudnn` that are used, on meta, and count its operations."""
+    # Causal queries see half of the pairs, all others each key.
+    count_flops(q, attention_flops(q, k, v) * (1 if causal else 2))
+    log_sum = q.new_empty(q.shape[:3], dtype=torch.float32)
+    seed = q.new_empty((), dtype=torch.int64)
+    return [torch.empty_like(q), log_sum, None, None, None, None, seed, seed]

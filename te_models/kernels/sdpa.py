@@ -84,7 +84,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, order: list[SDPBackend], options: dict[str, Any]
 ) -> Tensor:
     if q.is_meta:
-        return _without_data(q, k, v, options["attn_mask"])
+        return attention_without_data(q, k, v, options["attn_mask"])
     if q.is_cuda:
         with sdpa_kernel(order, set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, **options)
@@ -122,7 +122,7 @@ def attention_flops(q: Tensor, k: Tensor, v: Tensor) -> float:
     return q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3])
 
 
-def _without_data(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def attention_without_data(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Run attention on meta, where PyTorch would compose it of operations."""
     count_flops(q, attention_flops(q, k, v))
     if on_gpu(q):

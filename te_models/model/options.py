@@ -29,6 +29,7 @@ class BuildOptions(RecipeOptions, total=False):
     ep_mesh: DeviceMesh | None
     ep_fp8: bool
     ep_replicas: DeviceMesh | None
+    cp_mesh: DeviceMesh | None
     amax_group: ProcessGroup | None
     stored_linears: frozenset[str]
 

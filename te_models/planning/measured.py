@@ -382,7 +382,8 @@ class MeasuredStep:
     @property
     def _unit(self) -> int:
         """The sequences whose rows need no padding."""
-        return math.lcm(self.setting.seq_len, self.recipe.row_alignment) // self.setting.seq_len
+        tokens = self.setting.row_tokens
+        return math.lcm(tokens, self.recipe.row_alignment) // tokens
 
     def kept(self, batch: int) -> int:
         """Return the bytes that a forward of a batch leaves for backward."""
@@ -408,7 +409,7 @@ class MeasuredStep:
         if any(profile is None for profile in every):
             return None
         # In one chunk the head's memory is affine in the batch like a block's; in several it is one chunk's.
-        whole = self._head_rows(batch) >= batch * self.setting.seq_len
+        whole = self._head_rows(batch) >= batch * self.setting.row_tokens
         if whole and found["head"] is not None and found["loss"] is not None:
             return one._replace(**found)
         head, loss = self._head_in_chunks(layers, unit, batch)
@@ -423,7 +424,7 @@ class MeasuredStep:
 
     def _head_rows(self, batch: int) -> int:
         """Return the rows of logits that the head makes at a time."""
-        tokens = batch * self.setting.seq_len
+        tokens = batch * self.setting.row_tokens
         sizes = (self.config.vocab_size, self.config.hidden_size)
         return head_rows(tokens, *sizes, self.setting.cuda, not self.setting.lora_rank)
 
@@ -440,7 +441,7 @@ class MeasuredStep:
         """Return the profiles of a head that makes its logits in chunks, of which only few are measured."""
         # Three chunks have a first, a middle and a last one; a longer head only repeats the middle one.
         tokens = 3 * self._head_rows(batch)
-        few = -(-tokens // (unit * self.setting.seq_len)) * unit
+        few = -(-tokens // (unit * self.setting.row_tokens)) * unit
         if batch > few:
             small = self._head(layers, few)
             large = self._head(layers, 2 * few)

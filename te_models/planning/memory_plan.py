@@ -16,6 +16,7 @@ from te_models.config.recipe import Recipe
 from te_models.config.recompute_modes import MODES, check_mode
 from te_models.distributed.planned_ranks import PlannedRanks
 from te_models.errors import check_known, refuse
+from te_models.model.context_parallel import ContextParallel
 from te_models.model.expert_parallel import ExpertParallel
 from te_models.model.recipe_fit import check_sizes
 from te_models.model.tensor_parallel import TensorParallel
@@ -73,7 +74,7 @@ class MemoryPlan(Printable):
         return self.peak.total <= (1 - HEADROOM) * gigabytes * 10**9
 
     def largest_batch(self, gigabytes: float) -> int:
-        """Return the largest number of sequences per GPU that fits; 0 if not even one does.
+        """Return the largest number of sequences that fits, per GPU or GPUs that share rows; 0 if not even one does.
 
         The peak is nearly linear in the batch size, so a straight line between two batches gives the next to try.
         """
@@ -160,7 +161,8 @@ class MemoryPlan(Printable):
     def __rich__(self) -> Group:
         t = self.training
         name, unit = unit_for(self.peak.total)
-        each = " per GPU" if self.training.gpus > 1 else ""
+        each = " per GPU" if t.gpus > 1 or t.context_parallel_size > 1 else ""
+        shared = each if t.context_parallel_size == 1 else f" per {t.context_parallel_size} GPUs"
         lora = (
             f", LoRA of rank {t.lora_rank}{' on experts too' * t.lora_experts}"
             if t.lora_rank
@@ -170,14 +172,17 @@ class MemoryPlan(Printable):
         host = f", {self.host / unit:.2f} {name} on the host" if self.host else ""
         about = (
             f"{self.config.num_parameters:,} parameters{lora}{stored}, recipe {self.recipe.name}, {t.batch_size} x "
-            f"{t.seq_len:,} tokens{each}, {t.optimizer or 'no optimizer'}, activation "
+            f"{t.seq_len:,} tokens{shared}, {t.optimizer or 'no optimizer'}, activation "
             f"checkpointing {t.activation_checkpointing}, {self._gpus()}{host}"
         )
         lines: list[RenderableType] = [about, ""]
         # A line above each table: rich would wrap a title of its own to the width of the table.
         for title, table in (
             (f"memory of a training step{each}, {name}", self._parts_table(unit)),
-            (f"largest batch per GPU, in sequences of {t.seq_len:,} tokens", self._fit_table()),
+            (
+                f"largest batch{shared or ' per GPU'}, in sequences of {t.seq_len:,} tokens",
+                self._fit_table(),
+            ),
             (
                 f"optimizer state, with FP32 masters where there are any{each}",
                 self._optimizer_table(),
@@ -190,13 +195,16 @@ class MemoryPlan(Printable):
         """Return the GPUs in words, and how they share the work."""
         own = self.training
         if own.gpus == 1:
-            return "1 GPU"
+            rows = own.context_parallel_size
+            return "1 GPU" if rows == 1 else f"1 of {rows} GPUs (rows in {rows})"
         kinds = ["FSDP"] if own.data_ranks > 1 else []
         if own.tensor_parallel_size > 1:
             sequence = " and tokens" if own.sequence_parallel else ""
             kinds.append(f"layers{sequence} in {own.tensor_parallel_size}")
         if own.expert_parallel_size > 1:
             kinds.append(f"experts in {own.expert_parallel_size}")
+        if own.context_parallel_size > 1:
+            kinds.append(f"rows in {own.context_parallel_size}")
         return f"{own.gpus} GPUs ({', '.join(kinds)})"
 
     def _parts_table(self, unit: int) -> Table:
@@ -279,6 +287,7 @@ def plan_memory(
     tensor_parallel_size: int = 1,
     sequence_parallel: bool = False,
     expert_parallel_size: int = 1,
+    context_parallel_size: int = 1,
     fp8_dispatch: bool = False,
     gradient_accumulation: int = 1,
     fp8_params: bool = False,
@@ -306,6 +315,8 @@ def plan_memory(
         tensor_parallel_size: GPUs that share each layer, a divisor of `gpus`; the others divide batches.
         sequence_parallel: whether these also divide the tokens between tensor-parallel layers.
         expert_parallel_size: GPUs that share the experts of each layer, a divisor of those that divide batches.
+        context_parallel_size: GPUs that share the tokens of each row, a divisor of those that divide batches; with one
+            of `gpus`, which shares no weights, any number of GPUs with a whole model each (DDP).
         fp8_dispatch: whether tokens are sent to experts in FP8.
         gradient_accumulation: micro-batches per step; from two on, FP32 sums of gradients take 4 bytes per parameter.
         fp8_params: whether the primary weights of FP8 layers are FP8 (te_models.fp8.primary_weights).
@@ -325,14 +336,16 @@ def plan_memory(
     # 0 stands for "not divided" in a run's settings, and counts here as one rank.
     tensor = max(tensor_parallel_size, 1)
     data_ranks = max(gpus // tensor, 1)
+    context = max(context_parallel_size, 1)
     training = Training(
         # From here on per rank: a training step of one GPU is planned.
-        batch_size=batch_size // data_ranks,
+        batch_size=batch_size // max(data_ranks // context, 1),
         seq_len=seq_len,
         gpus=gpus,
         tensor_parallel_size=tensor,
         sequence_parallel=sequence_parallel,
         expert_parallel_size=max(expert_parallel_size, 1),
+        context_parallel_size=context,
         fp8_dispatch=fp8_dispatch,
         gradient_sums=gradient_accumulation > 1,
         # FSDP2 frees gathered weights after each micro-batch, and their FP8 copies with them.
@@ -373,11 +386,15 @@ def _mistakes(
             yield f"{name}={number} is out of range: give 1 or more"
     tensor = training.tensor_parallel_size
     experts = training.expert_parallel_size
+    context = training.context_parallel_size
     if gpus % tensor:
         yield f"tensor_parallel_size={tensor} does not divide gpus={gpus}: give a divisor of it, or more gpus"
     # Each division presupposes the one before, so only the first mistake of the three is told.
-    elif batch_size % max(training.data_ranks, 1):
-        shared = f"gpus={gpus}" if tensor == 1 else f"the {training.data_ranks} shares of a batch"
+    elif context > 1 and gpus > 1 and training.data_ranks % context:
+        yield f"context_parallel_size={context} does not divide gpus={gpus}: give a divisor of it, or more gpus"
+    elif batch_size % training.batch_shares:
+        whole = tensor == 1 and context == 1
+        shared = f"gpus={gpus}" if whole else f"the {training.batch_shares} shares of a batch"
         yield f"batch_size={batch_size} cannot be shared by {shared}: give a multiple of it"
     elif experts > 1 and training.data_ranks % experts:
         yield f"expert_parallel_size={experts} does not divide gpus={gpus}: give a divisor of it, or more gpus"
@@ -387,6 +404,11 @@ def _mistakes(
         yield "fp8_dispatch=True sends tokens to experts of other GPUs: give expert_parallel_size"
     if tensor > 1 and experts > 1:
         yield "tensor_parallel_size and expert_parallel_size are for different runs: give one of them"
+    if context > 1 and (tensor > 1 or experts > 1):
+        yield (
+            "context_parallel_size is for runs that divide neither layers nor experts: leave it out, or "
+            "tensor_parallel_size and expert_parallel_size"
+        )
     if tensor > 1 and training.lora_rank:
         yield "adapters are on whole layers: leave out tensor_parallel_size, or lora_rank"
     if training.seq_len > config.longest_sequence:
@@ -429,3 +451,5 @@ def _check_division(config: ModelConfig, recipe: Recipe, training: Training) -> 
     check_sizes(layers, config.vocab_size, recipe, ranks.each)
     experts_mesh: Any = PlannedRanks(experts) if experts > 1 else None
     ExpertParallel(experts_mesh, config).local(layers)
+    rows: Any = PlannedRanks(training.context_parallel_size)
+    ContextParallel(rows).check_layers(layers)

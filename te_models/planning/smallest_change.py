@@ -99,7 +99,9 @@ def _levers(
         ]
     batch = options["batch_size"]
     gpus = options["gpus"]
-    shares = gpus // options.get("tensor_parallel_size", 1)  # of a batch
+    # Parts of a batch: GPUs that share layers, or the tokens of rows, have one of them together.
+    undivided = options.get("tensor_parallel_size", 1) * options.get("context_parallel_size", 1)
+    shares = max(1, gpus // undivided)
     parts = options["gradient_accumulation"]
     if smaller := _divisors(batch // shares)[1:]:
         values: list[Value] = []

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from te_models.config.recompute_modes import offload_allows_fused
+from te_models.model.context_parallel import PIECES
 from te_models.optim import IN_BACKWARD, resolve_options
 from te_models.planning.stored_base import StoredBase
 
@@ -30,10 +31,18 @@ class StepSetting:
     expert_ranks: int
     expert_replicas: int  # ranks that have the same experts
     fp8_dispatch: bool
+    context_ranks: int  # ranks that share the tokens of each row
     logits: bool
     compile: bool
     fused: bool
     cuda: bool
+
+    @property
+    def row_tokens(self) -> int:
+        """The tokens of each row that one rank has, those included that fill the row up."""
+        if self.context_ranks == 1:
+            return self.seq_len
+        return PIECES * -(-self.seq_len // (PIECES * self.context_ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +51,13 @@ class Training:
 
     Under gradient accumulation, FP32 sums of all gradients exist, which FSDP2 does not shard (`gradient_sums`), and FP8
     copies of weights exist already (`cached_weights`). Of `gpus`, each `tensor_parallel_size` share every layer, and
-    the others divide batches and weights; each `expert_parallel_size` of those share the experts. `stored` are the
+    the others divide batches and weights; each `expert_parallel_size` of those share the experts, and each
+    `context_parallel_size` the tokens of every row (with one of `gpus`: GPUs with a whole model each). `stored` are the
     weights that stay as a release has them. With `lora_rank`, all linears of blocks have an adapter of that rank, with
     `lora_experts` experts too, and nothing else is trained. `compile`, `fused` and `cuda` say which kernels run.
     """
 
-    batch_size: int = 8  # per GPU and micro-batch
+    batch_size: int = 8  # per micro-batch and GPU, or GPUs that share rows
     seq_len: int = 256
     optimizer: str | None = "adamw"
     optimizer_offload: bool = False
@@ -60,6 +70,7 @@ class Training:
     tensor_parallel_size: int = 1
     sequence_parallel: bool = False
     expert_parallel_size: int = 1
+    context_parallel_size: int = 1
     fp8_dispatch: bool = False
     gradient_sums: bool = False
     cached_weights: bool = False
@@ -90,6 +101,11 @@ class Training:
         return self.gpus // self.tensor_parallel_size
 
     @property
+    def batch_shares(self) -> int:
+        """The number of parts of a batch: one for each GPU that divides it, or for GPUs that share rows."""
+        return max(self.data_ranks // self.context_parallel_size, 1)
+
+    @property
     def expert_replicas(self) -> int:
         """The number of GPUs that have the same experts, among which FSDP2 shares them."""
         return self.data_ranks // self.expert_parallel_size
@@ -114,6 +130,7 @@ class Training:
             expert_ranks=self.expert_parallel_size,
             expert_replicas=self.expert_replicas,
             fp8_dispatch=self.fp8_dispatch,
+            context_ranks=self.context_parallel_size,
             logits=self.logits,
             compile=self.compile and self.cuda,
             fused=self.fused_kernels,

@@ -174,19 +174,16 @@ def _step_options(settings: RunSettings, config: TrainConfig, processes: Paralle
     Only FSDP2 shares weights: without it each process holds what one GPU would, and the plan is of one.
     """
     layers = 1 if processes.tp is None else processes.tp.size()
-    # As many shorter rows: a process has its tokens, and beside them the keys and values of whole rows.
-    rows = 1 if processes.cp is None else processes.cp.size()
     lora = settings.lora
     return dict(
-        batch_size=config.batch_size * rows
-        if processes.uses_fsdp
-        else processes.rows(config.batch_size),
+        batch_size=config.batch_size if processes.uses_fsdp else processes.rows(config.batch_size),
         gpus=(processes.parts if processes.uses_fsdp else 1) * layers,
         tensor_parallel_size=layers,
         sequence_parallel=config.sequence_parallel,
         expert_parallel_size=1 if processes.ep is None else processes.ep.size(),
+        context_parallel_size=1 if processes.cp is None else processes.cp.size(),
         fp8_dispatch=config.fp8_dispatch,
-        seq_len=-(-config.seq_len // rows),
+        seq_len=config.seq_len,
         gradient_accumulation=config.gradient_accumulation,
         optimizer=config.optimizer,
         optimizer_options=resolve_options(config.optimizer, config.optimizer_options),
@@ -226,10 +223,7 @@ class _Refusal:
             # The parts of divided layers and experts have no optimizer but adamw, and none of the other options.
             fixed |= {"optimizer", "optimizer_offload", "fp8_params", "lora_rank"}
         copies = 1 if self.processes.uses_fsdp else self.processes.data_world
-        # The plan of divided rows is one of as many shorter ones, whose sizes are not the run's options.
-        change = None
-        if self.processes.cp is None:
-            change = self._change(self.plan, self.options, fixed, copies)
+        change = self._change(self.plan, self.options, fixed, copies)
         if change is not None:
             return f"{line}: add {change}, which needs {_gib(change.peak)} {anyway}"
         advice = self._more_gpus()

@@ -59,6 +59,23 @@ def test_peaks_of_shared_layers(name: str) -> None:
     assert plan.peak.total / 2**30 == pytest.approx(measured_gib(name), rel=0.05)
 
 
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_peaks_of_shared_rows(gpus: int) -> None:
+    """The keys and values of a whole row are on each GPU, in the layer that runs."""
+    rows = json.loads((RESULTS / "context_parallel_h200.json").read_text())["rows"]
+    measured = next(row for row in rows if row["gpus"] == gpus and row["recipe"] == "bf16")
+    plan = plan_memory(
+        get_preset("gated-1b", num_hidden_layers=16, max_position_embeddings=131072),
+        get_recipe("bf16"),
+        batch_size=1,
+        seq_len=131072,
+        gpus=gpus,
+        context_parallel_size=gpus,
+        activation_checkpointing="full",
+    )
+    assert plan.peak.total / 2**30 == pytest.approx(measured["peak_gib"], rel=0.03)
+
+
 @pytest.mark.parametrize("sequence", [False, True], ids=["tokens whole", "tokens divided"])
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "blockwise", "mxfp8", "nvfp4"])
 def test_a_rank_keeps_what_the_plan_says(recipe: str, sequence: bool) -> None:
@@ -78,6 +95,32 @@ def test_a_rank_keeps_what_the_plan_says(recipe: str, sequence: bool) -> None:
             model, 2, 128, gpus=2, tensor_parallel_size=2, sequence_parallel=sequence
         )
         assert kept <= planned <= kept + held_bytes(model, 128)
+
+
+STATES: dict[str, Any] = dict(
+    layer_types=["linear_attention", "full_attention", "conv"],
+    linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
+    short_conv={},
+)
+
+
+@pytest.mark.parametrize("shape", [{}, STATES], ids=["attention", "states"])
+@pytest.mark.parametrize("recipe", ["bf16", "current"])
+def test_a_rank_of_a_row_keeps_what_the_plan_says(recipe: str, shape: dict[str, Any]) -> None:
+    """To the byte, but for what Python objects hold: masks, and the tokens and positions of whole rows."""
+    with as_one_of(2):
+        model = CausalLM.from_preset(
+            "gated-nano",
+            **SHAPE | dict(num_hidden_layers=3) | shape,
+            recipe=recipe,
+            engine="emulated",
+            device="cpu",
+            cp_mesh=init_device_mesh("cpu", (2,)),
+        )
+        kept = autograd_bytes(model, torch.randint(0, 288, (2, 128)), logits=False)
+        planned = planned_bytes(model, 2, 128, gpus=1, context_parallel_size=2, logits=False)
+    held = held_bytes(model, 128) + 2 * 8 * 128 + 32 * 128 * (1 + 2 * model.config.head_dim)
+    assert kept <= planned <= kept + held, (kept, planned, held)
 
 
 def _kept_by_experts(rank: int, folder: str) -> None:
@@ -171,6 +214,9 @@ def test_adapters_of_a_70b_shape_on_several_gpus() -> None:
         (dict(gpus=2, expert_parallel_size=2), "this one has none"),
         (dict(gpus=2, fp8_dispatch=True), "give expert_parallel_size"),
         (dict(gpus=2, tensor_parallel_size=2, lora_rank=4), "adapters are on whole layers"),
+        (dict(gpus=4, context_parallel_size=3), "context_parallel_size=3 does not divide gpus=4"),
+        (dict(gpus=12, context_parallel_size=4), "cannot be shared by the 3 shares of a batch"),
+        (dict(gpus=4, tensor_parallel_size=2, context_parallel_size=2), "neither layers nor exp"),
     ],
 )
 def test_divisions_that_no_run_has(options: dict[str, Any], message: str) -> None:
@@ -187,5 +233,9 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     command[2] = "gated-moe-nano"
     assert main([*command, "--gpus", "2", "--expert-parallel-size", "2"]) == 0
     assert "2 GPUs (FSDP, experts in 2)" in capsys.readouterr().out
+    command[2] = "gated-nano"
+    assert main([*command, "--gpus", "4", "--context-parallel-size", "2"]) == 0
+    found = capsys.readouterr().out
+    assert "2 x 64 tokens per 2 GPUs" in found and "4 GPUs (FSDP, rows in 2)" in found
     assert main([*command[:3], "--tensor-parallel-size", "2"]) == 2
     assert "add --memory" in capsys.readouterr().err

@@ -279,3 +279,22 @@ def test_split_layers_are_planned(there: Any) -> None:
     ) as error:
         check_memory(new_model(settings()), config, shared)
     assert "--optimizer" not in str(error.value) and "--fp8-params" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_divided_rows_are_planned(there: Any, kind: str) -> None:
+    """Two of four processes share each row; what is advised is in the run's own sizes."""
+    there(500)
+    four: Any = PlannedRanks(4)
+    two: Any = PlannedRanks(2)
+    config = TrainConfig(batch_size=4, seq_len=512, parallel=kind, context_parallel_size=2)
+    shared = Parallel(config=config, kind=kind, dp=four, cp=two)
+    found = check_memory(new_model(settings()), config, shared)
+    sizes = dict(batch_size=4, gpus=4) if kind == "fsdp" else dict(batch_size=2, gpus=1)
+    plan = plan_memory(get_preset("gated-1b"), get_recipe("current"), seq_len=512,
+                       context_parallel_size=2, **sizes)  # fmt: skip
+    on_cpu = dataclasses.replace(plan, training=dataclasses.replace(plan.training, cuda=False))
+    assert found.needed == on_cpu.peak.total
+    there(found.needed / 2**30 - 0.2)
+    with pytest.raises(ValueError, match="add --batch-size|add --activation-checkpointing"):
+        check_memory(new_model(settings()), config, shared)
