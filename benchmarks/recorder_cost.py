@@ -22,6 +22,7 @@ from te_models.inspect.environment import environment, require_gpu
 
 RECORDS = (0, 50, 1)
 WARM_UP = 10
+WARM_EVERY = 7  # of the steps of the warm-up is recorded, so that both graphs are captured there
 PROFILED = 4  # steps after the timed ones
 SHOWN = 12  # kernels
 
@@ -94,6 +95,7 @@ def main(
             f"--steps {steps} is no multiple of 50, so fewer than one in 50 steps is recorded"
         )
     milliseconds: dict[int, list[float]] = {record: [] for record in RECORDS}
+    peaks: dict[int, float] = {}
     kernels: dict[int, dict[str, float]] = {}
     for _ in range(rounds):
         for record in RECORDS:
@@ -109,11 +111,20 @@ def main(
             data = batches(model.config.vocab_size, batch_size, seq_len)
             trainer = Trainer(model, data, None, config, Path("unused"))
             rows = trainer.steps(iter(trainer.data))
+            torch.cuda.reset_peak_memory_stats()
+            if trainer.recorder is not None:
+                trainer.recorder.every = min(record, WARM_EVERY)
             taken(rows, WARM_UP)
+            if trainer.recorder is not None:
+                trainer.recorder.every = record
             begun = time.perf_counter()
             taken(rows, steps)
             milliseconds[record].append(1e3 * (time.perf_counter() - begun) / steps)
-            click.echo(f"record={record}: {milliseconds[record][-1]:.2f} ms per step")
+            peaks[record] = torch.cuda.max_memory_reserved() / 2**30
+            click.echo(
+                f"record={record}: {milliseconds[record][-1]:.2f} ms per step, "
+                f"peak {peaks[record]:.2f} GiB"
+            )
             if profile:
                 kernels[record] = kernel_times(partial(taken, rows, PROFILED))
                 show(kernels[record], kernels[RECORDS[0]])
@@ -135,6 +146,7 @@ def main(
             "milliseconds": milliseconds,
             "median": medians,
             "cost_percent": cost,
+            "peak_reserved_gib": peaks,
         }
         if profile:
             found["kernels_milliseconds"] = kernels

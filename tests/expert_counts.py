@@ -1,7 +1,9 @@
-"""A table of counts of all experts, for tests of the kernels that add to it."""
+"""Counts of casts, for tests of the kernels that make them."""
 
 import math
+from collections.abc import Mapping
 
+import pytest
 import torch
 
 from te_models.kernels.count_experts_triton import ExpertCounts
@@ -16,5 +18,16 @@ def counts_of(experts: int, device: torch.device, spread: int = 2) -> ExpertCoun
     fields = torch.zeros(rows, spread, len(FIELDS), dtype=torch.float64, device=device)
     fields[:, :, INDEX["scale_min"]] = math.inf
     codes = torch.zeros(rows, dtype=torch.int64, device=device)
-    flag = torch.ones(1, dtype=torch.int32, device=device)
-    return ExpertCounts(fields, codes, flag, APART)
+    return ExpertCounts(fields, codes, APART)
+
+
+def assert_counts(found: Mapping[str, float], wanted: Mapping[str, float]) -> None:
+    """Assert that the fields of a cast are those of the definition: sums of squares to a millionth."""
+    # A kernel subtracts value times inverse scale in one operation, without the rounding of the product to FP32, which
+    # is half of 2^-23 of the product at most. Of a sum of squared errors that is 2^-23 times the sum of error times
+    # value, which the product of the roots of noise and signal bounds.
+    ratio = math.sqrt(wanted["signal"] / wanted["noise"]) if wanted["noise"] > 0 else 0.0
+    exact = {name: value for name, value in wanted.items() if name != "noise"}
+    assert {name: found[name] for name in exact} == pytest.approx(exact, rel=1e-6, nan_ok=True)
+    noise = pytest.approx(wanted["noise"], rel=1e-6 + 2.0**-23 * ratio, nan_ok=True)
+    assert found["noise"] == noise

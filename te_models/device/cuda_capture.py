@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # Held during a capture, and by background threads whenever they use CUDA.
 _CUDA = threading.RLock()
@@ -67,6 +68,31 @@ def capture(
         finally:
             if collects:
                 gc.enable()
+
+
+class _Address:
+    """An address on the device, from which torch.as_tensor makes a tensor (the protocol __cuda_array_interface__)."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "typestr": {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}[size],  # it knows no BF16
+            "shape": tuple(tensor.shape),
+            "strides": tuple(size * stride for stride in tensor.stride()),
+        }
+
+
+def without_ownership(tensor: Tensor) -> Tensor:
+    """Return a tensor at the same address, which does not keep its memory.
+
+    The result of a captured graph is written there in each replay. A tensor that owned the memory would keep a second
+    graph of the same pool from using it.
+    """
+    if type(tensor) is not Tensor or not tensor.is_cuda or not tensor.numel():
+        return tensor
+    return torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype)
 
 
 def failed_capture(error: BaseException) -> bool:

@@ -254,6 +254,10 @@ def _compared(run: Path, capture: Capture, replayed: Record) -> list[TensorCompa
     place = _recorded_place(run, capture, record)
     if place is None:
         return []
+    if record.version != replayed.version:
+        raise DataError(
+            f"{run} was recorded by an older te-models, whose hashes of FP8 data are others: replay it with that one"
+        )
     recorded = numbers(record, place)
     own = numbers(replayed, 0)
     found = []

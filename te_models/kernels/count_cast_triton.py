@@ -2,8 +2,7 @@
 signal and the noise, and a hash of the codes (docs/internals/recorder.md).
 
 `count_cast` reads a cast that has been made, of any layout and any scales. Casts with one scale have faster kernels:
-te_models.kernels.count_words_triton, and inside kernels that cast te_models.kernels.count_four_triton. All return at
-once in a step that is not recorded, which a flag on the device says, so that a CUDA graph may contain them.
+te_models.kernels.count_words_triton, and inside kernels that cast te_models.kernels.count_four_triton.
 
 Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), against the counts in PyTorch.
 """
@@ -16,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_models.numerics.code_weights import BLOCK_MIX, COLUMN_MIX, ROW_WEIGHTS
 from te_models.numerics.fp8_triton import decode_fp8
 
 # A tile has at most 2,048 elements, so that five counts of 12 bits fit into one integer, which one sum adds up.
@@ -41,8 +41,17 @@ _BLOCK_LOG2_SQUARES = tl.constexpr(14)
 _FORMAT = tl.constexpr(15)
 _WIDTH = tl.constexpr(16)
 _INF = tl.constexpr(float("inf"))
-_MIX = tl.constexpr(0x9E3779B1)
-_WORD = tl.constexpr(0xFFFFFFFF)
+# The weights of codes in the hash (te_models.recorder.statistics.hash_codes), of two families.
+ROW_BYTES_0 = tl.constexpr(ROW_WEIGHTS[0])
+ROW_BYTES_1 = tl.constexpr(ROW_WEIGHTS[1])
+_COLUMNS_0 = tl.constexpr(COLUMN_MIX[0])
+_COLUMNS_1 = tl.constexpr(COLUMN_MIX[1])
+_DOWN_0 = tl.constexpr(BLOCK_MIX[0][0])
+_DOWN_1 = tl.constexpr(BLOCK_MIX[1][0])
+_ACROSS_0 = tl.constexpr(BLOCK_MIX[0][1])
+_ACROSS_1 = tl.constexpr(BLOCK_MIX[1][1])
+_ADDED_0 = tl.constexpr(BLOCK_MIX[0][2])
+_ADDED_1 = tl.constexpr(BLOCK_MIX[1][2])
 _BITS = tl.constexpr(0xFFF)
 
 
@@ -52,12 +61,10 @@ class Counts(NamedTuple):
     Attributes:
         fields: float64 [spread, fields]: programs add to different rows of it, which are summed later.
         codes: int64 [1], the hash.
-        flag: int32 [1], other than 0 in a step that is recorded.
     """
 
     fields: Tensor
     codes: Tensor
-    flag: Tensor
 
 
 @triton.jit
@@ -84,11 +91,49 @@ def _lower(fields, place, value):
 
 
 @triton.jit
-def _count(x, code, inverse, inside, index, E5M2: tl.constexpr, SOURCE: tl.constexpr):
+def column_weights(j, FAMILY: tl.constexpr):
+    """Return the weights of columns in the hash: int32."""
+    mix: tl.constexpr = _COLUMNS_0 if FAMILY == 0 else _COLUMNS_1
+    place = (j % 64 + 1).to(tl.uint32) * tl.full((), mix, tl.uint32)
+    return (place >> 24).to(tl.int32) | 1
+
+
+@triton.jit
+def row_weights(i, FAMILY: tl.constexpr):
+    """Return the weights of rows in the hash: int32."""
+    row_bytes: tl.constexpr = ROW_BYTES_0 if FAMILY == 0 else ROW_BYTES_1
+    return (tl.full(i.shape, row_bytes, tl.int32) >> (8 * (i % 4)).to(tl.int32)) & 0xFF
+
+
+@triton.jit
+def block_weights(four_rows, columns, FAMILY: tl.constexpr):
+    """Return the weights of blocks of 4 rows and 64 columns in the hash, by their numbers: uint32."""
+    down: tl.constexpr = _DOWN_0 if FAMILY == 0 else _DOWN_1
+    across: tl.constexpr = _ACROSS_0 if FAMILY == 0 else _ACROSS_1
+    added: tl.constexpr = _ADDED_0 if FAMILY == 0 else _ADDED_1
+    high = four_rows.to(tl.uint32) * tl.full((), down, tl.uint32)
+    wide = columns.to(tl.uint32) * tl.full((), across, tl.uint32)
+    total = high + wide + tl.full((), added, tl.uint32)
+    return total ^ (total >> 16)
+
+
+@triton.jit
+def code_weights(i, j):
+    """Return the weights of the elements of rows i and columns j in the hash: int64 [rows, columns]."""
+    total = tl.zeros((i.shape[0], j.shape[0]), tl.int64)
+    for family in tl.static_range(2):
+        own = row_weights(i, family)[:, None] * column_weights(j, family)[None, :]
+        block = block_weights((i // 4)[:, None], (j // 64)[None, :], family)
+        total += own.to(tl.int64) * block.to(tl.int64)
+    return total
+
+
+@triton.jit
+def _count(x, code, inverse, inside, weights, E5M2: tl.constexpr, SOURCE: tl.constexpr):
     """Return the counts of a tile packed into an integer, signal, noise, hash, and the largest magnitudes.
 
     x are the values before the cast (without SOURCE: not read), code uint8 the data, inverse FP32 the inverse scales,
-    and index int64 the place of each element in the tensor.
+    and `weights` those of the elements in the hash (`code_weights`).
     """
     largest: tl.constexpr = 57344.0 if E5M2 else 448.0
     beyond: tl.constexpr = 61440.0 if E5M2 else 464.0
@@ -116,9 +161,7 @@ def _count(x, code, inverse, inside, index, E5M2: tl.constexpr, SOURCE: tl.const
     )
     exact = tl.where(finite & inside, before, 0.0).to(tl.float64)
     change = tl.where(finite & inside, before.to(tl.float64) - after.to(tl.float64), 0.0)
-    # Each code is weighted by a mix of its place, so that exchanged codes change the hash; a sum needs no order.
-    mixed = ((index * _MIX) & _WORD) ^ (index >> 7)
-    hashed = tl.where(inside, (code.to(tl.int64) + 1) * mixed, 0)
+    hashed = tl.where(inside, code.to(tl.int64) * weights, 0)
     magnitude = tl.where(inside & (before == before), tl.abs(before), 0.0)
     return packed, exact * exact, change * change, hashed, magnitude
 
@@ -211,10 +254,9 @@ def count_cast_kernel(
     data,
     inverse,
     scale,
-    # the table of a recorder: counts, codes of which it makes a hash, and the flag whether this step is recorded
+    # the table of a recorder: counts, and codes of which it makes a hash
     fields,
     codes,
-    flag,
     # sizes, and strides in elements
     rows,
     columns,
@@ -239,117 +281,115 @@ def count_cast_kernel(
 
     BLOCK_COLUMNS is 0 for a tensor with one scale. A unit has whole blocks: BLOCK_ROWS is 1, or HEIGHT.
     """
-    if tl.load(flag) != 0:
-        # Programs add to different rows of the table, so that few atomics meet.
-        own = fields + (tl.program_id(0) % spread) * _WIDTH
-        high = tl.cdiv(rows, HEIGHT)
-        wide = tl.cdiv(columns, COLUMNS)
-        zeros = tl.zeros((), tl.int64)
-        saturated = tl.zeros((), tl.int64)
-        flushed = tl.zeros((), tl.int64)
-        subnormal = tl.zeros((), tl.int64)
-        wrong = tl.zeros((), tl.int64)
-        hashed = tl.zeros((), tl.int64)
-        signal = tl.zeros((), tl.float64)
-        noise = tl.zeros((), tl.float64)
-        largest = tl.zeros((), tl.float32)
-        lowest = tl.full((), _INF, tl.float32)
-        highest = tl.zeros((), tl.float32)
-        blocks = tl.zeros((), tl.int64)
-        logarithms = tl.zeros((), tl.float64)
-        squares = tl.zeros((), tl.float64)
-        one_inverse = tl.load(inverse)
-        for unit in range(tl.program_id(0), high * wide, tl.num_programs(0)):
-            first = (unit // wide).to(tl.int64) * HEIGHT
-            j = (unit % wide).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-            in_block = tl.zeros((), tl.float32)  # the largest code of a square block
-            for start in range(0, HEIGHT, ROWS):
-                i = first + start + tl.arange(0, ROWS)
-                inside = (i < rows)[:, None] & (j < columns)[None, :]
-                code = tl.load(data + i[:, None] * data_row + j[None, :] * data_column, inside, 0)
-                if SOURCE:
-                    values = source + i[:, None] * source_stride + j[None, :]
-                    x = tl.load(values, inside, 0.0).to(tl.float32)
-                else:
-                    x = tl.zeros((ROWS, COLUMNS), tl.float32)
-                if BLOCK_COLUMNS == 0:
-                    factor = tl.zeros((ROWS, COLUMNS), tl.float32) + one_inverse
-                else:
-                    p = (i // BLOCK_ROWS)[:, None] * inverse_row
-                    q = (j // BLOCK_COLUMNS)[None, :] * inverse_column
-                    factor = tl.load(inverse + p + q, inside, 0.0)
-                index = i[:, None] * columns + j[None, :]
-                packed, exact, change, codes_of, magnitude = _count(
-                    x, code, factor, inside, index, E5M2, SOURCE
-                )
-                # One sum for five counts; a tile is small enough for 12 bits each.
-                counts = tl.sum(tl.sum(packed, 1), 0)
-                zeros += counts & _BITS
-                saturated += (counts >> 12) & _BITS
-                flushed += (counts >> 24) & _BITS
-                subnormal += (counts >> 36) & _BITS
-                wrong += (counts >> 48) & _BITS
-                hashed += tl.sum(tl.sum(codes_of, 1), 0)
-                signal += tl.sum(tl.sum(exact, 1), 0)
-                noise += tl.sum(tl.sum(change, 1), 0)
-                largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
-                if BLOCK_COLUMNS > 0:
-                    # Codes without their sign are ordered as magnitudes are; only 0 matters here.
-                    size = tl.where(inside, (code & 0x7F).to(tl.float32), 0.0)
-                    if BLOCK_ROWS > 1:
-                        in_block = tl.maximum(in_block, tl.max(tl.max(size, 1), 0))
-                    else:
-                        parts: tl.constexpr = COLUMNS // BLOCK_COLUMNS
-                        sizes = tl.reshape(size, (ROWS, parts, BLOCK_COLUMNS))
-                        part = (unit % wide).to(tl.int64) * parts + tl.arange(0, parts)
-                        places = i[:, None] * inverse_row + part[None, :] * inverse_column
-                        number, total, total_squares, low, high_scale = _row_scales(
-                            inverse + places, sizes
-                        )
-                        blocks += number
-                        logarithms += total
-                        squares += total_squares
-                        lowest = tl.minimum(lowest, low)
-                        highest = tl.maximum(highest, high_scale)
-            # A square block is as high as the unit, so its scale is counted once its rows have been read.
-            if BLOCK_ROWS > 1:
-                above = (unit // wide).to(tl.int64) * inverse_row
-                square = tl.load(inverse + above + (unit % wide).to(tl.int64) * inverse_column)
-                if (in_block > 0) & (square > 0):
-                    block_scale = tl.div_rn(tl.full((), 1.0, tl.float32), square)
-                    logarithm = tl.log2(block_scale).to(tl.float64)
-                    blocks += 1
-                    logarithms += logarithm
-                    squares += logarithm * logarithm
-                    lowest = tl.minimum(lowest, block_scale)
-                    highest = tl.maximum(highest, block_scale)
-        _add_counts(
-            fields=own,
-            codes=codes,
-            zeros=zeros,
-            saturated=saturated,
-            flushed=flushed,
-            subnormal=subnormal,
-            wrong=wrong,
-            signal=signal,
-            noise=noise,
-            hashed=hashed,
-            largest=largest,
-            SOURCE=SOURCE,
-        )
-        if BLOCK_COLUMNS > 0:
-            _lower(own, _SCALE_MIN, lowest)
-            _raise(own, _SCALE_MAX, highest)
-            _add(own, _BLOCKS, blocks)
-            _add(own, _BLOCK_LOG2, logarithms)
-            _add(own, _BLOCK_LOG2_SQUARES, squares)
-        if tl.program_id(0) == 0:
-            if SCALED:
-                factor = tl.load(scale)
+    # Programs add to different rows of the table, so that few atomics meet.
+    own = fields + (tl.program_id(0) % spread) * _WIDTH
+    high = tl.cdiv(rows, HEIGHT)
+    wide = tl.cdiv(columns, COLUMNS)
+    zeros = tl.zeros((), tl.int64)
+    saturated = tl.zeros((), tl.int64)
+    flushed = tl.zeros((), tl.int64)
+    subnormal = tl.zeros((), tl.int64)
+    wrong = tl.zeros((), tl.int64)
+    hashed = tl.zeros((), tl.int64)
+    signal = tl.zeros((), tl.float64)
+    noise = tl.zeros((), tl.float64)
+    largest = tl.zeros((), tl.float32)
+    lowest = tl.full((), _INF, tl.float32)
+    highest = tl.zeros((), tl.float32)
+    blocks = tl.zeros((), tl.int64)
+    logarithms = tl.zeros((), tl.float64)
+    squares = tl.zeros((), tl.float64)
+    one_inverse = tl.load(inverse)
+    for unit in range(tl.program_id(0), high * wide, tl.num_programs(0)):
+        first = (unit // wide).to(tl.int64) * HEIGHT
+        j = (unit % wide).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+        in_block = tl.zeros((), tl.float32)  # the largest code of a square block
+        for start in range(0, HEIGHT, ROWS):
+            i = first + start + tl.arange(0, ROWS)
+            inside = (i < rows)[:, None] & (j < columns)[None, :]
+            code = tl.load(data + i[:, None] * data_row + j[None, :] * data_column, inside, 0)
+            if SOURCE:
+                values = source + i[:, None] * source_stride + j[None, :]
+                x = tl.load(values, inside, 0.0).to(tl.float32)
             else:
-                factor = tl.div_rn(tl.full((), 1.0, tl.float32), one_inverse)
-            elements = tl.full((), 1.0, tl.float64) * rows * columns
-            _note_tensor(own, elements, factor, E5M2, SOURCE, BLOCK_COLUMNS > 0)
+                x = tl.zeros((ROWS, COLUMNS), tl.float32)
+            if BLOCK_COLUMNS == 0:
+                factor = tl.zeros((ROWS, COLUMNS), tl.float32) + one_inverse
+            else:
+                p = (i // BLOCK_ROWS)[:, None] * inverse_row
+                q = (j // BLOCK_COLUMNS)[None, :] * inverse_column
+                factor = tl.load(inverse + p + q, inside, 0.0)
+            packed, exact, change, codes_of, magnitude = _count(
+                x, code, factor, inside, code_weights(i, j), E5M2, SOURCE
+            )
+            # One sum for five counts; a tile is small enough for 12 bits each.
+            counts = tl.sum(tl.sum(packed, 1), 0)
+            zeros += counts & _BITS
+            saturated += (counts >> 12) & _BITS
+            flushed += (counts >> 24) & _BITS
+            subnormal += (counts >> 36) & _BITS
+            wrong += (counts >> 48) & _BITS
+            hashed += tl.sum(tl.sum(codes_of, 1), 0)
+            signal += tl.sum(tl.sum(exact, 1), 0)
+            noise += tl.sum(tl.sum(change, 1), 0)
+            largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
+            if BLOCK_COLUMNS > 0:
+                # Codes without their sign are ordered as magnitudes are; only 0 matters here.
+                size = tl.where(inside, (code & 0x7F).to(tl.float32), 0.0)
+                if BLOCK_ROWS > 1:
+                    in_block = tl.maximum(in_block, tl.max(tl.max(size, 1), 0))
+                else:
+                    parts: tl.constexpr = COLUMNS // BLOCK_COLUMNS
+                    sizes = tl.reshape(size, (ROWS, parts, BLOCK_COLUMNS))
+                    part = (unit % wide).to(tl.int64) * parts + tl.arange(0, parts)
+                    places = i[:, None] * inverse_row + part[None, :] * inverse_column
+                    number, total, total_squares, low, high_scale = _row_scales(
+                        inverse + places, sizes
+                    )
+                    blocks += number
+                    logarithms += total
+                    squares += total_squares
+                    lowest = tl.minimum(lowest, low)
+                    highest = tl.maximum(highest, high_scale)
+        # A square block is as high as the unit, so its scale is counted once its rows have been read.
+        if BLOCK_ROWS > 1:
+            above = (unit // wide).to(tl.int64) * inverse_row
+            square = tl.load(inverse + above + (unit % wide).to(tl.int64) * inverse_column)
+            if (in_block > 0) & (square > 0):
+                block_scale = tl.div_rn(tl.full((), 1.0, tl.float32), square)
+                logarithm = tl.log2(block_scale).to(tl.float64)
+                blocks += 1
+                logarithms += logarithm
+                squares += logarithm * logarithm
+                lowest = tl.minimum(lowest, block_scale)
+                highest = tl.maximum(highest, block_scale)
+    _add_counts(
+        fields=own,
+        codes=codes,
+        zeros=zeros,
+        saturated=saturated,
+        flushed=flushed,
+        subnormal=subnormal,
+        wrong=wrong,
+        signal=signal,
+        noise=noise,
+        hashed=hashed,
+        largest=largest,
+        SOURCE=SOURCE,
+    )
+    if BLOCK_COLUMNS > 0:
+        _lower(own, _SCALE_MIN, lowest)
+        _raise(own, _SCALE_MAX, highest)
+        _add(own, _BLOCKS, blocks)
+        _add(own, _BLOCK_LOG2, logarithms)
+        _add(own, _BLOCK_LOG2_SQUARES, squares)
+    if tl.program_id(0) == 0:
+        if SCALED:
+            factor = tl.load(scale)
+        else:
+            factor = tl.div_rn(tl.full((), 1.0, tl.float32), one_inverse)
+        elements = tl.full((), 1.0, tl.float64) * rows * columns
+        _note_tensor(own, elements, factor, E5M2, SOURCE, BLOCK_COLUMNS > 0)
 
 
 def count_cast(
@@ -389,7 +429,6 @@ def count_cast(
         scale=inverse if scale is None else scale,
         fields=counts.fields,
         codes=counts.codes,
-        flag=counts.flag,
         rows=rows,
         columns=columns,
         source_stride=0 if source is None else source.stride(0),

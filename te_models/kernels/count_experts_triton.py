@@ -32,6 +32,7 @@ from te_models.kernels.count_cast_triton import (
     _note_tensor,
     _raise,
     _row_scales,
+    code_weights,
 )
 from te_models.kernels.expert_blocks_triton import Blocks, WeightBlocks
 from te_models.kernels.expert_cast_triton import FP8Matrices, Matrices, load_rows
@@ -46,13 +47,11 @@ class ExpertCounts(NamedTuple):
     Attributes:
         fields: float64 [>= (E - 1) * apart + 1, spread, fields]: expert e's row is e * apart.
         codes: int64 [>= (E - 1) * apart + 1], the hashes.
-        flag: int32 [1], other than 0 in a step that is recorded.
         apart: rows from one expert to the next.
     """
 
     fields: Tensor
     codes: Tensor
-    flag: Tensor
     apart: int
 
 
@@ -73,7 +72,6 @@ def count_experts_kernel(
     # ExpertCounts
     fields,
     codes,
-    flag,
     columns,
     spread,
     apart,
@@ -83,75 +81,73 @@ def count_experts_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Count expert program_id(0)'s matrix; its programs share its tiles. Without VALUES, the data alone."""
-    if tl.load(flag) != 0:
-        e = tl.program_id(0).to(tl.int64)
-        begin = tl.load(first + e)
-        rows = tl.load(first + e + 1) - begin
-        # An expert without rows casts nothing, and its fields keep what they have.
-        if rows > 0:
-            own = fields + (e * apart * spread + tl.program_id(1) % spread) * _WIDTH
-            address = data
+    e = tl.program_id(0).to(tl.int64)
+    begin = tl.load(first + e)
+    rows = tl.load(first + e + 1) - begin
+    # An expert without rows casts nothing, and its fields keep what they have.
+    if rows > 0:
+        own = fields + (e * apart * spread + tl.program_id(1) % spread) * _WIDTH
+        address = data
+        if VALUES:
+            if places is not None:
+                address = data + tl.load(places + e)
+            elif source is None:
+                address = data + begin * columns
+            if source is not None:
+                source += begin
+            if factor is not None:
+                factor += begin
+        inverse = tl.load(scales_inverse + e)
+        wide = tl.cdiv(columns, COLUMNS)
+        zeros = tl.zeros((), tl.int64)
+        saturated = tl.zeros((), tl.int64)
+        flushed = tl.zeros((), tl.int64)
+        subnormal = tl.zeros((), tl.int64)
+        wrong = tl.zeros((), tl.int64)
+        hashed = tl.zeros((), tl.int64)
+        signal = tl.zeros((), tl.float64)
+        noise = tl.zeros((), tl.float64)
+        largest = tl.zeros((), tl.float32)
+        units = tl.cdiv(rows, ROWS) * wide
+        for unit in range(tl.program_id(1), units, tl.num_programs(1)):
+            i = (unit // wide).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+            j = (unit % wide).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+            inside = (i < rows)[:, None] & (j < columns)[None, :]
+            code = tl.load(made + (begin + i)[:, None] * columns + j[None, :], inside, 0)
             if VALUES:
-                if places is not None:
-                    address = data + tl.load(places + e)
-                elif source is None:
-                    address = data + begin * columns
-                if source is not None:
-                    source += begin
-                if factor is not None:
-                    factor += begin
-            inverse = tl.load(scales_inverse + e)
-            wide = tl.cdiv(columns, COLUMNS)
-            zeros = tl.zeros((), tl.int64)
-            saturated = tl.zeros((), tl.int64)
-            flushed = tl.zeros((), tl.int64)
-            subnormal = tl.zeros((), tl.int64)
-            wrong = tl.zeros((), tl.int64)
-            hashed = tl.zeros((), tl.int64)
-            signal = tl.zeros((), tl.float64)
-            noise = tl.zeros((), tl.float64)
-            largest = tl.zeros((), tl.float32)
-            units = tl.cdiv(rows, ROWS) * wide
-            for unit in range(tl.program_id(1), units, tl.num_programs(1)):
-                i = (unit // wide).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-                j = (unit % wide).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-                inside = (i < rows)[:, None] & (j < columns)[None, :]
-                code = tl.load(made + (begin + i)[:, None] * columns + j[None, :], inside, 0)
-                if VALUES:
-                    x = load_rows(address, source, factor, given, i, j, rows, columns)
-                else:
-                    x = tl.zeros((ROWS, COLUMNS), tl.float32)
-                index = i[:, None] * columns + j[None, :]
-                packed, exact, change, codes_of, magnitude = _count(
-                    x, code, inverse, inside, index, E5M2, VALUES
-                )
-                counts = tl.sum(tl.sum(packed, 1), 0)
-                zeros += counts & _BITS
-                saturated += (counts >> 12) & _BITS
-                flushed += (counts >> 24) & _BITS
-                subnormal += (counts >> 36) & _BITS
-                wrong += (counts >> 48) & _BITS
-                hashed += tl.sum(tl.sum(codes_of, 1), 0)
-                signal += tl.sum(tl.sum(exact, 1), 0)
-                noise += tl.sum(tl.sum(change, 1), 0)
-                largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
-            _add_counts(
-                fields=own,
-                codes=codes + e * apart,
-                zeros=zeros,
-                saturated=saturated,
-                flushed=flushed,
-                subnormal=subnormal,
-                wrong=wrong,
-                signal=signal,
-                noise=noise,
-                hashed=hashed,
-                largest=largest,
-                SOURCE=VALUES,
+                x = load_rows(address, source, factor, given, i, j, rows, columns)
+            else:
+                x = tl.zeros((ROWS, COLUMNS), tl.float32)
+            packed, exact, change, codes_of, magnitude = _count(
+                x, code, inverse, inside, code_weights(i, j), E5M2, VALUES
             )
-            if tl.program_id(1) == 0:
-                elements = tl.full((), 1.0, tl.float64) * rows * columns
-                _note_tensor(own, elements, tl.load(scales + e), E5M2, VALUES, False)
+            counts = tl.sum(tl.sum(packed, 1), 0)
+            zeros += counts & _BITS
+            saturated += (counts >> 12) & _BITS
+            flushed += (counts >> 24) & _BITS
+            subnormal += (counts >> 36) & _BITS
+            wrong += (counts >> 48) & _BITS
+            hashed += tl.sum(tl.sum(codes_of, 1), 0)
+            signal += tl.sum(tl.sum(exact, 1), 0)
+            noise += tl.sum(tl.sum(change, 1), 0)
+            largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
+        _add_counts(
+            fields=own,
+            codes=codes + e * apart,
+            zeros=zeros,
+            saturated=saturated,
+            flushed=flushed,
+            subnormal=subnormal,
+            wrong=wrong,
+            signal=signal,
+            noise=noise,
+            hashed=hashed,
+            largest=largest,
+            SOURCE=VALUES,
+        )
+        if tl.program_id(1) == 0:
+            elements = tl.full((), 1.0, tl.float64) * rows * columns
+            _note_tensor(own, elements, tl.load(scales + e), E5M2, VALUES, False)
 
 
 @triton.jit
@@ -174,7 +170,6 @@ def count_expert_blocks_kernel(
     # ExpertCounts
     fields,
     codes,
-    flag,
     columns,
     spread,
     apart,
@@ -189,116 +184,114 @@ def count_expert_blocks_kernel(
 
     Its programs share its units of HEIGHT rows: BLOCK_ROWS is 1, or HEIGHT. Without VALUES, the data alone.
     """
-    if tl.load(flag) != 0:
-        e = tl.program_id(0).to(tl.int64)
-        begin = tl.load(first + e)
-        rows = tl.load(first + e + 1) - begin
-        # An expert without rows casts nothing, and its fields keep what they have.
-        if rows > 0:
-            own = fields + (e * apart * spread + tl.program_id(1) % spread) * _WIDTH
-            address = data
-            if VALUES:
-                if places is not None:
-                    address = data + tl.load(places + e)
-                elif source is None:
-                    address = data + begin * columns
-                if source is not None:
-                    source += begin
-                if factor is not None:
-                    factor += begin
-            inverse = scales_inverse + e * inverse_expert
-            if BLOCK_ROWS == 1:
-                inverse += begin * inverse_row
-            wide = tl.cdiv(columns, COLUMNS)
-            zeros = tl.zeros((), tl.int64)
-            saturated = tl.zeros((), tl.int64)
-            flushed = tl.zeros((), tl.int64)
-            subnormal = tl.zeros((), tl.int64)
-            wrong = tl.zeros((), tl.int64)
-            hashed = tl.zeros((), tl.int64)
-            signal = tl.zeros((), tl.float64)
-            noise = tl.zeros((), tl.float64)
-            largest = tl.zeros((), tl.float32)
-            lowest = tl.full((), _INF, tl.float32)
-            highest = tl.zeros((), tl.float32)
-            blocks = tl.zeros((), tl.int64)
-            logarithms = tl.zeros((), tl.float64)
-            squares = tl.zeros((), tl.float64)
-            units = tl.cdiv(rows, HEIGHT) * wide
-            for unit in range(tl.program_id(1), units, tl.num_programs(1)):
-                across = (unit % wide).to(tl.int64)
-                j = across * COLUMNS + tl.arange(0, COLUMNS)
-                in_block = tl.zeros((), tl.float32)  # the largest code of a square block
-                for start in range(0, HEIGHT, ROWS):
-                    i = (unit // wide).to(tl.int64) * HEIGHT + start + tl.arange(0, ROWS)
-                    inside = (i < rows)[:, None] & (j < columns)[None, :]
-                    code = tl.load(made + (begin + i)[:, None] * columns + j[None, :], inside, 0)
-                    if VALUES:
-                        x = load_rows(address, source, factor, given, i, j, rows, columns)
-                    else:
-                        x = tl.zeros((ROWS, COLUMNS), tl.float32)
-                    scales = inverse + (i // BLOCK_ROWS) * inverse_row + across * inverse_column
-                    by = tl.load(scales, i < rows, 0.0)
-                    index = i[:, None] * columns + j[None, :]
-                    packed, exact, change, codes_of, magnitude = _count(
-                        x, code, by[:, None], inside, index, False, VALUES
-                    )
-                    counts = tl.sum(tl.sum(packed, 1), 0)
-                    zeros += counts & _BITS
-                    saturated += (counts >> 12) & _BITS
-                    flushed += (counts >> 24) & _BITS
-                    subnormal += (counts >> 36) & _BITS
-                    wrong += (counts >> 48) & _BITS
-                    hashed += tl.sum(tl.sum(codes_of, 1), 0)
-                    signal += tl.sum(tl.sum(exact, 1), 0)
-                    noise += tl.sum(tl.sum(change, 1), 0)
-                    largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
-                    # Codes without their sign are ordered as magnitudes are; only 0 matters here.
-                    size = tl.where(inside, (code & 0x7F).to(tl.float32), 0.0)
-                    if BLOCK_ROWS > 1:
-                        in_block = tl.maximum(in_block, tl.max(tl.max(size, 1), 0))
-                    else:
-                        number, total, total_squares, low, high = _row_scales(
-                            scales[:, None], tl.reshape(size, (ROWS, 1, COLUMNS))
-                        )
-                        blocks += number
-                        logarithms += total
-                        squares += total_squares
-                        lowest = tl.minimum(lowest, low)
-                        highest = tl.maximum(highest, high)
-                # A square block is as high as the unit, so its scale is counted once its rows have been read.
+    e = tl.program_id(0).to(tl.int64)
+    begin = tl.load(first + e)
+    rows = tl.load(first + e + 1) - begin
+    # An expert without rows casts nothing, and its fields keep what they have.
+    if rows > 0:
+        own = fields + (e * apart * spread + tl.program_id(1) % spread) * _WIDTH
+        address = data
+        if VALUES:
+            if places is not None:
+                address = data + tl.load(places + e)
+            elif source is None:
+                address = data + begin * columns
+            if source is not None:
+                source += begin
+            if factor is not None:
+                factor += begin
+        inverse = scales_inverse + e * inverse_expert
+        if BLOCK_ROWS == 1:
+            inverse += begin * inverse_row
+        wide = tl.cdiv(columns, COLUMNS)
+        zeros = tl.zeros((), tl.int64)
+        saturated = tl.zeros((), tl.int64)
+        flushed = tl.zeros((), tl.int64)
+        subnormal = tl.zeros((), tl.int64)
+        wrong = tl.zeros((), tl.int64)
+        hashed = tl.zeros((), tl.int64)
+        signal = tl.zeros((), tl.float64)
+        noise = tl.zeros((), tl.float64)
+        largest = tl.zeros((), tl.float32)
+        lowest = tl.full((), _INF, tl.float32)
+        highest = tl.zeros((), tl.float32)
+        blocks = tl.zeros((), tl.int64)
+        logarithms = tl.zeros((), tl.float64)
+        squares = tl.zeros((), tl.float64)
+        units = tl.cdiv(rows, HEIGHT) * wide
+        for unit in range(tl.program_id(1), units, tl.num_programs(1)):
+            across = (unit % wide).to(tl.int64)
+            j = across * COLUMNS + tl.arange(0, COLUMNS)
+            in_block = tl.zeros((), tl.float32)  # the largest code of a square block
+            for start in range(0, HEIGHT, ROWS):
+                i = (unit // wide).to(tl.int64) * HEIGHT + start + tl.arange(0, ROWS)
+                inside = (i < rows)[:, None] & (j < columns)[None, :]
+                code = tl.load(made + (begin + i)[:, None] * columns + j[None, :], inside, 0)
+                if VALUES:
+                    x = load_rows(address, source, factor, given, i, j, rows, columns)
+                else:
+                    x = tl.zeros((ROWS, COLUMNS), tl.float32)
+                scales = inverse + (i // BLOCK_ROWS) * inverse_row + across * inverse_column
+                by = tl.load(scales, i < rows, 0.0)
+                packed, exact, change, codes_of, magnitude = _count(
+                    x, code, by[:, None], inside, code_weights(i, j), False, VALUES
+                )
+                counts = tl.sum(tl.sum(packed, 1), 0)
+                zeros += counts & _BITS
+                saturated += (counts >> 12) & _BITS
+                flushed += (counts >> 24) & _BITS
+                subnormal += (counts >> 36) & _BITS
+                wrong += (counts >> 48) & _BITS
+                hashed += tl.sum(tl.sum(codes_of, 1), 0)
+                signal += tl.sum(tl.sum(exact, 1), 0)
+                noise += tl.sum(tl.sum(change, 1), 0)
+                largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
+                # Codes without their sign are ordered as magnitudes are; only 0 matters here.
+                size = tl.where(inside, (code & 0x7F).to(tl.float32), 0.0)
                 if BLOCK_ROWS > 1:
-                    square = tl.load(inverse + unit // wide * inverse_row + across * inverse_column)
-                    if (in_block > 0) & (square > 0):
-                        block_scale = tl.div_rn(tl.full((), 1.0, tl.float32), square)
-                        logarithm = tl.log2(block_scale).to(tl.float64)
-                        blocks += 1
-                        logarithms += logarithm
-                        squares += logarithm * logarithm
-                        lowest = tl.minimum(lowest, block_scale)
-                        highest = tl.maximum(highest, block_scale)
-            _add_counts(
-                fields=own,
-                codes=codes + e * apart,
-                zeros=zeros,
-                saturated=saturated,
-                flushed=flushed,
-                subnormal=subnormal,
-                wrong=wrong,
-                signal=signal,
-                noise=noise,
-                hashed=hashed,
-                largest=largest,
-                SOURCE=VALUES,
-            )
-            _lower(own, _SCALE_MIN, lowest)
-            _raise(own, _SCALE_MAX, highest)
-            _add(own, _BLOCKS, blocks)
-            _add(own, _BLOCK_LOG2, logarithms)
-            _add(own, _BLOCK_LOG2_SQUARES, squares)
-            if tl.program_id(1) == 0:
-                elements = tl.full((), 1.0, tl.float64) * rows * columns
-                _note_tensor(own, elements, 1.0, False, VALUES, True)
+                    in_block = tl.maximum(in_block, tl.max(tl.max(size, 1), 0))
+                else:
+                    number, total, total_squares, low, high = _row_scales(
+                        scales[:, None], tl.reshape(size, (ROWS, 1, COLUMNS))
+                    )
+                    blocks += number
+                    logarithms += total
+                    squares += total_squares
+                    lowest = tl.minimum(lowest, low)
+                    highest = tl.maximum(highest, high)
+            # A square block is as high as the unit, so its scale is counted once its rows have been read.
+            if BLOCK_ROWS > 1:
+                square = tl.load(inverse + unit // wide * inverse_row + across * inverse_column)
+                if (in_block > 0) & (square > 0):
+                    block_scale = tl.div_rn(tl.full((), 1.0, tl.float32), square)
+                    logarithm = tl.log2(block_scale).to(tl.float64)
+                    blocks += 1
+                    logarithms += logarithm
+                    squares += logarithm * logarithm
+                    lowest = tl.minimum(lowest, block_scale)
+                    highest = tl.maximum(highest, block_scale)
+        _add_counts(
+            fields=own,
+            codes=codes + e * apart,
+            zeros=zeros,
+            saturated=saturated,
+            flushed=flushed,
+            subnormal=subnormal,
+            wrong=wrong,
+            signal=signal,
+            noise=noise,
+            hashed=hashed,
+            largest=largest,
+            SOURCE=VALUES,
+        )
+        _lower(own, _SCALE_MIN, lowest)
+        _raise(own, _SCALE_MAX, highest)
+        _add(own, _BLOCKS, blocks)
+        _add(own, _BLOCK_LOG2, logarithms)
+        _add(own, _BLOCK_LOG2_SQUARES, squares)
+        if tl.program_id(1) == 0:
+            elements = tl.full((), 1.0, tl.float64) * rows * columns
+            _note_tensor(own, elements, 1.0, False, VALUES, True)
 
 
 def count_experts(
@@ -327,7 +320,6 @@ def count_experts(
             scales=made.scale,
             fields=counts.fields,
             codes=counts.codes,
-            flag=counts.flag,
             columns=columns,
             spread=counts.fields.shape[1],
             apart=counts.apart,
@@ -373,7 +365,6 @@ def count_expert_blocks(
             inverse_column=inverse_column,
             fields=counts.fields,
             codes=counts.codes,
-            flag=counts.flag,
             columns=columns,
             spread=counts.fields.shape[1],
             apart=counts.apart,

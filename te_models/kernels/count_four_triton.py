@@ -2,24 +2,33 @@
 
 A step of training casts billions of elements, and each instruction per element would cost it about a third of a
 percent. Hence a program adds to tiles in registers over all tiles that it goes through, without a reduction before its
-end, flags of four codes are counted in one word, and squares are in FP32. Words with anything rare in them (saturated
-or non-finite values) are left out there, and counted with care in a second loop, which most programs skip.
+end; flags and hashes of four codes are computed in one word, squares are in FP32, and nothing rare is looked at. A
+program that met anything rare (saturated or non-finite values, squares that FP32 does not hold) leaves out what it
+cannot know, and counts its tiles once more with care.
 
-A state of counts is a tuple: tiles of signal, noise, largest magnitudes, words of flags "not 0" and "not subnormal",
-zeros (with words left out in the upper half), and hashes; then how many places of the tiles lie outside of the tensor,
-and how many there are. A state of counts with care has scalars only: saturated and non-finite values, flushed ones
-beyond codes of 0, signal, noise and amax.
+A state of counts is a tuple: tiles of signal, noise, words of flags "not 0" and "not subnormal", and zeros; smaller
+tiles of largest magnitudes and hashes; then how many places of the tiles lie outside of the tensor, and how many there
+are. A state of counts with care has scalars only: zeros, saturated, flushed and non-finite values, signal, noise, amax.
 """
 
 import triton
 import triton.language as tl
 
-from te_models.kernels.count_cast_triton import _INF, _MIX, _WIDTH, _add_counts, _note_tensor
-from te_models.numerics.fp8_triton import decode_four, encode_four
+from te_models.kernels.count_cast_triton import (
+    _INF,
+    _WIDTH,
+    ROW_BYTES_0,
+    ROW_BYTES_1,
+    _add_counts,
+    _note_tensor,
+    block_weights,
+    column_weights,
+)
+from te_models.numerics.fp8_triton import INTERPRETED, decode_four, encode_four
 
-RUN = 128  # indices in an aligned run of these differ in the last seven bits alone
 # Tiles that a program may add up: a byte of flags holds no more.
 MOST_TILES = 255
+WORDS = tl.constexpr(4)  # of a row of a tile that one thread has
 _LANES = tl.constexpr(0x01010101)
 _SIZES = tl.constexpr(0x7F7F7F7F)
 # Between these amaxes, FP32 holds the squares of a tile's values and of their errors.
@@ -43,31 +52,43 @@ def flags_sum(flags):
 
 
 @triton.jit
-def mix(index):
-    """Return the low 32 bits of an index times the mixing number, uint32."""
-    return index.to(tl.uint32) * tl.full((), _MIX, tl.uint32)
+def bytes_dot(word, weights):
+    """Return the sums of the products of the bytes of words and of weights, int32."""
+    if INTERPRETED:
+        total = (word & 0xFF) * (weights & 0xFF)
+        total += ((word >> 8) & 0xFF) * ((weights >> 8) & 0xFF)
+        total += ((word >> 16) & 0xFF) * ((weights >> 16) & 0xFF)
+        total += ((word >> 24) & 0xFF) * ((weights >> 24) & 0xFF)
+    else:
+        total = tl.inline_asm_elementwise(
+            "dp4a.u32.u32 $0, $1, $2, 0;", "=r,r,r", [word, weights], tl.int32, True, 1
+        )
+    return total
 
 
 @triton.jit
-def mixed_code(word, PLACE: tl.constexpr, low, high):
-    """Return the part of the byte at PLACE (0 to 3) in the hash, int64.
+def in_thread(tile):
+    """Return the rows of a tile in runs of WORDS, of which one thread has each: [high, wide / WORDS, WORDS]."""
+    return tl.reshape(tile, (tile.shape[0], tile.shape[1] // WORDS, WORDS))
 
-    In uint32, `low` is its index times the mixing number, and `high` its index without the last seven bits.
-    """
-    code = ((word >> (8 * PLACE)) & 0xFF) + 1
-    return code.to(tl.uint32).to(tl.int64) * (low ^ high).to(tl.int64)
+
+@triton.jit
+def hash_of_sums(sums, weights):
+    """Return sums of weighted codes, int32 [high, wide], times the weights of their blocks: int64."""
+    return sums.to(tl.uint32).to(tl.int64) * weights.to(tl.int64)
+
+
+@triton.jit
+def _larger(x, y):
+    """Return the larger of two magnitudes; NaN where one is."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _largest(values):
     """Return the largest magnitude of each place of four tiles; NaN where one is."""
     a, b, c, d = values
-    every: tl.constexpr = tl.PropagateNan.ALL
-    return tl.maximum(
-        tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=every),
-        tl.maximum(tl.abs(c), tl.abs(d), propagate_nan=every),
-        propagate_nan=every,
-    )
+    return _larger(_larger(tl.abs(a), tl.abs(b)), _larger(tl.abs(c), tl.abs(d)))
 
 
 @triton.jit
@@ -83,11 +104,11 @@ def new_state(HIGH: tl.constexpr, WIDE: tl.constexpr):
     return (
         tl.zeros((HIGH, WIDE), tl.float32),
         tl.zeros((HIGH, WIDE), tl.float32),
+        tl.zeros((HIGH, WIDE), tl.int32),
+        tl.zeros((HIGH, WIDE), tl.int32),
         tl.zeros((HIGH, WIDE), tl.float32),
-        tl.zeros((HIGH, WIDE), tl.int32),
-        tl.zeros((HIGH, WIDE), tl.int32),
-        tl.zeros((HIGH, WIDE), tl.int32),
-        tl.zeros((HIGH, WIDE), tl.int64),
+        tl.zeros((HIGH, WIDE // WORDS), tl.float32),
+        tl.zeros((HIGH, WIDE // WORDS), tl.int64),
         tl.zeros((), tl.int64),
         tl.zeros((), tl.int64),
     )
@@ -97,75 +118,69 @@ def new_state(HIGH: tl.constexpr, WIDE: tl.constexpr):
 def count_four(state, values, word, hashes, inverse, outside, E5M2: tl.constexpr):
     """Return a state to which four FP32 tiles, `values`, and the words of their codes are added.
 
-    `inverse` is the inverse scale, and `outside` how many of the values are not in the tensor: they are 0. `hashes` is
-    the tile of their parts in the hash.
+    `inverse` is the inverse scale, and `outside` how many of the values are not in the tensor: they are 0. `hashes`,
+    int64 [high, wide / WORDS], are their parts in the hash.
     """
-    signal, noise, largest, filled, normal, zeros, hashed, outsides, places = state
-    a, b, c, d = values
-    p, q, r, s = decode_four(word, E5M2)
-    e = a - p * inverse
-    f = b - q * inverse
-    g = c - r * inverse
-    h = d - s * inverse
-    top = _largest(values)
-    ordinary = top <= _limit(inverse, E5M2)
-    signal += tl.where(ordinary, a * a + b * b + c * c + d * d, 0.0)
-    noise += tl.where(ordinary, e * e + f * f + g * g + h * h, 0.0)
-    largest = tl.maximum(largest, tl.where(ordinary, top, 0.0))
+    signal, noise, filled, normal, zeros, largest, hashed, outsides, places = state
+    decoded = decode_four(word, E5M2)
+    for place in tl.static_range(4):
+        x = values[place]
+        change = x - decoded[place] * inverse
+        # One after the other, so that each square is a multiplication that adds.
+        signal += x * x
+        noise += change * change
+        zeros += tl.where(
+            x == 0, 1.0, 0.0
+        )  # in integers, the compiler packs bits and counts them slowly
     filled += flags_from(word, 1)
     normal += flags_from(word, 4 if E5M2 else 8)
-    zeros += (a == 0).to(tl.int32) + (b == 0).to(tl.int32) + (c == 0).to(tl.int32)
-    zeros += (d == 0).to(tl.int32) + tl.where(ordinary, 0, 1 << 16)
+    largest = _larger(largest, tl.reduce(in_thread(_largest(values)), 2, _larger))
     hashed += hashes
     outsides += outside
-    places += 4 * a.numel
-    return signal, noise, largest, filled, normal, zeros, hashed, outsides, places
+    places += 4 * word.numel
+    return signal, noise, filled, normal, zeros, largest, hashed, outsides, places
 
 
 @triton.jit
 def amaxes(state):
-    """Return the largest magnitude of each place of the tiles of a state, but for the words that it left out."""
-    return state[2]
+    """Return the largest magnitudes of the tiles of a state, for `raise_amax`; 0 in place of NaN."""
+    return tl.where(state[5] == state[5], state[5], 0.0)
 
 
 @triton.jit
-def has_left_out(state):
-    """Return 1 if words were left out of a state, which `count_with_care` is to count, else 0."""
-    return (tl.max(state[5]) >= (1 << 16)).to(tl.int32)
-
-
-@triton.jit
-def is_out_of_range(state, inverse):
-    """Return 1 if FP32 does not hold the squares of a state, which `count_with_care` is to count, else 0."""
-    amax = tl.max(state[2])
+def needs_care(state, inverse, E5M2: tl.constexpr):
+    """Return 1 if a state met values that are saturated or not finite, or squares that FP32 does not hold, else 0."""
+    largest = state[5]
+    rare = tl.max((largest <= _limit(inverse, E5M2)).to(tl.int32) ^ 1)
+    amax = tl.max(largest)
     small = (amax < _SMALL) & (amax > 0)
-    return (small | (amax > _LARGE) | (inverse < _LEAST_INVERSE)).to(tl.int32)
+    return rare | (small | (amax > _LARGE) | (inverse < _LEAST_INVERSE)).to(tl.int32)
 
 
 @triton.jit
 def add_state(fields, codes, spread, state, scale, inverse, elements, E5M2: tl.constexpr):
     """Add a program's counts to the table of a recorder; program 0 adds what concerns the whole tensor.
 
-    `scale` and `inverse` are the tensor's, and `elements` how many it has.
+    `scale` and `inverse` are the tensor's, and `elements` how many it has. What `needs_care` is left out.
     """
     own = fields + (tl.program_id(0) % spread) * _WIDTH
-    signal, noise, largest, filled, normal, zeros, hashed, outsides, places = state
+    signal, noise, filled, normal, zeros, largest, hashed, outsides, places = state
     not_empty = flags_sum(filled)
-    all_zeros = tl.sum(zeros & 0xFFFF).to(tl.int64)
-    in_range = is_out_of_range(state, inverse) == 0
+    all_zeros = tl.sum(zeros).to(tl.int64)
+    known = needs_care(state, inverse, E5M2) == 0
     nothing = tl.zeros((), tl.int64)
     _add_counts(
         fields=own,
         codes=codes,
-        zeros=all_zeros - outsides,
+        zeros=tl.where(known, all_zeros - outsides, 0),
         saturated=nothing,
-        flushed=places - not_empty - all_zeros,
+        flushed=tl.where(known, places - not_empty - all_zeros, 0),
         subnormal=not_empty - flags_sum(normal),
         wrong=nothing,
-        signal=tl.where(in_range, tl.sum(signal), 0.0),
-        noise=tl.where(in_range, tl.sum(noise), 0.0),
+        signal=tl.where(known, tl.sum(signal), 0.0),
+        noise=tl.where(known, tl.sum(noise), 0.0),
         hashed=tl.sum(hashed),
-        largest=tl.max(largest),
+        largest=tl.where(known, tl.max(largest), 0.0),
         SOURCE=True,
     )
     if tl.program_id(0) == 0:
@@ -177,79 +192,72 @@ def new_care():
     """Return the state of counts with care before any."""
     nothing = tl.zeros((), tl.int64)
     none = tl.zeros((), tl.float64)
-    return nothing, nothing, nothing, none, none, tl.zeros((), tl.float32)
+    return nothing, nothing, nothing, nothing, none, none, tl.zeros((), tl.float32)
 
 
 @triton.jit
-def count_with_care(state, values, word, inverse, every, E5M2: tl.constexpr):
-    """Return a state of counts with care to which the words that `count_four` left out are added; `every` is 1 to add
-    all, else 0.
+def count_with_care(state, values, word, inverse, outside, E5M2: tl.constexpr):
+    """Return a state of counts with care to which a tile is added; arguments as in `count_four`.
 
     Squares are of values over the largest power of two in them.
     """
-    saturated, wrong, flushed, signal, noise, amax = state
-    ordinary = (_largest(values) <= _limit(inverse, E5M2)).to(tl.int32)
-    left_out = ordinary - every <= 0
-    if tl.max(left_out.to(tl.int32)) > 0:
-        largest: tl.constexpr = 57344.0 if E5M2 else 448.0
-        limit = _limit(inverse, E5M2)
-        codes = tl.where(left_out, word, 0)
-        p, q, r, s = decode_four(codes, E5M2)
-        decoded = (p, q, r, s)
-        counts = tl.zeros(word.shape, tl.int64)
-        top = tl.zeros(word.shape, tl.float32)
-        finite_top = tl.zeros(word.shape, tl.float32)
-        for place in tl.static_range(4):
-            x = tl.where(left_out, values[place], 0.0)
-            value = decoded[place]
-            size = tl.abs(x)
-            finite = (size < _INF) & (tl.abs(value) < _INF)
-            clipped = finite & (tl.abs(value) == largest) & (size > limit)
-            lost = finite & (x != 0) & (value * inverse == 0)
-            counts += (
-                (x == 0).to(tl.int64)
-                + (clipped.to(tl.int64) << 16)
-                + (lost.to(tl.int64) << 32)
-                + ((finite == 0).to(tl.int64) << 48)
-            )
-            top = tl.maximum(top, tl.where(x == x, size, 0.0))
-            finite_top = tl.maximum(finite_top, tl.where(finite, size, 0.0))
-        packed = tl.sum(counts)
-        # 2^-e for a largest value of 2^e and more; exponents at the ends of FP32 are cut off.
-        exponent = tl.max(finite_top).to(tl.int32, bitcast=True) >> 23
-        exponent = tl.minimum(tl.maximum(exponent, 1), 253)
-        factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        squares = tl.zeros(word.shape, tl.float32)
-        changes = tl.zeros(word.shape, tl.float32)
-        for place in tl.static_range(4):
-            x = tl.where(left_out, values[place], 0.0)
-            value = decoded[place]
-            finite = (tl.abs(x) < _INF) & (tl.abs(value) < _INF)
-            exact = tl.where(finite, x * factor, 0.0)
-            change = tl.where(finite, (x - value * inverse) * factor, 0.0)
-            squares += exact * exact
-            changes += change * change
-        unit = 1.0 / factor.to(tl.float64)
-        empty = 4 * word.numel - flags_sum(flags_from(codes, 1))
-        saturated += (packed >> 16) & 0xFFFF
-        wrong += (packed >> 48) & 0xFFFF
-        # Codes of 0 from other values are in the first state.
-        flushed += ((packed >> 32) & 0xFFFF) - (empty - (packed & 0xFFFF))
-        signal += tl.sum(squares).to(tl.float64) * unit * unit
-        noise += tl.sum(changes).to(tl.float64) * unit * unit
-        amax = tl.maximum(amax, tl.max(top))
-    return saturated, wrong, flushed, signal, noise, amax
+    zeros, saturated, flushed, wrong, signal, noise, amax = state
+    largest: tl.constexpr = 57344.0 if E5M2 else 448.0
+    limit = _limit(inverse, E5M2)
+    decoded = decode_four(word, E5M2)
+    counts = tl.zeros(word.shape, tl.int64)
+    top = tl.zeros(word.shape, tl.float32)
+    finite_top = tl.zeros(word.shape, tl.float32)
+    for place in tl.static_range(4):
+        x = values[place]
+        value = decoded[place]
+        size = tl.abs(x)
+        finite = (size < _INF) & (tl.abs(value) < _INF)
+        clipped = finite & (tl.abs(value) == largest) & (size > limit)
+        lost = finite & (x != 0) & (value * inverse == 0)
+        counts += (
+            (x == 0).to(tl.int64)
+            + (clipped.to(tl.int64) << 16)
+            + (lost.to(tl.int64) << 32)
+            + ((finite == 0).to(tl.int64) << 48)
+        )
+        top = tl.maximum(top, tl.where(x == x, size, 0.0))
+        finite_top = tl.maximum(finite_top, tl.where(finite, size, 0.0))
+    packed = tl.sum(counts)
+    # 2^-e for a largest value of 2^e and more; exponents at the ends of FP32 are cut off.
+    exponent = tl.max(finite_top).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    squares = tl.zeros(word.shape, tl.float32)
+    changes = tl.zeros(word.shape, tl.float32)
+    for place in tl.static_range(4):
+        x = values[place]
+        value = decoded[place]
+        finite = (tl.abs(x) < _INF) & (tl.abs(value) < _INF)
+        exact = tl.where(finite, x * factor, 0.0)
+        change = tl.where(finite, (x - value * inverse) * factor, 0.0)
+        squares += exact * exact
+        changes += change * change
+    unit = 1.0 / factor.to(tl.float64)
+    zeros += (packed & 0xFFFF) - outside
+    saturated += (packed >> 16) & 0xFFFF
+    flushed += (packed >> 32) & 0xFFFF
+    wrong += (packed >> 48) & 0xFFFF
+    signal += tl.sum(squares).to(tl.float64) * unit * unit
+    noise += tl.sum(changes).to(tl.float64) * unit * unit
+    amax = tl.maximum(amax, tl.max(top))
+    return zeros, saturated, flushed, wrong, signal, noise, amax
 
 
 @triton.jit
 def add_care(fields, codes, spread, state):
     """Add a program's counts with care to the table of a recorder."""
-    saturated, wrong, flushed, signal, noise, amax = state
+    zeros, saturated, flushed, wrong, signal, noise, amax = state
     nothing = tl.zeros((), tl.int64)
     _add_counts(
         fields=fields + (tl.program_id(0) % spread) * _WIDTH,
         codes=codes,
-        zeros=nothing,
+        zeros=zeros,
         saturated=saturated,
         flushed=flushed,
         subnormal=nothing,
@@ -270,49 +278,68 @@ def _codes_of_rows(values, scale, E5M2: tl.constexpr):
 
 
 @triton.jit
+def _rows_dot(word, FAMILY: tl.constexpr):
+    """Return the sums of four rows' codes by the weights of rows in the hash, int32."""
+    row_bytes: tl.constexpr = ROW_BYTES_0 if FAMILY == 0 else ROW_BYTES_1
+    return bytes_dot(word, tl.full(word.shape, row_bytes, tl.int32))
+
+
+@triton.jit
+def _outside(word, top, left, rows, columns):
+    """Return how many values of a tile of words, the rows of groups of four, are not in the tensor, int64."""
+    high: tl.constexpr = 4 * word.shape[0]
+    wide: tl.constexpr = word.shape[1]
+    inside = tl.minimum(rows - top, high) * tl.minimum(columns - left, wide)
+    return high * wide - inside.to(tl.int64)
+
+
+@triton.jit
 def count_rows(
     state,
     # a tuple of FP32 tiles [groups, columns], the first to fourth rows of groups of four, and their scale
     values,
     scale,
-    # the first row and column of the tile, and where they lie in the tensor
+    # the first row and column of the tile, and how many there are
     top,
     left,
     rows,
     columns,
-    width,
+    # where column 0 lies in the tensor
     first,
     E5M2: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Return a state to which a tile of the rows of groups of four is added; its columns lie at `first` + j of `width`.
+    """Return a state to which a tile of the rows of groups of four is added. Rows are a multiple of four.
 
-    ALIGNED: `width` and `first` are multiples of RUN, and the tile's columns are part of an aligned run. Rows are a
-    multiple of four.
+    Places outside of the tensor are 0. ALIGNED: `left` and `first` are multiples of 64.
     """
     word = _codes_of_rows(values, scale, E5M2)
     high: tl.constexpr = word.shape[0]
     wide: tl.constexpr = word.shape[1]
-    i = top.to(tl.int64) + 4 * tl.arange(0, high)
-    j = left + tl.arange(0, wide)
-    hashes = tl.zeros(word.shape, tl.int64)
-    for row in tl.static_range(4):
-        start = (i + row) * width + first  # where the row begins in the tensor
+    j = first + left + tl.arange(0, wide)
+    four_rows = top // 4 + tl.arange(0, high)
+    hashes = tl.zeros((high, wide // WORDS), tl.int64)
+    for family in tl.static_range(2):
+        sums = _rows_dot(word, family)
         if ALIGNED:
-            seven = ((start + left) >> 7).to(tl.uint32)[:, None]
+            # The same weights in each tile, and words of a thread in one block.
+            sums *= column_weights(tl.arange(0, wide), family)[None, :]
+            runs = (first + left) // 64 + WORDS * tl.arange(0, wide // WORDS) // 64
+            weights = block_weights(four_rows[:, None], runs[None, :], family)
+            hashes += hash_of_sums(tl.sum(in_thread(sums), 2), weights)
         else:
-            seven = ((start[:, None] + j.to(tl.int64)[None, :]) >> 7).to(tl.uint32)
-        hashes += mixed_code(word, row, mix(start)[:, None] + mix(j)[None, :], seven)
-    hashes = tl.where((i < rows)[:, None] & (j < columns)[None, :], hashes, 0)
+            sums *= column_weights(j, family)[None, :]
+            weights = block_weights(four_rows[:, None], (j // 64)[None, :], family)
+            hashes += tl.sum(in_thread(hash_of_sums(sums, weights)), 2)
     inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
-    inside = tl.minimum(rows - top, 4 * high) * tl.minimum(columns - left, wide)
-    outside = 4 * high * wide - inside.to(tl.int64)
+    outside = _outside(word, top, left, rows, columns)
     return count_four(state, values, word, hashes, inverse, outside, E5M2)
 
 
 @triton.jit
-def count_rows_with_care(state, values, scale, every, E5M2: tl.constexpr):
-    """Return a state of counts with care to which a tile is added; arguments as in `count_rows` and above."""
-    inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
+def count_rows_with_care(state, values, scale, top, left, rows, columns, E5M2: tl.constexpr):
+    """Return a state of counts with care to which a tile is added; arguments as in `count_rows`."""
     word = _codes_of_rows(values, scale, E5M2)
-    return count_with_care(state, values, word, inverse, every, E5M2)
+    inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
+    outside = _outside(word, top, left, rows, columns)
+    return count_with_care(state, values, word, inverse, outside, E5M2)

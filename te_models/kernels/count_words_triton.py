@@ -1,7 +1,7 @@
 """Counts of a cast with one scale whose codes lie in rows, read four at a time as words.
 
-Other layouts and block scales have te_models.kernels.count_cast_triton.count_cast. Both return at once in a step that
-is not recorded. Tested on a CPU through Triton's interpreter, against the counts in PyTorch.
+Other layouts and block scales have te_models.kernels.count_cast_triton.count_cast. Tested
+on a CPU through Triton's interpreter, against the counts in PyTorch.
 """
 
 from typing import Any
@@ -12,28 +12,30 @@ import triton.language as tl
 from torch import Tensor
 
 from te_models.kernels.count_cast_triton import (
-    _MIX,
     _WIDTH,
     Counts,
     _add_counts,
     _note_tensor,
+    block_weights,
+    column_weights,
+    row_weights,
 )
 from te_models.kernels.count_four_triton import (
     MOST_TILES,
     add_care,
     add_state,
+    bytes_dot,
     count_four,
     count_with_care,
     flags_from,
     flags_sum,
-    has_left_out,
-    is_out_of_range,
-    mix,
-    mixed_code,
+    hash_of_sums,
+    in_thread,
+    needs_care,
     new_care,
     new_state,
 )
-from te_models.numerics.fp8_triton import decode_four
+from te_models.numerics.fp8_triton import decode_four, decode_fp8
 
 ROWS, WORDS = 16, 32  # of a tile
 # As many programs as an H100 runs at once; each goes through many tiles.
@@ -81,18 +83,32 @@ def _codes(data, i, j, rows, words, stride):
 
 
 @triton.jit
-def _hashes(word, i, j, rows, words):
-    """Return the parts of a tile of words in the hash, int64."""
-    # Indices of a word are a multiple of four and the next three, which differ in their last two bits alone.
-    start = i[:, None] * (4 * words) + 4 * j[None, :]
-    high = (start >> 7).to(tl.uint32)
-    low = mix(4 * i * words)[:, None] + mix(4 * j)[None, :]
-    hashes = tl.zeros(word.shape, tl.int64)
-    step = tl.full((), _MIX, tl.uint32)
-    for place in tl.static_range(4):
-        hashes += mixed_code(word, place, low, high)
-        low += step
-    return tl.where((i < rows)[:, None] & (j < words)[None, :], hashes, 0)
+def _column_bytes(WORDS: tl.constexpr, FAMILY: tl.constexpr):
+    """Return the weights of columns in the hash as words, int32 [WORDS]: of a tile that begins at a multiple of 64."""
+    j = 4 * tl.arange(0, WORDS)
+    word = column_weights(j, FAMILY) | (column_weights(j + 1, FAMILY) << 8)
+    return word | (column_weights(j + 2, FAMILY) << 16) | (column_weights(j + 3, FAMILY) << 24)
+
+
+@triton.jit
+def _hashes(word, top, left, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Return the parts of a tile of words in the hash, int64 [ROWS, WORDS / 4]: of words that one thread has."""
+    # Neither a block of 4 x 64 codes nor a run of four words ends inside of another.
+    four_rows = (top + tl.arange(0, ROWS)) // 4
+    blocks = (left + 4 * tl.arange(0, WORDS // 4)) // 16
+    hashes = tl.zeros((ROWS, WORDS // 4), tl.int64)
+    for family in tl.static_range(2):
+        sums = bytes_dot(word, tl.broadcast_to(_column_bytes(WORDS, family)[None, :], word.shape))
+        sums = tl.sum(in_thread(sums), 2) * row_weights(tl.arange(0, ROWS), family)[:, None]
+        hashes += hash_of_sums(sums, block_weights(four_rows[:, None], blocks[None, :], family))
+    return hashes
+
+
+@triton.jit
+def _outside(top, left, rows, words, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Return how many values of a tile are not in the tensor, int64."""
+    inside = tl.minimum(rows - top, ROWS) * tl.minimum(words - left, WORDS)
+    return 4 * (ROWS * WORDS - inside).to(tl.int64)
 
 
 @triton.jit
@@ -102,10 +118,9 @@ def count_words_kernel(
     data,
     inverse,
     scale,
-    # the table of a recorder: counts, codes of which it makes a hash, and the flag whether this step is recorded
+    # the table of a recorder: counts, and codes of which it makes a hash
     fields,
     codes,
-    flag,
     # sizes, and strides of rows in elements
     rows,
     words,
@@ -119,8 +134,6 @@ def count_words_kernel(
     WORDS: tl.constexpr,
 ):
     """Count a cast; each program goes through many tiles."""
-    if tl.load(flag) == 0:
-        return
     one_inverse = tl.load(inverse)
     tiles = tl.cdiv(rows, ROWS) * tl.cdiv(words, WORDS)
     state = new_state(ROWS, WORDS)
@@ -128,9 +141,8 @@ def count_words_kernel(
         top, left, i, j = _place(number, words, ROWS, WORDS)
         values = _values(source, i, j, rows, words, source_stride)
         word = _codes(data, i, j, rows, words, data_stride)
-        hashes = _hashes(word, i, j, rows, words)
-        inside = tl.minimum(rows - top, ROWS) * tl.minimum(words - left, WORDS)
-        outside = 4 * (ROWS * WORDS - inside).to(tl.int64)
+        hashes = _hashes(word, top, left, ROWS, WORDS)
+        outside = _outside(top, left, rows, words, ROWS, WORDS)
         state = count_four(state, values, word, hashes, one_inverse, outside, E5M2)
     if SCALED:
         factor = tl.load(scale)
@@ -138,14 +150,14 @@ def count_words_kernel(
         factor = tl.div_rn(tl.full((), 1.0, tl.float32), one_inverse)
     elements = tl.full((), 4.0, tl.float64) * rows * words
     add_state(fields, codes, spread, state, factor, one_inverse, elements, E5M2)
-    every = is_out_of_range(state, one_inverse)
-    if has_left_out(state) + every > 0:
+    if needs_care(state, one_inverse, E5M2) > 0:
         care = new_care()
         for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            _, _, i, j = _place(number, words, ROWS, WORDS)
+            top, left, i, j = _place(number, words, ROWS, WORDS)
             values = _values(source, i, j, rows, words, source_stride)
             word = _codes(data, i, j, rows, words, data_stride)
-            care = count_with_care(care, values, word, one_inverse, every, E5M2)
+            outside = _outside(top, left, rows, words, ROWS, WORDS)
+            care = count_with_care(care, values, word, one_inverse, outside, E5M2)
         add_care(fields, codes, spread, care)
 
 
@@ -157,7 +169,6 @@ def count_codes_kernel(
     scale,
     fields,
     codes,
-    flag,
     rows,
     words,
     data_stride,
@@ -168,45 +179,57 @@ def count_codes_kernel(
     WORDS: tl.constexpr,
 ):
     """Count a cast by its codes alone, where no memory has the values before it."""
-    if tl.load(flag) == 0:
-        return
     largest: tl.constexpr = (
         0x7B if E5M2 else 0x7E
     )  # the code of the largest number; larger ones are not finite
     tiles = tl.cdiv(rows, ROWS) * tl.cdiv(words, WORDS)
     filled = tl.zeros((ROWS, WORDS), tl.int32)
     normal = tl.zeros((ROWS, WORDS), tl.int32)
-    clipped = tl.zeros((ROWS, WORDS), tl.int32)
-    wrong = tl.zeros((ROWS, WORDS), tl.int32)
-    top = tl.zeros((ROWS, WORDS), tl.float32)
-    hashed = tl.zeros((ROWS, WORDS), tl.int64)
+    above = tl.zeros((ROWS, WORDS), tl.int32)  # its highest byte: the largest code without its sign
+    hashed = tl.zeros((ROWS, WORDS // 4), tl.int64)
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        _, _, i, j = _place(number, words, ROWS, WORDS)
+        top, left, i, j = _place(number, words, ROWS, WORDS)
         word = _codes(data, i, j, rows, words, data_stride)
         filled += flags_from(word, 1)
         normal += flags_from(word, 4 if E5M2 else 8)
-        clipped += flags_from(word, largest)
-        wrong += flags_from(word, largest + 1)
-        hashed += _hashes(word, i, j, rows, words)
-        a, b, c, d = decode_four(word, E5M2)
-        top = tl.maximum(top, tl.maximum(tl.abs(a), tl.abs(b)))  # without NaN
-        top = tl.maximum(top, tl.maximum(tl.abs(c), tl.abs(d)))
+        hashed += _hashes(word, top, left, ROWS, WORDS)
+        sizes = word & 0x7F7F7F7F
+        above = tl.maximum(above, tl.maximum(sizes, sizes << 8))
+        above = tl.maximum(above, tl.maximum(sizes << 16, sizes << 24))
+    code = tl.max(above) >> 24
+    clipped = tl.zeros((), tl.int64)
+    wrong = tl.zeros((), tl.int64)
+    amax = decode_fp8(code.to(tl.uint8), E5M2)
+    if code >= largest:
+        of_clipped = tl.zeros((ROWS, WORDS), tl.int32)
+        of_wrong = tl.zeros((ROWS, WORDS), tl.int32)
+        sizes_of = tl.zeros((ROWS, WORDS), tl.float32)
+        for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            _, _, i, j = _place(number, words, ROWS, WORDS)
+            word = _codes(data, i, j, rows, words, data_stride)
+            of_clipped += flags_from(word, largest)
+            of_wrong += flags_from(word, largest + 1)
+            a, b, c, d = decode_four(word, E5M2)
+            sizes_of = tl.maximum(sizes_of, tl.maximum(tl.abs(a), tl.abs(b)))  # without NaN
+            sizes_of = tl.maximum(sizes_of, tl.maximum(tl.abs(c), tl.abs(d)))
+        wrong = flags_sum(of_wrong)
+        clipped = flags_sum(of_clipped) - wrong
+        amax = tl.max(sizes_of)
     own = fields + (tl.program_id(0) % spread) * _WIDTH
-    nonfinite = flags_sum(wrong)
     nothing = tl.zeros((), tl.int64)
     one_inverse = tl.load(inverse)
     _add_counts(
         fields=own,
         codes=codes,
         zeros=nothing,
-        saturated=flags_sum(clipped) - nonfinite,
+        saturated=clipped,
         flushed=nothing,
         subnormal=flags_sum(filled) - flags_sum(normal),
-        wrong=nonfinite,
+        wrong=wrong,
         signal=nothing,
         noise=nothing,
         hashed=tl.sum(hashed),
-        largest=tl.max(top) * one_inverse,
+        largest=amax * one_inverse,
         SOURCE=False,
     )
     if tl.program_id(0) == 0:
@@ -264,7 +287,6 @@ def count_words(
         scale=inverse if scale is None else scale,
         fields=counts.fields,
         codes=counts.codes,
-        flag=counts.flag,
         rows=rows,
         words=words,
         data_stride=data.stride(0),

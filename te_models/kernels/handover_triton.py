@@ -9,7 +9,7 @@ Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), which has no 
 integer arithmetic instead.
 """
 
-from collections.abc import Iterator
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -18,14 +18,12 @@ from torch import Tensor
 from te_models.kernels.count_cast_triton import Counts
 from te_models.kernels.count_four_triton import (
     MOST_TILES,
-    RUN,
     add_care,
     add_state,
     amaxes,
     count_rows,
     count_rows_with_care,
-    has_left_out,
-    is_out_of_range,
+    needs_care,
     new_care,
     new_state,
 )
@@ -187,8 +185,7 @@ def _cast_kernel(
     # N and K
     rows,
     columns,
-    # the flag of a recorder that counts casts (count_cast_triton.py), and its fields and codes; None: not compiled
-    flag,
+    # the fields and codes of a recorder that counts casts (count_cast_triton.py); None: not compiled
     counts,
     codes,
     spread,
@@ -203,10 +200,6 @@ def _cast_kernel(
     BAND: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    if flag is not None:  # noqa: SIM102  Triton needs the test for None by itself
-        # A step that is recorded runs the kernel that counts, any other step the one that does not.
-        if (tl.load(flag) != 0) != (counts is not None):
-            return
     s = tl.load(scale)
     if counts is None:
         group, j, _, _ = _place(tl.program_id(0), rows, columns, ROWS, COLUMNS, BAND)
@@ -221,28 +214,28 @@ def _cast_kernel(
             group, j, top, left = _place(number, rows, columns, ROWS, COLUMNS, BAND)
             own, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
             _store(own, second, group, j, rows, columns, data, transposed, s, HALVES, E5M2)
-            state = count_rows(state, own, s, top, left, rows, columns, width, 0, E5M2, ALIGNED)
+            state = count_rows(state, own, s, top, left, rows, columns, 0, E5M2, ALIGNED)
             if HALVES:
                 state = count_rows(
-                    state, second, s, top, left, rows, columns, width, columns, E5M2, ALIGNED
+                    state, second, s, top, left, rows, columns, columns, E5M2, ALIGNED
                 )
         raise_amax(amax, amaxes(state))
         inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
         elements = tl.full((), 1.0, tl.float64) * rows * width
         add_state(counts, codes, spread, state, s, inverse, elements, E5M2)
-        every = is_out_of_range(state, inverse)
-        if has_left_out(state) + every > 0:
+        if needs_care(state, inverse, E5M2) > 0:
             care = new_care()
+            largest = tl.zeros((ROWS // 4, COLUMNS), tl.float32)
             for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-                group, j, _, _ = _place(number, rows, columns, ROWS, COLUMNS, BAND)
+                group, j, top, left = _place(number, rows, columns, ROWS, COLUMNS, BAND)
                 own, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
-                # Also of words that are left out above.
-                largest = largest_of(own)
-                care = count_rows_with_care(care, own, s, every, E5M2)
+                # Above, a NaN hides the values beside it.
+                largest = tl.maximum(largest, largest_of(own))
+                care = count_rows_with_care(care, own, s, top, left, rows, columns, E5M2)
                 if HALVES:
                     largest = tl.maximum(largest, largest_of(second))
-                    care = count_rows_with_care(care, second, s, every, E5M2)
-                raise_amax(amax, largest)
+                    care = count_rows_with_care(care, second, s, top, left, rows, columns, E5M2)
+            raise_amax(amax, largest)
             add_care(counts, codes, spread, care)
     note_inverse(s, scale_inv)
 
@@ -263,49 +256,42 @@ def _by_tiles(
     The kernel reads rows one after the other, so inputs of any other strides are copied first.
     """
     tiles = triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS)
-    for where, programs in launches(counts, tiles):
-        _cast_kernel[(programs,)](
-            x.contiguous(),
-            None if dy is None else dy.contiguous(),
-            out.data,
-            out.transposed,
-            cast_scale.scale,
-            cast_scale.amax,
-            out.scale_inv,
-            rows,
-            columns,
-            *where,
-            ACTIVATION=activation,
-            GATED=gated,
-            HALVES=dy is not None and gated,
-            E5M2=cast_scale.e5m2,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
-            BAND=BAND,
-            ALIGNED=columns % RUN == 0,
-            **(dict(num_warps=4) if where[1] is None else COUNTING),
-        )
+    if counts is None:
+        programs = tiles
+        options: dict[str, int] = dict(num_warps=4)
+    else:
+        # Few programs, each of which adds to the table once; one counts two tiles at a time at most.
+        programs = min(tiles, max(PROGRAMS, triton.cdiv(tiles, MOST_TILES // 2)))
+        options = COUNTING
+    _cast_kernel[(programs,)](
+        x.contiguous(),
+        None if dy is None else dy.contiguous(),
+        out.data,
+        out.transposed,
+        cast_scale.scale,
+        cast_scale.amax,
+        out.scale_inv,
+        rows,
+        columns,
+        **table_of(counts),
+        ACTIVATION=activation,
+        GATED=gated,
+        HALVES=dy is not None and gated,
+        E5M2=cast_scale.e5m2,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        BAND=BAND,
+        ALIGNED=columns % 64 == 0,
+        **options,
+    )
     return out
 
 
-# The arguments `flag`, `counts`, `codes` and `spread` of a kernel.
-Where = tuple[Tensor | None, Tensor | None, Tensor | None, int]
-
-
-def launches(counts: Counts | None, tiles: int) -> Iterator[tuple[Where, int]]:
-    """Yield the launches of a kernel over tiles that may count what it casts: its arguments and its programs.
-
-    Counting takes registers, which would slow down steps that are not recorded too. So there are two kernels, of which
-    the one that the flag on the device asks for computes, and the other returns at once. The one that counts has few
-    programs, each of which adds to the table once.
-    """
+def table_of(counts: Counts | None) -> dict[str, Any]:
+    """Return the arguments of a kernel that may count what it casts: where the counts go."""
     if counts is None:
-        yield (None, None, None, 1), tiles
-        return
-    yield (counts.flag, None, None, 1), tiles
-    # A program counts two tiles at a time at most.
-    programs = max(PROGRAMS, triton.cdiv(tiles, MOST_TILES // 2))
-    yield (counts.flag, counts.fields, counts.codes, len(counts.fields)), min(tiles, programs)
+        return dict(counts=None, codes=None, spread=1)
+    return dict(counts=counts.fields, codes=counts.codes, spread=len(counts.fields))
 
 
 def cast(

@@ -8,13 +8,11 @@ from torch import Tensor
 from te_models.kernels.count_cast_triton import Counts
 from te_models.kernels.count_four_triton import (
     MOST_TILES,
-    RUN,
     add_care,
     add_state,
     count_rows,
     count_rows_with_care,
-    has_left_out,
-    is_out_of_range,
+    needs_care,
     new_care,
     new_state,
 )
@@ -25,7 +23,7 @@ from te_models.kernels.fp8_tiles_triton import (
     raise_amax,
     store_fp8,
 )
-from te_models.kernels.handover_triton import launches, load_tile
+from te_models.kernels.handover_triton import load_tile, table_of
 
 NORM_ROWS = 32  # of which a program goes through all columns
 NORM_COLUMNS = 128  # at a time
@@ -53,8 +51,7 @@ def _norm_kernel(
     rows,
     columns,
     eps,
-    # the flag of a recorder that counts casts (count_cast_triton.py), and its fields and codes; None: not compiled
-    flag,
+    # the fields and codes of a recorder that counts casts (count_cast_triton.py); None: not compiled
     counts,
     codes,
     spread,
@@ -67,9 +64,6 @@ def _norm_kernel(
     COUNTED: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    if flag is not None:  # noqa: SIM102  Triton needs the test for None by itself
-        if (tl.load(flag) != 0) != (counts is not None):
-            return
     first = tl.program_id(0).to(tl.int64) * ROWS
     i = first + tl.arange(0, ROWS)
     # Summed at the end, since a sum synchronizes the threads.
@@ -121,13 +115,10 @@ def _norm_kernel(
             f = load_tile(source, i + 1, j, rows, columns, columns) * b[:, None] * gamma
             g = load_tile(source, i + 2, j, rows, columns, columns) * c[:, None] * gamma
             h = load_tile(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma
-            state = count_rows(
-                state, (e, f, g, h), s, top, start, rows, columns, columns, 0, E5M2, ALIGNED
-            )
+            state = count_rows(state, (e, f, g, h), s, top, start, rows, columns, 0, E5M2, ALIGNED)
         elements = tl.full((), 1.0, tl.float64) * rows * columns
         add_state(counts, codes, spread, state, s, inverse, elements, E5M2)
-        every = is_out_of_range(state, inverse)
-        if has_left_out(state) + every > 0:
+        if needs_care(state, inverse, E5M2) > 0:
             care = new_care()
             for start in range(0, columns, COUNTED):
                 j = start + tl.arange(0, COUNTED)
@@ -137,7 +128,8 @@ def _norm_kernel(
                 f = load_tile(source, i + 1, j, rows, columns, columns) * b[:, None] * gamma
                 g = load_tile(source, i + 2, j, rows, columns, columns) * c[:, None] * gamma
                 h = load_tile(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma
-                care = count_rows_with_care(care, (e, f, g, h), s, every, E5M2)
+                values = (e, f, g, h)
+                care = count_rows_with_care(care, values, s, top, start, rows, columns, E5M2)
             add_care(counts, codes, spread, care)
     note_inverse(s, scale_inv)
 
@@ -162,30 +154,29 @@ def norm(
     total = x if delta is None else torch.empty_like(x)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     programs = triton.cdiv(rows, NORM_ROWS)
-    for where, _ in launches(counts, programs):
-        _norm_kernel[(programs, 1)](
-            x,
-            x if delta is None else delta,
-            total,
-            weight,
-            rstd,
-            out.data,
-            out.transposed,
-            scale,
-            amax,
-            out.scale_inv,
-            rows,
-            columns,
-            eps,
-            *where,
-            ADD=delta is not None,
-            ZERO_CENTERED=zero_centered,
-            E5M2=e5m2,
-            ROWS=NORM_ROWS,
-            COLUMNS=NORM_COLUMNS,
-            COUNTED=COUNTED if columns <= MOST_TILES * COUNTED else NORM_COLUMNS,
-            ALIGNED=columns % RUN == 0,
-            num_warps=4,
-            maxnreg=None if where[1] is None else REGISTERS,
-        )
+    _norm_kernel[(programs, 1)](
+        x,
+        x if delta is None else delta,
+        total,
+        weight,
+        rstd,
+        out.data,
+        out.transposed,
+        scale,
+        amax,
+        out.scale_inv,
+        rows,
+        columns,
+        eps,
+        **table_of(counts),
+        ADD=delta is not None,
+        ZERO_CENTERED=zero_centered,
+        E5M2=e5m2,
+        ROWS=NORM_ROWS,
+        COLUMNS=NORM_COLUMNS,
+        COUNTED=COUNTED if columns <= MOST_TILES * COUNTED else NORM_COLUMNS,
+        ALIGNED=columns % 64 == 0,
+        num_warps=4,
+        maxnreg=None if counts is None else REGISTERS,
+    )
     return out, total, rstd

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_models.device.cuda_capture import without_ownership
 from te_models.kernels.dispatch import fused_operations
 from te_models.optim.groups import ParameterRows
 
@@ -71,6 +72,10 @@ class Gradients:
     def found(self, parameters: Sequence[nn.Parameter]) -> object:
         """Return which gradients the step has left, for `restore`."""
         return [parameter.grad for parameter in parameters]
+
+    def without_ownership(self, found: Any) -> object:
+        """Return what `found` returned for a captured step, without keeping the memory that its graph writes to."""
+        return [None if gradient is None else without_ownership(gradient) for gradient in found]
 
     def restore(self, parameters: Sequence[nn.Parameter], found: Any) -> None:
         """Give `parameters` the gradients that a replayed step has written again where they were."""
@@ -184,6 +189,10 @@ class GradientSums(Gradients):
     def found(self, parameters: Sequence[nn.Parameter]) -> object:
         """Return which parameters the step used, for `restore`."""
         return frozenset(self._used)
+
+    def without_ownership(self, found: Any) -> object:
+        """Return `found`, since no graph makes the sums."""
+        return found
 
     def restore(self, parameters: Sequence[nn.Parameter], found: Any) -> None:
         """Note that a replayed step has written the sums of these parameters."""

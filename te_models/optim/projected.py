@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.layer import Role
+from te_models.device.cuda_capture import without_ownership
 from te_models.errors import UsageError
 from te_models.optim.galore import GaLore, Projected, as_wide, leading_directions
 from te_models.optim.gradients import Gradients, GradientSums
@@ -225,6 +226,13 @@ class ProjectedGradients(Gradients):
     def found(self, parameters: Sequence[nn.Parameter]) -> object:
         """Return which gradients the step has left, for `restore`."""
         return frozenset(self._used), dict(self._sums), self.rest.found(parameters)
+
+    def without_ownership(self, found: Any) -> object:
+        """Return what `found` returned for a captured step, without keeping the memory that its graph writes to."""
+        used, sums, rest = found
+        if not self.keeps_sums:  # which no graph makes
+            sums = {key: without_ownership(total) for key, total in sums.items()}
+        return used, sums, self.rest.without_ownership(rest)
 
     def restore(self, parameters: Sequence[nn.Parameter], found: Any) -> None:
         """Note what a replayed step has written again."""

@@ -19,7 +19,8 @@ from te_models.recorder.layout import FIELDS, INDEX, RecordedTensor
 
 FOLDER = "record"  # in the folder of a run
 LAYOUT, STEPS = "layout.json", "steps.bin"
-VERSION = 1
+VERSION = 2
+FIRST_VERSION = 1  # whose hashes of codes are others
 UNKNOWN = -1.0  # a count that nobody could make
 MOST_TENSORS = 2**22
 
@@ -90,12 +91,14 @@ class Record:
         steps: the recorded steps, ascending.
         values: the fields as they were recorded, float64 [steps, tensors, fields].
         codes: the hashes, uint64 [steps, tensors].
+        version: of its files; only hashes of the same version are comparable.
     """
 
     tensors: list[RecordedTensor]
     steps: list[int]
     values: Floats
     codes: NDArray[np.uint64]
+    version: int = VERSION
 
     @functools.cached_property
     def counted(self) -> NDArray[np.bool_]:
@@ -154,7 +157,7 @@ def read_record(run: str | os.PathLike[str]) -> Record:
         raise DataError(f"{run} has no record: run it with --record")
     layout = read_json(folder / LAYOUT)
     try:
-        fields, tensors = _parse_layout(layout)
+        version, fields, tensors = _parse_layout(layout)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder / LAYOUT} is no layout of a record ({error})") from None
     entries = _read_entries(folder / STEPS, entry_type(len(tensors), len(fields)))
@@ -162,18 +165,19 @@ def read_record(run: str | os.PathLike[str]) -> Record:
     for place, name in enumerate(fields):
         if name in INDEX:
             values[:, :, INDEX[name]] = entries["values"][:, :, place]
-    return Record(tensors, [int(step) for step in entries["step"]], values, entries["codes"].copy())
+    steps = [int(step) for step in entries["step"]]
+    return Record(tensors, steps, values, entries["codes"].copy(), version)
 
 
-def _parse_layout(layout: object) -> tuple[list[str], list[RecordedTensor]]:
-    """Return the names of the fields and the tensors of layout.json."""
-    if not isinstance(layout, dict) or layout["version"] != VERSION:
-        raise ValueError(f"its version is not {VERSION}")
+def _parse_layout(layout: object) -> tuple[int, list[str], list[RecordedTensor]]:
+    """Return the version, the names of the fields and the tensors of layout.json."""
+    if not isinstance(layout, dict) or layout["version"] not in (FIRST_VERSION, VERSION):
+        raise ValueError(f"its version is neither {FIRST_VERSION} nor {VERSION}")
     fields = [str(name) for name in layout["fields"]]
     tensors = [RecordedTensor.from_dict(entry) for entry in layout["tensors"]]
     if not fields or len(tensors) > MOST_TENSORS:
         raise ValueError("it lists no fields, or too many tensors")
-    return fields, tensors
+    return int(layout["version"]), fields, tensors
 
 
 def _read_entries(path: Path, kind: np.dtype[np.void]) -> NDArray[np.void]:

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from te_models.numerics.casts import decode_fp8
+from te_models.numerics import casts
+from te_models.numerics.code_weights import BLOCK_MIX, COLUMN_MIX, ROW_WEIGHTS
 from te_models.numerics.formats import DType
 from te_models.recorder.layout import FIELDS, INDEX
 
 E4M3, E5M2, E2M1 = 7, 8, 10  # Transformer Engine's numbers of the formats
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 TILE = 1 << 20  # elements that are counted at a time
-MIX = 0x9E3779B1
 # A count that nobody could make, since the values before the cast were not in memory. Sums with it stay unknown.
 UNKNOWN = math.nan
 
@@ -74,23 +73,24 @@ def count_cast(source: Tensor | None, cast: Cast) -> tuple[Tensor, Tensor]:
     rows, columns = cast.codes.shape
     counts = torch.zeros(len(FIELDS), dtype=torch.float64, device=cast.codes.device)
     codes = torch.zeros((), dtype=torch.int64, device=cast.codes.device)
-    counts[INDEX["elements"]] = rows * columns
-    counts[INDEX["format"]] = cast.format
-    counts[INDEX["scale_age"]] = -1.0  # Table.set_scale_ages sets it, and larger values win
+    # Filled, since an assignment copies a number from the host, which no CUDA graph may.
+    counts[INDEX["elements"]].fill_(rows * columns)
+    counts[INDEX["format"]].fill_(cast.format)
+    counts[INDEX["scale_age"]].fill_(-1.0)  # Table.set_scale_ages sets it, and larger values win
     if not rows * columns:
-        counts[INDEX["scale_min"]] = math.inf
+        counts[INDEX["scale_min"]].fill_(math.inf)
         return counts, codes
     occupied = []  # whether each block has a value other than 0, by rows of blocks
-    for part in row_tiles(rows, columns, cast.block[0]):
+    for part in row_tiles(rows, columns, math.lcm(cast.block[0], 4)):  # 4: of the hash
         values = decode(cast.codes[part], cast.format)
         inverse = _spread(cast.inverse, cast.block, part, columns)
         own = None if source is None else source[part]
         _count_tile(counts, own, values, inverse, LIMITS[cast.format])
-        codes += hash_codes(cast.codes[part], first=part.start * columns)
+        codes += hash_codes(cast.codes[part], first_row=part.start)
         occupied.append(block_largest(values.abs(), cast.block) > 0)
     if source is None:
         for name in ("zeros", "flushed", "signal", "noise"):
-            counts[INDEX[name]] = UNKNOWN
+            counts[INDEX[name]].fill_(UNKNOWN)
     _count_scales(counts, cast, torch.cat(occupied))
     return counts, codes
 
@@ -98,8 +98,11 @@ def count_cast(source: Tensor | None, cast: Cast) -> tuple[Tensor, Tensor]:
 def decode(codes: Tensor, format: int) -> Tensor:
     """Return the numbers of codes, uint8, before scaling: FP32."""
     if format != E2M1:
-        return decode_fp8(codes, DType.cast(format))
-    magnitudes = torch.tensor(E2M1_VALUES, device=codes.device)[(codes & 7).long()]
+        return casts.decode_fp8(codes, DType.cast(format))
+    # E2M1 has 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+    exponent = (codes >> 1 & 3).float()
+    half = (codes & 1) * 0.5
+    magnitudes = torch.where(exponent > 0, (1 + half) * torch.exp2(exponent - 1), half)
     return torch.where(codes > 7, -magnitudes, magnitudes)
 
 
@@ -110,11 +113,27 @@ def row_tiles(rows: int, columns: int, multiple: int) -> Iterator[slice]:
         yield slice(start, min(rows, start + step))
 
 
-def hash_codes(codes: Tensor, first: int = 0) -> Tensor:
-    """Return the hash of codes, uint8 [M, K], whose first one has the index `first`: int64 []."""
-    index = torch.arange(first, first + codes.numel(), device=codes.device)
-    mixed = ((index * MIX) & 0xFFFFFFFF) ^ (index >> 7)
-    return ((codes.reshape(-1).to(torch.int64) + 1) * mixed).sum()
+def hash_codes(codes: Tensor, first_row: int = 0) -> Tensor:
+    """Return the hash of codes, uint8 [M, K], whose first row has the number `first_row`, a multiple of 4: int64 []."""
+    rows, columns = codes.shape
+    padded = F.pad(codes, (0, -columns % 64, 0, -rows % 4))
+    blocks = padded.reshape(-1, 4, padded.shape[1] // 64, 64).float()
+    device = codes.device
+    high = torch.arange(first_row // 4, first_row // 4 + len(blocks), device=device)[:, None]
+    wide = torch.arange(blocks.shape[2], device=device)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for row_word, mix, (down, across, added) in zip(
+        ROW_WEIGHTS, COLUMN_MIX, BLOCK_MIX, strict=True
+    ):
+        # No constants from the host, which a CUDA graph could not copy.
+        of_rows = row_word >> 8 * torch.arange(4, device=device) & 0xFF
+        columns_of = (torch.arange(1, 65, device=device) * mix & 0xFFFFFFFF) >> 24 | 1
+        # FP32 holds these sums exactly: they are below 2^22.
+        sums = (blocks @ columns_of.float()).to(torch.int64)
+        sums = (sums * of_rows[:, None]).sum(1)
+        word = (high * down + wide * across + added) & 0xFFFFFFFF
+        total += (sums * (word ^ word >> 16)).sum()
+    return total
 
 
 def block_largest(magnitudes: Tensor, block: tuple[int, int]) -> Tensor:

@@ -36,8 +36,8 @@ class Table:
     """The fields of every tensor in the step that is being recorded.
 
     `parts` float64 [tensors, spread, fields] and `codes` int64 [tensors] stay where they are, so that the kernels of a
-    CUDA graph can add to them; `flag` int32 [1] tells these kernels whether the step is recorded. A tensor has `spread`
-    rows of fields on a GPU, since programs that add to one address wait for each other.
+    CUDA graph can add to them. A tensor has `spread` rows of fields on a GPU, since programs that add to one address
+    wait for each other.
 
     Args:
         tensors: the names of the rows, of all ranks.
@@ -62,8 +62,8 @@ class Table:
         # Whether kernels count the casts, or operations of torch.
         self.kernels = device.type == "cuda" and importlib.util.find_spec("triton") is not None
         self.codes = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
-        self.recording = False  # whether the step in progress is recorded, as the host knows it
+        # Whether the step in progress is recorded. A step that is not has a CUDA graph without kernels that count.
+        self.recording = False
         self.first_micro_batch = True
         self._counted = torch.tensor(list(counted), device=device)
         self._summed = torch.tensor(SUMMED, device=device)
@@ -78,16 +78,10 @@ class Table:
         largest = torch.where(self._largest, self.parts.amax(1), self.parts.amin(1))
         return torch.where(self._summed, sums, largest)
 
-    @property
-    def open(self) -> bool:
-        """True if casts add to the table: they do in a recorded step, and in a capture, whose kernels ask `flag`."""
-        return self.recording or (self.parts.is_cuda and torch.cuda.is_current_stream_capturing())
-
     def begin(self) -> None:
         """Empty the table; the casts that follow are recorded."""
         self.parts.copy_(self._empty.expand_as(self.parts))
         self.codes.zero_()
-        self.flag.fill_(1)
         self.recording = True
         self.first_micro_batch = True
 
@@ -100,7 +94,6 @@ class Table:
     def stop(self) -> None:
         """Stop recording; the table keeps what it has."""
         self.recording = False
-        self.flag.zero_()
 
     def end(self) -> tuple[Tensor, Tensor]:
         """Stop recording; return values and codes of all ranks, on the device.
@@ -170,7 +163,7 @@ class Table:
 
     def counts(self, row: int) -> Any:
         """Return where a kernel adds the counts of a tensor (te_models.kernels.count_cast_triton.Counts)."""
-        return kernels().Counts(self.parts[row], self.codes[row : row + 1], self.flag)
+        return kernels().Counts(self.parts[row], self.codes[row : row + 1])
 
     def expert_counts(self, rows: Sequence[int]) -> Any:
         """Return where a kernel adds the counts of one operand of every expert, whose rows are equally far apart."""
@@ -178,16 +171,11 @@ class Table:
         apart = rows[1] - first if len(rows) > 1 else 1
         assert list(rows) == [first + apart * expert for expert in range(len(rows))]
         module = importlib.import_module("te_models.kernels.count_experts_triton")
-        return module.ExpertCounts(self.parts[first:], self.codes[first:], self.flag, apart)
+        return module.ExpertCounts(self.parts[first:], self.codes[first:], apart)
 
     def add_cast(self, row: int, source: Tensor | None, cast: Cast) -> None:
         """Count a cast, in plain PyTorch."""
         counts, codes = count_cast(source, cast)
-        # Perhaps in a graph, which computes in steps that are not recorded too.
-        if self.values.is_cuda:
-            on = self.flag != 0
-            counts = torch.where(on, counts, self._empty)
-            codes = torch.where(on[0], codes, 0)
         before = self.parts[row, 0]
         extremes = torch.where(
             self._largest, torch.maximum(before, counts), torch.minimum(before, counts)
@@ -214,7 +202,7 @@ class Observer:
     def open(self) -> bool:
         """True if the next cast is counted: once per micro-batch, and for a weight once per step."""
         table = self.table
-        if not table.open:
+        if not table.recording:
             return False
         if self.operand == "grad_output":
             return True

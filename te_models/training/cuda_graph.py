@@ -6,7 +6,8 @@ first one, and gradients appear where the captured step produced them.
 
 A step of several micro-batches has up to three graphs, by what Python decides in them: the first micro-batch quantizes
 the weights and begins the sums of gradients, further ones use those weights and add to the sums, and the last also
-reduces the sums over the processes.
+reduces the sums over the processes. A step that a recorder counts has as many of its own, so that counting costs the
+other steps nothing.
 """
 
 import logging
@@ -58,10 +59,11 @@ class MicroBatch(Protocol):
 
 
 class Kind(NamedTuple):
-    """The place of a micro-batch in its step, which decides what Python does in it."""
+    """The place of a micro-batch in its step, and whether a recorder counts it: both decide what Python does in it."""
 
     first: bool
     last: bool
+    recorded: bool = False
 
 
 @dataclass
@@ -121,7 +123,8 @@ class GraphedStep:
         self.disturbed = False  # whether a capture has failed in this step
         self.warm = 0  # micro-batches that have run eagerly
         self.graphs: dict[Kind, Graph] = {}
-        self.found: object = None  # the gradients that a replayed step leaves (Gradients.found)
+        # The gradients that a replayed step leaves (Gradients.found), of steps that are recorded and of others.
+        self.found: dict[bool, object] = {}
         # A capture needs a stream of its own; warming up on it gives libraries their workspaces there.
         self.stream: Any = torch.cuda.Stream(model.device)
         self.inputs: dict[str, Tensor] = {}
@@ -151,6 +154,7 @@ class GraphedStep:
         micro_batches: Sequence[Mapping[str, Tensor]],
         weights: Sequence[Tensor | float],
         router_weights: Sequence[Tensor | float] | None = None,
+        recorded: bool = False,
     ) -> Tensor:
         """Compute the gradients of a sum of losses, each times its weight; return the sum, an FP32 scalar.
 
@@ -158,6 +162,7 @@ class GraphedStep:
             micro_batches: tensors of CausalLM.forward, as in a call, and as many in every step.
             weights: as many factors; tensors are on the model's device.
             router_weights: factors of the routers' losses in place of `weights`; None: `weights`.
+            recorded: whether a recorder counts the casts of this step.
         """
         if router_weights is None:
             router_weights = weights
@@ -179,7 +184,8 @@ class GraphedStep:
         self.disturbed = False
         last = len(micro_batches) - 1
         kinds = [
-            Kind(first=number == 0, last=number == last) for number in range(len(micro_batches))
+            Kind(first=number == 0, last=number == last, recorded=recorded)
+            for number in range(len(micro_batches))
         ]
         self.routing = []
         # A step with new projectors runs eagerly, between replays too.
@@ -187,18 +193,21 @@ class GraphedStep:
         if not eager and all(kind in self.graphs for kind in kinds):
             total = self._micro_batches(kinds, micro_batches, weights, router_weights, self._replay)
             # A replay writes to the same addresses; whoever set .grad to None only dropped the references.
-            self.gradients.restore(self.parameters, self.found)
+            self.gradients.restore(self.parameters, self.found[recorded])
             return total
         # Still warming up, or given up after failed captures.
         run = self._run_eagerly
         if not eager and self.warm >= WARM_UP and self.failures < ATTEMPTS:
             run = self._capture_and_replay
+            # The graphs of both kinds of steps write their gradients to the same memory.
+            for other, found in self.found.items():
+                self.found[other] = self.gradients.without_ownership(found)
         with self.gradients.collecting():
             total = self._micro_batches(kinds, micro_batches, weights, router_weights, run)
         if eager:
             return total
         if all(kind in self.graphs for kind in kinds):
-            self.found = self.gradients.found(self.parameters)
+            self.found[recorded] = self.gradients.found(self.parameters)
         else:
             self.close()  # what was captured before a capture that failed
         return total
@@ -222,7 +231,9 @@ class GraphedStep:
             for graph in self.graphs.values():
                 graph.replayed.reset()
             self.graphs = {}
-            self.found = None
+            if len(self.found) > 1:
+                self._drop_gradients()  # perhaps without ownership of memory that is free now
+            self.found = {}
 
     def misfit(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> str:
         """Return why a step of these micro-batches cannot be a graph; empty if it can."""
@@ -275,7 +286,8 @@ class GraphedStep:
     def _capture(self, kind: Kind) -> None:
         """Capture a micro-batch. A failure changes only `failures`, since a capture executes nothing."""
         graph = torch.cuda.CUDAGraph()
-        # Graphs that are replayed in the order of their capture may share memory.
+        # Graphs of a step are replayed in the order of their capture, and those of recorded steps never between the
+        # others, so all of them may share memory.
         others = list(self.graphs.values())
         pool = {"pool": others[0].replayed.pool()} if others else {}
         if kind.first and not kind.last:

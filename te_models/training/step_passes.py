@@ -80,7 +80,8 @@ class StepPasses:
             self.recorder.attach()  # a new recipe may have replaced the quantizers
         graph = self.graph if use_graph and not eager else None
         if graph is not None and self._fits(graph, batches):
-            loss = graph.step(batches, weights.predictions, weights.routers)
+            recorded = self.recorder is not None and self.recorder.recording
+            loss = graph.step(batches, weights.predictions, weights.routers, recorded)
             self.routed += graph.routing
             return loss
         # Summed on the device, so that no micro-batch waits for the host to read a loss.
@@ -101,9 +102,8 @@ class StepPasses:
         return total
 
     def use_recorder(self, recorder: Recorder) -> None:
-        """Let a recorder count from the next step on, also in the graph of it, which is captured anew."""
+        """Let a recorder count from the next step on; a recorded step has a graph of its own."""
         self.recorder = recorder
-        self.close()
 
     def close(self) -> None:
         """Free the CUDA graph, before which no process group can be destroyed."""

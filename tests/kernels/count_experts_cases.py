@@ -170,15 +170,3 @@ def test_weights_in_blocks() -> None:
     counts = counts_of(2, DEVICE)
     count_expert_blocks(given, given.groups, made, counts)
     check(counts, list(weights), given.groups, made, E4M3)
-
-
-def test_nothing_is_counted_in_a_step_that_is_not_recorded() -> None:
-    groups = Groups.of(ROWS, DEVICE)
-    x = values(sum(ROWS), 1)
-    counts = counts_of(4, DEVICE)
-    counts.flag.zero_()
-    before = counts.fields.clone()
-    count_experts(Matrices(x, groups), groups, cast(Matrices(x, groups), E4M3), E4M3, counts)
-    made, _ = cast_blocks(Matrices(x, groups), turn=False)
-    count_expert_blocks(Matrices(x, groups), groups, made, counts)
-    assert torch.equal(counts.fields, before) and not counts.codes.any()

@@ -139,6 +139,46 @@ def test_replayed_micro_batches_are_the_eager_ones(
     ]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "kind", "count"),
+    every(5, list_recipes(), ["dense", "hybrid", "recompute"], [1, 3], rest=3),
+)
+def test_recorded_steps_have_graphs_of_their_own(
+    recipe: str, kind: str, count: int, tapes: list[Any], tmp_path: Path
+) -> None:
+    """No bit of training changes, the counts are those of eager steps, and the other graphs count nothing."""
+    options = {
+        "dense": dict(num_hidden_layers=3),
+        "hybrid": dict(HYBRID, num_hidden_layers=2, layer_types=HYBRID["layer_types"][:2]),
+        "recompute": dict(num_hidden_layers=3, activation_checkpointing="full"),
+    }[kind]
+    runs = [
+        run_of(build(recipe, **options), tmp_path, graph, count, record=record)
+        for graph, record in ((False, 0), (False, 3), (True, 3))
+    ]
+    counted: list[list[Any]] = []
+    for run in runs[1:]:
+        entries: list[Any] = []
+        counted.append(entries)
+        run.guard.record = entries.append
+    steps = WARM_UP + 6
+    plain, eager, graphed = (trained(run, Answers(), steps) for run in runs)
+    for found in (eager, graphed):
+        assert found[0] == plain[0]
+        for name, value in plain[1].items():
+            assert_same_bits(name, found[1][name], value)
+    assert [one.step for one in counted[0]] == [one.step for one in counted[1]] == [3, 6, 9]
+    for one, other in zip(*counted, strict=True):
+        assert_same_bits("values", other.values, one.values)
+        assert_same_bits("codes", other.codes, one.codes)
+    kinds = min(count, 3)
+    assert len(tapes) == 2 * kinds
+    if recipe != "bf16":
+        recorded, others = sorted((tapes[:kinds], tapes[kinds:]), key=lambda some: some[0].replays)
+        for one, other in zip(recorded, others, strict=True):
+            assert len(one.calls) > len(other.calls)
+
+
 @pytest.mark.parametrize("cached", [True, False])
 def test_weights_are_quantized_once_per_step(
     cached: bool, tapes: list[Any], tmp_path: Path
