@@ -57,6 +57,7 @@ class Allocations(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        # A subclass, such as a quantized tensor, holds plain tensors, which come through here by themselves.
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if type(tensor) is Tensor and tensor.is_meta:
                 self._count(tensor, self.part)
@@ -66,11 +67,14 @@ class Allocations(TorchDispatchMode):
         """Count a tensor if its storage is new; with `part` None, remember that it is not counted."""
         storage = tensor.untyped_storage()
         address = storage._cdata
+        # A view, or the result of an operation in place.
         if address in self._storages:
             return
         size = 0 if part is None else storage.nbytes()
+        # Any part will do for a storage of no bytes.
         part = part or 0
         self._storages[address] = (size, part)
+        # Autograd and Python free it when they would free its memory on the device.
         weakref.finalize(storage, self._free, address)
         if size:
             self.live[part] += size
@@ -111,6 +115,7 @@ def counted_as(part: str | None) -> Iterator[None]:
         yield
         return
     before = found.part
+    # Inside what is not counted, nothing is.
     if before is not None:
         found.part = None if part is None else found.parts.index(part)
     try:

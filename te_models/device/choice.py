@@ -14,6 +14,7 @@ def choose_device(device: torch.device | str | None = None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = None
+    # PyTorch's message for an unknown name lists two dozen kinds of devices.
     with contextlib.suppress(RuntimeError):
         found = torch.device(device)
     if found is None or found.type not in KINDS:

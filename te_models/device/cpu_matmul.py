@@ -33,6 +33,7 @@ def matmul(
         return (out if bias is None else out + bias.float()).to(dtype)
     if bias is not None:
         return torch.addmm(bias, a, b).to(dtype)
+    # The GEMM writes its FP32 sums; rounding to the inputs' dtype first would lose them.
     if dtype == torch.float32 and on_gpu(a) and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)

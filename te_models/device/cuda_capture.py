@@ -49,6 +49,7 @@ def capture(
     drawn_from = (torch.cuda.default_generators[stream.device.index], *generators)
     with _CUDA:
         copies = [generator.clone_state() for generator in drawn_from]
+        # Sets the stream back also where the end of the capture raises.
         before = torch.cuda.stream(torch.cuda.current_stream())
         collects = gc.isenabled()
         gc.disable()
@@ -66,6 +67,7 @@ def capture(
                 generator.graphsafe_set_state(copy)
             raise
         finally:
+            # Not for a caller that had switched it off.
             if collects:
                 gc.enable()
 

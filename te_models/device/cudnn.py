@@ -42,6 +42,7 @@ def load_torchs_cudnn() -> None:
     ):
         return
     ((folder, major),) = found.items()
+    # All of them: a part that is loaded later, by name, is then the one that is there already.
     for library in sorted(folder.glob(f"libcudnn*.so.{major}")):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     os.environ.setdefault("CUDNN_HOME", str(folder))  # where Transformer Engine looks first

@@ -75,4 +75,5 @@ def _counted_as(flops: float) -> Iterator[None]:
     before = 0.0 if found is None else found.total
     yield
     if found is not None:
+        # PyTorch has counted the operations of the plain version inside: replace them by the kernel's.
         found.declare(flops - (found.total - before))

@@ -74,6 +74,7 @@ class PreviewRecord:
         room = LONGEST
         for part in self.parts:
             shown = part.text[:room]
+            # LONGEST bounds the record, not each part.
             room -= len(shown)
             before, after = MARKS[part.kind] if plain else ("", "")
             text.append(f"{before}{shown}{after}", "" if plain else STYLES[part.kind])
@@ -248,13 +249,16 @@ def _read(
         return documents[:limit], [f"{PYTHON_DOCS}: text"], len(documents) > limit
     columns = parse_columns(settings.columns)
     sources = open_sources(settings.data, columns, skip_bad=bad.skip)
+    # Equal shares: else a preview would show only the first source.
     share = max(1, limit // len(sources))
     documents = []
     more = False
     for source in sources:
+        # One more than is shown tells whether there are others.
         found = list(itertools.islice(_documents(source, columns, bad), share + 1))
         more = more or len(found) > share
         documents += found[:share]
+    # A run refuses a mixture of records and running text; so does its preview.
     kinds = {not source.is_text for source in sources}
     documents = refuse_mixture(documents, kinds.pop() if len(kinds) == 1 else None, bad)
     if not documents:
@@ -311,6 +315,7 @@ def _counted(encoded: Encoded, index: int) -> np.ndarray:
     if encoded.counted is None:
         return np.ones(length, dtype=np.bool_)
     counted = encoded.counted[start : start + length].copy()
+    # A loss needs a token before the one that it predicts.
     counted[:1] = False
     return counted
 

@@ -204,6 +204,7 @@ def evaluate_recipes(
         if score is not None:
             progress(f"{network.recipe.name}: tasks")
             scores += score(network)
+        # Two models at a time may not fit.
         del network  # before the next one is loaded
     return Evaluation(model, data or "", tuple(losses), tuple(scores), tuple(remarks))
 
@@ -240,6 +241,7 @@ def make_batches(
         batch_size=batch_size or 1, seed=0, shuffle=False, packing="documents", truncate=truncate
     )
     bad = bad or BadRecords()
+    # As in a run: where there are records, a prompt begins with a bos token.
     whole = any(document.is_record for document in documents)
     encoded = encode_documents(documents, tokenizer, begin_prompts=whole, bad=bad)
     dataset = TokenDataset(encoded, tokenizer, length, limit=limit, **options)
@@ -271,6 +273,7 @@ def calibrate(model: CausalLM, batches: Sequence[Batch]) -> str:
     """
     if not model.recipe.stateful or fp8_state(model):
         return ""
+    # Scales are updated in training mode alone.
     was_training = model.training
     model.train()
     # Only a pass with gradients counts as training for the autocast's exit.

@@ -89,6 +89,7 @@ def torch_peer(
     factory: dict[str, Any] = dict(device=device, dtype=torch.bfloat16)
 
     def call(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+        # Once for all blocks, as in ours.
         positions = torch.arange(x.shape[1], device=x.device)
         cos, sin = rotary_tables(config.rope, positions, x.dtype)
         for block in blocks:
@@ -105,6 +106,7 @@ def torch_peer(
         convert(peer)
     if device.type == "cuda":
         for block in peer.blocks:
+            # Block by block, since all of them share one compiled graph.
             block.compile()
     return peer
 
@@ -222,6 +224,7 @@ def step_of(model: nn.Module, loss_of: Callable[[], Tensor | None]) -> StepFunct
 
     def step() -> Tensor:
         for parameter in model.parameters():
+            # As in training: backward writes the gradients instead of adding to them.
             parameter.grad = None
         loss = loss_of()
         assert loss is not None
@@ -241,6 +244,7 @@ def peer_loss(peer: Peer, device: torch.device) -> Callable[[Tensor], Tensor]:
         loss_of = torch.compile(loss_of)
 
     def loss(ids: Tensor) -> Tensor:
+        # Shifted targets instead of shifted logits, which would be a copy of [B, S, V].
         targets = nn.functional.pad(
             ids[:, 1:], (0, 1), value=-100
         )  # [B, S], nothing follows the last

@@ -168,6 +168,7 @@ def _by_numbers(
     late = [one for one in findings if one.rule in LATE_SCALES]
     if late and recipe.scheme == "DelayedScaling":
         recipe = recipe.followed_by("current")
+        # Scales from the tensor at hand cannot be late; everything else about the recipe stays.
         reasons += [f"current in place of {facts.recipe.name}: {one.message}" for one in late]
     coarse = _coarse_linears(facts, findings)
     if coarse:
@@ -203,6 +204,7 @@ def _by_numbers(
 def before(facts: RunFacts, step: int) -> RunFacts:
     """Return the facts of a run without its record from a step on."""
     record = facts.record
+    # Steps ascend.
     count = sum(one < step for one in record.steps)
     kept = Record(
         tensors=record.tensors,
@@ -221,6 +223,7 @@ def _coarse_linears(facts: RunFacts, findings: Sequence[Finding]) -> list[Linear
             named.update(finding.tensors)
     lost = facts.lost()
     sqnr = facts.record.sqnr()
+    # [steps, tensors]: either of the signs by which the rules of COARSE fire.
     shows = outliers(facts) | (below_usual(facts) > 0)
     work = _work(facts)
     found: dict[str, LinearAdvice] = {}
@@ -242,6 +245,7 @@ def _coarse_linears(facts: RunFacts, findings: Sequence[Finding]) -> list[Linear
             work=work[tensor.linear],
         )
         before = found.get(tensor.linear)
+        # Of the three tensors of a te.Linear, report the worst.
         if before is None or np.nan_to_num(before.lost) < np.nan_to_num(advice.lost):
             found[tensor.linear] = advice
     return sorted(found.values(), key=lambda one: -np.nan_to_num(one.lost))
@@ -279,6 +283,7 @@ def _block_recipe(recipe: Recipe, gpu: Gpu | None) -> Recipe | None:
     names = (
         ("mxfp8", "blockwise") if gpu is not None and gpu.capability >= (10, 0) else ("blockwise",)
     )
+    # The first that the card has: MXFP8 where its tensor cores take it, else blocks of 128.
     for name in names:
         found = get_recipe(name)
         if gpu is None or not why_not(found, gpu.capability):
@@ -329,8 +334,10 @@ def _speed(
         return None, f"{recipe.name} does not run on {gpu.name}: {reason}"
     file = Path(run) / RUN_FILE
     document: Any = read_toml(file) if file.is_file() else {}
+    # A run that was started from Python has no such file.
     size = [document.get("training", {}).get(name) for name in ("batch_size", "seq_len")]
     tokens = math.prod(size) if all(isinstance(one, int) for one in size) else None
+    # Frozen weights have no gradients, so FP8 has less of a step to speed up.
     lora = bool(document.get("lora", {}).get("lora"))
     pays, why = pays_on(gpu.name, config, recipe.name, tokens, lora)
     if pays:

@@ -115,6 +115,7 @@ def try_recipes(run: str | Path, step: int, recipes: Mapping[str, Recipe]) -> li
 def run_step(capture: Capture, recipe: Recipe, place: dict[str, Any]) -> StepRun:
     """Run a captured step under a recipe, on a model that is loaded anew, without an update."""
     known = {field.name for field in dataclasses.fields(TrainConfig)}
+    # A capture of another version may have settings that this one does not know.
     fields = {name: value for name, value in capture.about["config"].items() if name in known}
     choices = saved_choices(capture.state)
     saved: Recipe = choices["recipe"]
@@ -127,6 +128,7 @@ def run_step(capture: Capture, recipe: Recipe, place: dict[str, Any]) -> StepRun
     model = CausalLM.from_pretrained(
         capture.state, recipe=recipe, fp8_params=bool(choices["fp8_params"]) and same, **place
     )
+    # Under another recipe the saved scales would be the wrong ones, or for a format that it does not use.
     if not same:
         _scales_of(model)
     # A model with adapters is loaded to be used, and its run trains them alone.
@@ -188,6 +190,7 @@ def _changes(
     names: list[str] = []
     for name in recipes:
         names += list_recipes() if name == "all" else [name]
+    # "all" may repeat names that were given.
     for name in dict.fromkeys(names):
         yield f"recipe {name}", _tried(lambda name=name: _with_edges(get_recipe(name), own))
     for pattern in bf16:
@@ -220,6 +223,7 @@ def _variant(
     if not isinstance(recipe, Recipe):
         return Variant(name, reason=str(recipe))
     try:
+        # A recipe is tried to see what it does: its warnings are not about the run.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             result = run_step(capture, recipe, place)
@@ -229,6 +233,7 @@ def _variant(
     bad = np.nan_to_num(record.field("nonfinite")[0]) > 0
     tensors = [tensor.name for tensor, one in zip(record.tensors, bad, strict=True) if one]
     exact = record.sqnr()[0]
+    # Without the tensors that were not cast, or exactly: their SQNR is NaN or infinite.
     layers: dict[int, float] = {}
     for tensor, value in zip(record.tensors, exact, strict=True):
         if tensor.layer is not None and math.isfinite(value):
@@ -265,6 +270,7 @@ def _compared(run: Path, capture: Capture, replayed: Record) -> list[TensorCompa
         now = own.get(tensor)
         if now is not None:
             equal = then.codes == now.codes
+            # Equal codes need no bound; others are compared by their counts.
             found.append(TensorComparison(tensor, then, now, equal, equal or within(then, now)))
     return found
 

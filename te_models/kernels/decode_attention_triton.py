@@ -72,6 +72,16 @@ def _gain(value, inverse, gain, at, inside, dtype: tl.constexpr, CENTERED: tl.co
 
 
 @triton.jit
+def _scores(q, k, mask, slot, end, scale, cap):
+    """Return the scores [G, KEYS] of q [G, WIDTH] with the keys at these slots, -inf where a slot is not seen."""
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if cap is not None:
+        score = (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0) * cap  # cap * tanh(score / cap)
+    seen = tl.load(mask + slot, slot < end, float("-inf")).to(tl.float32)
+    return score + seen[None, :]
+
+
+@triton.jit
 def _online_softmax(top, score):
     """Return the largest scores [G] with a tile [G, KEYS] more, the factor of earlier sums, and the tile's weights.
 
@@ -136,11 +146,7 @@ def _attention_kernel(
         # The only program of this head whose keys include the new one.
         tl.store(keys + place, k, inside & new)
         tl.store(values + place, v, inside & new)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if cap is not None:
-            score = (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0) * cap  # cap * tanh(score / cap)
-        seen = tl.load(mask + row * slots + s, s < end, float("-inf")).to(tl.float32)
-        score += seen[None, :]
+        score = _scores(q, k, mask + row * slots, s, end, scale, cap)
         top, shrunk, weight = _online_softmax(top, score)
         total = total * shrunk + tl.sum(weight, 1)
         out = out * shrunk[:, None] + tl.dot(weight.to(dtype), v, input_precision="ieee")

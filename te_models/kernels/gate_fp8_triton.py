@@ -29,8 +29,12 @@ from te_models.kernels.head_tiles_triton import (
 
 
 @triton.jit
-def _gated(x_rows, logit_rows, channel, inside, gated: tl.constexpr, softplus: tl.constexpr):
-    """Return values of a head, gated; `x_rows` and `logit_rows` are the addresses of its tokens [groups, 1]."""
+def _gated(
+    x_at, logits_at, i, head, seq, channel, inside, gated: tl.constexpr, softplus: tl.constexpr
+):
+    """Return values of a head at tokens i, gated; x and the logits come with their strides (`token_rows`)."""
+    x_rows = token_rows(x_at, i, head, seq)
+    logit_rows = token_rows(logits_at, i, head, seq)
     value = read_head(x_rows, channel, inside)
     if gated:
         logit = read_head(logit_rows, channel, inside)
@@ -77,18 +81,12 @@ def _gate_fp8_kernel(
     group, head, channel, inside = place_of_heads(rows, heads, dim, width, block, BAND)
     i = 4 * group
     own = first + head * dim
-    x_rows = token_rows(x, i, head, x_batch, x_seq, x_head, seq)
-    logit_rows = token_rows(logits, i, head, g_batch, g_seq, g_head, seq)
-    a = _gated(x_rows, logit_rows, channel, inside, gated, softplus)
-    x_rows = token_rows(x, i + 1, head, x_batch, x_seq, x_head, seq)
-    logit_rows = token_rows(logits, i + 1, head, g_batch, g_seq, g_head, seq)
-    b = _gated(x_rows, logit_rows, channel, inside, gated, softplus)
-    x_rows = token_rows(x, i + 2, head, x_batch, x_seq, x_head, seq)
-    logit_rows = token_rows(logits, i + 2, head, g_batch, g_seq, g_head, seq)
-    c = _gated(x_rows, logit_rows, channel, inside, gated, softplus)
-    x_rows = token_rows(x, i + 3, head, x_batch, x_seq, x_head, seq)
-    logit_rows = token_rows(logits, i + 3, head, g_batch, g_seq, g_head, seq)
-    d = _gated(x_rows, logit_rows, channel, inside, gated, softplus)
+    x_at = (x, x_batch, x_seq, x_head)
+    logits_at = (logits, g_batch, g_seq, g_head)
+    a = _gated(x_at, logits_at, i, head, seq, channel, inside, gated, softplus)
+    b = _gated(x_at, logits_at, i + 1, head, seq, channel, inside, gated, softplus)
+    c = _gated(x_at, logits_at, i + 2, head, seq, channel, inside, gated, softplus)
+    d = _gated(x_at, logits_at, i + 3, head, seq, channel, inside, gated, softplus)
     s = tl.load(scale)
     j = own + channel
     raise_amax(
@@ -98,12 +96,17 @@ def _gate_fp8_kernel(
 
 
 @triton.jit
-def _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus: tl.constexpr):
-    """Write the gradient of attention, and return the gradient of the logits.
+def _gate_slopes(
+    dy_at, x_at, logits_at, dx_at, i, head, seq, channel, inside, softplus: tl.constexpr
+):
+    """Write the gradient of attention for a head at tokens i, and return the gradient of the logits.
 
-    The arguments are the addresses of tokens of a head [groups, 1]: of the gradient of the gated output, of attention,
-    of the logits, and of the gradient to write.
+    The gradient of the gated output, attention, the logits and the gradient to write come with their strides.
     """
+    dy_rows = token_rows(dy_at, i, head, seq)
+    x_rows = token_rows(x_at, i, head, seq)
+    logit_rows = token_rows(logits_at, i, head, seq)
+    dx_rows = token_rows(dx_at, i, head, seq)
     slope = read_head(dy_rows, channel, inside)
     value = read_head(x_rows, channel, inside)
     logit = read_head(logit_rows, channel, inside)
@@ -158,26 +161,14 @@ def _gate_backward_fp8_kernel(
     group, head, channel, inside = place_of_heads(rows, heads, dim, width, block, BAND)
     i = 4 * group
     own = first + head * dim
-    dy_rows = token_rows(dy, i, head, dy_batch, dy_seq, dy_head, seq)
-    x_rows = token_rows(x, i, head, x_batch, x_seq, x_head, seq)
-    logit_rows = token_rows(logits, i, head, g_batch, g_seq, g_head, seq)
-    dx_rows = token_rows(dx, i, head, dx_batch, dx_seq, dx_head, seq)
-    a = _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus)
-    dy_rows = token_rows(dy, i + 1, head, dy_batch, dy_seq, dy_head, seq)
-    x_rows = token_rows(x, i + 1, head, x_batch, x_seq, x_head, seq)
-    logit_rows = token_rows(logits, i + 1, head, g_batch, g_seq, g_head, seq)
-    dx_rows = token_rows(dx, i + 1, head, dx_batch, dx_seq, dx_head, seq)
-    b = _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus)
-    dy_rows = token_rows(dy, i + 2, head, dy_batch, dy_seq, dy_head, seq)
-    x_rows = token_rows(x, i + 2, head, x_batch, x_seq, x_head, seq)
-    logit_rows = token_rows(logits, i + 2, head, g_batch, g_seq, g_head, seq)
-    dx_rows = token_rows(dx, i + 2, head, dx_batch, dx_seq, dx_head, seq)
-    c = _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus)
-    dy_rows = token_rows(dy, i + 3, head, dy_batch, dy_seq, dy_head, seq)
-    x_rows = token_rows(x, i + 3, head, x_batch, x_seq, x_head, seq)
-    logit_rows = token_rows(logits, i + 3, head, g_batch, g_seq, g_head, seq)
-    dx_rows = token_rows(dx, i + 3, head, dx_batch, dx_seq, dx_head, seq)
-    d = _gate_slopes(dy_rows, x_rows, logit_rows, dx_rows, channel, inside, softplus)
+    dy_at = (dy, dy_batch, dy_seq, dy_head)
+    x_at = (x, x_batch, x_seq, x_head)
+    logits_at = (logits, g_batch, g_seq, g_head)
+    dx_at = (dx, dx_batch, dx_seq, dx_head)
+    a = _gate_slopes(dy_at, x_at, logits_at, dx_at, i, head, seq, channel, inside, softplus)
+    b = _gate_slopes(dy_at, x_at, logits_at, dx_at, i + 1, head, seq, channel, inside, softplus)
+    c = _gate_slopes(dy_at, x_at, logits_at, dx_at, i + 2, head, seq, channel, inside, softplus)
+    d = _gate_slopes(dy_at, x_at, logits_at, dx_at, i + 3, head, seq, channel, inside, softplus)
     s = tl.load(scale)
     j = own + channel
     raise_amax(

@@ -53,9 +53,9 @@ def _angles(cos, sin, i, table_batch, table_seq, seq, sign, pair, inside):
 
 
 @triton.jit
-def _rotated(x, i, head, x_batch, x_seq, x_head, seq, c, s, first, second, inside):
+def _rotated(x_at, i, head, seq, c, s, first, second, inside):
     """Return both members of the turned pairs of a head at tokens i."""
-    at = token_rows(x, i, head, x_batch, x_seq, x_head, seq)
+    at = token_rows(x_at, i, head, seq)
     one = read_head(at, first, inside)
     two = read_head(at, second, inside)
     return one * c - two * s, two * c + one * s
@@ -107,6 +107,7 @@ def _rotate_fp8_kernel(
     other = 2 * half + tl.arange(0, rest)
     beside = (4 * group < rows)[:, None] & (other < dim)[None, :]
     i = 4 * group
+    x_at = (x, x_batch, x_seq, x_head)
     s = tl.load(scale)
     ca, sa = _angles(cos, sin, i, table_batch, table_seq, seq, sign, pair, inside)
     cb, sb = _angles(cos, sin, i + 1, table_batch, table_seq, seq, sign, pair, inside)
@@ -115,10 +116,10 @@ def _rotate_fp8_kernel(
     largest = tl.zeros((block // 4, width), tl.float32)
     for step in range(tl.minimum(turned, heads - part * turned)):
         head = part * turned + step
-        a, e = _rotated(x, i, head, x_batch, x_seq, x_head, seq, ca, sa, first, second, inside)
-        b, f = _rotated(x, i + 1, head, x_batch, x_seq, x_head, seq, cb, sb, first, second, inside)
-        c, g = _rotated(x, i + 2, head, x_batch, x_seq, x_head, seq, cc, sc, first, second, inside)
-        d, h = _rotated(x, i + 3, head, x_batch, x_seq, x_head, seq, cd, sd, first, second, inside)
+        a, e = _rotated(x_at, i, head, seq, ca, sa, first, second, inside)
+        b, f = _rotated(x_at, i + 1, head, seq, cb, sb, first, second, inside)
+        c, g = _rotated(x_at, i + 2, head, seq, cc, sc, first, second, inside)
+        d, h = _rotated(x_at, i + 3, head, seq, cd, sd, first, second, inside)
         own = start + head * dim
         # Beyond the last pair there are no columns: the bound of a half is where the other begins.
         end = own + 2 * half if interleaved else own + half
@@ -142,10 +143,10 @@ def _rotate_fp8_kernel(
         )
         largest = tl.maximum(largest, tl.maximum(one, two))
         if 2 * half < dim:
-            a = read_head(token_rows(x, i, head, x_batch, x_seq, x_head, seq), other, beside)
-            b = read_head(token_rows(x, i + 1, head, x_batch, x_seq, x_head, seq), other, beside)
-            c = read_head(token_rows(x, i + 2, head, x_batch, x_seq, x_head, seq), other, beside)
-            d = read_head(token_rows(x, i + 3, head, x_batch, x_seq, x_head, seq), other, beside)
+            a = read_head(token_rows(x_at, i, head, seq), other, beside)
+            b = read_head(token_rows(x_at, i + 1, head, seq), other, beside)
+            c = read_head(token_rows(x_at, i + 2, head, seq), other, beside)
+            d = read_head(token_rows(x_at, i + 3, head, seq), other, beside)
             three = store_fp8(
                 a, b, c, d, s, group, own + other, rows, own + dim, data, transposed, columns, E5M2
             )
@@ -156,26 +157,30 @@ def _rotate_fp8_kernel(
 
 @triton.jit
 def _norm_slopes(
-    # pointers [tokens, 1] to a head's gradient of the normed and turned channels, and to the channels before the norm
-    slope,
-    source,
+    # the gradient of the normed and turned heads, and the heads before the norm, with their strides (`token_rows`)
+    dy_at,
+    x_at,
+    # tokens of one head
+    i,
+    head,
+    seq,
     # cos and sin of the pairs, FP32 [tokens, pairs]
     turn,
     slant,
-    # channels of the pairs, and the channels that do not turn; which of them exist
-    first,
-    second,
-    other,
-    inside,
-    beside,
+    # first and second channels of the pairs, and the channels that do not turn; which pairs and others exist; the
     # factors of the norm for these three tiles
-    factor_a,
-    factor_b,
-    factor_c,
+    channels,
+    exist,
+    factors,
     eps,
     dim: tl.constexpr,
 ):
-    """Return the gradients of one head's norm at some tokens in three tiles, and their sums for the weight [width]."""
+    """Return the gradients of one head's norm at tokens i in three tiles, and their sums for the weight [width]."""
+    slope = token_rows(dy_at, i, head, seq)
+    source = token_rows(x_at, i, head, seq)
+    first, second, other = channels
+    inside, beside = exist
+    factor_a, factor_b, factor_c = factors
     one = read_head(slope, first, inside)
     two = read_head(slope, second, inside)
     da = one * turn + two * slant
@@ -263,6 +268,11 @@ def _norm_backward_fp8_kernel(
     cb, sb = _angles(cos, sin, i + 1, table_batch, table_seq, seq, 1.0, pair, inside)
     cc, sc = _angles(cos, sin, i + 2, table_batch, table_seq, seq, 1.0, pair, inside)
     cd, sd = _angles(cos, sin, i + 3, table_batch, table_seq, seq, 1.0, pair, inside)
+    dy_at = (dy, dy_batch, dy_seq, dy_head)
+    x_at = (x, x_batch, x_seq, x_head)
+    channels = (first, second, other)
+    exist = (inside, beside)
+    factors = (fa, fb, fc)
     largest = tl.zeros((block // 4, width), tl.float32)
     sum_a = tl.zeros((width,), tl.float32)
     sum_b = tl.zeros((width,), tl.float32)
@@ -271,34 +281,26 @@ def _norm_backward_fp8_kernel(
         head = part * turned + step
         own = start + head * dim
         end = own + 2 * half if interleaved else own + half
-        dy_rows = token_rows(dy, i, head, dy_batch, dy_seq, dy_head, seq)
-        x_rows = token_rows(x, i, head, x_batch, x_seq, x_head, seq)
         a, e, k, wa, wb, wc = _norm_slopes(
-            dy_rows, x_rows, ca, sa, first, second, other, inside, beside, fa, fb, fc, eps, dim
+            dy_at, x_at, i, head, seq, ca, sa, channels, exist, factors, eps, dim
         )
         sum_a += wa
         sum_b += wb
         sum_c += wc
-        dy_rows = token_rows(dy, i + 1, head, dy_batch, dy_seq, dy_head, seq)
-        x_rows = token_rows(x, i + 1, head, x_batch, x_seq, x_head, seq)
         b, f, m, wa, wb, wc = _norm_slopes(
-            dy_rows, x_rows, cb, sb, first, second, other, inside, beside, fa, fb, fc, eps, dim
+            dy_at, x_at, i + 1, head, seq, cb, sb, channels, exist, factors, eps, dim
         )
         sum_a += wa
         sum_b += wb
         sum_c += wc
-        dy_rows = token_rows(dy, i + 2, head, dy_batch, dy_seq, dy_head, seq)
-        x_rows = token_rows(x, i + 2, head, x_batch, x_seq, x_head, seq)
         c, g, n, wa, wb, wc = _norm_slopes(
-            dy_rows, x_rows, cc, sc, first, second, other, inside, beside, fa, fb, fc, eps, dim
+            dy_at, x_at, i + 2, head, seq, cc, sc, channels, exist, factors, eps, dim
         )
         sum_a += wa
         sum_b += wb
         sum_c += wc
-        dy_rows = token_rows(dy, i + 3, head, dy_batch, dy_seq, dy_head, seq)
-        x_rows = token_rows(x, i + 3, head, x_batch, x_seq, x_head, seq)
         d, h, o, wa, wb, wc = _norm_slopes(
-            dy_rows, x_rows, cd, sd, first, second, other, inside, beside, fa, fb, fc, eps, dim
+            dy_at, x_at, i + 3, head, seq, cd, sd, channels, exist, factors, eps, dim
         )
         sum_a += wa
         sum_b += wb

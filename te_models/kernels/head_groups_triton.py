@@ -11,8 +11,12 @@ TOKENS = 32
 
 
 @triton.jit
-def token_rows(x, i, head, batch_stride, seq_stride, head_stride, seq):
-    """Return pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]; S None: all rows have one stride."""
+def token_rows(x_at, i, head, seq):
+    """Return pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]; S None: all rows have one stride.
+
+    `x_at` is x with its strides: (pointer, batch, token, head).
+    """
+    x, batch_stride, seq_stride, head_stride = x_at
     x += head.to(tl.int64) * head_stride
     at = (
         x + i * seq_stride

@@ -171,7 +171,6 @@ class Decoder(DecoderRecipe):
             check_recipe(self.recipe)
         self.compile_mode = compile_mode(True if compile is None else compile)
         self.amax_group = amax_group
-
         # On meta nothing has memory: FSDP2 shards the modules first, and a loader or init_weights fills the shards.
         where = device if materialize else torch.device("meta")
         self._make_modules(self._factory(where, dtype))

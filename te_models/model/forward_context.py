@@ -214,8 +214,7 @@ def forward_context(
     `share` the rows are whole and the context is of its tokens.
     """
     batch, seq = ids.shape[:2]
-    # A mask that hides nothing is dropped: the fast causal kernels take none.
-    padded = None if real is None or masks_nothing(real) else real.to(ids.device, torch.bool)
+    padded = _hiding(real, ids.device)
     documents = None if documents is None else documents.to(ids.device)
     attentions = _attentions(layers)
     positions = cache.extend(seq, padded) if cache else None
@@ -227,9 +226,7 @@ def forward_context(
         positions = _positions(seq, padded, documents, ids.device)
         masks = _masks(attentions, positions, padded, documents, kernels, dtype, share)
     real = None if padded is None else padded.reshape(-1, 1)  # [B*S, 1]
-    # Padding beside documents (below 0) needs no mask, since no document sees it. But no expert may get it: experts are
-    # balanced by counts.
-    routed = real if documents is None else documents.reshape(-1, 1) >= 0  # [B*S, 1]
+    routed = _routed(real, documents)
     if cache:
         documents = cache.documents
     # Made once per pass and kind of layer: all layers of a kind rotate by the same angles.
@@ -257,6 +254,22 @@ def forward_context(
         lent_keys={},
     )
     return context if share is None else _shared(context, share)
+
+
+def _hiding(real: Tensor | None, device: torch.device) -> Tensor | None:
+    """Return the attention_mask as bool; None if it hides nothing, since the fast causal kernels take no mask."""
+    if real is None or masks_nothing(real):
+        return None
+    return real.to(device, torch.bool)
+
+
+def _routed(real: Tensor | None, documents: Tensor | None) -> Tensor | None:
+    """Return which tokens experts may get, bool [B*S, 1]; None: all of them."""
+    if documents is None:
+        return real
+    # Padding beside documents (below 0) needs no mask, since no document sees it. But no expert may get it: experts are
+    # balanced by counts.
+    return documents.reshape(-1, 1) >= 0
 
 
 def _shared(context: ForwardContext, share: TokenShare) -> ForwardContext:

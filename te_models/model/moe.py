@@ -103,10 +103,7 @@ class Experts(Feedforward[MoESpec]):
         if self.jitters and self.training:
             # Router, experts and shared expert read the same noise.
             x = routed = shared = self._jittered(x)
-        if moe.latent_size is None:
-            tokens = x[:count]
-        else:
-            tokens = context.linear(self.get_submodule("latent_in_proj"), x)[:count]  # [T, L]
+        tokens = self._latent(x, context)[:count]  # [T, D or L]
         # Padding is cut off before the choice, or experts would get rows of zeros, and the balance would count them.
         logits = self.router_logits(self._logits(routed, context)[:count])  # FP32 [T, E]
 
@@ -126,10 +123,7 @@ class Experts(Feedforward[MoESpec]):
             context.routing.layers.append(routing)
         own = exchange.places if exchange else where
         route = Route(where.token, where.row, kernels)
-        swiglu = self.spec.activation == "silu" and self.spec.gate and self.spec.limit is None
-        # One operation from tokens to their sums keeps neither the rows of all experts nor what lies between the
-        # projections.
-        joint = swiglu and not moe.scale_inputs and context.experts_join(gate_up, down)
+        joint = self._joins() and context.experts_join(gate_up, down)
         # The weights are not part of the choice that a recompute repeats: their gradient goes through the logits, so a
         # recompute has to build this graph again.
         if moe.scale_inputs:
@@ -158,6 +152,20 @@ class Experts(Feedforward[MoESpec]):
             shared=shared_hidden,
             gate=shared_gate,
         )
+
+    def _latent(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the input of experts [N, L], which some models make narrower than x [N, D] first."""
+        if self.spec.experts.latent_size is None:
+            return x
+        return context.linear(self.get_submodule("latent_in_proj"), x)
+
+    def _joins(self) -> bool:
+        """Return whether the kernels can run these experts as one operation, from tokens to their sums.
+
+        It keeps neither the rows of all experts nor what lies between the projections.
+        """
+        swiglu = self.spec.activation == "silu" and self.spec.gate and self.spec.limit is None
+        return swiglu and not self.spec.experts.scale_inputs
 
     def _jittered(self, x: Tensor) -> Tensor:
         """Return x [N, D] with multiplicative noise (Switch Transformer), which only training has."""

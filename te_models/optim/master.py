@@ -87,14 +87,7 @@ class MasterWeights:
         else:
             # The whole master on one rank, and on the others nothing: Muon and GaLore need whole matrices.
             self.masters = [_owned_master(p, keep, self.owners) for p in self.parameters]
-        # Which masters have bits that their parameters lack, so that both are saved.
-        self._copied: list[bool] = []
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if self.owners is None:
-                copied = master is not parameter
-            else:
-                copied = is_quantized(parameter) or master.dtype != parameter.dtype
-            self._copied.append(copied)
+        self._copied = self._find_copied()
         masters = dict(zip(map(id, self.parameters), self.masters, strict=True))
         views = {part: part.of(masters[id(part.parameter)]) for part in parts}
         self._views: dict[int, list[tuple[ParameterRows, Tensor]]] = {
@@ -121,6 +114,18 @@ class MasterWeights:
             and all(part.stop is None for part in parts)
             and all(has_kernel(m.device) and local(m).is_contiguous() for m in self.masters)
         )
+
+    def _find_copied(self) -> list[bool]:
+        """Return which masters have bits that their parameters lack, so that both are saved."""
+        found = []
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if self.owners is None:
+                copied = master is not parameter
+            else:
+                # An owner's master is always a tensor of its own.
+                copied = is_quantized(parameter) or master.dtype != parameter.dtype
+            found.append(copied)
+        return found
 
     @property
     def param_groups(self) -> list[Group]:

@@ -56,6 +56,7 @@ class RecordedTensor:
     def layer(self) -> int | None:
         """The number of its block; None outside the blocks."""
         parts = self.linear.split(".")
+        # Whatever stands before it, such as the name of a wrapper.
         for before, part in zip(parts, parts[1:], strict=False):
             if before == "layers" and part.isdigit():
                 return int(part)

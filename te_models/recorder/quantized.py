@@ -31,6 +31,7 @@ def cast_of(storage: Any, scale: Tensor | None = None) -> Cast | None:
     Returns:
         None if it has no rowwise copy, or a format or a layout of scales that is not known here.
     """
+    # By name, since classes of Transformer Engine cannot be imported where it is not installed.
     name = type(storage).__name__
     if getattr(storage, "_with_gemm_swizzled_scales", False):
         return None  # block scales in the order of a GEMM's tiles, on Blackwell
@@ -49,6 +50,7 @@ def _of_tensor(storage: Any, scale: Tensor | None) -> Cast | None:
     if storage._data is not None:
         codes = as_matrix(storage._data)
     elif storage._transpose is not None:
+        # A tensor for one GEMM alone may have the transposed copy [K, M] only.
         codes = rows_first(storage._transpose)
     else:
         return None
@@ -63,6 +65,7 @@ def _of_blocks(storage: Any) -> Cast | None:
     rows, columns = codes.shape
     inverse = storage._rowwise_scale_inv
     if storage._is_2D_scaled:
+        # GEMMs read padded scales: cut them to the blocks that there are, [ceil(M / 128), ceil(K / 128)].
         inverse = inverse[: -(-rows // BLOCK), : -(-columns // BLOCK)]
         return _fp8(codes, storage._fp8_dtype, inverse, (BLOCK, BLOCK))
     # One row of scales per block of columns.
@@ -75,6 +78,7 @@ def _of_mx_blocks(storage: Any) -> Cast | None:
         return None
     codes = as_matrix(storage._rowwise_data)
     rows, columns = codes.shape
+    # E8M0 [M, ceil(K / 32)] without the padding that GEMMs read.
     exponents = storage._rowwise_scale_inv[:rows, : -(-columns // MX_BLOCK)]
     inverse = e8m0_to_float(exponents)
     return _fp8(codes, storage._fp8_dtype, inverse, (1, MX_BLOCK))
@@ -84,11 +88,13 @@ def _of_fp4_blocks(storage: Any) -> Cast | None:
     if storage._rowwise_data is None:
         return None
     packed = as_matrix(storage._rowwise_data)
+    # Two codes per byte, the first of them in the low bits.
     low = packed & 15
     codes = torch.stack((low, packed >> 4), -1).reshape(len(packed), -1)
     rows, columns = codes.shape
     block_scales = storage._rowwise_scale_inv[:rows, : columns // FP4_BLOCK]
     # A division by a Python number would be a product on a GPU.
+    # NVFP4 has two scales: one of the tensor, from its amax, and E4M3 per block, [M, K / 16].
     whole = storage._amax_rowwise / torch.full_like(storage._amax_rowwise, TOP)
     inverse = block_scales.view(torch.float8_e4m3fn).float() * whole
     return Cast(codes, inverse, (1, FP4_BLOCK), E2M1)

@@ -49,10 +49,12 @@ class RecordWriter:
         with reraising(folder, OSError, error=SaveError):
             folder.mkdir(parents=True, exist_ok=True)
             self._take_over(folder / LAYOUT, json.dumps(layout, indent=1), after_step)
+            # Unbuffered: a run that is killed leaves at most its last entry cut short.
             self.file = self.path.open("ab", buffering=0)
 
     def _take_over(self, layout: Path, text: str, after_step: int) -> None:
         """Keep the entries of an earlier part of this run; drop entries of another model and of repeated steps."""
+        # A run that begins anew, or another model in the same folder, has a record of its own.
         if not (after_step and layout.exists() and layout.read_text() == text):
             self.path.unlink(missing_ok=True)
             replace_text(layout, text)
@@ -108,6 +110,7 @@ class Record:
     def field(self, name: str) -> Floats:
         """Return a field, [steps, tensors]; NaN where nothing was quantized, or nobody could count."""
         values = self.values[:, :, INDEX[name]]
+        # An amax may be infinite, which says something; in another field it says that nobody could count.
         known = self.counted & (values != UNKNOWN) & (np.isfinite(values) | (name == "amax"))
         return np.where(known, values, np.nan)
 
@@ -125,7 +128,9 @@ class Record:
         with np.errstate(divide="ignore", invalid="ignore"):
             blocks = self.field("blocks")
             mean = self.field("block_log2") / blocks
+            # Of sums over all blocks: the blocks themselves are not recorded.
             variance = self.field("block_log2_squares") / blocks - mean**2
+        # Rounding may take the difference of two large numbers below zero.
         return np.sqrt(np.maximum(variance, 0.0))
 
     def at(self, step: int) -> int:
@@ -163,6 +168,7 @@ def read_record(run: str | os.PathLike[str]) -> Record:
     entries = _read_entries(folder / STEPS, entry_type(len(tensors), len(fields)))
     values = np.full((len(entries), len(tensors), len(FIELDS)), UNKNOWN)
     for place, name in enumerate(fields):
+        # By name: a record of another version may have other fields, in another order.
         if name in INDEX:
             values[:, :, INDEX[name]] = entries["values"][:, :, place]
     steps = [int(step) for step in entries["step"]]
@@ -184,6 +190,7 @@ def _read_entries(path: Path, kind: np.dtype[np.void]) -> NDArray[np.void]:
     """Return the whole entries of steps.bin."""
     if not path.exists():
         return np.zeros(0, kind)
+    # Without an entry that was cut short, or is being written while the run goes on.
     whole = path.stat().st_size // kind.itemsize
     with path.open("rb") as file:
         return np.fromfile(file, kind, whole)

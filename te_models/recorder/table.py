@@ -56,6 +56,8 @@ class Table:
         self.tensors = list(tensors)
         self.rows = {tensor: row for row, tensor in enumerate(self.tensors)}
         self.distributed = distributed
+        # A model of very many tensors keeps one row each, or the table would take too much
+        # memory.
         spread = SPREAD if device.type == "cuda" and len(tensors) <= MOST_SPREAD else 1
         shape = (len(tensors), spread, len(FIELDS))
         self.parts = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -87,6 +89,7 @@ class Table:
 
     def set_scale_ages(self, rows: Tensor, ages: Tensor) -> None:
         """Set the ages of the scales of some rows, int64 [rows], in steps: FP32 [rows]."""
+        # In every row that a tensor is spread over: `values` takes the largest of them.
         self.parts[:, :, INDEX["scale_age"]].index_copy_(
             0, rows, ages.to(self.parts)[:, None].expand(-1, self.parts.shape[1])
         )
@@ -106,12 +109,15 @@ class Table:
         if self.distributed:
             values, codes = self._over_ranks(values, codes)
         unknown = values.isnan()
+        # As in a file (record.UNKNOWN), which has no NaN.
         values.masked_fill_(unknown, -1.0)
+        # Without a cast the smallest scale is still what `begin` set.
         values[:, INDEX["scale_min"]].masked_fill_(values[:, INDEX["scale_min"]].isinf(), 0.0)
         return values, codes
 
     def _over_ranks(self, values: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the fields of all ranks: sums over the first copies, and the largest and smallest values."""
+        # What several ranks have a copy of, such as a replicated weight, is counted on one of them.
         sums = torch.where(self._counted[:, None] & self._summed, values, 0.0)
         # The smallest value is the largest negative one.
         extremes = torch.where(self._largest, values, -values)
@@ -137,6 +143,7 @@ class Table:
         cast = cast_of(storage, scale)
         if cast is None:
             return
+        # The kernels read one code per byte; FP4 has two.
         if self.kernels and cast.format != E2M1:
             one_scale = cast.inverse.numel() == 1
             if one_scale and kernels_of_words().are_words(source, cast.codes):
@@ -169,6 +176,7 @@ class Table:
         """Return where a kernel adds the counts of one operand of every expert, whose rows are equally far apart."""
         first = rows[0]
         apart = rows[1] - first if len(rows) > 1 else 1
+        # The kernel finds the row of an expert by one stride.
         assert list(rows) == [first + apart * expert for expert in range(len(rows))]
         module = importlib.import_module("te_models.kernels.count_experts_triton")
         return module.ExpertCounts(self.parts[first:], self.codes[first:], apart)
@@ -204,8 +212,10 @@ class Observer:
         table = self.table
         if not table.recording:
             return False
+        # Backward makes it once per micro-batch, and is what the check below would leave out.
         if self.operand == "grad_output":
             return True
+        # The weights are the same in every micro-batch of a step.
         if self.operand == "weight" and not table.first_micro_batch:
             return False
         # In backward the forward pass is computed again.
