@@ -107,6 +107,7 @@ class Completions:
         named = _take(fields, "model", str, self.name)
         if named != self.name:
             raise UnknownModel(f"the model {named!r} is not served here: give {self.name!r}")
+        # Clients send some of these with the value that asks for nothing: those are taken.
         for name, neutral in UNSUPPORTED.items():
             if fields.get(name) is not None and fields[name] not in neutral:
                 raise UsageError(f"{name} is not supported here: leave it out")
@@ -115,6 +116,7 @@ class Completions:
         if not 1 <= choices <= MOST_CHOICES:
             raise UsageError(f"n={choices} is out of range: give 1 to {MOST_CHOICES}")
         limit = _take(fields, "max_tokens", int, None if chat else COMPLETION_TOKENS)
+        # OpenAI's newer name comes first where a client sends both.
         limit = _take(fields, "max_completion_tokens", int, limit)
         if limit is not None and limit < 1:
             raise UsageError(f"max_tokens={limit} is out of range: give 1 or more")
@@ -141,11 +143,11 @@ class Completions:
     def _prompts(self, fields: Mapping[str, Any]) -> list[list[int]]:
         """Return the ids of a prompt or several, each a text or a list of ids."""
         given = fields.get("prompt")
-        one = isinstance(given, str) or (
-            isinstance(given, list) and all(type(token) is int for token in given)
-        )
+        is_list = isinstance(given, list)
+        # By type, since JSON's true and false are ints to Python. An empty list is one prompt without tokens.
+        is_ids = is_list and all(type(token) is int for token in given)
         prompts = []
-        for prompt in [given] if one else given if isinstance(given, list) else [None]:
+        for prompt in given if is_list and not is_ids else [given]:
             if isinstance(prompt, str):
                 prompt = self.tokenizer.encode_prompt(prompt)
             if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
@@ -163,6 +165,7 @@ class Completions:
         Other requests wait until this one is done, or its iterator is closed.
         """
         with self._busy:
+            # One id for all pieces of an answer.
             base = self._base(request, stream=True)
             prompt_tokens = sum(map(len, request.prompts))
             completion_tokens = 0
@@ -176,6 +179,7 @@ class Completions:
                 texts = stream_text(self.model, self.tokenizer, prompt, limit, outcome, **options)
                 first = next(texts, "")  # a mistake in the prompt is found here
                 if request.chat:
+                    # OpenAI's streams name the role in a piece of its own, before any text.
                     opening = {"role": "assistant", "content": ""}
                     yield {**base, "choices": [_choice(index, None, delta=opening)]}
                 for text in itertools.chain([first], texts):
@@ -189,6 +193,7 @@ class Completions:
                 "completion_tokens": completion_tokens,
                 "total_tokens": prompt_tokens + completion_tokens,
             }
+            # Always made: the whole answer needs it, and the server leaves it out of a stream that did not ask for it.
             yield {**base, "choices": [], "usage": usage}
 
     def whole(self, request: Request) -> Fields:
@@ -255,6 +260,7 @@ def _take(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> Any
     value = fields.get(name)
     if value is None:
         return default
+    # JSON has one kind of number: a client may send 1 for 1.0.
     allowed = (int, float) if kind is float else kind
     if not isinstance(value, allowed) or mistyped(value, kind):
         expected = {list: "a list", dict: "an object"}.get(kind) or mistyped(None, kind)
@@ -267,6 +273,7 @@ def _options(fields: Mapping[str, Any]) -> GenerationOptions:
     options: GenerationOptions = {"do_sample": True}
     temperature = _take(fields, "temperature", float, 1.0)
     if temperature == 0:
+        # The other options choose among tokens to draw from.
         options["do_sample"] = False
     else:
         options["temperature"] = float(temperature)
@@ -283,7 +290,8 @@ def _options(fields: Mapping[str, Any]) -> GenerationOptions:
         raise UsageError("stop is of a wrong type: give a text, or a list of texts")
     if stops:
         options["stop_strings"] = stops
-    complete(options)  # refuses values out of range
+    # Refuses values out of range now, before the model is asked.
+    complete(options)
     return options
 
 

@@ -54,6 +54,7 @@ class Conversation:
     @system.setter
     def system(self, text: str | None) -> None:
         turns = self.turns()
+        # An empty text is no system message: many templates would write an empty block for it.
         self.messages = [{"role": "system", "content": text}, *turns] if text else turns
 
     def turns(self) -> list[dict[str, str]]:
@@ -89,6 +90,7 @@ class Conversation:
             max_new_tokens: limit on the tokens of the answer, which the model's longest sequence may lower.
             options: as for `te_models.generation.text.stream_text`, and so are the errors.
         """
+        # Before the prompt is made, which contains it; taken back below if nothing is answered.
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         complete = False
@@ -109,6 +111,7 @@ class Conversation:
     def _prompt(self, max_new_tokens: int) -> tuple[list[int], int]:
         """Return the ids of the conversation, without the oldest turns if needed, and the room for its answer."""
         limit = self.model.config.longest_sequence
+        # The system message is never forgotten.
         before = self.messages[: len(self.messages) - len(self.turns())]
         turns = self.turns()
         # Without a bound a long max_new_tokens would push out the whole history.

@@ -66,7 +66,7 @@ def recomputed_tokens(
         new = pick(model(ids, attention_mask=mask, logits_to_keep=1).logits[:, -1].float())
         yield new.cpu()
         # The whole text again, of another length in each step: no graph and no cached shapes.
-        ids = torch.cat((ids, new[:, None]), dim=1)
+        ids = torch.cat((ids, new[:, None]), dim=1)  # [B, S + 1]
         mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=1)
 
 
@@ -108,6 +108,7 @@ class DecodeLoop:
         self.graph: Any = torch.cuda.CUDAGraph() if graph else None
         self.stream: Any = torch.cuda.Stream(ids.device) if graph else None
         if ids.is_cuda:
+            # Pinned: a copy to other memory would wait for the device.
             self.host = torch.empty(count, batch, dtype=torch.long, pin_memory=True)
         else:
             self.host = self.made
@@ -144,7 +145,8 @@ class DecodeLoop:
     def _start_anew(self, step: int) -> None:
         """Compute all keys and values once more, with the angles that apply from this token on."""
         self.cache.clear()
-        new_ids = self.made[:step].T
+        new_ids = self.made[:step].T  # [B, step]
+        # New tokens are never padding.
         mask = None if self.mask is None else torch.nn.functional.pad(self.mask, (0, step), value=1)
         self._forward(torch.cat((self.ids, new_ids), dim=1), mask)
 
@@ -160,6 +162,7 @@ class DecodeLoop:
 
     def _capture(self) -> None:
         """Capture a step and replay it. If another thread disturbs the capture, all steps from here run eagerly."""
+        # A capture advances the host's count though nothing has run: it is set back if the capture fails.
         length = self.cache.length
         try:
             with capture(self.graph, self.stream, self.generator):
@@ -190,6 +193,7 @@ class DecodeLoop:
         untracked = ids.device.type == "cpu" and self.graph is None
         with torch.inference_mode() if untracked else contextlib.nullcontext():
             new = self.pick(self.model(ids, **options).logits[:, -1].float())
+            # The place is a tensor on the device, so that a graph's replay writes the next row each time.
             self.made.index_copy_(0, self.done, new[None])
             self.newest.copy_(new[:, None])
             self.done += 1
@@ -200,6 +204,7 @@ class DecodeLoop:
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             self.step()
+        # Both streams use the same cache: each waits for the other.
         current.wait_stream(self.stream)
         # Without it each replay would draw the numbers of the capture again.
         self.graph.register_generator_state(self.generator)
@@ -213,5 +218,6 @@ def _step_of_new_angles(model: Decoder, ids: Tensor, mask: Tensor | None) -> int
     original = context_before_long_angles(model.config.rope)
     if original is None:
         return 0
+    # Padding has no position.
     longest = ids.shape[1] if mask is None else int(mask.sum(-1).max())
     return max(0, original - longest + 1)

@@ -79,6 +79,7 @@ def stream(
     ids, mask = batch_of(model, input_ids, attention_mask)
     _check_room(model, ids.shape[1], max_new_tokens)
     graph = _with_graph(model, settings)
+    # On the host, as the new tokens are: comparing there does not make the device wait.
     stops = torch.tensor(stop_ids(model, settings.eos_token_id), dtype=torch.long)
     filler = pad_id(model, stops)
     # The loop also registers the generator with a CUDA graph, without which a replay would repeat its numbers.
@@ -124,6 +125,7 @@ def batch_of(
         prompts = prompts[None]  # one prompt, as a list of ids is
     if not isinstance(prompts, Tensor):
         rows = _rows(prompts)
+        # Padded on the left, so that the newest token of every row is in the last column.
         width = max(map(len, rows), default=0)
         padding = pad_id(model, None)
         attention_mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
@@ -132,6 +134,7 @@ def batch_of(
     if not ids.numel() or (attention_mask is not None and not bool(attention_mask.any(-1).all())):
         raise UsageError("the prompt is empty: give at least one token")
     size = model.config.vocab_size
+    # One synchronization for both ends of the range.
     low, high = map(int, ids.aminmax())
     wrong = low if low < 0 else high
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask
@@ -161,6 +164,7 @@ def stop_ids(model: Decoder, eos_token_id: int | Iterable[int] | str | None) -> 
 
 def pad_id(model: Decoder, stops: Tensor | None) -> int:
     """Return the id that pads rows: the model's pad token, else the first stop token, else 0."""
+    # Some configs name a pad token that the model has no row for.
     pad = model.pad_token_id
     if pad is not None and 0 <= pad < model.config.vocab_size:
         return pad

@@ -55,6 +55,7 @@ class Server(ThreadingHTTPServer):
     ) -> None:
         self.completions = completions
         self.note = note
+        # An address of IPv6, which needs another kind of socket.
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -212,6 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(wrong, f"the request is {kind}: send JSON, Content-Type: application/json")
         else:
             body = self.rfile.read(int(length))
+            # The whole body is read: the connection may carry another request, unless the client asks to end it.
             self.close_connection = self.headers.get("Connection", "").lower() == "close"
             return body
         return None
@@ -240,6 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, status: HTTPStatus, line: str, code: str | None = None) -> None:
         """Send an error as OpenAI's API does."""
+        # The client may have gone in the meantime.
         with contextlib.suppress(ConnectionError):
             self._send(_error(line, "invalid_request_error", code), status)
 

@@ -19,10 +19,12 @@ def sample(
     """
     logits = logits / temperature
     if top_k is not None:
+        # [B, 1]: the least of the logits that remain; equal ones remain too.
         floor = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < floor, float("-inf"))
     if top_p is not None:
         ordered, index = logits.sort(descending=True)
+        # [B, V], of the tokens that are likelier: the likeliest always remains, since its own is 0.
         mass_before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
         logits = logits.scatter(1, index, ordered.masked_fill(mass_before >= top_p, float("-inf")))
     if min_p is not None:

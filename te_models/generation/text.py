@@ -49,6 +49,7 @@ def stream_text(
         raise UsageError(f"the prompt is a {type(prompt).__name__}: give a text or token ids")
     ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
     text_end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    # A tokenizer's end of text may be missing from the model's config, and the other way around.
     options.setdefault("eos_token_id", sorted({*stop_ids(model, "config"), *text_end}))
     settings = complete(options)
     stops = set(stop_ids(model, settings.eos_token_id))
@@ -61,6 +62,7 @@ def stream_text(
         if int(tokens[0]) in stops:
             outcome.ended = True
         else:
+            # A stop token has no text.
             new_ids.append(int(tokens[0]))
         text = text_after(tokenizer, ids, new_ids)
         cuts = [text.find(end) for end in endings if end in text]

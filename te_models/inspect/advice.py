@@ -58,8 +58,10 @@ def _nonfinite(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
         return
     first = int(np.flatnonzero(where.any(1))[0])
     order = np.flatnonzero(where[first])
+    # A NaN spreads to all that is computed from it: the first tensor is the nearest to its cause.
     worst = facts.first_computed(order)
     names = tuple(facts.tensors[i].name for i in order)
+    # Also those of later steps, which the same NaN has reached.
     facts.found.update(int(i) for i in np.flatnonzero(where.any(0)))
     name = facts.tensors[worst].name
     number = int(counts[first, worst])
@@ -81,6 +83,7 @@ def _answer(event: Row) -> str:
 def _uncalibrated(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     if facts.recipe.scheme != "DelayedScaling":
         return
+    # Under delayed scaling an age below 0 says that no amax has been seen.
     never_measured = facts.record.counted & (facts.record.values[:, :, INDEX["scale_age"]] < 0)
     lost = facts.lost()
     saturated = facts.record.share("saturated")
@@ -98,9 +101,11 @@ def _uncalibrated(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
 def _jumped(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     """Scales that no longer fit, though the tensors did not change: of most tensors in one step."""
     room = facts.headroom()
+    # A jump needs two steps.
     if len(room) < 2:
         return
     with np.errstate(divide="ignore", invalid="ignore"):
+        # [steps - 1, tensors], in powers of two, as the headroom is.
         grown = np.abs(np.diff(np.log2(facts.record.field("amax")), axis=0))
     wrong = (
         (np.abs(np.diff(room, axis=0)) > JUMP_BITS) & (grown < 1) & (np.abs(room[1:]) > JUMP_BITS)
@@ -210,6 +215,7 @@ def outliers(facts: RunFacts) -> Mask:
 def _dead(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     elements = facts.record.field("elements")
     zero = (facts.record.field("amax") == 0) & (elements > 0)
+    # Too few steps to tell a dead tensor from one that was zero by chance.
     if len(zero) < DEAD_STEPS:
         return
     # Steps of a streak that lasts to the end.
@@ -228,6 +234,7 @@ def _dead(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     count = zero.shape[1]
     depth = np.arange(count, dtype=float)
     nearest = np.where(facts.operand("grad_output"), depth, -depth)
+    # Above every depth.
     nearest[facts.operand("weight")] += 2 * count
     yield from over(facts, rule, always, nearest[None], say)
 
@@ -260,6 +267,7 @@ def _learning_rate(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
             return
         # Within these steps: over a long run weights grow without harm.
         growth = _weight_growth(facts, int(numbers[lowest]), int(numbers[end]))
+    # Also where it is NaN, as in a run that recorded no weights.
     if not growth >= WEIGHT_GROWTH:
         return
     step = int(numbers[lowest])
@@ -273,6 +281,7 @@ def _learning_rate(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
 def _weight_growth(facts: RunFacts, first: int, last: int) -> float:
     """Return the median growth of the weights between two steps, by the records around them; NaN without any."""
     weights = facts.rms()[:, facts.operand("weight")]
+    # A weight that was not recorded in some step would compare different sets.
     weights = weights[:, np.isfinite(weights).all(0)]
     if not weights.size:
         return float("nan")
@@ -305,6 +314,7 @@ def below_usual(facts: RunFacts) -> Floats:
     """Return by how many dB each cast is less exact than LEAST_SQNR, [steps, tensors]; negative if it is not."""
     sqnr = facts.record.sqnr()
     formats = facts.record.field("format")
+    # A format that is not listed stays NaN, and compares as not below.
     least = np.full_like(sqnr, np.nan)
     for number, value in LEAST_SQNR.items():
         least[formats == int(number)] = value
@@ -432,9 +442,11 @@ class Diagnosis(Printable):
 
 def diagnose(facts: RunFacts, rules: Sequence[Rule] = RULES) -> Diagnosis:
     """Return what the rules find in a run."""
+    # Facts may be diagnosed twice, as for advice and then for the report.
     facts.found.clear()
     findings: list[Finding] = []
     if facts.record.steps:
+        # In their order: each marks the tensors that it explains, which those after it leave out.
         for rule in rules:
             findings += rule.look(facts, rule)
     findings.sort(key=lambda finding: finding.step)

@@ -317,6 +317,7 @@ def common(names: Iterator[tuple[str, ...]]) -> tuple[str, ...]:
     first, *rest = [set(one) for one in names]
     for one in rest:
         first &= one
+    # In one order, whatever the order in a set.
     return tuple(core for core in CORES if core in first)
 
 

@@ -76,6 +76,7 @@ def parse(recipe: str) -> tuple[str, Fields]:
     """Split "delayed+fused" into ("delayed", {"fused": True}); an unknown name is an error."""
     name, *ways = recipe.split("+")
     if name != AUTO:
+        # Raises a UsageError for an unknown name.
         get_recipe(name)
     options: Fields = {}
     for way in ways:
@@ -111,6 +112,7 @@ def builders(
     for name in peers:
         if name not in PEERS:
             raise unknown("peer", name, [*PEERS, "none"])
+        # Built one by one, when their turn comes: the parameter keeps the name of this turn of the loop.
         steps[name] = lambda name=name: peer_step(PEERS[name](config, ids.device), ids)
     for text in recipes:
         recipe, ways = parse(text)
@@ -162,6 +164,7 @@ def bench(
     _check_sizes(sizes)
     # Import Transformer Engine before any use of cuDNN (te_models/device/cudnn.py).
     get_engine("auto", device)
+    # On the CPU, so that every device gets the same ids.
     ids = torch.randint(
         0, config.vocab_size, (batch_size, seq_len), generator=torch.Generator().manual_seed(0)
     )
@@ -206,6 +209,7 @@ def _prepared(
 ) -> StepFunction:
     """Build, compile and warm up the step of a variant; record its peak memory and loss in `result`."""
     torch.manual_seed(0)
+    # What is left of the variant before would count as memory of this one.
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -215,6 +219,7 @@ def _prepared(
         step()  # compiling and autotuning need memory of their own
         torch.cuda.reset_peak_memory_stats(device)
     else:
+        # The memory of a CPU's process says nothing about a step.
         before = 0
         step = build()
     for _ in range(warm_up):
@@ -238,11 +243,13 @@ def _floor(
         return None
     recipe, ways = quantized[0]
     fields = {name: value for name, value in {**options, **ways}.items() if name in EDGES}
+    # Without memory: only the precision of each te.Linear is asked for.
     on_meta = CausalLM(config, recipe=recipe, device="meta", engine="emulated", **fields)
     return roofline(config, batch, seq, on_meta.precision.linears, device)
 
 
 def _wall(step: StepFunction) -> float:
+    # A CPU computes while it is called: the host's clock is the right one.
     start = time.perf_counter()
     step().item()
     return 1e3 * (time.perf_counter() - start)

@@ -136,6 +136,7 @@ def _rows(record: Record, shown: Any) -> tuple[list[list[int]], list[dict[str, A
 def _columns(steps: int) -> list[slice]:
     """Return the recorded steps of each column of the map."""
     count = min(steps, MOST_COLUMNS)
+    # As equal as whole steps allow.
     bounds = [round(i * steps / count) for i in range(count + 1)] if count else [0]
     return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
 
@@ -144,6 +145,7 @@ def _folded(values: Floats, groups: list[list[int]], columns: list[slice], worst
     """Return the worst value of each row's tensors and each column's steps, [rows, columns]."""
     grid = np.full((len(groups), len(columns)), np.nan)
     for i, places in enumerate(groups):
+        # The worst and not the mean: one bad expert, or one bad step, must not vanish among good ones.
         rows = worst.reduce(values[:, places], axis=1)
         for j, part in enumerate(columns):
             grid[i, j] = worst.reduce(rows[part])
@@ -157,6 +159,7 @@ def _range(grid: Floats, statistic: Statistic) -> tuple[float, float]:
         return math.log10(LEAST_SHARE), 0.0
     known = grid[np.isfinite(grid)]
     if statistic.log:
+        # A value of 0 has no logarithm; the page gives it the lowest color.
         known = np.log10(known[known > 0])
     if not known.size:
         return 0.0, 1.0
@@ -229,6 +232,7 @@ class WorstTensors(Printable):
             order = np.argsort(worst if lowest else -worst)
             known = [int(i) for i in order if np.isfinite(worst[i])]
             for place in known[: self.count]:
+                # From here on no tensor shows anything.
                 if not lowest and worst[place] == 0:
                     break
                 column = values[:, place]

@@ -86,6 +86,7 @@ def roofline(
     measure_gemm = functools.cache(functools.partial(_gemm, device=device))
     measure_attention = functools.cache(functools.partial(_attention, **shape))
     measure_recurrence = functools.cache(functools.partial(_recurrence, **shape))
+    # In BF16, as most recipes run it. Three products: forward and both gradients.
     head = 3 * _gemm(tokens, config.hidden_size, config.vocab_size, False, device)
     ms_per_flop = head / (6.0 * tokens * config.hidden_size * config.vocab_size)
     gemm = head
@@ -108,6 +109,7 @@ def roofline(
                 gemm += measure_gemm(*dimensions, fp8)
             # BF16 input and output of each GEMM: once in the forward, and twice in the backward with their gradients.
             moved += 2 * 3 * rows * (i + o)
+        # The operations that the layer has beside its te.Linears.
         rest = batch * counted[depth] - sum(part.linear_flops(tokens) for part in layer.parts)
         has_others = not layer.mixers
         for mixer in layer.mixers:
@@ -175,6 +177,7 @@ def _recurrence(sizes: DeltaNetConfig, batch: int, seq: int, device: torch.devic
     q = _leaf(batch, seq, *keys, device=device)
     k = _leaf(batch, seq, *keys, device=device)
     v = _leaf(batch, seq, *values, device=device)
+    # Any decay and any step: the time does not depend on the values.
     rate = torch.rand(batch, seq, sizes.num_value_heads, device=device)
     g = (-rate).requires_grad_()
     beta = rate.clone().requires_grad_()
@@ -188,6 +191,7 @@ def _leaf(*shape: int, device: torch.device) -> Tensor:
 
 
 def _milliseconds(run: Callable[[], object]) -> float:
+    # The first calls load kernels and choose algorithms.
     for _ in range(3):
         run()
     return statistics.median(timed(run) for _ in range(10))

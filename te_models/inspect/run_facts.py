@@ -56,6 +56,7 @@ class RunFacts:
 
         Negative where the largest magnitude saturates; NaN for blocks, which have scales of their own.
         """
+        # Formats without an entry, such as FP4, stay NaN: no rule about scales applies to them.
         largest = np.full_like(self.record.field("amax"), np.nan)
         formats = self.record.field("format")
         for number, value in FP8_MAX.items():
@@ -72,6 +73,7 @@ class RunFacts:
         """
         if not self.recipe.quantized:  # of a run without run.toml
             return np.asarray(self.record.field("blocks") == 1)
+        # A run with a schedule has several recipes: the metrics have the one of each step.
         names = {int(row["step"]): str(row.get("recipe")) for row in self.rows}
         own = _with_one_scale(self.recipe, self.tensors)
         changed: dict[str, list[bool]] = {self.recipe.name: own}
@@ -95,6 +97,7 @@ class RunFacts:
         """
         elements = self.record.field("elements")
         zeros = np.nan_to_num(self.record.field("zeros"))  # 0 where nobody counted them
+        # The few values of a tensor of almost only zeros say little.
         values = np.maximum(elements - zeros, FEWEST_VALUES * elements)
         with np.errstate(divide="ignore", invalid="ignore"):
             return (self.record.field("flushed") + self.record.field("subnormal")) / values
@@ -120,6 +123,7 @@ def _with_one_scale(recipe: Recipe, tensors: Sequence[RecordedTensor]) -> list[b
     for tensor in tensors:
         own: Recipe | None = recipe
         for pattern, name in recipe.precision.items():
+            # No break: of several patterns the last one counts.
             if fnmatchcase(tensor.linear, pattern):
                 own = recipe.called(name)
         found.append(own is not None and own.scheme in PER_TENSOR)

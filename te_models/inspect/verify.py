@@ -291,6 +291,7 @@ def _met_in_training(
     met: dict[str, tuple[bool, nn.Module]] = {}
     linears = [module for module in model.modules() if isinstance(module, model.te.LINEARS)]
     for (label, high), linear in zip(_labels(model.plan()), linears, strict=True):
+        # One in the recipe says more than one in BF16.
         if label not in met or met[label][0] > high:
             met[label] = high, linear
     found: dict[nn.Module, list[Any]] = {}
@@ -337,6 +338,7 @@ def _verified(
 ) -> Verified:
     """Verify one linear on its recorded arguments and output gradient."""
     te = model.te
+    # The trials change scales and gradients: the model keeps its own.
     copy = _copy(model, linear)
     own = next(own for own, module in model.named_modules() if module is linear)
     recipe = model.precision.te_recipe_of(own)
@@ -406,6 +408,7 @@ def _trial(te: Any, linear: Any, inputs: tuple[Any, ...], dy: Tensor, recipe: An
     x = inputs[0].detach().requires_grad_()
 
     def pack(tensor: Tensor) -> Tensor:
+        # FP8 data that backward keeps is evidence that a GEMM read it.
         saved.append(tensor.dtype in FP8_DTYPES)
         return tensor
 

@@ -291,6 +291,7 @@ def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
     factor = factor.to(gradients[0].device)
     multiply = fused_operations(factor.device).get("multiply")
     if multiply is not None:
+        # One kernel for many tensors; those with gaps are multiplied one by one below.
         multiply([gradient for gradient in gradients if gradient.is_contiguous()], factor)
     for gradient in gradients:
         if multiply is None or not gradient.is_contiguous():

@@ -112,10 +112,12 @@ def export(
         )
     refuse_adapters(model)
     with saving(model), source_in(FORMATS[format], origin) as source:
+        # Before anything is written: it refuses what the format does not take.
         writer = _Writer(model, format, calibration, source, rounding, base)
         parameters = model.ep.gather(
             gather_state(weights(model), model.config, model.tp), model.device
         )
+        # All ranks gathered the weights together; one of them writes.
         if model.tp.rank == 0:
             write_hugging_face(
                 model, origin, folder, parameters, read_tokenizer(origin), quantize=writer.quantize
@@ -205,6 +207,7 @@ class _Writer:
         for name in self.modules:
             linear = model.config.linears[name]
             self.weights |= {f"{name}.{weight}": name for weight in linear.weights}
+            # A scale belongs to so many inputs of a row.
             if (size := linear.inputs) % self.format.columns:
                 raise UsageError(
                     f"{name} has {size} inputs, no multiple of {self.format.columns}, which {format} needs: choose "
@@ -257,6 +260,7 @@ class _Writer:
                     theirs.removesuffix(".weight"),
                     base=place.save(base),
                     tuned=tensor,
+                    # Nearest whatever the rounding of the tuned weights is.
                     base_left=place.save(base).bfloat16(),
                     left=written,
                 )
@@ -420,6 +424,8 @@ class _Writer:
         # Blocks of FP32 scales, which are those of the format; E8M0 bytes are MXFP8's.
         if aligned and scale_inv is not None and scale_inv.is_floating_point():
             data = self.fp8_weights[f"{ours}.rowwise_data"]
+            # [rows, blocks of columns]: a scale per row, so that the rows can move to their places in Hugging Face's
+            # order.
             by_row = spread(
                 scale_inv[:, : columns // BLOCK.block[1]],
                 BLOCK.block,
@@ -463,6 +469,7 @@ def _rows(parts: Parts, place: Place) -> Parts:
         if tensor.dim() < 2:
             found[name] = tensor
             continue
+        # Rows of FP8 are moved as bytes: not every operation takes the FP8 dtypes.
         narrow = tensor.dtype == E4M3
         rows = place.save(tensor.view(torch.uint8) if narrow else tensor)
         found[name] = rows.contiguous().view(E4M3) if narrow else rows

@@ -69,6 +69,7 @@ def kept_parts(
     found: list[Parts] = []
     for (name, weight), parts in zip(values.items(), made, strict=True):
         stored = {part: f"{name.removesuffix('.weight')}.{part}" for part in parts}
+        # One weight that the folder lacks, and none is kept: a server fuses them, with one scale.
         if name not in folder.stored.scales or not all(map(folder.has, stored.values())):
             return list(made)
         tensors = {part: folder.read(tensor) for part, tensor in stored.items()}
