@@ -130,6 +130,7 @@ class Session:
 
     def answer(self, text: str) -> None:
         """Print the answer to `text` as it is generated; Ctrl-C stops it, and what was printed stays in the history."""
+        # Closed on Ctrl-C too, which puts the part that was printed into the history.
         with contextlib.closing(self.talk.answer(text, **self.sampling)) as pieces:
             try:
                 for piece in pieces:

@@ -63,6 +63,7 @@ def _documents() -> dict[str, Any]:
     recipes = {}
     for name in list_recipes():
         recipe = get_recipe(name)
+        # Recipe.to_dict leaves out what changes no number.
         about = {"hardware": recipe.hardware, "description": recipe.description}
         recipes[name] = {**recipe.to_dict(), **about}
     return {

@@ -59,6 +59,7 @@ class Command(click.Command):
 
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)
+        # A command whose options are all everyday ones has no more to show.
         if any(_group(parameter) != EVERYDAY for parameter in self.params):
             self.params.append(
                 Option(

@@ -75,6 +75,7 @@ class Heads(NamedTuple):
         headwise = self.gate == "headwise"
         keys = 0 if self.reuses_keys else self.kv_size
         values = 0 if self.keys_as_values else keys
+        # One row per head is no multiple that FP8 takes: rows of padding follow.
         stored = -(-used // FEATURE_ALIGNMENT) * FEATURE_ALIGNMENT if headwise else used
         return (
             Section("q", self.q_size, self.q_size),

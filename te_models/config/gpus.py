@@ -103,6 +103,7 @@ def why_not(recipe: Recipe, capability: tuple[int, int]) -> str:
         least = SCHEMES[scheme].capability
         if least is not None and capability < least:
             return f"needs compute capability {least[0]}.{least[1]} or higher"
+        # By Transformer Engine's own check; a later version may take it.
         if scheme == "MXFP8BlockScaling" and capability >= (12, 0):
             return "Transformer Engine refuses MXFP8 on compute capability 12.0 and higher"
         if scheme == "Float8BlockScaling" and capability >= (12, 0):

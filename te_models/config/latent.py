@@ -106,6 +106,7 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
             "hidden_size": self.hidden_size,
             "q_lora_rank": s.q_lora_rank,
             "kv_lora_rank": s.kv_lora_rank,
+            # A product is named as one: a user who has to change the size must change one of its factors.
             "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)": heads * s.qk_head_dim,
             "num_attention_heads * (qk_nope_head_dim + v_head_dim)": heads
             * (s.qk_nope_head_dim + s.v_head_dim),

@@ -74,6 +74,7 @@ class Mamba2Config(Settings):
             raise ConfigError(
                 f"mamba2.num_heads={self.num_heads} is not a multiple of num_groups={self.num_groups}"
             )
+        # Values that change nothing are left out, so that equal models have equal configs.
         if self.multipliers is not None and set(self.multipliers) == {1.0}:
             object.__setattr__(self, "multipliers", None)
         if self.out_bias == self.bias:

@@ -146,6 +146,7 @@ def gain(
     card = card_name(gpu)
     rows = [row for row in like(card, config, recipe, tokens, lora) if row.over_bf16 is not None]
     width, experts = sizes_of(config)
+    # Ordered by distance: the first row that is near enough decides.
     for row in rows:
         if row.is_near(width, experts, tokens):
             assert row.over_bf16 is not None

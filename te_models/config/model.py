@@ -381,6 +381,7 @@ def _sliding_head_mistakes(config: ModelConfig, sizes: HeadSizes) -> Iterator[st
         )
     if sizes.head_dim % 2:
         yield f"sliding_heads.head_dim={sizes.head_dim} is odd: rotary embeddings rotate pairs of channels"
+    # Without a RoPE of their own these layers rotate as the others do.
     if config.sliding_rope is None:
         yield from rotary_mistakes(sizes.head_dim, config.partial_rotary_factor)
 

@@ -35,6 +35,7 @@ def precisions(recipe: Recipe, layers: tuple[LayerSpec, ...]) -> dict[str, Preci
     names = [*linears, HEAD]
     chosen_for = {name: _by_edges(recipe, len(layers), name) for name in names}
     always_bf16 = {name for name in linears if not linears[name].fp8}
+    # In the order of the table: of several patterns that match a linear, the last decides.
     for pattern, value in recipe.precision.items():
         matches = [name for name in names if fnmatchcase(name, pattern)]
         chosen = Precision(recipe.called(value), f"pattern {pattern!r}")

@@ -266,6 +266,7 @@ def gemma4_small(
     """
     own = [int(layer >= layers - shared) for layer in range(layers)]
     widths = tuple(intermediate * (1 + flag) for flag in own)
+    # The large shape, with the differences below.
     large = gemma4(hidden, intermediate, layers, heads=(8, kv_heads, kv_heads))
     return {
         **large,

@@ -337,6 +337,7 @@ def get_preset(name: str, **overrides: Any) -> ModelConfig:
     """
     check_known("preset", name, PRESETS, "`te-models list`")
     layers = overrides.get("num_hidden_layers")
+    # Fields with an entry per layer, such as layer_types, are cut to the layers that remain.
     kinds = {}
     for field in PER_LAYER:
         if isinstance(layers, int) and field in PRESETS[name]:

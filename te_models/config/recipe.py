@@ -344,6 +344,7 @@ def get_recipe(recipe: RecipeLike, **overrides: Any) -> Recipe:
         return _from_file(shipped[str(recipe)]).replace(**overrides)
     if str(recipe).endswith(".toml"):
         return _from_file(Path(recipe)).replace(**overrides)
+    # Names of other libraries, such as "fp8", get advice of their own.
     choices = [*shipped, AUTO, "the path of a .toml file"]
     raise unknown("recipe", recipe, choices, advice=RECIPES_ELSEWHERE.get(str(recipe).lower(), ""))
 
@@ -365,6 +366,7 @@ def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
         raise ConfigError(
             f"a recipe needs scheme = one of {', '.join(SCHEMES)}, in a table of names and values{given}"
         )
+    # Everything else is a field of the scheme, which Recipe checks.
     about: dict[str, Any] = {"name": "custom"}
     about |= {
         k: v
@@ -410,6 +412,7 @@ def _from_object(recipe: EngineRecipe) -> Recipe:
     if "fp8_format" in values:
         values["fp8_format"] = values["fp8_format"].name
     if "backward_override" in values:
+        # None in Transformer Engine; TOML has no null.
         values["backward_override"] = values["backward_override"] or "none"
     return Recipe(name=scheme, scheme=scheme, fields=values)
 

@@ -154,6 +154,7 @@ def checked_scaling(scaling: Scaling, pairs: int) -> Scaling:
     """Return `rope_scaling` with exactly the fields of its type; a ConfigError names a field that is not supported."""
     given = {}
     for name, value in scaling.items():
+        # transformers takes an mscale of 0 as none.
         absent = value is None or (name.startswith("mscale") and value == 0)
         if name not in KIND and not absent:
             given[name] = value

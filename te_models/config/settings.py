@@ -97,6 +97,7 @@ class Setting:
         if kind is tuple:
             if isinstance(value, (list, tuple)):
                 entries = value
+            # One path may be given for a list of paths; other lists must be lists.
             elif self.path:
                 entries = [value]
             else:
@@ -114,6 +115,7 @@ class Setting:
 
     def check(self, value: SettingValue) -> None:
         """Raise a ConfigError for a value of a wrong type or out of range."""
+        # The name is not what users write: the option tells them which setting is meant.
         renamed = (
             self.field and not self.name.endswith(f".{self.field}") and self.field != self.name
         )

@@ -40,6 +40,7 @@ def read_limited(path: Path) -> bytes:
         raise ConfigError(f"cannot read {path}: it is not a file")
     try:
         with open(path, "rb") as file:
+            # One byte more than allowed tells a file that is too large, without reading all of it.
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None

@@ -246,10 +246,12 @@ class TrainConfig(Settings):
             return self.learning_rate * step / warmup
         if self.schedule == "constant":
             return self.learning_rate
+        # The step after which the rate falls.
         begin = (
             max(warmup, self.steps - decay) if self.schedule == "warmup-stable-decay" else warmup
         )
         done = min(1.0, max(0.0, (step - begin) / max(1, self.steps - begin)))
+        # From 1 to 0 between `begin` and the last step.
         left = (1 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1 - done
         return self.learning_rate * (
             self.final_learning_rate + (1 - self.final_learning_rate) * left

@@ -65,6 +65,7 @@ def _without_blanks(
 ) -> NDArray[np.int64]:
     """Return the places of the last tokens of answers that are not blank; answers of blanks alone are left out."""
     marks = tokenizer.marks()
+    # One step back per round: an answer may end in a few tokens of white space.
     for _ in range(BLANKS):
         blank_ids = []
         for token in np.unique(tokens[ends]).tolist():
@@ -73,6 +74,7 @@ def _without_blanks(
         blank = np.isin(tokens[ends], blank_ids)
         if not blank.any():
             break
+        # A blank that is the first token of its answer has nothing before it to go back to.
         first = begins[ends] | ~counted[ends - 1]
         ends = np.where(blank, ends - 1, ends)[~(blank & first)]
     return ends

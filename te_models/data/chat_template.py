@@ -171,6 +171,7 @@ class _Process:
 
     def _why_ended(self) -> str:
         """Return why the process ended by itself: its last words, or the signal, and what limits its memory."""
+        # The process writes its error before it ends, so its output is complete then.
         code = self.popen.wait()
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
@@ -194,6 +195,7 @@ def template_sources(folder: str | Path) -> dict[str, str]:
     Raises:
         DataError: a file is damaged.
     """
+    # In this order: a file named "default" among the others takes the place of the first.
     files = {DEFAULT: Path(folder) / BESIDE}
     for file in sorted(Path(folder, TEMPLATES).glob("*.jinja")):
         files[file.stem] = file

@@ -39,6 +39,7 @@ def interrupts_wait() -> Iterator[None]:
 def handler_waits() -> Iterator[None]:
     """Call Python's handler of SIGINT at the end only. It runs in the main thread and interrupts no other one."""
     handler = signal.getsignal(signal.SIGINT)
+    # Only the main thread may set handlers, and one of another language cannot be put back.
     if handler is None or threading.current_thread() is not threading.main_thread():
         yield
         return

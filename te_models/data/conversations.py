@@ -195,10 +195,12 @@ def _requests(record: _Record, marks_answers: bool) -> Iterator[Fields]:
     messages = record.messages
     answers = [number for number, m in enumerate(messages) if m["role"] == "assistant"]
     if not marks_answers:
+        # The answer is what the second rendered prefix has beyond the first.
         for number in answers:
             before = {**record.variables, "messages": messages[:number]}
             yield {**before, "add_generation_prompt": True}
             yield {**record.variables, "messages": messages[: number + 1]}
+    # Calls under names that nothing else in the text can have: found again, they were written.
     calling = [number for number in answers if messages[number].get("tool_calls")]
     if calling and marks_answers:
         yield {**record.variables, "messages": _renamed(messages, calling)}
@@ -337,6 +339,7 @@ def _weighted(rendered: Rendered, weights: Sequence[object], document: Document)
         return rendered
     if not any(weights):
         return Rendered(rendered.text, [])
+    # A template may mark several pieces of a message, or none.
     if len(weights) != len(rendered.answers):
         raise DataError(
             f"{document.name}: the chat template marks {len(rendered.answers)} answers in {len(weights)} messages of "

@@ -61,6 +61,7 @@ def load_documents(
     system, files = find_files(str(path))
     documents = []
     for file in files:
+        # Ranges of any size: each file is one.
         for part, _ in file_ranges(system, file, sys.maxsize):
             for document in read_range(part, str(path), columns or {}, bad):
                 if has_text(document):
@@ -98,6 +99,7 @@ def in_evaluation(
 ) -> NDArray[np.bool_]:
     """Return which documents `split_documents` evaluates on, bool [D]; it cuts a single one itself."""
     hashes = [hash_document(seed, document) for document in documents]
+    # Equal documents have one hash, and so are on the same side.
     distinct = sorted(set(hashes))
     if len(distinct) < 2:
         if len(documents) > 1:
@@ -107,6 +109,7 @@ def in_evaluation(
         raise DataError(
             f"{names} cannot be split into training and evaluation: give at least two different ones, or --eval-data"
         )
+    # At least one document on each side.
     count = min(max(1, round(share_of(eval_fraction, len(distinct)))), len(distinct) - 1)
     evaluated = set(distinct[:count])
     return np.array([key in evaluated for key in hashes])

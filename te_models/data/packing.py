@@ -133,6 +133,7 @@ class RecordEpoch(Epoch):
             self.encoded.starts[self.order], self.encoded.lengths[self.order], self.seq_len
         )
         if self.packing == "none":
+            # A window for each record, in their order.
             pieces = np.arange(len(lengths))
             self.bounds = np.arange(len(lengths) + 1)
         else:

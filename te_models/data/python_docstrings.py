@@ -77,6 +77,7 @@ def python_docstrings() -> tuple[list[Document], list[Document]]:
         for name, prompt, docstring in read_pairs(
             file.read_text(encoding="utf-8-sig", errors="replace")
         ):
+            # By docstring, so that the first function of several with the same one remains.
             documents.setdefault(docstring, Document(docstring, prompt, f"{module}.{name}", source))
     if not documents:
         raise DataError(
@@ -143,6 +144,7 @@ def _split_by_module(pairs: Sequence[Document]) -> tuple[list[Document], list[Do
     remaining = EVAL_FRACTION * len(pairs)
     held_out = set()
     for top in sorted(sizes, key=lambda name: hashlib.blake2b(name.encode()).digest()):
+        # Whole modules: functions of one are alike, and would be known from training.
         if remaining > 0 and sizes[top] <= MAX_EVAL_SHARE * len(pairs):
             held_out.add(top)
             remaining -= sizes[top]

@@ -222,6 +222,7 @@ def _json(text: str, place: str, holds: str, whole: bool = False) -> Any:
 
 
 def _array_rows(file: IO[bytes], path: str) -> Iterator[tuple[Row, str]]:
+    # An array has to be parsed as a whole, hence the bound.
     raw = file.read(MAX_EXPANDED_BYTES + 1)
     if len(raw) > MAX_EXPANDED_BYTES:
         raise DataError(

@@ -155,6 +155,7 @@ def _first_document(
         try:
             if isinstance(row, DataError):
                 raise row
+            # Before the row is read: a column that --columns misspells would be a field that nothing reads.
             mistake = misspelled(columns, (*row, *_turn_fields(row)), place)
             if mistake is not None:
                 raise UsageError(mistake)
@@ -247,6 +248,7 @@ def read_records(
 def _formatted(row: object, place: str, by_function: bool) -> dict[str, object]:
     """Return the fields of a record; a list of messages, and a text that a function made, get the names of theirs."""
     if isinstance(row, Mapping):
+        # Datasets of Arrow have every field in every record, as null where it was not given.
         return {name: without_nulls(value) for name, value in row.items()}
     if isinstance(row, list):
         return {"messages": row}

@@ -68,6 +68,7 @@ def as_tokenizer(tokenizer: object) -> Tokenizer:
             f"the tokenizer is a {type(tokenizer).__name__}: give what load_tokenizer returns, a folder, or a "
             "tokenizer of transformers"
         )
+    # Through its files, which all tokenizers of transformers write, and te-models reads.
     with tempfile.TemporaryDirectory() as folder:
         save(folder)
         return load_tokenizer(folder)

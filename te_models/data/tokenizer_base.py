@@ -129,6 +129,7 @@ class Tokenizer(ABC):
         documents = self._documents()
         sources = self.template_sources()
         config = dict(documents["tokenizer_config"])
+        # The template is as it was read: the files stay as they were.
         if sources == config_templates(config):
             return documents
         config.pop("chat_template", None)

@@ -127,6 +127,7 @@ def _settings(data: Data, options: Fields) -> tuple[DataConfig, dict[str, Iterab
             in_memory[name] = cast(Iterable[object], records)
     if isinstance(data, DataConfig):
         return data, in_memory
+    # Their names stand for records where the settings need names of files.
     paths: object = OWN if OWN in in_memory else data
     evaluated: object = OWN_EVALUATION if OWN_EVALUATION in in_memory else eval_data
     settings = DataConfig(data=paths, eval_data=evaluated, **options)

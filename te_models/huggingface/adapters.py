@@ -267,6 +267,7 @@ def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
         raise UsageError("peft cannot train the biases of fused linears: leave out bias=")
     if moved:
         raise UsageError(f"{names}: change modules_to_save")
+    # Now that peft has its layers on the named rows, the te.Linear is replaced by the module that adds their updates.
     for ours, stand_in in placed.items():
         parent, _, leaf = ours.rpartition(".")
         part = model.get_submodule(parent)
@@ -345,6 +346,7 @@ def _warn_of_experts_left_out(model: CausalLM, configs: Document, adapted: list[
         places, family = _places(model)
         module = "mlp.experts" if family is None else family.expert_module
         names = expert_places("", model.config, _shapes(model), places, module)
+        # Names as in target_parameters: the last two parts, once for all layers.
         parameters = list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))
         warnings.warn(
             f"no expert has an adapter: for that, give target_parameters={parameters}", stacklevel=3

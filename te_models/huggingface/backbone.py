@@ -43,6 +43,7 @@ def hidden_states(
     batch, seq = shape[:2]
 
     def keep(x: Tensor) -> None:
+        # Inside a block tokens are rows, with padding behind them.
         found.append(x[: batch * seq].unflatten(0, (batch, seq)))
 
     def keep_input(module: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -329,6 +329,7 @@ class CacheView:
         assert isinstance(own, RecurrentLayer)
         if own.state is None:
             own.state = make()
+        # transformers asks each layer of a cache for its length.
         own.length = self.length + len(self._slots)
         return own.state
 

@@ -85,8 +85,10 @@ def _move_in(new: Path, folder: Path) -> None:
         old = set(read_json(folder / MANIFEST)["files"]) if (folder / MANIFEST).exists() else set()
     except (CheckpointError, LookupError, TypeError):
         old = set()
+    # Also files without a manifest: an older save under other names would be loaded together with this one.
     old |= {path.name for path in folder.glob("model*.safetensors*")}
     (folder / MANIFEST).unlink(missing_ok=True)
+    # Complete only with its manifest, which therefore comes last.
     names = sorted(os.listdir(new), key=lambda name: name == MANIFEST)
     for name in names:
         os.replace(new / name, folder / name)
@@ -101,6 +103,7 @@ def add_prefix(model: nn.Module, state: Fields, prefix: str, *others: object) ->
     """
     for name in [name for name in state if name.startswith(prefix)]:
         bare = name.removeprefix(prefix)
+        # Names of the text model inside a multimodal one, and of older versions of transformers.
         for root in (MULTIMODAL, *OTHER_ROOTS):
             if bare.startswith(root):
                 bare = WRAPPED + bare.removeprefix(root)

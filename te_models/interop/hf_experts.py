@@ -78,6 +78,7 @@ def experts(
             **{key: values[ours] for ours, key in keys.items()},
         }
         if shared:
+            # They count shared experts of one expert's width; te-models has one, as wide as all of them.
             theirs[shared] = (
                 config.moe.shared_expert_intermediate_size // config.moe.moe_intermediate_size
             )

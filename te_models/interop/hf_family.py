@@ -179,6 +179,7 @@ class Family:
                 stored.append(root)
         heads = [head for head in dict.fromkeys((self.head, *HEADS)) if f"{head}.weight" in names]
         aside = [prefix for own in self.aside for prefix in prefixes_of(own)]
+        # Other names of the same modules in some releases.
         ends = tuple(f".{other}.weight" for other in self.spellings.values())
         layer = self.layer
         if ends and any(name.endswith(ends) for name in names):
@@ -225,6 +226,7 @@ class Family:
         theirs |= {key: values[0] for key, values in self.only.items()}
         for part in self.parts:
             theirs |= part.write(config)
+        # A multimodal config.json has the text model's keys in a table of their own.
         named = {"architectures": [self.architecture], "model_type": self.model_type}
         if not self.inner:
             return {**named, **theirs}
@@ -312,6 +314,7 @@ class Family:
         read = {*self.known(), *HARMLESS, *SHARED, *self.ignored}
         found = []
         for key, value in text.items():
+            # A key that is switched off has no effect in any family.
             if (
                 key not in read
                 and not key.startswith(("_", "unsloth_"))

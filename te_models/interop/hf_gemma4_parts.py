@@ -75,6 +75,7 @@ def _read_gemma4_small(theirs: Values) -> Fields:
     if shared and theirs.get("use_double_wide_mlp"):
         width = theirs["intermediate_size"]
         found["intermediate_sizes"] = [width * (1 + flag) for flag in found["shared_key_layers"]]
+    # Only E2B and E4B have a second embedding.
     if width := theirs.get("hidden_size_per_layer_input"):
         rows = theirs["vocab_size_per_layer_input"]
         found["layer_inputs"] = {"width": width, "vocab_size": rows}

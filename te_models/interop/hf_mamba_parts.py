@@ -151,6 +151,7 @@ def _read_falcon_layers(theirs: Values) -> Fields:
     inner = theirs["mamba_d_ssm"]
     if inner is None:
         inner = theirs["mamba_expand"] * theirs["hidden_size"]
+    # Their two switches are one setting here.
     norm = "before_gate" if theirs["mamba_norm_before_gate"] else "gated"
     sizes = {
         **read_mamba(theirs, inner),
@@ -268,6 +269,7 @@ def _read_nemotron_layers(theirs: Values) -> Fields:
                 f"layers_block_type holds {kind!r}, which is not supported: te-models reads "
                 f"{', '.join(_NEMOTRON_KINDS)}"
             )
+    # A layer of theirs is one part, a mixer or an MLP; a layer here has a place for each.
     mixers, mlps = zip(*(_NEMOTRON_KINDS[kind] for kind in types), strict=True)
     found: Fields = {"layer_types": mixers, "mlp_layer_types": mlps}
     if "linear_attention" in types:

@@ -65,6 +65,7 @@ def obstacle(config: Mapping[str, Any], types: Collection[str]) -> str:
     kind = str(config.get("model_type"))
     inside = text_type(config)
     if inside:
+        # "qwen3_vl_text" begins with "qwen3": the longest such name is the nearest.
         begins = sorted(filter(inside.startswith, types), key=len, reverse=True)
         nearest = begins or difflib.get_close_matches(inside, types, n=1, cutoff=0.5) or ["llama"]
         return f"it is multimodal, with {inside!r} for text; the nearest that te-models reads is {nearest[0]!r}"

@@ -173,6 +173,7 @@ def _write_ling_layers(config: ModelConfig) -> Fields:
         "short_conv_kernel_size": sizes.conv_kernel_dim,
         "linear_conv_kernel_dim": sizes.conv_kernel_dim,
         "kda_safe_gate": bound is not None,
+        # Their default, which counts only with the gate.
         "kda_lower_bound": -5.0 if bound is None else -bound,
     }
 

@@ -215,6 +215,7 @@ def _tensors_beside(origin: Origin, family: Family) -> tuple[dict[str, Tensor] |
     if folder is not None and documents is not None:
         with open_hugging_face(folder, documents) as opened:
             found = _tensors_aside(opened)
+            # What is written follows this folder, so that its other files still fit.
             order = opened.family.stacked or family.stacked
             family = dataclasses.replace(family, stacked=order, layer=opened.family.layer)
     if origin.beside is not None and not found:

@@ -81,6 +81,7 @@ def model_card(
     if importlib.util.find_spec("huggingface_hub") is None:
         return None
     facts = _facts(model, origin)
+    # The facts come from a file that anybody may have edited.
     with reraising(f"{origin.adapters or origin.folder}/{TRAINED}.json", *DAMAGE):
         body = _BODY.format(
             mark=MARK,

@@ -330,6 +330,7 @@ def open_weights(
     """
     if storage is None:
         for name, tensor in found.items():
+            # FP8 without scales has no values.
             if tensor.dtype in NARROW:
                 raise CheckpointError(
                     f"{folder}: {name} is FP8, and config.json has no quantization_config with scales"
@@ -449,6 +450,7 @@ class _Weights:
             INPUT_GLOBAL_SCALE,
         ):
             stored.tensors.pop(f"{module}.{name}", None)
+        # As if it were stored in BF16: what reads shapes need not know of quantization.
         stored.tensors[weight] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
     def _without_others(self, stored: StoredWeights) -> StoredWeights:

@@ -47,6 +47,7 @@ def experts_of(
         parts = _dequantized(name, tensor, scales(f"{prefix}{projection}_scales"))
     else:
         weights = tensor.mT if order == INPUTS_FIRST else tensor
+        # Scales are read with their blocks, and yield nothing themselves.
         parts = {"": weights, "_bias": tensor, "_scales": ()}[kind]
     for expert, part in enumerate(parts):
         yield f"{prefix}{expert}.{projection}.{'bias' if kind == '_bias' else 'weight'}", part
@@ -100,6 +101,7 @@ def _dequantized(name: str, blocks: Tensor, scales: Tensor) -> Iterator[Tensor]:
         if data.is_meta:
             yield torch.empty(len(data), 32 * data.shape[1], dtype=torch.bfloat16, device="meta")
         else:
+            # E2M1 values of 16 bytes times a power of two, exact in BF16.
             yield nvfp4.unpack(data).mul_(e8m0_to_float(exponents)[..., None]).flatten(1)
 
 

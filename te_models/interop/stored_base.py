@@ -142,6 +142,7 @@ class _Rows:
         scales = self.scales
         if scales is None:
             scales = torch.cat(self.shared).to(self.device)
+        # Rows that the release left in BF16, among quantized ones of the same te.Linear.
         plain_rows = plain = None
         if self.plain:
             plain_rows = torch.cat(self.plain_rows).to(self.device)

@@ -118,6 +118,7 @@ def read_extra_state(payload: Tensor | bytes) -> Fields:
             raise CheckpointError(
                 f"an extra state is uint8 [bytes], not {payload.dtype} {list(payload.shape)}"
             )
+        # As bytes on the host: the pickle in it is interpreted, and never loaded.
         payload = payload.detach().cpu().numpy().tobytes()
     if not payload:
         return {}

@@ -101,6 +101,7 @@ class _Found:
             name = f"{ours}{kind}{expert}"
             if name not in self.shapes:
                 continue
+            # All rows of the parameter are one block.
             ranges = blocks or [(0, self.shapes[name][0])]
             shape = (sum(rows for _, rows in ranges), *self.shapes[name][1:])
             if form:

@@ -221,6 +221,7 @@ def match(
     Raises:
         CheckpointError: the message lists missing, unexpected and different tensors.
     """
+    # All differences at once: fixing one at a time would take as many attempts.
     missing = sorted(expected.keys() - loaded.keys())
     extra = sorted(loaded.keys() - expected.keys())
     different = []

@@ -326,6 +326,7 @@ def _gated(config: ModelConfig, overrides: Document) -> ModelConfig:
     after = wanted.attention_gate
     activation = wanted.attention_gate_activation
     change = f"the model has attention_gate={before!r}, which cannot become {after!r}"
+    # A trained gate cannot be taken out without changing what the model computes.
     if before not in ("none", after):
         raise UsageError(f"{change}: only an ungated model can be given a gate")
     if before != after and activation != "sigmoid":
@@ -427,6 +428,7 @@ def stored_storages(build: Callable[..., Decoder], name: str | Path) -> dict[str
     if documents is None:
         raise UsageError(NOT_STORED.format(folder))
     with open_hugging_face(folder, documents, read_scales=False) as source:
+        # On the meta device, for the shapes of the parameters.
         sketch = build(source.config, **SKETCH)
         source.fit({name: p.shape for name, p in sketch.named_parameters(remove_duplicate=False)})
         found = source.storable()

@@ -250,6 +250,7 @@ class Checkpoints:
             except SaveError as error:
                 logging.getLogger(__name__).warning("%s; trying again in %g s", error, pause)
                 time.sleep(pause)
+        # The last attempt: its error ends the save.
         else:
             save()
         self._error = None
@@ -283,6 +284,7 @@ def offering_older(path: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointError, DataError) as error:
+        # Only where the checkpoint itself is at fault, and not what is asked of it.
         damaged = _STEP.fullmatch(path.name) and not _whole(path)
         others = reversed(Checkpoints(path.parent).all()) if damaged else ()
         older = next((other for other in others if _whole(other)), None)

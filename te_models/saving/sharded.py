@@ -279,6 +279,7 @@ def whole_optimizer_state(
         """Return a value per parameter of the whole model; `other` makes a stand-in of a value of this rank's."""
         if not state[kind]:
             return []
+        # Under expert parallelism a rank has the experts that it owns, and stand-ins for the others.
         pairs = zip(names[kind], state[kind], strict=True)
         return [value for _, value in model.ep.every(pairs, other)]
 

@@ -137,6 +137,7 @@ class Captures:
         """
         trainer = self.trainer
         batch = self._whole_batch(micro_batches)
+        # No other thread may train the model while its weights are copied.
         with saving(trainer.model):
             tensors, documents = trainer.saved_model()
             tensors = {**tensors, "batch": batch}
@@ -177,6 +178,7 @@ class Captures:
         trainer = self.trainer
         config: Fields = {}
         for name, value in asdict(trainer.config).items():
+            # Tables of options are read-only mappings, which JSON does not take.
             if isinstance(value, str | int | float | None):
                 config[name] = value
             else:

@@ -35,6 +35,7 @@ def check_random_state(state: object, rank: int, generator: torch.Generator, nam
             or not len(state)
         ):
             raise TypeError("it is not uint8 [bytes], or a row of that per rank")
+        # A run may go on with more processes than it was saved by: states are then used several times.
         random = (state if state.dim() == 1 else state[rank % len(state)]).clone()
         generator.set_state(random)
         return random

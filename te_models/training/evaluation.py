@@ -37,6 +37,7 @@ def count_tokens(batch: Batch, cp: ContextParallel = ALONE) -> int:
     documents = batch.get("document_ids")
     mask = batch.get("attention_mask")
     real = torch.ones_like(batch["labels"], dtype=torch.bool)
+    # Packed rows mark padding by a document below 0.
     if documents is not None:
         real = documents >= 0
     elif mask is not None:

@@ -91,6 +91,7 @@ def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = Fa
     "auto", so that one file serves any number.
     """
     world = number("WORLD_SIZE", 0)
+    # One process with a kind of parallelism from the file, or several without one.
     if recorded and (config.parallel == "none") == (world > 1):
         undivided: Fields = {name: getattr(TrainConfig, name) for name in DIVISIONS}
         config = dataclasses.replace(config, parallel="auto", **undivided)

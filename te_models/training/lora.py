@@ -232,6 +232,7 @@ def add_lora(
             f"the model is a {type(model).__name__}: give a CausalLM or a TEModelsForCausalLM"
         )
     if config is None:
+        # peft would raise a TypeError of its constructor, without the nearest name.
         known = [field.name for field in dataclasses.fields(LoraConfig)]
         for name in fields.keys() - set(known):
             advice = "write r, as peft does" if name == "rank" else ""

@@ -165,12 +165,14 @@ def _targeted_modules(
 ) -> dict[Place, str]:
     """Return the place of each module that `target_modules` matches -> the first of its names that does."""
     if headless is None:
+        # A user may name modules of a class with a head or without one; a file is of one of the two.
         names = modules.named(False) | modules.named(True) | modules.stored()
     else:
         names = modules.named(headless)
     found: dict[Place, str] = {}
     for name, place in names.items():
         if _is_target(config, name):
+            # The first name of each place: te.Linears have several, as our own, and as transformers' parts.
             found.setdefault(place, name)
     if isinstance(config.target_modules, str):
         return _without_whole(found, modules)
@@ -300,6 +302,7 @@ def _without_missing(values: Mapping[str, Any], modules: Modules) -> dict[str, A
     missing = tuple(name for name in given if name not in known)
     left = {**values, "target_parameters": known}
     for field in ("rank_pattern", "alpha_pattern"):
+        # Patterns of targets that are gone would be refused as patterns that match nothing.
         if isinstance(patterns := values.get(field), dict):
             present = {}
             for key, number in patterns.items():
@@ -371,6 +374,7 @@ def _pattern_mistakes(patterns: Any, inner: bool = False) -> Iterator[str]:
         except re.error as error:
             yield f"the pattern {pattern[:80]!r} is not a regular expression: {error}"
         if (
+            # A repeated group such as (a+)+ can take exponential time on a name that does not match.
             re.search(r"\)[*+?{]", pattern)
             or _ways(f".*{pattern}" if inner else pattern) > MAX_WAYS
         ):

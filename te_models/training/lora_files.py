@@ -235,6 +235,7 @@ def parameters_in(model: CausalLM, adapter_name: str) -> dict[str, Tensor]:
         if adapter_name in layer.lora_magnitude_vector:
             magnitude = layer.lora_magnitude_vector[adapter_name].get_parameter("weight")
             found[f"{name}.lora_magnitude"] = magnitude
+    # modules_to_save: whole copies that peft trains beside the frozen originals.
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper) and adapter_name in module.modules_to_save:
             found[f"{name}.weight"] = module.modules_to_save[adapter_name].get_parameter("weight")

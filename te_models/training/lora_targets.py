@@ -255,6 +255,7 @@ def layers_of(wanted: Iterable[Wanted], modules: Modules) -> dict[str, Wanted]:
     layers: dict[str, Wanted] = {}
     for module, members in groups.items():
         whole = modules.ours[module]
+        # All rows of the te.Linear: the adapter is on the module itself, without rows to pick.
         if len(members) == 1 and members[0].place.shape == whole.shape:
             layers[module] = dataclasses.replace(members[0], place=whole)
             continue

@@ -428,6 +428,7 @@ def unreduced_gradients(model: nn.Module) -> list[tuple[Any, Tensor | None, Tens
         if not isinstance(module, FSDPModule):
             continue
         state: Any = module._get_fsdp_state()
+        # Newer versions of PyTorch have several groups per module, older ones a single one.
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for group in filter(None, groups):
             for parameter in group.fsdp_params:

@@ -225,6 +225,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     """
     ticks: list[float] = []
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    # From round to less round: later ones only fill what is left free.
     for digits in (1, 2, 5, 3, 4, 7, 6, 8, 1.5, 9, 2.5, 1.2):
         for decade in decades:
             tick = float(f"{digits}e{decade}")

@@ -136,6 +136,7 @@ def check_disk(folder: Path, size: int, kept: int) -> None:
 
     A run writes a checkpoint before it deletes an older one.
     """
+    # The folder of a new run is not there yet: its nearest parent is on the same disk.
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if size > free:
@@ -159,6 +160,7 @@ def _build_options(model: ModelSource) -> Fields:
         fp8_params=False,
         dtype_bytes=model.dtype.itemsize,
     )
+    # Left out where the run leaves it out: plan_memory's default is then the model's.
     for name in ("activation_checkpointing", "activation_offload", "fp8_params", "compile"):
         if model.options.get(name) is not None:
             options[name] = model.options[name]

@@ -139,6 +139,7 @@ class Recorder:
         """Return the observers of each GEMM of a te module."""
         found = []
         for expert in experts_of(self.model, name, self.modules[name]):
+            # One row of the table for each operand; the casts of the GEMM add to it on the device.
             rows = [
                 self.table.rows[RecordedTensor(linear_name(name), operand, expert)]
                 for operand in OPERANDS

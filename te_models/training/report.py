@@ -299,6 +299,7 @@ def draw_run(
     if not rows:
         return "not drawn: no step was taken"
     names = data or ("Python's documentation and sources",)
+    # Of the metrics, since a run may change its recipe on the way.
     recipes = " then ".join(name for _, name in recipes_of(rows)) or recipe
     title = f"{model} · {recipes} · {', '.join(Path(name).name or name for name in names)}"
     losses = f"evaluation loss {result.first_eval_loss:.4f} before, {result.eval_loss:.4f} after; "

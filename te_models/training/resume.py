@@ -38,6 +38,7 @@ def run_folder(settings: RunSettings, restarted: bool = False) -> Path:
     if settings.file is None:
         return folder
     last = candidate = folder
+    # The first folder without a checkpoint: a run that failed before its first one leaves its folder free.
     for number in itertools.count(2):
         if Checkpoints(candidate / "checkpoints").latest() is None:
             break
@@ -130,6 +131,7 @@ def check_unfinished(settings: RunSettings, folder: Path, step: int, steps: int)
         files.append("adapter")
         if settings.lora.merge:
             files.append("merged")
+    # A run that was killed after its last step has its checkpoint, and not what the end writes.
     missing = any(not os.path.lexists(folder / name) for name in files)
     unfinished = missing or "merge_dtype" in settings.given
     if step > steps or (step == steps and not unfinished):

@@ -135,6 +135,7 @@ def _only_run(given: Mapping[str, Any]) -> Path:
     """Return the folder to resume where none is given: runs/<model>-<recipe>, or the only one there is."""
     name = given.get("preset") or given.get("model")
     label = Path(name).name if name else ""
+    # Model and recipe give the folder's name, as for a new run.
     if label and given.get("recipe", "auto") != "auto":
         return Path("runs", f"{label}-{get_recipe(given['recipe']).name}")
     pattern = f"{label}-*/checkpoints" if label else "*/checkpoints"
@@ -218,6 +219,7 @@ def changed_settings(
         now = resolved_path(given[name]) if one.path else given[name]
         if before == now:
             continue
+        # Settings of adapters change only in a run that has adapters.
         without = name in TABLES["lora"] and not then.get("lora")
         if one.fixed or without:
             fixed_line = f"keeps its {name}" + (f", which is {before!r}" if name in then else "")

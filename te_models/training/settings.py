@@ -184,6 +184,7 @@ class LoraSettings(Settings):
             object.__setattr__(self, "targets", tuple(split_names(self.targets)))
         super().__post_init__()
         if self.alpha is None:
+            # A factor of 2 on the update, whatever the rank.
             object.__setattr__(self, "alpha", 2.0 * self.rank)
         if self.merge_dtype and not self.merge:
             raise ConfigError(

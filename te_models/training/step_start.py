@@ -50,6 +50,7 @@ class StepStarts:
             data.own_state() if isinstance(data, StreamingDataset) else data.state_dict()
         )
         cuda = self.model.device.type == "cuda"
+        # Two sets of buffers, used in turn: the step before may still be put back.
         memory = self._memory.pop(0)
         fp8 = self.copies.take(into=memory) if self.model.recipe.stateful else {}
         self._memory.append(fp8)
