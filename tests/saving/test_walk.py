@@ -72,7 +72,7 @@ def calls_between_files(folder: Path, recipe: str) -> set[tuple[str, str]]:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="co_qualname is new in Python 3.11")
 @pytest.mark.parametrize("format", ["te", "hf"])
-def test_loading_is_at_most_28_calls_between_files_and_4_climbs(
+def test_loading_is_at_most_29_calls_between_files_and_4_climbs(
     format: str, tmp_path: Path
 ) -> None:
     """Of a folder of ours with FP8 state, and of a family of Hugging Face."""
@@ -94,5 +94,5 @@ def test_loading_is_at_most_28_calls_between_files_and_4_climbs(
         if ORDER.index(call[1].split(".")[0]) > ORDER.index(call[0].split(".")[0])
     ]
     listing = "\n".join(f"{one} -> {other}" for one, other in sorted(calls))
-    assert 10 < len(calls) <= 28, f"{len(calls)}\n{listing}"
+    assert 10 < len(calls) <= 29, f"{len(calls)}\n{listing}"
     assert 0 < len(climbs) <= 4, climbs
