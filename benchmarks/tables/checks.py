@@ -309,8 +309,15 @@ def memory_breakdown() -> str:
         sizes = [f"{peak.parts()[name] / 1e9:.2f}" for peak in plans]
         label = name.replace("_", " ").replace("fp8", "FP8")
         rows.append([label, REPORTED.get(name, ""), *sizes])
-    rows.append(["**peak**", "20 to 30", *(f"**{peak.total / 1e9:.1f}**" for peak in plans)])
-    return markdown(" | ".join(["GB", "report, FP32", *PLANS]), rows)
+    rows.append(["**peak, planned**", "", *(f"**{peak.total / 1e9:.2f}**" for peak in plans)])
+    result = load("memory_breakdown_h200")
+    measured = [result["rows"][name]["peak_bytes"] for name in PLANS]
+    rows.append(["**peak, measured**", "20 to 30", *(f"**{peak / 1e9:.2f}**" for peak in measured)])
+    errors = [peak.total / found - 1 for peak, found in zip(plans, measured, strict=True)]
+    rows.append(["plan to measurement", "", *(f"{error:+.1%}" for error in errors)])
+    speeds = [result["rows"][name]["tokens_per_second"] for name in PLANS]
+    rows.append(["tokens/s", "", *(f"{speed:,.0f}" for speed in speeds)])
+    return f"{measured_on(result)}\n\n" + markdown(" | ".join(["GB", "report, FP32", *PLANS]), rows)
 
 
 @table

@@ -19,6 +19,8 @@ EXPECTED = {
     ("350m", "bf16"): "700,000",
     ("350m", "delayed"): "900,000",
 }
+# Dtypes of sums over two GPUs that were measured -> bytes that travel per gradient.
+SENT = {"float32": "4", "bfloat16": "2"}
 SHAPES = ("350m", "454m")
 OPTIMIZED = ("124m", "1b")  # of optimizer_speed
 PEERS = {"torch": "PyTorch BF16, compiled", "torchao": "torchao float8, compiled"}
@@ -213,22 +215,82 @@ def recomputation_result() -> str:
 @table
 def recomputation_equal() -> str:
     """Bits of 200 steps under every mode of recomputation, beside a second run without."""
-    result = load("checkpoint_parity_own_h100")
-    rows = [row for row in result["rows"] if "same" in row]
+    result = load("checkpoint_parity_own_h200")
+    exact = load("checkpoint_parity_deterministic_h200")
     lines = []
-    for recipe in dict.fromkeys(row["recipe"] for row in rows):
-        own = [row for row in rows if row["recipe"] == recipe]
-        modes = [row for row in own if row["mode"] != "again"]
-        again = [row for row in own if row["mode"] == "again"]
-        lines.append([f"`{recipe}`", _equal(modes), _equal(again)])
+    for recipe in dict.fromkeys(row["recipe"] for row in result["rows"]):
+        cells = []
+        for document in (result, exact):
+            own = [row for row in document["rows"] if row["recipe"] == recipe]
+            cells.append(_equal([row for row in own if row["mode"] != "again"]))
+            cells.append(_equal([row for row in own if row["mode"] == "again"]))
+        lines.append([f"`{recipe}`", *cells])
     text = prose(
         f"{result['steps']} steps of four layers of 256, three micro-batches of 4 x {result['seq_len']} tokens each, "
         "with cuDNN's attention: modes `selective`, `full` and 2, with weights quantized in every micro-batch, once "
         "per step, and with FP8 weights. Equal: every loss, and every weight, gradient, scale and history after each "
         f"{result['every']}th step. {measured_on(result)}"
     )
-    header = "recipe | runs that equal the one without | second runs without that equal it"
+    header = (
+        "recipe | runs that equal the one without | second runs without that equal it | "
+        "the same with `--deterministic` | second runs"
+    )
     return f"{text}\n\n{markdown(header, lines)}"
+
+
+@table
+def recompute_detection() -> str:
+    """The host's time to know that a pass is a recompute."""
+    result = load("recompute_detection_h200")
+    lines = []
+    for recipe, row in result["rows"].items():
+        lines.append(
+            [
+                f"`{recipe}`",
+                f"{row['none_ms']:.0f} ms",
+                f"{row['full_ms']:.0f} ms",
+                f"{row['contexts_per_step']:.0f} x {row['context_us']:.0f} us",
+                f"{row['frames_per_step']:.0f} x {row['frame_us']:.0f} us: {row['full_with_frames_ms']:.0f} ms",
+                f"{row['walks_per_step']:.0f} x {row['walk_us']:,.0f} us: {row['full_with_walks_ms']:,.0f} ms",
+            ]
+        )
+    about = prose(
+        f"`gated-1b`, eager steps (forward and backward) of {result['settings']['batch_size']} x "
+        f"{result['settings']['seq_len']:,} tokens; as a CUDA graph a step runs none of this again. "
+        f"{measured_on(result)}"
+    )
+    header = (
+        "recipe | step, `none` | step, `full` | contexts here | names of frames, in each linear: step with them | "
+        "`inspect.stack()` in each linear: step with it"
+    )
+    return f"{about}\n\n{markdown(header, lines)}"
+
+
+@table
+def gradient_dtypes() -> str:
+    """Steps on two GPUs whose gradients are sent in FP32, BF16 and FP8."""
+    lines = []
+    results = {dtype: load(f"reduce_1b_{dtype}_h200_x2") for dtype in SENT}
+    base = results["float32"]["rows"][0]["tokens_per_second"]
+    for dtype, result in results.items():
+        row = result["rows"][0]
+        lines.append(
+            [
+                f"`{dtype}`",
+                SENT[dtype],
+                f"{row['ms']:.1f} ms",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['tokens_per_second'] / base:.3f}x",
+                f"{row['peak_gib']:.1f} GiB",
+            ]
+        )
+    settings = results["float32"]["settings"]
+    about = prose(
+        f"`gated-1b` under `{settings['recipe']}`, FSDP2, {settings['batch_size']} x {settings['seq_len']:,} tokens on "
+        f"each GPU, one micro-batch per step. {measured_on(results['float32']).replace('on one ', 'on two ', 1)}"
+    )
+    header = "`--reduce-dtype` | bytes sent per gradient | step | tokens/s of both | to `float32` | peak per GPU"
+    return f"{about}\n\n{markdown(header, lines)}"
 
 
 def _equal(rows: list[dict[str, Any]]) -> str:

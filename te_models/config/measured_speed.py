@@ -120,7 +120,8 @@ def like(
         same = row.gpu == card_name(gpu) and row.recipe == recipe and row.lora == lora
         if same and bool(row.expert_width) == bool(experts):
             found.append(row)
-    return sorted(found, key=lambda row: row.distance(width, experts, tokens))
+    # Of equally near ones that with the most tokens: a run whose number is unknown fills its GPU.
+    return sorted(found, key=lambda row: (row.distance(width, experts, tokens), -row.tokens))
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def test_figures_are_those_of_the_files() -> None:
     ("gpu", "preset", "recipe", "tokens"),
     [
         ("H200", "gated-nano", "current", None),  # far narrower than anything measured
-        ("H200", "gated-124m", "current", 512),  # far fewer tokens
+        ("H200", "gated-124m", "current", 64),  # far fewer tokens
         ("H200", "gated-124m", "mxfp8", None),
         ("RTX 4090", "gated-1b", "current", None),
         ("a card of tomorrow", "gated-1b", "current", None),
@@ -62,6 +62,22 @@ def test_what_is_not_measured_has_no_verdict(
 ) -> None:
     found = gain(gpu, get_preset(preset), recipe, tokens)
     assert found.pays is None and "not measured" in found.text
+
+
+def test_the_map_counts_at_its_sizes() -> None:
+    """By hand, from its file: width 768, 1 x 512 and 8 x 4,096 tokens; and the most tokens where none are given."""
+    rows = json.loads((RESULTS / "speed_map_h200.json").read_text())["rows"]
+    times = {}
+    for row in rows:
+        if not row["experts"]:
+            times[row["width"], row["batch"] * row["seq"], row["recipe"]] = row["ms"]
+    for width, preset, tokens in ((768, "gated-124m", 512), (4096, "gated-8b", 32768)):
+        ratio = times[width, tokens, "bf16"] / times[width, tokens, "blockwise"]
+        found = gain("H200", get_preset(preset), "blockwise", tokens)
+        assert (
+            found.pays == (ratio > 1) and f"blockwise has {ratio:.2f} of BF16's speed" in found.text
+        )
+    assert gain("H200", get_preset("gated-8b"), "blockwise").pays
 
 
 def test_the_nearest_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
