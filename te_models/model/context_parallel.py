@@ -2,17 +2,18 @@
 
 All ranks get the same rows. A row is cut into two pieces per rank; rank r of n has pieces r and 2n - 1 - r, since a
 later token attends to more keys: so all ranks have equally much to do. Everything but attention works on a rank's own
-tokens. Attention gathers the keys and values of the whole row from all ranks, which costs each rank their memory and
-nothing of the queries', and backward sums their gradients over the ranks (as in Llama 3, arXiv 2407.21783, section
+tokens. Attention gathers the keys and values of the whole row from all ranks, once more in backward so that no layer
+keeps them, and backward sums their gradients over the ranks (as in Llama 3, arXiv 2407.21783, section
 3.3.2). Mixers with a state divide their heads instead (te_models.model.whole_rows). Only passes that return a loss and
 no logits are divided: generation and logits run whole on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.config.layer import LayerSpec
+from te_models.device.allocations import counted_as
 from te_models.device.autograd import Context
 from te_models.distributed.collectives import all_gather, all_to_all, reduce_scatter
 from te_models.distributed.mesh_ranks import MeshRanks
@@ -28,6 +30,7 @@ from te_models.kernels.composed_attention import composed_attention
 from te_models.kernels.prefix_attention import prefix_attention
 from te_models.kernels.sdpa import attention_mask, causal_attention
 from te_models.model.output import OutputRequest
+from te_models.model.recompute import Recompute
 from te_models.model.targets import IGNORED, PAD_DOCUMENT
 
 PIECES = 2  # of a row, for each rank
@@ -115,9 +118,12 @@ class TokenShare:
         """Return this rank's tokens of x [B, S], whose rows end before the pieces do: `value` follows."""
         return self.own(F.pad(x, (0, self.row - x.shape[1]), value=value), dim=1)
 
-    def gathered(self, x: Tensor) -> Tensor:
-        """Return the tokens of all ranks in their order in the row, from x [B, K, own tokens, H]: [B, K, row, H]."""
-        return _Gathered.apply(x, self)
+    def gathered(self, x: Tensor, again: RowsAgain | None = None) -> Tensor:
+        """Return the tokens of all ranks in their order in the row, from x [B, K, own tokens, H]: [B, K, row, H].
+
+        Backward drops what it has gathered in `again`.
+        """
+        return _Gathered.apply(x, self, again)
 
     def rows_of_heads(self, x: Tensor) -> Tensor:
         """Return all tokens of own heads [B, row, ...], given own tokens of all ranks' heads [B, S, ranks, ...]."""
@@ -143,16 +149,99 @@ class _Gathered(torch.autograd.Function):
     """Tokens of all ranks; the gradient of a token is the sum over the ranks of theirs."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, share: TokenShare) -> Tensor:
+    def forward(ctx: Context, x: Tensor, share: TokenShare, again: RowsAgain | None) -> Tensor:
         ctx.share = share
-        rows = x.movedim(2, 0)  # [own tokens, B, K, H]
-        return share.in_order(all_gather(rows, share.group)).movedim(0, 2)
+        ctx.again = again
+        return _whole_rows(x, share)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         share: TokenShare = ctx.share
         own = reduce_scatter(share.by_rank(grads[0].movedim(2, 0)), share.group)
-        return own.movedim(0, 2), None
+        if ctx.again is not None:
+            ctx.again.drop()
+        return own.movedim(0, 2), None, None
+
+
+def _whole_rows(x: Tensor, share: TokenShare) -> Tensor:
+    """Return x [B, K, own tokens, H] of all ranks in the order of the row: [B, K, row, H]."""
+    tokens = x.movedim(2, 0)  # [own tokens, B, K, H]
+    return share.in_order(all_gather(tokens, share.group)).movedim(0, 2)
+
+
+class _View(NamedTuple):
+    """A view of gathered tokens, in place of a tensor that autograd would save."""
+
+    number: int  # of the gathered tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class RowsAgain:
+    """Keys and values of whole rows that backward gathers once more, so that no layer keeps them until then.
+
+    Inside `saving`, autograd saves views of them as numbers. All ranks gather in the same places: where the gradient of
+    the attention's output arrives (`after`), whatever a rank's kernels have saved.
+    """
+
+    def __init__(self, share: TokenShare, *own: Tensor) -> None:
+        self.share = share
+        self.own = [x.detach() for x in own]  # as values: their graph leads here
+        self.waiting = sum(x.requires_grad for x in own)  # gradients that are still to come
+        self.rows: list[Tensor] = []  # empty but in backward
+        self.numbers: dict[int, int] = {}  # storage -> number of the gathered tensor
+
+    @contextlib.contextmanager
+    def saving(self, *rows: Tensor) -> Iterator[None]:
+        """Inside, save views of the gathered tensors `rows`, in the order of the own ones, as numbers."""
+        self.numbers = {x.untyped_storage()._cdata: number for number, x in enumerate(rows)}
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            yield
+        # Other tensors may have these addresses later.
+        self.numbers = {}
+
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        """Return what to keep of a tensor that autograd saves."""
+        number = self.numbers.get(tensor.untyped_storage()._cdata)
+        if number is None or tensor.dtype != self.own[number].dtype:
+            return tensor
+        return _View(number, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, kept: Tensor | _View) -> Tensor:
+        """Return the tensor that `pack` was given."""
+        if isinstance(kept, Tensor):
+            return kept
+        return self.rows[kept.number].as_strided(kept.size, kept.stride, kept.offset)
+
+    def after(self, out: Tensor) -> Tensor:
+        """Return the output of the attention; its backward gathers first."""
+        return _GathersAgain.apply(out, self)
+
+    def gather(self) -> None:
+        """Gather the tensors once more."""
+        with counted_as("recomputed"):
+            self.rows = [_whole_rows(x, self.share) for x in self.own]
+
+    def drop(self) -> None:
+        """Free the tensors once the gradients of all of them are there."""
+        self.waiting -= 1
+        if self.waiting <= 0:
+            self.rows = []
+
+
+class _GathersAgain(torch.autograd.Function):
+    """The identity, whose backward gathers keys and values."""
+
+    @staticmethod
+    def forward(ctx: Context, out: Tensor, again: RowsAgain) -> Tensor:
+        ctx.again = again
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.again.gather()
+        return grads[0], None
 
 
 class _Exchanged(torch.autograd.Function):
@@ -192,12 +281,14 @@ class SharedRows:
         window: the tokens that a query sees, itself included; None: all before it.
         real: bool [B, row], False at padding; None: there is none.
         documents: int [B or 1, row], the document of each token, or its chunk; None: a row is one.
+        recompute: which activations backward recomputes.
     """
 
     share: TokenShare
     window: int | None
     real: Tensor | None
     documents: Tensor | None
+    recompute: Recompute
 
     def __call__(
         self,
@@ -209,12 +300,19 @@ class SharedRows:
         cap: float | None = None,
     ) -> Tensor:
         """Return attention [B, N, own tokens, H] of q [B, N, own tokens, H] to k and v [B, K, own tokens, H]."""
-        keys = self.share.gathered(k)
-        values = self.share.gathered(v)
+        again = None
+        # A block that is recomputed gathers in backward anyway.
+        if self.recompute.saves_block and (k.requires_grad or v.requires_grad):
+            again = RowsAgain(self.share, k, v)
+        keys = self.share.gathered(k, again)
+        values = self.share.gathered(v, again)
+        saving = contextlib.nullcontext() if again is None else again.saving(keys, values)
         outs = []
-        for begin, queries in zip(self.share.begins, q.chunk(PIECES, dim=2), strict=True):
-            outs.append(self._piece(begin, queries, keys, values, scale, sinks, cap))
-        return torch.cat(outs, dim=2)
+        with saving:
+            for begin, queries in zip(self.share.begins, q.chunk(PIECES, dim=2), strict=True):
+                outs.append(self._piece(begin, queries, keys, values, scale, sinks, cap))
+        out = torch.cat(outs, dim=2)
+        return out if again is None else again.after(out)
 
     def _piece(
         self,

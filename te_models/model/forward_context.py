@@ -224,7 +224,7 @@ def forward_context(
         masks: dict[SeenKeys, Visible] = {seen: cache.visible(seen) for seen in kinds}
     else:
         positions = _positions(seq, padded, documents, ids.device)
-        masks = _masks(attentions, positions, padded, documents, kernels, dtype, share)
+        masks = _masks(attentions, positions, padded, documents, kernels, dtype, share, recompute)
     real = None if padded is None else padded.reshape(-1, 1)  # [B*S, 1]
     routed = _routed(real, documents)
     if cache:
@@ -337,6 +337,7 @@ def _masks(
     kernels: Kernels,
     dtype: torch.dtype,
     share: TokenShare | None,
+    recompute: Recompute,
 ) -> dict[SeenKeys, Visible]:
     """Return which keys each kind of attention sees in a pass without a cache, of tokens at `positions` [.., S]."""
     seq = positions.shape[-1]
@@ -346,7 +347,7 @@ def _masks(
         if spec.seen not in masks:
             pieces = _pieces(spec, positions, documents, seq)
             if share is not None:
-                masks[spec.seen] = SharedRows(share, spec.window, padded, pieces)
+                masks[spec.seen] = SharedRows(share, spec.window, padded, pieces, recompute)
                 continue
             masks[spec.seen] = _mask(spec, seq, padded, pieces, kernels, positions.device, dtype)
     return masks

@@ -143,6 +143,13 @@ class Recompute:
             self.decisions[layer] = decision
         return decision, True
 
+    @property
+    def saves_block(self) -> bool:
+        """Return whether what the block that runs computes waits for backward, on the device."""
+        # A recompute in backward runs the block again, and saves for a moment only.
+        recomputed = recomputes_block(self.mode, self.layer)
+        return torch.is_grad_enabled() and self.offload is None and not recomputed
+
     @contextlib.contextmanager
     def _recompute(self) -> Iterator[None]:
         self.recomputing, before = True, self.recomputing

@@ -76,6 +76,18 @@ def test_peaks_of_shared_rows(gpus: int) -> None:
     assert plan.peak.total / 2**30 == pytest.approx(measured["peak_gib"], rel=0.03)
 
 
+def test_gathered_keys_of_a_row_wait_for_no_backward() -> None:
+    """Four GPUs keep a quarter of what one keeps of the layers: backward gathers keys and values again.
+
+    Beside it they keep the rotated keys, which the fused operations of one GPU rotate again; gathered keys and values
+    would be 8 GiB more than the 19.
+    """
+    config = get_preset("gated-1b", num_hidden_layers=16, max_position_embeddings=65536)
+    plan = partial(plan_memory, config, get_recipe("bf16"), batch_size=1, seq_len=65536)
+    one = plan().peak.activations
+    assert plan(context_parallel_size=4).peak.activations == pytest.approx(one / 4, rel=0.06)
+
+
 @pytest.mark.parametrize("sequence", [False, True], ids=["tokens whole", "tokens divided"])
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "blockwise", "mxfp8", "nvfp4"])
 def test_a_rank_keeps_what_the_plan_says(recipe: str, sequence: bool) -> None:
