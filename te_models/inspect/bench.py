@@ -27,7 +27,7 @@ from te_models.inspect.peers import PEERS, StepFunction, peer_step, step_of
 from te_models.inspect.roofline import Roofline, model_flops, roofline, timed
 from te_models.training.cuda_graph import GraphedStep
 
-# Options that may follow a recipe after a "+", one row each; they combine.
+# Options that may follow a recipe after a "+", such as "delayed+fused+graph".
 WAYS: dict[str, dict[str, object]] = {
     "fused": {"fused": True},
     "plain": {"fused": False},

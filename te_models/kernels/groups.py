@@ -1,4 +1,4 @@
-"""Rows of experts that lie below each other, whose numbers only the device knows."""
+"""The rows of several experts in one tensor, one expert's below another's; only the device knows how many each has."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ LINE = 128  # bytes that a GPU reads at once
 
 @dataclass(eq=False)
 class Groups:
-    """Where the rows of each of E experts are: expert e has rows first[e] to first[e + 1].
+    """The places of the rows of E experts: expert e has rows first[e] to first[e + 1], without the latter.
 
-    `first` is int64 [E + 1] on the device. Rows from first[E] to `most` belong to no expert.
+    Three experts with 3, 0 and 2 rows have first = [0, 3, 3, 5]. A router decides these numbers on the device. To read
+    them there would make the host wait, so kernels and memory are sized by `most`, which the host knows.
+
+    Attributes:
+        first: int64 [E + 1] on the device.
+        most: the rows of the tensor. Those from first[E] on belong to no expert.
     """
 
     first: Tensor
     most: int
+    # Made once for all kernels of a pass: tiles by their height, parts by their first and last expert.
     _tiles: dict[int, Tensor] = field(default_factory=dict)
     _parts: dict[tuple[int, int], Groups] = field(default_factory=dict)
 
@@ -49,18 +55,23 @@ class Groups:
 
     @cached_property
     def apart(self) -> Groups:
-        """The groups with each expert's rows from a multiple of LINE on, as transposed copies have them."""
+        """The groups with gaps: each expert's rows begin at a multiple of LINE.
+
+        A transposed copy [K, rows] has its rows beside each other in memory: there an expert begins with a whole line.
+        """
         most = self.most + self.experts * (LINE - 1)
+        # -(-a // b) rounds a / b up.
         return Groups(_ends(-(-self.first.diff() // LINE) * LINE), -(-most // LINE) * LINE)
 
     def tiles(self, height: int) -> Tensor:
-        """Return the number of tiles of `height` rows of each expert and those before it, int64 [E]."""
+        """Return how many tiles of `height` rows each expert and all before it have together, int64 [E]."""
         if height not in self._tiles:
             self._tiles[height] = (-(-self.first.diff() // height)).cumsum(0)
         return self._tiles[height]
 
     def high(self, height: int) -> int:
-        """Return a number of tiles of `height` rows that all experts together do not exceed."""
+        """Return the most tiles of `height` rows that all experts together may have, as the host knows it."""
+        # Each expert has at most one tile that is not full.
         return -(-self.most // height) + self.experts
 
 

@@ -1,8 +1,9 @@
-"""A whole MLP of experts in FP8 as two autograd functions that know each other, from tokens to tokens.
+"""The MLP of all experts in FP8, from tokens to tokens, as two autograd functions, one per projection.
 
-Nothing is stored in high precision that is cast afterwards: the activation and its backward write FP8, and so does the
-way of the output's gradient to its rows, whose magnitudes are known from the tokens'. The numbers equal the
-operations' one by one (grouped_linear_triton.py): values are rounded to BF16 where they would be stored in between.
+One kernel computes and casts where separate operations would store BF16 first and read it again for the cast: the
+activation, its backward, and the copy of the output's gradient to the rows of the experts write FP8. The amax of that
+copy follows from the tokens, so no pass over the rows is needed to find it. The numbers equal those of separate
+operations (grouped_linear_triton.py): values are rounded to BF16 where they would be stored in between.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ T = TypeVar("T")
 
 
 class Projection(NamedTuple):
-    """One of the two linears of all experts: its casts, its weights in FP8, and where those in BF16 are."""
+    """One of the two linears of all experts."""
 
     casts: Casts
-    own: FP8Matrices | Stored
-    at: Locations
+    own: FP8Matrices | Stored  # the weights in FP8, cast for this pass or as a release stores them
+    at: Locations  # the addresses of the weights, for kernels that read all of them
     inputs: int
     outputs: int
     weights: Sequence[Tensor] = ()  # in BF16, which get gradients; none: those in FP8 are frozen
@@ -55,7 +56,7 @@ class Projection(NamedTuple):
 
 
 class JointExperts(NamedTuple):
-    """The MLP of all experts. With `route` None the rows of the experts are given, and returned."""
+    """The MLP of all experts. With `route` None it takes and returns the rows of the experts in place of tokens."""
 
     groups: Groups
     route: Route | None
@@ -65,7 +66,7 @@ class JointExperts(NamedTuple):
 
 
 class _Half(NamedTuple):
-    """The part of a projection that backward needs, beside tensors that autograd keeps (`_kept`)."""
+    """The part of a projection, one half of the MLP, that backward needs beside the saved tensors (`_kept`)."""
 
     casts: Casts
     at: Locations
@@ -90,7 +91,10 @@ def _half(projection: Projection, trained: bool) -> _Half:
 
 
 def _kept(projection: Projection) -> list[Tensor | None]:
-    """Return the factors of the weights, and what their transposed copy is or is made of in backward."""
+    """Return the tensors of a projection to save: inverse scale, transposed weights, scale, weights in BF16.
+
+    Backward needs transposed weights. They are None where it makes them anew, from stored weights or those in BF16.
+    """
     own = projection.own
     if isinstance(own, Stored):
         return [own.scale_inv, None, None]
@@ -117,9 +121,11 @@ def _backward_operand(half: _Half, kept: Sequence[Tensor]) -> ExpertMatrices:
 
 
 class Passed(Generic[T]):
-    """Results that the second function's backward passes to the first's, beside a gradient without memory.
+    """The gradient between the two functions, which is in FP8 and which autograd could therefore not pass.
 
-    Two functions, since autograd frees what a function saved when its backward ends.
+    Autograd passes a tensor in BF16: here one without memory of its own, while the second function's backward puts the
+    FP8 gradient into this object and the first's takes it out. One function for both would keep what the second
+    projection saved until the backward of the first has ended.
     """
 
     def __init__(self) -> None:
@@ -146,25 +152,27 @@ class _Up(torch.autograd.Function):
         ctx: Context,
         x: Tensor,
         bias: Tensor | None,
-        how: JointExperts,
+        experts: JointExperts,
         passed: Passed[HiddenGradients],
         *weights: Tensor,
     ) -> Tensor:
-        groups = how.groups
-        route = how.route
-        up = how.up
+        groups = experts.groups
+        route = experts.route
+        up = experts.up
+        # An argument for autograd's sake: the kernels read the weights through `up`.
+        del weights
         trained = any(ctx.needs_input_grad[4:])
         x = x.contiguous()
         token, row = (None, None) if route is None else (route.token, route.row)
-        given = Matrices(x, groups, source=token)
-        known = None
+        rows = Matrices(x, groups, source=token)
+        known_amax = None
         # Rows are copies of tokens: their amax follows from the tokens, of which there are k times fewer.
         if token is not None and up.casts.of_x is None:
-            known = amax_of_copies(given, row_amax(x))
+            known_amax = amax_of_copies(rows, row_amax(x))
         # With a route backward casts the rows again from the tokens, instead of keeping k transposed copies of each.
         turn = trained and route is None
-        of_x = cast(given, E4M3, up.casts.of_x, turn=turn, amax=known)
-        count_if_seen(up.casts.seen_x, given, groups, of_x, E4M3)
+        of_x = cast(rows, E4M3, up.casts.of_x, turn=turn, amax=known_amax)
+        count_if_seen(up.casts.seen_x, rows, groups, of_x, E4M3)
         # Tokens in high precision are smaller than the rows of all experts in FP8.
         kept = (x if route is not None else of_x.transposed) if trained else None
         ctx.groups = groups
@@ -243,17 +251,18 @@ class _Down(torch.autograd.Function):
         gate_up: Tensor,
         gates: Tensor | None,
         bias: Tensor | None,
-        how: JointExperts,
+        experts: JointExperts,
         passed: Passed[HiddenGradients],
         trained_up: bool,
         summed_up: bool,
         *weights: Tensor,
     ) -> Tensor:
-        groups = how.groups
-        route = how.route
-        activation = how.activation
-        up = how.up
-        down = how.down
+        groups = experts.groups
+        route = experts.route
+        activation = experts.activation
+        up = experts.up
+        down = experts.down
+        del weights  # see _Up
         of_hidden = hidden(gate_up, groups, activation, down.casts.of_x)
         count_if_seen(down.casts.seen_x, None, groups, of_hidden, E4M3)
         a = ExpertMatrices(of_hidden.data.view(E4M3), of_hidden.scale_inv)
@@ -363,15 +372,19 @@ class _Down(torch.autograd.Function):
         return passed, dgates, of_bias, None, None, None, None, *of_weights
 
 
-def experts_in_fp8(x: Tensor, gates: Tensor | None, how: JointExperts) -> Tensor:
-    """Return the sum of the experts' outputs by `gates` FP32 [T, k], of tokens x [T, D]: [T, D].
+def experts_in_fp8(x: Tensor, gates: Tensor | None, experts: JointExperts) -> Tensor:
+    """Return the sum of the experts' outputs for tokens x [T, D], each times its gate: [T, D].
 
-    Without a route x are the experts' rows [R, D], `gates` is None, and so the result is [R, D].
+    Args:
+        x: the tokens; without a route the rows of the experts [R, D], and so is the result.
+        gates: FP32 [T, k], of the k experts of each token; None without a route.
+        experts: the MLP.
     """
+    up = experts.up
+    down = experts.down
     passed: Passed[HiddenGradients] = Passed()
-    gate_up = _Up.apply(x, how.up.bias, how, passed, *how.up.weights)
-    trained = any(weight.requires_grad for weight in how.up.weights)
-    summed = how.up.bias is not None and how.up.bias.requires_grad
-    return _Down.apply(
-        gate_up, gates, how.down.bias, how, passed, trained, summed, *how.down.weights
-    )
+    gate_up = _Up.apply(x, up.bias, experts, passed, *up.weights)  # [R, 2F]
+    # Backward of the second function casts the gradient that the first one needs, in the copies that it needs.
+    trained = any(weight.requires_grad for weight in up.weights)
+    summed = up.bias is not None and up.bias.requires_grad
+    return _Down.apply(gate_up, gates, down.bias, experts, passed, trained, summed, *down.weights)

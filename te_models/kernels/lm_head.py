@@ -38,8 +38,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wants[0] else None
         dw = None
         # Several chunks are summed in FP32; a single one is a plain product in the dtype of the weight.
-        sums = wants[1] and chunk < len(x)
-        if sums:
+        if wants[1] and chunk < len(x):
             dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         # On the device: reading the count would make the host wait.
         count = (targets != -100).sum().clamp(min=1)
@@ -82,9 +81,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _starts(x: Tensor, chunk: int) -> Iterable[int]:
-    """Return the first row of each chunk of x [T, D]; without data all but the first and the last are alike."""
+    """Return the first row of each chunk of x [T, D]."""
     starts = range(0, len(x), chunk)
-    return (*starts[:2], *starts[2:][-1:]) if x.is_meta else starts
+    if not x.is_meta:
+        return starts
+    # A plan runs without data, and needs no more than the chunks that differ in memory: the first, a second one beside
+    # its results, and the last, which may be shorter.
+    return (*starts[:2], *starts[2:][-1:])
 
 
 def loss_and_gradient(

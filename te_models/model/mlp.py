@@ -33,6 +33,7 @@ class MLP(Feedforward[MLPSpec]):
         # The linears that FP8 comes from and goes to, where a kernel may hand it over.
         producer = context.neighbour(self.gate_up_proj)
         consumer = context.neighbour(self.down_proj)
+        # No field that the kernels for a plain SwiGLU, or another activation alone, do not support.
         if not spec.obstacles:
             return context.kernels.activate(gate_up, producer, consumer, spec.activation, spec.gate)
         kernels = context.kernels
@@ -68,8 +69,11 @@ class MLP(Feedforward[MLPSpec]):
         into = context.linear_of_step(self.gate_up_proj)
         out = context.linear_of_step(self.down_proj)
         kernels = context.step
-        known = spec.activation in HANDED_OVER and spec.limit is None and spec.multipliers is None
-        if not known or into is None or out is None or kernels is None:
+        has_kernel = (
+            spec.activation in HANDED_OVER and spec.limit is None and spec.multipliers is None
+        )
+        # None: the block runs the modules instead.
+        if not has_kernel or into is None or out is None or kernels is None:
             return None
         activation = StepActivation(spec.activation, spec.gate)
         hidden = kernels.product(x, into, context.batch, norm=norm, activation=activation)

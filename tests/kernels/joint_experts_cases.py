@@ -291,8 +291,8 @@ def test_the_bits_of_the_operations_one_by_one(case: Case) -> None:
             else:
                 kept = own.cast(cast_of.of_weights, turn=case.turned)
                 sides.append(Projection(cast_of, kept, own.at, *sizes, own.tensors, bias))
-        how = JointExperts(groups, route if case.routed else None, activation, *sides)
-        return experts_in_fp8(x, gates if case.routed else None, how)
+        experts = JointExperts(groups, route if case.routed else None, activation, *sides)
+        return experts_in_fp8(x, gates if case.routed else None, experts)
 
     leaves = [x, *([gates] if case.routed else []), *([] if case.frozen else trained)]
     leaves += biases if case.biased else []
@@ -400,14 +400,14 @@ def test_observers_count_every_cast_and_change_no_bit(joint: bool, routed: bool)
         own = up_weights.cast(turn=False, seen=of_up.seen_weights)
         if joint:
             other = down_weights.cast(turn=False, seen=of_down.seen_weights)
-            how = JointExperts(
+            experts = JointExperts(
                 groups,
                 route,
                 Activation(None, 1.0),
                 Projection(of_up, own, up_weights.at, WIDTH, 2 * HIDDEN, up),
                 Projection(of_down, other, down_weights.at, HIDDEN, WIDTH, down),
             )
-            y = experts_in_fp8(x, gates, how)
+            y = experts_in_fp8(x, gates, experts)
             return [y, *torch.autograd.grad(y, (x, *up, *down), torch.ones_like(y))]
         y = in_fp8(x, groups, of_up, own, up_weights, None, route)
         return [y, *torch.autograd.grad(y, (x, *up), torch.ones_like(y))]

@@ -37,8 +37,9 @@ class Call:
     override: str | None
     weight_name: str = "weight"
     fp8: Quantizers | None = None
-    updates: ScaleRegistry | None = None  # whose backward scales this module's backward updates
-    # Split accumulation in fprop, dgrad, wgrad.
+    # The scales that the backward of this module updates, if it is the first module of its region; else None.
+    updates: ScaleRegistry | None = None
+    # Whether fprop, dgrad and wgrad add their FP8 products in several runs, whose sums are added in full FP32.
     splits: tuple[bool, bool, bool] = (False, True, True)
     context: contextvars.Context | None = None  # of the forward, in which an FP8 backward runs
     # The cast of a stored weight, which backward repeats: its scale is the one of the forward pass.
@@ -52,17 +53,35 @@ def new_calls(
     tracked: bool,
     results: tuple[bool, bool] = (False, False),
 ) -> list[Call]:
-    """Return the arguments of the pass of each GEMM; takes the "first module" flag.
+    """Return the arguments of the pass of each GEMM.
 
-    `tracked`: autograd records the pass. `results`: whether the output and the gradient of the input are quantized.
+    The first module that runs in an autocast takes its "first module" flag: the backward of that module runs last, and
+    updates the scales of all gradients.
+
+    Args:
+        module: the te.Linear or te.GroupedLinear.
+        parallel: how its GEMMs are divided over ranks.
+        first: whether this is the first micro-batch; see te.Linear's is_first_microbatch.
+        tracked: whether autograd records the pass.
+        results: whether the output and the gradient of the input are quantized.
     """
     dtype = module.activation_dtype
     grad = torch.is_grad_enabled()
     assert dtype is not None
     if not module.fp8:
-        return [
-            Call(module, parallel, dtype, grad, first, None, name) for name in module.weight_names
-        ]
+        calls = []
+        for name in module.weight_names:
+            call = Call(
+                module=module,
+                parallel=parallel,
+                dtype=dtype,
+                grad=grad,
+                first_microbatch=first,
+                override=None,
+                weight_name=name,
+            )
+            calls.append(call)
+        return calls
     recipe: Recipe = module.fp8_meta["recipe"]
     override = recipe.backward_override
     # Backward may run in a thread of autograd, which does not see the context variables of this one.
@@ -81,10 +100,10 @@ def new_calls(
             x.observer, weight.observer, dy.observer = module.observers[i]
         quantize_output, quantize_gradient = results
         call = Call(
-            module,
-            parallel,
-            dtype,
-            grad,
+            module=module,
+            parallel=parallel,
+            dtype=dtype,
+            grad=grad,
             first_microbatch=first,
             override=override,
             weight_name=name,

@@ -1,4 +1,4 @@
-"""Which quantizer each operand of te.Linear's GEMMs has under a recipe."""
+"""The quantizer of each operand of te.Linear's GEMMs under a recipe."""
 
 import torch
 
@@ -29,7 +29,7 @@ def make_quantizer(recipe: Recipe, slot: str, device: torch.device) -> Quantizer
     """Return the quantizer of one of a te.Linear's `SLOTS` under a recipe without state, for a weight on `device`."""
     forward = slot in SLOTS["scaling_fwd"]
     dtype = fp8_dtype(recipe.fp8_format, forward)
-    # Not operands of a GEMM, but what it gives where the next module takes FP8.
+    # Results of a GEMM, where the next module takes FP8; the other slots are operands.
     result = slot in ("output", "grad_input")
     # The name of the operand's options in a recipe (`Recipe.options`).
     if slot == "weight":
@@ -44,7 +44,7 @@ def make_quantizer(recipe: Recipe, slot: str, device: torch.device) -> Quantizer
         )
     if isinstance(recipe, NVFP4BlockScaling):
         params = recipe.options(operand)
-        # Of 16 elements: it spreads outliers of the operands of the weight gradient over their block.
+        # A Hadamard transform of 16 elements spreads an outlier over its block, in operands of the weight gradient.
         transform = params.random_hadamard_transform
         return NVFP4Quantizer(
             with_rht=transform,

@@ -15,10 +15,12 @@ from te_models.device.cpu_threads import TOO_SMALL_TO_SHARE, one_thread, untrack
 from te_models.device.measured import once
 from te_models.numerics.quantizers import no_amax_recorded
 
-_MANY = 128  # rows whose products `enough_rows` compares with products of fewer
-_MOST = 16  # rows from which on products are taken to have the bits of more
-_DRAWN = 1024  # outputs with weights of their own; further ones have the same again
-_COMPARED = 2**16  # numbers that it compares, since not every sum in another order differs
+# How `enough_rows` compares the product of many rows with products of few:
+_MANY = 128  # the many rows
+_MOST = 16  # from so many rows on, products have the bits of more: this is not measured
+_DRAWN = 1024  # outputs of the weight that are drawn; a wider one repeats them
+_COMPARED = 2**16  # numbers that are compared: sums in another order may agree by chance
+# The number of rows that zeros would pad the rows of this pass to (`short_rows`).
 _MULTIPLE: ContextVar[int] = ContextVar("short_rows", default=1)
 
 
