@@ -96,13 +96,14 @@ def dots(x: Tensor, rows: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
         columns = min(triton.next_power_of_2(x.shape[1]), max(128, COLUMNS * 2 // abreast))
         with torch.cuda.device_of(x):
             _dots_kernel[(len(x),)](
-                x,
-                rows,
-                row,
-                found,
-                amax,
-                *rows.shape,
-                row.shape[1],
+                x=x,
+                rows=rows,
+                row=row,
+                dots=found,
+                amax=amax,
+                count=rows.shape[0],
+                width=rows.shape[1],
+                k=row.shape[1],
                 columns=columns,
                 ABREAST=abreast,
                 num_warps=4,
@@ -119,13 +120,14 @@ def gather(
     if len(token):
         with torch.cuda.device_of(x):
             _gather_kernel[(len(token),)](
-                x,
-                token,
-                factor,
-                other,
-                out,
-                dots,
-                *x.shape,
+                x=x,
+                token=token,
+                factor=factor,
+                other=other,
+                out=out,
+                dots=dots,
+                tokens=x.shape[0],
+                width=x.shape[1],
                 scaled=factor is not None,
                 with_dots=other is not None,
                 columns=_columns(x),
@@ -141,12 +143,13 @@ def total(rows: Tensor, row: Tensor, weights: Tensor | None = None) -> Tensor:
     if len(row):
         with torch.cuda.device_of(rows):
             _total_kernel[(len(row), triton.cdiv(rows.shape[1], columns))](
-                rows,
-                row,
-                None if weights is None else weights.contiguous(),
-                out,
-                *rows.shape,
-                row.shape[1],
+                rows=rows,
+                row=row,
+                weights=None if weights is None else weights.contiguous(),
+                out=out,
+                count=rows.shape[0],
+                width=rows.shape[1],
+                k=row.shape[1],
                 weighted=weights is not None,
                 columns=columns,
                 num_warps=4,

@@ -249,21 +249,25 @@ class _FP8Gradient:
 
     def gate(self, dy: Tensor, mixed: Tensor, logits: Tensor) -> Tensor:
         """Write the gradient of the gate's logits in FP8; return the gradient of attention's output."""
-        at = (self.out, self.target.cast_scale, self.starts[3])
-        return self.ops.gate_backward(*at, dy, mixed, logits, self.softplus)
+        scale = self.target.cast_scale
+        start = self.starts[3]
+        return self.ops.gate_backward(self.out, scale, start, dy, mixed, logits, self.softplus)
 
     def heads(
         self, section: int, slope: Tensor, x: Tensor, norm: Norm | None, rotation: Rotation | None
     ) -> Tensor | None:
         """Write the gradient of q, k or v in FP8, before norm and RoPE, given attention's; return the norm weight's."""
-        at = (self.out, self.target.cast_scale, self.starts[section])
+        out = self.out
+        scale = self.target.cast_scale
+        start = self.starts[section]
         if norm is not None:
-            dweight = self.ops.norm_backward(*at, slope, x, norm, rotation)
+            dweight = self.ops.norm_backward(out, scale, start, slope, x, norm, rotation)
             return dweight.to(norm.weight.dtype)
         if rotation is None:
-            self.ops.gate(*at, slope, None, False)
+            # A gate without logits is a cast alone.
+            self.ops.gate(out, scale, start, slope, None, False)
         else:
-            self.ops.rotate(*at, slope, rotation, True)
+            self.ops.rotate(out, scale, start, slope, rotation, True)
         return None
 
     def whole(self) -> Tensor:

@@ -86,20 +86,20 @@ class Spans(NamedTuple):
         factor, cap_2 = _factors(scale, dim, cap)
         block, options = _options(FORWARD, dim)
         _forward_kernel[(triton.cdiv(seq, block[0]) * batch * heads,)](
-            q,
-            k,
-            v,
-            sinks,
-            out,
-            log_sum,
-            self.first,
-            *_strides(q, k, v, out),
-            self._stride,
-            seq,
-            heads,
-            heads // k.shape[1],
-            factor,
-            cap_2,
+            q=q,
+            k=k,
+            v=v,
+            sinks=sinks,
+            out=out,
+            log_sum=log_sum,
+            first=self.first,
+            **_strides(q=q, k=k, v=v, o=out),
+            first_batch=self._stride,
+            seq=seq,
+            heads=heads,
+            group=heads // k.shape[1],
+            factor=factor,
+            cap=cap_2,
             **options,
         )
         return out, log_sum
@@ -121,7 +121,7 @@ class Spans(NamedTuple):
             return *self._flash_backward(dy, q, k, v, out, kept, scale), None
         (log_sum,) = kept
         batch, heads, seq, dim = q.shape
-        shared = k.shape[1]
+        key_heads = k.shape[1]
         dq, dk, dv = (
             torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(
                 1, 2
@@ -130,31 +130,42 @@ class Spans(NamedTuple):
         )
         dots = torch.empty_like(log_sum)
         _dot_kernel[(triton.cdiv(seq, 64) * batch * heads,)](
-            out, dy, dots, *_strides(out, dy), seq, heads, dim=dim, width=_width(dim), queries=64
+            out=out,
+            dy=dy,
+            dots=dots,
+            **_strides(o=out, y=dy),
+            seq=seq,
+            heads=heads,
+            dim=dim,
+            width=_width(dim),
+            queries=64,
         )
-        common = (*_strides(q, k, v, dy),)
         factor, cap_2 = _factors(scale, dim, cap)
-        tail = (self._stride, seq, heads, heads // shared, factor, _scale(scale, dim), cap_2)
+        # The arguments that both kernels of gradients have.
+        shared = dict(
+            q=q,
+            k=k,
+            v=v,
+            dy=dy,
+            log_sum=log_sum,
+            dots=dots,
+            first=self.first,
+            **_strides(q=q, k=k, v=v, y=dy),
+            first_batch=self._stride,
+            seq=seq,
+            heads=heads,
+            group=heads // key_heads,
+            factor=factor,
+            scale=_scale(scale, dim),
+            cap=cap_2,
+        )
         block, options = _options(GRAD_QUERY, dim)
         _grad_query_kernel[(triton.cdiv(seq, block[0]) * batch * heads,)](
-            q, k, v, dy, log_sum, dots, self.first, dq, *common, *_strides(dq), *tail, **options
+            **shared, dq=dq, **_strides(d=dq), **options
         )
         block, options = _options(GRAD_KEY, dim)
-        _grad_key_kernel[(triton.cdiv(seq, block[1]) * batch * shared,)](
-            q,
-            k,
-            v,
-            dy,
-            log_sum,
-            dots,
-            self.first,
-            self.last,
-            dk,
-            dv,
-            *common,
-            *_strides(dk),
-            *tail,
-            **options,
+        _grad_key_kernel[(triton.cdiv(seq, block[1]) * batch * key_heads,)](
+            **shared, last=self.last, dk=dk, dv=dv, **_strides(d=dk), **options
         )
         if sinks is None:
             return dq, dk, dv, None
@@ -274,12 +285,14 @@ def spans(seq: int, window: int | None, documents: Tensor | None, device: torch.
     return Spans(first.int(), last.int(), window if documents is None else None)
 
 
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Return the strides of batch, head and token of each."""
-    strides: list[int] = []
-    for tensor in tensors:
-        strides += tensor.stride()[:3]
-    return tuple(strides)
+def _strides(**tensors: Tensor) -> dict[str, int]:
+    """Return the strides of batch, head and token of each tensor [B, heads, S, H], as the kernels name them."""
+    strides = {}
+    for name, tensor in tensors.items():
+        strides[f"{name}_batch"] = tensor.stride(0)
+        strides[f"{name}_head"] = tensor.stride(1)
+        strides[f"{name}_seq"] = tensor.stride(2)
+    return strides
 
 
 def _scale(scale: float | None, dim: int) -> float:
