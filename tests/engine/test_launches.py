@@ -48,7 +48,7 @@ def test_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             len(rows), len(columns), dtype=dtype if isinstance(a, Tensor) else torch.bfloat16
         )
 
-    monkeypatch.setattr(fused, "_run", lambda kernel, *_, **__: launched.update([kernel]))
+    monkeypatch.setattr(fused, "run", lambda kernel, *_, **__: launched.update([kernel]))
     monkeypatch.setattr(fused, "kernels", lambda: {"any": None})
     monkeypatch.setattr(fused, "DEVICES", ("cpu",))
     monkeypatch.setattr(gemm, "_tensor_cores", lambda device: True)
@@ -98,7 +98,7 @@ def test_a_variant_of_a_kernel_is_looked_up_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fused, "_VARIANTS", {})
     x, s = torch.zeros(64), torch.ones(1)
     for _ in range(3):
-        fused._run("k", (2,), (x, s), (64,), {"BLOCK": 32, "num_warps": 4, "WIDE": False})
+        fused.run("k", (2,), (x, s), (64,), {"BLOCK": 32, "num_warps": 4, "WIDE": False})
     assert kernel.searches == [
         {"enable_fp_fusion": False, "BLOCK": 32, "num_warps": 4, "WIDE": False}
     ]
@@ -135,5 +135,5 @@ def test_arguments_that_change_the_variant(
     }
     for arguments in (call, call | change):
         constants = {name: value for name, value in arguments.items() if name not in "xsn"}
-        fused._run("k", (2,), (arguments["x"], arguments["s"]), (arguments["n"],), constants)
+        fused.run("k", (2,), (arguments["x"], arguments["s"]), (arguments["n"],), constants)
     assert len(kernel.searches) == 2 and not kernel.launches
