@@ -17,6 +17,7 @@ from te_models.config.recompute_modes import MODES
 from te_models.engine import get_engine
 from te_models.errors import UsageError
 from te_models.fp8.scaling_state import fp8_state
+from te_models.model import recompute
 from te_models.training.cuda_graph import ATTEMPTS, WARM_UP, GraphedStep, NoHostCopies, obstacle
 from te_models.training.trainer import deterministic
 
@@ -195,6 +196,37 @@ def test_a_thread_that_synchronizes_the_device_disturbs_no_run() -> None:
         thread.join()
     assert got[0] == pytest.approx(wanted[0], rel=1e-3)
     assert torch.randn(3, device="cuda").isfinite().all()  # the generator has left the capture too
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["selective", "full", 2])
+def test_a_capture_that_fails_inside_a_block_costs_an_eager_step(
+    mode: str | int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is kept, as a debugger would; torch's hooks are not, or the eager step would save through them."""
+    models = [build("bf16", **PLACE, activation_checkpointing=mode) for _ in range(2)]
+    wanted = trained(models[0], eager(models[0]))
+    errors: list[BaseException] = []
+    own = recompute.checkpoint
+
+    def disturbed(function: Any, *args: Any, **options: Any) -> Any:
+        def passed(*inputs: Any, **named: Any) -> Any:
+            result = function(*inputs, **named)
+            if torch.cuda.is_current_stream_capturing() and not errors:
+                try:
+                    torch.cuda.synchronize()  # forbidden during a capture
+                except RuntimeError as error:
+                    errors.append(error)
+                    raise
+            return result
+
+        return own(passed, *args, **options)
+
+    monkeypatch.setattr(recompute, "checkpoint", disturbed)
+    found = trained(models[1], GraphedStep(models[1]))
+    assert len(errors) == 1 and "tries again" in caplog.text
+    assert str(errors[0]).splitlines()[0] in caplog.text
+    assert found[0] == pytest.approx(wanted[0], rel=1e-3)
 
 
 @pytest.mark.gpu
