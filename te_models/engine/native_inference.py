@@ -29,6 +29,7 @@ from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.distributed import is_fp8_activation_recompute_enabled
 from transformer_engine.pytorch.module.base import quantize_weight
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
 from te_models.device.hooks import is_untouched
 from te_models.engine.torch_linear import TorchLinear
@@ -42,16 +43,19 @@ def linear(module: Linear, x: Tensor, is_first_microbatch: bool | None) -> Tenso
     `is_first_microbatch` decides, as in te.Linear, whether the FP8 weight is made anew (True), taken from the module's
     cache (False), or made and not kept (None).
     """
-    if not _is_plain(module, x):
+    weight: Any = module._parameters[
+        "weight"
+    ]  # which nn.Module's look-up by name takes longer to find
+    if not _is_plain(module, weight, x):
         return None
-    weight: Any = module.weight
     bias = module.bias if module.use_bias else None
     if not FP8GlobalStateManager.is_fp8_enabled():
         if FP8GlobalStateManager.is_fp8_calibration() or isinstance(weight, QuantizedTensor):
             return None
         return general_gemm(weight, x, out_dtype=x.dtype, bias=bias)[0]
 
-    module.init_fp8_metadata(num_gemms=1)
+    if not _is_prepared(module):
+        module.init_fp8_metadata(num_gemms=1)
     into, of_weight = module.quantizers["scaling_fwd"][:2]
     if not isinstance(into, (Float8Quantizer, Float8CurrentScalingQuantizer)):
         return None
@@ -59,26 +63,28 @@ def linear(module: Linear, x: Tensor, is_first_microbatch: bool | None) -> Tenso
         return None  # te.Linear has a message for it
     into.internal = True
     into.set_usage(rowwise=True, columnwise=False)
-    if not isinstance(weight, QuantizedTensor):
+    if isinstance(weight, QuantizedTensor):
+        weight.update_usage(rowwise_usage=True)
+    else:
         weight = _quantized(module, of_weight, is_first_microbatch)
-    weight.update_usage(rowwise_usage=True)
     # Delayed scaling has no setting for its products.
     product = getattr(module.fp8_meta["recipe"], "fp8_gemm_fprop", None)
     return general_gemm(
         weight,
-        into(x),
+        # As `into(x)`, which would look for gradients and groups of processes first.
+        into.quantize_impl(x),
         out_dtype=x.dtype,
         bias=bias,
         use_split_accumulator=product is not None and product.use_split_accumulator,
     )[0]
 
 
-def _is_plain(module: Linear, x: Tensor) -> bool:
-    """Return whether te.Linear would do no more for x than cast and multiply."""
+def _is_plain(module: Linear, weight: Any, x: Tensor) -> bool:
+    """Return whether te.Linear, with this weight, would do no more for x than cast and multiply."""
     own = type(module) is Linear or isinstance(module, TorchLinear)
     if not own or type(x) is not Tensor or x.dim() != 2 or not is_untouched(module):
         return False
-    if type(module.weight) is not Parameter and not isinstance(module.weight, QuantizedTensor):
+    if type(weight) is not Parameter and not isinstance(weight, QuantizedTensor):
         return False
     if module.tp_size > 1 or module.is_fsdp2 or module.fsdp_group is not None:
         return False
@@ -91,11 +97,26 @@ def _is_plain(module: Linear, x: Tensor) -> bool:
         return False
     # FP8 products write no FP32, and te.Linear casts a bias there.
     half = x.dtype in (torch.bfloat16, torch.float16)
-    return half and module.weight.dtype == x.dtype and x.is_contiguous()
+    return half and weight.dtype == x.dtype and x.is_contiguous()
+
+
+def _is_prepared(module: Linear) -> bool:
+    """Return whether a te.Linear has the quantizers of the recipe that is enabled now.
+
+    Transformer Engine compares all fields of both recipes, which takes longer than to see that they are one object.
+    """
+    if not (module.fp8_initialized and module.fp8):
+        return False
+    return module.fp8_meta.get("recipe") is FP8GlobalStateManager.get_fp8_recipe()
 
 
 def _quantized(module: Linear, quantizer: Any, is_first_microbatch: bool | None) -> Any:
     """Return the weight of a te.Linear in FP8, and keep it where te.Linear would."""
+    if is_first_microbatch is False:
+        kept = module._fp8_workspaces.get("weight")
+        # The product reads this copy alone; what te.Linear looks for beyond it is for backward.
+        if isinstance(kept, Float8TensorStorage) and kept._data is not None:
+            return kept
     quantizer.internal = True
     quantizer.set_usage(rowwise=True, columnwise=False)
     keeps = is_first_microbatch is not None

@@ -157,12 +157,26 @@ def rotated_heads(
     ops = setting.ops
     q, k, v, logits = split_heads(setting.heads, qkvg, setting.batch)
     # In place: backward needs only the inverse rotation. A norm would destroy what its backward reads, so it copies.
+    rotation = setting.key_rotation
+    alike = rotation is not None and rotation is setting.query_rotation
+    if alike and q_weight is None and k_weight is None and _are_beside(q, k):
+        # Queries and keys as heads of one tensor [B, S, A + K, H]: one launch in place of two.
+        both = q.as_strided((*q.shape[:2], q.shape[2] + k.shape[2], q.shape[3]), q.stride())
+        ops.rotate(both, both, rotation, False)
+        return q, k, v, logits
     if q_weight is None and setting.query_rotation is not None:
         ops.rotate(q, q, setting.query_rotation, False)
     if k_weight is None and setting.key_rotation is not None:
         ops.rotate(k, k, setting.key_rotation, False)
     q, k = _normed(q, k, q_weight, k_weight, setting)
     return q, k, v, logits
+
+
+def _are_beside(q: Tensor, k: Tensor) -> bool:
+    """Return whether the heads of k [B, S, K, H] follow those of q [B, S, A, H] in memory, token by token."""
+    return q.stride() == k.stride() and k.storage_offset() == q.storage_offset() + q.shape[
+        2
+    ] * q.stride(2)
 
 
 def _targets(qkvg: Tensor, q_weight: Tensor | None, setting: AttentionSetting) -> CastTargets:

@@ -8,6 +8,7 @@ import torch
 from te_models import list_recipes
 from te_models.config.recipe import get_recipe
 from te_models.engine import get_engine
+from te_models.kernels import sdpa
 
 pytestmark = pytest.mark.gpu
 # The recipe, and whether the weight is stored in its format; without FP8 there is no such weight.
@@ -44,7 +45,7 @@ def test_the_bits_of_the_module(
     if not stored:
         other = te.LinearOfTorch.of(other)  # as models of transformers have it
     by_calls = 0
-    for first in (None, True, False, True, None):
+    for first in (False, None, True, False, True, None):
         x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
         with te.autocast(enabled=te_recipe is not None, recipe=te_recipe):
             wanted = module(x, is_first_microbatch=first)
@@ -52,7 +53,7 @@ def test_the_bits_of_the_module(
         if found is not None:
             by_calls += 1
             assert torch.equal(found, wanted)
-    assert by_calls == (5 if recipe in ("bf16", "delayed", "current") else 0)
+    assert by_calls == (6 if recipe in ("bf16", "delayed", "current") else 0)
     assert module._fp8_workspaces.keys() == other._fp8_workspaces.keys() or not by_calls
 
 
@@ -79,3 +80,22 @@ def test_a_hook_sees_the_call() -> None:
     module.register_forward_hook(lambda *given: None)
     x = torch.randn(16, 256, device="cuda", dtype=torch.bfloat16)
     assert native_inference.linear(module, x, None) is None
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (6, 1)])
+@pytest.mark.parametrize("tokens", [128, 333, 2048])
+@torch.no_grad()
+def test_attention_of_a_prompt_has_the_bits_of_pytorchs(
+    tokens: int, heads: tuple[int, int], dim: int
+) -> None:
+    """The call of cuDNN alone, on views of a projection as a layer has them."""
+    query, key = heads
+    qkv = torch.randn(2, tokens, (query + 2 * key) * dim, device="cuda", dtype=torch.bfloat16)
+    parts = qkv.split([query * dim, key * dim, key * dim], dim=-1)
+    q, k, v = (part.unflatten(-1, (-1, dim)).transpose(1, 2) for part in parts)
+    found = sdpa.causal_attention(q, k, v)
+    with torch.enable_grad():
+        wanted = sdpa.causal_attention(q, k, v)  # nothing here has a gradient, but SDPA chooses
+    assert sdpa.suits_cudnn(tokens, dim, torch.bfloat16)
+    assert torch.equal(found, wanted) and found.stride() == wanted.stride()
