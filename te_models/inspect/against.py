@@ -124,6 +124,7 @@ class Against(Printable):
         """Name the tensor cores that explain a difference, if any do."""
         then = common(one.recorded_as for one in different)
         now = common(one.here_as for one in different)
+        # Both are explained, by different cores: the cards add in different ways.
         if then and now and not set(then) & set(now):
             return f"; the recorded ones add as {named(then)} does, those here as {named(now)}"
         if then:

@@ -98,6 +98,7 @@ def plan_for_gpu(gpu: Gpu, config: ModelConfig, memory: MemoryPlan | None = None
         if reason:
             reasons[name] = reason
         recipes[name] = "" if reason else how_it_runs(recipe, gpu.capability)
+        # BF16 is what the others are compared with.
         if recipe.quantized and not reason:
             speed.append(gain(gpu.name, config, name, tokens, lora).text)
     auto, why = best_on(gpu, config, tokens, lora)

@@ -69,6 +69,7 @@ def score_tasks(
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
+        # lm_eval takes a tokenizer of transformers, which reads ours from a file.
         tokenizer.save(folder)
         hf_tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     sizes = dict(batch_size=batch_size, max_length=model.config.max_position_embeddings)
@@ -95,6 +96,7 @@ def _scores(recipe: str, results: dict[str, dict[str, object]]) -> Iterable[Scor
     for task, values in results.items():
         for key, value in values.items():
             metric, comma, kind = key.partition(",")
+            # Without a comma it is the name of the task.
             if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             error = values.get(f"{metric}_stderr,{kind}")

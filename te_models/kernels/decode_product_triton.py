@@ -175,6 +175,7 @@ def _few_kernel(
         sums, up, bias, residual, out, t[:, None], o[None, :], tokens, tokens, outputs, factor,
         ACTIVATION, GATED, SCALED, dtype,
     )  # fmt: skip
+    # Rows after the tokens: the modules that read the result take zeros there.
     padding = tokens + tl.arange(0, ROWS)[:, None]
     blank = tl.zeros([ROWS, OUTPUTS], dtype)
     inside = (padding < rows) & (o < outputs)[None, :]
@@ -195,6 +196,7 @@ def _store_product(
         sums += tl.load(bias + o, o < outputs, 0.0).to(tl.float32)
         if GATED:
             up += tl.load(bias + outputs + o, o < outputs, 0.0).to(tl.float32)
+    # Rounded where the modules would store it, so that both ways round alike.
     y = sums.to(dtype)
     if ACTIVATION is not None:
         opened, _ = activation_and_slope(y.to(tl.float32), ACTIVATION)

@@ -42,7 +42,9 @@ def gather(
 def total(rows: Tensor, row: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the sum of each token's rows of `rows` [R, D], by FP32 `weights` [T, k] if there are any: [T, D]."""
     padded = _with_zeros(rows)
+    # Summed in FP32 and rounded once, as the kernel does.
     found = torch.zeros(len(row), rows.shape[1], device=rows.device)
+    # One of the k rows of each token at a time: [T, k, D] in FP32 would be k times the tokens.
     for j in range(row.shape[1]):
         part = padded.index_select(0, row[:, j]).float()  # [T, D]
         found += part if weights is None else part * weights[:, j, None]
@@ -76,6 +78,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         (row,) = ctx.saved_tensors
+        # A token has been copied to k rows, so its gradient is the sum of theirs.
         return ctx.kernels.total(dy.contiguous(), row, None), None, None, None
 
 
@@ -92,9 +95,11 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         rows, weights, token, row = ctx.saved_tensors
+        # [R]: the weight of each row. Padding points to one row more, which is cut off.
         factor = weights.new_zeros(len(rows) + 1).scatter(0, row.flatten(), weights.flatten())[:-1]
         drows, dots = ctx.kernels.gather(dy.contiguous(), token, factor, rows.contiguous())
         assert dots is not None
+        # [T, k]: the weight of a row has the product of the row with dy for its gradient; padding has 0.
         dweights = torch.cat((dots, dots.new_zeros(1)))[row]
         return drows, dweights, None, None, None
 

@@ -19,16 +19,19 @@ def _choose_kernel(
     inside = (t < tokens)[:, None] & (e < count)[None, :]
     value = tl.load(scores + t[:, None] * count + e[None, :], inside, float("-inf"))
     value = tl.where(value == value, value, float("inf"))  # NaN comes first
+    # [TOKENS, EXPERTS], of both: experts that no token has chosen yet.
     free = (e < count)[None, :] & (t[:, None] >= 0)
     for _ in range(k):
         left = tl.where(free, value, float("-inf"))
         best = free & (left == tl.max(left, 1)[:, None])
+        # Of equal scores the expert with the lowest number.
         first = tl.min(tl.where(best, e[None, :], EXPERTS), 1)
         free = free & (e[None, :] != first[:, None])
     chosen = (e < count)[None, :] & (free == 0)
     place = k - tl.cumsum(chosen.to(tl.int32), 1)  # in descending order
     found = e[None, :] + tl.zeros([TOKENS, EXPERTS], tl.int64)
     if real is not None:
+        # Padding gets no expert: the number behind the last.
         there = tl.load(real + t, t < tokens, 0) != 0
         found = tl.where(there[:, None], found, count)
     tl.store(out + t[:, None] * k + place, found, chosen & (t < tokens)[:, None])
@@ -67,6 +70,7 @@ def _place_kernel(
         own += (one[:, None] == e[None, :]).to(tl.int32)
     begin = tl.load(first + e, e < count, 0)
     begin += tl.load(before + tl.program_id(0) * count + e, e < count, 0)
+    # The expert's rows before this token: those of earlier programs, and of earlier tokens of this one.
     place = begin[None, :] + tl.cumsum(own, 0) - own
     for j in range(k):
         one = tl.load(chosen + t * k + j, t < tokens, count)
@@ -114,6 +118,7 @@ def places(
     chosen = chosen.contiguous()
     with torch.cuda.device_of(row):
         _count_kernel[(blocks,)](chosen, of_blocks, tokens, experts, k, **sizes)
+        # Rows of an expert in all blocks up to each: a kernel for counts, one for places, and this sum between them.
         up_to = of_blocks.cumsum(0)  # int64
         counts = up_to[-1].clone()
         first = torch.zeros(experts + 1, dtype=torch.int64, device=device)

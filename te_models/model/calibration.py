@@ -34,6 +34,7 @@ def calibrate(
             )
     training = [batch.get("labels") is not None for batch in batches]
     delayed = _delayed(model) if model.recipe.stateful else {}
+    # What has scales keeps them, such as those of a checkpoint.
     modules = unmeasured(list(delayed), model.amax_group, training=all(training))
     if not modules:
         return
@@ -47,6 +48,7 @@ def calibrate(
         _calibrate_inference(model, batches, modules, delayed)
         return
     if weights is None:
+        # As in a step over batches with equally many targets.
         weights = [1 / len(batches)] * len(batches)
     if router_weights is None:
         router_weights = weights
@@ -54,6 +56,7 @@ def calibrate(
     device = model.device
     # Else the head and its loss run in chunks, which only a head in BF16 does.
     whole = model.precision.head.recipe is not None
+    # A run draws the same numbers whether it calibrates or not.
     random = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with _in_bf16(model), measurement.running(), random, torch.enable_grad():
         for batch, weight, router_weight in zip(batches, weights, router_weights, strict=True):

@@ -53,6 +53,7 @@ def checkpoint(
     """
     check_known("mode", mode, ("none", "full"))
     bound = function.__self__ if isinstance(function, MethodType) else function
+    # One module for all of them: their scales are restored together.
     owner = nn.ModuleList([*modules, *([bound] if isinstance(bound, nn.Module) else [])])
     te = _engine(owner)
     if recipe is not None:
@@ -63,6 +64,7 @@ def checkpoint(
         return function(*args, **kwargs)
     state = te.FP8GlobalStateManager
     te_recipe = state.get_fp8_recipe() if state.is_fp8_enabled() else None
+    # The list itself counts as one.
     if te_recipe is not None and te_recipe.delayed() and not len(list(owner.modules())) > 1:
         raise UsageError(
             "checkpoint under delayed scaling must know whose scales to restore: pass modules=[...], the modules with "
@@ -108,6 +110,7 @@ def load_fp8_state(
     scaling_state.check_fp8_state(module, tensors)
     layers = dict(module.named_modules())
     for name in {name.rsplit(".", 2)[0] for name in tensors}:
+        # It may have run under a recipe without such state, whose quantizers would stay.
         if not scaling_state.fp8_state(layers[name]):
             te.reset_fp8_state(layers[name])
     built = chosen.build(te)

@@ -93,8 +93,10 @@ def trained_scales(model: Decoder, modules: Mapping[str, nn.Module]) -> dict[str
         if scale is None or history is None:
             continue
         own = scale[0 :: WIDTHS["scaling_fwd"]]  # of each expert's input, if there are experts
+        # A scale of 1 without an amax is where it started: an expert that got no token.
         seen = history[:, 0 :: WIDTHS["scaling_fwd"]].any(0) | (own != 1)
         if bool(seen.any()):
+            # One number for all experts: the least scale, which the largest amax made.
             found[name] = own[seen].amin().cpu()
     return found
 
@@ -120,6 +122,7 @@ def input_amaxes(
         for name, module in modules.items():
             stack.enter_context(module.register_forward_pre_hook(watch(name)))
         stack.callback(model.train, model.training)
+        # With fused kernels the input of a linear may be quantized already.
         stack.enter_context(model.eval().unfused())
         for batch in batches:
             if not isinstance(batch, Tensor):

@@ -191,12 +191,14 @@ def _row(
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp) / "export"
         modules = quantized_modules(model)
+        # Scales from training are what a server would have; the batches stand in where there are none.
         calibration = None if trained_scales(model, modules).keys() == modules.keys() else tokens
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # of who can load the folder
                 written = export(model, origin, folder, name, calibration, rounding, base)
         except UsageError as error:
+            # Who asked for this format has to know; a table of all formats goes on.
             if required:
                 raise
             return Difference(name, reason=str(error))
@@ -241,6 +243,7 @@ def compare(
     largest = torch.zeros(
         2, dtype=torch.float64
     )  # divergence of a token, difference of a log-probability
+    # In evaluation: a pass in training would move the trained model's scales.
     was_training = trained.training
     trained.eval()
     for batch in batches:

@@ -47,6 +47,7 @@ class Survival:
     def share(self) -> float:
         """The share of the change of all weights together that survives; 1 if no weight changed."""
         size = sum(change.size for change in self.changes)
+        # Weighted by the size of each change: a weight that hardly moved says little.
         return sum(change.along for change in self.changes) / size if size else 1.0
 
     @property
@@ -58,6 +59,7 @@ class Survival:
         """Return what a user should know, a line each."""
         if self.worst is None:
             return ["no weight that the format rounds differs from the base's"]
+        # A format that holds the tuned weights exactly.
         if all(change.share == 1 for change in self.changes):
             return [f"all of the tuning's change of {len(self.changes)} weights survives"]
         lines = [
@@ -92,9 +94,12 @@ def change_of(
     """
     change = tuned.double() - base.double()
     size = change.square().sum().item()
+    # A frozen weight has no change that could survive.
     if not size:
         return None
+    # Against the base in the same format: its own rounding is no loss of the tuning.
     survives = left.double() - base_left.double()
+    # The share is a projection on the change: rounding that points elsewhere is in the error alone.
     along = (survives * change).sum().item()
     error = (survives - change).square().sum().sqrt().item()
     return WeightChange(name, along / size, error / size**0.5, along, size)

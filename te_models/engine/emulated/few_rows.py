@@ -39,6 +39,7 @@ def scale(x: MaybeQuantized, quantizer: Quantizer) -> np.float32 | None:
         return np.float32(quantizer.scale.item())
     if not isinstance(quantizer, Float8CurrentScalingQuantizer):
         return None
+    # NumPy's scalars: a tensor of one element would cost as much as the product.
     amax = np.float32(max(x.abs().amax().item(), quantizer.amax_epsilon))
     if not _TINY < amax < np.inf:  # as NaN is not
         return None
@@ -59,6 +60,7 @@ def product(
     assert isinstance(quantizer, (Float8Quantizer, Float8CurrentScalingQuantizer))
     assert isinstance(weight, Float8TensorStorage)
     largest = FP8_MAX[quantizer.dtype]
+    # The cast without its container: nothing but the product reads these values.
     numbers = (
         torch.mul(as_matrix(x).float(), float(scale))
         .clamp_(-largest, largest)
@@ -70,6 +72,7 @@ def product(
         out = _exact(numbers, weight, split_accumulator, splits)
     else:
         out = multiply(numbers.float(), _columns(weight))
+    # Kept with the weight from one step to the next.
     inverse = weight.cached("inverse scale", False, lambda: np.float32(weight._scale_inv.item()))
     return finish(out.mul_(float(np.float32(1) / scale * inverse)), None, bias, dtype)
 
@@ -80,6 +83,7 @@ def _columns(weight: Float8TensorStorage) -> Tensor:
     def numbers() -> Tensor:
         columns = weight.operand(False).values.t()
         outputs, inputs = weight._matrix
+        # A copy in the other layout pays only if it is used again, and if one row then has the right bits.
         suits = weight.is_caching and enough_rows(
             1, inputs, outputs, columns.dtype, True, torch.get_num_threads()
         )
@@ -94,13 +98,16 @@ def _exact(
     """Return the product without scales as tensor cores compute it in `splits` runs of K; rows of zeros, the padding,
     give zeros."""
     right = weight.cached("host factor", False, lambda: _host_factor(weight.fp8_matrix(False)))
+    # A row of FP8 has 256 different numbers: looked up, not computed.
     table = _every_number(data.dtype)
     bits = data.view(torch.uint8).numpy()
+    # The weight's K is padded to whole runs of a tensor core.
     if len(right.values) > bits.shape[1]:
         bits = np.pad(bits, ((0, 0), (0, len(right.values) - bits.shape[1])))
     out = np.zeros((len(bits), right.values.shape[1]), np.float32)
     with np.errstate(all="ignore"):
         for row, numbers in zip(out, bits, strict=True):
+            # The products of padding are the zeros that are there.
             if numbers.any():
                 row[:] = row_product(
                     HostFactor(table.values[numbers], table.exponents[numbers]),

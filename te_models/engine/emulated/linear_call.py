@@ -65,23 +65,10 @@ def new_calls(
         tracked: whether autograd records the pass.
         results: whether the output and the gradient of the input are quantized.
     """
-    dtype = module.activation_dtype
-    grad = torch.is_grad_enabled()
-    assert dtype is not None
     if not module.fp8:
-        calls = []
-        for name in module.weight_names:
-            call = Call(
-                module=module,
-                parallel=parallel,
-                dtype=dtype,
-                grad=grad,
-                first_microbatch=first,
-                override=None,
-                weight_name=name,
-            )
-            calls.append(call)
-        return calls
+        return _calls_without_fp8(module, parallel, first)
+    dtype = module.activation_dtype
+    assert dtype is not None
     recipe: Recipe = module.fp8_meta["recipe"]
     override = recipe.backward_override
     # Backward may run in a thread of autograd, which does not see the context variables of this one.
@@ -103,7 +90,7 @@ def new_calls(
             module=module,
             parallel=parallel,
             dtype=dtype,
-            grad=grad,
+            grad=torch.is_grad_enabled(),
             first_microbatch=first,
             override=override,
             weight_name=name,
@@ -120,6 +107,27 @@ def new_calls(
         )
         found.append(call)
     return found
+
+
+def _calls_without_fp8(
+    module: TransformerEngineBaseModule, parallel: Parallelism, first: bool | None
+) -> list[Call]:
+    """Return the arguments of the pass of each GEMM in the module's own dtype."""
+    dtype = module.activation_dtype
+    assert dtype is not None
+    calls = []
+    for name in module.weight_names:
+        call = Call(
+            module=module,
+            parallel=parallel,
+            dtype=dtype,
+            grad=torch.is_grad_enabled(),
+            first_microbatch=first,
+            override=None,
+            weight_name=name,
+        )
+        calls.append(call)
+    return calls
 
 
 def registry_to_update() -> ScaleRegistry | None:
