@@ -85,8 +85,9 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     )
     config = TrainConfig(**{**fields, **case})
     shared = replace(shared, kind=config.parallel, config=config, frozen=lora is not None)
-    if config.parallel in ("tp", "fsdp+tp", "fsdp+ep"):
+    if config.parallel in ("tp", "fsdp+tp", "fsdp+ep") or config.context_parallel_size:
         shared = replace(shared, **{"dp": None, **meshes(config, torch.device("cpu"))})
+    assert (shared.cp is not None) == bool(config.context_parallel_size)
     history = dict(amax_history_len=4) if recipe == "delayed" else {}
     shape = get_preset("gated-nano", **SHAPE | experts | family, tie_word_embeddings=tied)
     options |= dict(recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode)
@@ -244,7 +245,14 @@ def assert_same_checkpoints(one: Path, other: Path) -> None:
         assert_same_tensors(tensors, resumed[group])
 
 
-MANY = ("parallel", "resume", "tensor_parallel_size", "expert_parallel_size", "sequence_parallel")
+MANY = (
+    "parallel",
+    "resume",
+    "tensor_parallel_size",
+    "expert_parallel_size",
+    "context_parallel_size",
+    "sequence_parallel",
+)
 
 
 def alone(case: dict[str, Any]) -> dict[str, Any]:

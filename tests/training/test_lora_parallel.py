@@ -39,6 +39,7 @@ RUNS: dict[str, dict[str, Any]] = {
         save_every=2,
     ),
     "sharded": dict(SOME, parallel="fsdp", recipe="bf16", lora=ALL, experts=True),
+    "divided rows": dict(SOME, parallel="fsdp", recipe="bf16", lora=LORA, context_parallel_size=2),
     "divided": dict(SOME, parallel="fsdp+ep", recipe="bf16", lora=LORA, experts=True, answers=True),
     "divided in FP8": dict(SOME, parallel="fsdp+ep", recipe="delayed", lora=LORA, experts=True),
     "mixed": dict(
