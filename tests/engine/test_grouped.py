@@ -50,7 +50,7 @@ def linears(m: te.GroupedLinear) -> list[te.Linear]:
 
 def step(
     module: Any, recipe: R.Recipe | None, x: Tensor, g: Tensor, *args: Any, **options: Any
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     """The output, the input's gradient and those of the parameters."""
     x = x.clone().requires_grad_()
     for p in module.parameters():

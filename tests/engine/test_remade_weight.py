@@ -28,7 +28,7 @@ class Remade(emulated.Linear):
         super().__init__(*args, **options)
         self._is_fsdp2 = True
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **options: Any) -> Any:
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **options: Any) -> Any:  # type: ignore[bad-override]
         """Return the output."""
         if not isinstance(self._parameters["weight"], StoredWeight):
             return super().forward(inp, is_first_microbatch=is_first_microbatch, **options)

@@ -177,8 +177,9 @@ def test_a_second_gather_brings_other_data(recipe: str) -> None:
         (own,), scale_inv = shard.fsdp_pre_all_gather(None, None, None, None, None)
         gathered = (torch.cat([own, own]),)
         if found is None:
-            wrapped, _ = shard.fsdp_post_all_gather(gathered, scale_inv, torch.float32)
-            found = wrapped.fp8
+            first_gather = shard.fsdp_post_all_gather(gathered, scale_inv, torch.float32)
+            assert first_gather is not None
+            found = first_gather[0].fp8
         else:
             assert shard.fsdp_post_all_gather(gathered, scale_inv, torch.float32, out=found) is None
         expected = shard.fp8.dequantize().repeat(2, 1)

@@ -88,7 +88,7 @@ def test_a_way_to_run_reaches_the_model(way: str) -> None:
 def test_bench_times_every_variant_as_often() -> None:
     sizes = dict(batch_size=1, seq_len=8, steps=3, warm_up=1, amax_history_len=4)
     variants = ["bf16", "delayed+fused", "auto"], ["torch"]
-    result = bench(get_preset("gated-nano", **SHAPE), *variants, device=CPU, **sizes)
+    result: Any = bench(get_preset("gated-nano", **SHAPE), *variants, device=CPU, **sizes)
     names = ["torch", "te-models bf16", "te-models delayed+fused", "te-models auto"]
     assert [row["name"] for row in result["rows"]] == names
     assert (

@@ -84,7 +84,8 @@ def compressed(scheme: QuantizationScheme, weight: Tensor) -> Quantized:
     scale = calculate_qparams(low, high, args)[0]
     scale = scale[:, None] if args.strategy == "channel" else scale
     compressor = BaseCompressor.get_value_from_registry("float-quantized")
-    return dict(compressor.compress({"weight": weight, "weight_scale": scale}, scheme))
+    tensors = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def compressed_config(scheme: QuantizationScheme) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def counted_by(kernel: Any, *arguments: Any, spread: int = 2) -> tuple[Any, dict
     for name in ("amax", "scale_max", "format"):
         found[name] = fields[:, INDEX[name]].amax().item()
     found["scale_min"] = fields[:, INDEX["scale_min"]].amin().item()
-    return result, found, codes.item()
+    return result, found, int(codes.item())
 
 
 def reference(values: Tensor, fp8: Any, scale: float, e5m2: bool) -> tuple[dict[str, float], int]:

@@ -132,9 +132,7 @@ class Uses(TorchDispatchMode):
             module.register_forward_pre_hook(lambda m, *_: self.running.append(self.names[id(m)]))
             module.register_forward_hook(lambda *_: self.running.pop() and None)
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if type(leaf) not in (Tensor, nn.Parameter) or leaf.numel() == 0:
                 continue
@@ -142,7 +140,7 @@ class Uses(TorchDispatchMode):
             for owned, name in self.parameters.get(leaf.untyped_storage().data_ptr(), []):
                 if read.start < owned.stop and owned.start < read.stop:
                     self.found.add((name, self.running[-1]))
-        return function(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def trained(
     recipe: str,
     run: Callable[[nn.Module, Tensor], Tensor],
     device: str = "cpu",
-) -> tuple[list[float], dict[str, Tensor]]:
+) -> tuple[list[float], dict[str, Any]]:
     """Losses of STEPS steps; the weights, gradients and FP8 state after them."""
     losses, built = [], get_recipe(recipe).build(te)
     for step in range(STEPS):

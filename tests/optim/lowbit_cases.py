@@ -75,7 +75,7 @@ def test_the_nearest_value_of_the_map_is_found(signed: bool) -> None:
     assert torch.allclose(x[other], middle, rtol=2.0**-23, atol=0) and other.sum() <= 0.05 * len(x)
 
 
-def example(name: str, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Any, Any]:
+def example(name: str, size: int, dtype: torch.dtype) -> tuple[Any, ...]:
     """A parameter, its gradient and moments of earlier gradients, the first blocks without any."""
     generator = torch.Generator().manual_seed(size)
     p, grad, first = (torch.randn(size, generator=generator) for _ in range(3))

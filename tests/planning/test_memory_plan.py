@@ -285,7 +285,7 @@ class Averages(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float = 0.1, odd: bool = False) -> None:
         super().__init__(params, dict(lr=lr, odd=odd))
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[bad-override]  # PyTorch has overloads
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_models import CausalLM
 from te_models.recorder.layout import INDEX, OPERANDS, RecordedTensor
@@ -48,7 +48,7 @@ class Captured:
                 module.register_forward_hook(self.note(name))
 
     def note(self, name: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        def hook(module: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
             rows = None if len(inputs) == 1 else [int(row) for row in inputs[1]]
             forward, backward = (module.fp8_meta.get(f"scaling_{way}") for way in ("fwd", "bwd"))
             self.take(name, "input", inputs[0], rows)

@@ -35,8 +35,8 @@ class Rows(Dataset):
     def __len__(self) -> int:
         return 10
 
-    def __getitem__(self, number: int) -> Batch:
-        row = (torch.arange(16) * (number + 3)) % 64
+    def __getitem__(self, index: int) -> Batch:
+        row = (torch.arange(16) * (index + 3)) % 64
         noise = torch.randint(0, 64, (16,))  # of the data's own random state
         return {"input_ids": torch.where(noise < 8, noise, row), "labels": row}
 

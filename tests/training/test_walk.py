@@ -91,3 +91,19 @@ def test_the_page_says_where_each_setting_takes_effect() -> None:
     named = [name.strip() for row in rows for name in row.split(",")]
     fields = [one.name for owner in (DataConfig, TrainConfig) for one in dataclasses.fields(owner)]
     assert sorted(named) == sorted(fields)
+
+
+def test_the_functions_and_files_where_settings_take_effect_exist() -> None:
+    text = PAGE.read_text()
+    (table,) = re.findall(r"### The fine-tuning loop(.*?)<!-- end settings -->", text, re.DOTALL)
+    source = "\n".join(path.read_text() for path in ROOT.rglob("*.py"))
+    defined = set(re.findall(r"^ *(?:def|class) (\w+)", source, re.MULTILINE))
+    defined |= set(re.findall(r"^    (\w+): ", source, re.MULTILINE))  # fields
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    named = re.findall(r"`([\w./]+)`", "".join(row.split("|")[2] for row in rows))
+    assert len(named) > 30
+    for name in named:
+        if "/" in name:
+            assert (ROOT / name).is_file(), name
+        else:
+            assert name.rpartition(".")[2] in defined, name
