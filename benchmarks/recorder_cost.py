@@ -6,6 +6,7 @@ Prints the median milliseconds per step without a recorder, with one of 50 steps
 cost in percent. --profile adds the kernels of a few further steps: of one that is not recorded (0 and 50), or is (1).
 """
 
+import gc
 import json
 import statistics
 import time
@@ -129,7 +130,9 @@ def main(
                 kernels[record] = kernel_times(partial(taken, rows, PROFILED))
                 show(kernels[record], kernels[RECORDS[0]])
             trainer.passes.close()
-            del trainer, model
+            # The generator of the rows holds the trainer, and its memory would count for the next one.
+            del trainer, model, rows, data
+            gc.collect()
             torch.cuda.empty_cache()
     medians = {record: statistics.median(values) for record, values in milliseconds.items()}
     cost = {record: 100 * (medians[record] / medians[0] - 1) for record in RECORDS[1:]}

@@ -37,10 +37,10 @@ from te_models.kernels.count_four_triton import (
 )
 from te_models.numerics.fp8_triton import decode_four, decode_fp8
 
-ROWS, WORDS = 16, 32  # of a tile
+ROWS, WORDS = 16, 64  # of a tile
 # As many programs as an H100 runs at once; each goes through many tiles.
 PROGRAMS = 528
-COUNTING: dict[str, int] = dict(num_warps=4, maxnreg=128)
+COUNTING: dict[str, int] = dict(num_warps=8, maxnreg=64)
 
 
 @triton.jit

@@ -27,7 +27,6 @@ from te_models.kernels.handover_triton import load_tile, table_of
 
 NORM_ROWS = 32  # of which a program goes through all columns
 NORM_COLUMNS = 128  # at a time
-COUNTED = 64  # of these, where a recorder counts, unless there are too many of them
 REGISTERS = 128  # of a program that counts: four per multiprocessor, as many as without counts
 
 
@@ -60,9 +59,7 @@ def _norm_kernel(
     E5M2: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    # of the pass that counts: columns at a time, and whether rows are whole runs of indices
-    COUNTED: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr,  # of the pass that counts: whether rows are whole blocks of the hash
 ):
     first = tl.program_id(0).to(tl.int64) * ROWS
     i = first + tl.arange(0, ROWS)
@@ -103,12 +100,12 @@ def _norm_kernel(
         largest = tl.maximum(largest, found)
     raise_amax(amax, largest)
     if counts is not None:
-        # A pass of its own, with narrow tiles: in the one above, counts would not fit into the registers.
-        state = new_state(ROWS // 4, COUNTED)
+        # A pass of its own: in the one above, counts would not fit into the registers.
+        state = new_state(ROWS // 4, COLUMNS)
         top = tl.program_id(0) * ROWS
         inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
-        for start in range(0, columns, COUNTED):
-            j = start + tl.arange(0, COUNTED)
+        for start in range(0, columns, COLUMNS):
+            j = start + tl.arange(0, COLUMNS)
             gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)[None, :]
             gamma = 1 + gamma if ZERO_CENTERED else gamma
             e = load_tile(source, i, j, rows, columns, columns) * a[:, None] * gamma
@@ -120,8 +117,8 @@ def _norm_kernel(
         add_state(counts, codes, spread, state, s, inverse, elements, E5M2)
         if needs_care(state, inverse, E5M2) > 0:
             care = new_care()
-            for start in range(0, columns, COUNTED):
-                j = start + tl.arange(0, COUNTED)
+            for start in range(0, columns, COLUMNS):
+                j = start + tl.arange(0, COLUMNS)
                 gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)[None, :]
                 gamma = 1 + gamma if ZERO_CENTERED else gamma
                 e = load_tile(source, i, j, rows, columns, columns) * a[:, None] * gamma
@@ -174,7 +171,6 @@ def norm(
         E5M2=e5m2,
         ROWS=NORM_ROWS,
         COLUMNS=NORM_COLUMNS,
-        COUNTED=COUNTED if columns <= MOST_TILES * COUNTED else NORM_COLUMNS,
         ALIGNED=columns % 64 == 0,
         num_warps=4,
         maxnreg=None if counts is None else REGISTERS,
