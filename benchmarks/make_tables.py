@@ -21,6 +21,7 @@ from benchmarks.tables import (  # noqa: F401  they register their tables
     claims,
     failures,
     gpus,
+    gradients,
     guide,
     heads,
     kinds,
@@ -65,6 +66,7 @@ def draw_plots(folder: Path) -> None:
     claims.draw_speedup(folder / "fp8_speedup_1b_h100.png")
     stored.draw_stored_bases(folder / "quantized_bases_h100.png")
     claims.draw_recomputation(folder / "recomputation_h100.png")
+    gradients.draw_gradient_losses(folder / "gradient_losses.png")
     speed_map.draw_speed_map(folder / "small_models_h200.png")
     draw_grid(folder / "checkpoint_grid_h200.png")
     draw_soak(folder / "soak_h200.png", load("soak_h200"))

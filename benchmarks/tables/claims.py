@@ -19,8 +19,6 @@ EXPECTED = {
     ("350m", "bf16"): "700,000",
     ("350m", "delayed"): "900,000",
 }
-# Dtypes of sums over two GPUs that were measured -> bytes that travel per gradient.
-SENT = {"float32": "4", "bfloat16": "2"}
 SHAPES = ("350m", "454m")
 OPTIMIZED = ("124m", "1b")  # of optimizer_speed
 PEERS = {"torch": "PyTorch BF16, compiled", "torchao": "torchao float8, compiled"}
@@ -263,33 +261,6 @@ def recompute_detection() -> str:
         "recipe | step, `none` | step, `full` | contexts here | names of frames, in each linear: step with them | "
         "`inspect.stack()` in each linear: step with it"
     )
-    return f"{about}\n\n{markdown(header, lines)}"
-
-
-@table
-def gradient_dtypes() -> str:
-    """Steps on two GPUs whose gradients are sent in FP32, BF16 and FP8."""
-    lines = []
-    results = {dtype: load(f"reduce_1b_{dtype}_h200_x2") for dtype in SENT}
-    base = results["float32"]["rows"][0]["tokens_per_second"]
-    for dtype, result in results.items():
-        row = result["rows"][0]
-        lines.append(
-            [
-                f"`{dtype}`",
-                SENT[dtype],
-                f"{row['ms']:.1f} ms",
-                f"{row['tokens_per_second']:,.0f}",
-                f"{row['tokens_per_second'] / base:.3f}x",
-                f"{row['peak_gib']:.1f} GiB",
-            ]
-        )
-    settings = results["float32"]["settings"]
-    about = prose(
-        f"`gated-1b` under `{settings['recipe']}`, FSDP2, {settings['batch_size']} x {settings['seq_len']:,} tokens on "
-        f"each GPU, one micro-batch per step. {measured_on(results['float32']).replace('on one ', 'on two ', 1)}"
-    )
-    header = "`--reduce-dtype` | bytes sent per gradient | step | tokens/s of both | to `float32` | peak per GPU"
     return f"{about}\n\n{markdown(header, lines)}"
 
 
