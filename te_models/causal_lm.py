@@ -60,7 +60,7 @@ class CausalLM(Decoder):
         if not isinstance(config, ModelConfig):
             raise UsageError(
                 f"the config is a {type(config).__name__}: give a ModelConfig, or load a folder with "
-                "CausalLM.from_pretrained, which reads those of transformers"
+                "CausalLM.from_pretrained, which reads the configs of transformers too"
             )
         super().__init__(config, initialize=initialize, materialize=materialize, **options)
         self.origin = Origin()
@@ -448,12 +448,18 @@ class CausalLM(Decoder):
 
 def _split(options: Document) -> tuple[Fields, Fields]:
     """Return the fields of the config, and all other options; an unknown name is an error."""
-    config, known = config_fields(), ModelOptions.__annotations__
-    for name in options:
+    known = ModelOptions.__annotations__
+    fields = config_fields()
+    shape = {}
+    others = {}
+    for name, value in options.items():
         if name not in known:
             raise unknown_option("keyword", name, known, "te_models.model.options.ModelOptions")
-    shape = {name: value for name, value in options.items() if name in config}
-    return shape, {name: value for name, value in options.items() if name not in config}
+        if name in fields:
+            shape[name] = value
+        else:
+            others[name] = value
+    return shape, others
 
 
 def plan(shape: str | ModelConfig, **options: Unpack[ModelOptions]) -> PrecisionPlan:

@@ -38,7 +38,8 @@ class Values(Tensor):
     ) -> Values:
         """Return `part` of the copy, a view; None: all of it."""
         values = (whole if part is None else part).as_subclass(cls)
-        values.whole, values.write = whole, write
+        values.whole = whole
+        values.write = write
         return values
 
     @classmethod
@@ -82,7 +83,8 @@ class Alias(Tensor):
     def __init__(
         self, like: Tensor, read: Callable[[], Tensor], write: Callable[[Tensor], None]
     ) -> None:
-        self.read, self.write = read, write
+        self.read = read
+        self.write = write
 
     @property
     def data(self) -> Tensor:  # type: ignore[bad-override]  # an attribute of Tensor
@@ -127,7 +129,8 @@ class Stack:
 
     def alias(self) -> Alias:
         """Return a tensor of the shape of the parameter, which takes no memory before its values are read."""
-        weight, (out, inputs) = self.owner.get_parameter(self.names[0]), self.place.shape
+        weight = self.owner.get_parameter(self.names[0])
+        out, inputs = self.place.shape
         shape = (inputs, out) if self.transposed else (out, inputs)
         whole = (self.experts, *shape) if self.experts else shape
         like = torch.empty((), dtype=weight.dtype, device=weight.device).expand(whole)
@@ -186,8 +189,11 @@ class AdaptedWeight(nn.Module):
 
     def __init__(self, base_layer: nn.Module, part: nn.Module, holder: str, name: str) -> None:
         nn.Module.__init__(self)
+        self.base_layer = base_layer
         # The tuple hides `part` from nn.Module: as a child it would contain itself.
-        self.base_layer, self.part, self.holder, self.name = base_layer, (part,), holder, name
+        self.part = (part,)
+        self.holder = holder
+        self.name = name
 
     def forward(
         self,

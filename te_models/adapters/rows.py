@@ -38,7 +38,8 @@ class NamedRows(nn.Linear):
     def __init__(self, linear: nn.Module, place: Place) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = place.shape
-        self._linear, self.place = (linear,), place
+        self._linear = (linear,)  # in a tuple, so that it is no module of this one
+        self.place = place
         self._columns: Tensor | None = None
         self.run: Callable[[Tensor], Tensor] | None = None  # in the pass under way
 
@@ -122,7 +123,9 @@ class AdaptedRows(nn.Module):
 
     def __init__(self, base_layer: nn.Module, part: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
-        self.base_layer, self.part, self.names = base_layer, (part,), names
+        self.base_layer = base_layer
+        self.part = (part,)  # in a tuple, so that it is no module of this one
+        self.names = names
         self.fp8_enabled = fp8_enabled(type(base_layer))
 
     @property
@@ -264,7 +267,9 @@ def place_rows(model: nn.Module, rows: Mapping[str, Sequence[str]]) -> None:
         holder = model.get_submodule(parent)
         module = holder.get_submodule(place)
         while not isinstance(module, AdaptedRows) and "base_layer" in module._modules:
-            holder, place = module, "base_layer"  # a layer of peft for all rows
+            # A layer of peft for all rows: the te.Linear is inside.
+            holder = module
+            place = "base_layer"
             module = module.get_submodule(place)
         if not isinstance(module, AdaptedRows):
             module = AdaptedRows(module, model.get_submodule(_block_of(names[0])), ())

@@ -99,7 +99,7 @@ class QueryScale(NamedTuple):
 
 
 class SeenKeys(NamedTuple):
-    """Which of the keys up to its own a query sees: the newest `window`, or the ones in its `chunk`; both None: all."""
+    """The keys up to its own that a query sees: the newest `window`, or the ones in its `chunk`; both None: all."""
 
     window: int | None = None
     chunk: int | None = None

@@ -71,7 +71,7 @@ class Encoded:
 
 
 class Fit(NamedTuple):
-    """How many records did not fit as they are, and the tokens of the longest."""
+    """The numbers of records that did not fit as they are, and the tokens of the longest."""
 
     too_long: int = 0
     longest: int = 0

@@ -278,7 +278,8 @@ class HuggingFaceFolder(Opened):
         if not self.config.tie_word_embeddings or not self.stored.tensors.keys() >= {*names}:
             return False
         values = {name: tensor for _, name, tensor in self.values_of(names)}
-        embedding, head = (values[name] for name in names)
+        embedding = values[names[0]]
+        head = values[names[1]]
         if embedding.shape != head.shape:
             return True
         rows = zip(embedding.split(MANY_ROWS), head.split(MANY_ROWS), strict=True)

@@ -53,10 +53,11 @@ def modern_step(theirs: Values) -> Fields:
 def _step_ropes(theirs: Values, types: list[str]) -> Fields:
     """Return the RoPE of each kind of layer, as the first layer of the kind has it."""
     ropes: Fields = {}
+    theta = theirs.get("rope_theta", 10000.0)
+    shares = theirs.get("partial_rotary_factors")
     for kind in dict.fromkeys(types):
         # Their lists have a value per layer, equal in all layers of a kind.
         first = types.index(kind)
-        theta, shares = theirs.get("rope_theta", 10000.0), theirs.get("partial_rotary_factors")
         rope = {"rope_theta": theta[first] if isinstance(theta, list) else theta}
         if shares:
             rope["partial_rotary_factor"] = shares[first]

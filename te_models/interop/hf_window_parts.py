@@ -165,7 +165,8 @@ def rope_by_type(
             other |= given
         for values in (other, local):
             values.pop("truncate", None)
-        found, sliding = (one({"rope_parameters": values}) for values in (other, local))
+        found = one({"rope_parameters": other})
+        sliding = one({"rope_parameters": local})
         ours = {**_window(types, theirs.get("sliding_window")), **found}
         if "sliding_attention" in types and sliding != found:
             scaling = sliding.pop("rope_scaling", {})

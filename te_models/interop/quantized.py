@@ -61,17 +61,17 @@ class WeightStorage:
 
     def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return the number of scales along each dimension of a weight [out, in]."""
-        rows, columns = (
-            math.ceil(size / step) for size, step in zip(shape, self.steps(shape), strict=True)
-        )
-        return rows, columns
+        rows, columns = shape
+        row_step, column_step = self.steps(shape)
+        return math.ceil(rows / row_step), math.ceil(columns / column_step)
 
     def steps(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return the rows and columns of a weight [out, in] that share a scale: no more than it has."""
-        rows, columns = (
-            min(step or size, size) for size, step in zip(shape, self.block, strict=True)
-        )
-        return rows, columns
+        rows, columns = shape
+        # A block size of 0 stands for the whole dimension.
+        row_step = min(self.block[0] or rows, rows)
+        column_step = min(self.block[1] or columns, columns)
+        return row_step, column_step
 
 
 BOTH = ("weight_scale_inv", "weight_scale")

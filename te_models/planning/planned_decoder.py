@@ -101,7 +101,7 @@ class PlannedDecoder(Decoder):
             ranks["ep_fp8"] = setting.fp8_dispatch
         if setting.context_ranks > 1:
             ranks["cp_mesh"] = PlannedRanks(setting.context_ranks)
-        # Plain kernels first: those of the plan need the finished modules, and replace them below.
+        # Plain kernels first: the plan's kernels need the finished modules, and replace them below.
         super().__init__(
             config,
             **ranks,

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run a command takes, and why, as a line for its user."""
+"""The choice of a checkpoint of a run for a command, with the reason as a line for its user."""
 
 import math
 from pathlib import Path

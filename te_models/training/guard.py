@@ -29,7 +29,8 @@ from te_models.training.timing import QueuedStep, Row
 if TYPE_CHECKING:
     from te_models.training.trainer import Trainer
 
-NONFINITE, SPIKE = "nonfinite", "spike"
+NONFINITE = "nonfinite"
+SPIKE = "spike"
 MOST_IN_A_ROW = 10  # bad steps without a good one between them that end a run under any policy
 MOST_RETURNS = 3  # to one state, under "rewind"
 

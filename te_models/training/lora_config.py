@@ -237,7 +237,8 @@ def _matches(pattern: str, name: str) -> bool:
 
 def _rank_and_scaling(config: LoraConfig, name: str) -> tuple[int, float]:
     """Return the rank and the scaling of the adapter of one module, as peft computes them."""
-    ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
+    ranks = config.rank_pattern or {}
+    alphas = config.alpha_pattern or {}
     rank = ranks.get(get_pattern_key(list(ranks), name), config.r)
     alpha = alphas.get(get_pattern_key(list(alphas), name), config.lora_alpha)
     if type(rank) is not int or rank < 1:
@@ -247,7 +248,8 @@ def _rank_and_scaling(config: LoraConfig, name: str) -> tuple[int, float]:
 
 def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict[str, str]:
     """Return their name -> ours of the modules that are fully trained, `modules_to_save`."""
-    found, mistakes = {}, []
+    found = {}
+    mistakes = []
     for wanted in config.modules_to_save or ():
         names = []
         # As peft does, by the end of a name; under transformers' names and under ours.
@@ -315,7 +317,8 @@ def _without_missing(values: Mapping[str, Any], modules: Modules) -> dict[str, A
 def _value_mistakes(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with values that would make peft run forever or allocate unlimited memory."""
     yield from _type_mistakes(values)
-    ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
+    ranks = values.get("rank_pattern") or {}
+    alphas = values.get("alpha_pattern") or {}
     if not isinstance(ranks, dict) or not isinstance(alphas, dict):
         yield "rank_pattern and alpha_pattern are objects"
     for number in (values.get("r"), *ranks.values()):  # also of no module; tensors have to fit

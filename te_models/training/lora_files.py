@@ -154,8 +154,10 @@ def _without_head(
     model: CausalLM, tensors: Mapping[str, Tensor], folder: Path
 ) -> dict[str, Tensor]:
     """Return the tensors without the copy of the frozen head that peft saves with an adapter on it."""
-    left, name = dict(tensors), f"{PREFIX}lm_head.base_layer.weight"
-    if (head := left.pop(name, None)) is not None:
+    left = dict(tensors)
+    name = f"{PREFIX}lm_head.base_layer.weight"
+    head = left.pop(name, None)
+    if head is not None:
         own = plain(model.lm_head.get_parameter("weight")).cpu()
         # peft saves the frozen head beside an adapter on it: it must be the one that this model has.
         if own.shape != head.shape or not torch.equal(head.to(own.dtype), own):
@@ -254,7 +256,8 @@ def adapter_file(
     pairs: dict[Place, tuple[Tensor, Tensor]] = {}
     lengths: dict[Place, Tensor] = {}
     for layer, one in layers.items():
-        a, b = parameters[f"{layer}.lora_A"], parameters[f"{layer}.lora_B"]
+        a = parameters[f"{layer}.lora_A"]
+        b = parameters[f"{layer}.lora_B"]
         module = module_of(one.place)
         whole_module = one.place == modules.ours[module]
         theirs = modules.parts_of(module) if whole_module else {names[one.place]: one.place}

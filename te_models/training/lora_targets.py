@@ -236,8 +236,11 @@ def _in_one_piece(place: Place) -> Place:
     blocks: list[tuple[int, int]] = []
     for start, rows in place.blocks:
         if blocks and sum(blocks[-1]) == start:
-            start, rows = blocks[-1][0], blocks.pop()[1] + rows
-        blocks.append((start, rows))
+            # It begins where the block before ends: both become one.
+            first, rows_before = blocks.pop()
+            blocks.append((first, rows_before + rows))
+        else:
+            blocks.append((start, rows))
     return dataclasses.replace(place, blocks=tuple(blocks))
 
 

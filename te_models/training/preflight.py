@@ -122,12 +122,16 @@ def available_memory(device: torch.device) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     free = sum(int(lines.get(name, "0").split()[0]) * 1024 for name in ("MemAvailable", "SwapFree"))
-    limit, used, stat = (CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
-    if limit.is_file() and stat.is_file() and (most := limit.read_text().strip()).isdecimal():
-        cached = dict(line.split() for line in stat.read_text().splitlines()).get(
-            "inactive_file", "0"
-        )
-        free = min(free, int(most) - int(used.read_text()) + int(cached))
+    limit = CGROUP / "memory.max"
+    stat = CGROUP / "memory.stat"
+    if limit.is_file() and stat.is_file():
+        most = limit.read_text().strip()
+        if most.isdecimal():  # and not "max", which is no limit
+            used = int((CGROUP / "memory.current").read_text())
+            kinds = dict(line.split() for line in stat.read_text().splitlines())
+            # Files that were read count as used, and are dropped when memory is asked for.
+            cached = int(kinds.get("inactive_file", "0"))
+            free = min(free, int(most) - used + cached)
     return max(0, free)
 
 
