@@ -205,7 +205,8 @@ class RowsAgain:
         """Return what to keep of a tensor that autograd saves."""
         number = self.numbers.get(tensor.untyped_storage()._cdata)
         if number is None or tensor.dtype != self.own[number].dtype:
-            return tensor
+            # An output itself would lead to the operation that saves it, and a pass without backward would never go.
+            return tensor.detach()
         return _View(number, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, kept: Tensor | _View) -> Tensor:

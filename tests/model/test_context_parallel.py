@@ -1,7 +1,10 @@
 """Context parallelism: the losses and gradients of ranks that share rows are those of one rank with whole rows."""
 
+import weakref
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from te_models import CausalLM, ModelConfig
 from te_models.config.layer import LayerSpec
 from te_models.distributed.planned_ranks import PlannedRanks
 from te_models.errors import UsageError
+from te_models.model import context_parallel
 from te_models.model.context_parallel import ContextParallel
 from te_models.model.targets import IGNORED, shifted
 
@@ -156,3 +160,24 @@ def test_ranks_that_share_rows_have_the_gradients_of_one(
     cases: list[str], rows: list[str], tmp_path: Path
 ) -> None:
     run_ranks(partial(compare, cases=cases, kinds_of_rows=rows), tmp_path, 2)
+
+
+def abandon(rank: int, folder: str) -> None:
+    """A pass whose backward never runs leaves no tensor behind."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model = model_of("gated", cp_mesh=mesh["cp"]).train()
+    outputs = []
+    attention = context_parallel.prefix_attention
+
+    def attended(*args: Any, **options: Any) -> torch.Tensor:
+        out = attention(*args, **options)
+        outputs.append(weakref.ref(out.untyped_storage()))
+        return out
+
+    with patch.object(context_parallel, "prefix_attention", attended):
+        model(**batch_of("whole"), return_logits=False)
+    assert len(outputs) == 6 and not any(output() for output in outputs)
+
+
+def test_an_abandoned_pass_is_freed(tmp_path: Path) -> None:
+    run_ranks(abandon, tmp_path, 2)
