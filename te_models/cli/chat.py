@@ -194,6 +194,7 @@ def _read_line() -> str:
     terminal = sys.stdin.isatty()
     lines = []
     while True:
+        # input() edits the line in a terminal; a pipe may hold bytes that are no UTF-8.
         line = input("... " if lines else "> ") if terminal else input_line()
         if line is None:
             raise EOFError

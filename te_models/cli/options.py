@@ -82,6 +82,7 @@ class Command(click.Command):
             raise click.UsageError(_missing(error.param)) from None
         if not ctx.args or ctx.resilient_parsing:
             return rest
+        # A bare word is mostly a preset, a model or data.
         takers = {"preset": "--preset NAME", "model": "--model DIR", "data": "--data PATH"}
         takers_here = []
         for name, taker in takers.items():
@@ -97,6 +98,7 @@ class Command(click.Command):
         try:
             return super().invoke(ctx)
         except (MemoryError, RuntimeError) as error:
+            # CUDA's error is a RuntimeError as others are; the message tells.
             if not _is_out_of_memory(error):
                 raise
             raise OutOfMemory(

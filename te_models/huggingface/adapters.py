@@ -55,6 +55,7 @@ class HiddenNames:
         for theirs, place in _places(model)[0].items():
             name = theirs.removesuffix(".weight").removeprefix("model.")
             ours = place.name.removesuffix(".weight")
+            # A name of ours whose end is a target, at another place than in transformers.
             elsewhere = name != ours and name.rpartition(".")[2] == ours.rpartition(".")[2]
             if elsewhere and ours in model.config.linears and ours not in names:
                 names.append(ours)
@@ -222,6 +223,7 @@ def _places(model: CausalLM) -> tuple[dict[str, Place], Family | None]:
     try:
         family = family_for(model.config, family_of(config) if config else None)
     except ConfigError:
+        # No architecture has this model: its linears have our names.
         linears = [f"{name}.weight" for name in model.config.linears]
         return {name: Place.whole(name, shapes[name]) for name in linears if name in shapes}, None
     return module_places(family, model.config, shapes), family

@@ -362,6 +362,7 @@ class CacheView:
         """Return the number of slots that layers that see these keys attend to, and the position of the first."""
         if self.past is None:
             return seq, 0
+        # transformers' cache is asked by layer: the first one that sees these keys stands for all.
         depth = next(
             depth
             for depth, layer in enumerate(self.config.layers)

@@ -454,6 +454,7 @@ def _changed(config: TEModelsConfig, folder: Path) -> Fields:
     """Return the fields of the shape in which `config` differs from the folder's; none if that is not ours."""
     if hugging_face_documents(folder) is not None:
         return {}
+    # A config that was loaded from the folder and changed: only the changes are options.
     own = TEModelsConfig.from_pretrained(folder).model_config().to_dict()
     changed = {}
     for name, value in config.model_config().to_dict().items():

@@ -17,6 +17,7 @@ from te_models.model.rope import context_before_long_angles
 
 def check_prompt(args: tuple[Any, ...], options: Fields, config: GenerationConfig) -> None:
     """Raise a UsageError for arguments of `generate` that transformers would end at with an exception of its own."""
+    # Under any of the names that transformers accepts.
     given = args[0] if args else options.get("inputs", options.get("input_ids"))
     first = options.get("bos_token_id", config.bos_token_id)
     if given is None and options.get("inputs_embeds") is None and first is None:

@@ -57,6 +57,7 @@ def save_model(
     )
     documents["config"] |= config.document()
     weights = tensors["model"]
+    # A Trainer under FSDP gives gathered weights, under transformers' names.
     for name, value in (state or {}).items():
         bare = name.removeprefix(MULTIMODAL).removeprefix(WRAPPED)
         if bare in weights:
@@ -72,6 +73,7 @@ def save_model(
             save_folder(Path(temp) / "new", tensors, documents, max_shard_bytes=max_shard_bytes)
             _move_in(Path(temp) / "new", folder)
         for name, content in tokenizer.items():
+            # A tokenizer that the caller saved there is newer than the one the model came with.
             if not (folder / name).exists():
                 (folder / name).parent.mkdir(exist_ok=True)
                 write_file(folder / name, content)

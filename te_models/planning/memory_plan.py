@@ -233,6 +233,7 @@ class MemoryPlan(Printable):
         modes = (Column(f"checkpointing {mode}", justify="right") for mode in plans)
         table = Table("GPU", "this plan", *modes, box=None, pad_edge=False)
         for name, size in GPUS.items():
+            # 0: not even one sequence fits, which the table shows as "-".
             batches = [plan.largest_batch(size) for plan in plans.values()]
             fits = "fits" if self.fits(size) else "does not fit"
             table.add_row(name, fits, *(f"{batch:,}" if batch else "-" for batch in batches))
@@ -447,6 +448,7 @@ def _check_division(config: ModelConfig, recipe: Recipe, training: Training) -> 
     experts = training.expert_parallel_size
     mesh: Any = PlannedRanks(tensor) if tensor > 1 else None
     ranks = TensorParallel(mesh, training.sequence_parallel)
+    # The run's own checks, with a mesh that has only a size.
     layers = ranks.local(config)
     check_sizes(layers, config.vocab_size, recipe, ranks.each)
     experts_mesh: Any = PlannedRanks(experts) if experts > 1 else None

@@ -73,6 +73,7 @@ def _bytes_of(
     """Return the bytes of the state of a parameter, and of its master if it has one that is not itself."""
     masters = has_masters(options)
     itemsize = FP32 if masters else tensor.itemsize
+    # A parameter that is FP32 already, and on this rank as a whole, is its own master.
     copied = owned or tensor.quantized or itemsize != tensor.itemsize
     size = tensor.numel * itemsize if copied else 0
     views: list[tuple[tuple[int, ...], bool]] = [(tensor.shape, False)]
@@ -115,6 +116,7 @@ def projected_sums(tensors: Mapping[HeldTensor, int], rank: int) -> tuple[int, i
         if not any(is_projected(role, shape, rank) for role, shape in tensor.parts):
             continue
         elements += count * tensor.numel
+        # A fused parameter may have rows that are projected and rows that are not, such as a gate's.
         for role, shape in tensor.parts:
             if is_projected(role, shape, rank):
                 sums += count * sum_elements(shape, rank)

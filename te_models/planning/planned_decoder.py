@@ -133,6 +133,7 @@ class PlannedDecoder(Decoder):
         if setting.stored is None:
             return
         for name in setting.stored.linears:
+            # Other layers are copies of the measured ones, and have no modules.
             if int(name.split(".")[1]) not in self.measured:
                 continue
             spec = self.config.linears[name]
@@ -206,6 +207,7 @@ def add_adapters(model: Decoder, setting: StepSetting) -> None:
             continue
         for part in block.linear_owners:
             for spec in part.spec.linears:
+                # As `--lora` without targets does.
                 kind = AdaptedLinear if spec.adapted else None
                 if spec.experts and setting.lora_experts:
                     kind = AdaptedExperts

@@ -37,6 +37,7 @@ class StoredForm(NamedTuple):
         with torch.device("meta"):
             width = self.width or inputs
             heights = -(-outputs // self.height)
+            # Blocks of several rows need the number of the scale for each row, since fused weights are cut elsewhere.
             shared = self.height > 1
             return StoredRows(
                 data=torch.empty(outputs, inputs // (2 if self.packed else 1), dtype=torch.uint8),

@@ -70,6 +70,7 @@ def describe_choice(name: str | Path) -> str | None:
 
 
 def _why_best(run: Path, step: int) -> str:
+    # The losses are in the newest checkpoint, which knows of all evaluations.
     newest = Checkpoints(run / "checkpoints").latest()
     losses = None if newest is None else read_losses(newest)
     if newest is None or losses is None or losses.best_step != step:
