@@ -34,6 +34,7 @@ LOST = 0.3
 UNUSED_BITS = 3.0  # powers of two that a scale may leave unused above a tensor's largest magnitude
 JUMP_BITS = 3.0  # by which a scale may not change from one step to the next while the amax stays
 DEAD_STEPS = 3
+CLIPPED_SQNR = 10.0  # dB, below which it is what saturates that takes a cast its exactness
 LASTING = 3  # recorded steps in a row in which few values are far beyond the format
 # dB below which a cast is worth a word, by format: LEEWAY below what numbers of a normal distribution have.
 LEEWAY = 9.0
@@ -151,7 +152,11 @@ def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Findi
 
     # Of few large values less than SATURATED saturates, however far beyond the format's largest number they are. If
     # that lasts in gradients, the scale does not follow; in inputs it is an outlier, which has a rule of its own.
-    beyond = (facts.headroom() < -UNUSED_BITS) & (share > 0) & operands
+    # The headroom is of a step's smallest scale. Of several micro-batches the first may have had a far larger one, and
+    # then only the exactness shows it.
+    with np.errstate(invalid="ignore"):
+        far = (facts.headroom() < -UNUSED_BITS) | (facts.record.sqnr() < CLIPPED_SQNR)
+    beyond = far & (share > 0) & operands
     where = (share > SATURATED) & operands
     where |= _in_a_row(beyond) & facts.operand("grad_output")
     yield from over(facts, rule, where, share, say, origin=where | beyond)
