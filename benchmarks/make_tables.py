@@ -20,6 +20,7 @@ from benchmarks.tables import (  # noqa: F401  they register their tables
     checks,
     claims,
     failures,
+    formats,
     gpus,
     gradients,
     guide,
@@ -67,6 +68,7 @@ def draw_plots(folder: Path) -> None:
     stored.draw_stored_bases(folder / "quantized_bases_h100.png")
     claims.draw_recomputation(folder / "recomputation_h100.png")
     gradients.draw_gradient_losses(folder / "gradient_losses.png")
+    formats.draw_formats(folder / "format_loss.png")
     speed_map.draw_speed_map(folder / "small_models_h200.png")
     draw_grid(folder / "checkpoint_grid_h200.png")
     draw_soak(folder / "soak_h200.png", load("soak_h200"))
