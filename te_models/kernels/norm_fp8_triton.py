@@ -31,6 +31,51 @@ REGISTERS = 128  # of a program that counts: four per multiprocessor, as many as
 
 
 @triton.jit
+def _write_rstd(
+    x,
+    delta,
+    total,
+    rstd,
+    rows,
+    columns,
+    eps,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write 1 / RMS of this program's rows, and if ADD their sum with what the block before adds."""
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # Summed at the end, since a sum synchronizes the threads.
+    squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, columns, COLUMNS):
+        j = start + tl.arange(0, COLUMNS)
+        inside = (i < rows)[:, None] & (j < columns)[None, :]
+        at = i[:, None] * columns + j[None, :]
+        value = tl.load(x + at, inside, 0.0)
+        if ADD:
+            value = (value.to(tl.float32) + tl.load(delta + at, inside, 0.0).to(tl.float32)).to(
+                x.dtype.element_ty
+            )
+            tl.store(total + at, value, mask=inside)
+        value = value.to(tl.float32)
+        squares += value * value
+    tl.store(rstd + i, 1 / tl.sqrt_rn(tl.sum(squares, 1) / columns + eps), mask=i < rows)
+
+
+@triton.jit
+def _normed(source, weight, inverses, i, j, rows, columns, ZERO_CENTERED: tl.constexpr):
+    """Return channels j of rows i to i + 3, normed, as four tiles; `inverses` are 1 / RMS of these rows."""
+    a, b, c, d = inverses
+    gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)[None, :]
+    gamma = 1 + gamma if ZERO_CENTERED else gamma
+    e = load_tile(source, i, j, rows, columns, columns) * a[:, None] * gamma
+    f = load_tile(source, i + 1, j, rows, columns, columns) * b[:, None] * gamma
+    g = load_tile(source, i + 2, j, rows, columns, columns) * c[:, None] * gamma
+    h = load_tile(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma
+    return e, f, g, h
+
+
+@triton.jit
 def _norm_kernel(
     # the residual stream [N, D], what the block before adds to it, and the sum to write if ADD
     x,
@@ -61,23 +106,7 @@ def _norm_kernel(
     COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,  # of the pass that counts: whether rows are whole blocks of the hash
 ):
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    i = first + tl.arange(0, ROWS)
-    # Summed at the end, since a sum synchronizes the threads.
-    squares = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, columns, COLUMNS):
-        j = start + tl.arange(0, COLUMNS)
-        inside = (i < rows)[:, None] & (j < columns)[None, :]
-        at = i[:, None] * columns + j[None, :]
-        value = tl.load(x + at, inside, 0.0)
-        if ADD:
-            value = (value.to(tl.float32) + tl.load(delta + at, inside, 0.0).to(tl.float32)).to(
-                x.dtype.element_ty
-            )
-            tl.store(total + at, value, mask=inside)
-        value = value.to(tl.float32)
-        squares += value * value
-    tl.store(rstd + i, 1 / tl.sqrt_rn(tl.sum(squares, 1) / columns + eps), mask=i < rows)
+    _write_rstd(x, delta, total, rstd, rows, columns, eps, ADD, ROWS, COLUMNS)
     s = tl.load(scale)
     tl.debug_barrier()  # what is read back below was written above
     group = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
@@ -87,15 +116,11 @@ def _norm_kernel(
     b = tl.load(rstd + i + 1, i < rows, 0.0)
     c = tl.load(rstd + i + 2, i < rows, 0.0)
     d = tl.load(rstd + i + 3, i < rows, 0.0)
+    inverses = (a, b, c, d)
     largest = tl.zeros((ROWS // 4, COLUMNS), tl.float32)
     for start in range(0, columns, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
-        gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)[None, :]
-        gamma = 1 + gamma if ZERO_CENTERED else gamma
-        e = load_tile(source, i, j, rows, columns, columns) * a[:, None] * gamma
-        f = load_tile(source, i + 1, j, rows, columns, columns) * b[:, None] * gamma
-        g = load_tile(source, i + 2, j, rows, columns, columns) * c[:, None] * gamma
-        h = load_tile(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma
+        e, f, g, h = _normed(source, weight, inverses, i, j, rows, columns, ZERO_CENTERED)
         found = store_fp8(e, f, g, h, s, group, j, rows, columns, data, transposed, columns, E5M2)
         largest = tl.maximum(largest, found)
     raise_amax(amax, largest)
@@ -106,26 +131,15 @@ def _norm_kernel(
         inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
         for start in range(0, columns, COLUMNS):
             j = start + tl.arange(0, COLUMNS)
-            gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)[None, :]
-            gamma = 1 + gamma if ZERO_CENTERED else gamma
-            e = load_tile(source, i, j, rows, columns, columns) * a[:, None] * gamma
-            f = load_tile(source, i + 1, j, rows, columns, columns) * b[:, None] * gamma
-            g = load_tile(source, i + 2, j, rows, columns, columns) * c[:, None] * gamma
-            h = load_tile(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma
-            state = count_rows(state, (e, f, g, h), s, top, start, rows, columns, 0, E5M2, ALIGNED)
+            values = _normed(source, weight, inverses, i, j, rows, columns, ZERO_CENTERED)
+            state = count_rows(state, values, s, top, start, rows, columns, 0, E5M2, ALIGNED)
         elements = tl.full((), 1.0, tl.float64) * rows * columns
         add_state(counts, codes, spread, state, s, inverse, elements, E5M2)
         if needs_care(state, inverse, E5M2) > 0:
             care = new_care()
             for start in range(0, columns, COLUMNS):
                 j = start + tl.arange(0, COLUMNS)
-                gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)[None, :]
-                gamma = 1 + gamma if ZERO_CENTERED else gamma
-                e = load_tile(source, i, j, rows, columns, columns) * a[:, None] * gamma
-                f = load_tile(source, i + 1, j, rows, columns, columns) * b[:, None] * gamma
-                g = load_tile(source, i + 2, j, rows, columns, columns) * c[:, None] * gamma
-                h = load_tile(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma
-                values = (e, f, g, h)
+                values = _normed(source, weight, inverses, i, j, rows, columns, ZERO_CENTERED)
                 care = count_rows_with_care(care, values, s, top, start, rows, columns, E5M2)
             add_care(counts, codes, spread, care)
     note_inverse(s, scale_inv)

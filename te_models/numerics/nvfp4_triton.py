@@ -43,6 +43,40 @@ def _encode_e2m1(v, noise, at, mask, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
+def _pack_rows(v, amax, noise, at, mask, half, TWO_D: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Return the scales [TILE, GROUPS] of blocks of 16 along the rows of v [TILE, TILE], and its codes in pairs.
+
+    With TWO_D a scale belongs to 16 x 16 elements, and is repeated for each of their rows.
+    """
+    bits = tl.max(tl.reshape(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (TILE, GROUPS, 16)), 2)
+    if TWO_D:
+        both = tl.max(tl.reshape(bits, (GROUPS, 16, GROUPS)), 1)
+        bits = tl.reshape(tl.broadcast_to(both[:, None, :], (GROUPS, 16, GROUPS)), (TILE, GROUPS))
+    scale, multiplier = _block_scale(bits, amax)
+    scaled = tl.reshape(tl.reshape(v, (TILE, GROUPS, 16)) * multiplier[:, :, None], (TILE, TILE))
+    data = _encode_e2m1(scaled, noise, at, mask, STOCHASTIC)
+    return scale, tl.sum(tl.reshape(data, (TILE, TILE // 2, 2)) << half[None, None, :], 2)
+
+
+@triton.jit
+def _pack_columns(
+    v, amax, noise, begin, at, mask, half, TWO_D: tl.constexpr, STOCHASTIC: tl.constexpr
+):
+    """Return what `_pack_rows` does for blocks along the columns: scales [GROUPS, TILE], codes [TILE / 2, TILE].
+
+    Their random words start at `begin`.
+    """
+    bits = tl.max(tl.reshape(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (GROUPS, 16, TILE)), 1)
+    if TWO_D:
+        both = tl.max(tl.reshape(bits, (GROUPS, GROUPS, 16)), 2)
+        bits = tl.reshape(tl.broadcast_to(both[:, :, None], (GROUPS, GROUPS, 16)), (GROUPS, TILE))
+    scale, multiplier = _block_scale(bits, amax)
+    scaled = tl.reshape(tl.reshape(v, (GROUPS, 16, TILE)) * multiplier[:, None, :], (TILE, TILE))
+    data = _encode_e2m1(scaled, noise + begin, at, mask, STOCHASTIC)
+    return scale, tl.sum(tl.reshape(data, (TILE // 2, 2, TILE)) << half[None, :, None], 1)
+
+
+@triton.jit
 def nvfp4_kernel(
     # [rows, cols], what its columns are cast from, and random words
     x,
@@ -84,18 +118,7 @@ def nvfp4_kernel(
     if ROW:
         v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
         amax = _largest(parts, k, n_parts)
-        bits = tl.max(tl.reshape(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (TILE, GROUPS, 16)), 2)
-        if TWO_D:
-            both = tl.max(tl.reshape(bits, (GROUPS, 16, GROUPS)), 1)
-            bits = tl.reshape(
-                tl.broadcast_to(both[:, None, :], (GROUPS, 16, GROUPS)), (TILE, GROUPS)
-            )
-        scale, multiplier = _block_scale(bits, amax)
-        scaled = tl.reshape(
-            tl.reshape(v, (TILE, GROUPS, 16)) * multiplier[:, :, None], (TILE, TILE)
-        )
-        data = _encode_e2m1(scaled, noise, at, mask, STOCHASTIC)
-        packed = tl.sum(tl.reshape(data, (TILE, TILE // 2, 2)) << half[None, None, :], 2)
+        scale, packed = _pack_rows(v, amax, noise, at, mask, half, TWO_D, STOCHASTIC)
         c = q * (TILE // 2) + tl.arange(0, TILE // 2)
         inside = (i < rows)[:, None] & (c < cols // 2)[None, :]
         tl.store(row_data + i[:, None] * (cols // 2) + c[None, :], packed.to(tl.uint8), mask=inside)
@@ -108,18 +131,7 @@ def nvfp4_kernel(
     if COL:
         v = tl.load(t + at, mask=mask, other=0.0).to(tl.float32)
         amax = _largest(parts + n_parts if TRANSFORMED and ROW else parts, k, n_parts)
-        bits = tl.max(tl.reshape(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (GROUPS, 16, TILE)), 1)
-        if TWO_D:
-            both = tl.max(tl.reshape(bits, (GROUPS, GROUPS, 16)), 2)
-            bits = tl.reshape(
-                tl.broadcast_to(both[:, :, None], (GROUPS, GROUPS, 16)), (GROUPS, TILE)
-            )
-        scale, multiplier = _block_scale(bits, amax)
-        scaled = tl.reshape(
-            tl.reshape(v, (GROUPS, 16, TILE)) * multiplier[:, None, :], (TILE, TILE)
-        )
-        data = _encode_e2m1(scaled, noise + col_noise, at, mask, STOCHASTIC)
-        packed = tl.sum(tl.reshape(data, (TILE // 2, 2, TILE)) << half[None, :, None], 1)
+        scale, packed = _pack_columns(v, amax, noise, col_noise, at, mask, half, TWO_D, STOCHASTIC)
         r = p.to(tl.int64) * (TILE // 2) + tl.arange(0, TILE // 2)
         inside = (r < rows // 2)[:, None] & (j < cols)[None, :]
         tl.store(col_data + r[:, None] * cols + j[None, :], packed.to(tl.uint8), mask=inside)

@@ -155,6 +155,29 @@ def _copy(table: Tensor, device: torch.device) -> Tensor:
 
 
 @triton.jit
+def _offsets(places, gradient, ALIGNED: tl.constexpr):
+    """Return where gradient, master, both moments and parameter of an entry begin.
+
+    In elements from one tensor of each kind, since a kernel takes a fixed number of pointers.
+    """
+    gradient_at = tl.load(places)
+    master_at = tl.load(places + 1)
+    first_at = tl.load(places + 2)
+    second_at = tl.load(places + 3)
+    parameter_at = tl.load(places + 4)
+    if ALIGNED:
+        # Promises to the compiler, which then loads and stores 16 bytes at a time.
+        gradient_at = tl.multiple_of(gradient_at, 4)
+        if gradient.dtype.element_ty == tl.bfloat16:
+            gradient_at = tl.multiple_of(gradient_at, 8)
+        master_at = tl.multiple_of(master_at, 4)
+        first_at = tl.multiple_of(first_at, 4)
+        second_at = tl.multiple_of(second_at, 4)
+        parameter_at = tl.multiple_of(parameter_at, 8)
+    return gradient_at, master_at, first_at, second_at, parameter_at
+
+
+@triton.jit
 def _adamw_kernel(
     gradient,
     master,
@@ -184,23 +207,12 @@ def _adamw_kernel(
         # A step to skip updates no element. The flag stays on the device, so that the host need not wait.
         count = tl.where(tl.load(bad) == 1.0, 0, count)
     at = (program - tl.load(begins + entry)) * BLOCK + tl.arange(0, BLOCK)
-    # Places are offsets in elements from one tensor of each kind, since a kernel takes a fixed number of pointers.
-    places += entry * 5
-    gradient_at = tl.load(places)
-    master_at = tl.load(places + 1)
-    first_at = tl.load(places + 2)
-    second_at = tl.load(places + 3)
-    parameter_at = tl.load(places + 4)
     if ALIGNED:
-        # Promises to the compiler, which then loads and stores 16 bytes at a time.
+        # A promise to the compiler, as in _offsets.
         count = tl.multiple_of(count, 16)
-        gradient_at = tl.multiple_of(gradient_at, 4)
-        if gradient.dtype.element_ty == tl.bfloat16:
-            gradient_at = tl.multiple_of(gradient_at, 8)
-        master_at = tl.multiple_of(master_at, 4)
-        first_at = tl.multiple_of(first_at, 4)
-        second_at = tl.multiple_of(second_at, 4)
-        parameter_at = tl.multiple_of(parameter_at, 8)
+    gradient_at, master_at, first_at, second_at, parameter_at = _offsets(
+        places + entry * 5, gradient, ALIGNED
+    )
     here = at < count
 
     g = tl.load(gradient + gradient_at + at, here, 0.0).to(tl.float32)
