@@ -62,6 +62,50 @@ def _rotated(x_at, i, head, seq, c, s, first, second, inside):
 
 
 @triton.jit
+def _store_pairs(
+    # the first and the second members of the pairs of a head, four tiles each, and their channels
+    firsts,
+    seconds,
+    first,
+    second,
+    scale,
+    # groups of four rows; the columns of the output where the head begins and where its first members end; its rows
+    # and columns
+    group,
+    own,
+    end,
+    rows,
+    columns,
+    data,
+    transposed,
+    half: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    """Quantize the pairs of a head into both copies; return the largest magnitudes."""
+    a, b, c, d = firsts
+    e, f, g, h = seconds
+    one = store_fp8(
+        a, b, c, d, scale, group, own + first, rows, end, data, transposed, columns, E5M2
+    )
+    two = store_fp8(
+        a=e,
+        b=f,
+        c=g,
+        d=h,
+        scale=scale,
+        group=group,
+        j=own + second,
+        rows=rows,
+        columns=own + 2 * half,
+        data=data,
+        transposed=transposed,
+        stride=columns,
+        E5M2=E5M2,
+    )
+    return tl.maximum(one, two)
+
+
+@triton.jit
 def _rotate_fp8_kernel(
     # q or k [B, S, heads, H], and tables [S, R] or [B, S, R]; without tables nothing turns
     x,
@@ -123,25 +167,23 @@ def _rotate_fp8_kernel(
         own = start + head * dim
         # Beyond the last pair there are no columns: the bound of a half is where the other begins.
         end = own + 2 * half if interleaved else own + half
-        one = store_fp8(
-            a, b, c, d, s, group, own + first, rows, end, data, transposed, columns, E5M2
+        stored = _store_pairs(
+            (a, b, c, d),
+            (e, f, g, h),
+            first,
+            second,
+            s,
+            group,
+            own,
+            end,
+            rows,
+            columns,
+            data,
+            transposed,
+            half,
+            E5M2,
         )
-        two = store_fp8(
-            a=e,
-            b=f,
-            c=g,
-            d=h,
-            scale=s,
-            group=group,
-            j=own + second,
-            rows=rows,
-            columns=own + 2 * half,
-            data=data,
-            transposed=transposed,
-            stride=columns,
-            E5M2=E5M2,
-        )
-        largest = tl.maximum(largest, tl.maximum(one, two))
+        largest = tl.maximum(largest, stored)
         if 2 * half < dim:
             a = read_head(token_rows(x_at, i, head, seq), other, beside)
             b = read_head(token_rows(x_at, i + 1, head, seq), other, beside)
@@ -305,25 +347,23 @@ def _norm_backward_fp8_kernel(
         sum_a += wa
         sum_b += wb
         sum_c += wc
-        one = store_fp8(
-            a, b, c, d, s, group, own + first, rows, end, data, transposed, columns, E5M2
+        stored = _store_pairs(
+            (a, b, c, d),
+            (e, f, g, h),
+            first,
+            second,
+            s,
+            group,
+            own,
+            end,
+            rows,
+            columns,
+            data,
+            transposed,
+            half,
+            E5M2,
         )
-        two = store_fp8(
-            a=e,
-            b=f,
-            c=g,
-            d=h,
-            scale=s,
-            group=group,
-            j=own + second,
-            rows=rows,
-            columns=own + 2 * half,
-            data=data,
-            transposed=transposed,
-            stride=columns,
-            E5M2=E5M2,
-        )
-        largest = tl.maximum(largest, tl.maximum(one, two))
+        largest = tl.maximum(largest, stored)
         if 2 * half < dim:
             three = store_fp8(
                 k, m, n, o, s, group, own + other, rows, own + dim, data, transposed, columns, E5M2
