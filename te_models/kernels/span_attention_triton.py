@@ -120,14 +120,36 @@ class Spans(NamedTuple):
         if self._suits_flash(q, sinks, cap):
             return *self._flash_backward(dy, q, k, v, out, kept, scale), None
         (log_sum,) = kept
-        batch, heads, seq, dim = q.shape
-        key_heads = k.shape[1]
         dq, dk, dv = (
             torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(
                 1, 2
             )
             for t in (q, k, v)
         )
+        dots = self._write_gradients(dy, q, k, v, out, log_sum, dq, dk, dv, scale, cap)
+        if sinks is None:
+            return dq, dk, dv, None
+        # A sink is a key whose value is zero; this is its weight in each query's softmax.
+        weight = torch.exp2(sinks.float()[:, None] * LOG2E - log_sum)
+        return dq, dk, dv, -(weight * dots).sum((0, 2)).to(sinks.dtype)
+
+    def _write_gradients(
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        log_sum: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        scale: float | None,
+        cap: float | None,
+    ) -> Tensor:
+        """Write dq, dk and dv; return the product of each query's output with its gradient, FP32 [B, N, S]."""
+        batch, heads, seq, dim = q.shape
+        key_heads = k.shape[1]
         dots = torch.empty_like(log_sum)
         _dot_kernel[(triton.cdiv(seq, 64) * batch * heads,)](
             out=out,
@@ -167,11 +189,7 @@ class Spans(NamedTuple):
         _grad_key_kernel[(triton.cdiv(seq, block[1]) * batch * key_heads,)](
             **shared, last=self.last, dk=dk, dv=dv, **_strides(d=dk), **options
         )
-        if sinks is None:
-            return dq, dk, dv, None
-        # A sink is a key whose value is zero; this is its weight in each query's softmax.
-        weight = torch.exp2(sinks.float()[:, None] * LOG2E - log_sum)
-        return dq, dk, dv, -(weight * dots).sum((0, 2)).to(sinks.dtype)
+        return dots
 
     def __call__(
         self,

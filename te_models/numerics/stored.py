@@ -117,6 +117,7 @@ class StoredRows:
         """Return the values [out, in] in `dtype`, written into `out` [out, in] if it is given."""
         if out is None:
             out = torch.empty(self.shape, dtype=dtype, device=self.device)
+        # A plan counts the memory; there are no values.
         if out.is_meta:
             return out
         if out.is_cuda:
@@ -155,6 +156,7 @@ class StoredRows:
         scales = self._scales(rows)
         if self.width >= values.shape[1]:
             return values.mul_(scales)
+        # [rows, in]: the last block of a row may be incomplete.
         spread = scales.repeat_interleave(self.width, dim=1)[:, : values.shape[1]]
         return values.mul_(spread)
 
@@ -171,6 +173,7 @@ class StoredRows:
         """Return whether no value is NaN or infinite, from the data and the largest scale."""
         if self.data.is_meta:
             return True
+        # E4M3's only NaN; E2M1 has none.
         if not self.packed and bool(((self.data & 0x7F) == 0x7F).any()):
             return False
         largest = torch.zeros((), device=self.device)
@@ -189,6 +192,7 @@ def joined(parts: Sequence[StoredRows]) -> StoredRows:
     first = parts[0]
     if len(parts) == 1:
         return first
+    # Experts of one release tensor have its scales together, which are then kept once.
     shared = all(part.scales.data_ptr() == first.scales.data_ptr() for part in parts)
     if first.scale_rows is None:
         scales = _below([part.scales for part in parts])
@@ -201,6 +205,7 @@ def joined(parts: Sequence[StoredRows]) -> StoredRows:
         shifted = []
         above = 0
         for part in parts:
+            # The numbers of rows of scales count from the first part's.
             shifted.append(_given(part.scale_rows) + above)
             above += len(part.scales)
         scale_rows = torch.cat(shifted)
@@ -297,11 +302,13 @@ class StoredWeight(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
+        # These change no value, so the stored form can stay.
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return StoredWeight(args[0].rows, args[0].dtype)
         if func is torch.ops.aten.clone.default:
             return StoredWeight(args[0].rows.mapped(torch.clone), args[0].dtype)
         moves = func is torch.ops.aten._to_copy.default
+        # To another dtype it is the values that move: the branch below.
         if moves and kwargs.get("dtype") in (None, args[0].dtype):
             device = kwargs.get("device")
             return StoredWeight(args[0].rows.mapped(lambda t: t.to(device)), args[0].dtype)

@@ -118,6 +118,7 @@ def encode_blocks(weight: Tensor, options: WeightOptions) -> Parts:
         if weight.shape[dim] % BLOCK.block[dim]:
             amax = amax.amax(dim, keepdim=True).expand_as(amax)
     if options.scheme == "Float8BlockScaling":
+        # As the quantizer of the recipe does, so that a server has the values of the training.
         infinite = torch.finfo(weight.dtype).max
         scale = scale_from_amax(amax, E4M3_MAX, options.power_of_2, infinite=infinite)
     else:
@@ -136,10 +137,12 @@ def encode_mxfp8(weight: Tensor, options: WeightOptions) -> Parts:
         quantizer = MXFP8Quantizer(
             DType.kFloat8E4M3, columnwise=False, with_2d_quantization=options.square
         )
+        # Rows of padding are cut off again below.
         made = quantizer(_with_rows(weight, 32))
         data = made._rowwise_data[:rows]
         scale = made._rowwise_scale_inv[:rows, : columns // 32]
     else:
+        # [out, in / 32]: the exponent of the amax, rounded up from 1.75 on, less the 8 powers of two of E4M3.
         bits = block_amax(weight, MXFP8.block).view(torch.int32)
         scale = ((bits + 0x200000 >> 23) - 8).clamp_(0, 254).to(torch.uint8)
         data = cast_fp8_blocks(
@@ -166,7 +169,9 @@ def encode_nvfp4(weight: Tensor, options: WeightOptions, whole: Tensor | None = 
         if whole is None:
             whole = global_scale(amax.amax())
         scale = (whole * quotient(amax, FP4_MAX)).clamp_(max=E4M3_MAX).to(E4M3)
+        # A scale of zero would lose the block, and readers divide by it.
         scale = torch.where(scale.float() == 0, SMALLEST, scale.float()).to(E4M3)
+        # [out, 1, in / 16, 1], for the blocks of `split_blocks`.
         divisors = (scale.float() / whole)[:, None, :, None]
         values = merge_blocks(split_blocks(weight.float(), NVFP4.block) / divisors, rows, columns)
         data = pack(encode_e2m1(values.clamp_(-FP4_MAX, FP4_MAX).contiguous()))

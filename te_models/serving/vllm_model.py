@@ -192,10 +192,13 @@ class GatedAttention(nn.Module):
         if self.rope is not None:
             q, k = self.rope(positions, q.contiguous(), k.contiguous())
         if self.spec.query_scale is not None:
+            # Queries grow with the logarithm of their position.
             beta, length, _ = self.spec.query_scale
             q = q * (1 + beta * torch.log(1.0 + positions // length)).to(q.dtype)[:, None]
+        # [T, A * dim]; vLLM's layer writes k and v to its cache.
         out = self.attn(q, k, v)
         if self.g_proj is not None:
+            # vLLM's linears return their output and, where it is not added, their bias.
             g = self.g_proj(x)[0]
             heads = out.unflatten(-1, (self.query, dim))
             out = self.gate(heads, g.unflatten(-1, (self.query, -1))).flatten(-2)
@@ -244,6 +247,7 @@ class Layer(nn.Module):
             raise UsageError(
                 "te-models' plugin serves attention with dense MLPs: vLLM's own models have the others"
             )
+        # Fields that change what a model computes: to leave one out would serve other logits.
         names = (
             "embedding_norm",
             "post_norm_eps",
@@ -267,6 +271,7 @@ class Layer(nn.Module):
         self.multiplier = build.config.residual_multiplier
         before = spec.norm_position != "post"
         after = spec.norm_position != "pre"
+        # Names of Hugging Face's Llama, which the packed modules above and quantization configs know.
         self.input_layernorm = build.norm(width) if before else nn.Identity()
         self.self_attn = GatedAttention(spec.mixer, build, f"{prefix}.self_attn")
         self.attention_output_norm = build.norm(width) if after else nn.Identity()
@@ -390,9 +395,11 @@ class TEModelsDecoderForCausalLM(nn.Module):
         parameters = dict(self.named_parameters())
         loaded: set[str] = set()
         for theirs, tensor in weights:
+            # One tensor under two names: it was loaded as the embedding.
             if theirs.startswith(f"{self.family.head}.") and self.shape.tie_word_embeddings:
                 continue
             for name, shard, values in self._parts(theirs, tensor):
+                # vLLM's own loaders take this rank's share of the rows.
                 load = getattr(parameters[name], "weight_loader", default_weight_loader)
                 load(parameters[name], values, *(() if shard is None else (shard,)))
                 loaded.add(name)
@@ -424,6 +431,7 @@ class TEModelsDecoderForCausalLM(nn.Module):
                 sizes[block] = size
         for block, values in zip(sizes, _split(tensor, list(sizes.values()), groups), strict=True):
             module, shard = SHARDS[block]
+            # A linear of its own, which has no parts to name.
             if block == "up" and not self.shape.mlp_gate:
                 shard = None
             yield (

@@ -85,7 +85,6 @@ def new_calls(
             quantizer.internal = True
         if module.observers is not None:
             x.observer, weight.observer, dy.observer = module.observers[i]
-        quantize_output, quantize_gradient = results
         call = Call(
             module=module,
             parallel=parallel,
@@ -98,8 +97,8 @@ def new_calls(
                 input=x,
                 weight=weight,
                 grad_output=dy,
-                output=y if quantize_output else None,
-                grad_input=dx if quantize_gradient else None,
+                output=y if results[0] else None,
+                grad_input=dx if results[1] else None,
             ),
             updates=updates,
             splits=recipe.split_accumulators,
