@@ -399,7 +399,7 @@ def experts(
     padding: tuple[Tensor, int] | None,
     is_first_microbatch: bool | None,
 ) -> Tensor:
-    """See te_models.kernels.handover.experts_join, which describes the arguments."""
+    """See te_models.model.forward_context.ForwardContext.experts, which describes the arguments."""
     groups = rows if isinstance(rows, Groups) else Groups.of(rows, x.device)
     te_recipe = FP8GlobalStateManager.get_fp8_recipe()
     token, tokens = (None, 0) if padding is None else padding

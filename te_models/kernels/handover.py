@@ -139,11 +139,7 @@ def counts_on_device(module: nn.Module, te_recipe: EngineRecipe | None) -> bool:
 def experts_join(*modules: nn.Module) -> bool:
     """Return whether `Kernels.experts` takes the two te.GroupedLinears of experts together, where the pass is now.
 
-    It is called with the module that makes the hidden states, the one that reads them, the input x of the first
-    (tokens [T, D] with a `route`, or rows [R, D]), the weights FP32 [T, k] of the sum of a token's rows (None: rows are
-    returned), the numbers of rows, the route, the limit (or None) and alpha of a clamped SwiGLU, what says which rows
-    are padding that has to give zeros (the token of each row, int64 [R], and the number of tokens; None: none has to),
-    and `is_first_microbatch`.
+    te_models.model.forward_context.ForwardContext.experts describes its arguments.
     """
     return False
 

@@ -1,7 +1,7 @@
 """One forward pass, as the layers see it: positions and masks of its tokens, and how to run its operations."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -168,12 +168,48 @@ class ForwardContext(NamedTuple):
             return False
         return self.kernels.experts_join(*modules)
 
-    def experts(self, *given: Any) -> Tensor:
-        """Return the result of two te.GroupedLinears and the operations between and around them; see
-        te_models.kernels.handover.experts_join.
+    def experts(
+        self,
+        up: nn.Module,
+        down: nn.Module,
+        x: Tensor,
+        *,
+        gates: Tensor | None,
+        rows: list[int] | Groups,
+        route: Route | None,
+        limit: float | None,
+        alpha: float,
+        padding: tuple[Tensor, int] | None,
+    ) -> Tensor:
+        """Return the result of two te.GroupedLinears and the operations between and around them.
+
+        It is [T, D], the sums over the rows of each token, or without `gates` the rows [R, D].
+
+        Args:
+            up: makes the hidden states.
+            down: reads them.
+            x: the input of `up`: tokens [T, D] with a `route`, else the rows of the experts [R, D].
+            gates: FP32 [T, k], the factors of a token's rows in their sum; None: rows are returned.
+            rows: the numbers of rows of the experts.
+            route: the way from tokens to rows and back.
+            limit: the limit of a clamped SwiGLU; None: it has none.
+            alpha: the factor in its sigmoid.
+            padding: the token of each row, int64 [R], and the number of tokens: rows of no token have to give zeros.
+                None: they may give anything.
         """
         assert self.kernels.experts is not None
-        return self.kernels.experts(*given, self.recompute.first_microbatch)
+        return self.kernels.experts(
+            up=up,
+            down=down,
+            x=x,
+            gates=gates,
+            rows=rows,
+            route=route,
+            limit=limit,
+            alpha=alpha,
+            padding=padding,
+            is_first_microbatch=self.recompute.first_microbatch,
+        )
 
     def grouped(
         self, module: nn.Module, x: Tensor, rows: list[int] | Groups, route: Route | None = None

@@ -237,15 +237,15 @@ class Experts(Feedforward[MoESpec]):
             e = self.spec.experts
             # [T, D], or of all rows [R, D]
             out = context.experts(
-                self.get_submodule("gate_up_proj"),
-                self.get_submodule("down_proj"),
-                rows,
-                weights if exchange is None else None,
-                own.rows,
-                route if exchange is None else None,
-                e.swiglu_limit,
-                1.0 if e.swiglu_limit is None else e.swiglu_alpha,
-                (own.token, len(own.row)) if self._pads(context) else None,
+                up=self.get_submodule("gate_up_proj"),
+                down=self.get_submodule("down_proj"),
+                x=rows,
+                gates=weights if exchange is None else None,
+                rows=own.rows,
+                route=route if exchange is None else None,
+                limit=e.swiglu_limit,
+                alpha=1.0 if e.swiglu_limit is None else e.swiglu_alpha,
+                padding=(own.token, len(own.row)) if self._pads(context) else None,
             )
         else:
             out = self._projected(rows, own, context)  # [R, D]
