@@ -6,8 +6,8 @@ first one, and gradients appear where the captured step produced them.
 
 A step of several micro-batches has up to three graphs, by what Python decides in them: the first micro-batch quantizes
 the weights and begins the sums of gradients, further ones use those weights and add to the sums, and the last also
-reduces the sums over the processes. A step that a recorder counts has as many of its own, so that counting costs the
-other steps nothing.
+reduces the sums over the processes. Under FSDP2 all micro-batches are one graph, which contains the sums. A step that a
+recorder counts has as many graphs of its own, so that counting costs the other steps nothing.
 """
 
 import logging
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models.causal_lm import CausalLM
 from te_models.config.training import TrainConfig
@@ -30,10 +29,13 @@ from te_models.model.graph_obstacle import graph_obstacle
 from te_models.model.output import step_loss
 from te_models.model.recompute import may_draw
 from te_models.optim.gradients import Gradients
+from te_models.training.fsdp_copies import NoHostCopies
 from te_models.training.parallel import restore_unreduced_gradients, unreduced_gradients
 
 # Eager micro-batches before the capture, for compilers, workspaces of libraries and FP8 state created on first use.
 WARM_UP = 3
+# Micro-batches in one graph, each of which takes some thousand kernels' launches of the host's and device's memory.
+MOST_TOGETHER = 16
 ATTEMPTS = 3  # failed captures, one per step, after which all further steps run eagerly
 
 log = logging.getLogger(__name__)
@@ -66,13 +68,43 @@ class Kind(NamedTuple):
     recorded: bool = False
 
 
+Unit = tuple[Kind, ...]  # the micro-batches that one graph runs
+
+
 @dataclass
 class Graph:
-    """A captured micro-batch, and the tensors into which each replay writes its results."""
+    """Captured micro-batches, and the tensors into which each replay writes their results.
 
-    replayed: Any  # a torch.cuda.CUDAGraph
+    Attributes:
+        replayed: a torch.cuda.CUDAGraph.
+        loss: the sum of their losses.
+        routing: RoutingReport.metrics of each; empty for a model without experts.
+    """
+
+    replayed: Any
     loss: Tensor
-    routing: Tensor | None
+    routing: list[Tensor]
+
+
+@dataclass
+class Buffers:
+    """The tensors from which a graph reads one micro-batch and the factors of its losses."""
+
+    inputs: dict[str, Tensor]
+    weight: Tensor
+    router_weight: Tensor
+
+    def take(
+        self,
+        batch: Mapping[str, Tensor],
+        weight: Tensor | float,
+        router_weight: Tensor | float,
+    ) -> None:
+        """Copy a micro-batch and the factors of its losses into them."""
+        for name, buffer in self.inputs.items():
+            buffer.copy_(batch[name], non_blocking=True)
+        for buffer, value in ((self.weight, weight), (self.router_weight, router_weight)):
+            buffer.copy_(value) if isinstance(value, Tensor) else buffer.fill_(value)
 
 
 class GraphedStep:
@@ -122,14 +154,13 @@ class GraphedStep:
         self.failures = 0
         self.disturbed = False  # whether a capture has failed in this step
         self.warm = 0  # micro-batches that have run eagerly
-        self.graphs: dict[Kind, Graph] = {}
+        self.graphs: dict[Unit, Graph] = {}
         # The gradients that a replayed step leaves (Gradients.found), of steps that are recorded and of others.
         self.found: dict[bool, object] = {}
         # A capture needs a stream of its own; warming up on it gives libraries their workspaces there.
         self.stream: Any = torch.cuda.Stream(model.device)
-        self.inputs: dict[str, Tensor] = {}
-        self.weight = torch.ones((), device=model.device)
-        self.router_weight = torch.ones((), device=model.device)
+        # The addresses that the graphs read, per micro-batch of a graph: made with the first batch, kept for good.
+        self.buffers: list[Buffers] = []
         # What routers did in the newest step (RoutingReport.metrics), per micro-batch.
         self.routing: list[Tensor] = []
 
@@ -182,16 +213,12 @@ class GraphedStep:
             self.model.calibrate(*moved, weights=weights, router_weights=router_weights)
         self.calls += 1
         self.disturbed = False
-        last = len(micro_batches) - 1
-        kinds = [
-            Kind(first=number == 0, last=number == last, recorded=recorded)
-            for number in range(len(micro_batches))
-        ]
+        units = self._units(len(micro_batches), recorded)
         self.routing = []
         # A step with new projectors runs eagerly, between replays too.
         eager = self.gradients.changes_projectors
-        if not eager and all(kind in self.graphs for kind in kinds):
-            total = self._micro_batches(kinds, micro_batches, weights, router_weights, self._replay)
+        if not eager and all(unit in self.graphs for unit in units):
+            total = self._micro_batches(units, micro_batches, weights, router_weights, self._replay)
             # A replay writes to the same addresses; whoever set .grad to None only dropped the references.
             self.gradients.restore(self.parameters, self.found[recorded])
             return total
@@ -203,10 +230,10 @@ class GraphedStep:
             for other, found in self.found.items():
                 self.found[other] = self.gradients.without_ownership(found)
         with self.gradients.collecting():
-            total = self._micro_batches(kinds, micro_batches, weights, router_weights, run)
+            total = self._micro_batches(units, micro_batches, weights, router_weights, run)
         if eager:
             return total
-        if all(kind in self.graphs for kind in kinds):
+        if all(unit in self.graphs for unit in units):
             self.found[recorded] = self.gradients.found(self.parameters)
         else:
             self.close()  # what was captured before a capture that failed
@@ -214,7 +241,7 @@ class GraphedStep:
 
     @property
     def graph(self) -> Any:
-        """The torch.cuda.CUDAGraph of the step's last micro-batch; None before the capture."""
+        """The torch.cuda.CUDAGraph with the step's last micro-batch; None before the capture."""
         last = next(reversed(self.graphs.values()), None)
         return None if last is None else last.replayed
 
@@ -242,7 +269,7 @@ class GraphedStep:
         if not self.model.training or not torch.is_grad_enabled():
             return "a GraphedStep trains: call model.train() before it, and evaluate with the model itself"
         # Before the first step there are no buffers: the micro-batches must then fit each other.
-        before = self.inputs or micro_batches[0]
+        before = self.buffers[0].inputs if self.buffers else micro_batches[0]
         for batch in micro_batches:
             if "attention_mask" in batch:
                 return "a CUDA graph cannot test attention_mask for padding: pack documents (document_ids) instead"
@@ -257,40 +284,63 @@ class GraphedStep:
                     )
         return ""
 
+    def _units(self, count: int, recorded: bool) -> list[Unit]:
+        """Return the micro-batches of a step of `count`, by the graph that runs them."""
+        kinds = [
+            Kind(first=number == 0, last=number == count - 1, recorded=recorded)
+            for number in range(count)
+        ]
+        if self.fsdp_modules:
+            # FSDP2 keeps unreduced gradients in tensors of its own between micro-batches.
+            return [tuple(kinds)]
+        return [(kind,) for kind in kinds]
+
     def _micro_batches(
         self,
-        kinds: Sequence[Kind],
+        units: Sequence[Unit],
         micro_batches: Sequence[Mapping[str, Tensor]],
         weights: Sequence[Tensor | float],
         router_weights: Sequence[Tensor | float],
-        run: Callable[[Kind], Tensor],
+        run: Callable[[Unit], Tensor],
     ) -> Tensor:
         """Return the sum of the losses that `run` returns for the micro-batches."""
         total = None
-        for number, kind in enumerate(kinds):
-            self._take(micro_batches[number], weights[number], router_weights[number])
+        number = 0
+        for unit in units:
+            self._make_buffers(len(unit), micro_batches[0])
+            for buffers in self.buffers[: len(unit)]:
+                buffers.take(micro_batches[number], weights[number], router_weights[number])
+                number += 1
             # A graph's loss is overwritten by the next replay, hence the sum as a new tensor.
-            loss = run(kind)
+            loss = run(unit)
             total = loss if total is None else total + loss
         assert total is not None
         return total
 
-    def _capture_and_replay(self, kind: Kind) -> Tensor:
-        """Run a micro-batch from a new graph if its kind has none yet, or eagerly once a capture has failed."""
-        failures = self.failures
-        if kind not in self.graphs and not self.disturbed:
-            self._capture(kind)
-            self.disturbed = self.failures > failures
-        return self._run_eagerly(kind) if self.disturbed else self._replay(kind)
+    def _make_buffers(self, count: int, batch: Mapping[str, Tensor]) -> None:
+        """Make buffers for micro-batches like `batch` until there are `count`."""
+        device = self.model.device
+        while len(self.buffers) < count:
+            inputs = {name: torch.empty_like(value, device=device) for name, value in batch.items()}
+            weight = torch.ones((), device=device)
+            self.buffers.append(Buffers(inputs, weight, torch.ones_like(weight)))
 
-    def _capture(self, kind: Kind) -> None:
-        """Capture a micro-batch. A failure changes only `failures`, since a capture executes nothing."""
+    def _capture_and_replay(self, unit: Unit) -> Tensor:
+        """Run micro-batches from a new graph if there is none for them yet, or eagerly once a capture has failed."""
+        failures = self.failures
+        if unit not in self.graphs and not self.disturbed:
+            self._capture(unit)
+            self.disturbed = self.failures > failures
+        return self._run_eagerly(unit) if self.disturbed else self._replay(unit)
+
+    def _capture(self, unit: Unit) -> None:
+        """Capture micro-batches. A failure changes only `failures`, since a capture executes nothing."""
         graph = torch.cuda.CUDAGraph()
         # Graphs of a step are replayed in the order of their capture, and those of recorded steps never between the
         # others, so all of them may share memory.
         others = list(self.graphs.values())
         pool = {"pool": others[0].replayed.pool()} if others else {}
-        if kind.first and not kind.last:
+        if unit[0].first and not unit[0].last:
             # Whoever drops cached FP8 weights frees their memory, so a graph has to write to weights of its own.
             for module in self.model.modules():
                 if isinstance(module, self.model.te.LINEARS):
@@ -301,7 +351,7 @@ class GraphedStep:
                 NoHostCopies() if self.fsdp_modules else nullcontext(),
                 capture(graph, self.stream, **pool),
             ):
-                loss, routing = self._run(kind)
+                loss, routing = self._run(unit)
         except RuntimeError as error:
             # Out of memory, for one, has to be told as it is.
             if not failed_capture(error):
@@ -318,35 +368,49 @@ class GraphedStep:
                 str(first_error(error)).splitlines()[0],
             )
             return
-        self.graphs[kind] = Graph(graph, loss, routing)
+        self.graphs[unit] = Graph(graph, loss, routing)
 
-    def _replay(self, kind: Kind) -> Tensor:
-        """Replay a micro-batch; return its loss, which the next replay overwrites."""
-        graph = self.graphs[kind]
+    def _replay(self, unit: Unit) -> Tensor:
+        """Replay micro-batches; return the sum of their losses, which the next replay overwrites."""
+        graph = self.graphs[unit]
         graph.replayed.replay()
-        if graph.routing is not None:
+        for routing in graph.routing:
             # The next replay writes to the same memory.
-            self.routing.append(graph.routing.clone())
+            self.routing.append(routing.clone())
         return graph.loss
 
-    def _run_eagerly(self, kind: Kind) -> Tensor:
-        """Run a micro-batch on the stream of the captures; return its loss."""
+    def _run_eagerly(self, unit: Unit) -> Tensor:
+        """Run micro-batches on the stream of the captures; return the sum of their losses."""
         current = torch.cuda.current_stream(self.model.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            loss, routing = self._run(kind)
+            loss, routing = self._run(unit)
         # Two waits, so that the step is ordered with what the caller queued before and after it.
         current.wait_stream(self.stream)
-        self.warm += 1
-        if routing is not None:
-            self.routing.append(routing)
+        self.warm += len(unit)
+        self.routing += routing
         return loss
 
-    def _run(self, kind: Kind) -> tuple[Tensor, Tensor | None]:
-        """Run forward and backward eagerly; inside a capture they are recorded instead."""
-        return self.micro_batch(
-            self.inputs, self.weight, self.router_weight, first=kind.first, last=kind.last
-        )
+    def _run(self, unit: Unit) -> tuple[Tensor, list[Tensor]]:
+        """Run forward and backward of micro-batches eagerly; inside a capture they are recorded instead.
+
+        Returns the sum of their losses, and what routers did in each.
+        """
+        total = None
+        routing = []
+        for buffers, kind in zip(self.buffers, unit, strict=False):
+            loss, routed = self.micro_batch(
+                buffers.inputs,
+                buffers.weight,
+                buffers.router_weight,
+                first=kind.first,
+                last=kind.last,
+            )
+            total = loss if total is None else total + loss
+            if routed is not None:
+                routing.append(routed)
+        assert total is not None
+        return total, routing
 
     def _micro_batch(
         self,
@@ -366,24 +430,6 @@ class GraphedStep:
     def _drop_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-
-    def _take(
-        self,
-        batch: Mapping[str, Tensor],
-        weight: Tensor | float,
-        router_weight: Tensor | float,
-    ) -> None:
-        """Copy a micro-batch and the factors of its losses into the buffers that the graphs read."""
-        if not self.inputs:
-            # The addresses that the graphs read: made with the first batch, kept for good.
-            self.inputs = {
-                name: torch.empty_like(value, device=self.model.device)
-                for name, value in batch.items()
-            }
-        for name, buffer in self.inputs.items():
-            buffer.copy_(batch[name], non_blocking=True)
-        for buffer, value in ((self.weight, weight), (self.router_weight, router_weight)):
-            buffer.copy_(value) if isinstance(value, Tensor) else buffer.fill_(value)
 
 
 def _shape(batch: Mapping[str, Tensor], name: str) -> list[int] | None:
@@ -418,41 +464,6 @@ def step_obstacle(model: CausalLM, config: TrainConfig) -> str | None:
     """Return why a run's step is not a CUDA graph; None if it is."""
     if not config.cuda_graph:
         return "cuda_graph=False"
-    if isinstance(model, FSDPModule) and config.gradient_accumulation > 1:
-        # On two H100s the graphs of three micro-batches gave other bits than the eager step (docs/LOG.md, 2026-11-26).
-        return "FSDP2 collects the gradients of several micro-batches eagerly"
+    if isinstance(model, FSDPModule) and config.gradient_accumulation > MOST_TOGETHER:
+        return f"FSDP2 collects the gradients of more than {MOST_TOGETHER} micro-batches eagerly"
     return obstacle(model)
-
-
-class NoHostCopies(TorchDispatchMode):
-    """Replace FSDP2's kernels that copy between one buffer and many tensors by one copy per tensor.
-
-    FSDP2's kernels read the tensors' addresses from host memory that has been reused by the time of a replay.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.fsdp.split_with_sizes_copy.default:
-            return _split(*args, **kwargs)
-        if func is torch.ops.fsdp.chunk_cat.default:
-            return _chunk_cat(*args, **kwargs)
-        return func(*args, **(kwargs or {}))
-
-
-def _split(source: Tensor, sizes: list[int], dim: int = 0, *, out: list[Tensor]) -> None:
-    """Copy the pieces of `source` of these sizes along `dim` into the tensors `out`."""
-    for piece, tensor in zip(source.split(sizes, dim), out, strict=True):
-        tensor.copy_(piece)
-
-
-def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
-    """Split the rows of each tensor into `num_chunks` chunks, padded with zeros; row i of `out` gets all chunks i."""
-    assert dim == 0
-    first = 0
-    for tensor in tensors:
-        rows = -(-tensor.shape[0] // num_chunks)
-        size = rows * tensor[0].numel()
-        if tensor.shape[0] % num_chunks:
-            out[:, first : first + size].zero_()
-        for row, chunk in zip(out, tensor.split(rows), strict=False):
-            row[first : first + chunk.numel()].copy_(chunk.flatten())
-        first += size

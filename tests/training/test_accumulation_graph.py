@@ -5,6 +5,7 @@ from importlib import import_module
 from itertools import repeat
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from fewer import every
 from graph_tape import pretend_cuda
 from places import PLACE
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from te_models import CausalLM, list_recipes
 from te_models.config.training import TrainConfig
 from te_models.errors import Diverged
 from te_models.fp8.scaling_state import fp8_state
-from te_models.training.cuda_graph import ATTEMPTS, WARM_UP, GraphedStep
+from te_models.training.cuda_graph import ATTEMPTS, WARM_UP, GraphedStep, step_obstacle
 from te_models.training.trainer import Trainer, deterministic
 
 SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
@@ -178,6 +180,27 @@ def test_recorded_steps_have_graphs_of_their_own(
         recorded, others = sorted((tapes[:kinds], tapes[kinds:]), key=lambda some: some[0].replays)
         for one, other in zip(recorded, others, strict=True):
             assert len(one.calls) > len(other.calls)
+
+
+@pytest.mark.parametrize(("recipe", "count"), [("delayed", 3), ("bf16", 2), ("current", 4)])
+def test_micro_batches_under_fsdp2_are_one_graph(
+    recipe: str, count: int, tapes: list[Any], tmp_path: Path
+) -> None:
+    """With the sums of their gradients, which FSDP2 keeps in tensors of its own between them."""
+    runs = [run_of(build(recipe), tmp_path, graph, count) for graph in (False, True)]
+    runs[1].passes.graph.fsdp_modules = [create_autospec(FSDPModule)]
+    same(*runs)
+    assert [tape.replays for tape in tapes] == [STEPS - -(-WARM_UP // count)]
+
+
+def test_steps_of_very_many_micro_batches_are_eager_under_fsdp2() -> None:
+    model = create_autospec(FSDPModule)
+    assert step_obstacle(model, TrainConfig(gradient_accumulation=17)) == (
+        "FSDP2 collects the gradients of more than 16 micro-batches eagerly"
+    )
+    assert step_obstacle(model, TrainConfig(gradient_accumulation=16)) == (
+        "the model is wrapped (by LoRA or another module)"
+    )
 
 
 @pytest.mark.parametrize("cached", [True, False])

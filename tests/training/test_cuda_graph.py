@@ -18,7 +18,8 @@ from te_models.engine import get_engine
 from te_models.errors import UsageError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model import recompute
-from te_models.training.cuda_graph import ATTEMPTS, WARM_UP, GraphedStep, NoHostCopies, obstacle
+from te_models.training.cuda_graph import ATTEMPTS, WARM_UP, GraphedStep, obstacle
+from te_models.training.fsdp_copies import NoHostCopies
 from te_models.training.trainer import deterministic
 
 SHAPE: dict[str, Any] = dict(

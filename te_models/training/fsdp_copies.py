@@ -1,0 +1,41 @@
+"""FSDP2's copies between one buffer and many tensors, in a form that a CUDA graph can replay."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class NoHostCopies(TorchDispatchMode):
+    """Replace FSDP2's kernels that copy between one buffer and many tensors by one copy per tensor.
+
+    FSDP2's kernels read the tensors' addresses from host memory that has been reused by the time of a replay.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.fsdp.split_with_sizes_copy.default:
+            return _split(*args, **kwargs)
+        if func is torch.ops.fsdp.chunk_cat.default:
+            return _chunk_cat(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _split(source: Tensor, sizes: list[int], dim: int = 0, *, out: list[Tensor]) -> None:
+    """Copy the pieces of `source` of these sizes along `dim` into the tensors `out`."""
+    for piece, tensor in zip(source.split(sizes, dim), out, strict=True):
+        tensor.copy_(piece)
+
+
+def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
+    """Split the rows of each tensor into `num_chunks` chunks, padded with zeros; row i of `out` gets all chunks i."""
+    assert dim == 0
+    first = 0
+    for tensor in tensors:
+        rows = -(-tensor.shape[0] // num_chunks)
+        size = rows * tensor[0].numel()
+        if tensor.shape[0] % num_chunks:
+            out[:, first : first + size].zero_()
+        for row, chunk in zip(out, tensor.split(rows), strict=False):
+            row[first : first + chunk.numel()].copy_(chunk.flatten())
+        first += size
