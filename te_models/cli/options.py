@@ -22,6 +22,7 @@ from te_models.training.settings import SETTINGS, SHAPE, TABLES
 
 if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
+    from te_models.config.model import ModelConfig
 
 LAST_GROUPS = (FIELDS, SHAPE)
 # Example values of required options, by metavar.
@@ -341,6 +342,11 @@ def is_given(name: str) -> bool:
         click.get_current_context().get_parameter_source(name)
         is click.core.ParameterSource.COMMANDLINE
     )
+
+
+def seq_len_for(config: ModelConfig, seq_len: int) -> int:
+    """Return the tokens of a row: `seq_len`, or where the user did not give it, no more than the model reads."""
+    return seq_len if is_given("seq_len") else min(seq_len, config.longest_sequence)
 
 
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:

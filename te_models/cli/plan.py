@@ -18,6 +18,7 @@ from te_models.cli.options import (
     json_option,
     model_options,
     option,
+    seq_len_for,
     setting_option,
     setting_options,
     show,
@@ -177,6 +178,7 @@ def _planned_memory(
     from te_models.optim import resolve_options  # noqa: PLC0415  imports torch
 
     keywords = dict(memory_options)
+    keywords["seq_len"] = seq_len_for(model.config, keywords["seq_len"])
     keywords["lora_rank"] = keywords.pop("lora")
     keywords["optimizer_options"] = resolve_options(
         keywords["optimizer"], keywords["optimizer_options"]

@@ -15,6 +15,7 @@ from te_models.cli.options import (
     json_option,
     model_options,
     option,
+    seq_len_for,
     setting_options,
     show,
 )
@@ -65,14 +66,15 @@ def verify(
     if options["recipe"] is None and model is None:
         options["recipe"] = "delayed"
     if preset is None:
-        result = run(build_model(None, model, options, merge=True), batch_size, seq_len)
+        built = build_model(None, model, options, merge=True)
+        result = run(built, batch_size, seq_len_for(built.config, seq_len))
     else:  # plan the whole model, but run one layer of each precision
         whole = build_model(
             preset, model, {**options, "engine": "emulated", "device": "meta"}, merge=True
         )
         where = given_options({name: options[name] for name in ("engine", "device")})
         sample = CausalLM(sample_config(whole.config, whole.recipe), recipe=whole.recipe, **where)
-        result = run(sample, batch_size, seq_len, whole.plan())
+        result = run(sample, batch_size, seq_len_for(whole.config, seq_len), whole.plan())
     if advice is not None and as_json:
         click.echo(json.dumps({"advice": advice.to_dict(), **result.to_dict()}, indent=1))
         return 1 if result.failures else 0

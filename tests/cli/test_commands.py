@@ -218,6 +218,24 @@ def test_no_name_of_a_linear_is_cut_on_80_columns(
     assert "…" not in out and max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("source", ["--preset", "--model"])
+@pytest.mark.parametrize("command", [["plan", "--memory", "--batch-size", "2"], ["verify"]])
+def test_rows_are_no_longer_than_the_model_reads(
+    command: list[str], source: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Nobody asked for the 256 tokens of the default; a length that was given is an error as before."""
+    given = ["gated-nano", "--max-position-embeddings", "64"]
+    if source == "--model":
+        CausalLM.from_preset(
+            "gated-nano", recipe="bf16", max_position_embeddings=64
+        ).save_pretrained(tmp_path)
+        given = [str(tmp_path), "--recipe", "current"]
+    command = [*command, source, *given, "--device", "cpu", "--json"]
+    assert main(command) == 0
+    assert main([*command, "--seq-len", "65"]) == 2
+    assert "max_position_embeddings=64" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("preset", list_presets()[::3])
 def test_plan_shows_any_preset_at_once(preset: str, capsys: pytest.CaptureFixture) -> None:
     start = time.process_time()
