@@ -43,15 +43,17 @@ class WeightReuse:
         source: the weights that they were made from; None: they cannot be kept.
     """
 
-    def __init__(self, linears: list[nn.Module]) -> None:
+    def __init__(self, linears: list[nn.Module], keep: bool = False) -> None:
         self.linears = linears
+        self.keep = keep
         self.ready = False
         self.source: _Source | None = None
 
     def note_pass(self) -> None:
         """Note that a pass has ended, which made the quantized weights unless they were there."""
         if not self.ready:
-            self.source = _source(self.linears)
+            if self.keep:  # to look at hundreds of weights takes a millisecond
+                self.source = _source(self.linears)
             self.ready = True
 
 
@@ -64,7 +66,7 @@ def reused_weights(model: nn.Module, te: ModuleType, keep: bool) -> Iterator[Wei
         te: the engine.
         keep: whether to keep the quantized weights for the next generation.
     """
-    reuse = WeightReuse(te_linears(model, te))
+    reuse = WeightReuse(te_linears(model, te), keep)
     kept = _KEPT.pop(model, None)
     if kept is not None and _is_source(kept.source, reuse.linears):
         for module, weights in zip(reuse.linears, kept.weights, strict=True):

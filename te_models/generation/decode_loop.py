@@ -44,8 +44,10 @@ def cached_tokens(
     `graph` captures the steps after the first in a CUDA graph; `pick` draws from `generator`. The weights must not
     change before the last token, since an FP8 recipe reuses their quantized values.
     """
-    # A training run needs the memory for its next step, which changes the weights anyway.
-    with reused_weights(model, model.te, keep=not is_trained(model)) as weights:
+    # On a GPU there is nothing to keep under BF16. A training run needs the memory for its next step, which changes the
+    # weights anyway.
+    quantizes = model.recipe.quantized or ids.device.type == "cpu"
+    with reused_weights(model, model.te, keep=quantizes and not is_trained(model)) as weights:
         loop = DecodeLoop(model, ids, mask, count, pick, generator, graph, weights)
         # One step ahead of the reader: the device computes it while the host handles the token before.
         ahead = int(ids.is_cuda)
