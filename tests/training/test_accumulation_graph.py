@@ -193,13 +193,19 @@ def test_micro_batches_under_fsdp2_are_one_graph(
     assert [tape.replays for tape in tapes] == [STEPS - -(-WARM_UP // count)]
 
 
-def test_steps_of_very_many_micro_batches_are_eager_under_fsdp2() -> None:
+def test_which_accumulated_steps_are_eager_under_fsdp2() -> None:
     model = create_autospec(FSDPModule)
-    assert step_obstacle(model, TrainConfig(gradient_accumulation=17)) == (
+
+    def obstacle_of(count: int, reshards: bool) -> str | None:
+        config = TrainConfig(gradient_accumulation=count, reshard_after_forward=reshards)
+        return step_obstacle(model, config)
+
+    # The mock is no CausalLM: what comes after the reasons of FSDP2.
+    other = "the model is wrapped (by LoRA or another module)"
+    assert obstacle_of(1, True) == obstacle_of(16, False) == other
+    assert (obstacle_of(2, True) or "").startswith("FSDP2 that reshards after forward")
+    assert obstacle_of(17, False) == (
         "FSDP2 collects the gradients of more than 16 micro-batches eagerly"
-    )
-    assert step_obstacle(model, TrainConfig(gradient_accumulation=16)) == (
-        "the model is wrapped (by LoRA or another module)"
     )
 
 
