@@ -9,14 +9,12 @@ from torch import Tensor
 
 from te_models.kernels.expert_blocks_triton import (
     SIZE,
-    STRAIGHT,
-    TURNED,
     Blocks,
-    CastTile,
     cast_blocks,
-    grid_of_tiles,
+    grid_of_blocks,
     room_for_blocks,
-    sizes_of_tile,
+    room_for_sums,
+    sizes_of_blocks,
     store_blocks,
 )
 from te_models.kernels.expert_cast_triton import (
@@ -71,17 +69,16 @@ def _gradient_kernel(
     alpha,
     LIMIT: tl.constexpr,
     EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     e, address, begin, rows, group = find_matrix(
-        tl.program_id(0), gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
+        gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, SIZE
     )
     if token is not None:
         token += begin
-    group += tl.arange(0, ROWS // 4)
+    group += tl.arange(0, SIZE // 4)
     i = 4 * group
-    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    j = tl.program_id(1).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     slope = dy + begin * columns
     a, p, s = gradient_values(slope, address, token, tokens, i, j, rows, columns, alpha, LIMIT)
     b, q, t = gradient_values(slope, address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT)
@@ -193,21 +190,15 @@ def gradient_blocks(
         else room_for_blocks(groups, 2 * columns, device, True, turn)
     )
     again = room_for_blocks(groups, columns, device, False, hidden)
-    nothing = Blocks(None, None, None, None)
-
-    def launch(
-        plain: Tensor | None, made: Blocks, again: Blocks, tile: CastTile, summed: bool
-    ) -> Tensor | None:
-        tiles = groups.tiles(tile.rows)
-        grid = grid_of_tiles(groups, columns, tile)
-        sums = torch.empty(grid[0], 2 * columns, device=device) if summed else None
-        _gradient_kernel[grid](
+    sums = room_for_sums(groups, 2 * columns, device) if summed else None
+    with torch.cuda.device_of(dy):
+        _gradient_kernel[grid_of_blocks(groups, columns)](
             dy,
             gate_up,
             activation.token,
             activation.tokens,
             groups.first,
-            tiles,
+            groups.tiles(SIZE),
             groups.apart.first,
             plain,
             *made,
@@ -220,17 +211,9 @@ def gradient_blocks(
             groups.most,
             activation.alpha,
             LIMIT=activation.limit,
-            **sizes_of_tile(groups, tile),
+            **sizes_of_blocks(groups),
         )
-        return None if sums is None else total_sums(sums, tiles, dy.dtype)
-
-    turned = made._replace(data=None)
-    again_needed = hidden or turned.transposed is not None
-    with torch.cuda.device_of(dy):
-        straight = made._replace(transposed=None)
-        total = launch(plain, straight, nothing, STRAIGHT, summed and not again_needed)
-        if again_needed:
-            total = launch(None, turned, again, TURNED, summed)
+    total = None if sums is None else total_sums(sums, groups, dy.dtype, SIZE)
     if plain is not None:
         made, _ = cast_blocks(Matrices(plain, groups), turn=turn)
     return BlockGradients(made, again, total)
