@@ -11,6 +11,7 @@ from te_models.cli.options import (
     option,
     out_option,
     setting_option,
+    setting_options,
     show_choice,
     show_line,
 )
@@ -29,7 +30,7 @@ from te_models.errors import check_known
 @one_source_option("Text or records that set the scales of inputs, for fp8-tensor and nvfp4.")
 @option("--batches", default=8, help="Sequences of --data to measure on.")
 @option("--seq-len", default=512, help="Tokens per sequence of --data.")
-@setting_option("columns", group=EVERYDAY)
+@setting_options("columns", "truncate", group=EVERYDAY)
 @rounding_option
 @base_option
 @model_options
@@ -43,6 +44,7 @@ def export(
     batches: int,
     seq_len: int,
     columns: str,
+    truncate: str,
     rounding: str,
     base: str | None,
     tokenizer: str | None,
@@ -56,7 +58,7 @@ def export(
     from te_models.saving.pretrained import adapter_folder  # noqa: PLC0415
     from te_models.serving.export import default_format  # noqa: PLC0415  imports torch
     from te_models.serving.formats import FORMATS  # noqa: PLC0415
-    from te_models.serving.parity import read_batches  # noqa: PLC0415
+    from te_models.serving.parity import read_batches, read_ids  # noqa: PLC0415
     from te_models.serving.unchanged_base import (  # noqa: PLC0415
         ADAPTER,
         UNCHANGED,
@@ -79,8 +81,8 @@ def export(
         format = default_format(built, built.origin)
     calibration = None
     if data is not None:
-        read = read_batches(built, data, tokenizer or model, batches, seq_len, columns)
-        calibration = [batch["input_ids"] for batch in read]
+        read = read_batches(built, data, tokenizer or model, batches, seq_len, columns, truncate)
+        calibration = read_ids(read)
     before = base_model(built, model, base)
     result = built.export(
         out, format=format, calibration=calibration, rounding=rounding, base=before

@@ -11,6 +11,7 @@ from te_models.cli.options import (
     one_source_option,
     option,
     setting_option,
+    setting_options,
     show,
 )
 from te_models.config.settings import EVERYDAY
@@ -27,7 +28,7 @@ from te_models.config.settings import EVERYDAY
 @one_source_option("Text or records to compare on, as for finetune --data.", required=True)
 @option("--batches", default=8, help="Sequences of --data.")
 @option("--seq-len", default=512, help="Tokens per sequence.")
-@setting_option("columns", group=EVERYDAY)
+@setting_options("columns", "truncate", group=EVERYDAY)
 @rounding_option
 @base_option
 @json_option
@@ -41,6 +42,7 @@ def parity(
     batches: int,
     seq_len: int,
     columns: str,
+    truncate: str,
     rounding: str,
     base: str | None,
     as_json: bool,
@@ -55,6 +57,6 @@ def parity(
     from te_models.serving.parity import read_batches  # noqa: PLC0415
 
     built = build_trained_model(preset, model, options)
-    read = read_batches(built, data, tokenizer or model, batches, seq_len, columns)
+    read = read_batches(built, data, tokenizer or model, batches, seq_len, columns, truncate)
     before = base_model(built, model, base)
     show(run(built, built.origin, exports, read, rounding, before), as_json)

@@ -137,7 +137,8 @@ def parity(
         exports: one or several names of formats, which are written to a temporary folder with `batches` as calibration
             where the recipe has no scales, and folders of quantized checkpoints. Empty: every format, with the reason
             for those that the model's sizes do not allow.
-        batches: {"input_ids", "labels"}, int64 [B, S] each; targets whose label is -100 are not compared.
+        batches: {"input_ids", "labels"}, int64 [B, S] each; targets whose label is -100 are not compared. Windows of
+            several documents also have "document_ids", int64 [B, S], -1 at padding: attention stays in each document.
         rounding: of the weights, as in CausalLM.export.
         base: the model before it was tuned; rows of formats then say how much of the tuning is left.
 
@@ -186,7 +187,7 @@ def _row(
         return dataclasses.replace(
             compare(model, read_served(_folder(name), model.device), batches), export=name
         )
-    tokens = [batch["input_ids"] for batch in batches]
+    tokens = read_ids(batches)
     # A format is judged by the folder that a server would read, not by the weights in memory.
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp) / "export"
@@ -253,9 +254,13 @@ def compare(
             if not bool(counted.any()):
                 continue
             targets = batch["labels"][row, 1:][counted].to(trained.device)
-            log_p = _log_probabilities(trained, ids, counted)  # [n, V]
-            log_q = _log_probabilities(served, ids, counted)
-            divergence = (log_p.exp() * (log_p - log_q)).sum(-1)  # [n]
+            documents = batch.get("document_ids")
+            if documents is not None:
+                documents = documents[row : row + 1].to(trained.device)
+            log_p = _log_probabilities(trained, ids, documents, counted)  # [n, V]
+            log_q = _log_probabilities(served, ids, documents, counted)
+            # Of equal probabilities the sum is 0, and rounding may leave it below.
+            divergence = (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0)  # [n]
             same = (log_p.argmax(-1) == log_q.argmax(-1)).float()
             trained_losses = -log_p.gather(1, targets[:, None])  # [n, 1]
             served_losses = -log_q.gather(1, targets[:, None])
@@ -279,9 +284,14 @@ def compare(
     )
 
 
-def _log_probabilities(model: Decoder, ids: Tensor, counted: Tensor) -> Tensor:
-    """Return the log-probabilities of the next token at the positions that count, FP32 [n, V]."""
-    logits = model(ids).logits[0, :-1]
+def _log_probabilities(
+    model: Decoder, ids: Tensor, documents: Tensor | None, counted: Tensor
+) -> Tensor:
+    """Return the log-probabilities of the next token at the positions that count, FP32 [n, V].
+
+    `documents` are the document_ids of `ids`, int64 [1, S]; None: one document.
+    """
+    logits = model(ids, document_ids=documents).logits[0, :-1]
     return logits[counted.to(logits.device)].float().log_softmax(-1)
 
 
@@ -292,8 +302,11 @@ def read_batches(
     count: int,
     seq_len: int,
     columns: str = "",
+    truncate: str = "drop",
 ) -> list[dict[str, Tensor]]:
     """Return up to `count` sequences spread evenly over a text, each a batch {"input_ids", "labels"} int64 [1, S].
+
+    Windows of records have "document_ids" beside.
 
     Args:
         model: the model, whose vocabulary and longest sequence limit the tokens.
@@ -303,6 +316,7 @@ def read_batches(
         count: maximum number of sequences.
         seq_len: tokens per sequence.
         columns: your columns of the data, as in DataConfig.
+        truncate: of records longer than seq_len, as in DataConfig.
 
     Raises:
         DataError, UsageError: the data or the tokenizer cannot be read, or do not fit the model.
@@ -313,5 +327,35 @@ def read_batches(
     documents = read_documents(data, columns)
     if any(document.conversation is not None for document in documents):
         words.ensure_chat_template()
-    dataset = TokenDataset(documents, words, length, batch_size=1, seed=0, shuffle=False)
+    # As in a run: a record is whole in its window, and does not see the others there.
+    packing = "documents" if any(document.is_record for document in documents) else "stream"
+    dataset = TokenDataset(
+        documents,
+        words,
+        length,
+        batch_size=1,
+        seed=0,
+        shuffle=False,
+        packing=packing,
+        truncate=truncate,
+    )
+    for line in dataset.remarks:
+        warnings.warn(line, stacklevel=2)
     return dataset.eval_batches(count)
+
+
+def read_ids(batches: Iterable[Mapping[str, Tensor]]) -> list[Tensor]:
+    """Return the token ids of `batches` for calibration, int64 [B, S] each, or [1, length] of each packed document.
+
+    A document by itself, and no padding: the inputs of linears are then what a server has.
+    """
+    found = []
+    for batch in batches:
+        ids = batch["input_ids"]
+        if "document_ids" not in batch:
+            found.append(ids)
+            continue
+        for row, documents in zip(ids, batch["document_ids"], strict=True):
+            numbers = documents.unique()
+            found += [row[documents == number][None] for number in numbers[numbers >= 0]]
+    return found

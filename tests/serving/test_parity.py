@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from te_models import CausalLM, ModelConfig
 from te_models.cli import main
 from te_models.config.moe import MoEConfig
+from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import UsageError
 from te_models.interop.quantized import BLOCK, CHANNEL, MXFP8, NVFP4, WeightStorage
 from te_models.model import recipe_fit
 from te_models.model.decoder import Decoder
 from te_models.serving.formats import FORMATS
-from te_models.serving.parity import compare, parity
+from te_models.serving.parity import compare, parity, read_batches, read_ids
 from te_models.serving.served import INPUTS, ServedExperts, ServedLinear, read_served
 
 pytest.importorskip("compressed_tensors")
@@ -294,13 +295,51 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
         tmp_path / "talks.jsonl"
     )  # the model's tokenizer has no chat template
     line += ["--columns", "prompt=q,completion=a"]
-    assert main([*line, "--export", "fp8-block"]) == 0
-    assert "KL (nats" in capsys.readouterr().out
+    assert main([*line, "--export", "fp8-block"]) == 2
+    assert "--truncate prompt" in capsys.readouterr().err
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert main([*line, "--truncate", "prompt", "--export", "fp8-block"]) == 0
+    printed = capsys.readouterr()
+    assert "KL (nats" in printed.out and "9 of 9 prompts are cut" in printed.err
+    line[line.index("--seq-len") + 1] = "64"
     assert main([*line, "--export", "fp9"]) == 2
     assert "fp9 is neither a format" in capsys.readouterr().err
     build("current", vocab_size=320).export(tmp_path / "other", format="bf16")
     assert main([*line, "--export", str(tmp_path / "other")]) == 2
     assert "they are two models" in capsys.readouterr().err
+
+
+def test_records_are_judged_one_by_one(tmp_path: Path) -> None:
+    """Records that share a window do not see each other, nor does their loss or their calibration."""
+    records = [
+        {"prompt": f"{word} " * times, "completion": word.upper()}
+        for times, word in enumerate(["red", "green", "blue", "white"], start=1)
+    ]
+    data = tmp_path / "records.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    model = build("bf16", vocab_size=288, dtype=torch.float32)
+    words = load_tokenizer(None)
+    losses = []
+    lengths = []
+    for record in records:
+        prompt = words.encode(record["prompt"])
+        answer = [*words.encode(record["completion"]), words.eos_token_id]
+        ids = torch.tensor([prompt + answer])
+        lengths.append(ids.shape[1])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+        losses += nn.functional.cross_entropy(
+            logits, torch.tensor(answer), reduction="none"
+        ).tolist()
+    batches = read_batches(model, str(data), None, count=8, seq_len=96)
+    assert len(batches) == 1, "all four in one window"
+    found = compare(model, model, batches)
+    assert found.trained_loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert found.kl == 0
+    assert [ids.shape[1] for ids in read_ids(batches)] == lengths
+    with pytest.warns(UserWarning, match="1 of 4 records is longer than seq_len=24"):
+        read_batches(model, str(data), None, count=8, seq_len=24)
 
 
 def test_one_export_needs_no_list() -> None:
