@@ -42,6 +42,8 @@ LEAST_SQNR = {DType.kFloat8E4M3: 22.0, DType.kFloat8E5M2: 16.0, DType.kFloat4E2M
 LOSS_RISE = 0.5  # of the way from its lowest value back to its first one
 LOSS_LEAP = 0.5  # above its lowest value so far, as a share of that
 WEIGHT_GROWTH = 1.5  # of the root mean square of half of the weights
+# A learning rate, which is about what a step of AdamW changes in a weight, as a share of the weights' root mean square.
+LARGE_STEP = 0.1
 
 
 def _nonfinite(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
@@ -245,14 +247,16 @@ def _dead(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
 
 
 def _learning_rate(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
-    """A loss that goes back up while the weights grow: to the end of the run, or to a peak from which it comes back."""
+    """A loss that goes back up, to the end of the run or to a peak, under steps that are large for the weights."""
     losses = np.array([row["loss"] for row in facts.rows], float)
     if len(losses) < 4:
         return
     width = max(1, len(losses) // 10)
-    # A single spike is no divergence, so a tenth of the run is averaged.
-    smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
-    numbers = np.array([int(row["step"]) for row in facts.rows[width - 1 :]])
+    # A single spike is no divergence, so a tenth of the run is averaged; at the start, the losses that there are: the
+    # first step may be the only one before a divergence.
+    start = np.cumsum(losses[: width - 1]) / np.arange(1, width)
+    smooth = np.append(start, np.convolve(losses, np.ones(width) / width, mode="valid"))
+    numbers = np.array([int(row["step"]) for row in facts.rows])
     end = len(smooth) - 1
     lowest = int(np.nanargmin(smooth)) if np.isfinite(smooth).any() else 0
     fell = smooth[0] - smooth[lowest]
@@ -261,7 +265,7 @@ def _learning_rate(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
         LOSS_RISE * fell, 0.05 * abs(smooth[lowest])
     )
     if diverged:
-        growth = _weight_growth(facts, int(facts.steps[0]), int(facts.steps[-1]))
+        sizes = _weight_sizes(facts, int(facts.steps[0]), int(facts.steps[-1]))
     else:
         # The highest loss above the lowest one before it.
         so_far = np.fmin.accumulate(smooth)
@@ -271,30 +275,61 @@ def _learning_rate(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
         if rises[end] <= LOSS_LEAP * abs(smooth[lowest]):
             return
         # Within these steps: over a long run weights grow without harm.
-        growth = _weight_growth(facts, int(numbers[lowest]), int(numbers[end]))
-    # Also where it is NaN, as in a run that recorded no weights.
-    if not growth >= WEIGHT_GROWTH:
-        return
+        sizes = _weight_sizes(facts, int(numbers[lowest]), int(numbers[end]))
     step = int(numbers[lowest])
-    message = (
-        f"the loss rose from {smooth[lowest]:.4g} after step {step} to {smooth[end]:.4g}, while half of the weights "
-        f"grew by a factor of {growth:.2f} or more"
-    )
-    yield Finding(rule.key, "", step, message, rule.change)
+    said = f"the loss rose from {smooth[lowest]:.4g} after step {step} to {smooth[end]:.4g}, while"
+    growth = _largest_growth(sizes)
+    if growth >= WEIGHT_GROWTH:
+        message = f"{said} half of the weights grew by a factor of {growth:.2f} or more"
+        yield Finding(rule.key, "", step, message, rule.change)
+        return
+    # Weights that grew before the first record do not show it, nor those that weight decay then shrank.
+    rates = [float(row.get("learning_rate", 0)) for row in facts.rows[lowest : end + 1]]
+    share = max(rates) / _median(sizes[:1]) if len(sizes) else 0.0
+    if share >= LARGE_STEP and _move(sizes):
+        message = (
+            f"{said} the learning rate, {max(rates):.3g}, was {share:.2g} times the root mean square of half of the "
+            f"weights or more"
+        )
+        yield Finding(rule.key, "", step, message, rule.change)
 
 
-def _weight_growth(facts: RunFacts, first: int, last: int) -> float:
-    """Return the median growth of the weights between two steps, by the records around them; NaN without any."""
+def _weight_sizes(facts: RunFacts, first: int, last: int) -> Floats:
+    """Return the root mean squares of the weights in the records of and around two steps, [steps, weights].
+
+    Without any weights there are no steps either.
+    """
     weights = facts.rms()[:, facts.operand("weight")]
     # A weight that was not recorded in some step would compare different sets.
     weights = weights[:, np.isfinite(weights).all(0)]
     if not weights.size:
-        return float("nan")
+        return np.empty((0, 0))
     steps = facts.steps
     start = max(0, int(np.searchsorted(steps, first, side="right")) - 1)
     stop = min(len(steps) - 1, int(np.searchsorted(steps, last)))
+    return weights[start : stop + 1]
+
+
+def _largest_growth(sizes: Floats) -> float:
+    """Return the median growth of the weights from the first record to where it is largest; NaN without any."""
+    if not len(sizes):
+        return float("nan")
     with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.nanmedian(weights[stop] / weights[start]))
+        growth = sizes / sizes[:1]
+    return max(_median(row) for row in growth)
+
+
+def _move(sizes: Floats) -> bool:
+    """Return whether half of the weights change between records; those below adapters do not."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        change = sizes.max(0) / sizes.min(0) - 1
+    return _median(change) > 0.01
+
+
+def _median(values: Floats) -> float:
+    """Return the median of what is no NaN; NaN without any, as of weights that are all zero."""
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if known.size else float("nan")
 
 
 def _inexact(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
@@ -399,7 +434,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "learning-rate",
-        "the loss rises again while the weights grow",
+        "the loss rises again while the weights grow, or under steps that are large for them",
         "lower --learning-rate, or warm up longer (--warmup-steps); try --recipe bf16 for a few steps to see that FP8 "
         "is not the cause",
         "amax",

@@ -144,6 +144,38 @@ def test_a_loss_that_leaps_and_comes_back_speaks_for_the_learning_rate(tmp_path:
     assert (finding.rule, finding.step) == ("learning-rate", 4)
 
 
+def test_a_learning_rate_too_high_from_the_first_step_on_is_named(tmp_path: Path) -> None:
+    """The loss is low in step 1 alone; the weights grew before the first record, and weight decay shrinks them."""
+    facts = read_facts(run_planted(tmp_path, "current", None))
+    facts.rows = [
+        {"step": step, "loss": 5.0 if step == 1 else 400 + 10 * step, "learning_rate": 3.0}
+        for step in range(1, 41)
+    ]
+    weights = facts.operand("weight")
+    signal = facts.record.values[:, weights, INDEX["signal"]].copy()
+    facts.record.values[:, weights, INDEX["signal"]] = signal[:1]
+    assert not diagnose(facts).findings, "frozen weights, as below adapters"
+    shrinking = 1e3 * 0.8 ** np.arange(len(signal))[:, None]
+    facts.record.values[:, weights, INDEX["signal"]] = shrinking * signal[:1]
+    (finding,) = diagnose(facts).findings
+    assert (finding.rule, finding.step) == ("learning-rate", 1)
+    assert "rose from 5 after step 1" in finding.message
+    assert "the learning rate, 3, was" in finding.message
+    for row in facts.rows:
+        row["learning_rate"] = 1e-3  # small for these weights: something else is the cause
+    assert not diagnose(facts).findings
+
+
+def test_weights_that_grow_and_shrink_again_grew(tmp_path: Path) -> None:
+    facts = read_facts(run_planted(tmp_path, "current", None))
+    for row in facts.rows[1:]:
+        row["loss"] *= 20
+    facts.record.values[1:6, facts.operand("weight"), INDEX["signal"]] *= 9
+    (finding,) = diagnose(facts).findings
+    assert (finding.rule, finding.step) == ("learning-rate", 1)
+    assert "grew by a factor of 3." in finding.message
+
+
 def test_values_are_lost_among_those_that_are_not_zero(tmp_path: Path) -> None:
     """An expert's rows are padded with zeros, of which none is lost."""
     facts = read_facts(run_planted(tmp_path, "current", None))
