@@ -207,9 +207,12 @@ def within_chunk(queries: Tensor, keys: Tensor, chunk: int) -> Tensor:
 def masks_nothing(mask: Tensor) -> bool:
     """Return whether a mask of padding has no zero; this synchronizes with the device.
 
-    False while a graph is being traced (torch.compile, torch.export), since it must be correct for every mask.
+    False while a graph is being traced (torch.compile, torch.export), since it must be correct for every mask, and of a
+    mask without values (a memory plan's): there is one where context parallelism fills rows.
     """
-    return not torch.compiler.is_compiling() and bool(mask.all())
+    if torch.compiler.is_compiling() or mask.is_meta:
+        return False
+    return bool(mask.all())
 
 
 def attention_kernel(device: torch.device, capped: bool = False, sinks: bool = False) -> str:

@@ -135,6 +135,25 @@ def test_a_rank_of_a_row_keeps_what_the_plan_says(recipe: str, shape: dict[str, 
     assert kept <= planned <= kept + held, (kept, planned, held)
 
 
+def test_rows_that_do_not_divide_are_planned_as_they_are_filled() -> None:
+    """Two ranks share rows of a multiple of four tokens: what a row of 126 lacks is filled, and masked."""
+    with as_one_of(2):
+        model = CausalLM.from_preset(
+            "gated-nano",
+            **SHAPE,
+            recipe="bf16",
+            engine="emulated",
+            device="cpu",
+            cp_mesh=init_device_mesh("cpu", (2,)),
+        )
+        kept = autograd_bytes(model, torch.randint(0, 288, (2, 126)), logits=False)
+        planned = planned_bytes(model, 2, 126, gpus=1, context_parallel_size=2, logits=False)
+        whole = planned_bytes(model, 2, 128, gpus=1, context_parallel_size=2, logits=False)
+    held = held_bytes(model, 128) + 2 * 8 * 128 + 32 * 128 * (1 + 2 * model.config.head_dim)
+    assert whole <= planned
+    assert kept <= planned <= kept + held, (kept, planned, whole, held)
+
+
 def _kept_by_experts(rank: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "replicas"))["replicas"]
