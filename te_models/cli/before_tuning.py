@@ -49,6 +49,7 @@ def base_model(model: CausalLM, folder: str | None, given: str | None) -> Causal
             warnings.simplefilter("ignore", UserWarning)  # of FP8 state, which BF16 has no use for
             return CausalLM.from_pretrained(path, device="cpu", recipe="bf16", dtype=model.dtype)
     except (TeModelsError, OSError) as error:
+        # A base that the user named has to be readable; one that was only recorded may be gone by now.
         if given is not None:
             raise
         show_line(

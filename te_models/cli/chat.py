@@ -121,6 +121,7 @@ class Session:
                 elif line.strip():
                     self.answer(line.strip())
             except (TeModelsError, OSError) as error:  # this line's; the conversation goes on
+                # From a pipe nobody reads notes: the command ends with the error.
                 if not sys.stdin.isatty():
                     raise
                 reason = str(error)

@@ -61,4 +61,5 @@ def preview(
         Path(html).write_text(preview_html(result), encoding="utf-8")
     show(result, as_json)
     if html is not None:
+        # With --json standard output holds one JSON document and nothing else.
         show_line(f"\npage: {html}", err=as_json)

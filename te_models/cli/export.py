@@ -66,6 +66,7 @@ def export(
     )
 
     if format is not None:
+        # Before the model is read, which may take minutes.
         check_known("format", format, [*FORMATS, UNCHANGED])
     if format == UNCHANGED:
         if model is None:
@@ -83,6 +84,7 @@ def export(
     if data is not None:
         read = read_batches(built, data, tokenizer or model, batches, seq_len, columns, truncate)
         calibration = read_ids(read)
+    # After the data: a mistake in it should not cost the time of reading a second model.
     before = base_model(built, model, base)
     result = built.export(
         out, format=format, calibration=calibration, rounding=rounding, base=before

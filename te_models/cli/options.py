@@ -176,8 +176,10 @@ def _memory_advice(ctx: click.Context) -> str:
         if parameter.name not in plans or value is None or not is_given(parameter.name):
             continue
         if isinstance(value, bool):
+            # A switch is given by its name alone: --NAME or --no-NAME.
             given.append((parameter.opts if value else parameter.secondary_opts)[0])
         elif isinstance(value, Mapping):
+            # A table is given as one option per entry.
             given += [
                 text for pair in value.items() for text in (parameter.opts[0], "=".join(pair))
             ]

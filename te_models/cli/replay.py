@@ -35,6 +35,7 @@ def capture(run: str, steps: tuple[int, ...], every: int) -> None:
                 f"{run} has passed step {step}, since it would resume after step {saved}: mark a later one, or mark it "
                 f"for a new folder and repeat the run there from {run}/run.toml with --out"
             )
+    # Marks add up: earlier ones stay, also --every where this command does not give it.
     marks = Marks(tuple(sorted({*before.steps, *steps})), every or before.every)
     write_marks(folder, marks)
     kept = []

@@ -62,6 +62,7 @@ def take_sampling(options: dict[str, object]) -> dict[str, Any]:
     if sampling["seed"] is None:
         # PyTorch's random numbers begin alike in every process.
         sampling["seed"] = secrets.randbits(63)
+    # 1.0 leaves the logits as they are, of which a greedy choice takes the largest.
     if sampling["temperature"] is None:
         sampling["temperature"] = TEMPERATURE if sampling["do_sample"] else 1.0
     return sampling

@@ -128,6 +128,7 @@ class DeltaNetSpec(MixerSpec):
     def divided_vectors(self) -> Mapping[str, tuple[Section, ...]]:
         """The taps of the channels and the decays of the heads that a rank has."""
         heads = (Section("heads", self.sizes.num_value_heads, self.sizes.num_value_heads),)
+        # q, k and v: z does not go through the convolution. The norm, which all heads share, is not divided.
         mixed = self.linears[0].sections[:3]
         return MappingProxyType({"conv1d.weight": mixed, "A_log": heads, "dt_bias": heads})
 
@@ -139,7 +140,9 @@ class DeltaNetSpec(MixerSpec):
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
         """Return the bytes of the convolution's last inputs, and of the FP32 state; the length changes nothing."""
         sizes = self.sizes
+        # The convolution sees the new token and so many before it; only those are kept.
         tail = (sizes.conv_kernel_dim - 1) * sizes.mixed_size * element
+        # [value heads, key_head_dim, value_head_dim], in FP32 whatever the dtype of the model
         return batch * (
             tail + sizes.num_value_heads * sizes.key_head_dim * sizes.value_head_dim * FP32
         )

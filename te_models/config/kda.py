@@ -82,6 +82,7 @@ class KDASpec(MixerSpec):
         # Decays and writing strengths are kept in high precision: their error grows with the length.
         padding = -(rank + heads) % FEATURE_ALIGNMENT
         gates = (Section("f", rank, rank), Section("b", heads, heads + padding, "gate"))
+        # f_up_proj makes decays, and stays in high precision as above; g_up_proj makes output gates.
         up = () if self.sizes.gate_rank is None else (("f_up_proj", False), ("g_up_proj", True))
         out = (Section("o", self.hidden_size, self.hidden_size),)
         return (
@@ -105,6 +106,7 @@ class KDASpec(MixerSpec):
             {
                 "conv1d": taps,
                 "A_log": sizes.num_heads,
+                # Decays are per channel, and so is their bias; A_log is one number per head.
                 "dt_bias": sizes.inner_size,
                 "o_norm": sizes.head_dim,
             }
@@ -136,4 +138,5 @@ class KDASpec(MixerSpec):
         """Return the bytes of the convolution's last inputs, and of the FP32 state; the length changes nothing."""
         sizes = self.sizes
         tail = (sizes.conv_kernel_dim - 1) * 3 * sizes.inner_size * element
+        # [heads, head_dim, head_dim], in FP32 whatever the dtype of the model
         return batch * (tail + sizes.inner_size * sizes.head_dim * FP32)

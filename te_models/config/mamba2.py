@@ -156,6 +156,7 @@ class Mamba2Spec(MixerSpec):
         """The convolution's taps and bias, the decay and the bias of the time step, the skip, and the norm."""
         sizes = self.sizes
         heads = self.sizes.num_heads
+        # A bias is one number more per channel.
         taps = sizes.mixed_size * (sizes.conv_kernel_dim + sizes.conv_bias)
         found = {"conv1d": taps, "A_log": heads, "dt_bias": heads, "D": heads}
         if sizes.norm != "none":
@@ -191,4 +192,5 @@ class Mamba2Spec(MixerSpec):
         """Return the bytes of the convolution's last inputs, and of the FP32 state; the length changes nothing."""
         sizes = self.sizes
         tail = (sizes.conv_kernel_dim - 1) * sizes.mixed_size * element
+        # [heads, head_dim, state_dim], in FP32 whatever the dtype of the model
         return batch * (tail + sizes.inner_size * sizes.state_dim * FP32)

@@ -205,6 +205,7 @@ class MoESpec(FeedforwardSpec):
         active = self.num_parameters
         for linear in self.linears:
             if linear.experts:
+                # A linear of experts has a GEMM for each; of these a token goes through a few.
                 active -= linear.num_parameters // linear.gemms * idle
         return active
 

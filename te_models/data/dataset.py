@@ -257,6 +257,7 @@ class TokenDataset:
         """
         check_position(state, self.fingerprint)
         self.seed = state["seed"]
+        # The cached epoch may be in the order of another seed.
         self._cached = (-1, self._in_order)
         self._epoch = state["epoch"]
         self._position = state["position"]

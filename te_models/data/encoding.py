@@ -150,6 +150,7 @@ def encode_documents(
     begins = begin_prompts and tokenizer.begins_with_bos()
     begin = np.array([tokenizer.bos_token_id] if begins else [], dtype=np.int64)
     chats, pairs, texts = _by_kind(documents)
+    # Encoded kind by kind, in batches, and dealt out below in the order of the documents.
     encoded_chats = _encode_conversations(chats, tokenizer, bad) if chats else iter(())
     encoded_pairs = iter(tokenizer.encode_pairs(pairs))
     encoded_texts = iter(tokenizer.encode_batch(texts))

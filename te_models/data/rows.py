@@ -208,6 +208,7 @@ def _object(row: object, place: str, holds: str) -> dict[str, object]:
 def _json(text: str, place: str, holds: str, whole: bool = False) -> Any:
     """Return the value of a JSON text, the `whole` of a file or a line of it; a DataError if it is none."""
     try:
+        # A whole file makes many objects at once, and searches for cycles would go through them again and again.
         with collecting_later() if whole else contextlib.nullcontext():
             return json.loads(text)
     except RecursionError:
@@ -239,8 +240,10 @@ def _array_rows(file: IO[bytes], path: str) -> Iterator[tuple[Row, str]]:
 
 def _table_rows(file: IO[bytes], path: str) -> Iterator[tuple[Row, str]]:
     """Yield the rows of a CSV or TSV file, whose first row names the columns."""
+    # Python's own limit, 128 Ki characters, is less than a long document.
     csv.field_size_limit(MAX_LINE_BYTES)
     lines = (decode(line, place, at) for place, at, line in read_lines(file, path, 0, _END))
+    # Strict: a quote that is never closed is an error, and not a cell with all the lines behind it.
     rows = csv.reader(lines, "excel-tab" if file_format(path) == "TSV" else "excel", strict=True)
     names: list[str] | None = None
     try:
@@ -280,6 +283,7 @@ def _column_names(header: list[str], path: str) -> list[str]:
                     f"{path}:1: the columns are separated by {mark_name}: save the table with {right}"
                 )
     for name in names:
+        # Two columns of a name that no format reads do no harm.
         if name in ROW_COLUMNS and names.count(name) > 1:
             raise DataError(
                 f"{path}:1: {name!r} is the name of more than one column: rename all but one"

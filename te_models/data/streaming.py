@@ -210,6 +210,7 @@ class StreamingDataset:
         first = self._next_window + self.rank
         windows = []
         for i in range(self.batch_size):
+            # Window n of the run is window n // L of lane n mod L, on any number of ranks.
             index, lane = divmod(first + i * self.world_size, self.num_lanes)
             tokens, flags = self._lane(lane).window(index)
             windows.append(pack_window(tokens, flags, self.packing))
@@ -246,6 +247,7 @@ class StreamingDataset:
                 "call state_dict on every rank"
             )
         self._positions = [list(state["lanes"][str(lane)]) for lane in range(self.num_lanes)]
+        # Lanes in use are dropped: they are made anew at these positions when they are next asked for.
         self._loaded_at = state["windows"]
         self._next_window = state["windows"]
         self._lanes = {}
@@ -366,6 +368,7 @@ class StreamingDataset:
         if self.shuffle:
             order = (self.seed, epoch, chunk)
             if time:
+                # A chunk that comes again within an epoch has its documents in another order.
                 order = (*order, time)
         if not self.num_workers:
             return partial(self.reader.encode, self.chunks[chunk], order)
@@ -449,4 +452,5 @@ def _count_lanes(chunks: Chunks, lanes: int | None) -> int:
 
 def _windows_before(window: int, lane: int, num_lanes: int) -> int:
     """Return the number of the run's first `window` windows that come from this lane."""
+    # Of the windows lane, lane + L, lane + 2 L, ... those below `window`: (window - lane) / L, rounded up.
     return max(0, -((lane - window) // num_lanes))

@@ -164,6 +164,7 @@ class Tokenizer(ABC):
             raw = isinstance(document, bytes)
             file = Path(folder) / (name if raw else f"{name}.json")
             file.parent.mkdir(exist_ok=True)
+            # Renamed into place, so that a reader never meets half a file.
             temp = file.with_name(f".{file.name}.saving")
             temp.write_bytes(
                 document if raw else json.dumps(document, ensure_ascii=False, indent=2).encode()
@@ -272,6 +273,7 @@ def first_token_after(places: NDArray[np.int64], character: int) -> int:
 
     `places` are the first character and the last plus one of each token, int64 [n, 2].
     """
+    # By the end of a token: one that begins before the character may hold it too.
     later = np.flatnonzero(places[:, 1] > character)
     return int(later[0]) if len(later) else len(places)
 

@@ -59,6 +59,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         sweep(path.parent, glob.escape(path.name))
         temp.mkdir()
         yield temp
+        # The folders inside first, so that the name of each is durable before the whole is.
         for folder in (*temp.glob("*/"), temp):
             _fsync_folder(folder)
         _swap(temp, path)
@@ -69,11 +70,13 @@ def replacing_folder(path: Path) -> Iterator[Path]:
                 f"could not save {path}: {first_line(error)}; what was there before is intact"
             ) from error
         raise
+    # Last: until here the previous folder could still be put back.
     discard(_aside(path))
 
 
 def write_file(path: Path, content: bytes) -> tuple[int, str]:
     """Write a new small file durably and return its size and SHA-256."""
+    # "x" fails where the name exists: the files of two writers never mix.
     with open(path, "xb") as file:
         file.write(content)
     return make_durable(path)
@@ -133,6 +136,7 @@ def sweep(parent: Path, pattern: str) -> None:
 
 def discard(path: Path) -> None:
     """Delete a folder if it exists; killed at any moment, it leaves all of it or leftovers that `sweep` deletes."""
+    # What cannot be deleted now is deleted by a later `sweep`.
     with contextlib.suppress(OSError):
         temp = _hidden(path)
         os.rename(path, temp)
@@ -178,6 +182,7 @@ def _swap(temp: Path, path: Path) -> None:
         os.rename(temp, path)
         _fsync_folder(path.parent)
     except BaseException:
+        # Undone in reverse order: the new folder goes back first, since its place has to be free.
         if not temp.exists():
             os.rename(path, temp)
         if aside.exists():

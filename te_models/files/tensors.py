@@ -63,6 +63,7 @@ class SafetensorsFile:
         with open(descriptor, "rb") as file, self._reraising():
             self._prefix = file.read(8)
             length = int.from_bytes(self._prefix, "little")
+            # Before it is read: a damaged file may claim any length.
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"it claims a header of {length} bytes")
             self._prefix += file.read(length)
@@ -102,6 +103,7 @@ class SafetensorsFile:
         """Return all tensors; raise a CheckpointError if the bytes read do not have the hash `sha256`."""
         found = {name: self.read(name) for name in self.tensors}
         if sha256 is not None:
+            # Length and header, then the tensors in the order of the file: together the bytes of the file.
             digest = hashlib.sha256(self._prefix)
             for tensor in found.values():
                 digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -155,6 +157,8 @@ def all_finite(tensor: Tensor) -> bool:
     if (limit := _FP8_LIMITS.get(tensor.dtype)) is not None:
         signed = tensor.view(torch.int8).aminmax()
         unsigned = tensor.view(torch.uint8).aminmax()
+        # As int8 the largest byte is the largest positive value; as uint8 it is the largest negative one,
+        # whose sign bit adds 128.
         return int(signed.max) < limit and int(unsigned.max) < limit + 128
     low, high = tensor.aminmax()  # NaN comes out as both
     return bool(low.isfinite() & high.isfinite())
@@ -221,6 +225,7 @@ def split_by_size(
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
+        # Not in an empty file: a tensor above the limit would leave it empty for ever.
         if shards[-1] and size + tensor.nbytes > limit:
             shards.append({})
             size = 0

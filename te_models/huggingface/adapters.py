@@ -136,6 +136,7 @@ def show_embedding(model: CausalLM) -> None:
     if family is not None and family.scaled_vectors and type(embedding) is nn.Embedding:
         factor = model.config.embedding_multiplier
         model.embed_tokens = ScaledEmbedding.of(embedding, factor)
+        # The embedding itself scales from here on, and nothing may do it a second time.
         model.embedding_multiplier = 1.0
 
 

@@ -36,6 +36,7 @@ class RecurrentLayer(CacheLayerMixin):
     transformers' own layer for linear attention has two tensors of fixed roles, and does not count tokens.
     """
 
+    # Only the model knows the shapes of the state; transformers skips such a layer when it makes a cache early.
     supports_early_init = False
 
     def __init__(self, **sizes: object) -> None:
@@ -75,6 +76,7 @@ class RecurrentLayer(CacheLayerMixin):
         """Repeat each row."""
         if self.state is not None:
             first = next(iter(self.state.tensors.values()))
+            # [B] -> [B * repeats]: the number of each row, `repeats` times in succession
             rows = torch.arange(len(first), device=first.device)
             self.state.take_rows(rows.repeat_interleave(repeats))
 
@@ -171,6 +173,7 @@ def add_cache_layers(config: ModelConfig) -> None:
         if layer.mixer is None:  # transformers keeps nothing for a layer of the kind "mlp"
             continue
         growing, fixed = CACHE_LAYERS[layer.mixer.keeps]
+        # Kinds that transformers has already keep its own layers.
         dynamic.setdefault(kind, growing)
         static.setdefault(kind, fixed)
 

@@ -73,6 +73,7 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
 
     config_class = TEModelsConfig
     base_model_prefix = "model"
+    # Read by accelerate: the parts of a Block stay on one device, and caches are not moved between devices.
     _no_split_modules = ["Block"]
     _skip_keys_device_placement = [*CACHES]
     _tied_weights_keys = {"model.lm_head.weight": "model.embed_tokens.weight"}
@@ -87,6 +88,7 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
         super().__init__(config)
         if model is None:
             own = config.build_options()
+            # transformers builds a model without memory inside a context with "meta" as the default device.
             own.setdefault("device", "meta" if torch.get_default_device().type == "meta" else None)
             given = {name: value for name, value in {**own, **options}.items() if value is not None}
             model = CausalLM(config.model_config(), **given)
@@ -151,6 +153,7 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
     @classmethod
     def _from_config(cls, config: TEModelsConfig, **options: Any) -> TEModelsForCausalLM:
         """Build a model with fresh weights; AutoModelForCausalLM.from_config calls it."""
+        # AutoModel passes on which attention was asked for; the kernels of a Decoder are chosen elsewhere.
         options = {name: value for name, value in options.items() if name != "attn_implementation"}
         return cls(config, **options)
 
@@ -170,6 +173,7 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
             options: also `generation_config`, and `use_cache`, `output_hidden_states` and `return_dict`, which become
                 the config's.
         """
+        # AutoModel and pipelines add these for themselves; they say nothing about the model.
         internal = ("_from_auto", "adapter_kwargs", "_from_pipeline", "code_revision")
         given = {}
         for name, value in options.items():
@@ -187,6 +191,7 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
         model.generation_config = generation or model.generation_config
         for name, value in outputs.items():
             setattr(model.config, name, value)
+        # In evaluation mode, as transformers returns a loaded model.
         return model.eval()
 
     @cache_by_either_name
@@ -255,6 +260,7 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
         after: list[nn.Module] = []
         if self._chosen("output_hidden_states", output_hidden_states):
             before = [self.model.layers[0]]
+            # transformers shows the last block's output only after the norm.
             after = [*self.model.layers[:-1], self.model.norm]
         with hidden_states(before, after, tokens.shape) as hidden:
             _, logits, routing = self.model(input_ids, inputs_embeds=inputs_embeds, **passed)
@@ -330,6 +336,7 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
             targets.flatten().to(logits.device), self.model.config.vocab_size
         )
         loss = nan_if(self.model.kernels.cross_entropy(logits.flatten(0, 1), targets), invalid)
+        # The mean over this batch's labels becomes their sum, divided by the labels of all micro-batches.
         return loss if count is None else loss * (targets != IGNORED).sum() / count
 
     @torch.no_grad()
@@ -384,6 +391,7 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
         if self.training or not self.model.recipe.quantized or self._weights is not None:
             yield
             return
+        # Weights in training change before the next generation: their quantized copies would only take memory.
         with reused_weights(self.model, self.model.te, keep=not is_trained(self.model)) as weights:
             self._weights = weights
             try:

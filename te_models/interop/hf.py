@@ -116,6 +116,7 @@ def describe(
 
 def _dtype_name(*parts: Document) -> object:
     """Return the name of the dtype in a config.json or, after it, in its part of the text model; None without one."""
+    # Recent versions of transformers write "dtype", earlier ones "torch_dtype".
     named = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
     return next(filter(None, named), None)
 
@@ -447,6 +448,7 @@ def open_hugging_face(
             stacks = {told.family.as_stack(name): tensor for name, tensor in found.items()}
             found = _alone(folder, stacks, told.family.stacked)
         mxfp4 = scheme is MXFP4
+        # MXFP4 is the storage of whole stacks of experts, which are read as stacks, and not of single weights.
         stored = open_weights(folder, None if mxfp4 else scheme, found, files, read_scales)
         opened = HuggingFaceFolder(
             path=folder, **vars(told), files=files, stored=stored, mxfp4=mxfp4

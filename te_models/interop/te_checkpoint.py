@@ -61,6 +61,7 @@ class TECheckpoint:
         for part in parts:
             if part[0] == "layers" and part[1].isdecimal() and len(part[1]) < 9:
                 depths.append(int(part[1]))
+        # Only a module that ran in FP8 has a state.
         head = "fp8" if any(part[0] == "lm_head" for part in parts) else "bf16"
         # Blocks with FP8 state are consecutive; the ones before and behind ran in BF16.
         edges = dict(
@@ -114,6 +115,7 @@ def read_te_checkpoint(
                 weights[name] = value
             elif isinstance(value, Tensor) and value.is_floating_point():  # of a CausalLM
                 ours[name.removesuffix(f".{EXTRA}")] = value
+                # A row for the scales, and one for each step of the history.
                 fields = fields or {"amax_history_len": len(value) - 1}
             elif value is not None and (extra := read_extra_state(value)):
                 module = name.removesuffix(EXTRA)
@@ -141,7 +143,9 @@ def _read_pt(file: Path) -> Fields:
     with reraising(place, Exception, advice=advice), open(descriptor, "rb") as opened:
         _check_archive(opened, status.st_size)
         opened.seek(0)
+        # To the CPU, whatever device the tensors were saved on: this machine may lack it.
         content = torch.load(opened, map_location="cpu", weights_only=True)
+    # Training scripts save a larger dictionary, with the optimizer beside the model.
     for key in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), Mapping):
             content = content[key]
@@ -183,6 +187,7 @@ def _check_archive(opened: BinaryIO, size: int) -> None:
 def _checksum_fits(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
     try:
         with archive.open(record) as content:
+            # Read to its end in pieces: zipfile compares the checksum there.
             while content.read(CHUNK_BYTES):
                 pass
     except zipfile.BadZipFile:

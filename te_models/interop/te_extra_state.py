@@ -120,6 +120,7 @@ def read_extra_state(payload: Tensor | bytes) -> Fields:
             )
         # As bytes on the host: the pickle in it is interpreted, and never loaded.
         payload = payload.detach().cpu().numpy().tobytes()
+    # The state of a module under a recipe without scales of its own.
     if not payload:
         return {}
     if len(payload) > MAX_BYTES:
@@ -184,6 +185,7 @@ def _materialize(name: str, value: object) -> Tensor:
         len(value.shape) == TENSOR_DIMS[name],
         f"{name} is not a tensor of {TENSOR_DIMS[name]} dimensions",
     )
+    # A copy: frombuffer shares memory, and the payload is read-only.
     return torch.frombuffer(bytearray(value.data), dtype=torch.float32).reshape(value.shape)
 
 
@@ -322,6 +324,7 @@ def _read_storage(data: bytes) -> memoryview:
     of its keys), then the number of elements as int64 and the elements.
     """
     stream = io.BytesIO(data)
+    # Fewer globals than outside: a storage describes itself by one class alone.
     known = frozenset({_FLOAT_STORAGE})
     magic, version, platform, description, keys = (_interpret(stream, known) for _ in range(5))
     label, kind, key, _, count, view = description

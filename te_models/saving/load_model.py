@@ -50,6 +50,7 @@ class OwnFolder(Opened):
 
     def fit(self, shapes: Mapping[str, torch.Size]) -> None:
         """Raise a CheckpointError unless the weights are exactly the parameters."""
+        # Only names and shapes are compared, so the tensors need no memory.
         expected = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         match(expected, self.weights, check_dtype=False)
 
@@ -176,6 +177,7 @@ def restore_model(model: Decoder, source: OwnFolder) -> None:
 def prepare_restore(model: Decoder, source: OwnFolder) -> Callable[[], None]:
     """Return a function that does the work of `restore_model`, once everything is known to fit."""
     live = dict(model.named_parameters(remove_duplicate=False))
+    # A tied table is in `live` under both of its names, as it is in the weights of a folder.
     own = model.ep.own(shard_state(source.weights, model.config, model.tp.mesh).items())
     match(live, dict(own), check_dtype=False)
     quantized = source.fitting_fp8(model)

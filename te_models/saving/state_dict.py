@@ -45,6 +45,7 @@ def _tie_again(model: Decoder, incompatible: object) -> None:
 def tie_head(model: Decoder) -> None:
     """Tie the head to the embedding's table; to its own where peft trains a copy, as in transformers."""
     head = model.lm_head
+    # Into peft's layers, which hold the module that they adapt or copy.
     while "weight" not in head._parameters:
         inside = getattr(head, "original_module", None)
         head = head.get_submodule("base_layer") if inside is None else inside
@@ -80,6 +81,7 @@ def _read(model: Decoder, state: StateDict, prefix: str, *others: object) -> Non
     found: dict[str, Tensor] = {}
     for owner, module in model.named_modules():
         key = f"{prefix}{owner}.{EXTRA}"
+        # Such a module has no extra state: PyTorch's own method only raises.
         if type(module).get_extra_state is nn.Module.get_extra_state:
             continue
         value = state.get(key)

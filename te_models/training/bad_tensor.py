@@ -85,6 +85,7 @@ class BadTensors:
             return RecordedTensor(linear_name(name), operand, expert)
 
         def by_expert(value: Tensor, rows: list[int] | None) -> list[Any]:
+            # [rows of all experts, F] -> [rows of the expert, F] for each
             return [value] if rows is None else list(value.split(rows))
 
         # Without a graph: a recompute looks at nothing, and has to save what the first pass saved.
@@ -113,6 +114,7 @@ class BadTensors:
         def at_gradient(gradient: Tensor, rows: list[int] | None) -> None:
             if self.first is None:
                 self.place += 1
+                # [..., F] -> [rows, F]: the rows of one expert after the rows of another
                 flat = gradient.reshape(-1, gradient.shape[-1]) if rows else gradient
                 for expert, dy in zip(experts, by_expert(flat, rows), strict=True):
                     self.note(named("grad_output", expert), dy)
@@ -132,6 +134,7 @@ def finite(value: object) -> bool:
 
 def rows_of(inputs: tuple[Any, ...]) -> list[int] | None:
     """Return the rows of each expert among the arguments of a te.GroupedLinear; None for a te.Linear."""
+    # The second argument of a te.Linear is is_first_microbatch, and of a te.GroupedLinear m_splits.
     if len(inputs) < 2 or isinstance(inputs[1], bool | type(None)):
         return None
     rows = inputs[1]

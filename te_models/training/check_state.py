@@ -46,6 +46,7 @@ def read_random_states(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the random states of `rank` on the CPU and on its CUDA device, if any, from a saved training state."""
     random = check_random_state(state["rng"], rank, torch.Generator(), f"{folder}: rng")
+    # A run may go on with another kind of device than it was saved on.
     if state["cuda_rng"] is None or device.type != "cuda":
         return random, None
     return random, check_random_state(

@@ -28,6 +28,7 @@ def count_targets(batch: Batch, cp: ContextParallel = ALONE) -> int:
     targets = shifted(batch["labels"], batch.get("attention_mask"), batch.get("document_ids"))
     share = cp.share(targets.shape[1])
     if share is not None:
+        # Each rank counts its own part of a row, so that the sum over the ranks is the count of the row.
         targets = share.own_filled(targets, IGNORED)
     return int((targets != IGNORED).sum())
 
@@ -73,6 +74,7 @@ def evaluate(
             loss = (
                 model(**to_device(batch, model.device), return_logits=False).loss.double() * counted
             )
+            # Added up on the device: the host waits once, after the last batch.
             totals += torch.stack([loss, torch.full_like(loss, counted)])
     total, count = reduce(totals).tolist()
     return total / count if count else math.nan
@@ -101,11 +103,13 @@ def first_bad_module(model: CausalLM, batch: Batch, ranks: Ranks) -> str | None:
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
+            # Modules without children: the output of one around them would name the layer less exactly.
             if not list(module.children()):
                 stack.enter_context(module.register_forward_hook(check(name)))
         stack.callback(model.train, model.training)
         model.eval()(**to_device(batch, model.device))
     found = [entry for entry in ranks.gather(bad) if entry]
+    # By the number of calls first, which is the order of execution on every rank.
     return min(found)[1] if found else None
 
 

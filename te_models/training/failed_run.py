@@ -34,6 +34,7 @@ def broken_tensor(tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> 
         for name, tensor in members.items():
             if broken is None and not all_finite(local(tensor)):
                 broken = name
+    # A rank sees its own shards only, and all have to agree on whether the checkpoint is written.
     names = [name for name in ranks.gather(broken) if name is not None]
     return names[0] if names else None
 
@@ -59,6 +60,7 @@ def background_saves(checkpoints: Checkpoints, best: Checkpoints) -> Iterator[No
     """Wait for the saves under way when the run in the block ends. If the last checkpoint failed, so did the run."""
     try:
         yield
+    # The error of the run goes on to the caller; one of a save must not take its place.
     except BaseException:
         for each in (checkpoints, best):
             with contextlib.suppress(SaveError):  # logged when it happened
@@ -75,8 +77,10 @@ def save_failed_run(trainer: Trainer, error: Exception, metrics: MetricsLog) -> 
     Several processes save together, so they do where all of them fail at once: where the loss is not finite.
     """
     diverged = isinstance(error, Diverged)
+    # Several processes save together: one that fails alone would wait in a save for the others.
     if isinstance(error, SaveError) or (trainer.parallel.ranks.world > 1 and not diverged):
         return
+    # Some parameters may have their new values and others not: that is the state of no step.
     if trainer.updating:
         log.warning("the run failed within an update: step %d is not saved", trainer.result.step)
         return

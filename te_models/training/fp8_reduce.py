@@ -38,6 +38,7 @@ class FP8ReduceScatter:
         mean = op == dist.ReduceOp.AVG  # of a model that no Trainer has prepared
         assert mean or op == dist.ReduceOp.SUM, op
         assert not async_op
+        # [ranks, n]: row r goes to rank r, which owns its sum.
         rows = input_tensor.view(group.size(), -1)
         sum_into(output_tensor, all_to_all(pack(rows), group))
         if mean:

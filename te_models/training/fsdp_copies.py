@@ -32,10 +32,13 @@ def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor)
     assert dim == 0
     first = 0
     for tensor in tensors:
+        # Rounded up, as torch.chunk does it: the last chunk may be shorter, and some may be missing.
         rows = -(-tensor.shape[0] // num_chunks)
         size = rows * tensor[0].numel()
+        # Only then is there padding; otherwise the copies below fill every element.
         if tensor.shape[0] % num_chunks:
             out[:, first : first + size].zero_()
+        # Not strict: a tensor of few rows has fewer chunks than `out` has rows, and those stay zeros.
         for row, chunk in zip(out, tensor.split(rows), strict=False):
             row[first : first + chunk.numel()].copy_(chunk.flatten())
         first += size

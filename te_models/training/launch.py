@@ -55,6 +55,7 @@ def parallel(
     chosen_device = choose_device(device)
     check_place(gpus=torch.cuda.device_count() if chosen_device.type == "cuda" else 0)
     if chosen_device.type == "cuda":
+        # torchrun numbers the processes of a node, which has a GPU for each.
         chosen_device = torch.device("cuda", number("LOCAL_RANK", 0))
         torch.cuda.set_device(chosen_device)
     backend = "cpu:gloo,cuda:nccl" if chosen_device.type == "cuda" else "gloo"
@@ -64,6 +65,7 @@ def parallel(
         # torchrun (2.13) has one store for all restarts, in which a restart would find the old addresses.
         store = dist.PrefixStore(f"start-{restarts()}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        # A group of its own, since control messages wait longer than the run's collectives may.
         control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         yield Parallel(
             kind=config.parallel,

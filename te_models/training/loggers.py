@@ -50,6 +50,7 @@ class Loggers(Callback):
         self.names = split_names(names)
         self.started: list[Logger] = []
         for name in self.names:
+            # Imported now, so that a missing library is an error before data and weights are read.
             check_known("logger", name, LOGGERS)
             _library(name)
 
@@ -58,6 +59,7 @@ class Loggers(Callback):
         """Start a record of the run in each library, and close it when the block ends for any reason."""
         with contextlib.ExitStack() as stack:
             for name in self.names:
+                # Its end is registered before the next one starts, which may fail.
                 logger = LOGGERS[name].start(run)
                 stack.callback(logger.close)
                 self.started.append(logger)
@@ -67,6 +69,7 @@ class Loggers(Callback):
         """Send all numbers of the row."""
         numbers = {}
         for name, value in row.items():
+            # The recipe's name and the list of experts' shares are no curves; metrics.jsonl has them.
             if isinstance(value, (int, float)) and name != "step":
                 numbers[name] = value
         for logger in self.started:
@@ -90,6 +93,7 @@ def _to_tensorboard(run: LoggedRun) -> Logger:
 
 
 def _to_wandb(run: LoggedRun) -> Logger:
+    # With "allow" a known id goes on with its record, as a resumed run does, and a new id begins one.
     record = _library("wandb").init(
         project=PROJECT,
         id=run.id,
@@ -102,6 +106,7 @@ def _to_wandb(run: LoggedRun) -> Logger:
 
 
 def _to_trackio(run: LoggedRun) -> Logger:
+    # It takes no id: the name, which holds the id, finds the record of a resumed run.
     record = _library("trackio").init(
         project=PROJECT, name=run.name, config=dict(run.settings), resume="allow"
     )

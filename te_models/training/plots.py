@@ -119,6 +119,7 @@ def _point(steps: Sequence[int]) -> dict[str, Any]:
 
 def _mark(axes: Any, step: int, recipe: str, number: int) -> None:
     """Mark the step from which on a run has another recipe; the names of several changes have a line each."""
+    # Half a step to the left: between the last step of the old recipe and the first of the new one.
     axes.axvline(step - 0.5, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
     last = axes.dataLim.x1
     left = step - 0.5 > 0.85 * last  # the name would leave the plot
@@ -159,6 +160,7 @@ def _draw_loss(
             zorder=3,
         )
     _write_evaluations(axes, points)
+    # Quantiles of the raw loss, so that a single spike does not set the scale.
     seen = np.concatenate([smoothed, evaluated, np.quantile(loss, [0.01, 0.99])])
     _scale_losses(axes, low=float(seen.min()), high=float(seen.max()))
     axes.set_ylabel("loss (nats per token)", fontsize=9, color=MUTED)
@@ -211,6 +213,7 @@ def _scale_losses(axes: Any, low: float, high: float) -> None:
         axes.set_yscale("log")
         axes.set_ylim(low / 1.06, high * 1.08)
         axes.set_yticks(log_ticks(low / 1.06, high * 1.08))
+        # The minor ticks that a logarithmic axis brings along have labels of their own.
         axes.set_yticks([], minor=True)
         axes.yaxis.set_major_formatter("{x:g}")
     else:
@@ -255,6 +258,7 @@ def new_figure(size: tuple[float, float]) -> Any:
 
 def save_figure(figure: Any, path: Path) -> None:
     """Write the figure as a PNG, atomically."""
+    # Still .png at the end, from which matplotlib takes the format.
     fresh = path.with_suffix(".tmp.png")
     figure.savefig(fresh)
     os.replace(fresh, path)
@@ -276,6 +280,7 @@ def smooth(values: Sequence[float], width: float | None = None) -> NDArray[np.fl
     kernel = np.exp(-0.5 * (offsets / width) ** 2)
 
     def moment(power: int, of: NDArray[np.float64]) -> NDArray[np.float64]:
+        # Reversed, since a convolution reverses it again; cut to the values, without the tails of "full".
         return np.convolve(of, (kernel * offsets**power)[::-1])[reach : reach + len(of)]
 
     # Weighted sums of the offsets' powers 0, 1, 2, and of the values, around each step: the normal equations of a line.

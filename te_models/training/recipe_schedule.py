@@ -49,6 +49,7 @@ class RecipeSchedule:
             UsageError: the model cannot change to that.
         """
         recipes = [(done, self._demoted(recipe, [pattern])) for done, recipe in self.recipes]
+        # Every recipe is tried before one is set, so that an error leaves model and schedule as they were.
         for _, recipe in recipes:
             if recipe.quantized:
                 self.model.check_change(recipe)
@@ -59,6 +60,7 @@ class RecipeSchedule:
 
     def at(self, step: int) -> Recipe:
         """Return the recipe of `step`, counted from 1."""
+        # The last change that lies before the step; the first recipe, at 0, holds for step 0 too.
         return next(recipe for done, recipe in reversed(self.recipes) if step > done or not done)
 
     def row(self, step: int) -> dict[str, str]:

@@ -45,6 +45,7 @@ def over_micro_batches(routed: Sequence[Tensor], like: Tensor) -> tuple[Tensor, 
     """
     if not routed:
         return like.new_empty(0), like.new_empty(0)
+    # [micro-batches, 2 + 1 + E]: two losses, the largest share, and the share of each expert
     every = torch.stack(list(routed))
     return every[:, :2].sum(0), every[:, 2:].mean(0)
 

@@ -86,6 +86,7 @@ def _edges(ids: Tensor, documents: Tensor | None, end: int | None) -> list[int]:
     if documents is not None:
         after = (documents[1:] != documents[:-1]).nonzero().flatten() + 1
     else:
+        # A record ends with the end-of-text token; no token has the id -1.
         after = (ids == (-1 if end is None else end)).nonzero().flatten() + 1
     return sorted({0, *after.tolist(), len(ids)})
 
@@ -98,6 +99,7 @@ def _prompt(ids: list[int], counted: list[bool], end: int | None) -> Prompt | No
     if first < 2:  # of a text: packed by documents, the loss leaves out its first token
         whole = [token for token in ids if token != end]
         return Prompt(tuple(whole[: min(OPENING, len(whole) // 2)])) if len(whole) > 3 else None
+    # To the end of the first answer: a conversation may have later ones.
     stop = counted.index(False, first) if False in counted[first:] else len(ids)
     answer = tuple(token for token in ids[first:stop] if token != end)
     return Prompt(tuple(ids[:first]), answer) if answer else None

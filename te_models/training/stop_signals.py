@@ -17,6 +17,7 @@ def stop_signals() -> Iterator[Callable[[], int]]:
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        # At once, and not at the end of the step: a second signal has to stop a step that hangs.
         signal.signal(number, before[number])
 
     numbers = [signal.SIGINT, signal.SIGTERM]
@@ -27,6 +28,7 @@ def stop_signals() -> Iterator[Callable[[], int]]:
     try:
         for number in before:
             signal.signal(number, note)
+    # signal.signal raises it outside the main thread.
     except ValueError:
         yield lambda: 0
         return
