@@ -286,7 +286,8 @@ def _learning_rate(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     # Weights that grew before the first record do not show it, nor those that weight decay then shrank.
     rates = [float(row.get("learning_rate", 0)) for row in facts.rows[lowest : end + 1]]
     share = max(rates) / _median(sizes[:1]) if len(sizes) else 0.0
-    if share >= LARGE_STEP and _move(sizes):
+    # Over the whole record: the loss may leap and come back between two records.
+    if share >= LARGE_STEP and _move(_weight_sizes(facts, 0, int(facts.steps[-1]))):
         message = (
             f"{said} the learning rate, {max(rates):.3g}, was {share:.2g} times the root mean square of half of the "
             f"weights or more"

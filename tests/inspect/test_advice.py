@@ -161,6 +161,10 @@ def test_a_learning_rate_too_high_from_the_first_step_on_is_named(tmp_path: Path
     assert (finding.rule, finding.step) == ("learning-rate", 1)
     assert "rose from 5 after step 1" in finding.message
     assert "the learning rate, 3, was" in finding.message
+    leaping = [row | {"loss": 4.0} if row["step"] > 4 else row for row in facts.rows]
+    record = replace(facts.record, steps=[10 * step for step in facts.record.steps])
+    (finding,) = diagnose(replace(facts, rows=leaping, record=record)).findings
+    assert (finding.rule, finding.step) == ("learning-rate", 1), "between two records"
     for row in facts.rows:
         row["learning_rate"] = 1e-3  # small for these weights: something else is the cause
     assert not diagnose(facts).findings
