@@ -86,6 +86,7 @@ class MeasuredSpeed:
             pairs.append((self.expert_width, expert_width, NEAR))
         if tokens:
             pairs.append((self.tokens, tokens, NEAR_TOKENS))
+        # The larger by the smaller, since a factor counts alike in both directions.
         return all(max(a / b, b / a) <= most for a, b, most in pairs)
 
 
@@ -118,6 +119,7 @@ def like(
     found = []
     for row in measured_speeds():
         same = row.gpu == card_name(gpu) and row.recipe == recipe and row.lora == lora
+        # A model with experts says nothing about one without: its GEMMs have other sizes.
         if same and bool(row.expert_width) == bool(experts):
             found.append(row)
     # Of equally near ones that with the most tokens: a run whose number is unknown fills its GPU.

@@ -83,6 +83,7 @@ class Rope:
         values = {}
         for name, value in self.stretching:
             if isinstance(value, tuple):
+                # A tuple only to be hashable: transformers, and config.json, have a list.
                 values[name] = list(value)
             else:
                 values[name] = value
@@ -138,8 +139,10 @@ def checked_sliding_rope(rope: Scaling, head_dim: int) -> Scaling:
         raise ConfigError("sliding_rope lacks rope_theta")
     for name, value in own.items():
         _SLIDING[name].check(value)
+    # A share of one is the default: equal models have equal configs.
     if own.get("partial_rotary_factor") == 1.0:
         del own["partial_rotary_factor"]
+    # "default" is the name that transformers gives to RoPE without scaling.
     if _kind(scaling) == "default":
         scaling = {name: value for name, value in scaling.items() if name not in KIND}
     share = own.get("partial_rotary_factor", 1.0)

@@ -100,6 +100,7 @@ class ByteTokenizer(Tokenizer):
         return spelled.decode(errors="replace")
 
     def _documents(self) -> Fields:
+        # The names under which a BPE with byte_fallback looks for bytes.
         vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
         special = {f"{role}_token": f"<{role}>" for role in ROLES}
         model = {"type": "BPE", "byte_fallback": True, "merges": []}

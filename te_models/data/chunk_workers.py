@@ -77,6 +77,7 @@ def _follow_parent() -> None:
     """End with the process that started this one, even if that is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
+    # It returns when the parent ends, also by a SIGKILL, after which no handler of the parent runs.
     parent.join()
     os._exit(1)
 

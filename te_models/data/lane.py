@@ -29,6 +29,7 @@ class Lane:
         self.number = number
         self.windows = windows
         self.epoch, self.place, self.taken = position
+        # At the start of a chunk; inside one, the saved place has a chunk for certain.
         if not self.taken:
             self.epoch, self.place = data.next_place(number, self.epoch, self.place)
         self._chunk: NDArray[np.int32] | None = None

@@ -117,6 +117,7 @@ class CutEpoch(Epoch):
         """Return whether a window has a counted label after its first token."""
         whole = (int(self.windows[index]) + 1) * self.seq_len <= self.num_tokens
         if self.encoded.counted is None and whole and self.seq_len > 2:
+            # Known without reading the window: reading each would go through the whole corpus.
             return True  # a document has two tokens or more
         return bool((self.window(index)["labels"][1:] != IGNORED).any())
 
@@ -149,6 +150,7 @@ class RecordEpoch(Epoch):
         lengths = self.lengths[pieces]
         total = int(lengths.sum())
         begins = np.cumsum(lengths) - lengths  # of the records in the window, [records]
+        # Places in the tokens of the corpus, [tokens]: records that are side by side here may be far apart there.
         at = np.repeat(starts - begins, lengths) + np.arange(total)
         ids = np.full(self.seq_len, self.pad, dtype=np.int64)
         counted = np.zeros(self.seq_len, dtype=np.bool_)
@@ -187,10 +189,12 @@ def pack_records(
     windows: list[list[int]] = []
     for first in range(0, len(lengths), GROUP):
         group = lengths[first : first + GROUP]
+        # Windows are filled within a group only, so that the work per record does not grow with the corpus.
         room: list[tuple[int, int]] = []  # tokens free in a window and its number, sorted
         # Longest first, so that short ones fill the gaps; stable, so that every rank lays the same windows.
         for record in np.argsort(-group, kind="stable").tolist():
             length = int(group[record])
+            # The window with the least room that is enough; -1 is below every number of a window.
             at = bisect.bisect_left(room, (length, -1))
             free, number = room.pop(at) if at < len(room) else (seq_len, len(windows))
             if number == len(windows):
@@ -198,6 +202,7 @@ def pack_records(
             windows[number].append(first + record)
             if free > length:
                 bisect.insort(room, (free - length, number))
+    # Sorted, since the longest came first: inside a window the order of the epoch counts.
     order = [record for window in windows for record in sorted(window)]
     return np.array(order, dtype=np.int64), np.cumsum([0, *map(len, windows)])
 
@@ -252,6 +257,7 @@ def repeats(weights: NDArray[np.float64], epoch: int) -> NDArray[np.int64]:
     """
     # Spreads neighbors evenly over [0, 1).
     phase = np.arange(len(weights)) * 0.6180339887498949 % 1
+    # Over all epochs the differences add up to floor(weight * epochs + phase): nothing is lost by rounding.
     return (np.floor(weights * (epoch + 1) + phase) - np.floor(weights * epoch + phase)).astype(
         np.int64
     )

@@ -255,8 +255,8 @@ class StreamingDataset:
     def held_out(self, num_tokens: int, at_least_one: bool = False) -> list[Document]:
         """Return documents reserved for evaluation, of about `num_tokens` tokens, or all if there are fewer.
 
-        Without an eval_fraction they are any documents. They are the same on every rank. Chunks are read in a
-        separate order until there are enough: 1 / eval_fraction times as much text as is returned.
+        Without an eval_fraction they are any documents. They are the same on every rank. Chunks are read in
+        a random order of the seed until there are enough: 1 / eval_fraction times as much text as is returned.
 
         Args:
             num_tokens: about as many as evaluation needs.

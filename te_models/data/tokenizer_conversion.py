@@ -92,6 +92,7 @@ def _without_cache() -> Iterator[None]:
     try:
         yield
     finally:
+        # Removed first: there may have been none, which differs from an empty one.
         os.environ.pop("TIKTOKEN_CACHE_DIR")
         if before is not None:
             os.environ["TIKTOKEN_CACHE_DIR"] = before

@@ -35,6 +35,7 @@ class Ranks:
         message = _encode(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(message)]), group=self.group)
+        # all_gather takes tensors of one size, so lengths travel first and messages are padded.
         longest = max(int(size) for size in sizes)
         messages = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
         padded = torch.zeros(longest, dtype=torch.uint8)
@@ -55,6 +56,7 @@ class Ranks:
         if self.first:
             try:
                 answer[0] = action()
+            # Kept until after the gather: the other ranks wait in it, whatever happened here.
             except Exception as problem:
                 answer[1] = str(problem) or type(problem).__name__
                 cause = problem
@@ -67,6 +69,7 @@ class Ranks:
 
 
 def _encode(value: object) -> Tensor:
+    # A bytearray: frombuffer shares its memory, and warns of memory that is read-only.
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 

@@ -66,6 +66,7 @@ LoRA adapters for {base}, trained with te-models {under} on the engine `{engine}
 def user_card(folder: Path) -> bytes | None:
     """Return the card in a folder if te-models did not write it, or if its user has claimed it since."""
     path = folder / CARD
+    # A missing card counts as one of ours, which may be written.
     content = path.read_bytes() if path.is_file() else MARK.encode()
     return None if MARK.encode() in content else content
 
@@ -165,6 +166,7 @@ def _facts(model: Decoder, origin: Origin) -> Fields:
     """Return the facts of the run that trained the model; empty if none did that is known."""
     if origin.trained is not None:
         facts = dict(origin.trained)
+        # Facts without recipes: the whole run then counts as one under the present recipe.
         facts.setdefault("recipes", [[1, model.recipe.name]])
         return facts
     result = _saved_result(origin.folder)

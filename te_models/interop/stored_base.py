@@ -56,6 +56,7 @@ def storable(source: StoredFolder, linears: Mapping[str, LinearSpec]) -> dict[st
     parts: dict[str, list[str]] = {}
     for theirs, place in source.places.items():
         module, _, kind = place.name.rpartition(".")
+        # The head and the embedding lie outside the layers, and are never left as they are stored.
         if kind.startswith("weight") and module in linears and module.startswith("layers."):
             parts.setdefault(module, []).append(theirs)
     alike = {}
@@ -93,6 +94,7 @@ class _Rows:
         self.missing = missing  # tensors that are still to come
         self.device = device
         self.dtype = dtype
+        # The weights of all experts below each other, [experts * outputs, bytes].
         rows = linear.gemms * linear.outputs
         width = linear.inputs // 2 if storage.packed or storage is MXFP4 else linear.inputs
         self.data = torch.zeros(rows, width, dtype=torch.uint8, device=device)
@@ -125,12 +127,14 @@ class _Rows:
         else:
             if self.scale_rows is None:
                 self.scale_rows = torch.zeros(len(self.data), dtype=torch.int32, device=self.device)
+            # [rows]: the row of `shared` with the scales of each row; those of earlier tensors come before.
             theirs = torch.arange(place.shape[0], dtype=torch.int32) // step + self.count
             place.load(self.scale_rows[own], theirs)
             self.shared.append(content.scales)
             self.count += len(content.scales)
         if content.factor is not None:
             if self.factors is None:
+                # One per row, although a tensor has only one: q, k and v in one weight have different ones.
                 self.factors = torch.ones(len(self.data), device=self.device)
             place.load(self.factors[own], content.factor.float().expand(place.shape[0]))
 

@@ -42,9 +42,11 @@ def spread(scales: Tensor, block: tuple[int, int], shape: tuple[int, int], colum
     Blocks must be at least `columns` wide.
     """
     rows, width = shape
+    # [grid rows, grid columns] -> [rows, grid columns]; the last block may reach beyond the weight.
     by_row = scales.repeat_interleave(block[0] or rows, 0)[:rows]
     if not columns:
         return by_row
+    # The first column of each block of ours lies in one block of theirs, since theirs are no narrower.
     starts = torch.arange(0, width, columns, device=scales.device)
     return by_row[:, starts // (block[1] or width)]
 
@@ -60,6 +62,7 @@ def collapse(by_row: Tensor, used: Tensor, rows: int) -> Tensor | None:
     parts = zip(by_row.split(rows or len(by_row)), used.split(rows or len(by_row)), strict=True)
     found = []
     for part, real in parts:
+        # A block of padding alone holds zeros, for which any scale is right.
         part = part[real] if bool(real.any()) else part.new_ones(1, part.shape[1])
         if not bool((part == part[0]).all()):
             return None
@@ -79,6 +82,7 @@ def keep_stored_weights(
     The model is already filled. `places` are the rows of their tensors by name, in these safetensors `files`, and
     `stored` the weights in them.
     """
+    # Four-bit values are not FP8, and under tensor parallelism a rank has a part of the rows only.
     if model.tp.size > 1 or stored.storage is None or stored.storage.packed:
         return
     live = {name: p for name, p in model.named_parameters() if quantized(p) is not None}
