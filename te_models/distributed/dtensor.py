@@ -57,6 +57,7 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
     """Return `full` as a DTensor on the device of `like` and split as it is, for optimizer state of its shape."""
     if not isinstance(like, DTensor) or full.shape != like.shape:
         return full
+    # A copy: a shard is a view, which would keep the whole tensor in memory.
     return from_shard(shard_of(full, like).to(like.to_local().device).clone(), like)
 
 

@@ -49,6 +49,7 @@ def angles_change(
         longest = int(positions.max()) + 1
     else:
         longest = total if mask is None else int(mask.sum(-1).max())
+    # Only the pass whose tokens cross the boundary: before them the text was within the original context.
     if not longest - (total - seen) <= original < longest:
         return False
     if ids.shape[1] < total:

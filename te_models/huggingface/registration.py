@@ -56,6 +56,7 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != TABLE:
             return None
+        # Before the search goes on, which asks all finders and would ask this one again.
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:

@@ -62,6 +62,7 @@ def save_model(
         bare = name.removeprefix(MULTIMODAL).removeprefix(WRAPPED)
         if bare in weights:
             weights[bare] = plain(value)
+    # A state_dict has a tied table only once, and a folder under both of its names.
     if state and model.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
     weights |= extra_states(tensors.get("fp8_state", {}))
@@ -85,6 +86,7 @@ def _move_in(new: Path, folder: Path) -> None:
     """Move the files of a saved folder into another one, the manifest last, and drop files of an earlier save there."""
     try:
         old = set(read_json(folder / MANIFEST)["files"]) if (folder / MANIFEST).exists() else set()
+    # A damaged manifest does not say which files are its own.
     except (CheckpointError, LookupError, TypeError):
         old = set()
     # Also files without a manifest: an older save under other names would be loaded together with this one.
@@ -95,6 +97,7 @@ def _move_in(new: Path, folder: Path) -> None:
     for name in names:
         os.replace(new / name, folder / name)
     for name in old - set(names):
+        # The bare name: whatever a manifest says, nothing outside the folder is deleted.
         (folder / Path(name).name).unlink(missing_ok=True)
 
 

@@ -53,6 +53,7 @@ def seen_keys(
 
 def _documents(positions: Tensor) -> Tensor:
     """Return the number of each token's document, int64 [B, S]: one begins where positions [B, S] do not go on."""
+    # With the position before the first one in front, so that documents count from 0.
     return (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
 
 
@@ -60,6 +61,7 @@ def _positions_in_documents(documents: Tensor) -> Tensor:
     """Return the positions of tokens that count from the start of their documents [B, S]."""
     started = documents.diff(prepend=documents[:, :1] - 1) != 0
     place = torch.arange(documents.shape[1], device=documents.device)
+    # The largest start up to a token is the start of its own document.
     return place - torch.where(started, place, 0).cummax(-1).values
 
 
