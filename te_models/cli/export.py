@@ -50,10 +50,7 @@ def export(
     tokenizer: str | None,
     **options: object,
 ) -> None:
-    """Write a model with quantized weights for vLLM or SGLang.
-
-    transformers reads it too.
-    """
+    """Write a quantized model for vLLM, SGLang and transformers."""
     from te_models.interop.hub import local_folder  # noqa: PLC0415
     from te_models.saving.pretrained import adapter_folder  # noqa: PLC0415
     from te_models.serving.export import default_format  # noqa: PLC0415  imports torch

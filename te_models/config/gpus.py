@@ -62,12 +62,18 @@ GPUS = (
 NVFP4_SWITCHES = ("disable_rht", "disable_stochastic_rounding")
 
 
+# The name under which CUDA knows a card, and its name above.
+CHIPS = {"gb10": "DGX Spark"}
+
+
 def get_gpu(name: str) -> Gpu:
     """Return the GPU of a name, such as "RTX 5090", "rtx5090" or "NVIDIA H100 80GB HBM3".
 
     Raises:
         UsageError: no GPU of this name is known; the message has the nearest.
     """
+    chip = re.search(rf"\b({'|'.join(CHIPS)})\b", name.lower())
+    name = CHIPS[chip[0]] if chip else name
     wanted = _plain(name)
     for gpu in GPUS:
         if _plain(gpu.name) == wanted:

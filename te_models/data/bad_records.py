@@ -23,8 +23,10 @@ class BadRecords:
 
     def meet(self, error: DataError) -> None:
         """Count the record of an error, or raise the error; data that cannot be reached at all is no bad record."""
-        if not self.skip or isinstance(error, DataUnavailable):
+        if isinstance(error, DataUnavailable):
             raise error
+        if not self.skip:
+            raise DataError(f"{error} (or leave such records out: --on-bad-record skip)") from error
         self.count += 1
         if len(self.examples) < SHOWN:
             self.examples.append(str(error))

@@ -53,6 +53,8 @@ def test_a_recipe_runs_where_the_check_of_transformer_engine_passes(name: str, g
         ("NVIDIA L40S", "L40S"),
         ("l4", "L4"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GB10", "DGX Spark"),
+        ("NVIDIA GB200", "GB200"),
     ],
 )
 def test_names_as_people_and_drivers_write_them(given: str, name: str) -> None:

@@ -47,7 +47,7 @@ def test_bad_lines_are_skipped_and_counted(place: int, streaming: bool, tmp_path
     file.write_bytes(
         "\n".join([*lines[:place], *BAD, *lines[place:], OTHER]).encode() + b"\n\xff\xfe\n"
     )
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match="--on-bad-record skip"):
         opened(str(file), on_bad_record="raise", streaming=streaming)
     dataset = opened(str(file), streaming=streaming)
     assert "8 bad records are skipped" in dataset.describe()
