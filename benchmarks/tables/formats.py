@@ -55,6 +55,6 @@ def draw_formats(path: Path) -> None:
     axes.axvline(0.0, color="0.6", linewidth=1)
     axes.set_yticks(range(len(found)), list(found))
     axes.invert_yaxis()
-    axes.set(xlabel="held-out loss to bf16 (%), each seed and their mean")
+    axes.set(xlabel="held-out loss relative to bf16 (%), each seed and their mean")
     axes.grid(alpha=0.3)
     save_figure(figure, path)

@@ -80,7 +80,7 @@ def draw_gradient_losses(path: Path) -> None:
                 100 * (own / of_fp32 - 1) for own, of_fp32 in zip(row["curve"], base, strict=True)
             ]
             axes.plot(steps, differences, label=dtype)
-    axes.set(xlabel="step", ylabel="loss to float32 (%)", title="smoothed training loss")
+    axes.set(xlabel="step", ylabel="loss relative to float32 (%)", title="smoothed training loss")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""The map of where FP8 pays: speed to BF16 over width and tokens of a micro-batch."""
+"""The map of where FP8 pays: speed relative to BF16 over width and tokens of a micro-batch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def speed_map_result() -> str:
 
 
 def draw_speed_map(path: Path) -> None:
-    """Draw a panel per recipe: speed to BF16 as colors over width and tokens."""
+    """Draw a panel per recipe: speed relative to BF16 as colors over width and tokens."""
     name = maps()[0]
     figure = new_figure((12, 5))
     image = None
@@ -98,5 +98,5 @@ def draw_speed_map(path: Path) -> None:
         axes.set(title=recipe, xlabel="tokens of a micro-batch")
     figure.axes[0].set_ylabel("width")
     assert image is not None
-    figure.colorbar(image, ax=figure.axes, label="speed to BF16")
+    figure.colorbar(image, ax=figure.axes, label="speed relative to BF16")
     save_figure(figure, path)

@@ -121,7 +121,7 @@ class HuggingFaceTokenizer(Tokenizer):
                     f"{self._file}: the vocabulary has holes, so {token!r} would get the id {number} of another token"
                 )
         self.vocab_size = max(before, *(number + 1 for number in added.values()))
-        # tokenizer_config.json may list added tokens a second time, and transformers reads them there.
+        # transformers reads added tokens from tokenizer_config.json where it repeats them.
         if isinstance(listed := self._config.get("added_tokens_decoder"), dict):
             form = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
             entries = {

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from te_models.errors import plural
-from te_models.inspect.findings import Finding, Rule, over
+from te_models.inspect.findings import Finding, Rule, over, with_first_cause
 from te_models.inspect.run_facts import Mask, RunFacts, read_facts
 from te_models.numerics.formats import DType
 from te_models.planning.printable import Printable
@@ -64,7 +64,7 @@ def _nonfinite(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     # A NaN spreads to all that is computed from it: the first tensor is the nearest to its cause.
     worst = facts.first_computed(order)
     names = tuple(facts.tensors[i].name for i in order)
-    # Also those of later steps, which the same NaN has reached.
+    # Tensors of later steps too, which the same NaN has reached.
     facts.found.update(int(i) for i in np.flatnonzero(where.any(0)))
     name = facts.tensors[worst].name
     number = int(counts[first, worst])
@@ -491,5 +491,6 @@ def diagnose(facts: RunFacts, rules: Sequence[Rule] = RULES) -> Diagnosis:
         for rule in rules:
             findings += rule.look(facts, rule)
     findings.sort(key=lambda finding: finding.step)
+    findings = with_first_cause(findings, "learning-rate")
     counted = int(facts.record.counted.any(0).sum())
     return Diagnosis(len(facts.record.steps), counted, tuple(findings))

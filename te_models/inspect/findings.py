@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -99,3 +99,20 @@ def over(
     message = say(int(sizes[:, named].argmax()), named) + others
     step = int(facts.steps[first])
     yield Finding(rule.key, facts.tensors[named].name, step, message, rule.change, names)
+
+
+def with_first_cause(findings: Sequence[Finding], cause: str) -> list[Finding]:
+    """Return the findings, of which all later than the one of rule `cause` say that it is to be mended first.
+
+    A cause of the whole run, such as a learning rate that is too high, shows in many tensors afterwards.
+    """
+    begun = min((finding.step for finding in findings if finding.rule == cause), default=None)
+    found = []
+    for finding in findings:
+        if begun is not None and finding.step > begun:
+            first = (
+                f"first mend the {cause} of step {begun}, from which this may follow; otherwise "
+            )
+            finding = replace(finding, change=first + finding.change)
+        found.append(finding)
+    return found

@@ -133,7 +133,7 @@ def _count(x, code, inverse, inside, weights, E5M2: tl.constexpr, SOURCE: tl.con
     """Return the counts of a tile packed into an integer, signal, noise, hash, and the largest magnitudes.
 
     x are the values before the cast (without SOURCE: not read), code uint8 the data, inverse FP32 the inverse scales,
-    and `weights` those of the elements in the hash (`code_weights`).
+    and `weights` the weights of the elements in the hash (`code_weights`).
     """
     largest: tl.constexpr = 57344.0 if E5M2 else 448.0
     beyond: tl.constexpr = 61440.0 if E5M2 else 464.0

@@ -35,7 +35,7 @@ from te_models.kernels.joint_experts_triton import Passed
 class BlockProjection(NamedTuple):
     """One of the linears of all experts: its weights in FP8, which get gradients in the dtype of `tensors`.
 
-    The last two count the casts of a run that is recorded, as those of grouped_linear_triton.Casts do.
+    The last two count the casts of a recorded run, as in grouped_linear_triton.Casts.
     """
 
     own: WeightBlocks

@@ -34,7 +34,7 @@ def calibrate(
             )
     training = [batch.get("labels") is not None for batch in batches]
     delayed = _delayed(model) if model.recipe.stateful else {}
-    # What has scales keeps them, such as those of a checkpoint.
+    # Scales that exist already, from a checkpoint for example, are kept.
     modules = unmeasured(list(delayed), model.amax_group, training=all(training))
     if not modules:
         return

@@ -3,8 +3,8 @@
 A state passes from token to token, so a rank cannot begin before the rank with the tokens before its own has ended. But
 heads do not depend on each other. So the ranks exchange: each gives away its tokens of the other ranks' heads and gets
 all tokens of its own heads, and after the mixer they exchange the outputs back (as attention does in DeepSpeed-Ulysses,
-arXiv 2309.14509). Padding, documents and kernels are those of whole rows. Every rank has all parameters, of which it
-uses its heads' rows; the sum of gradients over ranks, which training computes anyway, has all of them.
+arXiv 2309.14509). Padding, documents and kernels are the same as for whole rows. Every rank has all parameters, of
+which it uses its heads' rows; the sum of gradients over ranks, which training computes anyway, has all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class WholeRows:
 
     @classmethod
     def of(cls, context: ForwardContext) -> WholeRows:
-        """Return those of a pass."""
+        """Return the whole rows of a pass."""
         whole = context if context.whole is None else context.whole
         return cls(whole, context.share)
 

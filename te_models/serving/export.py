@@ -421,7 +421,7 @@ class _Writer:
         rows, columns = values.shape
         aligned = not (rows % BLOCK.block[0] or columns % BLOCK.block[1])
         scale_inv = self.fp8_weights.get(f"{ours}.rowwise_scale_inv") if own else None
-        # Blocks of FP32 scales, which are those of the format; E8M0 bytes are MXFP8's.
+        # The format has FP32 scales; E8M0 bytes are MXFP8's.
         if aligned and scale_inv is not None and scale_inv.is_floating_point():
             data = self.fp8_weights[f"{ours}.rowwise_data"]
             # [rows, blocks of columns]: a scale per row, so that the rows can move to their places in Hugging Face's

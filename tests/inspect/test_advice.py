@@ -1,6 +1,7 @@
 """The advice about a run: healthy runs get none, and each planted failure is named, explained and healed."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from planted import FAILURES, NATIVE_RECIPES, heals, run_planted
 from te_models.cli import main
 from te_models.errors import DataError
 from te_models.inspect.advice import RULES, Diagnosis, Finding, diagnose
-from te_models.inspect.run_facts import read_facts
+from te_models.inspect.findings import Rule
+from te_models.inspect.run_facts import RunFacts, read_facts
 from te_models.recorder.layout import FIELDS, INDEX
 
 WITHIN = 5  # steps in which the right tensor is named
@@ -224,3 +226,23 @@ def test_advice_is_indented_in_each_line_of_a_paragraph() -> None:
     first, *rest = str(Diagnosis(steps=4, tensors=1, findings=(finding,))).splitlines()
     assert first == "step 3, dead" and len(rest) > 4
     assert all(line.startswith("  ") for line in rest)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_what_begins_after_a_rate_that_is_too_high_may_follow_from_it(
+    after: int, tmp_path: Path
+) -> None:
+    facts = read_facts(run_planted(tmp_path, "current", None))
+    for place in (4, 5):
+        facts.rows[place]["loss"] *= 3
+    facts.record.values[4:, facts.operand("weight"), INDEX["signal"]] *= 4
+
+    def saturates(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+        yield Finding(rule.key, "a", 4 + after, "a saturates", "shrink it")
+
+    later = Rule("saturation", "", "", "saturated", saturates)
+    findings = {found.rule: found for found in diagnose(facts, [*RULES, later]).findings}
+    assert findings["learning-rate"].step == 4
+    assert findings["learning-rate"].change.startswith("lower --learning-rate")
+    follows = findings["saturation"].change.startswith("first mend the learning-rate of step 4")
+    assert follows == bool(after) and findings["saturation"].change.endswith("shrink it")
