@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 import te_models
-from benchmarks.many_runs import run_all, summary, write_corpus
+from benchmarks.small_runs import SmallRun, report, run_all, write_tokens
 from te_models import CausalLM
-from te_models.data.tokenizer import load_tokenizer
+from te_models.files.atomic import replace_text
+from te_models.inspect.environment import environment
 from te_models.model.attention import GatedAttention
 
 GATES = ("none", "headwise", "elementwise")
@@ -44,33 +45,40 @@ SHAPE_20M = dict(
     num_key_value_heads=6,
 )
 STEPS = dict(
-    steps=1831, batch_size=32, seq_len=512, warmup_steps=100, eval_every=450, eval_batches=16
+    steps=1831, batch_size=32, seq_len=512, warmup_steps=100, eval_every=0, eval_batches=16
 )
-STEPS_124M = {**STEPS, "steps": 3000, "batch_size": 64, "warmup_steps": 200, "eval_every": 1000}
-TINY = dict(steps=4, batch_size=2, seq_len=64, warmup_steps=1, eval_every=2, eval_batches=1)
+STEPS_124M = {**STEPS, "steps": 3000, "batch_size": 64, "warmup_steps": 200}
+TINY = dict(steps=4, batch_size=2, seq_len=64, warmup_steps=1, eval_every=0, eval_batches=1)
+LOOKED_AT = 256  # tokens of each row
 WARM = 16  # queries before this one have few tokens to attend to
 
 
-def runs(size: str, norms: tuple[bool, ...], tiny: bool) -> dict[str, list[str]]:
-    """Return the options of every run by its name."""
-    made = {}
+def runs(size: str, norms: tuple[bool, ...], tiny: bool) -> list[SmallRun]:
+    """Return every run, all of a seed before those of the next, so that a study cut short has whole seeds."""
+    made = []
     seeds = SEEDS if size == "20m" else SEEDS[:1]
+    settings = settings_of(size, tiny)
     rates = RATES
-    settings = STEPS if size == "20m" else STEPS_124M
-    shape = {"preset": "gated-nano", **SHAPE_20M} if size == "20m" else {"preset": "gated-124m"}
+    shape: dict[str, Any] = {"name": "gated-nano", **SHAPE_20M}
+    if size == "124m":
+        shape = {"name": "gated-124m"}
     if tiny:
-        seeds, rates, settings = SEEDS[:1], RATES[:1], TINY
-        shape = {"preset": "gated-nano", "num_hidden_layers": 3}
-    # All runs of a seed before those of the next, so that a study cut short has whole seeds.
+        seeds, rates = SEEDS[:1], RATES[:1]
+        shape = {"name": "gated-nano", "num_hidden_layers": 3}
     for norm, seed, rate, recipe, gate in itertools.product(norms, seeds, rates, RECIPES, GATES):
-        options: dict[str, Any] = {**shape, **settings, "attention_gate": gate, "recipe": recipe}
-        options |= {"tokenizer": TOKENIZER, "vocab_size": VOCABULARY}
-        options |= {"learning_rate": rate, "seed": seed, "packing": "stream", "sample_tokens": 0}
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-        flags.append("--qk-norm" if norm else "--no-qk-norm")
+        model = {**shape, "vocab_size": VOCABULARY, "recipe": recipe}
+        model |= {"attention_gate": gate, "qk_norm": norm}
+        config = {**settings, "learning_rate": rate, "seed": seed}
         name = f"{gate}-{recipe}-{rate:g}-{seed}{'-qknorm' if norm else ''}"
-        made[name] = flags
+        made.append(SmallRun(name=name, model=model, config=config, look=look))
     return made
+
+
+def settings_of(size: str, tiny: bool) -> dict[str, Any]:
+    """Return the fields of TrainConfig that all runs have."""
+    if tiny:
+        return TINY
+    return STEPS if size == "20m" else STEPS_124M
 
 
 @contextmanager
@@ -105,11 +113,12 @@ def watched(model: CausalLM) -> Iterator[dict[str, float]]:
 
 
 @torch.no_grad()
-def look(folder: Path, ids: Tensor) -> dict[str, float]:
-    """Return what `watched` notes of the model that a run has left."""
-    model = CausalLM.from_pretrained(folder, recipe="bf16").eval()
+def look(model: CausalLM, ids: Tensor) -> dict[str, float]:
+    """Return what `watched` notes of a trained model, in BF16, over rows of ids, int64 [B, S]."""
+    model.set_recipe("bf16")
+    model.eval()
     with watched(model) as found:
-        model(ids.to(model.device))
+        model(ids[:, :LOOKED_AT].to(model.device))
     return {name: round(value, 4) for name, value in found.items()}
 
 
@@ -123,42 +132,41 @@ def main() -> None:
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option("--size", type=click.Choice(["20m", "124m"]), default="20m")
 @click.option("--qk-norm", type=click.Choice(["no", "yes", "both"]), default="no")
-@click.option("--per-gpu", default=6, help="Runs at a time on each GPU.")
-@click.option("--minutes", default=8.0, help="No run starts after this time.")
+@click.option("--per-gpu", default=3, show_default=True, help="Worker processes on each GPU.")
+@click.option("--seconds", default=3600.0, show_default=True, help="Nothing runs after this time.")
+@click.option("--mps", is_flag=True, help="Let the workers of a GPU share it by NVIDIA's MPS.")
 @click.option("--tiny", is_flag=True, help="A few steps of a small shape: a test of this program.")
 def run(
-    folder: Path, out: Path, size: str, qk_norm: str, per_gpu: int, minutes: float, tiny: bool
+    folder: Path,
+    out: Path,
+    size: str,
+    qk_norm: str,
+    per_gpu: int,
+    seconds: float,
+    mps: bool,
+    tiny: bool,
 ) -> None:
-    """Train what is missing, and write the results of all finished runs."""
-    from te_models.inspect.environment import environment
-
+    """Train what is missing, and write the results of all finished runs whenever one ends."""
     norms = {"no": (False,), "yes": (True,), "both": (False, True)}[qk_norm]
     asked = runs(size, norms, tiny)
-    folder.mkdir(parents=True, exist_ok=True)
-    corpus = folder / "corpus.jsonl"
-    if not corpus.exists():
-        write_corpus(corpus, 1_000_000 if tiny else CORPUS)
-    asked = {name: [*flags, f"--data={corpus}"] for name, flags in asked.items()}
-    metrics = run_all(asked, folder, 1 if tiny else per_gpu, minutes)
-    tokenizer = load_tokenizer(next(folder / name for name in metrics))
-    with corpus.open() as lines:
-        texts = [json.loads(line)["text"] for line in itertools.islice(lines, 4)]
-    length = 64 if tiny else 256
-    ids = torch.tensor([tokenizer.encode(text)[:length] for text in texts])
-    steps = int(TINY["steps"] if tiny else (STEPS if size == "20m" else STEPS_124M)["steps"])
-    results = {}
-    for name, rows in metrics.items():
-        results[name] = summary(rows, steps)
-        if results[name]["steps"] == steps:
-            results[name] |= look(folder / name, ids)
-    document = dict(
-        environment=environment(),
-        size=size,
-        settings=TINY if tiny else STEPS if size == "20m" else STEPS_124M,
-        missing=[name for name in asked if name not in metrics],
-        runs=results,
+    machine = environment()
+
+    def write(results: dict[str, Any]) -> None:
+        missing = [run.name for run in asked if run.name not in results]
+        document = dict(environment=machine, size=size, settings=settings_of(size, tiny))
+        document |= dict(missing=missing, runs=results)
+        replace_text(out, json.dumps(document) + "\n")
+
+    results = run_all(
+        asked,
+        folder,
+        prepare=lambda: write_tokens(folder, TOKENIZER, 1_000_000 if tiny else CORPUS),
+        per_gpu=per_gpu,
+        seconds=seconds,
+        mps=mps,
+        changed=write,
     )
-    out.write_text(json.dumps(document) + "\n")
+    report(results, folder)
 
 
 @main.command()

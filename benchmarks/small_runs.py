@@ -1,0 +1,350 @@
+"""Many short training runs of small models: a few worker processes per GPU take them one after the other.
+
+A process imports and starts CUDA once, and the text is encoded once for all. Each run is a Trainer over batches of its
+own, without checkpoints, evaluated once at its end. What it found is written at once, so that a study that is cut off
+loses only the runs under way and goes on with the others when it is called again with the same folder.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.many_runs import summary, write_corpus
+from te_models import CausalLM
+from te_models.config.training import TrainConfig
+from te_models.data.tokenizer import load_tokenizer
+from te_models.data.tokenizer_base import end_of_text
+from te_models.errors import Diverged
+from te_models.training.trainer import Trainer
+
+HELD_OUT = 100  # one document of so many is not trained on
+RESTARTS = 3  # of a worker whose run failed
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+PAUSE = 0.5  # seconds between two looks at the workers
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SmallRun:
+    """A run of a study.
+
+    Attributes:
+        name: of the file with what it found.
+        model: keywords of CausalLM.from_preset, the preset's as `name`.
+        config: fields of TrainConfig.
+        look: called with the trained model and rows of held-out ids, int64 [B, S]; returns more values to note.
+    """
+
+    name: str
+    model: Mapping[str, Any]
+    config: Mapping[str, Any]
+    look: Callable[[CausalLM, Tensor], Found] | None = None
+
+
+@dataclass
+class Stopwatch:
+    """Seconds of the parts of a run, one after the other."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    begun: float = field(default_factory=time.monotonic)
+
+    def note(self, part: str) -> None:
+        """Note the time since the last note as that of `part`."""
+        now = time.monotonic()
+        self.parts[part] = round(now - self.begun, 3)
+        self.begun = now
+
+
+def write_tokens(folder: Path, tokenizer: Path, size: int) -> None:
+    """Write about `size` bytes of text as tokens: train.npy and held_out.npy, int32 [tokens], which appear last."""
+    if (folder / "train.npy").exists():
+        return
+    corpus = folder / "corpus.jsonl"
+    write_corpus(corpus, size)
+    with corpus.open() as lines:
+        texts = [json.loads(line)["text"] for line in lines]
+    loaded = load_tokenizer(tokenizer)
+    end = np.array([end_of_text(loaded)], dtype=np.int32)
+    train: list[NDArray[np.int32]] = []
+    held_out: list[NDArray[np.int32]] = []
+    for number, ids in enumerate(loaded.encode_batch(texts)):
+        part = held_out if number % HELD_OUT == 0 else train
+        part += [ids.astype(np.int32), end]
+    for name, parts in {"held_out": held_out, "train": train}.items():
+        # Workers wait for the file: it must be whole when it appears.
+        with (folder / f"{name}.tmp").open("wb") as file:
+            np.save(file, np.concatenate(parts))
+        (folder / f"{name}.tmp").rename(folder / f"{name}.npy")
+
+
+def rows_of(tokens: NDArray[np.int32], seq_len: int) -> NDArray[np.int32]:
+    """Return the tokens as rows [N, seq_len]."""
+    count = len(tokens) // seq_len
+    return tokens[: count * seq_len].reshape(count, seq_len)
+
+
+def batch_of(rows: NDArray[np.int32]) -> dict[str, Tensor]:
+    """Return rows as a batch, int64 [B, S]; a model shifts the labels itself."""
+    ids = torch.from_numpy(rows.astype(np.int64))
+    return {"input_ids": ids, "labels": ids}
+
+
+def shuffled(rows: NDArray[np.int32], batch_size: int, seed: int) -> Iterator[dict[str, Tensor]]:
+    """Yield batches of all rows in an order that `seed` gives, and again in another order, without an end."""
+    random = np.random.default_rng(seed)
+    while True:
+        order = random.permutation(len(rows))
+        for first in range(0, len(order) - batch_size + 1, batch_size):
+            yield batch_of(rows[np.sort(order[first : first + batch_size])])
+
+
+def train(
+    run: SmallRun,
+    tokens: NDArray[np.int32],
+    held_out: NDArray[np.int32],
+    folder: Path,
+    deadline: float,
+) -> Found | None:
+    """Return what became of a run, or None where the deadline (of time.monotonic) came before its end."""
+    watch = Stopwatch()
+    config = TrainConfig(**run.config, save_every=0)
+    torch.manual_seed(config.seed)
+    model = CausalLM.from_preset(**run.model)
+    # Batches of one shape, for training and evaluation: operations are compiled for a shape.
+    size = config.batch_size
+    rows = rows_of(held_out, config.seq_len)[: size * config.eval_batches]
+    batches = [batch_of(rows[at : at + size]) for at in range(0, len(rows) - size + 1, size)]
+    trainer = Trainer(
+        model=model,
+        dataset=shuffled(rows_of(tokens, config.seq_len), size, config.seed),
+        eval_batches=batches,
+        config=config,
+        out=folder / "unused",
+    )
+    watch.note("build")
+    metrics: list[Mapping[str, Any]] = []
+    try:
+        # As Trainer.run begins a run, but nothing is written.
+        torch.manual_seed(config.seed)
+        for row in trainer.steps(trainer.passes.calibrated(iter(trainer.data))):
+            metrics.append(row)
+            if row["step"] == 1:
+                watch.note("first step")
+            if time.monotonic() > deadline:
+                return None
+    except Diverged:
+        pass  # its summary says so
+    finally:
+        trainer.passes.close()
+        model.te.FP8GlobalStateManager.reset()
+    watch.note("steps")
+    found = summary(metrics, config.steps)
+    if run.look is not None and found["steps"] == config.steps:
+        try:
+            found |= run.look(model, batches[0]["input_ids"][:4])
+        except Exception:
+            # The training counts all the same.
+            (folder / f"{run.name}.error").write_text(traceback.format_exc())
+    watch.note("look")
+    speeds = sorted(row["tokens_per_second"] for row in metrics) or [0.0]
+    found["tokens_per_second"] = round(speeds[len(speeds) // 2])
+    found["seconds"] = watch.parts
+    return found
+
+
+def work(runs: Mapping[str, SmallRun], names: Any, folder: Path, deadline: float) -> None:
+    """Take names from a queue until there is none, and write what became of each run; a failure ends the process."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")  # while the text is encoded
+    while not (folder / "train.npy").exists():
+        time.sleep(PAUSE / 10)
+    tokens = np.load(folder / "train.npy", mmap_mode="r")
+    held_out = np.load(folder / "held_out.npy", mmap_mode="r")
+    while time.monotonic() < deadline:
+        try:
+            name = names.get(timeout=PAUSE)
+        except Empty:
+            return
+        try:
+            found = train(runs[name], tokens, held_out, folder, deadline)
+        except Exception:
+            (folder / f"{name}.error").write_text(traceback.format_exc())
+            os._exit(1)  # a broken CUDA context may hang at an orderly end
+        if found is not None:
+            text = json.dumps(found) + "\n"
+            (folder / f"{name}.tmp").write_text(text)
+            (folder / f"{name}.tmp").rename(folder / f"{name}.json")
+        gc.collect()  # the model, to which only circles of objects lead now
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def shared_gpus(folder: Path) -> Iterator[bool]:
+    """Start NVIDIA's MPS, by which kernels of several processes run on a GPU at once; yield whether it works."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+    if control is None:
+        yield False
+        return
+    for name in names:
+        directory = folder.absolute() / name.lower()
+        directory.mkdir(exist_ok=True)
+        os.environ[name] = str(directory)
+    try:
+        # It numbers the GPUs of its clients by its own view, which has to be of all.
+        view = {name: value for name, value in os.environ.items() if name != VISIBLE}
+        # Not through a pipe, which the daemon would hold open.
+        quiet = subprocess.DEVNULL
+        subprocess.run(
+            [control, "-d"], check=True, timeout=20, env=view, stdout=quiet, stderr=quiet
+        )
+        probe = [sys.executable, "-c", "import torch; torch.ones(9, device='cuda').sum().item()"]
+        last = os.environ | {VISIBLE: gpus()[-1]}
+        works = subprocess.run(probe, timeout=60, capture_output=True, env=last).returncode == 0
+    except (subprocess.SubprocessError, OSError):
+        works = False
+    try:
+        if not works:
+            _stop_sharing(control, names)
+        yield works
+    finally:
+        if works:
+            _stop_sharing(control, names)
+
+
+def _stop_sharing(control: str, names: Sequence[str]) -> None:
+    with suppress(subprocess.SubprocessError, OSError):
+        subprocess.run([control], input=b"quit -t 5\n", timeout=20, capture_output=True)
+    for name in names:
+        os.environ.pop(name, None)
+
+
+def gpus() -> list[str]:
+    """Return the GPUs that this process may use; without any, one place on the CPU."""
+    numbers = [str(number) for number in range(max(1, torch.cuda.device_count()))]
+    return os.environ.get(VISIBLE, ",".join(numbers)).split(",")
+
+
+def run_all(
+    runs: Sequence[SmallRun],
+    folder: Path,
+    *,
+    prepare: Callable[[], None],
+    per_gpu: int,
+    seconds: float,
+    mps: bool = False,
+    changed: Callable[[dict[str, Found]], None],
+) -> dict[str, Found]:
+    """Train the runs that `folder` does not have; return what became of each that is finished, by its name.
+
+    Args:
+        runs: in the order in which they begin.
+        folder: has a file for each finished run, and for each that failed its traceback.
+        prepare: writes the tokens (`write_tokens`), while the workers start.
+        per_gpu: worker processes on each GPU.
+        seconds: nothing runs after this time.
+        mps: let processes share each GPU by NVIDIA's MPS where it can be started.
+        changed: called with the results when there are new ones.
+    """
+    deadline = time.monotonic() + seconds
+    folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    context = get_context("spawn")
+    names = context.Queue()
+    for run in runs:
+        if not (folder / f"{run.name}.json").exists():
+            names.put(run.name)
+    arguments = ({run.name: run for run in runs}, names, folder, deadline)
+    places = gpus() * per_gpu
+    workers: list[Any] = []
+
+    def start(device: str) -> Any:
+        # The process reads it when it starts CUDA.
+        before = os.environ.get(VISIBLE)
+        os.environ[VISIBLE] = device
+        worker = context.Process(target=work, args=arguments)
+        worker.start()
+        os.environ.pop(VISIBLE)
+        if before is not None:
+            os.environ[VISIBLE] = before
+        return worker
+
+    known: dict[str, Found] = {}
+    left = RESTARTS * len(places)
+    with shared_gpus(folder) if mps else _alone() as shared:
+        print(f"{len(places)} workers on {len(gpus())} devices, MPS: {shared}", flush=True)
+        try:
+            workers += [start(device) for device in places]
+            prepare()
+            while any(worker.is_alive() for worker in workers) and time.monotonic() < deadline + 5:
+                time.sleep(PAUSE)
+                for number, worker in enumerate(workers):
+                    if not worker.is_alive() and worker.exitcode and left:
+                        left -= 1
+                        workers[number] = start(places[number])
+                found = finished(runs, folder)
+                if len(found) > len(known):
+                    known = found
+                    changed(known)
+        finally:
+            for worker in workers:
+                worker.kill()
+            for worker in workers:
+                worker.join(5)
+            known = finished(runs, folder)
+            changed(known)
+    return known
+
+
+@contextmanager
+def _alone() -> Iterator[bool]:
+    yield False
+
+
+def finished(runs: Sequence[SmallRun], folder: Path) -> dict[str, Found]:
+    """Return what became of the runs that are finished, by name."""
+    found = {}
+    for run in runs:
+        file = folder / f"{run.name}.json"
+        if file.exists():
+            found[run.name] = json.loads(file.read_text())
+    return found
+
+
+def report(results: Mapping[str, Found], folder: Path) -> None:
+    """Print how many runs there are, the time that they took, and the tracebacks of those that failed."""
+    seconds = [found["seconds"] for found in results.values()]
+    total = sum(sum(parts.values()) for parts in seconds)
+    print(f"{len(results)} runs, {total / max(1, len(results)):.1f} s for each in its process")
+    for part in ("build", "first step", "steps", "look"):
+        spent = sum(parts.get(part, 0.0) for parts in seconds)
+        print(f"  {part}: {spent / max(1, len(results)):.2f} s, {spent / max(total, 1e-9):.0%}")
+    errors = sorted(folder.glob("*.error"))
+    for file in errors[:3]:
+        print(f"{file.stem} failed:\n{file.read_text()[-1500:]}")
+    if errors:
+        print(f"{len(errors)} failed in all")
