@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -203,44 +203,65 @@ def work(runs: Mapping[str, SmallRun], names: Any, folder: Path, deadline: float
 
 
 @contextmanager
-def shared_gpus(folder: Path) -> Iterator[bool]:
-    """Start NVIDIA's MPS, by which kernels of several processes run on a GPU at once; yield whether it works."""
+def variables(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables of the environment in the block, for programs that start there; None: without it."""
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextmanager
+def shared_gpus(folder: Path) -> Iterator[dict[str, str]]:
+    """Start NVIDIA's MPS, by which kernels of several processes run on a GPU at once.
+
+    Yields the variables with which a process takes part; none where MPS is not there or does not work.
+    """
     control = shutil.which("nvidia-cuda-mps-control")
-    names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
     if control is None:
-        yield False
+        yield {}
         return
-    for name in names:
+    taking_part = {}
+    for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
         directory = folder.absolute() / name.lower()
         directory.mkdir(exist_ok=True)
-        os.environ[name] = str(directory)
+        taking_part[name] = str(directory)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # a daemon holds a pipe
+    # It numbers the GPUs of its clients by its own view, which has to be of all.
+    with variables({**taking_part, VISIBLE: None}):
+        started = subprocess.run([control, "-d"], timeout=20, **quiet).returncode == 0
     try:
-        # It numbers the GPUs of its clients by its own view, which has to be of all.
-        view = {name: value for name, value in os.environ.items() if name != VISIBLE}
-        # Not through a pipe, which the daemon would hold open.
-        quiet = subprocess.DEVNULL
-        subprocess.run(
-            [control, "-d"], check=True, timeout=20, env=view, stdout=quiet, stderr=quiet
-        )
-        probe = [sys.executable, "-c", "import torch; torch.ones(9, device='cuda').sum().item()"]
-        last = os.environ | {VISIBLE: gpus()[-1]}
-        works = subprocess.run(probe, timeout=60, capture_output=True, env=last).returncode == 0
-    except (subprocess.SubprocessError, OSError):
-        works = False
-    try:
-        if not works:
-            _stop_sharing(control, names)
-        yield works
+        yield taking_part if started and _can_share(taking_part) else {}
     finally:
-        if works:
-            _stop_sharing(control, names)
+        with variables(taking_part), suppress(subprocess.SubprocessError):
+            subprocess.run([control], input=b"quit -t 5\n", timeout=20, **quiet)
 
 
-def _stop_sharing(control: str, names: Sequence[str]) -> None:
-    with suppress(subprocess.SubprocessError, OSError):
-        subprocess.run([control], input=b"quit -t 5\n", timeout=20, capture_output=True)
-    for name in names:
-        os.environ.pop(name, None)
+def _can_share(taking_part: Mapping[str, str]) -> bool:
+    """Return whether a process on each GPU can compute through MPS, all at the same time."""
+    probe = [sys.executable, "-c", "import torch; torch.ones(9, device='cuda').sum().item()"]
+    processes = []
+    for device in gpus():
+        with variables({**taking_part, VISIBLE: device}):
+            processes.append(subprocess.Popen(probe))
+    end = time.monotonic() + 60
+    try:
+        return not any(process.wait(max(0.1, end - time.monotonic())) for process in processes)
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def gpus() -> list[str]:
@@ -282,30 +303,28 @@ def run_all(
     places = gpus() * per_gpu
     workers: list[Any] = []
 
-    def start(device: str) -> Any:
-        # The process reads it when it starts CUDA.
-        before = os.environ.get(VISIBLE)
-        os.environ[VISIBLE] = device
-        worker = context.Process(target=work, args=arguments)
-        worker.start()
-        os.environ.pop(VISIBLE)
-        if before is not None:
-            os.environ[VISIBLE] = before
+    def start(device: str, sharing: Mapping[str, str]) -> Any:
+        # A process reads them when it starts CUDA.
+        with variables({**sharing, VISIBLE: device}):
+            worker = context.Process(target=work, args=arguments)
+            worker.start()
         return worker
 
     known: dict[str, Found] = {}
     left = RESTARTS * len(places)
-    with shared_gpus(folder) if mps else _alone() as shared:
-        print(f"{len(places)} workers on {len(gpus())} devices, MPS: {shared}", flush=True)
+    with shared_gpus(folder) if mps else nullcontext({}) as sharing:
+        print(f"{len(places)} workers on {len(gpus())} devices, MPS: {bool(sharing)}", flush=True)
         try:
-            workers += [start(device) for device in places]
+            names.cancel_join_thread()  # names that are left do not keep the program
+            workers += [start(device, sharing) for device in places]
             prepare()
             while any(worker.is_alive() for worker in workers) and time.monotonic() < deadline + 5:
                 time.sleep(PAUSE)
                 for number, worker in enumerate(workers):
                     if not worker.is_alive() and worker.exitcode and left:
                         left -= 1
-                        workers[number] = start(places[number])
+                        # Alone: what broke may be the sharing.
+                        workers[number] = start(places[number], {})
                 found = finished(runs, folder)
                 if len(found) > len(known):
                     known = found
@@ -318,11 +337,6 @@ def run_all(
             known = finished(runs, folder)
             changed(known)
     return known
-
-
-@contextmanager
-def _alone() -> Iterator[bool]:
-    yield False
 
 
 def finished(runs: Sequence[SmallRun], folder: Path) -> dict[str, Found]:
