@@ -16,6 +16,7 @@ from te_models.kernels.sdpa import (
     attention_without_data,
     backward_workspace,
     causal_attention,
+    gradient_like,
     suits_cudnn,
 )
 
@@ -67,7 +68,9 @@ class _TwoParts(torch.autograd.Function):
         new = _cudnn(q, k[:, :, before:], v[:, :, before:], True, scale)
         whole = torch.logaddexp(old[1], new[1])  # FP32, [B, N, S] or [B, N, S, 1]
         shares = [(part[1] - whole).exp().view(*q.shape[:3], 1) for part in (old, new)]
-        out = (old[0] * shares[0] + new[0] * shares[1]).to(q.dtype)
+        # With the strides that cuDNN gives its outputs: see gradient_like.
+        out = torch.empty_like(q)
+        torch.add(old[0] * shares[0], new[0] * shares[1], out=out)
         ctx.save_for_backward(q, k, v, out, whole)
         ctx.scale = scale
         ctx.random = [(part[6], part[7]) for part in (old, new)]  # seeds and offsets of no dropout
@@ -77,7 +80,7 @@ class _TwoParts(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum = ctx.saved_tensors
         before = k.shape[2] - q.shape[2]
-        slope = grads[0].contiguous()
+        slope = gradient_like(grads[0], out.stride())
         parts = []
         slots = (slice(0, before), slice(before, None))
         for causal, seen, random in zip((False, True), slots, ctx.random, strict=True):

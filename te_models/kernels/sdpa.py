@@ -75,7 +75,25 @@ def causal_attention(
         )
         return out
     order = CUDA_ORDER if suits else SMALL_ORDER
-    return _attention(q, k, v, order, options)
+    out = _attention(q, k, v, order, options)
+    if suits and out.requires_grad:
+        out.register_hook(functools.partial(gradient_like, strides=out.stride()))
+    return out
+
+
+def gradient_like(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return the gradient of cuDNN's output with the strides of that output.
+
+    PyTorch keeps one graph of cuDNN's backward for all calls with q, k and v of the same shapes and strides, and the
+    strides of the output's gradient at the first call are part of it (up to torch 2.11 at least): a later gradient with
+    other strides would be read at wrong places.
+    """
+    for size, own, wanted in zip(gradient.shape, gradient.stride(), strides, strict=True):
+        if size > 1 and own != wanted:
+            return torch.empty_strided(
+                gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
+            ).copy_(gradient)
+    return gradient
 
 
 def _decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
