@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 import te_models
-from benchmarks.small_runs import SmallRun, report, run_all, write_tokens
+from benchmarks.small_runs import SmallRun, report, run_all, write_results, write_tokens
 from te_models import CausalLM
-from te_models.files.atomic import replace_text
 from te_models.inspect.environment import environment
 from te_models.model.attention import GatedAttention
 
@@ -149,14 +148,7 @@ def run(
     """Train what is missing, and write the results of all finished runs whenever one ends."""
     norms = {"no": (False,), "yes": (True,), "both": (False, True)}[qk_norm]
     asked = runs(size, norms, tiny)
-    machine = environment()
-
-    def write(results: dict[str, Any]) -> None:
-        missing = [run.name for run in asked if run.name not in results]
-        document = dict(environment=machine, size=size, settings=settings_of(size, tiny))
-        document |= dict(missing=missing, runs=results)
-        replace_text(out, json.dumps(document) + "\n")
-
+    about = dict(environment=environment(), size=size, settings=settings_of(size, tiny))
     results = run_all(
         asked,
         folder,
@@ -164,7 +156,7 @@ def run(
         per_gpu=per_gpu,
         seconds=seconds,
         mps=mps,
-        changed=write,
+        changed=lambda found: write_results(out, about, asked, found),
     )
     report(results, folder)
 

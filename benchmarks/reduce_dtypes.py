@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 import te_models
-from benchmarks.many_runs import POINTS, write_corpus
+from benchmarks.small_runs import POINTS, write_corpus
 from te_models.inspect.environment import environment
 from te_models.training.metrics import read_metrics
 from te_models.training.plots import smooth

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,14 +31,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.many_runs import summary, write_corpus
 from te_models import CausalLM
 from te_models.config.training import TrainConfig
 from te_models.data.tokenizer import load_tokenizer
 from te_models.data.tokenizer_base import end_of_text
 from te_models.errors import Diverged
+from te_models.files.atomic import replace_text
+from te_models.training.plots import smooth
 from te_models.training.trainer import Trainer
 
+FILE_BYTES = range(1_000, 200_000)
+POINTS = 100  # of each curve in the results
 HELD_OUT = 100  # one document of so many is not trained on
 RESTARTS = 3  # of a worker whose run failed
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -73,6 +78,31 @@ class Stopwatch:
         now = time.monotonic()
         self.parts[part] = round(now - self.begun, 3)
         self.begun = now
+
+
+def write_corpus(file: Path, size: int) -> int:
+    """Write Python sources and documentation found on this machine as JSON Lines, about `size` bytes; return them.
+
+    The files of the standard library and of all installed packages, in an order that is the same on every machine that
+    has them.
+    """
+    written = 0
+    with file.open("w") as out:
+        for path in _sources():
+            text = path.read_text(errors="ignore")
+            if len(text) not in FILE_BYTES:
+                continue
+            written += out.write(json.dumps({"text": text}) + "\n")
+            if written >= size:
+                break
+    return written
+
+
+def _sources() -> Iterator[Path]:
+    roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
+    for root in sorted(roots):
+        for pattern in ("*.py", "*.rst", "*.md"):
+            yield from sorted(root.rglob(pattern))
 
 
 def write_tokens(folder: Path, tokenizer: Path, size: int) -> None:
@@ -170,6 +200,38 @@ def train(
     found["tokens_per_second"] = round(speeds[len(speeds) // 2])
     found["seconds"] = watch.parts
     return found
+
+
+def summary(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+    """Return what became of a run of `steps`: final and held-out loss, spikes, the first step that diverged, a curve.
+
+    A spike is a loss above the smoothed curve before it by half of a nat; a run has diverged from the first step on
+    after which its smoothed loss stays above its lowest by one nat, or is not finite.
+    """
+    losses = [float(row["loss"]) for row in rows if "loss" in row]
+    held_out = [float(row["eval_loss"]) for row in rows if "eval_loss" in row]
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    curve = smooth(finite)
+    spikes = sum(loss > before + 0.5 for loss, before in zip(finite[1:], curve[:-1], strict=True))
+    diverged = None
+    lowest = math.inf
+    for step, loss in enumerate(curve, 1):
+        lowest = min(lowest, loss)
+        if loss <= lowest + 1.0:
+            diverged = None
+        elif diverged is None:
+            diverged = step
+    if diverged is None and len(finite) < steps:
+        diverged = len(finite) + 1
+    every = max(1, len(curve) // POINTS)
+    return {
+        "steps": len(losses),
+        "loss": round(sum(finite[-20:]) / max(1, len(finite[-20:])), 4),
+        "held_out": round(held_out[-1], 4) if held_out else None,
+        "spikes": int(spikes),
+        "diverged": diverged,
+        "curve": [round(loss, 3) for loss in curve[::every]],
+    }
 
 
 def work(runs: Mapping[str, SmallRun], names: Any, folder: Path, deadline: float) -> None:
@@ -347,6 +409,14 @@ def finished(runs: Sequence[SmallRun], folder: Path) -> dict[str, Found]:
         if file.exists():
             found[run.name] = json.loads(file.read_text())
     return found
+
+
+def write_results(
+    out: Path, about: Mapping[str, Any], asked: Sequence[SmallRun], results: Mapping[str, Found]
+) -> None:
+    """Write what became of a study's runs, with the names of those that are missing."""
+    missing = [run.name for run in asked if run.name not in results]
+    replace_text(out, json.dumps({**about, "missing": missing, "runs": results}) + "\n")
 
 
 def report(results: Mapping[str, Found], folder: Path) -> None:

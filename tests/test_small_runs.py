@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from benchmarks.gated_learning_rates import look, runs
+from benchmarks.optimizer_study import OPTIMIZERS
+from benchmarks.optimizer_study import runs as optimizer_runs
 from benchmarks.small_runs import SmallRun, batch_of, finished, shuffled, train
 from te_models import CausalLM, TrainConfig
 from te_models.training.trainer import Trainer
@@ -70,3 +72,10 @@ def test_whole_seeds_come_first_and_every_combination_once():
     made = runs("20m", (False,), tiny=False)
     assert len(made) == len({run.name for run in made}) == 3 * 3 * 5 * 3
     assert {run.config["seed"] for run in made[:45]} == {0}
+
+
+def test_optimizer_study_has_whole_rates_first():
+    made = optimizer_runs([1e-3, 2e-3], [0, 1, 2], tiny=False)
+    assert len({run.name for run in made}) == 5 * 2 * 3
+    assert {run.config["learning_rate"] for run in made[:15]} == {1e-3}
+    assert {run.config["optimizer"] for run in made[:5]} == set(OPTIMIZERS)
