@@ -4,16 +4,16 @@
     python benchmarks/gated_learning_rates.py run --tiny --folder lr --out lr.json       # anywhere: does it work?
     python benchmarks/gated_learning_rates.py draw lr.json --out lr.png
 
-About 20 million parameters and 30 million tokens for each run, or with --size 124m one seed of gated-124m. Called again
-with the same folder it goes on with the runs that are missing. After training each model is looked at: the largest
-activation between its blocks, and the share of attention that goes to the first token of a text.
+About 20 million parameters and 30 million tokens for each run, or with --size 124m gated-124m and 33 million. Called
+again with the same folder, one for each size, it goes on with the runs that are missing. After training each model is
+looked at: the largest activation between its blocks, and the share of attention that goes to the first token of a text.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,25 +46,30 @@ SHAPE_20M = dict(
 STEPS = dict(
     steps=1831, batch_size=32, seq_len=512, warmup_steps=100, eval_every=0, eval_batches=16
 )
-STEPS_124M = {**STEPS, "steps": 3000, "batch_size": 64, "warmup_steps": 200}
+STEPS_124M = {**STEPS, "steps": 1000, "batch_size": 64}
 TINY = dict(steps=4, batch_size=2, seq_len=64, warmup_steps=1, eval_every=0, eval_batches=1)
 LOOKED_AT = 256  # tokens of each row
 WARM = 16  # queries before this one have few tokens to attend to
 
 
-def runs(size: str, norms: tuple[bool, ...], tiny: bool) -> list[SmallRun]:
+def runs(
+    size: str,
+    norms: Sequence[bool],
+    recipes: Sequence[str],
+    seeds: Sequence[int],
+    tiny: bool,
+) -> list[SmallRun]:
     """Return every run, all of a seed before those of the next, so that a study cut short has whole seeds."""
     made = []
-    seeds = SEEDS if size == "20m" else SEEDS[:1]
     settings = settings_of(size, tiny)
     rates = RATES
     shape: dict[str, Any] = {"name": "gated-nano", **SHAPE_20M}
     if size == "124m":
         shape = {"name": "gated-124m"}
     if tiny:
-        seeds, rates = SEEDS[:1], RATES[:1]
+        rates = RATES[:1]
         shape = {"name": "gated-nano", "num_hidden_layers": 3}
-    for norm, seed, rate, recipe, gate in itertools.product(norms, seeds, rates, RECIPES, GATES):
+    for norm, seed, rate, recipe, gate in itertools.product(norms, seeds, rates, recipes, GATES):
         model = {**shape, "vocab_size": VOCABULARY, "recipe": recipe}
         model |= {"attention_gate": gate, "qk_norm": norm}
         config = {**settings, "learning_rate": rate, "seed": seed}
@@ -131,6 +136,8 @@ def main() -> None:
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option("--size", type=click.Choice(["20m", "124m"]), default="20m")
 @click.option("--qk-norm", type=click.Choice(["no", "yes", "both"]), default="no")
+@click.option("--recipes", default=",".join(RECIPES), show_default=True)
+@click.option("--seeds", default=",".join(map(str, SEEDS)), show_default=True)
 @click.option("--per-gpu", default=3, show_default=True, help="Worker processes on each GPU.")
 @click.option("--seconds", default=3600.0, show_default=True, help="Nothing runs after this time.")
 @click.option("--mps", is_flag=True, help="Let the workers of a GPU share it by NVIDIA's MPS.")
@@ -140,6 +147,8 @@ def run(
     out: Path,
     size: str,
     qk_norm: str,
+    recipes: str,
+    seeds: str,
     per_gpu: int,
     seconds: float,
     mps: bool,
@@ -147,7 +156,7 @@ def run(
 ) -> None:
     """Train what is missing, and write the results of all finished runs whenever one ends."""
     norms = {"no": (False,), "yes": (True,), "both": (False, True)}[qk_norm]
-    asked = runs(size, norms, tiny)
+    asked = runs(size, norms, recipes.split(","), list(map(int, seeds.split(","))), tiny)
     about = dict(environment=environment(), size=size, settings=settings_of(size, tiny))
     results = run_all(
         asked,

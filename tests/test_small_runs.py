@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gated_learning_rates import look, runs
+from benchmarks.gated_learning_rates import RECIPES, look, runs
 from benchmarks.optimizer_study import OPTIMIZERS
 from benchmarks.optimizer_study import runs as optimizer_runs
 from benchmarks.small_runs import SmallRun, batch_of, finished, shuffled, train
@@ -69,7 +69,7 @@ def test_run_ends_at_the_deadline_without_a_result(tokens, tmp_path):
 
 
 def test_whole_seeds_come_first_and_every_combination_once():
-    made = runs("20m", (False,), tiny=False)
+    made = runs("20m", [False], RECIPES, [0, 1, 2], tiny=False)
     assert len(made) == len({run.name for run in made}) == 3 * 3 * 5 * 3
     assert {run.config["seed"] for run in made[:45]} == {0}
 
