@@ -197,12 +197,12 @@ class CausalLM(Decoder):
 
     def _stored_base(self) -> StoredBase | None:
         """Return which weights stay as a release stores them; None: none does."""
-        found = {}
+        storages = {}
         for name, parameter in self.named_parameters():
             if isinstance(parameter, StoredWeight):
                 linear = self.precision.known(name)
-                found[linear] = parameter
-        return StoredBase.in_model(found)
+                storages[linear] = parameter
+        return StoredBase.in_model(storages)
 
     def _chosen(self, separator: str) -> str:
         """Return why recipe="auto" chose the recipe, after a separator; empty if the recipe was given."""

@@ -344,11 +344,11 @@ def needs(what: str, package: str, oldest: str, extra: str) -> Iterator[None]:
     """
     install = f"{what} needs {package} {oldest} or newer%s: pip install -U 'te-models[{extra}]'"
     try:
-        found = importlib.metadata.version(package)
+        installed = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         raise MissingPackage(install % "") from None
-    if _release(found) < _release(oldest):
-        raise MissingPackage(install % f", not {found}")
+    if _release(installed) < _release(oldest):
+        raise MissingPackage(install % f", not {installed}")
     levels = {logger: logger.level for logger in map(logging.getLogger, QUIET)}
     for logger in levels:
         logger.setLevel(logging.ERROR)
@@ -357,7 +357,7 @@ def needs(what: str, package: str, oldest: str, extra: str) -> Iterator[None]:
     except ImportError as error:
         reason = " ".join(str(error).split())
         raise MissingPackage(
-            f"{what} needs {package}, and the installed {found} cannot be imported ({reason}): "
+            f"{what} needs {package}, and the installed {installed} cannot be imported ({reason}): "
             f"pip install -U torch 'te-models[{extra}]'"
         ) from None
     finally:

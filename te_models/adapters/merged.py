@@ -163,12 +163,12 @@ class MergedWeight:
 
 def merged_weight(owner: nn.Module) -> MergedWeight:
     """Return the MergedWeight of a te module, the same one for all layers that change it."""
-    found = owner.__dict__.get(ATTRIBUTE)
-    if found is None:
+    merged = owner.__dict__.get(ATTRIBUTE)
+    if merged is None:
         names = [name for name, _ in owner.named_parameters() if name.startswith("weight")]
-        found = MergedWeight(owner, names)
-        owner.__dict__[ATTRIBUTE] = found
-    return found
+        merged = MergedWeight(owner, names)
+        owner.__dict__[ATTRIBUTE] = merged
+    return merged
 
 
 def forget_merges(owner: nn.Module) -> None:

@@ -218,16 +218,16 @@ class AdaptedWeight(nn.Module):
     def _parts(self) -> list[Part]:
         """Return the layers of peft around the parameter."""
         layers: list[Any] = []
-        found: Any = self.part[0].get_submodule(self.holder)
+        holder: Any = self.part[0].get_submodule(self.holder)
         # ParamWrappers lie around each other, one per parameter; `Shown` is innermost.
-        while not isinstance(found, Shown):
-            if found.parameter_name == self.name:
-                layers.append(found)
-            found = found.get_submodule("base_layer")
+        while not isinstance(holder, Shown):
+            if holder.parameter_name == self.name:
+                layers.append(holder)
+            holder = holder.get_submodule("base_layer")
         for layer in layers:
             if layer.disable_adapters and layer.merged:
                 layer.unmerge()
-        stack = found.stacks[self.name]
+        stack = holder.stacks[self.name]
         columns = stack.columns()
         return [Part(layer, columns, stack.swapped) for layer in layers]
 

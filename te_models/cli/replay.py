@@ -101,7 +101,7 @@ def replay(
     """
     from te_models.inspect.replay import replay as run_again  # noqa: PLC0415  imports torch
 
-    found = run_again(
+    replayed = run_again(
         run,
         step,
         device=device,
@@ -112,5 +112,5 @@ def replay(
         margins=margins,
         histories=histories,
     )
-    show(found, as_json)
+    show(replayed, as_json)
     return 0

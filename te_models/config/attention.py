@@ -167,15 +167,15 @@ class AttentionSpec(SoftmaxAttentionSpec):
     @property
     def vectors(self) -> Mapping[str, int]:
         """The sinks, and the norms of queries and keys."""
-        found = {"sinks": self.heads.query} if self.sinks else {}
+        vectors = {"sinks": self.heads.query} if self.sinks else {}
         if not self.norm_weights:
-            return found
+            return vectors
         if self.qk_norm == "head":
-            found |= {"q_norm": self.heads.dim}
-            return found if self.heads.reuses_keys else found | {"k_norm": self.heads.dim}
+            vectors |= {"q_norm": self.heads.dim}
+            return vectors if self.heads.reuses_keys else vectors | {"k_norm": self.heads.dim}
         if self.qk_norm == "all_heads":
-            return found | {"q_norm": self.heads.q_size, "k_norm": self.heads.kv_size}
-        return found
+            return vectors | {"q_norm": self.heads.q_size, "k_norm": self.heads.kv_size}
+        return vectors
 
     @property
     def divided_vectors(self) -> Mapping[str, tuple[Section, ...]]:
@@ -189,7 +189,7 @@ class AttentionSpec(SoftmaxAttentionSpec):
         """The fields whose values the fused attention kernels do not compute (te_models.kernels.gated_attention)."""
         # The scale of a query is a factor of its rotary table, which a part of the channels does not read.
         partial = self.rope is not None and self.rope.size != self.heads.dim
-        found = {
+        obstacles = {
             "query_scale_beta": partial and self.query_scale is not None,
             "head_dim": self.heads.dim > WIDEST_FLASH,
             "keys_as_values": self.heads.keys_as_values,
@@ -197,7 +197,7 @@ class AttentionSpec(SoftmaxAttentionSpec):
             "qk_norm_after_rope": self.qk_norm != "none" and self.norm_after_rope,
             "value_norm": self.value_norm,
         }
-        return tuple(name for name, given in found.items() if given)
+        return tuple(name for name, given in obstacles.items() if given)
 
     @property
     def features(self) -> Mapping[str, int]:

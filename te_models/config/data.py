@@ -153,5 +153,5 @@ def split_pair(what: str, text: str, form: str) -> tuple[str, str]:
 
 def split_weight(text: str) -> tuple[str, float | None]:
     """Return path and weight of "path:weight"; the weight is None if none is written."""
-    found = _WEIGHTED.fullmatch(text)
-    return (found[1], float(found[2])) if found else (text, None)
+    match = _WEIGHTED.fullmatch(text)
+    return (match[1], float(match[2])) if match else (text, None)

@@ -118,9 +118,9 @@ class KDASpec(MixerSpec):
 
     @property
     def features(self) -> Mapping[str, int]:
-        found = {"hidden_size": self.hidden_size, "num_heads * head_dim": self.sizes.inner_size}
+        features = {"hidden_size": self.hidden_size, "num_heads * head_dim": self.sizes.inner_size}
         rank = self.sizes.gate_rank
-        return found if rank is None else {**found, "gate_rank": rank}
+        return features if rank is None else {**features, "gate_rank": rank}
 
     def parallel_obstacle(self, sequence: bool) -> str:
         return (

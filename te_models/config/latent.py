@@ -102,7 +102,7 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
     def features(self) -> Mapping[str, int]:
         s = self.sizes
         heads = self.heads.query
-        found = {
+        features = {
             "hidden_size": self.hidden_size,
             "q_lora_rank": s.q_lora_rank,
             "kv_lora_rank": s.kv_lora_rank,
@@ -112,7 +112,7 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
             * (s.qk_nope_head_dim + s.v_head_dim),
             "num_attention_heads * v_head_dim": heads * s.v_head_dim,
         }
-        return {name: size for name, size in found.items() if size is not None}
+        return {name: size for name, size in features.items() if size is not None}
 
     def parallel_obstacle(self, sequence: bool) -> str:
         return "tensor parallelism does not divide latent attention: use FSDP2 (--parallel fsdp)"

@@ -158,10 +158,10 @@ class Mamba2Spec(MixerSpec):
         heads = self.sizes.num_heads
         # A bias is one number more per channel.
         taps = sizes.mixed_size * (sizes.conv_kernel_dim + sizes.conv_bias)
-        found = {"conv1d": taps, "A_log": heads, "dt_bias": heads, "D": heads}
+        vectors = {"conv1d": taps, "A_log": heads, "dt_bias": heads, "D": heads}
         if sizes.norm != "none":
-            found["norm"] = sizes.inner_size
-        return MappingProxyType(found)
+            vectors["norm"] = sizes.inner_size
+        return MappingProxyType(vectors)
 
     @property
     def features(self) -> Mapping[str, int]:

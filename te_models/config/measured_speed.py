@@ -74,10 +74,10 @@ class MeasuredSpeed:
 
     def distance(self, width: int, expert_width: int, tokens: int | None) -> float:
         """Return how far a size is from the measured one, in octaves; tokens count a quarter."""
-        found = abs(math.log2(self.width / width))
+        octaves = abs(math.log2(self.width / width))
         if expert_width:
-            found += abs(math.log2(self.expert_width / expert_width))
-        return found + (abs(math.log2(self.tokens / tokens)) / 4 if tokens else 0)
+            octaves += abs(math.log2(self.expert_width / expert_width))
+        return octaves + (abs(math.log2(self.tokens / tokens)) / 4 if tokens else 0)
 
     def is_near(self, width: int, expert_width: int, tokens: int | None) -> bool:
         """Return whether a size counts as measured by it."""
@@ -116,14 +116,14 @@ def like(
 ) -> list[MeasuredSpeed]:
     """Return the rows of this card, recipe and kind of model (with experts or without), the nearest first."""
     width, experts = sizes_of(config)
-    found = []
+    rows = []
     for row in measured_speeds():
         same = row.gpu == card_name(gpu) and row.recipe == recipe and row.lora == lora
         # A model with experts says nothing about one without: its GEMMs have other sizes.
         if same and bool(row.expert_width) == bool(experts):
-            found.append(row)
+            rows.append(row)
     # Of equally near ones that with the most tokens: a run whose number is unknown fills its GPU.
-    return sorted(found, key=lambda row: (row.distance(width, experts, tokens), -row.tokens))
+    return sorted(rows, key=lambda row: (row.distance(width, experts, tokens), -row.tokens))
 
 
 @dataclass(frozen=True)

@@ -47,13 +47,13 @@ class MLPSpec(FeedforwardSpec):
     @property
     def obstacles(self) -> tuple[str, ...]:
         """The fields that rule out those kernels: with a bias, they would write into rows of padding."""
-        found = {
+        obstacles = {
             "hidden_act": self.activation not in HANDED_OVER,
             "mlp_bias": self.bias,
             "mlp_limits": self.limit is not None,
             "mlp_multipliers": self.multipliers is not None,
         }
-        return tuple(name for name, given in found.items() if given)
+        return tuple(name for name, given in obstacles.items() if given)
 
     @property
     def features(self) -> Mapping[str, int]:

@@ -137,40 +137,42 @@ class MoESpec(FeedforwardSpec):
         e = self.experts
         d = self.hidden_size
         logits = (Section("experts", e.num_experts, e.num_experts, "gate"),)
-        found = [LinearSpec("router", d, logits, bias=e.bias, fp8=False)]
+        linears = [LinearSpec("router", d, logits, bias=e.bias, fp8=False)]
         # Experts may work in a narrower space, which two more linears lead into and out of (Nemotron 3).
         width = e.latent_size or d
         own = e.num_experts // self.ranks
-        found += self._projections("", width, e.moe_intermediate_size, own, e.bias)
+        linears += self._projections("", width, e.moe_intermediate_size, own, e.bias)
         if e.shared_expert_intermediate_size:
-            found += self._projections("shared_", d, e.shared_expert_intermediate_size, 0)
+            linears += self._projections("shared_", d, e.shared_expert_intermediate_size, 0)
         if e.latent_size is not None:
-            found += [
+            linears += [
                 LinearSpec("latent_in_proj", d, (Section("latent", width, width),)),
                 LinearSpec("latent_out_proj", width, (Section("out", d, d),), residual=True),
             ]
         if e.shared_expert_gate:
-            found.append(LinearSpec("shared_gate", d, (Section("gate", 1, 1, "gate"),), fp8=False))
-        return tuple(found)
+            linears.append(
+                LinearSpec("shared_gate", d, (Section("gate", 1, 1, "gate"),), fp8=False)
+            )
+        return tuple(linears)
 
     @property
     def vectors(self) -> Mapping[str, int]:
         """The experts' numbers for the choice and factors of their weights, and the norms."""
         e = self.experts
         width = self.hidden_size
-        found = {"expert_bias": e.num_experts} if e.expert_bias else {}
+        vectors = {"expert_bias": e.num_experts} if e.expert_bias else {}
         if e.separate_norms:
-            found |= {"router_scale": width, "expert_scale": e.num_experts}
-            found |= dict.fromkeys(SEPARATE_NORMS, width)
+            vectors |= {"router_scale": width, "expert_scale": e.num_experts}
+            vectors |= dict.fromkeys(SEPARATE_NORMS, width)
         if e.output_norm:
-            found["output_norm"] = width
-        return found
+            vectors["output_norm"] = width
+        return vectors
 
     @property
     def obstacles(self) -> tuple[str, ...]:
         """The fields that rule out the fused SwiGLU kernels: with a bias, those would write into rows of padding."""
         e = self.experts
-        found = {
+        obstacles = {
             "hidden_act": self.activation != "silu",
             "mlp_gate": not self.gate,
             "moe.swiglu_limit": e.swiglu_limit,
@@ -179,7 +181,7 @@ class MoESpec(FeedforwardSpec):
             "expert_limits": self.limit is not None,
             "mlp_limits": self.shared_limit is not None,
         }
-        return tuple(name for name, given in found.items() if given)
+        return tuple(name for name, given in obstacles.items() if given)
 
     @property
     def graph_obstacle(self) -> str:
@@ -188,13 +190,13 @@ class MoESpec(FeedforwardSpec):
     @property
     def features(self) -> Mapping[str, int]:
         shared = self.experts.shared_expert_intermediate_size
-        found = {
+        features = {
             "hidden_size": self.hidden_size,
             "moe_intermediate_size": self.experts.moe_intermediate_size,
         }
         if self.experts.latent_size is not None:
-            found["latent_size"] = self.experts.latent_size
-        return found | ({"shared_expert_intermediate_size": shared} if shared else {})
+            features["latent_size"] = self.experts.latent_size
+        return features | ({"shared_expert_intermediate_size": shared} if shared else {})
 
     def parallel_obstacle(self, sequence: bool) -> str:
         return "tensor parallelism does not divide experts: use FSDP2 (--parallel fsdp), which shards them"

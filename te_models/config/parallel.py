@@ -91,20 +91,20 @@ class ParallelSpec(MixerSpec):
     def named(self) -> dict[str, MixerSpec]:
         """Name of the module of each mixer, such as "self_attn", and "self_attn_2" of a second one -> the mixer."""
         seen: Counter[str] = Counter()
-        found: dict[str, MixerSpec] = {}
+        mixers: dict[str, MixerSpec] = {}
         for mixer in self.mixers:
             seen[mixer.name] += 1
             number = seen[mixer.name]
-            found[mixer.name if number == 1 else f"{mixer.name}_{number}"] = mixer
-        return found
+            mixers[mixer.name if number == 1 else f"{mixer.name}_{number}"] = mixer
+        return mixers
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        found = []
+        linears = []
         for name, mixer in self.named.items():
             for linear in mixer.linears:
-                found.append(dataclasses.replace(linear, name=f"{name}.{linear.name}"))
-        return tuple(found)
+                linears.append(dataclasses.replace(linear, name=f"{name}.{linear.name}"))
+        return tuple(linears)
 
     @property
     def vectors(self) -> Mapping[str, int]:
@@ -132,12 +132,12 @@ class ParallelSpec(MixerSpec):
 
     @property
     def features(self) -> Mapping[str, int]:
-        found = {"hidden_size": self.hidden_size}
+        features = {"hidden_size": self.hidden_size}
         for name, mixer in self.named.items():
             for feature, size in mixer.features.items():
-                known = found.get(feature, size) != size
-                found[f"{name}: {feature}" if known else feature] = size
-        return found
+                known = features.get(feature, size) != size
+                features[f"{name}: {feature}" if known else feature] = size
+        return features
 
     @property
     def divided(self) -> Mapping[str, int]:
@@ -158,8 +158,8 @@ class ParallelSpec(MixerSpec):
         return MappingProxyType(vectors)
 
     def parallel_obstacle(self, sequence: bool) -> str:
-        found = (mixer.parallel_obstacle(sequence) for mixer in self.mixers)
-        return next((obstacle for obstacle in found if obstacle), "")
+        obstacles = (mixer.parallel_obstacle(sequence) for mixer in self.mixers)
+        return next((obstacle for obstacle in obstacles if obstacle), "")
 
     def rows_of(self, linear: LinearSpec, tokens: int) -> int:
         """Return the rows of one of the mixers' te.Linears, as that mixer counts them."""

@@ -345,7 +345,7 @@ def get_preset(name: str, **overrides: Any) -> ModelConfig:
     return ModelConfig(
         **{
             **PRESETS[name],
-            **{field: found[:layers] for field, found in kinds.items()},
+            **{field: types[:layers] for field, types in kinds.items()},
             **overrides,
         }
     )

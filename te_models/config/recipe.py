@@ -211,15 +211,15 @@ class Recipe:
         """The fields of EDGES, by name; without `precision` if it is empty."""
         start = self.num_layers_at_start_in_bf16
         end = self.num_layers_at_end_in_bf16
-        found = dict(
+        edges = dict(
             num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end, lm_head=self.lm_head
         )
-        return found | ({"precision": dict(self.precision)} if self.precision else {})
+        return edges | ({"precision": dict(self.precision)} if self.precision else {})
 
     def called(self, name: str) -> Recipe | None:
         """Return the recipe that `precision` calls by this name: this one by its own; None for BF16."""
-        found = self if name == self.name else _named(name)
-        return None if found.scheme == "none" else found
+        recipe = self if name == self.name else _named(name)
+        return None if recipe.scheme == "none" else recipe
 
     @property
     def quantized(self) -> bool:

@@ -120,8 +120,8 @@ class Setting:
             self.field and not self.name.endswith(f".{self.field}") and self.field != self.name
         )
         given = f"{self.flag} {value!r}" if renamed else f"{self.name}={value!r}"
-        if wanted := self.wrong_type(value):
-            raise ConfigError(f"{given} is of a wrong type: give {wanted}")
+        if right_type := self.wrong_type(value):
+            raise ConfigError(f"{given} is of a wrong type: give {right_type}")
         for entry in value if isinstance(value, (list, tuple)) else [value]:
             if self.choices:
                 check_known(self.name, entry, self.choices)
@@ -162,23 +162,27 @@ positive = functools.partial(setting, above=True)  # a number above 0
 def settings_of(owner: type[Settings]) -> tuple[Setting, ...]:
     """Return the settings that a dataclass declares, in its order."""
     hints = get_type_hints(owner)
-    found = []
-    for one in dataclasses.fields(owner):
-        if "about" in one.metadata:
-            kinds, members = kinds_of(hints[one.name])
+    settings = []
+    for field in dataclasses.fields(owner):
+        if "about" in field.metadata:
+            kinds, members = kinds_of(hints[field.name])
             # A field may override what its dataclass says of all, such as the group in the help.
             shared = {
-                "name": owner.prefix + one.name,
-                "default": one.default,
+                "name": owner.prefix + field.name,
+                "default": field.default,
                 "group": owner.heading,
             }
-            about: dict[str, Any] = {**shared, **one.metadata["about"]}
-            found.append(
+            about: dict[str, Any] = {**shared, **field.metadata["about"]}
+            settings.append(
                 Setting(
-                    field=one.name, help=one.metadata["help"], kinds=kinds, members=members, **about
+                    field=field.name,
+                    help=field.metadata["help"],
+                    kinds=kinds,
+                    members=members,
+                    **about,
                 )
             )
-    return tuple(found)
+    return tuple(settings)
 
 
 def kinds_of(hint: Any) -> tuple[tuple[type, ...], type]:
@@ -195,9 +199,9 @@ def kinds_of(hint: Any) -> tuple[tuple[type, ...], type]:
 def from_table(owner: type[Made], values: Mapping[str, Any], title: str) -> Made:
     """Return the settings of `owner` in a table, such as a file's; `title` names it in errors."""
     lacking = []
-    for one in dataclasses.fields(owner):
-        if one.default is MISSING and one.name not in values:
-            lacking.append(one.name)
+    for field in dataclasses.fields(owner):
+        if field.default is MISSING and field.name not in values:
+            lacking.append(field.name)
     if lacking:
         raise ConfigError(f"{title} lacks {', '.join(lacking)}: give all that has no default")
     return owner(**values)
@@ -205,18 +209,22 @@ def from_table(owner: type[Made], values: Mapping[str, Any], title: str) -> Made
 
 def as_fields(owner: type[Settings], flat: Mapping[str, SettingValue]) -> dict[str, Any]:
     """Return the settings of `owner` in `flat`, name -> value, as keywords of its constructor."""
-    return {one.field: flat[one.name] for one in settings_of(owner) if one.name in flat}
+    return {
+        declared.field: flat[declared.name]
+        for declared in settings_of(owner)
+        if declared.name in flat
+    }
 
 
 def by_name(owner: Settings) -> dict[str, SettingValue]:
     """Return name -> value of the settings of `owner`, as run.toml has them: texts that are one option as one text."""
-    found: dict[str, SettingValue] = {}
-    for one in settings_of(type(owner)):
-        value = vars(owner)[one.field]
+    values: dict[str, SettingValue] = {}
+    for declared in settings_of(type(owner)):
+        value = vars(owner)[declared.field]
         if isinstance(value, tuple):
-            value = (value or None) if one.several else ",".join(value)
-        found[one.name] = value
-    return found
+            value = (value or None) if declared.several else ",".join(value)
+        values[declared.name] = value
+    return values
 
 
 class Settings(NamedFields):
@@ -239,7 +247,7 @@ class Settings(NamedFields):
 
 def take_settings(instance: Settings, owner: type[Settings]) -> None:
     """Check the settings that `owner`, the class of an instance or one above it, declares; see Setting.taken."""
-    for one in settings_of(owner):
-        value = vars(instance)[one.field]
-        if not (one.default is None and value is None):
-            object.__setattr__(instance, one.field, one.taken(value))
+    for declared in settings_of(owner):
+        value = vars(instance)[declared.field]
+        if not (declared.default is None and value is None):
+            object.__setattr__(instance, declared.field, declared.taken(value))

@@ -211,7 +211,7 @@ class TrainConfig(Settings):
     @property
     def recipe_changes(self) -> list[tuple[int, str]]:
         """The steps done before each change of `recipe_schedule`, and the name of the recipe that follows, in order."""
-        found = []
+        changes = []
         for change in filter(None, self.recipe_schedule.split(",")):
             name, _, at = change.strip().partition("@")
             # No number: 0 is refused below, with the message about the form.
@@ -224,15 +224,15 @@ class TrainConfig(Settings):
                     'below 1 or a whole number of them, such as "bf16@0.9" or "bf16@900"'
                 )
             check_known(f"recipe of recipe_schedule={self.recipe_schedule!r}", name, list_recipes())
-            found.append((self._count(place), name))
+            changes.append((self._count(place), name))
         # Shares are rounded to steps, so two changes may meet at one step.
-        if [done for done, _ in found] != sorted({done for done, _ in found}):
-            steps = " and ".join(f"{done:,}" for done, _ in found)
+        if [done for done, _ in changes] != sorted({done for done, _ in changes}):
+            steps = " and ".join(f"{done:,}" for done, _ in changes)
             raise ConfigError(
                 f"recipe_schedule={self.recipe_schedule!r}: give the changes in the order of their steps; of "
                 f"{self.steps:,} steps these follow {steps}"
             )
-        return found
+        return changes
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of `step`, counted from 1: linear warm-up to the peak, then the schedule.

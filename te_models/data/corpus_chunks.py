@@ -139,10 +139,10 @@ class ChunkReader:
 
     def documents(self, chunk: list[FileRange]) -> list[Document]:
         """Return the documents of a chunk in file order, leaving out blank and reserved ones."""
-        found = chain.from_iterable(
+        in_order = chain.from_iterable(
             read_range(part, self.source, self.columns, self.bad) for part in chunk
         )
-        documents = [document for document in found if has_text(document)]
+        documents = [document for document in in_order if has_text(document)]
         if self.eval_fraction:
             documents = [d for d in documents if self.place(d) >= self.eval_fraction * 2**64]
         return refuse_mixture(documents, self.records, self.bad)

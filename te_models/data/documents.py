@@ -131,11 +131,11 @@ def refuse_mixture(
         if records is None or document.is_record == records:
             of_kind.append(document)
         else:
-            found, first = (
+            checked, first = (
                 ("a text", "has an answer") if records else ("a record with an answer", "is text")
             )
             error = DataError(
-                f"{document.name}: {found}, where the first record of the data {first}: give records and texts as "
+                f"{document.name}: {checked}, where the first record of the data {first}: give records and texts as "
                 "--data of their own"
             )
             bad.meet(error)

@@ -102,8 +102,8 @@ class OwnBatches:
         other = [f"{name}={size}" for name, size in self.said.items() if size != sizes[name]]
         self.said = {}
         if other:
-            found = f"the first batch of your own has {shape[0]} x {shape[1]} tokens, and its size counts"
-            warnings.warn(f"{' and '.join(other)} has no effect: {found}", stacklevel=4)
+            message = f"the first batch of your own has {shape[0]} x {shape[1]} tokens, and its size counts"
+            warnings.warn(f"{' and '.join(other)} has no effect: {message}", stacklevel=4)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position."""

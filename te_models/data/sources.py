@@ -128,10 +128,10 @@ def _first_row(
             continue
         if part.group == TEXT_FILE:
             break
-        found = _first_document(part, columns, path, skip_bad)
-        if found is None:
+        first = _first_document(part, columns, path, skip_bad)
+        if first is None:
             continue
-        row, document = found
+        row, document = first
         kind = str(recognize(rename(row, columns)))
         # Text among texts is welcome; among records it is a mistake.
         suspects = [] if kind == TEXT else texts

@@ -177,7 +177,7 @@ def _tool_calls(calls: object, place: str, reading: TurnFindings) -> list[dict[s
     """Return OpenAI's tool calls with their arguments as objects, which chat templates expect, rather than as JSON."""
     # A list of calls, or one call alone, either perhaps written as JSON.
     calls = parsed(calls) or []
-    found = []
+    tool_calls = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -191,7 +191,7 @@ def _tool_calls(calls: object, place: str, reading: TurnFindings) -> list[dict[s
         if arguments is None or arguments == "":
             arguments = {}
         outer = call if "function" in call else {}
-        found.append(
+        tool_calls.append(
             {"type": "function", **outer, "function": {**function, "arguments": arguments}}
         )
-    return found
+    return tool_calls

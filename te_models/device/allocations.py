@@ -110,26 +110,26 @@ def active() -> Allocations | None:
 @contextlib.contextmanager
 def counted_as(part: str | None) -> Iterator[None]:
     """Count what is allocated inside as this part of the memory; None: do not count it."""
-    found = active()
-    if found is None:
+    allocations = active()
+    if allocations is None:
         yield
         return
-    before = found.part
+    before = allocations.part
     # Inside what is not counted, nothing is.
     if before is not None:
-        found.part = None if part is None else found.parts.index(part)
+        allocations.part = None if part is None else allocations.parts.index(part)
     try:
         yield
     finally:
-        found.part = before
+        allocations.part = before
 
 
 def on_gpu(tensor: Tensor) -> bool:
     """Return whether a tensor is on a GPU, or on meta and stands for one that is."""
     if not tensor.is_meta:
         return tensor.is_cuda
-    found = active()
-    return found is not None and found.gpu
+    allocations = active()
+    return allocations is not None and allocations.gpu
 
 
 def fresh(value: T) -> T:
@@ -150,7 +150,7 @@ def results_of(function: Callable[..., T]) -> Callable[..., T]:
 
     def call(*args: Any, **kwargs: Any) -> T:
         with counted_as(None), torch.no_grad():
-            found = function(*args, **kwargs)
-        return fresh(found)
+            results = function(*args, **kwargs)
+        return fresh(results)
 
     return call

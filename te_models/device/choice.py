@@ -13,22 +13,22 @@ def choose_device(device: torch.device | str | None = None) -> torch.device:
     """Return the device with this name; None gives the first CUDA device if there is one, else the CPU."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = None
+    parsed = None
     # PyTorch's message for an unknown name lists two dozen kinds of devices.
     with contextlib.suppress(RuntimeError):
-        found = torch.device(device)
-    if found is None or found.type not in KINDS:
+        parsed = torch.device(device)
+    if parsed is None or parsed.type not in KINDS:
         raise UsageError(f"device {str(device)!r} is not supported: give cpu, cuda or cuda:N")
-    if found.type != "cuda":
-        return found
+    if parsed.type != "cuda":
+        return parsed
     reason = "PyTorch sees no GPU" if torch.version.cuda else "this build of PyTorch has no CUDA"
     missing = f"device {str(device)!r} is not available"
     last = torch.cuda.device_count() - 1
     if not torch.cuda.is_available():
         raise UsageError(f"{missing}, because {reason}: leave it out, or give cpu")
-    if (found.index or 0) > last:
+    if (parsed.index or 0) > last:
         raise UsageError(f"{missing}: there are cuda:0 to cuda:{last}")
-    return found
+    return parsed
 
 
 def computing_device(device: torch.device) -> torch.device:

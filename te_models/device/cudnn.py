@@ -26,22 +26,22 @@ def loaded_cudnns() -> dict[Path, str]:
         return {}
     libraries = {}
     for line in lines:
-        found = _LIBRARY.search(line)
-        if found is not None:
-            libraries[Path(found[1]).resolve()] = found[2]
+        match = _LIBRARY.search(line)
+        if match is not None:
+            libraries[Path(match[1]).resolve()] = match[2]
     return libraries
 
 
 def load_torchs_cudnn() -> None:
     """Load every part of PyTorch's cuDNN. Call before importing Transformer Engine, which then uses the same."""
-    found = loaded_cudnns()
+    loaded = loaded_cudnns()
     if (
-        len(found) != 1
+        len(loaded) != 1
         or "transformer_engine" in sys.modules
         or find_spec("transformer_engine") is None
     ):
         return
-    ((folder, major),) = found.items()
+    ((folder, major),) = loaded.items()
     # All of them: a part that is loaded later, by name, is then the one that is there already.
     for library in sorted(folder.glob(f"libcudnn*.so.{major}")):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -55,11 +55,11 @@ def cudnn_is_sound() -> bool:
 
 @functools.cache
 def _is_sound(with_transformer_engine: bool) -> bool:
-    found = loaded_cudnns()
-    if len(found) < 2:
+    loaded = loaded_cudnns()
+    if len(loaded) < 2:
         return True
     warnings.warn(
-        f"two versions of cuDNN are loaded in this process ({', '.join(map(str, found))}), which makes cuDNN's "
+        f"two versions of cuDNN are loaded in this process ({', '.join(map(str, loaded))}), which makes cuDNN's "
         "attention compute wrong gradients: using FlashAttention instead, which is slower. Import te_models.CausalLM "
         "before transformer_engine and before libraries that import it, such as peft",
         stacklevel=2,

@@ -57,9 +57,9 @@ def count_flops(like: Tensor, flops: float) -> None:
     """Count the operations of a kernel whose results are empty; `like` is one of its tensors."""
     if not like.is_meta:
         return
-    found = _active()
-    if found is not None:
-        found.declare(flops)
+    counter = _active()
+    if counter is not None:
+        counter.declare(flops)
 
 
 def one_operation(like: Tensor, flops: float) -> AbstractContextManager[None]:
@@ -71,9 +71,9 @@ def one_operation(like: Tensor, flops: float) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _counted_as(flops: float) -> Iterator[None]:
-    found = _active()
-    before = 0.0 if found is None else found.total
+    counter = _active()
+    before = 0.0 if counter is None else counter.total
     yield
-    if found is not None:
+    if counter is not None:
         # PyTorch has counted the operations of the plain version inside: replace them by the kernel's.
-        found.declare(flops - (found.total - before))
+        counter.declare(flops - (counter.total - before))

@@ -113,7 +113,8 @@ def _native_missing(device: torch.device | str | None) -> str:
         return "there is no CUDA device"
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed (pip install 'te-models[te]')"
-    found = importlib.metadata.version("transformer-engine")
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
-        return f"Transformer Engine {found} is older than {'.'.join(map(str, OLDEST))} (pip install -U 'te-models[te]')"
+    installed = importlib.metadata.version("transformer-engine")
+    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        return f"Transformer Engine {installed} is older than {oldest} (pip install -U 'te-models[te]')"
     return ""

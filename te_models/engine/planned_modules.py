@@ -50,11 +50,11 @@ class _PlannedQuantizer(Quantizer):
 
     def _settings(self) -> tuple[tuple[str, Hashable], ...]:
         """Return what the shapes of results depend on, without scales, amaxes and random states."""
-        found = []
+        settings = []
         for name, value in vars(self).items():
             if not isinstance(value, Tensor | torch.Generator):
-                found.append((name, value))
-        return tuple(found)
+                settings.append((name, value))
+        return tuple(settings)
 
 
 @functools.cache
@@ -125,13 +125,13 @@ def _save(ctx: Context, *values: MaybeQuantized | None) -> None:
 def _restore(ctx: Context) -> list[Any]:
     """Return the operands that `_save` saved."""
     tensors = list(ctx.saved_tensors)
-    found = []
+    operands = []
     for form, count in ctx.forms:
         parts = tensors[:count]
         del tensors[:count]
-        found.append(parts[0] if form is None else form.with_data_tensors(tuple(parts)))
+        operands.append(parts[0] if form is None else form.with_data_tensors(tuple(parts)))
     ctx.forms = None
-    return found
+    return operands
 
 
 class _Linear(torch.autograd.Function):
@@ -491,9 +491,9 @@ def _copies(quantizer: Quantizer, shape: tuple[int, ...], experts: int) -> tuple
     rows = -(-shape[0] // experts // own._multiple) * own._multiple
     with counted_as(None):
         made = own(torch.empty(rows, shape[1], dtype=torch.bfloat16, device="meta"))
-    found = []
+    copies = []
     for names in made._copies:
         parts = [getattr(made, name) for name in names]
         size = sum(part.nbytes for part in parts if part is not None) * experts
-        found.append(torch.empty(size, dtype=torch.uint8, device="meta"))
-    return found[0], found[1]
+        copies.append(torch.empty(size, dtype=torch.uint8, device="meta"))
+    return copies[0], copies[1]

@@ -150,11 +150,11 @@ def parse_size(size: int | str) -> int:
     Raises:
         UsageError: it is neither.
     """
-    found = None
+    match = None
     if isinstance(size, str):
-        found = re.fullmatch(r"\s*(\d+)\s*([KMGT]?)(I?)B\s*", size.upper())
-    if found is not None:
-        count, unit, binary = found.groups()
+        match = re.fullmatch(r"\s*(\d+)\s*([KMGT]?)(I?)B\s*", size.upper())
+    if match is not None:
+        count, unit, binary = match.groups()
         size = int(count) * (1024 if binary else 1000) ** " KMGT".index(unit or " ")
     if not isinstance(size, int) or size < 1:
         raise UsageError(
@@ -265,10 +265,10 @@ def _join(place: str, key: Value) -> str:
 
 
 def _unique(pairs: list[tuple[str, Value]]) -> Fields:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         raise ValueError("a key occurs twice in one object")
-    return found
+    return values
 
 
 def _finite(text: str) -> float:

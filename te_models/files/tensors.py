@@ -101,17 +101,17 @@ class SafetensorsFile:
 
     def read_all(self, sha256: str | None = None) -> dict[str, Tensor]:
         """Return all tensors; raise a CheckpointError if the bytes read do not have the hash `sha256`."""
-        found = {name: self.read(name) for name in self.tensors}
+        tensors = {name: self.read(name) for name in self.tensors}
         if sha256 is not None:
             # Length and header, then the tensors in the order of the file: together the bytes of the file.
             digest = hashlib.sha256(self._prefix)
-            for tensor in found.values():
+            for tensor in tensors.values():
                 digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
             if digest.hexdigest() != sha256:
                 raise CheckpointError(
                     f"{self.path} is damaged: its SHA-256 is not the one that was saved"
                 )
-        return found
+        return tensors
 
     @contextlib.contextmanager
     def _reraising(self) -> Iterator[None]:

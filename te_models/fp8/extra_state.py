@@ -21,7 +21,7 @@ def extra_states(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     `state` has them by their names in te_models.fp8.scaling_state.
     """
-    found = {}
+    states = {}
     for owner in sorted({name.rsplit(".", 2)[0] for name in state}):
         columns = []
         for way in DIRECTIONS:
@@ -29,8 +29,8 @@ def extra_states(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if scale is not None:
                 history = state[f"{owner}.{way}.amax_history"]  # [length, slots]
                 columns.append(torch.cat((scale[None], history)))
-        found[f"{owner}.{EXTRA}"] = torch.cat(columns, dim=1)
-    return found
+        states[f"{owner}.{EXTRA}"] = torch.cat(columns, dim=1)
+    return states
 
 
 def read_extra_tensor(owner: str, value: Tensor, gemms: int) -> dict[str, Tensor]:
@@ -42,8 +42,8 @@ def read_extra_tensor(owner: str, value: Tensor, gemms: int) -> dict[str, Tensor
         )
     # An FP8 state has columns for backward once a backward has run.
     parts = value.split(widths if value.shape[1] == sum(widths) else widths[:1], dim=1)
-    found = {}
+    tensors = {}
     for way, part in zip(DIRECTIONS, parts, strict=False):
         # strict=False above: a model saved before its first backward has the forward columns only.
-        found |= {f"{owner}.{way}.scale": part[0], f"{owner}.{way}.amax_history": part[1:]}
-    return found
+        tensors |= {f"{owner}.{way}.scale": part[0], f"{owner}.{way}.amax_history": part[1:]}
+    return tensors

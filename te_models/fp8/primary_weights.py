@@ -211,12 +211,12 @@ def quantized_weights(model: nn.Module) -> dict[str, Tensor]:
     `<weight>.data` is uint8 [O, I] and `<weight>.scale_inv` FP32 [1]; where blocks have scales there are rowwise and
     columnwise ones. Data is sharded like its weight.
     """
-    found = {}
+    tensors = {}
     for name, parameter in model.named_parameters():
         for part, tensor in _parts(quantized(parameter)).items():
             # Scales are whole on every rank.
-            found[f"{name}.{part}"] = from_shard(tensor, parameter) if part == "data" else tensor
-    return found
+            tensors[f"{name}.{part}"] = from_shard(tensor, parameter) if part == "data" else tensor
+    return tensors
 
 
 @torch.no_grad()
@@ -335,10 +335,10 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Any, int, Any]]:
 
 def _owners(model: nn.Module) -> list[tuple[str, Any, int, QuantizedTensor]]:
     """Return the quantized tensors of the FP8 weights with their modules, as `_weights` does."""
-    found = [
+    owners = [
         (name, module, gemm, quantized(weight)) for name, module, gemm, weight in _weights(model)
     ]
-    return [(name, module, gemm, fp8) for name, module, gemm, fp8 in found if fp8 is not None]
+    return [(name, module, gemm, fp8) for name, module, gemm, fp8 in owners if fp8 is not None]
 
 
 def _fp8_of(parameter: Tensor) -> QuantizedTensor:

@@ -45,24 +45,24 @@ def delayed_states(
 
     Modules without FP8 state, and those under recipes without scales to store, are left out.
     """
-    found = {}
+    states = {}
     for name, module in model.named_modules():
         meta = vars(module).get("fp8_meta", {})  # only the te modules of either engine have one
         for direction in directions:
             state = meta.get(direction)
             # Transformer Engine's other states have no history.
             if getattr(state, "amax_history", None) is not None:
-                found[f"{name}.{direction}"] = state
-    return found
+                states[f"{name}.{direction}"] = state
+    return states
 
 
 def fp8_state(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS) -> dict[str, Tensor]:
     """Return name -> live tensor of every scale and amax history; empty before the first FP8 forward."""
-    found = {}
+    tensors = {}
     for name, state in delayed_states(model, directions).items():
-        found[f"{name}.scale"] = state.scale
-        found[f"{name}.amax_history"] = state.amax_history
-    return found
+        tensors[f"{name}.scale"] = state.scale
+        tensors[f"{name}.amax_history"] = state.amax_history
+    return tensors
 
 
 @torch.no_grad()
@@ -260,14 +260,14 @@ class Fp8StateCopies:
 
 def _tensors(modules: list[nn.Module], directions: tuple[str, ...]) -> Copies:
     """Return the live tensor of every scale and amax history."""
-    found = {}
+    tensors = {}
     for place, module in enumerate(modules):
         for direction in directions:
             state = vars(module)["fp8_meta"].get(direction)
             if getattr(state, "amax_history", None) is not None:
-                found[place, direction, "scale"] = state.scale
-                found[place, direction, "amax_history"] = state.amax_history
-    return found
+                tensors[place, direction, "scale"] = state.scale
+                tensors[place, direction, "amax_history"] = state.amax_history
+    return tensors
 
 
 @torch.no_grad()

@@ -93,7 +93,7 @@ def show_linears(model: CausalLM) -> Placed:
 
     A model of no family of transformers has the names of te-models.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    shown: dict[str, tuple[str, ...]] = {}
     holders: dict[str, str] = {}
     order: dict[str, list[str]] = {}  # module -> its linears in the order of transformers
     places, family = _places(model)
@@ -115,7 +115,7 @@ def show_linears(model: CausalLM) -> Placed:
         # Below our module, or beside it in the block where theirs has another name.
         holder = parent if name.startswith(f"{parent}.") else parent.rpartition(".")[0]
         below = name.removeprefix(f"{holder}.")
-        found[ours] = (*found.get(ours, ()), below)
+        shown[ours] = (*shown.get(ours, ()), below)
         holders[ours] = holder
         order.setdefault(holder, []).append(below.partition(".")[0])
         _add(model.get_submodule(holder), below, functools.partial(NamedRows, linear, place))
@@ -124,7 +124,7 @@ def show_linears(model: CausalLM) -> Placed:
     _show_whole(model, "lm_head")
     placed: Placed = {
         ours: StandIn(functools.partial(AdaptedRows, names=names), holders[ours])
-        for ours, names in found.items()
+        for ours, names in shown.items()
     }
     return placed | _show_parameters(model, places, family)
 
@@ -241,11 +241,11 @@ def _named_otherwise(model: CausalLM, wanted: list[str]) -> list[str]:
     }
     names = dict.fromkeys([*theirs, *(name for name, _ in model.named_modules())])
     named_alike = {"lm_head"}  # also where it is tied, and has no tensor in transformers' files
-    found = []
+    other_modules = []
     for name in names:
         if name.endswith(tuple(wanted)) and theirs.get(name) != name and name not in named_alike:
-            found.append(name)
-    return found
+            other_modules.append(name)
+    return other_modules
 
 
 def is_multimodal(model: CausalLM) -> bool:

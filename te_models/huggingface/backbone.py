@@ -39,12 +39,12 @@ def hidden_states(
     before: list[nn.Module], after: list[nn.Module], shape: torch.Size
 ) -> Iterator[list[Tensor]]:
     """Collect, inside, the inputs of some modules and the outputs of others, [B, S, D], over tokens of `shape`."""
-    found: list[Tensor] = []
+    states: list[Tensor] = []
     batch, seq = shape[:2]
 
     def keep(x: Tensor) -> None:
         # Inside a block tokens are rows, with padding behind them.
-        found.append(x[: batch * seq].unflatten(0, (batch, seq)))
+        states.append(x[: batch * seq].unflatten(0, (batch, seq)))
 
     def keep_input(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         keep(args[0])
@@ -57,7 +57,7 @@ def hidden_states(
             hooks.enter_context(module.register_forward_pre_hook(keep_input))
         for module in after:
             hooks.enter_context(module.register_forward_hook(keep_output))
-        yield found
+        yield states
 
 
 class Backbone(nn.Module):
@@ -94,9 +94,9 @@ class Backbone(nn.Module):
             if name.endswith(".router_logits"):
                 seen.append(module)
         routers = seen if output_router_logits else []
-        with hidden_states([], [*routers, owner.model.norm], tokens.shape) as found:
+        with hidden_states([], [*routers, owner.model.norm], tokens.shape) as collected:
             owner.model(input_ids, inputs_embeds=inputs_embeds, logits_to_keep=1, **passed)
-        *logits, last = found
+        *logits, last = collected
         if not routers:
             return BaseModelOutputWithPast(last, cache)
         # transformers declares router_logits as a tuple.

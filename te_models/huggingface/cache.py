@@ -344,9 +344,9 @@ class CacheView:
 
     def _joint(self, layer: int) -> JointLayer:
         """Return the layer of several mixers beside each other."""
-        found = self._own_layer(layer, JointLayer)
-        assert isinstance(found, JointLayer)
-        return found
+        joint = self._own_layer(layer, JointLayer)
+        assert isinstance(joint, JointLayer)
+        return joint
 
     def _own_layer(self, layer: int, kind: type[RecurrentLayer]) -> RecurrentLayer:
         """Return the layer of the cache with this number, of a kind of ours, which transformers may not have made."""
@@ -357,9 +357,9 @@ class CacheView:
             layers.append(kind())
         if not isinstance(layers[layer], kind):  # transformers' own layer, without a state so far
             layers[layer] = kind()
-        found = layers[layer]
-        assert isinstance(found, kind)
-        return found
+        stored = layers[layer]
+        assert isinstance(stored, kind)
+        return stored
 
     def _sizes(self, keys: SeenKeys, seq: int) -> tuple[int, int]:
         """Return the number of slots that layers that see these keys attend to, and the position of the first."""

@@ -34,8 +34,8 @@ def register_with_transformers() -> None:
 
 
 def _register() -> None:
-    found = importlib.metadata.version("transformers").split(".")
-    if (int(found[0]), int(found[1])) < OLDEST:
+    version = importlib.metadata.version("transformers").split(".")
+    if (int(version[0]), int(version[1])) < OLDEST:
         return  # its caches have other methods
     table = importlib.import_module(TABLE)
     config = importlib.import_module("te_models.huggingface.config")

@@ -23,10 +23,10 @@ def stated_outputs(model: CausalLM) -> Fields:
         return {}
     family = family_of(document)
     stated = {**document, **family.text(document)}
-    found = {name: bool(stated[name]) for name in STATED if stated.get(name) is not None}
+    outputs = {name: bool(stated[name]) for name in STATED if stated.get(name) is not None}
     if "router_aux_loss_coef" not in family.known():  # its class in transformers has no such loss
-        found.pop("output_router_logits", None)
-    return found
+        outputs.pop("output_router_logits", None)
+    return outputs
 
 
 def note_outputs(model: CausalLM, config: PreTrainedConfig) -> None:

@@ -250,12 +250,12 @@ def available(te: ModuleType, recipe: Recipe) -> tuple[bool, str]:
 def as_tensor_cores(operands: dict[str, Tensor], recipe: Recipe) -> dict[str, dict[str, Tensor]]:
     """Return the results of a sample as each emulated tensor core computes them, by its name."""
     emulated = engine_module("emulated")
-    found = {}
+    results = {}
     for core in CORES:
         if recipe.scheme in (EXACT if core == "hopper" else PER_TENSOR):
             with emulated.exact_gemm(gpu=core):
-                found[core] = compute(emulated, operands, recipe)
-    return found
+                results[core] = compute(emulated, operands, recipe)
+    return results
 
 
 def compared(

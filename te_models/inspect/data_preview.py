@@ -255,9 +255,9 @@ def _read(
     more = False
     for source in sources:
         # One more than is shown tells whether there are others.
-        found = list(itertools.islice(_documents(source, columns, bad), share + 1))
-        more = more or len(found) > share
-        documents += found[:share]
+        read_documents = list(itertools.islice(_documents(source, columns, bad), share + 1))
+        more = more or len(read_documents) > share
+        documents += read_documents[:share]
     # A run refuses a mixture of records and running text; so does its preview.
     kinds = {not source.is_text for source in sources}
     documents = refuse_mixture(documents, kinds.pop() if len(kinds) == 1 else None, bad)

@@ -107,12 +107,12 @@ def with_first_cause(findings: Sequence[Finding], cause: str) -> list[Finding]:
     A cause of the whole run, such as a learning rate that is too high, shows in many tensors afterwards.
     """
     begun = min((finding.step for finding in findings if finding.rule == cause), default=None)
-    found = []
+    marked = []
     for finding in findings:
         if begun is not None and finding.step > begun:
             first = (
                 f"first mend the {cause} of step {begun}, from which this may follow; otherwise "
             )
             finding = replace(finding, change=first + finding.change)
-        found.append(finding)
-    return found
+        marked.append(finding)
+    return marked

@@ -226,7 +226,7 @@ def _coarse_linears(facts: RunFacts, findings: Sequence[Finding]) -> list[Linear
     # [steps, tensors]: either of the signs by which the rules of COARSE fire.
     shows = outliers(facts) | (below_usual(facts) > 0)
     work = _work(facts)
-    found: dict[str, LinearAdvice] = {}
+    coarse: dict[str, LinearAdvice] = {}
     for place, tensor in enumerate(facts.tensors):
         if tensor.name not in named or not _persists(
             shows[:, place], facts.record.counted[:, place]
@@ -244,11 +244,11 @@ def _coarse_linears(facts: RunFacts, findings: Sequence[Finding]) -> list[Linear
             steps=len(steps),
             work=work[tensor.linear],
         )
-        before = found.get(tensor.linear)
+        before = coarse.get(tensor.linear)
         # Of the three tensors of a te.Linear, report the worst.
         if before is None or np.nan_to_num(before.lost) < np.nan_to_num(advice.lost):
-            found[tensor.linear] = advice
-    return sorted(found.values(), key=lambda one: -np.nan_to_num(one.lost))
+            coarse[tensor.linear] = advice
+    return sorted(coarse.values(), key=lambda one: -np.nan_to_num(one.lost))
 
 
 def _persists(shows: np.ndarray[Any, Any], counted: np.ndarray[Any, Any]) -> bool:
@@ -285,9 +285,9 @@ def _block_recipe(recipe: Recipe, gpu: Gpu | None) -> Recipe | None:
     )
     # The first that the card has: MXFP8 where its tensor cores take it, else blocks of 128.
     for name in names:
-        found = get_recipe(name)
-        if gpu is None or not why_not(found, gpu.capability):
-            return found
+        block_recipe = get_recipe(name)
+        if gpu is None or not why_not(block_recipe, gpu.capability):
+            return block_recipe
     return None
 
 

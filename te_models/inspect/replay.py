@@ -265,14 +265,14 @@ def _compared(run: Path, capture: Capture, replayed: Record) -> list[TensorCompa
         )
     recorded = numbers(record, place)
     own = numbers(replayed, 0)
-    found = []
+    compared = []
     for tensor, then in recorded.items():
         now = own.get(tensor)
         if now is not None:
             equal = then.codes == now.codes
             # Equal codes need no bound; others are compared by their counts.
-            found.append(TensorComparison(tensor, then, now, equal, equal or within(then, now)))
-    return found
+            compared.append(TensorComparison(tensor, then, now, equal, equal or within(then, now)))
+    return compared
 
 
 def _recorded_on(capture: Capture) -> str:
@@ -321,12 +321,12 @@ def numbers(record: Record, place: int) -> dict[RecordedTensor, TensorNumbers]:
         record.field("nonfinite"),
         record.sqnr(),
     ]
-    found = {}
+    statistics = {}
     for row, tensor in enumerate(record.tensors):
         if record.counted[place, row]:
             values = [float(column[place, row]) for column in columns]
-            found[tensor] = TensorNumbers(*values, codes=int(record.codes[place, row]))
-    return found
+            statistics[tensor] = TensorNumbers(*values, codes=int(record.codes[place, row]))
+    return statistics
 
 
 def _recorded_loss(run: Path, capture: Capture) -> float | None:

@@ -94,12 +94,12 @@ def roofline(
     recurrence = 0.0
     other = 0.0
     moved = 0
-    found = forward_flops(config, seq)
-    counted = found.layers
+    operations = forward_flops(config, seq)
+    counted = operations.layers
     # Outside layers there may be more than the head, such as the inputs of all layers.
     other += (
         3
-        * (batch * found.rest - 2.0 * tokens * config.hidden_size * config.vocab_size)
+        * (batch * operations.rest - 2.0 * tokens * config.hidden_size * config.vocab_size)
         * ms_per_flop
     )
     for depth, layer in enumerate(config.layers):

@@ -77,13 +77,13 @@ class RunFacts:
         names = {int(row["step"]): str(row.get("recipe")) for row in self.rows}
         own = _with_one_scale(self.recipe, self.tensors)
         changed: dict[str, list[bool]] = {self.recipe.name: own}
-        found = np.zeros(self.record.values.shape[:2], bool)
+        mask = np.zeros(self.record.values.shape[:2], bool)
         for place, step in enumerate(self.record.steps):
             name = names.get(step, self.recipe.name)
             if name in list_recipes() and name not in changed:  # of a recipe schedule
                 changed[name] = _with_one_scale(self.recipe.followed_by(name), self.tensors)
-            found[place] = changed.get(name, own)
-        return found
+            mask[place] = changed.get(name, own)
+        return mask
 
     def rms(self) -> Floats:
         """Return the root mean square of each tensor before its cast, [steps, tensors]."""
@@ -119,15 +119,15 @@ class RunFacts:
 
 def _with_one_scale(recipe: Recipe, tensors: Sequence[RecordedTensor]) -> list[bool]:
     """Return which tensors a recipe quantizes with one scale each, by its own scheme and its table of patterns."""
-    found = []
+    tensorwise = []
     for tensor in tensors:
         own: Recipe | None = recipe
         for pattern, name in recipe.precision.items():
             # No break: of several patterns the last one counts.
             if fnmatchcase(tensor.linear, pattern):
                 own = recipe.called(name)
-        found.append(own is not None and own.scheme in PER_TENSOR)
-    return found
+        tensorwise.append(own is not None and own.scheme in PER_TENSOR)
+    return tensorwise
 
 
 def read_facts(run: str | Path) -> RunFacts:

@@ -294,11 +294,11 @@ def _met_in_training(
         # One in the recipe says more than one in BF16.
         if label not in met or met[label][0] > high:
             met[label] = high, linear
-    found: dict[nn.Module, list[Any]] = {}
+    calls: dict[nn.Module, list[Any]] = {}
 
     def keep(linear: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        found[linear] = [(inputs[0].detach(), *inputs[1:])]
-        output.register_hook(lambda gradient: found[linear].append(gradient.detach().clone()))
+        calls[linear] = [(inputs[0].detach(), *inputs[1:])]
+        output.register_hook(lambda gradient: calls[linear].append(gradient.detach().clone()))
 
     ids = torch.randint(0, model.config.vocab_size, (batch_size, seq_len), device=model.device)
     with contextlib.ExitStack() as stack:
@@ -314,8 +314,8 @@ def _met_in_training(
         torch.autograd.grad(loss, trained, allow_unused=True)
     ran = {}
     for label, (_, linear) in met.items():
-        if linear in found:
-            inputs, gradient = found[linear]
+        if linear in calls:
+            inputs, gradient = calls[linear]
             ran[label] = (linear, inputs, gradient)
     return ran
 

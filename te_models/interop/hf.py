@@ -289,18 +289,18 @@ class HuggingFaceFolder(Opened):
     @property
     def quantized(self) -> dict[str, WeightStorage]:
         """The storage of each quantized weight, by its name; stacked experts have an entry per expert."""
-        found = {}
+        storages = {}
         if self.stored.storage is not None:
-            found = dict.fromkeys(self.stored.scales, self.stored.storage)
+            storages = dict.fromkeys(self.stored.scales, self.stored.storage)
         if not self.mxfp4:
-            return found
+            return storages
         for file in self.files:
             for data in file.tensors:
                 stack = self.family.as_stack(data)
                 if stack.endswith("_blocks") and first_expert(stack) in self.places:
                     experts = weights_in(stack, len(file.tensors[data]))
-                    found |= dict.fromkeys(experts, MXFP4)
-        return found
+                    storages |= dict.fromkeys(experts, MXFP4)
+        return storages
 
     def storable(self) -> dict[str, list[str]]:
         """Return our linears whose weights can stay as they are stored; see te_models.interop.stored_base."""
@@ -434,22 +434,22 @@ def open_hugging_face(
     """
     with ExitStack() as stack:
         files = tuple(stack.enter_context(SafetensorsFile(path)) for path in weight_files(folder))
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for file in files:
             # Files of one folder are read as one: a second tensor of a name would win without a word.
-            if twice := found.keys() & file.tensors.keys():
+            if twice := tensors.keys() & file.tensors.keys():
                 raise CheckpointError(
                     f"{folder}: tensor {min(twice)} is both in {file.path.name} and before it"
                 )
-            found |= file.tensors
-        told = describe(folder, documents, found)
+            tensors |= file.tensors
+        told = describe(folder, documents, tensors)
         scheme = read_storage(folder, documents["config"])
         if told.family.stacked:
-            stacks = {told.family.as_stack(name): tensor for name, tensor in found.items()}
-            found = _alone(folder, stacks, told.family.stacked)
+            stacks = {told.family.as_stack(name): tensor for name, tensor in tensors.items()}
+            tensors = _alone(folder, stacks, told.family.stacked)
         mxfp4 = scheme is MXFP4
         # MXFP4 is the storage of whole stacks of experts, which are read as stacks, and not of single weights.
-        stored = open_weights(folder, None if mxfp4 else scheme, found, files, read_scales)
+        stored = open_weights(folder, None if mxfp4 else scheme, tensors, files, read_scales)
         opened = HuggingFaceFolder(
             path=folder, **vars(told), files=files, stored=stored, mxfp4=mxfp4
         )

@@ -245,8 +245,8 @@ _GRANITE_HYBRID = experts(
 
 def _read_granite_hybrid(theirs: Values) -> Fields:
     """Read the experts of Granite 4; without any, the shared expert is the MLP."""
-    found = _GRANITE_HYBRID.read(theirs)
-    return found or {"intermediate_size": theirs["shared_intermediate_size"]}
+    fields = _GRANITE_HYBRID.read(theirs)
+    return fields or {"intermediate_size": theirs["shared_intermediate_size"]}
 
 
 def _write_granite_hybrid(config: ModelConfig) -> Fields:
@@ -370,11 +370,11 @@ def _read_gemma4(theirs: Values) -> Fields:
 
 
 def _write_gemma4(config: ModelConfig) -> Fields:
-    found = _GEMMA4.write(config)
+    keys = _GEMMA4.write(config)
     if config.moe is None:
-        return found
+        return keys
     width = config.moe.shared_expert_intermediate_size
-    return {**found, "enable_moe_block": True, "intermediate_size": width}
+    return {**keys, "enable_moe_block": True, "intermediate_size": width}
 
 
 GEMMA4_EXPERTS = ConfigKeys((*_GEMMA4.keys, "enable_moe_block"), _read_gemma4, _write_gemma4)
@@ -424,14 +424,14 @@ _HUNYUAN = experts(
 
 def _read_hunyuan(theirs: Values) -> Fields:
     """Read experts beside one for all tokens that is as wide; numbers may be given for each layer."""
-    found = dict(theirs)
+    fields = dict(theirs)
     for key in ("num_experts", "moe_topk"):
         given = theirs.get(key, 1)
         numbers = set(given) if isinstance(given, list) else {given}
         if len(numbers) > 1:
             raise ConfigError(f"{key} that differs between layers is not supported")
-        found[key] = numbers.pop()
-    moe = _HUNYUAN.read(found)["moe"]
+        fields[key] = numbers.pop()
+    moe = _HUNYUAN.read(fields)["moe"]
     moe["shared_expert_intermediate_size"] = moe["moe_intermediate_size"]
     return {"moe": moe}
 

@@ -414,8 +414,10 @@ FAMILIES = [
 
 def beside_text() -> tuple[str, ...]:
     """Return prefixes of the names of other models beside the text model, in folders and in adapters."""
-    found = (prefix for family in FAMILIES for own in family.aside for prefix in prefixes_of(own))
-    return tuple(dict.fromkeys(found))
+    prefixes = (
+        prefix for family in FAMILIES for own in family.aside for prefix in prefixes_of(own)
+    )
+    return tuple(dict.fromkeys(prefixes))
 
 
 # Families in whose folders AutoTokenizer splits text as Qwen does, whatever tokenizer.json says: not for a model
@@ -425,13 +427,13 @@ SPLIT_AS_QWEN = ("qwen2", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 
 def without_others(names: Iterable[str]) -> str:
     """Return what to say of tensors of adapters that belong to other models than the text model."""
-    found = []
+    notes = []
     for name in names:
         for prefix in beside_text():
             if name.startswith(prefix):
-                found.append(prefix)
-    parts = ", ".join(f"{prefix}*" for prefix in dict.fromkeys(found))
-    return f"{len(found)} tensors of the adapter are of other models than the text model ({parts}) and left out"
+                notes.append(prefix)
+    parts = ", ".join(f"{prefix}*" for prefix in dict.fromkeys(notes))
+    return f"{len(notes)} tensors of the adapter are of other models than the text model ({parts}) and left out"
 
 
 def family_of(config: Values) -> Family:
@@ -459,10 +461,10 @@ def family_of(config: Values) -> Family:
 
 def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
     """Return the first family, starting with `preferred`, whose config.json can express all of `config`."""
-    found = _expressing(config, preferred, tuple(FAMILIES))
-    if isinstance(found, str):
-        raise ConfigError(found)
-    return found
+    family = _expressing(config, preferred, tuple(FAMILIES))
+    if isinstance(family, str):
+        raise ConfigError(family)
+    return family
 
 
 @functools.lru_cache(256)  # runs with adapters ask for the family of their model at every save

@@ -156,14 +156,14 @@ class Family:
         """Return the part of a config.json that describes the text model."""
         if not self.inner:
             return self.stated(config)
-        found = config.get(self.inner)
-        if found is None and self.flat:
+        text = config.get(self.inner)
+        if text is None and self.flat:
             return {key: value for key, value in config.items() if key not in self.flat}
-        if not isinstance(found, Mapping):
+        if not isinstance(text, Mapping):
             raise ConfigError(f"it lacks {self.inner}, the description of the text model")
         # Both state whether the embeddings are tied; transformers follows the outer one.
         outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-        return {**found, **outer}
+        return {**text, **outer}
 
     def stored_as(self, names: Collection[str]) -> "Family":
         """Return the family with the prefixes that the tensors of a folder have, all of which transformers reads.
@@ -312,7 +312,7 @@ class Family:
         """
         text = self.text(config)
         read = {*self.known(), *HARMLESS, *SHARED, *self.ignored}
-        found = []
+        unread = []
         for key, value in text.items():
             # A key that is switched off has no effect in any family.
             if (
@@ -320,8 +320,8 @@ class Family:
                 and not key.startswith(("_", "unsloth_"))
                 and not (value is None or value is False)
             ):
-                found.append(key)
-        return found + unread_rope_fields(text)
+                unread.append(key)
+        return unread + unread_rope_fields(text)
 
     def _unsupported(self, config: Values) -> list[str]:
         """Return a line on keys that transformers reads, with values that te-models does not compute."""

@@ -69,17 +69,17 @@ def _read_gemma4_small(theirs: Values) -> Fields:
     """Read inputs per layer, the last layers without keys of their own, and the width of their MLPs."""
     count = theirs["num_hidden_layers"]
     shared = theirs.get("num_kv_shared_layers") or 0
-    found: Fields = {}
+    fields: Fields = {}
     if shared:
-        found["shared_key_layers"] = [int(layer >= count - shared) for layer in range(count)]
+        fields["shared_key_layers"] = [int(layer >= count - shared) for layer in range(count)]
     if shared and theirs.get("use_double_wide_mlp"):
         width = theirs["intermediate_size"]
-        found["intermediate_sizes"] = [width * (1 + flag) for flag in found["shared_key_layers"]]
+        fields["intermediate_sizes"] = [width * (1 + flag) for flag in fields["shared_key_layers"]]
     # Only E2B and E4B have a second embedding.
     if width := theirs.get("hidden_size_per_layer_input"):
         rows = theirs["vocab_size_per_layer_input"]
-        found["layer_inputs"] = {"width": width, "vocab_size": rows}
-    return found
+        fields["layer_inputs"] = {"width": width, "vocab_size": rows}
+    return fields
 
 
 def _write_gemma4_small(config: ModelConfig) -> Fields:

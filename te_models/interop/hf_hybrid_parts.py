@@ -50,7 +50,7 @@ def _write_hybrid(config: ModelConfig) -> Fields:
 
 def _without_mrope(theirs: Values) -> Values:
     """Return a config.json without the division of RoPE's channels among three positions, one number for text."""
-    found = dict(theirs)
+    keys = dict(theirs)
     for key in ("rope_scaling", "rope_parameters"):
         values = theirs.get(key) or {}
         # Text alone counts the same in all three positions, so the division among them changes nothing.
@@ -59,8 +59,8 @@ def _without_mrope(theirs: Values) -> Values:
             if name.startswith("mrope_"):
                 continue
             plain[name] = "default" if value == "mrope" else value
-        found[key] = plain
-    return found
+        keys[key] = plain
+    return keys
 
 
 def _read_whole_mrope(theirs: Values) -> Fields:
@@ -91,8 +91,8 @@ def _read_latent(theirs: Values) -> Fields:
 
 def _write_latent(config: ModelConfig) -> Fields:
     sizes = {} if config.latent_attention is None else vars(config.latent_attention)
-    found = {name: size for name, size in sizes.items() if name in LATENT_SIZES}
-    return {**found, "rope_interleave": config.rope_interleaved}
+    keys = {name: size for name, size in sizes.items() if name in LATENT_SIZES}
+    return {**keys, "rope_interleave": config.rope_interleaved}
 
 
 LATENT = ConfigKeys((*LATENT_SIZES, "rope_interleave"), _read_latent, _write_latent)

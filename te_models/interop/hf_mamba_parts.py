@@ -37,14 +37,14 @@ def _mamba_types(theirs: Values) -> list[str]:
     """Return the kinds of layers, by default all Mamba 2, under our names."""
     given = theirs.get("layer_types") or theirs.get("layers_block_type")
     types = given or ["linear_attention"] * theirs["num_hidden_layers"]
-    found = [_LEGACY_TYPES.get(kind, kind) for kind in types]
-    for kind in found:
+    kinds = [_LEGACY_TYPES.get(kind, kind) for kind in types]
+    for kind in kinds:
         if kind not in ("linear_attention", "full_attention"):
             raise ConfigError(
                 f"layer_types holds {kind!r}, which is not supported: te-models reads linear_attention (Mamba 2) and "
                 "full_attention"
             )
-    return ["mamba2" if kind == "linear_attention" else kind for kind in found]
+    return ["mamba2" if kind == "linear_attention" else kind for kind in kinds]
 
 
 def read_mamba(theirs: Values, inner: int) -> Fields:
@@ -60,39 +60,39 @@ def read_mamba(theirs: Values, inner: int) -> Fields:
 def write_mamba(sizes: Mamba2Config) -> Fields:
     """Return the keys of those sizes."""
     values = vars(sizes)
-    found = {key: values[ours] for ours, key in _MAMBA.items()}
+    keys = {key: values[ours] for ours, key in _MAMBA.items()}
     if sizes.time_step_min is not None or sizes.time_step_max is not None:
         low = sizes.time_step_min or 0.0
         high = sizes.time_step_max or _INFINITE
-        found["time_step_limit"] = [low, high]
-    return found
+        keys["time_step_limit"] = [low, high]
+    return keys
 
 
 def _read_granite_layers(theirs: Values) -> Fields:
     types = _mamba_types(theirs)
-    found: Fields = {}
+    fields: Fields = {}
     if "mamba2" in types:
         inner = theirs["mamba_expand"] * theirs["hidden_size"]
-        found |= {"layer_types": types, "mamba2": read_mamba(theirs, inner)}
+        fields |= {"layer_types": types, "mamba2": read_mamba(theirs, inner)}
     # Granite 4 has no positions unless the file asks for them, the opposite of all other families.
     if theirs.get("position_embedding_type") != "rope":
-        found["no_rope_layers"] = [0] * len(types)
-    return found
+        fields["no_rope_layers"] = [0] * len(types)
+    return fields
 
 
 def _write_granite_layers(config: ModelConfig) -> Fields:
     types = config.layer_types or ("full_attention",) * config.num_hidden_layers
     theirs = {"mamba2": "linear_attention"}
-    found: Fields = {"layer_types": [theirs.get(kind, kind) for kind in types]}
-    found["position_embedding_type"] = "rope" if config.no_rope_layers is None else None
+    keys: Fields = {"layer_types": [theirs.get(kind, kind) for kind in types]}
+    keys["position_embedding_type"] = "rope" if config.no_rope_layers is None else None
     sizes = config.mamba2
     if sizes is None:
         # transformers' class checks these sizes even where no layer has Mamba 2, and its defaults fit one width only.
-        return {**found, "mamba_n_heads": 1, "mamba_d_head": "auto", "mamba_expand": 1}
+        return {**keys, "mamba_n_heads": 1, "mamba_d_head": "auto", "mamba_expand": 1}
     expand, rest = divmod(sizes.inner_size, config.hidden_size)
     if rest or sizes.activation != config.hidden_act:
         raise ConfigError("this family has Mamba 2 of a multiple of the width, and one activation")
-    return {**found, **write_mamba(sizes), "mamba_expand": expand}
+    return {**keys, **write_mamba(sizes), "mamba_expand": expand}
 
 
 def _read_bamba_layers(theirs: Values) -> Fields:
@@ -101,11 +101,11 @@ def _read_bamba_layers(theirs: Values) -> Fields:
     every = range(theirs["num_hidden_layers"])
     types = ["full_attention" if layer in attention else "mamba2" for layer in every]
     # Bamba's code rotates half of each head whatever the file says.
-    found: Fields = {**read_rope({**theirs, "partial_rotary_factor": 0.5})}
+    fields: Fields = {**read_rope({**theirs, "partial_rotary_factor": 0.5})}
     if "mamba2" in types:
         inner = theirs["mamba_expand"] * theirs["hidden_size"]
-        found |= {"layer_types": types, "mamba2": read_mamba(theirs, inner)}
-    return found
+        fields |= {"layer_types": types, "mamba2": read_mamba(theirs, inner)}
+    return fields
 
 
 def _write_bamba_layers(config: ModelConfig) -> Fields:
@@ -182,7 +182,7 @@ def _write_falcon_layers(config: ModelConfig) -> Fields:
     beside = config.parallel_mixers
     if sizes is None or beside is None or sizes.activation != config.hidden_act:
         raise ConfigError("this family has Mamba 2 beside attention, and one activation")
-    found = {
+    keys = {
         **write_mamba(sizes),
         "mamba_d_ssm": sizes.inner_size,
         "projectors_bias": sizes.has_out_bias,
@@ -194,8 +194,8 @@ def _write_falcon_layers(config: ModelConfig) -> Fields:
     before = beside.input_multipliers or ()
     after = beside.output_multipliers or ()
     for (_, into, out), first, last in zip(_BESIDE, before, after, strict=False):
-        found |= {into: first, out: last}
-    return found
+        keys |= {into: first, out: last}
+    return keys
 
 
 FALCON_LAYERS = ConfigKeys(
@@ -271,13 +271,13 @@ def _read_nemotron_layers(theirs: Values) -> Fields:
             )
     # A layer of theirs is one part, a mixer or an MLP; a layer here has a place for each.
     mixers, mlps = zip(*(_NEMOTRON_KINDS[kind] for kind in types), strict=True)
-    found: Fields = {"layer_types": mixers, "mlp_layer_types": mlps}
+    fields: Fields = {"layer_types": mixers, "mlp_layer_types": mlps}
     if "linear_attention" in types:
         sizes = {ours: theirs[key] for ours, key in _NEMOTRON_MAMBA.items()}
         activation = theirs["mamba_hidden_act"]
         sizes["activation"] = ALIASES.get(activation, activation)
-        found["mamba2"] = {**sizes, "time_step_min": sizes["time_step_min"] or None}
-    return {**found, "no_rope_layers": [0] * len(types)}
+        fields["mamba2"] = {**sizes, "time_step_min": sizes["time_step_min"] or None}
+    return {**fields, "no_rope_layers": [0] * len(types)}
 
 
 def _write_nemotron_layers(config: ModelConfig) -> Fields:

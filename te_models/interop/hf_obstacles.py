@@ -69,10 +69,10 @@ def obstacle(config: Mapping[str, Any], types: Collection[str]) -> str:
         begins = sorted(filter(inside.startswith, types), key=len, reverse=True)
         nearest = begins or difflib.get_close_matches(inside, types, n=1, cutoff=0.5) or ["llama"]
         return f"it is multimodal, with {inside!r} for text; the nearest that te-models reads is {nearest[0]!r}"
-    found = MODELS.get(kind) or next(
+    lacking = MODELS.get(kind) or next(
         ((what, nearest) for what, keys, nearest in KEYS if any(config.get(key) for key in keys)),
         None,
     )
-    if found is None:
+    if lacking is None:
         return ""
-    return f"it has {found[0]}, which te-models does not compute; the nearest that it reads is {found[1]!r}"
+    return f"it has {lacking[0]}, which te-models does not compute; the nearest that it reads is {lacking[1]!r}"

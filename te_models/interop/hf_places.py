@@ -158,19 +158,19 @@ def _experts(
 ) -> dict[str, Rows]:
     """Return the places of experts: the names of one of them, of its projections gate, up and down, and of the rest."""
     expert, gate, up, down = names
-    found = {
+    places = {
         router: Rows("mlp.router"),
         f"{expert}.{gate}": Rows("mlp.gate_up_proj", ("gate",), experts=True),
         f"{expert}.{up}": Rows("mlp.gate_up_proj", ("up",), experts=True),
         f"{expert}.{down}": Rows("mlp.down_proj", experts=True),
     }
     if shared:
-        found |= {
+        places |= {
             f"{shared}.gate_proj": Rows("mlp.shared_gate_up_proj", ("gate",)),
             f"{shared}.up_proj": Rows("mlp.shared_gate_up_proj", ("up",)),
             f"{shared}.down_proj": Rows("mlp.shared_down_proj"),
         }
-    return found
+    return places
 
 
 _ONE_EXPERT = ("mlp.experts.{}", "gate_proj", "up_proj", "down_proj")

@@ -103,12 +103,12 @@ def _read_kimi_layers(theirs: Values) -> Fields:
                 f"layer_types holds {kind!r}, which is not supported: te-models reads linear_attention (Kimi Delta "
                 "Attention) and full_attention"
             )
-    found: Fields = {"layer_types": [ours[kind] for kind in types], "no_rope_layers": [0] * count}
+    fields: Fields = {"layer_types": [ours[kind] for kind in types], "no_rope_layers": [0] * count}
     if "linear_attention" in types:
-        found["kda"] = {**sizes, "gate_rank": sizes["head_dim"]}
+        fields["kda"] = {**sizes, "gate_rank": sizes["head_dim"]}
     else:
-        found["layer_types"] = None
-    return found
+        fields["layer_types"] = None
+    return fields
 
 
 def _write_kimi_layers(config: ModelConfig) -> Fields:
@@ -147,17 +147,17 @@ def _read_ling_layers(theirs: Values) -> Fields:
                 "Attention) and full_attention"
             )
     # Our head_dim counts the channels that RoPE turns, theirs the channels of Kimi Delta Attention's heads.
-    found: Fields = {"head_dim": theirs["qk_rope_head_dim"]}
+    fields: Fields = {"head_dim": theirs["qk_rope_head_dim"]}
     if "linear_attention" in types:
-        found["layer_types"] = [ours[kind] for kind in types]
+        fields["layer_types"] = [ours[kind] for kind in types]
         taps = theirs.get("linear_conv_kernel_dim", theirs["short_conv_kernel_size"])
-        found["kda"] = {
+        fields["kda"] = {
             "num_heads": theirs.get("linear_num_heads", theirs["num_attention_heads"]),
             "head_dim": theirs.get("linear_head_dim", theirs["head_dim"]),
             "conv_kernel_dim": taps,
             "decay_bound": -theirs["kda_lower_bound"] if theirs["kda_safe_gate"] else None,
         }
-    return found
+    return fields
 
 
 def _write_ling_layers(config: ModelConfig) -> Fields:
@@ -208,25 +208,25 @@ def _read_lfm3_layers(theirs: Values) -> Fields:
     attention = ["full_attention" if kind == "conv" else kind for kind in types]
     # That part knows attention alone: a convolution counts as a layer that sees all keys, and gets its own kind back
     # below.
-    found = MELLUM_ROPE.read({**theirs, "layer_types": attention})
+    fields = MELLUM_ROPE.read({**theirs, "layer_types": attention})
     if "conv" in types:
         sizes = {"kernel_dim": theirs["conv_L_cache"], "bias": theirs["conv_bias"]}
-        found |= {"layer_types": types, "short_conv": sizes}
-    return found
+        fields |= {"layer_types": types, "short_conv": sizes}
+    return fields
 
 
 def _write_lfm3_layers(config: ModelConfig) -> Fields:
-    found = MELLUM_ROPE.write(config)
+    keys = MELLUM_ROPE.write(config)
     sizes = config.short_conv or ShortConvConfig()
-    own = config.layer_types or found["layer_types"]
+    own = config.layer_types or keys["layer_types"]
     types = []
-    for kind, attention in zip(own, found["layer_types"], strict=True):
+    for kind, attention in zip(own, keys["layer_types"], strict=True):
         if kind == "conv":
             types.append("conv")
         else:
             types.append(attention)
     return {
-        **found,
+        **keys,
         "layer_types": types,
         "conv_L_cache": sizes.kernel_dim,
         "conv_bias": sizes.bias,

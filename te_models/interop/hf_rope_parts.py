@@ -17,16 +17,17 @@ def read_rope(theirs: Values) -> Fields:
     values = dict(theirs.get("rope_scaling") or theirs.get("rope_parameters") or {})
     if any(isinstance(value, Mapping) for value in values.values()):
         raise ConfigError("rope_parameters by layer type are not supported for this model type")
-    found = {
-        key: values.pop(key, theirs.get(key)) for key in ("rope_theta", "partial_rotary_factor")
-    }
-    # null in a file means what an absent key means, so that the family's default applies to both.
-    found = {key: value for key, value in found.items() if value is not None}
+    rope: Fields = {}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        value = values.pop(key, theirs.get(key))
+        # null in a file means what an absent key means, so that the family's default applies to both.
+        if value is not None:
+            rope[key] = value
     # Where both names are there, transformers goes by the newer one.
     kinds = [values.pop(key) for key in ("type", "rope_type") if key in values]
     kind = kinds[-1] if kinds else "default"
-    if kind == "proportional" and "partial_rotary_factor" in found:  # a part of that scaling
-        values["partial_rotary_factor"] = found.pop("partial_rotary_factor")
+    if kind == "proportional" and "partial_rotary_factor" in rope:  # a part of that scaling
+        values["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     fields = scaling_fields(kind)
     original = theirs.get("original_max_position_embeddings")
     if original is not None and kind in ("llama3", "yarn", "longrope"):
@@ -37,12 +38,12 @@ def read_rope(theirs: Values) -> Fields:
         )
     if kind != "default":
         scaling = {name: value for name, value in values.items() if name in fields}
-        found["rope_scaling"] = {"rope_type": kind, **scaling}
+        rope["rope_scaling"] = {"rope_type": kind, **scaling}
     elif meant := [name for name in values if name in SCALING_FIELDS]:
         raise ConfigError(
             f"rope_scaling with {', '.join(meant)} needs a rope_type other than default, such as linear"
         )
-    return found
+    return rope
 
 
 # partial_rotary_factor is left out: it is a field of one scaling ("proportional"), and of RoPE without any in most
@@ -76,7 +77,7 @@ def scaling_fields(kind: str) -> set[str]:
 
 def unread_rope_fields(theirs: Values) -> list[str]:
     """Return the fields of RoPE in a config.json that transformers does not read, such as "rope_scaling.finetuned"."""
-    found = []
+    unread_fields = []
     for key in ("rope_scaling", "rope_parameters"):
         given = theirs.get(key)
         if not isinstance(given, Mapping):
@@ -93,8 +94,8 @@ def unread_rope_fields(theirs: Values) -> list[str]:
             for own in values:
                 if own not in known and not own.startswith("mrope_"):
                     unread.append(own)
-            found += [f"{place}.{own}" for own in unread]
-    return found
+            unread_fields += [f"{place}.{own}" for own in unread]
+    return unread_fields
 
 
 def read_whole_rope(theirs: Values) -> Fields:
@@ -102,23 +103,23 @@ def read_whole_rope(theirs: Values) -> Fields:
 
     There it ignores `partial_rotary_factor` under the default RoPE, and fails on it under any other.
     """
-    found = read_rope(theirs)
-    share = found.pop("partial_rotary_factor", 1.0)
-    if share != 1.0 and "rope_scaling" in found:
-        kind = found["rope_scaling"]["rope_type"]
+    fields = read_rope(theirs)
+    share = fields.pop("partial_rotary_factor", 1.0)
+    if share != 1.0 and "rope_scaling" in fields:
+        kind = fields["rope_scaling"]["rope_type"]
         raise ConfigError(
             f"partial_rotary_factor={share} with RoPE of type {kind!r} is not supported for this model type"
         )
-    return found
+    return fields
 
 
 def _read_rope_of_whole_heads(theirs: Values) -> Fields:
     """Read the RoPE of families in which transformers rotates a share of each head, and te-models whole ones."""
-    found = read_rope(theirs)
-    share = found.pop("partial_rotary_factor", 1.0)
+    fields = read_rope(theirs)
+    share = fields.pop("partial_rotary_factor", 1.0)
     if share != 1.0:
         raise ConfigError(f"partial_rotary_factor={share} is not supported for this model type")
-    return found
+    return fields
 
 
 def write_rope(config: ModelConfig) -> Fields:
@@ -190,8 +191,8 @@ def _read_query_scale(theirs: Values) -> Fields:
     # scale of queries.
     if values.get("rope_type", values.get("type")) in ("default", "linear", "dynamic"):
         values.pop("original_max_position_embeddings", None)
-    found = read_whole_rope({**theirs, "rope_scaling": None, "rope_parameters": values})
-    return {**found, "query_scale_beta": beta, "query_scale_length": length} if beta else found
+    fields = read_whole_rope({**theirs, "rope_scaling": None, "rope_parameters": values})
+    return {**fields, "query_scale_beta": beta, "query_scale_length": length} if beta else fields
 
 
 def _write_query_scale(config: ModelConfig) -> Fields:
@@ -222,12 +223,12 @@ def _read_mistral4_rope(theirs: Values) -> Fields:
 
 def _write_mistral4_rope(config: ModelConfig) -> Fields:
     """Return the RoPE with the share of each head that is rotated, of which transformers takes the frequencies."""
-    found = _write_query_scale(config)
+    keys = _write_query_scale(config)
     sizes = config.latent_attention
     if sizes is None:
         raise ConfigError("a family with latent attention writes no model without it")
     share = sizes.qk_rope_head_dim / sizes.qk_head_dim
-    return {"rope_parameters": {**found["rope_parameters"], "partial_rotary_factor": share}}
+    return {"rope_parameters": {**keys["rope_parameters"], "partial_rotary_factor": share}}
 
 
 def _read_hunyuan_rope(theirs: Values) -> Fields:
@@ -271,11 +272,11 @@ def _read_su_rope(theirs: Values) -> Fields:
 
 
 def _write_su_rope(config: ModelConfig) -> Fields:
-    found = _write_partial_rope(config)
+    keys = _write_partial_rope(config)
     original = (config.rope_scaling or {}).get(
         "original_max_position_embeddings", config.max_position_embeddings
     )
-    return {**found, "original_max_position_embeddings": original}
+    return {**keys, "original_max_position_embeddings": original}
 
 
 # The default of transformers where a config.json has no RoPE.

@@ -16,19 +16,19 @@ def modern_step(theirs: Values) -> Fields:
 
     Those have lists with an entry per layer, also for the layers that predict later tokens.
     """
-    found = dict(theirs)
+    keys = dict(theirs)
     count = theirs["num_hidden_layers"]
     for key in ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"):
         if isinstance(theirs.get(key), list):
-            found[key] = theirs[key][:count]
-    types = found.get("layer_types") or ["full_attention"] * count
-    found["layer_types"] = types
+            keys[key] = theirs[key][:count]
+    types = keys.get("layer_types") or ["full_attention"] * count
+    keys["layer_types"] = types
     other = theirs.get("attention_other_setting")
     if isinstance(other, Mapping) and theirs.get("num_sliding_attention_heads") is None:
-        found["num_sliding_attention_heads"] = other.get(
+        keys["num_sliding_attention_heads"] = other.get(
             "num_attention_heads", theirs["num_attention_heads"]
         )
-    if found.get("mlp_layer_types") is None:
+    if keys.get("mlp_layer_types") is None:
         named = theirs.get("moe_layers_enum")
         # The default of the first files' own code.
         numbers = range(3, count)
@@ -41,13 +41,13 @@ def modern_step(theirs: Values) -> Fields:
                 kinds.append("sparse")
             else:
                 kinds.append("dense")
-        found["mlp_layer_types"] = kinds
+        keys["mlp_layer_types"] = kinds
     given = theirs.get("rope_parameters") or {}
     if not all(isinstance(given.get(kind), Mapping) for kind in set(types)):
-        found["rope_parameters"] = _step_ropes(theirs, types)
+        keys["rope_parameters"] = _step_ropes(theirs, types)
     for key in ("rope_theta", "rope_scaling", "partial_rotary_factors"):
-        found.pop(key, None)
-    return found
+        keys.pop(key, None)
+    return keys
 
 
 def _step_ropes(theirs: Values, types: list[str]) -> Fields:
@@ -82,7 +82,7 @@ def _read_step_layers(theirs: Values) -> Fields:
     modern = modern_step(theirs)
     shared = theirs.get("num_attention_groups", theirs["num_key_value_heads"])
     theirs = {**theirs, "num_key_value_heads": shared}
-    found = _STEP_ROPE.read({"rope_theta": 10000.0, "rope_local_base_freq": 10000.0, **modern})
+    fields = _STEP_ROPE.read({"rope_theta": 10000.0, "rope_local_base_freq": 10000.0, **modern})
     names = ("num_attention_heads", "num_key_value_heads", "head_dim")
     sizes = {name: theirs[name] for name in names}
     heads = modern.get("num_sliding_attention_heads") or sizes["num_attention_heads"]
@@ -95,25 +95,25 @@ def _read_step_layers(theirs: Values) -> Fields:
                 "per_layer_config with other changes than heads under windows is not supported"
             )
     if "sliding_attention" in modern["layer_types"] and heads != sizes["num_attention_heads"]:
-        found["sliding_heads"] = {**sizes, "num_attention_heads": heads}
-    found["num_key_value_heads"] = shared
+        fields["sliding_heads"] = {**sizes, "num_attention_heads": heads}
+    fields["num_key_value_heads"] = shared
     for ours, key in (("expert_limits", "swiglu_limits"), ("mlp_limits", "swiglu_limits_shared")):
         limits = [limit or 0.0 for limit in modern.get(key) or ()]
         if any(limits):
-            found[ours] = limits
-    return found
+            fields[ours] = limits
+    return fields
 
 
 def _write_step_layers(config: ModelConfig) -> Fields:
-    found = _STEP_ROPE.write(config)
+    keys = _STEP_ROPE.write(config)
     heads = (config.sliding_heads or config).num_attention_heads
     own = {"num_attention_heads": heads}
     sliding = []
-    for layer, kind in enumerate(found["layer_types"]):
+    for layer, kind in enumerate(keys["layer_types"]):
         if kind == "sliding_attention":
             sliding.append(layer)
     return {
-        **found,
+        **keys,
         "num_sliding_attention_heads": heads,
         "per_layer_config": {str(layer): own for layer in sliding},
         "swiglu_limits": list(config.expert_limits or ()) or None,

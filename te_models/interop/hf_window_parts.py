@@ -128,11 +128,11 @@ def window_with_rope(full: SeesAll, *keys: str, unless_none: bool = False) -> Co
         return {**_window(types, window), **({} if all(rope) else {"no_rope_layers": rope})}
 
     def write(config: ModelConfig) -> Fields:
-        found = _write_window(config)
+        written = _write_window(config)
         # EXAONE 4 tells a model with RoPE everywhere from one without it in some layers by a window of null.
         if unless_none and config.sliding_window is None and config.no_rope_layers is None:
-            found |= {"sliding_window": None}
-        return {**dict.fromkeys(keys), **found}
+            written |= {"sliding_window": None}
+        return {**dict.fromkeys(keys), **written}
 
     return ConfigKeys(("sliding_window", "layer_types", *keys), read, write)
 
@@ -165,10 +165,10 @@ def rope_by_type(
             other |= given
         for values in (other, local):
             values.pop("truncate", None)
-        found = one({"rope_parameters": other})
+        rope = one({"rope_parameters": other})
         sliding = one({"rope_parameters": local})
-        ours = {**_window(types, theirs.get("sliding_window")), **found}
-        if "sliding_attention" in types and sliding != found:
+        ours = {**_window(types, theirs.get("sliding_window")), **rope}
+        if "sliding_attention" in types and sliding != rope:
             scaling = sliding.pop("rope_scaling", {})
             ours["sliding_rope"] = {**sliding, **scaling}
         return ours
@@ -192,12 +192,12 @@ def rope_by_type(
 def _read_layer_thetas(theirs: Values) -> Fields:
     """Read `layer_rope_theta`, the base of each layer, 0 without RoPE; layers of one kind must share theirs."""
     types = kinds_of_layers(theirs, full_every(4))
-    found = read_whole_rope(theirs)
-    base = found.setdefault("rope_theta", 10000.0)
+    fields = read_whole_rope(theirs)
+    base = fields.setdefault("rope_theta", 10000.0)
     thetas = theirs.get("layer_rope_theta") or [base] * len(types)
     if len(thetas) != len(types):
         raise ConfigError(f"layer_rope_theta has {len(thetas)} entries for {len(types)} layers")
-    ours = {**_window(types, theirs.get("sliding_window")), **found}
+    ours = {**_window(types, theirs.get("sliding_window")), **fields}
     if not all(thetas):
         ours["no_rope_layers"] = [int(theta != 0) for theta in thetas]
     own: dict[str, float] = {}
@@ -212,7 +212,7 @@ def _read_layer_thetas(theirs: Values) -> Fields:
     if own.get("sliding_attention", ours["rope_theta"]) != ours["rope_theta"]:
         ours["sliding_rope"] = {
             "rope_theta": own["sliding_attention"],
-            **found.get("rope_scaling", {}),
+            **fields.get("rope_scaling", {}),
         }
     return ours
 
@@ -239,8 +239,8 @@ def _read_muse_layers(theirs: Values) -> Fields:
         rotated = [not _muse_full(theirs, layer) for layer in range(len(types))]
     else:
         rotated = [bool(theta) for theta in thetas]
-    found = {**_window(types, theirs.get("sliding_window")), **read_whole_rope(theirs)}
-    return found if all(rotated) else {**found, "no_rope_layers": [int(one) for one in rotated]}
+    fields = {**_window(types, theirs.get("sliding_window")), **read_whole_rope(theirs)}
+    return fields if all(rotated) else {**fields, "no_rope_layers": [int(one) for one in rotated]}
 
 
 def _rope_layers(theirs: Values) -> list[int]:
@@ -278,12 +278,12 @@ def _read_llama4_layers(theirs: Values) -> Fields:
             raise ConfigError(
                 f"layer_types holds {kind!r}, which is not supported for this model type"
             )
-    found: Fields = {} if all(rope) else {"no_rope_layers": [int(bool(flag)) for flag in rope]}
+    fields: Fields = {} if all(rope) else {"no_rope_layers": [int(bool(flag)) for flag in rope]}
     if "chunked_attention" in types:
         if chunk is None:
             raise ConfigError("layer_types has chunked_attention, and attention_chunk_size is null")
-        found |= {"layer_types": types, "attention_chunk_size": chunk}
-    return found
+        fields |= {"layer_types": types, "attention_chunk_size": chunk}
+    return fields
 
 
 def _write_llama4_layers(config: ModelConfig) -> Fields:

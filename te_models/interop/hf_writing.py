@@ -171,21 +171,21 @@ def _family_and_others(
         family = family_for(model.config)
         return family, {}, family
     preferred = family_of(origin.config)
-    found: Mapping[str, Tensor] | None = {}
+    beside: Mapping[str, Tensor] | None = {}
     stored = preferred
     if whole:
-        found, stored = _tensors_beside(origin, preferred)
+        beside, stored = _tensors_beside(origin, preferred)
     # A text model without the rest of its release is written as the family of texts, which transformers loads alone.
-    alone = bool(preferred.aside) and not found
+    alone = bool(preferred.aside) and not beside
     others = preferred.prefixes_aside(origin.config)
-    if whole and (alone or (found is None and others)):
+    if whole and (alone or (beside is None and others)):
         warnings.warn(
             f"{folder} gets the text model alone, without the {list_some(f'{name}*' for name in others)} that a "
             "release has: name its folder (beside=, --beside) to have them copied from there",
             stacklevel=6,
         )
     family = family_for(model.config, None if alone else preferred)
-    return family, found or {}, stored if family is preferred else family
+    return family, beside or {}, stored if family is preferred else family
 
 
 def _generation(model: Decoder, origin: Origin) -> Document:
@@ -210,19 +210,19 @@ def _tensors_beside(origin: Origin, family: Family) -> tuple[dict[str, Tensor] |
         UsageError: `beside` was given and has none.
     """
     folder = origin.beside or origin.folder
-    found = None
+    beside = None
     documents = None if folder is None else hugging_face_documents(folder)
     if folder is not None and documents is not None:
         with open_hugging_face(folder, documents) as opened:
-            found = _tensors_aside(opened)
+            beside = _tensors_aside(opened)
             # What is written follows this folder, so that its other files still fit.
             order = opened.family.stacked or family.stacked
             family = dataclasses.replace(family, stacked=order, layer=opened.family.layer)
-    if origin.beside is not None and not found:
+    if origin.beside is not None and not beside:
         raise UsageError(
             f"{origin.beside} has no tensors that belong beside this model: leave out beside"
         )
-    return found, family
+    return beside, family
 
 
 def _tensors_aside(opened: HuggingFaceFolder) -> dict[str, Tensor]:

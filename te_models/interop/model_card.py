@@ -139,9 +139,9 @@ def _table(rows: Document) -> str:
 
 def base_on_hub(origin: Origin) -> str | None:
     """Return the name on the hub of the model that another one was made of; None if it is not known."""
-    found = _HUB_CACHE.search(str(origin.folder)) if origin.folder is not None else None
-    if found:
-        return f"{found[1]}/{found[2]}"
+    match = _HUB_CACHE.search(str(origin.folder)) if origin.folder is not None else None
+    if match:
+        return f"{match[1]}/{match[2]}"
     base = (origin.trained or {}).get("base_model")
     return base if isinstance(base, str) else None
 

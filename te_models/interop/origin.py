@@ -66,12 +66,12 @@ class Origin:
 
     def documents(self) -> dict[str, Document]:
         """Return the documents to save with the model so that it can be written back unchanged."""
-        found = {
+        documents = {
             "hf_config": self.config,
             "generation_config": self.generation,
             TRAINED: self.trained,
         }
-        return {name: document for name, document in found.items() if document is not None}
+        return {name: document for name, document in documents.items() if document is not None}
 
     def with_token_ids(self, ids: Mapping[str, object]) -> Origin:
         """Return the origin of a model with other token ids, such as eos_token_id, than the folder has."""

@@ -148,8 +148,8 @@ def _refuse_unknown(values: Document, known: Iterable[str]) -> None:
 def _require(values: Document, name: str, *allowed: object) -> Value:
     """Return values[name]; raise a ValueError unless it is one of `allowed`."""
     value = values.get(name)
-    found = any(type(value) is type(choice) and value == choice for choice in allowed)
-    require(found, f"{name}={_shown(value)}, and te-models reads {' or '.join(map(repr, allowed))}")
+    known = any(type(value) is type(choice) and value == choice for choice in allowed)
+    require(known, f"{name}={_shown(value)}, and te-models reads {' or '.join(map(repr, allowed))}")
     return value
 
 

@@ -38,11 +38,11 @@ def experts_of(
     Raises:
         CheckpointError: MXFP4 with other dtypes or shapes than above.
     """
-    found = STACK.fullmatch(name)
-    if found is None or tensor.dim() != DIMENSIONS[found[3]]:
+    match = STACK.fullmatch(name)
+    if match is None or tensor.dim() != DIMENSIONS[match[3]]:
         yield name, tensor
         return
-    prefix, projection, kind = found.groups()
+    prefix, projection, kind = match.groups()
     if kind == "_blocks":
         parts = _dequantized(name, tensor, scales(f"{prefix}{projection}_scales"))
     else:
@@ -55,17 +55,17 @@ def experts_of(
 
 def first_expert(name: str) -> str:
     """Return the name of the first expert's tensor in a stored stack; "" for scales and other tensors."""
-    found = STACK.fullmatch(name)
-    if found is None or found[3] == "_scales":
+    match = STACK.fullmatch(name)
+    if match is None or match[3] == "_scales":
         return ""
-    return f"{found[1]}0.{found[2]}.{'bias' if found[3] == '_bias' else 'weight'}"
+    return f"{match[1]}0.{match[2]}.{'bias' if match[3] == '_bias' else 'weight'}"
 
 
 def weights_in(name: str, experts: int) -> list[str]:
     """Return the names of the experts' weights in a stored stack."""
-    found = STACK.fullmatch(name)
-    assert found is not None
-    prefix, projection, _ = found.groups()
+    match = STACK.fullmatch(name)
+    assert match is not None
+    prefix, projection, _ = match.groups()
     return [f"{prefix}{expert}.{projection}.weight" for expert in range(experts)]
 
 
@@ -115,16 +115,16 @@ def stacked(tensors: Mapping[str, Tensor], order: str = INPUTS_FIRST) -> dict[st
     """
     members: dict[str, list[Tensor]] = {}
     for name, tensor in tensors.items():
-        found = ALONE.fullmatch(name)
-        if ".experts." in name and (found is None or tensor.dtype.itemsize < 2):
+        match = ALONE.fullmatch(name)
+        if ".experts." in name and (match is None or tensor.dtype.itemsize < 2):
             raise UsageError(
                 f"{name} would be quantized, and the experts of this architecture are stacked in BF16: choose the "
                 "format bf16, or keep them in BF16 (precision *.mlp.gate_up_proj=bf16 and *.mlp.down_proj=bf16)"
             )
-        if found is None:
+        if match is None:
             members[name] = [tensor]
         else:
-            prefix, _, projection, kind = found.groups()
+            prefix, _, projection, kind = match.groups()
             stack = f"{prefix}{projection}" if kind == "weight" else f"{prefix}{projection}_bias"
             # INPUTS_FIRST stacks [inputs, outputs], as in a product x @ weight; te-models has [outputs, inputs].
             turned = kind == "weight" and order == INPUTS_FIRST

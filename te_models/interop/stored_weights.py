@@ -60,14 +60,14 @@ def collapse(by_row: Tensor, used: Tensor, rows: int) -> Tensor | None:
         rows: rows per block.
     """
     parts = zip(by_row.split(rows or len(by_row)), used.split(rows or len(by_row)), strict=True)
-    found = []
+    scales = []
     for part, real in parts:
         # A block of padding alone holds zeros, for which any scale is right.
         part = part[real] if bool(real.any()) else part.new_ones(1, part.shape[1])
         if not bool((part == part[0]).all()):
             return None
-        found.append(part[0])
-    return torch.stack(found)
+        scales.append(part[0])
+    return torch.stack(scales)
 
 
 @torch.no_grad()

@@ -140,23 +140,23 @@ def _checked(state: Loaded) -> Fields:
     parts = [state[mode] for mode in ("forward", "backward") if mode in state] or (
         [state] if state else []
     )
-    found: Fields = {}
+    fields: Fields = {}
     for part in parts:
         # Transformer Engine 1.x had no recipe in it, and only delayed scaling had a state.
         recipe = _expect(_Inert, part.get("recipe", _Inert("DelayedScaling", ())))
-        found["recipe"] = {"recipe_type": recipe.kind, **_fields(recipe.fields)}
-        found.setdefault("extra_fp8_variables", {}).update(
+        fields["recipe"] = {"recipe_type": recipe.kind, **_fields(recipe.fields)}
+        fields.setdefault("extra_fp8_variables", {}).update(
             _fields(part.get("extra_fp8_variables", {}))
         )
-        found |= {name: _materialize(name, part[name]) for name in TENSOR_DIMS if name in part}
+        fields |= {name: _materialize(name, part[name]) for name in TENSOR_DIMS if name in part}
     for direction in ("fwd", "bwd"):
         names = (f"scale_{direction}", f"amax_history_{direction}")
         # Scale and history of one direction belong to the same GEMMs: both are there, of one width, or neither.
-        widths = [found[name].shape[-1] for name in names if name in found]
+        widths = [fields[name].shape[-1] for name in names if name in fields]
         require(
             len(widths) != 1 and len(set(widths)) <= 1, f"{' and '.join(names)} do not go together"
         )
-    return found
+    return fields
 
 
 def _fields(values: Mapping[str, object]) -> dict[str, object]:

@@ -67,12 +67,12 @@ def tensor_places(
     family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]
 ) -> dict[str, Place]:
     """Return their tensor's name -> its place in ours, in their order; `shapes` are our parameters'."""
-    found = _Found(shapes)
-    _find_ends(found, family, config)
+    places = _Found(shapes)
+    _find_ends(places, family, config)
     modules = _modules_of_layers(shapes)
     for depth, layer in enumerate(config.layers):
-        _find_layer(found, family, depth, layer, modules[f"layers.{depth}"])
-    return found.places
+        _find_layer(places, family, depth, layer, modules[f"layers.{depth}"])
+    return places.places
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def expert_places(
     for place in places.values():
         if place.shape == tuple(shapes[place.name]):
             entire[place.name] = place
-    found = {}
+    by_name = {}
     for name, linear in config.linears.items():
         if linear.experts:
             parent, _, leaf = name.rpartition(".")
@@ -231,5 +231,5 @@ def expert_places(
             theirs = f"{root}{parent.removesuffix('mlp')}{experts}.{leaf}"
             first = f"{name}.weight0"
             place = entire.get(first) or Place.whole(first, shapes[first])
-            found[theirs] = dataclasses.replace(place, name=f"{name}.weight")
-    return found
+            by_name[theirs] = dataclasses.replace(place, name=f"{name}.weight")
+    return by_name

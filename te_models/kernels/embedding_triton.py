@@ -23,15 +23,15 @@ def _sum_kernel(dy, order, ids, dw, rows, columns, ROWS: tl.constexpr, COLUMNS: 
     if (first == 0) | (tl.load(ids + tl.maximum(first - 1, 0)) != token):
         j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         total = tl.zeros((COLUMNS,), tl.float32)
-        found = ROWS
-        while found == ROWS:
+        count = ROWS
+        while count == ROWS:
             i = first + tl.arange(0, ROWS)
             mine = tl.load(ids + i, i < rows, -1) == token
             source = tl.load(order + i, mine, 0)[:, None] * columns + j[None, :]
             total += tl.sum(
                 tl.load(dy + source, mine[:, None] & (j < columns)[None, :], 0.0).to(tl.float32), 0
             )
-            found = tl.sum(mine.to(tl.int32), 0)
+            count = tl.sum(mine.to(tl.int32), 0)
             first += ROWS
         tl.store(dw + token * columns + j, total.to(dw.dtype.element_ty), mask=j < columns)
 

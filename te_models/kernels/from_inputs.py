@@ -29,11 +29,11 @@ class _FromInputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
-        found = iter(ctx.backward(ctx.saved_tensors, needed, grads))
+        computed = iter(ctx.backward(ctx.saved_tensors, needed, grads))
         # Autograd wants a gradient, or None, for each argument of `forward`, in its order.
         gradients = []
         for need in needed:
-            gradients.append(next(found) if need else None)
+            gradients.append(next(computed) if need else None)
         return None, None, *gradients
 
 

@@ -146,9 +146,9 @@ class Locations(NamedTuple):
 
     def now(self, tensors: Sequence[Tensor]) -> Locations:
         """Return where the same tensors are in a backward pass."""
-        found = self.of(tensors, self)
-        assert found is not None  # memory that PyTorch allocates begins at multiples of 16 bytes
-        return found
+        current = self.of(tensors, self)
+        assert current is not None  # memory that PyTorch allocates begins at multiples of 16 bytes
+        return current
 
     def again(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the places of the same tensors in a backward pass."""

@@ -60,13 +60,13 @@ class _Opaque(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = []
+        gradients = []
         for size, need in zip(ctx.sizes, ctx.needs_input_grad[2:], strict=True):
             made = None
             if need and size is not None:
                 made = torch.empty(size[0], dtype=size[1], device="meta")
-            found.append(made)
-        return None, None, *found
+            gradients.append(made)
+        return None, None, *gradients
 
 
 def opaque(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,12 +29,12 @@ def _choose_kernel(
         free = free & (e[None, :] != first[:, None])
     chosen = (e < count)[None, :] & (free == 0)
     place = k - tl.cumsum(chosen.to(tl.int32), 1)  # in descending order
-    found = e[None, :] + tl.zeros([TOKENS, EXPERTS], tl.int64)
+    experts = e[None, :] + tl.zeros([TOKENS, EXPERTS], tl.int64)
     if real is not None:
         # Padding gets no expert: the number behind the last.
         there = tl.load(real + t, t < tokens, 0) != 0
-        found = tl.where(there[:, None], found, count)
-    tl.store(out + t[:, None] * k + place, found, chosen & (t < tokens)[:, None])
+        experts = tl.where(there[:, None], experts, count)
+    tl.store(out + t[:, None] * k + place, experts, chosen & (t < tokens)[:, None])
 
 
 @triton.jit

@@ -102,9 +102,9 @@ class _KernelsWithoutData(torch.autograd.Function):
         shape = (x.shape[0], chunks, *x.shape[2:], b.shape[3])
         # Alive together with the gradients, which decides the peak.
         states = [x.new_empty(shape, dtype=torch.float32) for _ in "12"]
-        found = tuple(torch.empty_like(value) for value in inputs)
+        gradients = tuple(torch.empty_like(value) for value in inputs)
         del states
-        return found
+        return gradients
 
 
 @from_inputs

@@ -96,15 +96,15 @@ def _calibrate_inference(
 
 def _delayed(model: Decoder) -> dict[nn.Module, ModuleScaling]:
     """Return how the te.Linear modules under delayed scaling are scaled."""
-    found: dict[nn.Module, ModuleScaling] = {}
+    scalings: dict[nn.Module, ModuleScaling] = {}
     for name, module in model.named_modules():
         recipe = model.precision.recipe_of(name) if isinstance(module, model.te.LINEARS) else None
         if recipe is not None and SCHEMES[recipe.scheme].stateful:
             built = cast(DelayedRecipe, model.precision.te_recipe_of(name))
-            found[module] = ModuleScaling(
+            scalings[module] = ModuleScaling(
                 recipe, built, model.ep.amax_group(name, model.amax_group)
             )
-    return found
+    return scalings
 
 
 @contextlib.contextmanager

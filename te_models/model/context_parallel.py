@@ -269,8 +269,8 @@ def _rows_of_heads(x: Tensor, share: TokenShare) -> Tensor:
 
 def _tokens_of_heads(x: Tensor, share: TokenShare) -> Tensor:
     """Return x [B, row, ...] as [B, S, ranks, ...]; see TokenShare.tokens_of_heads."""
-    found = all_to_all(share.by_rank(x.movedim(1, 0)), share.group)  # [ranks * S, B, ...]
-    return found.unflatten(0, (share.size, -1)).movedim(2, 0).movedim(1, 2).contiguous()
+    exchanged = all_to_all(share.by_rank(x.movedim(1, 0)), share.group)  # [ranks * S, B, ...]
+    return exchanged.unflatten(0, (share.size, -1)).movedim(2, 0).movedim(1, 2).contiguous()
 
 
 @dataclass(frozen=True)

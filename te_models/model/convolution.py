@@ -37,10 +37,10 @@ def without_padding(mix: Callable[..., Tensor], context: ForwardContext, *inputs
     `mix` takes `inputs`, each [B, S, ...], and the number of tokens of each row [B], or None where all are tokens. It
     returns [B, S, ...].
     """
-    found = context.tokens_first()
-    if found is None:
+    moved = context.tokens_first()
+    if moved is None:
         return mix(*inputs, None)
-    order, counts = found
+    order, counts = moved
     out = mix(*(x.gather(1, _like(order, x)) for x in inputs), counts)
     real = torch.arange(out.shape[1], device=out.device) < counts[:, None]  # [B, S]
     # Not only scattered: a convolution's bias makes padding nonzero, and linears behind it expect zeros.

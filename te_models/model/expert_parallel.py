@@ -144,11 +144,11 @@ class ExpertParallel(MeshRanks):
         if self.size == 1 or owner is None or not tensor.dim():
             return tensor
         if owner == self.rank:
-            found = tensor.to(device).contiguous()
+            copy = tensor.to(device).contiguous()
         else:
-            found = tensor.new_empty(tensor.shape, device=device)
-        dist.broadcast(found, group=self.group, group_src=owner)
-        return found
+            copy = tensor.new_empty(tensor.shape, device=device)
+        dist.broadcast(copy, group=self.group, group_src=owner)
+        return copy
 
     def gather(self, state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """Return the state of the whole model, on every rank, from this rank's; a collective."""

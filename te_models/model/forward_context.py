@@ -357,12 +357,12 @@ def _slots(cache: Cache | None, positions: Tensor, documents: Tensor | None, seq
 
 def _attentions(layers: Iterable[LayerSpec]) -> list[SoftmaxAttentionSpec]:
     """Return the different kinds of attention with a softmax; other mixers need neither masks nor angles."""
-    found = []
+    kinds = []
     for layer in layers:
         for mixer in layer.mixers:
             if isinstance(mixer, SoftmaxAttentionSpec):
-                found.append(mixer)
-    return distinct(found)
+                kinds.append(mixer)
+    return distinct(kinds)
 
 
 def _masks(

@@ -176,7 +176,7 @@ class _Block:
 
     def move(self, kept: list[_Kept], stay: set[int]) -> None:
         """Start to copy the saved tensors to the host, except small storages and those at the addresses `stay`."""
-        found: dict[int, _Storage] = {}
+        storages: dict[int, _Storage] = {}
         size = 0
         for saved in kept:
             tensor = saved.tensor
@@ -192,19 +192,19 @@ class _Block:
             # By storage, not by tensor: views such as q, k and v of one projection move together, once.
             if nbytes <= SMALL or address in stay:
                 continue
-            if address not in found:
+            if address not in storages:
                 content = torch.empty(0, dtype=torch.uint8, device=self.device)
                 content = content.set_(storage)
-                found[address] = _Storage(self, size, content)
+                storages[address] = _Storage(self, size, content)
                 size += -(-nbytes // ALIGNMENT) * ALIGNMENT
-            saved.leave(found[address])
+            saved.leave(storages[address])
         self.pages = self.memory.lend(size)
-        self.storages = [weakref.ref(storage) for storage in found.values()]
+        self.storages = [weakref.ref(storage) for storage in storages.values()]
         with self.memory.copying():
-            for storage in found.values():
+            for storage in storages.values():
                 for place, content in storage.pieces():
                     place.copy_(content, non_blocking=True)
-        self.event = self.memory.mark() if found else None
+        self.event = self.memory.mark() if storages else None
 
     def release(self) -> None:
         """Free the device memory, after the copies to the host."""

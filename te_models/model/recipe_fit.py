@@ -156,8 +156,8 @@ def _too_narrow(config: ModelConfig) -> str:
 
 def quantizes(config: ModelConfig, recipe: Recipe) -> bool:
     """Return whether any te.Linear of a model runs below BF16 under a recipe."""
-    found = precisions(recipe, config.layers)
-    return any(precision.recipe is not None for precision in found.values())
+    layers = precisions(recipe, config.layers)
+    return any(precision.recipe is not None for precision in layers.values())
 
 
 def check_layers(config: ModelConfig, recipe: Recipe) -> None:
@@ -182,14 +182,16 @@ def check_sizes(
 
     `layers` are one rank's share; `each` follows a size in messages, to say that it is per rank.
     """
-    found = precisions(recipe, layers)
+    by_layer = precisions(recipe, layers)
     for depth, layer in enumerate(layers):
         for part in layer.parts:
             for linear in part.linears:
                 _check_features(
-                    part.features, found[f"layers.{depth}.{part.name}.{linear.name}"].recipe, each
+                    part.features,
+                    by_layer[f"layers.{depth}.{part.name}.{linear.name}"].recipe,
+                    each,
                 )
-    _check_features({"vocab_size": vocab_size}, found[HEAD].recipe, each)
+    _check_features({"vocab_size": vocab_size}, by_layer[HEAD].recipe, each)
 
 
 def _check_features(features: Mapping[str, int], recipe: Recipe | None, each: str) -> None:

@@ -254,8 +254,8 @@ def _own_sections(name: str, config: ModelConfig, tp: TensorParallel) -> tuple[S
     """Return the sections of one rank's share of the parameter `name`, which is divided by rows."""
     layer, inside = name[name.find("layers.") :].removeprefix("layers.").split(".", 1)
     local = config.layers[int(layer)].local(tp.size)
-    found = local.divided_vectors.get(inside) or local.linears[inside.rpartition(".")[0]]
-    return found.sections
+    sections = local.divided_vectors.get(inside) or local.linears[inside.rpartition(".")[0]]
+    return sections.sections
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
@@ -285,13 +285,13 @@ def gather_state(
     """
     if tp.size == 1:
         return dict(state)
-    found = {}
+    gathered = {}
     for name, tensor in state.items():
         if divided_linear(name, config) is not None:
             parts = all_gather(whole(tensor.detach())[None], tp.group)
             tensor = unshard(name, list(parts.unbind()), config, tp)
-        found[name] = tensor
-    return found
+        gathered[name] = tensor
+    return gathered
 
 
 class Mapped(torch.autograd.Function):

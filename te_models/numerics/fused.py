@@ -52,10 +52,10 @@ def kernels() -> dict[str, Any]:
     """Return the kernels by name; none without Triton."""
     if importlib.util.find_spec("triton") is None:
         return {}
-    found = {}
+    kernels_by_name = {}
     for name in _MODULES:
-        found |= vars(importlib.import_module(f"te_models.numerics.{name}"))
-    return found
+        kernels_by_name |= vars(importlib.import_module(f"te_models.numerics.{name}"))
+    return kernels_by_name
 
 
 def active(tensor: Tensor) -> bool:

@@ -470,7 +470,7 @@ def _written(
     for argument, value, plain in zip(arguments, args, plain_args, strict=False):
         given[argument.name] = (value, plain)
     given |= {name: (value, plain_kwargs[name]) for name, value in kwargs.items()}
-    found = []
+    written = []
     for argument in arguments:
         if (
             argument.name in given
@@ -484,8 +484,8 @@ def _written(
                 items = [(original, plain)]
             for quantized, high_precision in items:
                 if isinstance(quantized, QuantizedTensor):
-                    found.append((quantized, high_precision))
-    return found
+                    written.append((quantized, high_precision))
+    return written
 
 
 class Float8Tensor(QuantizedTensor, Float8TensorStorage):

@@ -117,15 +117,15 @@ class MasterWeights:
 
     def _find_copied(self) -> list[bool]:
         """Return which masters have bits that their parameters lack, so that both are saved."""
-        found = []
+        differing = []
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if self.owners is None:
                 copied = master is not parameter
             else:
                 # An owner's master is always a tensor of its own.
                 copied = is_quantized(parameter) or master.dtype != parameter.dtype
-            found.append(copied)
-        return found
+            differing.append(copied)
+        return differing
 
     @property
     def param_groups(self) -> list[Group]:
@@ -230,10 +230,10 @@ class MasterWeights:
     def _hand_over(self, chunk: list[tuple[nn.Parameter, Tensor]], used: Iterable[Tensor]) -> None:
         """Give the masters, or their rows, the gradients `used` of their parameters in the masters' dtype, clipped."""
         gradients = []
-        for (parameter, master), found in zip(chunk, self._gradients(chunk, used), strict=True):
-            if found is None:  # another rank updates it
+        for (parameter, master), summed in zip(chunk, self._gradients(chunk, used), strict=True):
+            if summed is None:  # another rank updates it
                 continue
-            gradient = found.to(master)
+            gradient = summed.to(master)
             for part, view in self._views[id(parameter)]:
                 self.gradients.hand_over(part, view, gradient)
             gradients.append(gradient)

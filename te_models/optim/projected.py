@@ -74,9 +74,9 @@ class _Part:
 
     def add(self, gradient: Tensor, sums: Tensor, first: bool) -> None:
         """Add the gradient of a micro-batch, of the parameter's shape, to its sums; of the first, replace them."""
-        found = self.rows.of(gradient).float()
+        projected = self.rows.of(gradient).float()
         if self.projector is not None:
-            wide = as_wide(found)
+            wide = as_wide(projected)
             if first and self.due:
                 # A gradient that is not finite ends or repeats the step; it has no directions.
                 finite = wide.isfinite().all()
@@ -84,11 +84,11 @@ class _Part:
                     rank = self.projector.shape[1]
                     seed = self.state.get("step", 0)
                     self.projector.copy_(leading_directions(wide, rank, seed))
-            found = self.projector.mT @ wide
+            projected = self.projector.mT @ wide
         if first:
-            self.of(sums).copy_(found)
+            self.of(sums).copy_(projected)
         else:
-            self.of(sums).add_(found)
+            self.of(sums).add_(projected)
 
 
 class ProjectedGradients(Gradients):
@@ -276,11 +276,11 @@ def is_projected(role: Role, shape: Sequence[int], rank: int) -> bool:
 
 def projected_parameters(rows: Sequence[ParameterRows], rank: int) -> list[nn.Parameter]:
     """Return the parameters of which at least one part is projected, in the order of their parts."""
-    found = {}
+    parameters = {}
     for part in rows:
         if is_projected(part.role, _shape(part), rank):
-            found[id(part.parameter)] = part.parameter
-    return list(found.values())
+            parameters[id(part.parameter)] = part.parameter
+    return list(parameters.values())
 
 
 def sum_elements(shape: Sequence[int], rank: int) -> int:

@@ -46,9 +46,9 @@ def _forward_flops(config: ModelConfig, length: int) -> ForwardFlops:
     same = [first.setdefault(layer, depth) for depth, layer in enumerate(config.layers)]
     setting = Training(seq_len=length, compile=False, fused=False).setting
     with Allocations(PARTS), OperationCount() as operations, torch.no_grad():
-        found = count_pass(config, get_recipe("bf16"), setting, tuple(first.values()), operations)
-    layers = tuple(found[layer] for layer in same)
-    return ForwardFlops(layers, operations.total - sum(found.values()))
+        flops = count_pass(config, get_recipe("bf16"), setting, tuple(first.values()), operations)
+    layers = tuple(flops[layer] for layer in same)
+    return ForwardFlops(layers, operations.total - sum(flops.values()))
 
 
 def training_flops(config: ModelConfig, tokens: int, length: int) -> float:

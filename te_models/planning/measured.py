@@ -149,11 +149,11 @@ def _run_step(
         add_adapters(model, setting)
     ids = torch.empty(batch, setting.seq_len, dtype=torch.int64, device="meta")
     labels = torch.empty_like(ids)
-    with Allocations(PARTS, setting.cuda) as found:
+    with Allocations(PARTS, setting.cuda) as allocations:
         # Weights and inputs are there before the step: only what the step itself allocates is counted.
         experts = {id(p) for owner in _grouped(model) for p in owner.parameters()}
         parameters = [part for p in model.parameters() for part in _parts(p)]
-        found.leave_out([ids, labels, *parameters])
+        allocations.leave_out([ids, labels, *parameters])
         projected: Gradients = Gradients()
         own: list[nn.Parameter] = []
         if setting.projected_rank:
@@ -171,7 +171,7 @@ def _run_step(
             if parameter.requires_grad and id(parameter) not in projects:
                 part = "expert_gradients" if id(parameter) in experts else "gradients"
                 parameter.register_post_accumulate_grad_hook(
-                    _drop if setting.gradient_sums else functools.partial(_keep, found, part)
+                    _drop if setting.gradient_sums else functools.partial(_keep, allocations, part)
                 )
         model.note("embedding")
         first = True if setting.cached_weights else None
@@ -188,7 +188,7 @@ def _run_step(
             loss.backward()
         del loss
         model.note("end")
-    return _divided(model.marks, found.events, _standing(model))
+    return _divided(model.marks, allocations.events, _standing(model))
 
 
 def count_pass(
@@ -316,13 +316,13 @@ def _divided(
 def kinds(config: ModelConfig, recipe: Recipe, setting: StepSetting) -> tuple[int, ...]:
     """Return for each layer the first one that has the same memory."""
     # Everything that a block's memory depends on is in `kind`: layers with equal ones are measured once.
-    found = precisions(recipe, config.layers)
+    by_layer = precisions(recipe, config.layers)
     inside = recipe.fp8_layers(len(config.layers))
     count = len(config.layers)
     first: dict[object, int] = {}
     same = []
     for depth, layer in enumerate(config.layers):
-        recipes = tuple(found[f"layers.{depth}.{name}"].recipe for name in layer.linears)
+        recipes = tuple(by_layer[f"layers.{depth}.{name}"].recipe for name in layer.linears)
         fp8 = depth in inside
         stored = frozenset()
         if setting.stored is not None:
@@ -373,10 +373,10 @@ class MeasuredStep:
 
     def tensors(self, standing: Standing) -> Counter[HeldTensor]:
         """Return the parameters of a rank's model, with their numbers, from what a run found."""
-        found = standing.tensors
-        counted: Counter[HeldTensor] = Counter(found.get(REST, Counter()))
+        tensors = standing.tensors
+        counted: Counter[HeldTensor] = Counter(tensors.get(REST, Counter()))
         for layer in self.same:
-            counted.update(found.get(layer, Counter()))
+            counted.update(tensors.get(layer, Counter()))
         return counted
 
     @property
@@ -396,22 +396,22 @@ class MeasuredStep:
         one = self._run(layers, unit)
         two = self._run(layers, 2 * unit)
         share = batch / unit - 1
-        found: dict[str, Any] = {}
+        scaled: dict[str, Any] = {}
         for name in ("forward", "backward"):
             profiles = {}
             for layer, profile in getattr(one, name).items():
                 profiles[layer] = profile.between(getattr(two, name)[layer], share)
-            found[name] = profiles
+            scaled[name] = profiles
         for name in ("embedding", "head", "loss", "rest"):
-            found[name] = getattr(one, name).between(getattr(two, name), share)
+            scaled[name] = getattr(one, name).between(getattr(two, name), share)
         own = ("embedding", "rest")
-        every = [*found["forward"].values(), *found["backward"].values(), *map(found.get, own)]
+        every = [*scaled["forward"].values(), *scaled["backward"].values(), *map(scaled.get, own)]
         if any(profile is None for profile in every):
             return None
         # In one chunk the head's memory is affine in the batch like a block's; in several it is one chunk's.
         whole = self._head_rows(batch) >= batch * self.setting.row_tokens
-        if whole and found["head"] is not None and found["loss"] is not None:
-            return one._replace(**found)
+        if whole and scaled["head"] is not None and scaled["loss"] is not None:
+            return one._replace(**scaled)
         head, loss = self._head_in_chunks(layers, unit, batch)
         # What a head alone frees when the forward ends, and a block saves, such as rotary tables.
         saved = [
@@ -420,7 +420,7 @@ class MeasuredStep:
         ]
         moments = head.moments.clone()
         moments[-1] += saved[0] + ((saved[1] - saved[0]).double() * share).round().long()
-        return one._replace(**found | {"head": Profile(moments), "loss": loss})
+        return one._replace(**scaled | {"head": Profile(moments), "loss": loss})
 
     def _head_rows(self, batch: int) -> int:
         """Return the rows of logits that the head makes at a time."""
@@ -450,8 +450,8 @@ class MeasuredStep:
             loss = small.loss.between(large.loss, share)
             if head is not None and loss is not None:
                 return head, loss
-        found = self._head(layers, batch)
-        return found.head, found.loss
+        profiles = self._head(layers, batch)
+        return profiles.head, profiles.loss
 
     def _run(self, layers: tuple[int, ...], batch: int) -> Stretches:
         return _stretches(self, layers, batch)

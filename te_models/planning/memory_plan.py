@@ -100,13 +100,13 @@ class MemoryPlan(Printable):
             middle = least + min(
                 max(1, int(below * (most - least) / (below - above))), most - least - 1
             )
-            found = spare(middle)
-            if found >= 0:
+            free = spare(middle)
+            if free >= 0:
                 least = middle
-                below = found
+                below = free
             else:
                 most = middle
-                above = found
+                above = free
         return least
 
     def by_mode(self) -> Iterator[tuple[str | int, MemoryPlan]]:
@@ -240,19 +240,19 @@ class MemoryPlan(Printable):
         return table
 
     def _optimizer_table(self) -> Table:
-        found = self.optimizers()
-        label, unit = unit_for(max(found.values()))
+        plans = self.optimizers()
+        label, unit = unit_for(max(plans.values()))
         numbers = (
             Column(text, justify="right")
             for text in ("bytes per parameter", label, "against adamw")
         )
         table = Table("optimizer", *numbers, "state", box=None, pad_edge=False)
-        # Per parameter of a rank's share, as `found` counts the bytes of one rank.
+        # Per parameter of a rank's share, as `plans` counts the bytes of one rank.
         elements = self.num_trained / self.training.data_ranks
-        for name, size in found.items():
+        for name, size in plans.items():
             saved = ""
             if name != "adamw":
-                percent = round(100 * (size / found["adamw"] - 1))
+                percent = round(100 * (size / plans["adamw"] - 1))
                 saved = f"{percent:+d} %" if percent else "0 %"
             style = "green" if name == self.training.optimizer else ""
             table.add_row(

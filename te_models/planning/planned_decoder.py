@@ -149,16 +149,16 @@ class PlannedDecoder(Decoder):
 
     def _checked(self, recipe: Recipe) -> ModelPrecision:
         """Return the precision without the checks of a machine; sizes that a recipe cannot run are planned too."""
-        found = model_precision(self.te, recipe, self.specs, self.ep.divides)
+        precision = model_precision(self.te, recipe, self.specs, self.ep.divides)
         there = {f"layers.{layer}" for layer in self.measured}
-        others = (n for n in found.others if n == HEAD or n.rsplit(".", 2)[0] in there)
-        return dataclasses.replace(found, others=tuple(others))
+        others = (n for n in precision.others if n == HEAD or n.rsplit(".", 2)[0] in there)
+        return dataclasses.replace(precision, others=tuple(others))
 
     def note(self, name: str) -> None:
         """Note where the pass is."""
-        found = active()
-        assert found is not None
-        self.marks.append((name, len(found.events), tuple(found.live)))
+        allocations = active()
+        assert allocations is not None
+        self.marks.append((name, len(allocations.events), tuple(allocations.live)))
 
     def _run(self, layers: range, x: Tensor, context: ForwardContext) -> Tensor:
         # Only measured blocks run, so the input of a range of blocks is held in each of them or in none.
@@ -180,9 +180,11 @@ class PlannedDecoder(Decoder):
         return _Boundary.apply(x, functools.partial(self._note_backward, name))
 
     def _note_backward(self, name: str, gradient: Tensor) -> None:
-        found = active()
-        assert found is not None
-        found.move(gradient, "activation_gradients")  # of the head's it is part of its results
+        allocations = active()
+        assert allocations is not None
+        allocations.move(
+            gradient, "activation_gradients"
+        )  # of the head's it is part of its results
         self.note(name)
 
     def _output(self, x: Tensor, context: ForwardContext, request: OutputRequest) -> Output:

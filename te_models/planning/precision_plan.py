@@ -91,10 +91,10 @@ class PrecisionPlan(Printable):
 
 def _ranges(layers: list[str]) -> str:
     """Return numbers of layers in ascending order as ranges; a single name as it is."""
-    found: list[list[str]] = []
+    ranges: list[list[str]] = []
     for layer in layers:
-        if found and layer.isdecimal() and int(layer) == int(found[-1][-1]) + 1:
-            found[-1].append(layer)
+        if ranges and layer.isdecimal() and int(layer) == int(ranges[-1][-1]) + 1:
+            ranges[-1].append(layer)
         else:
-            found.append([layer])
-    return ", ".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
+            ranges.append([layer])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges)

@@ -71,8 +71,8 @@ def smallest_change(
                 ends.append(values[-1:])
         return min(needed(values) for values in itertools.product(*ends))
 
-    found = _levers(options, plan().recipe.quantized, processes, own_options)
-    levers = [values for values in found if not fixed or not values[-1][1].keys() & set(fixed)]
+    possible = _levers(options, plan().recipe.quantized, processes, own_options)
+    levers = [values for values in possible if not fixed or not values[-1][1].keys() & set(fixed)]
     # FP32 sums of gradients come with smaller micro-batches, so these may need more
     without = [values for values in levers if "batch_size" not in values[-1][1]]
     if min(least(levers), least(without)) > available:

@@ -82,11 +82,11 @@ class StoredBase:
             UsageError: an unknown name.
         """
         check_known("base_weights", name, FORMS)
-        found = []
+        parts = []
         for linear, spec in config.linears.items():
             if linear.startswith("layers.") and spec.fp8 and _suits(spec, name):
-                found.append(linear)
-        return cls(FORMS[name], frozenset(found))
+                parts.append(linear)
+        return cls(FORMS[name], frozenset(parts))
 
     @classmethod
     def in_folder(cls, storages: Mapping[str, WeightStorage]) -> StoredBase:

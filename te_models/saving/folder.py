@@ -105,17 +105,17 @@ class _Source:
             raise CheckpointError(f"{self.folder} holds no file {file[:80]!r}")
         try:
             # Our own folders have no links; a snapshot in the Hugging Face cache consists of them.
-            found = path.stat() if self.links else path.lstat()
+            status = path.stat() if self.links else path.lstat()
             size = self.files[file].size
         except FileNotFoundError:
             raise CheckpointError(
                 f"{self.folder} is incomplete: it lacks {file}, which was saved"
             ) from None
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path} is not a regular file")
-        if size is not None and size != found.st_size:
+        if size is not None and size != status.st_size:
             raise CheckpointError(
-                f"{path} is damaged: {found.st_size} bytes where {size} were saved"
+                f"{path} is damaged: {status.st_size} bytes where {size} were saved"
             )
         return path
 
@@ -411,10 +411,12 @@ def _read_groups(source: _Source, groups: Iterable[str]) -> dict[str, dict[str, 
     mapped = sum(path.stat().st_size for path in paths.values()) > _memory_share()
 
     def read(file: str) -> dict[str, Tensor]:
-        found = read_safetensors(paths[file], source.files[file].sha256, links=False, mapped=mapped)
+        tensors = read_safetensors(
+            paths[file], source.files[file].sha256, links=False, mapped=mapped
+        )
         if file in shards.get("model", ()):
-            check_finite(found, source.folder)
-        return found
+            check_finite(tensors, source.folder)
+        return tensors
 
     # Hashing releases the GIL: files are read and checked side by side.
     with ThreadPoolExecutor() as pool:
@@ -459,21 +461,23 @@ def _memory_share() -> int:
 
 
 def _read_manifest(folder: Path, links: bool = False) -> _Source:
-    found = _Source(folder, {MANIFEST: _File()}, links).read(MANIFEST)
+    manifest = _Source(folder, {MANIFEST: _File()}, links).read(MANIFEST)
     try:
         # The digest covers the rest of the manifest, so that damage to it is told from damage to files.
-        problem = "its digest does not fit its content" if found["digest"] != _digest(found) else ""
-        if found["format"] != FORMAT_VERSION:
-            problem = f"format {found['format']!r} is not the format {FORMAT_VERSION} that this version reads"
+        problem = (
+            "its digest does not fit its content" if manifest["digest"] != _digest(manifest) else ""
+        )
+        if manifest["format"] != FORMAT_VERSION:
+            problem = f"format {manifest['format']!r} is not the format {FORMAT_VERSION} that this version reads"
         if problem:
             raise ValueError(problem)
         files = {
             name: _File(int(entry["size"]), str(entry["sha256"]))
-            for name, entry in found["files"].items()
+            for name, entry in manifest["files"].items()
         }
         aliases = {
             group: {alias: str(name) for alias, name in ties.items()}
-            for group, ties in found["aliases"].items()
+            for group, ties in manifest["aliases"].items()
         }
         return _Source(folder, files, links, aliases)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:

@@ -155,11 +155,11 @@ def bare_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     The FP8 state, which fp8_state has too, is left out; TEModelsForCausalLM has all names below "model.".
     """
-    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(f".{EXTRA}")}
-    wrapped = all(name.startswith(WRAPPED) for name in found)
+    weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(f".{EXTRA}")}
+    wrapped = all(name.startswith(WRAPPED) for name in weights)
     if not wrapped:
-        return found
-    return {name.removeprefix(WRAPPED): tensor for name, tensor in found.items()}
+        return weights
+    return {name.removeprefix(WRAPPED): tensor for name, tensor in weights.items()}
 
 
 def restore_model(model: Decoder, source: OwnFolder) -> None:
@@ -224,12 +224,12 @@ def open_te_folder(folder: Path, config: object) -> OwnFolder:
 
     Its recipe is the one in the checkpoint's FP8 state, BF16 where there is none.
     """
-    found = read_te_checkpoint(folder)
-    source = opened(Folder(folder, {"model": found.weights}, {"config": config}))
-    weights = _with_tied_head(found.weights, source.config)
-    recipe = found.recipe(source.config.num_hidden_layers)
+    checkpoint = read_te_checkpoint(folder)
+    source = opened(Folder(folder, {"model": checkpoint.weights}, {"config": config}))
+    weights = _with_tied_head(checkpoint.weights, source.config)
+    recipe = checkpoint.recipe(source.config.num_hidden_layers)
     return replace(
-        source, origin=Origin(), weights=weights, recipe=recipe, fp8_state=found.fp8_state
+        source, origin=Origin(), weights=weights, recipe=recipe, fp8_state=checkpoint.fp8_state
     )
 
 
@@ -245,18 +245,18 @@ def load_te_checkpoint(
         CheckpointError: it cannot be read or is of another model; `model` is unchanged.
     """
     if isinstance(source, TECheckpoint):
-        found = source
+        te_checkpoint = source
         path = Path("the Transformer Engine checkpoint")  # its name in messages
     else:
-        found = read_te_checkpoint(source, rename)
+        te_checkpoint = read_te_checkpoint(source, rename)
         path = Path(source)
-    weights = _with_tied_head(found.weights, model.config)
+    weights = _with_tied_head(te_checkpoint.weights, model.config)
     checkpoint = OwnFolder(
         path=path,
         config=model.config,
         dtype=model.dtype,
-        recipe=found.recipe(model.config.num_hidden_layers),
-        fp8_state=found.fp8_state,
+        recipe=te_checkpoint.recipe(model.config.num_hidden_layers),
+        fp8_state=te_checkpoint.fp8_state,
         weights=weights,
     )
     restore_model(model, checkpoint)

@@ -92,16 +92,16 @@ def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> di
     """
     refuse_adapters(model)
     masters = masters or {}
-    found = {}
+    values = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if is_quantized(parameter) and id(parameter) in masters:
             # The master's value and not the FP8 one: whoever loads the folder without FP8 gets what the optimizer has.
-            found[name] = masters[id(parameter)].detach().to(parameter.dtype)
+            values[name] = masters[id(parameter)].detach().to(parameter.dtype)
         elif isinstance(parameter, StoredWeight):
-            found[name] = plain(parameter).cpu()  # the device has no room for all of them
+            values[name] = plain(parameter).cpu()  # the device has no room for all of them
         else:
-            found[name] = plain(parameter)
-    return found
+            values[name] = plain(parameter)
+    return values
 
 
 def refuse_adapters(model: nn.Module) -> None:
@@ -156,13 +156,13 @@ def write_pretrained(
 
 def read_tokenizer(origin: Origin) -> dict[str, bytes]:
     """Return the files of the tokenizer that came with a model, or with its adapters: file name -> bytes."""
-    found = _tokenizer_in(origin.folder)
+    files = _tokenizer_in(origin.folder)
     own = _tokenizer_in(origin.adapters)
     if own.keys() & set(VOCABULARIES):
         return own
     if any("chat_template" in name for name in own):  # the base's would come before it
-        found = {name: content for name, content in found.items() if "chat_template" not in name}
-    return found | own
+        files = {name: content for name, content in files.items() if "chat_template" not in name}
+    return files | own
 
 
 def _tokenizer_in(folder: Path | None) -> dict[str, bytes]:
@@ -249,15 +249,15 @@ def _stored_linears(source: Opened, config: ModelConfig) -> frozenset[str]:
     Raises:
         UsageError: there are none, or the model changes their rows.
     """
-    found = frozenset(source.storable())
-    if not found:
+    names = frozenset(source.storable())
+    if not names:
         raise UsageError(NOT_STORED.format(source.path))
     if config.attention_gate != source.config.attention_gate:
         raise UsageError(
             "attention_gate adds rows to weights, which base_weights='stored' leaves as they are: leave out one of "
             "them"
         )
-    return found
+    return names
 
 
 def _take_stored(model: Decoder, source: Opened) -> None:
@@ -308,15 +308,15 @@ def _is_te_folder(folder: Path) -> bool:
 
 def _with_saved_recipe(source: Opened, options: Document, shape: Document) -> Fields:
     """Return the options of the model: those given, without fields of the config, over what the folder says."""
-    found = {
+    saved = {
         "dtype": source.dtype,
         **{name: value for name, value in options.items() if name not in shape},
     }
-    if source.recipe is not None and found.get("recipe", AUTO) == AUTO:
-        fields = {name: found.pop(name) for name in list(found) if name in RECIPE_FIELDS}
-        found["recipe"] = source.recipe.replace(**fields)
-        found.setdefault("fp8_params", source.in_fp8)
-    return found
+    if source.recipe is not None and saved.get("recipe", AUTO) == AUTO:
+        fields = {name: saved.pop(name) for name in list(saved) if name in RECIPE_FIELDS}
+        saved["recipe"] = source.recipe.replace(**fields)
+        saved.setdefault("fp8_params", source.in_fp8)
+    return saved
 
 
 def _gated(config: ModelConfig, overrides: Document) -> ModelConfig:
@@ -411,8 +411,12 @@ def saved_folder(folder: str | Path) -> Path:
 
 def adapter_folder(folder: str | Path) -> Path | None:
     """Return the folder with LoRA adapters: `folder` or its newest checkpoint; None if neither has any."""
-    found = saved_folder(folder)
-    return found if (found / ADAPTERS).is_file() and not (found / "config.json").exists() else None
+    adapters = saved_folder(folder)
+    return (
+        adapters
+        if (adapters / ADAPTERS).is_file() and not (adapters / "config.json").exists()
+        else None
+    )
 
 
 def stored_storages(build: Callable[..., Decoder], name: str | Path) -> dict[str, WeightStorage]:
@@ -431,12 +435,12 @@ def stored_storages(build: Callable[..., Decoder], name: str | Path) -> dict[str
         # On the meta device, for the shapes of the parameters.
         sketch = build(source.config, **SKETCH)
         source.fit({name: p.shape for name, p in sketch.named_parameters(remove_duplicate=False)})
-        found = source.storable()
-        if not found:
+        by_linear = source.storable()
+        if not by_linear:
             raise UsageError(NOT_STORED.format(folder))
         quantized = source.quantized
         storages = {}
-        for linear, parts in found.items():
+        for linear, parts in by_linear.items():
             storages[linear] = next(quantized[part] for part in parts if part in quantized)
         return storages
 
@@ -463,14 +467,14 @@ def read_shape(name: str | Path, overrides: Document | None = None) -> SavedShap
             told = read_description(folder, documents)
             # Only to refuse a folder whose weights loading could not read.
             read_storage(folder, documents["config"])
-            found = SavedShape(told.config, None, told.dtype, False)
+            shape = SavedShape(told.config, None, told.dtype, False)
         elif _is_te_folder(folder):
             source = open_te_folder(folder, read_json(folder / "config.json"))
-            found = SavedShape(source.config, source.recipe, source.dtype, False)
+            shape = SavedShape(source.config, source.recipe, source.dtype, False)
         else:
             saved = load_folder(folder, ["config", "recipe"])
             config, dtype = read_own_config(folder / "config.json", saved.documents["config"])
-            found = SavedShape(
+            shape = SavedShape(
                 config, read_recipe(saved), dtype, any(readable(folder).glob("fp8_weights*"))
             )
-    return found._replace(config=_gated(found.config, overrides or {}))
+    return shape._replace(config=_gated(shape.config, overrides or {}))

@@ -78,7 +78,7 @@ def _read(model: Decoder, state: StateDict, prefix: str, *others: object) -> Non
     safetensors, and so accelerate, saves no two tensors that share memory, as all empty ones do, and
     torch.distributed.checkpoint puts its own object in place of an absent one.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for owner, module in model.named_modules():
         key = f"{prefix}{owner}.{EXTRA}"
         # Such a module has no extra state: PyTorch's own method only raises.
@@ -86,14 +86,14 @@ def _read(model: Decoder, state: StateDict, prefix: str, *others: object) -> Non
             continue
         value = state.get(key)
         if isinstance(value, Tensor) and value.is_floating_point():
-            found |= read_extra_tensor(owner, value, gemms_of(module))
+            tensors |= read_extra_tensor(owner, value, gemms_of(module))
         elif isinstance(value, (Tensor, io.BytesIO)):  # Transformer Engine's own
             continue
         state[key] = torch.empty(0, dtype=torch.uint8)
-    taken = model.take_fp8_state(found, model.recipe)
-    if taken < len(found):
+    taken = model.take_fp8_state(tensors, model.recipe)
+    if taken < len(tensors):
         warnings.warn(
-            f"recipe {model.recipe.name!r} has no use for {len(found) - taken} of the {len(found)} scales and amax "
+            f"recipe {model.recipe.name!r} has no use for {len(tensors) - taken} of the {len(tensors)} scales and amax "
             "histories in the state_dict, which are left out",
             stacklevel=2,
         )

@@ -328,13 +328,13 @@ class _Writer:
             base = self._base_of(ours, parameter)
             if base is not None:
                 self._compare(names, places, values, made, base)
-        found = {}
+        tensors = {}
         for name, parts in zip(names, made, strict=True):
             module = name.removesuffix(".weight")
-            found |= {f"{module}.{part}": tensor for part, tensor in {**parts, **static}.items()}
+            tensors |= {f"{module}.{part}": tensor for part, tensor in {**parts, **static}.items()}
             self.quantized.append(module)
             self.shapes[module] = places[name].shape
-        return found
+        return tensors
 
     def _parts(
         self, names: list[str], places: Mapping[str, Place], parameter: Tensor, own: bool
@@ -464,16 +464,16 @@ def _values(storage: WeightStorage, parts: Parts) -> Tensor:
 
 def _rows(parts: Parts, place: Place) -> Parts:
     """Return the rows of one of their weights; a scale of the whole weight applies to all of them."""
-    found = {}
+    selected = {}
     for name, tensor in parts.items():
         if tensor.dim() < 2:
-            found[name] = tensor
+            selected[name] = tensor
             continue
         # Rows of FP8 are moved as bytes: not every operation takes the FP8 dtypes.
         narrow = tensor.dtype == E4M3
         rows = place.save(tensor.view(torch.uint8) if narrow else tensor)
-        found[name] = rows.contiguous().view(E4M3) if narrow else rows
-    return found
+        selected[name] = rows.contiguous().view(E4M3) if narrow else rows
+    return selected
 
 
 def _notes(format: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

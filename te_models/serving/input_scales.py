@@ -85,7 +85,7 @@ def _largest(model: Decoder, name: str) -> float:
 def trained_scales(model: Decoder, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Return the scales of the inputs of `modules` that delayed scaling has learned, FP32 [] each."""
     state = model.copied_fp8_state()
-    found = {}
+    scales = {}
     for name in modules:
         scale, history = (
             state.get(f"{name}.scaling_fwd.{part}") for part in ("scale", "amax_history")
@@ -97,8 +97,8 @@ def trained_scales(model: Decoder, modules: Mapping[str, nn.Module]) -> dict[str
         seen = history[:, 0 :: WIDTHS["scaling_fwd"]].any(0) | (own != 1)
         if bool(seen.any()):
             # One number for all experts: the least scale, which the largest amax made.
-            found[name] = own[seen].amin().cpu()
-    return found
+            scales[name] = own[seen].amin().cpu()
+    return scales
 
 
 @torch.no_grad()
@@ -109,12 +109,12 @@ def input_amaxes(
 
     The model's mode, scales and histories do not change.
     """
-    found: dict[str, Tensor] = {}
+    amaxes: dict[str, Tensor] = {}
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             amax = inputs[0].detach().abs().amax().float()
-            found[name] = amax if name not in found else torch.maximum(found[name], amax)
+            amaxes[name] = amax if name not in amaxes else torch.maximum(amaxes[name], amax)
 
         return hook
 
@@ -130,6 +130,6 @@ def input_amaxes(
                     f"calibration holds a {type(batch).__name__}: give token ids, int64 tensors [B, S]"
                 )
             model(batch.to(model.device))
-    if not found and modules:
+    if not amaxes and modules:
         raise UsageError("calibration has no batches: give token ids, int64 [B, S]")
-    return {name: amax.item() for name, amax in found.items()}
+    return {name: amax.item() for name, amax in amaxes.items()}

@@ -46,15 +46,15 @@ def stored_inputs(
     shapes = {
         name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)
     }
-    found: dict[str, Tensor] = {}
+    scales: dict[str, Tensor] = {}
     divides = format.static == "input_global_scale"
     largest = torch.minimum if divides else torch.maximum
     for theirs, place in tensor_places(folder.family, model.config, shapes).items():
         if theirs in folder.stored.inputs:
             ours = place.name.rpartition(".")[0]
             scale = folder.stored.inputs[theirs].reshape([1] if divides else [])
-            found[ours] = largest(found[ours], scale) if ours in found else scale
-    return found
+            scales[ours] = largest(scales[ours], scale) if ours in scales else scale
+    return scales
 
 
 def kept_parts(
@@ -66,7 +66,7 @@ def kept_parts(
     """
     if folder is None or folder.stored.storage is None:
         return list(made)
-    found: list[Parts] = []
+    original_parts: list[Parts] = []
     for (name, weight), parts in zip(values.items(), made, strict=True):
         stored = {part: f"{name.removesuffix('.weight')}.{part}" for part in parts}
         # One weight that the folder lacks, and none is kept: a server fuses them, with one scale.
@@ -79,7 +79,11 @@ def kept_parts(
             return list(made)
         for part, tensor in parts.items():
             # A scale per tensor is one number of all weights that a server fuses.
-            if found and tensor.dim() < 2 and not torch.equal(found[0][part], tensors[part]):
+            if (
+                original_parts
+                and tensor.dim() < 2
+                and not torch.equal(original_parts[0][part], tensors[part])
+            ):
                 return list(made)
-        found.append(tensors)
-    return found
+        original_parts.append(tensors)
+    return original_parts

@@ -349,13 +349,13 @@ def read_ids(batches: Iterable[Mapping[str, Tensor]]) -> list[Tensor]:
 
     A document by itself, and no padding: the inputs of linears are then what a server has.
     """
-    found = []
+    sequences = []
     for batch in batches:
         ids = batch["input_ids"]
         if "document_ids" not in batch:
-            found.append(ids)
+            sequences.append(ids)
             continue
         for row, documents in zip(ids, batch["document_ids"], strict=True):
             numbers = documents.unique()
-            found += [row[documents == number][None] for number in numbers[numbers >= 0]]
-    return found
+            sequences += [row[documents == number][None] for number in numbers[numbers >= 0]]
+    return sequences

@@ -408,16 +408,16 @@ class TEModelsDecoderForCausalLM(nn.Module):
     def _parts(self, theirs: str, tensor: Tensor) -> Iterator[tuple[str, str | int | None, Tensor]]:
         """Return the parameters, with vLLM's name of their rows, that one tensor of the folder fills."""
         path, _, kind = theirs.rpartition(".")
-        found = re.fullmatch(rf"{re.escape(self.family.root)}layers\.(\d+)\.(.+)", path)
-        if found is None:
+        match = re.fullmatch(rf"{re.escape(self.family.root)}layers\.(\d+)\.(.+)", path)
+        if match is None:
             top = {
                 name.replace("model.", self.family.root): f"model.{ours}"
                 for name, ours in TOP.items()
             }
             yield f"{ {**top, self.family.head: 'lm_head'}[path] }.{kind}", None, tensor
             return
-        depth = int(found[1])
-        rows = self.family.layer[found[2]]
+        depth = int(match[1])
+        rows = self.family.layer[match[2]]
         if not rows.blocks:
             yield f"model.layers.{depth}.{rows.module}.{kind}", None, tensor
             return

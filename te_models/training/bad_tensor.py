@@ -162,10 +162,10 @@ def first_of_all(watched: BadTensors, ranks: Ranks) -> RecordedTensor | None:
     named: list[Any] = []
     if own is not None:
         named = [watched.place, own.linear, own.operand, own.expert]
-    found = [entry for entry in ranks.gather(named) if entry]
-    if not found:
+    bad = [entry for entry in ranks.gather(named) if entry]
+    if not bad:
         return None
-    _, linear, operand, expert = min(found, key=_order)
+    _, linear, operand, expert = min(bad, key=_order)
     return RecordedTensor(linear, operand, expert)
 
 

@@ -56,10 +56,10 @@ def read_marks(run: Path) -> Marks:
     path = run / MARKS
     if not path.exists():
         return Marks()
-    found = read_json(path)
+    marks = read_json(path)
     try:
-        assert isinstance(found, dict)
-        return Marks(tuple(int(step) for step in found["steps"]), int(found["every"]))
+        assert isinstance(marks, dict)
+        return Marks(tuple(int(step) for step in marks["steps"]), int(marks["every"]))
     except (AssertionError, KeyError, TypeError, ValueError):
         raise DataError(f"{path} does not list steps: write it with te-models capture") from None
 
@@ -82,8 +82,8 @@ class Captures:
     def begin(self) -> None:
         """Read the marks when a run starts; several processes agree on the marks of the first."""
         trainer = self.trainer
-        found = trainer.parallel.ranks.from_first(lambda: asdict(read_marks(trainer.out)))
-        self.marks = Marks(tuple(found["steps"]), found["every"])
+        marks = trainer.parallel.ranks.from_first(lambda: asdict(read_marks(trainer.out)))
+        self.marks = Marks(tuple(marks["steps"]), marks["every"])
 
     def is_due(self, step: int) -> bool:
         """Return whether a step is marked; one process looks for new marks."""
@@ -202,7 +202,7 @@ class Captures:
         for batch in micro_batches:
             own.append({name: tensor.tolist() for name, tensor in batch.items()})
         # Of processes that share a model (tensor parallelism) all have the same rows: one of each share counts.
-        shares = {found[0]: found[1:] for found in parallel.ranks.gather(own)}
+        shares = {gathered[0]: gathered[1:] for gathered in parallel.ranks.gather(own)}
         whole = {RANDOM: self._random_state()}
         for number, batch in enumerate(micro_batches):
             for name, tensor in batch.items():
@@ -246,12 +246,12 @@ def capture_folder(run: Path, step: int) -> Path:
 
 def captured_steps(run: Path) -> list[int]:
     """Return the steps that can be replayed: those with a batch, and the state before them."""
-    found = []
+    steps = []
     for path in Checkpoints(run / FOLDER).all():
         step = int(path.name.removeprefix("step-"))
         if _state_of(run, step).is_dir():
-            found.append(step)
-    return found
+            steps.append(step)
+    return steps
 
 
 def steps_saved(run: Path) -> int:
@@ -291,12 +291,12 @@ def read_capture(run: Path, step: int) -> Capture:
         raise CheckpointError(
             f"{run} has not kept state and batch of step {step} ({others}): {what_to_do}"
         )
-    found = load_folder(capture_folder(run, step), ["batch", "capture"])
-    about = found.documents["capture"]
+    folder = load_folder(capture_folder(run, step), ["batch", "capture"])
+    about = folder.documents["capture"]
     if not isinstance(about, dict) or not isinstance(about.get("config"), dict):
         raise ConfigError(f"{capture_folder(run, step)} is no capture of this version")
     micro_batches: list[Batch] = [{} for _ in range(int(about["micro_batches"]))]
-    tensors = dict(found.tensors["batch"])
+    tensors = dict(folder.tensors["batch"])
     random = tensors.pop(RANDOM, None)
     if random is None:
         raise CheckpointError(f"{capture_folder(run, step)} has no state of random numbers")

@@ -159,9 +159,9 @@ def read_card(run: str | Path) -> Card:
         raise DataError(
             f"{run} has recorded no card: a run with --record and an FP8 recipe does so when it ends"
         )
-    found = load_folder(folder, ["gemms", "batch", CARD])
-    document: Any = found.documents[CARD]
-    tensors = found.tensors["gemms"]
+    opened = load_folder(folder, ["gemms", "batch", CARD])
+    document: Any = opened.documents[CARD]
+    tensors = opened.tensors["gemms"]
     linears = []
     for number, entry in enumerate(document["linears"]):
         linears.append(
@@ -172,7 +172,7 @@ def read_card(run: str | Path) -> Card:
                 results={name: tensors[f"{number}.{name}"] for name in GEMMS},
             )
         )
-    batch = dict(found.tensors["batch"])
+    batch = dict(opened.tensors["batch"])
     about = {name: document[name] for name in ("device", "engine", "capability", "versions")}
     return Card(**about, step=document["step"], batch=batch, loss=document["loss"], linears=linears)
 
@@ -215,7 +215,7 @@ def compute(te: ModuleType, operands: dict[str, Tensor], recipe: Recipe) -> dict
 def _operands(model: CausalLM, batch: Batch) -> dict[str, tuple[dict[str, Tensor], Recipe]]:
     """Return name of a te.Linear -> the operands of its sample, and its recipe, from a forward pass over `batch`."""
     chosen = dict(_chosen(model))
-    found: dict[str, tuple[dict[str, Tensor], Recipe]] = {}
+    operands: dict[str, tuple[dict[str, Tensor], Recipe]] = {}
 
     def sample(name: str, module: nn.Module, x: Tensor) -> None:
         recipe = chosen[name]
@@ -234,7 +234,7 @@ def _operands(model: CausalLM, batch: Batch) -> dict[str, tuple[dict[str, Tensor
         # Drawn on the CPU, so that each device gets the same numbers.
         gradient = torch.randn(count, len(tensors["weight"]), generator=generator)
         tensors["grad_output"] = gradient.to(model.device, model.dtype)
-        found[linear_name(name)] = tensors, recipe
+        operands[linear_name(name)] = tensors, recipe
 
     modules = dict(quantizing_modules(model))
     hooks = []
@@ -248,7 +248,7 @@ def _operands(model: CausalLM, batch: Batch) -> dict[str, tuple[dict[str, Tensor
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return operands
 
 
 def _chosen(model: CausalLM) -> Iterator[tuple[str, Recipe]]:

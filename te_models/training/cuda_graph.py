@@ -227,8 +227,8 @@ class GraphedStep:
         if not eager and self.warm >= WARM_UP and self.failures < ATTEMPTS:
             run = self._capture_and_replay
             # The graphs of both kinds of steps write their gradients to the same memory.
-            for other, found in self.found.items():
-                self.found[other] = self.gradients.without_ownership(found)
+            for other, gradients in self.found.items():
+                self.found[other] = self.gradients.without_ownership(gradients)
         with self.gradients.collecting():
             total = self._micro_batches(units, micro_batches, weights, router_weights, run)
         if eager:

@@ -108,9 +108,9 @@ def first_bad_module(model: CausalLM, batch: Batch, ranks: Ranks) -> str | None:
                 stack.enter_context(module.register_forward_hook(check(name)))
         stack.callback(model.train, model.training)
         model.eval()(**to_device(batch, model.device))
-    found = [entry for entry in ranks.gather(bad) if entry]
+    bad_modules = [entry for entry in ranks.gather(bad) if entry]
     # By the number of calls first, which is the order of execution on every rank.
-    return min(found)[1] if found else None
+    return min(bad_modules)[1] if bad_modules else None
 
 
 def diagnosis(

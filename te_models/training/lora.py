@@ -263,17 +263,17 @@ def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel
     """Add adapters of peft to the linears of transformers that `config` names by their names or ours."""
     check_fields(config.to_dict())
     modules = adaptable_modules(model.model)
-    found = wanted_adapters(config, modules)
+    adapters = wanted_adapters(config, modules)
     if config.modules_to_save:
         raise UsageError(
             "modules_to_save needs a CausalLM: give add_lora the model inside (`.model`)"
         )
-    if any(module_of(one.place) == "lm_head" for one in found.values()):
+    if any(module_of(one.place) == "lm_head" for one in adapters.values()):
         raise UsageError(
             "an adapter on lm_head needs a CausalLM: give add_lora the model inside (`.model`)"
         )
     wanted: dict[str, Wanted] = {}
-    for name, one in found.items():
+    for name, one in adapters.items():
         parts = [name] if name in modules.theirs else modules.parts_of(module_of(one.place))
         wanted |= dict.fromkeys(parts, one)
     taken = names_taken(modules.root, model.model.config, modules.theirs)

@@ -120,7 +120,7 @@ def wanted_adapters(
         )
     new = headless is None  # a new adapter, not one in a file: names that match nothing are refused
     _name_targets(config, modules, new)
-    found = _targeted_modules(config, modules, headless)
+    names = _targeted_modules(config, modules, headless)
     for target in config.target_parameters or ():
         named = modules.parameters_named([target], bool(headless))
         if not named and new:
@@ -128,15 +128,15 @@ def wanted_adapters(
             raise unknown(
                 "target parameter", target, able, advice="" if able else "the model has no experts"
             )
-        found |= {place: name for name, place in named.items()}
-    if not found:
+        names |= {place: name for name, place in named.items()}
+    if not names:
         raise UsageError(
             f"target_modules={str(config.target_modules)[:120]} matches no linear of the model"
         )
     if new:  # in a file, peft ignores patterns that match nothing
-        _check_patterns(config, found.values())
+        _check_patterns(config, names.values())
     wanted = {}
-    for place, name in found.items():
+    for place, name in names.items():
         rank, scaling = _rank_and_scaling(config, name)
         wanted[name.removesuffix(".weight")] = Wanted(place, rank, scaling)
     return wanted
@@ -169,18 +169,18 @@ def _targeted_modules(
         names = modules.named(False) | modules.named(True) | modules.stored()
     else:
         names = modules.named(headless)
-    found: dict[Place, str] = {}
+    targeted: dict[Place, str] = {}
     for name, place in names.items():
         if _is_target(config, name):
             # The first name of each place: te.Linears have several, as our own, and as transformers' parts.
-            found.setdefault(place, name)
+            targeted.setdefault(place, name)
     if isinstance(config.target_modules, str):
-        return _without_whole(found, modules)
+        return _without_whole(targeted, modules)
     if headless is None:
         for target in config.target_modules or ():
             if not any(name == target or name.endswith(f".{target}") for name in names):
                 raise unknown("target module", target, {name.rsplit(".", 1)[-1] for name in names})
-    return found
+    return targeted
 
 
 def _without_whole(found: Mapping[Place, str], modules: Modules) -> dict[Place, str]:
@@ -248,7 +248,7 @@ def _rank_and_scaling(config: LoraConfig, name: str) -> tuple[int, float]:
 
 def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict[str, str]:
     """Return their name -> ours of the modules that are fully trained, `modules_to_save`."""
-    found = {}
+    trained = {}
     mistakes = []
     for wanted in config.modules_to_save or ():
         names = []
@@ -261,11 +261,11 @@ def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict
             mistakes.append(
                 f"modules_to_save={wanted!r} is not supported; te-models trains whole: {able}"
             )
-        found |= {name: modules.whole[name] for name in names}
-    if "lm_head" in found.values() and model.precision.head.recipe is not None:
+        trained |= {name: modules.whole[name] for name in names}
+    if "lm_head" in trained.values() and model.precision.head.recipe is not None:
         mistakes.append("modules_to_save='lm_head' needs a recipe with lm_head='bf16'")
     refuse(mistakes)
-    return found
+    return trained
 
 
 def read_config(path: Path, values: Any, modules: Modules) -> LoraConfig:

@@ -173,15 +173,15 @@ def _keys(wanted: Mapping[str, Wanted], modules: Modules) -> dict[str, Wanted]:
     peft wraps the module of a parameter, once for each of its parameters in order: the wrapper of gate_up_proj, or of
     up_proj where experts have no gate, is inside the one of down_proj.
     """
-    found = {}
+    keys = {}
     for name, one in wanted.items():
         parent, _, leaf = name.rpartition(".")
         inside = leaf in ("gate_up_proj", "up_proj") and f"{parent}.down_proj" in wanted
         own = (
             name if module_of(one.place) not in modules.counts else parent + ".base_layer" * inside
         )
-        found[f"{PREFIX}{own}"] = one
-    return found
+        keys[f"{PREFIX}{own}"] = one
+    return keys
 
 
 def _expected(
@@ -215,12 +215,12 @@ def layers_in(model: CausalLM, adapter_name: str) -> dict[str, LoraLinear]:
 def adapters_in(model: CausalLM, adapter_name: str) -> dict[str, Wanted]:
     """Return the name of each layer that has the adapter -> its rows, rank and scaling."""
     modules = adaptable_modules(model)
-    found = {}
+    adapters = {}
     for name, layer in layers_in(model, adapter_name).items():
         base = layer.get_base_layer()
         place = base.place if isinstance(base, NamedRows) else modules.ours[name]
-        found[name] = Wanted(place, layer.r[adapter_name], layer.scaling[adapter_name])
-    return found
+        adapters[name] = Wanted(place, layer.r[adapter_name], layer.scaling[adapter_name])
+    return adapters
 
 
 def ranks_of(layers: Mapping[str, Wanted]) -> dict[str, tuple[int, float]]:
@@ -230,18 +230,20 @@ def ranks_of(layers: Mapping[str, Wanted]) -> dict[str, tuple[int, float]]:
 
 def parameters_in(model: CausalLM, adapter_name: str) -> dict[str, Tensor]:
     """Return the adapter's "<te.Linear>.lora_A" and ".lora_B", and the parameters of fully trained modules."""
-    found: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
     for name, layer in layers_in(model, adapter_name).items():
-        found[f"{name}.lora_A"] = layer.lora_A[adapter_name].get_parameter("weight")
-        found[f"{name}.lora_B"] = layer.lora_B[adapter_name].get_parameter("weight")
+        parameters[f"{name}.lora_A"] = layer.lora_A[adapter_name].get_parameter("weight")
+        parameters[f"{name}.lora_B"] = layer.lora_B[adapter_name].get_parameter("weight")
         if adapter_name in layer.lora_magnitude_vector:
             magnitude = layer.lora_magnitude_vector[adapter_name].get_parameter("weight")
-            found[f"{name}.lora_magnitude"] = magnitude
+            parameters[f"{name}.lora_magnitude"] = magnitude
     # modules_to_save: whole copies that peft trains beside the frozen originals.
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper) and adapter_name in module.modules_to_save:
-            found[f"{name}.weight"] = module.modules_to_save[adapter_name].get_parameter("weight")
-    return found
+            parameters[f"{name}.weight"] = module.modules_to_save[adapter_name].get_parameter(
+                "weight"
+            )
+    return parameters
 
 
 def adapter_file(
@@ -316,11 +318,11 @@ def _of_text(names: list[str], root: str) -> list[str] | str:
         return names
     layers = rf"(?:{re.escape(root)}|model\.)layers\."
     ends = "|".join(re.escape(name) for name in names if "." not in name and name != "lm_head")
-    found = [rf"{layers}.*\.(?:{ends})"] if ends else []
+    expressions = [rf"{layers}.*\.(?:{ends})"] if ends else []
     for name in names:
         if "." in name:  # whole
-            found.append(layers + re.escape(name.removeprefix(f"{root}layers.")))
-    return "|".join([*found, *(name for name in names if name == "lm_head")])
+            expressions.append(layers + re.escape(name.removeprefix(f"{root}layers.")))
+    return "|".join([*expressions, *(name for name in names if name == "lm_head")])
 
 
 def their_targets(
@@ -338,12 +340,12 @@ def their_targets(
         ends: dict[str, list[str]] = {}
         for name in theirs:
             ends.setdefault(".".join(name.split(".")[-parts:]), []).append(name)
-        found: list[str] = []
+        endings: list[str] = []
         for end, names in ends.items():
             present = [name for name in names if name in wanted]
             # An end that also fits linears without an adapter would adapt those too.
-            found += [end] if len(present) == len(names) else present
-        return found
+            endings += [end] if len(present) == len(names) else present
+        return endings
 
     named = {f"{name}.weight" if name in weights else name: one for name, one in wanted.items()}
     alphas = {name: alpha_of(one.scaling, one.rank, rslora) for name, one in named.items()}

@@ -87,11 +87,11 @@ class SavedAdapters:
 
     def _check_shape(self, folder: Path) -> None:
         """Raise a CheckpointError if the adapters were trained on a model of another shape."""
-        found = trained_config(folder)
-        if found is None:
+        config = trained_config(folder)
+        if config is None:
             return
         now = self.model.config.to_dict()
-        for name, then in found.config.to_dict().items():
+        for name, then in config.config.to_dict().items():
             if then != now[name]:
                 raise CheckpointError(
                     f"{folder} was trained with {name}={then!r}, not {now[name]!r}: resume with the same config, or "
@@ -110,11 +110,11 @@ class SavedAdapters:
     def _live_names(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return saved FP8 state under the names of te.Linears with adapters."""
         live = {without_layers(name): name for name, _ in self.model.named_modules()}
-        found = {}
+        names = {}
         for name, tensor in state.items():
             owner, *rest = name.rsplit(".", 2)
-            found[".".join((live.get(owner, owner), *rest))] = tensor
-        return found
+            names[".".join((live.get(owner, owner), *rest))] = tensor
+        return names
 
 
 class LoraRun(SavedAdapters):
@@ -146,12 +146,12 @@ class LoraRun(SavedAdapters):
 
 def saved_live(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return name -> parameter of those that a checkpoint holds: what a run trains, and all of the adapters."""
-    found = {}
+    live = {}
     for name, parameter in model.named_parameters():
         of_adapter = ".lora_" in name or ".modules_to_save." in name
         if parameter.requires_grad or of_adapter:
-            found[name] = parameter
-    return found
+            live[name] = parameter
+    return live
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -63,14 +63,14 @@ class Modules:
 
     def stored(self) -> dict[str, Place]:
         """Return the names in files of transformers' models that are others in the models."""
-        found = {}
+        in_files = {}
         for name, place in self.theirs.items():
             old = f"{name}."
             for stored, there in self.renamed.items():
                 old = old.replace(there, stored)
             if old != f"{name}.":
-                found[old.removesuffix(".")] = place
-        return found
+                in_files[old.removesuffix(".")] = place
+        return in_files
 
     def as_in(self, names: Iterable[str]) -> "Modules":
         """Return the modules by the names of transformers' model in which an adapter has modules of these `names`.
@@ -88,11 +88,11 @@ class Modules:
 
     def _below(self, root: str) -> "Modules":
         def moved(places: Mapping[str, Found]) -> dict[str, Found]:
-            found = {}
+            renamed = {}
             for name, place in places.items():
                 inside = name.startswith(self.root)
-                found[root + name.removeprefix(self.root) if inside else name] = place
-            return found
+                renamed[root + name.removeprefix(self.root) if inside else name] = place
+            return renamed
 
         return dataclasses.replace(
             self,
@@ -157,7 +157,7 @@ class Modules:
 
     def in_tree(self, place: Place) -> str:
         """Return the name of rows in a CausalLM with adapters on them, which is transformers' without its root."""
-        (name,) = (name for name, found in self.theirs.items() if found == place)
+        (name,) = (name for name, rows in self.theirs.items() if rows == place)
         return name.removeprefix(self.root)
 
     def sizes(self, one: Wanted) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -299,7 +299,7 @@ def share_a(
     for name, one in layers.items():
         if one.place != modules.ours[module_of(one.place)]:
             parts.setdefault(module_of(one.place), []).append(name)
-    found = dict(layers)
+    shared = dict(layers)
     for module, names in parts.items():
         places = {layers[name].place for name in names}
         first = layers[names[0]]
@@ -311,6 +311,6 @@ def share_a(
         )
         if same:
             for name in names:
-                del found[name]
-            found[module] = dataclasses.replace(first, place=modules.ours[module])
-    return found
+                del shared[name]
+            shared[module] = dataclasses.replace(first, place=modules.ours[module])
+    return shared

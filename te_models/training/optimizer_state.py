@@ -11,10 +11,10 @@ def optimizer_names(optimizer: MasterWeights, model: Decoder) -> dict[str, list[
 
     Some may be their own masters, such as the FP32 ones of a model in BF16.
     """
-    found = {}
+    by_kind = {}
     for kind, names in _own_names(optimizer, model).items():
-        found[kind] = [name for name, _ in model.ep.every(zip(names, names, strict=True), str)]
-    return found
+        by_kind[kind] = [name for name, _ in model.ep.every(zip(names, names, strict=True), str)]
+    return by_kind
 
 
 def trained_names(optimizer: MasterWeights, model: Decoder) -> list[str]:

@@ -27,13 +27,13 @@ def profiled_steps(text: str) -> range:
     """
     if not text:
         return range(0)
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    if found is None or int(found[1]) < 1:
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None or int(match[1]) < 1:
         raise UsageError(
             f"profile={text!r}: give a step, such as 10, or the first and the last, 10:12"
         )
-    first = int(found[1])
-    last = int(found[2] or first)
+    first = int(match[1])
+    last = int(match[2] or first)
     if last < first:
         raise UsageError(f"profile={text!r} ends before it begins: give {last}:{first}")
     return range(first, last + 1)

@@ -137,7 +137,7 @@ class Recorder:
 
     def _observers(self, name: str) -> list[Observers]:
         """Return the observers of each GEMM of a te module."""
-        found = []
+        observers = []
         for expert in experts_of(self.model, name, self.modules[name]):
             # One row of the table for each operand; the casts of the GEMM add to it on the device.
             rows = [
@@ -148,8 +148,8 @@ class Recorder:
                 Observer(self.table, row, operand)
                 for row, operand in zip(rows, OPERANDS, strict=True)
             )
-            found.append((x, weight, dy))
-        return found
+            observers.append((x, weight, dy))
+        return observers
 
 
 class RecordLog:
@@ -226,13 +226,13 @@ def _fp8_weights(module: Any) -> list[Any]:
 
 def _of_all_ranks(own: list[RecordedTensor], parallel: Parallel) -> list[RecordedTensor]:
     """Return the tensors of all ranks in the order of the model; ranks differ only in their experts."""
-    found: dict[str, set[RecordedTensor]] = {}
+    by_module: dict[str, set[RecordedTensor]] = {}
     for rank in parallel.ranks.gather([tensor.to_dict() for tensor in own]):
         for entry in rank:
             tensor = RecordedTensor.from_dict(entry)
-            found.setdefault(tensor.linear, set()).add(tensor)
+            by_module.setdefault(tensor.linear, set()).add(tensor)
     ordered = []
-    for tensors in found.values():
+    for tensors in by_module.values():
         # The order of a dict of sets differs between processes; rows of the table are summed over them.
         ordered += sorted(tensors, key=lambda one: (one.expert or 0, OPERANDS.index(one.operand)))
     return ordered
@@ -240,7 +240,7 @@ def _of_all_ranks(own: list[RecordedTensor], parallel: Parallel) -> list[Recorde
 
 def _first_copies(modules: dict[str, Any], model: CausalLM, parallel: Parallel) -> list[bool]:
     """Return, for each operand of each GEMM, whether this rank has the first copy of it, or a part of its own."""
-    found = []
+    first_copies = []
     for name, module in modules.items():
         # A tensor that all ranks of a layer have whole is counted by the first one alone, a divided one by each.
         split = layer_parts(module) if parallel.tp is not None else dict.fromkeys(OPERANDS, True)
@@ -252,8 +252,8 @@ def _first_copies(modules: dict[str, Any], model: CausalLM, parallel: Parallel) 
                     # FP8 weights under FSDP are cast shard by shard: each process has a part of its own.
                     stored = _fp8_weights(module)[gemm] is not None and parallel.uses_fsdp
                     counts = counts and (stored or _has_first_weight(name, model, parallel))
-                found.append(counts)
-    return found
+                first_copies.append(counts)
+    return first_copies
 
 
 def _has_first_weight(name: str, model: CausalLM, parallel: Parallel) -> bool:

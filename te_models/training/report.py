@@ -118,7 +118,7 @@ def expected_line(
     if model.tp.size > 1 or model.ep.size > 1:
         return f"no figure for divided layers; {later}"
     lora = model.num_parameters(only_trainable=True) < model.num_parameters()
-    found = expected_speed(
+    expected = expected_speed(
         gpu,
         model.config,
         recipe,
@@ -128,13 +128,13 @@ def expected_line(
         recompute=model.activation_checkpointing,
         gpus=shares,
     )
-    if found is None:
+    if expected is None:
         return f"nothing is measured near this size under {recipe} on {gpu}; {later}"
     # Two digits: the figure comes from another size or GPU than the run's.
-    speed = float(f"{found.tokens_per_second:.2g}")
+    speed = float(f"{expected.tokens_per_second:.2g}")
     tokens = (config.steps - start) * config.tokens_per_step
-    whole = duration(tokens / found.tokens_per_second)
-    return f"about {speed:,.0f} tokens/s, {whole} without evaluations; {found.basis}"
+    whole = duration(tokens / expected.tokens_per_second)
+    return f"about {speed:,.0f} tokens/s, {whole} without evaluations; {expected.basis}"
 
 
 def _tokens(dataset: TokenDataset | StreamingDataset, config: TrainConfig, start: int) -> str:

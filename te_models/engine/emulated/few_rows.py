@@ -43,8 +43,10 @@ def scale(x: MaybeQuantized, quantizer: Quantizer) -> np.float32 | None:
     amax = np.float32(max(x.abs().amax().item(), quantizer.amax_epsilon))
     if not _TINY < amax < np.inf:  # as NaN is not
         return None
-    found = np.float32(FP8_MAX[quantizer.dtype]) / amax  # as scale_from_amax does
-    return np.float32(2.0 ** (math.frexp(found)[1] - 1)) if quantizer.force_pow_2_scales else found
+    factor = np.float32(FP8_MAX[quantizer.dtype]) / amax  # as scale_from_amax does
+    return (
+        np.float32(2.0 ** (math.frexp(factor)[1] - 1)) if quantizer.force_pow_2_scales else factor
+    )
 
 
 def product(

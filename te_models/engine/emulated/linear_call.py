@@ -76,7 +76,7 @@ def new_calls(
     updates = registry_to_update() if tracked and override is None else None
     # GEMM by GEMM, in the order of SLOTS: three quantizers forward, two backward.
     forward, backward = (module.quantizers[direction] for direction in SLOTS)
-    found = []
+    calls = []
     for i, name in enumerate(module.weight_names):
         x, weight, y = forward[3 * i : 3 * i + 3]
         dy, dx = backward[2 * i : 2 * i + 2]
@@ -104,8 +104,8 @@ def new_calls(
             splits=recipe.split_accumulators,
             context=context,
         )
-        found.append(call)
-    return found
+        calls.append(call)
+    return calls
 
 
 def _calls_without_fp8(

@@ -172,18 +172,18 @@ def save(
 def _restore(ctx: Context) -> list[MaybeQuantized]:
     """Return the input and the weight that `save` saved."""
     tensors = ctx.saved_tensors
-    found = []
+    operands = []
     for storage, count in ctx.saved:
         if count == 0:
-            found.append(storage)
+            operands.append(storage)
             continue
         parts = tensors[:count]
         tensors = tensors[count:]
         if storage is not None:
             storage.set_data_tensors(parts)
-        found.append(parts[0] if storage is None else storage)
+        operands.append(parts[0] if storage is None else storage)
     ctx.saved = None  # must not retain what autograd frees
-    return found
+    return operands
 
 
 def gradients(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -174,7 +174,7 @@ def _gather_quantized(
     """Return the storage of all ranks' rows; per-tensor values (a scale, an amax) are this rank's."""
     # Scales are gathered without the padding of each rank, and the whole is padded again.
     layout = _layout(x)
-    found = []
+    gathered = []
     for name, value in zip(x._tensors, x.get_data_tensors(), strict=True):
         if not isinstance(x, Float8TensorStorage):
             wanted = quantizer.columnwise_usage if "columnwise" in name else quantizer.rowwise_usage
@@ -187,8 +187,8 @@ def _gather_quantized(
                 value = pad_to(value, *padding)
         elif name == "_transpose":
             value = None
-        found.append(value)
-    made = x.with_data_tensors(tuple(found))
+        gathered.append(value)
+    made = x.with_data_tensors(tuple(gathered))
     made._shape = torch.Size((x._shape[0] * world_size(group), *x._shape[1:]))
     return made
 

@@ -83,12 +83,12 @@ class Kernel(NamedTuple):
 
     def spread(self, t: Tensor) -> list[Tensor]:
         """Return t [T, H] as the sequence of [T, lanes] that the lanes see, as views; narrower where the row ends."""
-        found: list[Tensor] = []
+        steps: list[Tensor] = []
         for step in t.split(self.lanes * self.width, dim=1):
             if step.shape[1] % self.width:
                 step = pad(step, (0, -step.shape[1] % self.width))
-            found += step.view(len(step), step.shape[1] // self.width, self.width).unbind(-1)
-        return found
+            steps += step.view(len(step), step.shape[1] // self.width, self.width).unbind(-1)
+        return steps
 
     def row_sum(self, lanes: Tensor) -> Tensor:
         """Return the sums over rows [T, 1] of what the lanes [T, lanes] hold."""

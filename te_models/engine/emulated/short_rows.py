@@ -72,15 +72,15 @@ _SIZES: weakref.WeakKeyDictionary[nn.Module, _Sizes] = weakref.WeakKeyDictionary
 
 def _sizes(model: nn.Module) -> _Sizes:
     """Return the sizes of a model, whose modules are searched once: a step of generation takes milliseconds."""
-    found = _SIZES.get(model)
-    if found is None:
+    sizes = _SIZES.get(model)
+    if sizes is None:
         modules = list(model.modules())
-        found = _SIZES[model] = _Sizes(
+        sizes = _SIZES[model] = _Sizes(
             largest_weight=max(parameter.numel() for parameter in model.parameters()),
             norm_rows=max(getattr(module, "row_multiple", 1) for module in modules),
             divided=any(getattr(module, "tp_size", 1) > 1 for module in modules),
         )
-    return found
+    return sizes
 
 
 @contextlib.contextmanager

@@ -470,7 +470,7 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        found = CausalLMOutputWithPast(loss, logits, getattr(output, CACHE), output.hidden_states)
+        result = CausalLMOutputWithPast(loss, logits, getattr(output, CACHE), output.hidden_states)
         if return_dict is None:
             return_dict = self.config.return_dict
-        return found if return_dict else found.to_tuple()
+        return result if return_dict else result.to_tuple()
