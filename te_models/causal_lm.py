@@ -186,14 +186,16 @@ class CausalLM(Decoder):
 
         Options as in te_models.planning.memory_plan.plan_memory; the model's own settings are the defaults.
         """
-        own: Fields = dict(dtype_bytes=self.dtype.itemsize, batch_size=batch_size, seq_len=seq_len)
-        own |= dict(
+        settings: Fields = dict(
+            dtype_bytes=self.dtype.itemsize, batch_size=batch_size, seq_len=seq_len
+        )
+        settings |= dict(
             activation_checkpointing=self.activation_checkpointing,
             activation_offload=self.activation_offload,
         )
-        own |= dict(fp8_params=self.fp8_params)
-        own |= dict(base_weights=self._stored_base())
-        return plan_memory(self.config, self.recipe, **{**own, **options})
+        settings |= dict(fp8_params=self.fp8_params)
+        settings |= dict(base_weights=self._stored_base())
+        return plan_memory(self.config, self.recipe, **{**settings, **options})
 
     def _stored_base(self) -> StoredBase | None:
         """Return which weights stay as a release stores them; None: none does."""
@@ -234,10 +236,10 @@ class CausalLM(Decoder):
         both = [*stops, *new]
         values: Fields = {"eos_token_id": both if len(both) > 1 else both[0]}
         if self.origin.generation is None:  # in its place a save would write the ids of the config
-            own = self.config.to_dict()
+            fields = self.config.to_dict()
             for name in ("bos_token_id", "pad_token_id"):
-                if own[name] is not None:
-                    values[name] = own[name]
+                if fields[name] is not None:
+                    values[name] = fields[name]
         self.origin = self.origin.with_token_ids(values)
 
     def calibrate(
@@ -477,8 +479,10 @@ def plan(shape: str | ModelConfig, **options: Unpack[ModelOptions]) -> Precision
             f"the shape is a {type(shape).__name__}: give a preset's name or a ModelConfig; a model has plan() itself"
         )
     # On the meta device nothing is allocated, whatever the size.
-    own, rest = _split({"device": "meta", **options})
+    settings, rest = _split({"device": "meta", **options})
     config = (
-        get_preset(shape, **own) if isinstance(shape, str) else dataclasses.replace(shape, **own)
+        get_preset(shape, **settings)
+        if isinstance(shape, str)
+        else dataclasses.replace(shape, **settings)
     )
     return CausalLM(config, **rest).plan()

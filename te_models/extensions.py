@@ -67,7 +67,7 @@ def register_family(family: Family) -> None:
     Raises:
         UsageError: there is such a model_type already.
     """
-    if any(own.model_type == family.model_type for own in FAMILIES):
+    if any(known.model_type == family.model_type for known in FAMILIES):
         raise UsageError(f"there is a family of model_type {family.model_type!r} already")
     FAMILIES.insert(len(FAMILIES) - 1, family)
 

@@ -205,9 +205,9 @@ def _add_update(
     # One factor for the whole product; where parts differ, B takes up the ratio.
     scaling = next((scaling for scaling in scalings if scaling), 0.0)
     blocks = []  # B [out, rank] of each part
-    for part, own in zip(parts, scalings, strict=True):
+    for part, part_scaling in zip(parts, scalings, strict=True):
         b = part.b(adapter, dtype, outputs)
-        blocks.append(b if own == scaling else b * (own / scaling))
+        blocks.append(b if part_scaling == scaling else b * (part_scaling / scaling))
     b = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
     if result.dim() == 2:
         # One kernel multiplies, scales and adds: the update is rounded once, with the sum.
@@ -238,8 +238,12 @@ def _scale_rows(
     for part, left in zip(parts, dropped, strict=True):
         if adapter not in part.layer.lora_magnitude_vector:
             continue
-        own = part.layer.length_factors(adapter)
-        factors = own if part.columns is None else factors.index_copy(0, part.columns, own)
+        part_factors = part.layer.length_factors(adapter)
+        factors = (
+            part_factors
+            if part.columns is None
+            else factors.index_copy(0, part.columns, part_factors)
+        )
         if not part.drops(adapter):
             continue
         # peft applies dropout to the base's input too under DoRA, so that this part of it runs again.
@@ -247,8 +251,8 @@ def _scale_rows(
         if part.columns is None:
             unscaled = product
         else:
-            kept = product.index_select(-1, part.columns)
-            unscaled = unscaled.index_copy(-1, part.columns, kept)
+            unchanged_rows = product.index_select(-1, part.columns)
+            unscaled = unscaled.index_copy(-1, part.columns, unchanged_rows)
     more = factors.to(result.dtype) - 1
     without_bias = unscaled if bias is None else unscaled - bias.to(result.dtype)
     return updated + more * (without_bias + updated - result)

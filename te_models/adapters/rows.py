@@ -173,8 +173,8 @@ class AdaptedRows(nn.Module):
             columns = rows.columns()
 
             def run(given: Tensor, columns: Tensor = columns) -> Tensor:
-                made = base if given is x else product(given.to(x.dtype))
-                return made.index_select(-1, columns)
+                product_rows = base if given is x else product(given.to(x.dtype))
+                return product_rows.index_select(-1, columns)
 
             rows.run = run
             try:

@@ -38,13 +38,15 @@ def capture(run: str, steps: tuple[int, ...], every: int) -> None:
     # Marks add up: earlier ones stay, also --every where this command does not give it.
     marks = Marks(tuple(sorted({*before.steps, *steps})), every or before.every)
     write_marks(folder, marks)
-    kept = []
+    steps_to_keep = []
     if marks.steps:
-        kept.append(f"step{'s' * (len(marks.steps) > 1)} {', '.join(map(str, marks.steps))}")
+        steps_to_keep.append(
+            f"step{'s' * (len(marks.steps) > 1)} {', '.join(map(str, marks.steps))}"
+        )
     if marks.every:
-        kept.append(f"each {marks.every}-th step")
+        steps_to_keep.append(f"each {marks.every}-th step")
     show_line(
-        f"{run} keeps {' and '.join(kept)} when it gets there; then `te-models replay {run} --step N`"
+        f"{run} keeps {' and '.join(steps_to_keep)} when it gets there; then `te-models replay {run} --step N`"
     )
 
 

@@ -74,9 +74,9 @@ def get_gpu(name: str) -> Gpu:
     """
     chip = re.search(rf"\b({'|'.join(CHIPS)})\b", name.lower())
     name = CHIPS[chip[0]] if chip else name
-    wanted = _plain(name)
+    plain_name = _plain(name)
     for gpu in GPUS:
-        if _plain(gpu.name) == wanted:
+        if _plain(gpu.name) == plain_name:
             return gpu
     # The longest first, so that "RTX 6000 Ada" is not taken for another card.
     for gpu in sorted(GPUS, key=lambda gpu: -len(gpu.name)):

@@ -150,8 +150,8 @@ class ModelConfig(ModelFields):
     def length_limit(self) -> str:
         """`longest_sequence` by the name of what sets it, for messages."""
         longest = self.longest_sequence
-        own = longest == self.max_position_embeddings
-        return f"{'max_position_embeddings' if own else 'the stretched limit of RoPE'}={longest}"
+        is_longest = longest == self.max_position_embeddings
+        return f"{'max_position_embeddings' if is_longest else 'the stretched limit of RoPE'}={longest}"
 
     @property
     def num_padding_parameters(self) -> int:
@@ -198,7 +198,7 @@ class ModelConfig(ModelFields):
         for name in config_fields():
             value = getattr(self, name)
             if isinstance(value, Settings):
-                value = {key: _plain(own) for key, own in field_values(value).items()}
+                value = {key: _plain(field) for key, field in field_values(value).items()}
             plain[name] = _plain(copy.deepcopy(value))
         return plain
 
@@ -245,9 +245,9 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
     for name in PER_LAYER:
         if values[name] is not None and len(values[name]) != layers:
             yield f"{name} has {len(values[name])} entries for num_hidden_layers={layers}"
-    own = ("linear_attention", "latent_attention", "mamba2", "kda")
+    field_names = ("linear_attention", "latent_attention", "mamba2", "kda")
     # Kind of layer -> the field, or the group of fields, without which it has no sizes.
-    needs = {kind: kind for kind in own} | {
+    needs = {kind: kind for kind in field_names} | {
         "sliding_attention": "sliding_window",
         "chunked_attention": "attention_chunk_size",
         "conv": "short_conv",
@@ -389,8 +389,8 @@ def _sliding_head_mistakes(config: ModelConfig, sizes: HeadSizes) -> Iterator[st
 def _latent_mistakes(config: ModelConfig, sizes: LatentConfig) -> Iterator[str]:
     """Yield lines about values that do not fit latent attention."""
     for name, value in NOT_LATENT.items():
-        if (own := field_values(config)[name]) != value:
-            yield f"latent_attention computes no {name}={own!r}: give {value!r}"
+        if (actual := field_values(config)[name]) != value:
+            yield f"latent_attention computes no {name}={actual!r}: give {value!r}"
     if config.num_key_value_heads != config.num_attention_heads:
         yield f"latent_attention has a key per query head: give num_key_value_heads={config.num_attention_heads}"
     if config.head_dim != sizes.qk_rope_head_dim:

@@ -140,8 +140,8 @@ class MoESpec(FeedforwardSpec):
         linears = [LinearSpec("router", d, logits, bias=e.bias, fp8=False)]
         # Experts may work in a narrower space, which two more linears lead into and out of (Nemotron 3).
         width = e.latent_size or d
-        own = e.num_experts // self.ranks
-        linears += self._projections("", width, e.moe_intermediate_size, own, e.bias)
+        local_experts = e.num_experts // self.ranks
+        linears += self._projections("", width, e.moe_intermediate_size, local_experts, e.bias)
         if e.shared_expert_intermediate_size:
             linears += self._projections("shared_", d, e.shared_expert_intermediate_size, 0)
         if e.latent_size is not None:

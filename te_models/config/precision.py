@@ -55,10 +55,12 @@ def precisions(recipe: Recipe, layers: tuple[LayerSpec, ...]) -> dict[str, Preci
 
 def _by_edges(recipe: Recipe, layers: int, name: str) -> Precision:
     """Return the precision that the recipe and its edges give a te.Linear."""
-    own = recipe.called(recipe.name)
+    recipe_itself = recipe.called(recipe.name)
     if name == HEAD:
         inside = recipe.lm_head == "fp8"
-        return Precision(own if inside else None, f"lm_head = {recipe.lm_head!r}", not inside)
+        return Precision(
+            recipe_itself if inside else None, f"lm_head = {recipe.lm_head!r}", not inside
+        )
     # A te.Linear outside the blocks other than the head, such as the projection of inputs per layer.
     depth = depth_of(name)
     if depth is None:
@@ -68,10 +70,12 @@ def _by_edges(recipe: Recipe, layers: int, name: str) -> Precision:
         end = "start" if depth < inner.start else "end"
         field = f"num_layers_at_{end}_in_bf16"
         reason = (
-            f"{field} = {recipe.edges[field]}" if own is not None else f"recipe = {recipe.name!r}"
+            f"{field} = {recipe.edges[field]}"
+            if recipe_itself is not None
+            else f"recipe = {recipe.name!r}"
         )
         return Precision(None, reason, True)
-    return Precision(own, f"recipe = {recipe.name!r}")
+    return Precision(recipe_itself, f"recipe = {recipe.name!r}")
 
 
 def _unknown_pattern(pattern: str, linears: dict[str, LinearSpec]) -> Exception:

@@ -152,7 +152,7 @@ def command_r(
     hidden: int, intermediate: int, layers: int, heads: int, **fields: Any
 ) -> PresetFields:
     """Return the shape of a Command R: attention and MLP side by side after LayerNorm."""
-    own = dict(
+    shape = dict(
         vocab_size=256000,
         norm_type="layer",
         parallel_residual=True,
@@ -164,13 +164,13 @@ def command_r(
         eos_token_id=255001,
         pad_token_id=0,
     )
-    return {**shape_of(hidden, intermediate, layers, heads, 8, **own), **fields}
+    return {**shape_of(hidden, intermediate, layers, heads, 8, **shape), **fields}
 
 
 def gemma2(hidden: int, intermediate: int, layers: int, *heads: int, **fields: Any) -> PresetFields:
     """Return the shape of a Gemma 2: every second layer sees all keys, and logits are capped."""
     caps = dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=4096)
-    own = dict(
+    shape = dict(
         vocab_size=256000,
         head_dim=256,
         embedding_multiplier=hidden**0.5,
@@ -181,7 +181,7 @@ def gemma2(hidden: int, intermediate: int, layers: int, *heads: int, **fields: A
         intermediate,
         layers,
         *heads,
-        **{**GEMMA, **windowed(layers, 2, 1), **caps, **own, **fields},
+        **{**GEMMA, **windowed(layers, 2, 1), **caps, **shape, **fields},
     )
 
 
@@ -191,7 +191,7 @@ def gemma3(
     """Return the shape of a Gemma 3's text model: every sixth layer sees all keys, with its own RoPE."""
     stretched = None if stretch == 1 else dict(rope_type="linear", factor=stretch)
     rope = dict(rope_theta=1000000.0, rope_scaling=stretched, sliding_rope=dict(rope_theta=10000.0))
-    own = dict(
+    shape = dict(
         vocab_size=262208,
         head_dim=256,
         qk_norm=True,
@@ -204,7 +204,7 @@ def gemma3(
         intermediate,
         layers,
         *heads,
-        **{**GEMMA, **windowed(layers, 6, 5), **rope, **own, **fields},
+        **{**GEMMA, **windowed(layers, 6, 5), **rope, **shape, **fields},
     )
 
 
@@ -264,8 +264,8 @@ def gemma4_small(
 
     With `wide` those have MLPs of twice the width.
     """
-    own = [int(layer >= layers - shared) for layer in range(layers)]
-    widths = tuple(intermediate * (1 + flag) for flag in own)
+    reuses_keys = [int(layer >= layers - shared) for layer in range(layers)]
+    widths = tuple(intermediate * (1 + flag) for flag in reuses_keys)
     # The large shape, with the differences below.
     large = gemma4(hidden, intermediate, layers, heads=(8, kv_heads, kv_heads))
     return {
@@ -274,7 +274,7 @@ def gemma4_small(
         "keys_as_values": False,
         "sliding_window": 512,
         "max_position_embeddings": 131072,
-        "shared_key_layers": tuple(own),
+        "shared_key_layers": tuple(reuses_keys),
         **(dict(intermediate_sizes=widths) if wide else {}),
         "layer_inputs": dict(width=256, vocab_size=262144),
     }
@@ -328,7 +328,7 @@ def qwen_hybrid(
     **fields: Any,
 ) -> PresetFields:
     """Return the shape of a Qwen3.5's text model: three layers of linear attention, then one of gated attention."""
-    own = dict(
+    shape = dict(
         linear_attention=dict(
             num_key_heads=16, num_value_heads=value_heads, key_head_dim=128, value_head_dim=128
         ),
@@ -340,7 +340,7 @@ def qwen_hybrid(
         eos_token_id=248044,
     )
     return shape_of(
-        hidden, intermediate, layers, heads, kv_heads, **hybrid_layers(layers), **own, **fields
+        hidden, intermediate, layers, heads, kv_heads, **hybrid_layers(layers), **shape, **fields
     )
 
 
@@ -360,7 +360,7 @@ def lfm2(
 ) -> PresetFields:
     """Return the shape of an LFM2: gated short convolutions, and attention in the layers `attention`."""
     kinds = ("full_attention" if layer in attention else "conv" for layer in range(layers))
-    own = dict(
+    shape = dict(
         layer_types=tuple(kinds),
         short_conv=dict(kernel_dim=3),
         vocab_size=65536,
@@ -373,7 +373,7 @@ def lfm2(
         eos_token_id=7,
         pad_token_id=0,
     )
-    return shape_of(hidden, intermediate, layers, hidden // 64, 8, **own, **fields)
+    return shape_of(hidden, intermediate, layers, hidden // 64, 8, **shape, **fields)
 
 
 def granite4(
@@ -381,7 +381,7 @@ def granite4(
 ) -> PresetFields:
     """Return the shape of a hybrid Granite 4: Mamba 2, and attention without RoPE in four of 40 layers."""
     kinds = ("full_attention" if layer % 10 == 5 else "mamba2" for layer in range(40))
-    own = dict(
+    shape = dict(
         layer_types=tuple(kinds),
         no_rope_layers=(0,) * 40,
         vocab_size=100352,
@@ -397,7 +397,7 @@ def granite4(
         eos_token_id=100257,
         pad_token_id=100256,
     )
-    return shape_of(hidden, intermediate, 40, heads, kv_heads, **own, **fields)
+    return shape_of(hidden, intermediate, 40, heads, kv_heads, **shape, **fields)
 
 
 def nemotron(pattern: str, **fields: Any) -> PresetFields:
@@ -449,14 +449,14 @@ def falcon_h1(
 
 def granite3_moe(hidden: int, layers: int, heads: int, experts: int) -> PresetFields:
     """Return the shape of a Granite 3.1 with experts of 512 channels, of which a token goes through eight."""
-    own = {name: value for name, value in GRANITE.items() if name[:4] != "num_"}
+    shape = {name: value for name, value in GRANITE.items() if name[:4] != "num_"}
     return shape_of(
         hidden,
         512,
         layers,
         heads,
         8,
-        **own,
+        **shape,
         rope_theta=10000000.0,
         rms_norm_eps=1e-6,
         logits_scaling=6.0,

@@ -271,8 +271,8 @@ class Recipe:
 
     def replace(self, **overrides: Any) -> Recipe:
         """Return this recipe with some fields changed; an unknown field or a bad value is a ConfigError."""
-        own = {name: overrides.pop(name) for name in list(overrides) if name in EDGES}
-        return dataclasses.replace(self, fields={**self.fields, **overrides}, **own)
+        edges = {name: overrides.pop(name) for name in list(overrides) if name in EDGES}
+        return dataclasses.replace(self, fields={**self.fields, **overrides}, **edges)
 
     def followed_by(self, name: str) -> Recipe:
         """Return the recipe `name` for a run that continues under it: with the edges and the table of this one.

@@ -50,8 +50,10 @@ def recomputes_mlp(
 
     Blocks are counted from the end, since backward begins with the last one, which stores it.
     """
-    kept = (KEPT_WITH_FP8_WEIGHTS if fp8_weights else KEPT_IN_FP8) if fp8 else KEPT_IN_BF16
-    return mode == "selective" and (layers - 1 - layer) % kept != 0
+    not_recomputed = (
+        (KEPT_WITH_FP8_WEIGHTS if fp8_weights else KEPT_IN_FP8) if fp8 else KEPT_IN_BF16
+    )
+    return mode == "selective" and (layers - 1 - layer) % not_recomputed != 0
 
 
 def recomputes_product(mode: str | int, fp8: bool, fp8_weights: bool = False) -> bool:

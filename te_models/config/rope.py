@@ -134,23 +134,23 @@ def checked_sliding_rope(rope: Scaling, head_dim: int) -> Scaling:
     scaling = dict(rope)
     proportional = _kind(scaling) == "proportional"  # whose share belongs to the scaling
     names = [name for name in _SLIDING if not (proportional and name == "partial_rotary_factor")]
-    own = {name: scaling.pop(name) for name in names if name in scaling}
-    if "rope_theta" not in own:
+    sliding = {name: scaling.pop(name) for name in names if name in scaling}
+    if "rope_theta" not in sliding:
         raise ConfigError("sliding_rope lacks rope_theta")
-    for name, value in own.items():
+    for name, value in sliding.items():
         _SLIDING[name].check(value)
     # A share of one is the default: equal models have equal configs.
-    if own.get("partial_rotary_factor") == 1.0:
-        del own["partial_rotary_factor"]
+    if sliding.get("partial_rotary_factor") == 1.0:
+        del sliding["partial_rotary_factor"]
     # "default" is the name that transformers gives to RoPE without scaling.
     if _kind(scaling) == "default":
         scaling = {name: value for name, value in scaling.items() if name not in KIND}
-    share = own.get("partial_rotary_factor", 1.0)
+    share = sliding.get("partial_rotary_factor", 1.0)
     refuse(rotary_mistakes(head_dim, share), ConfigError)
     if scaling:
         pairs = int(head_dim * share) // 2
-        own |= checked_scaling(scaling, pairs)
-    return own
+        sliding |= checked_scaling(scaling, pairs)
+    return sliding
 
 
 def checked_scaling(scaling: Scaling, pairs: int) -> Scaling:

@@ -84,8 +84,8 @@ def _loader(yaml: Any) -> type:
         return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
     # YAML 1.1, which PyYAML reads, takes "no" and "on" for booleans, and 1e-5 for a text.
-    for kind, (words, firsts) in _PLAIN.items():
-        whole = re.compile(rf"(?:{words.pattern})$")
+    for kind, (spellings, firsts) in _PLAIN.items():
+        whole = re.compile(rf"(?:{spellings.pattern})$")
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", whole, firsts)
     Loader.add_constructor("tag:yaml.org,2002:map", construct_mapping)
     Loader.add_constructor("tag:yaml.org,2002:int", construct_int)

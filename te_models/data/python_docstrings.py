@@ -127,11 +127,11 @@ def _without_docstring(function: _Function, lines: Sequence[str]) -> str:
         return ""  # nothing but a docstring, or other code on its lines
     # A function's own line is the one with `def`; its source begins with the decorators above.
     first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)]) - 1
-    kept = [
+    remaining = [
         *lines[first : docstring.lineno - 1],
         *lines[docstring.end_lineno : function.end_lineno],
     ]
-    prompt = textwrap.dedent("\n".join(kept)).strip()
+    prompt = textwrap.dedent("\n".join(remaining)).strip()
     return prompt if len(prompt) < MAX_SOURCE_CHARACTERS else ""
 
 

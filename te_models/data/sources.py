@@ -223,9 +223,9 @@ def read_records(
     first = None
     for number, record in enumerate(data, start=1):
         place = f"{name}, record {number}"
-        made = record if formatting is None else formatting(record)
+        formatted = record if formatting is None else formatting(record)
         try:
-            row = _formatted(made, place, formatting is not None)
+            row = _formatted(formatted, place, formatting is not None)
             # Names of columns are compared with the first record alone, since rows may leave fields out.
             if first is None:
                 mistake = misspelled(columns, row, place)

@@ -93,10 +93,10 @@ class Allocations(TorchDispatchMode):
         """Count a tensor that is alive as another part from now on."""
         address = tensor.untyped_storage()._cdata
         size, before = self._storages[address]
-        own = self.parts.index(part)
-        self._storages[address] = (size, own)
+        column = self.parts.index(part)
+        self._storages[address] = (size, column)
         self.live[before] -= size
-        self.live[own] += size
+        self.live[column] += size
 
 
 _THREAD = threading.local()
@@ -135,10 +135,10 @@ def on_gpu(tensor: Tensor) -> bool:
 def fresh(value: T) -> T:
     """Return the tensors of a result with memory of their own, and everything else in it as it is."""
     leaves, form = tree_flatten(value)
-    made = []
+    new_tensors = []
     for leaf in leaves:
-        made.append(_own(leaf) if isinstance(leaf, Tensor) else leaf)
-    return tree_unflatten(made, form)
+        new_tensors.append(_own(leaf) if isinstance(leaf, Tensor) else leaf)
+    return tree_unflatten(new_tensors, form)
 
 
 def _own(tensor: Tensor) -> Tensor:

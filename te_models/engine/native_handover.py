@@ -67,7 +67,7 @@ class QuantizerTarget(NamedTuple):
 
         Unless the kernel has `counted` what it cast, an observer counts the data, without the values before.
         """
-        made = Float8Tensor(
+        tensor = Float8Tensor(
             shape=fp8.transposed.shape[::-1],
             dtype=dtype,
             data=fp8.data,
@@ -78,8 +78,8 @@ class QuantizerTarget(NamedTuple):
             device=fp8.transposed.device,
         )
         if not counted:
-            observe(self.quantizer, made)
-        return made
+            observe(self.quantizer, tensor)
+        return tensor
 
 
 def _quantizer(
@@ -93,11 +93,11 @@ def _quantizer(
         return None
     # Without it there is no quantizer before the module's first forward.
     linear.init_fp8_metadata(num_gemms=1)
-    own = linear.quantizers[direction][operand]
-    if not isinstance(own, (Float8Quantizer, Float8CurrentScalingQuantizer)):
+    of_operand = linear.quantizers[direction][operand]
+    if not isinstance(of_operand, (Float8Quantizer, Float8CurrentScalingQuantizer)):
         return None
     # The module sets the usage of its own one anew at each call; this copy shares scale and amax.
-    quantizer = own.copy()
+    quantizer = of_operand.copy()
     # Autograd can pass on tensors, not Transformer Engine's bare storages.
     quantizer.internal = False
     quantizer.set_usage(rowwise=True, columnwise=linear.weight.requires_grad)

@@ -81,8 +81,8 @@ def linear(module: Linear, x: Tensor, is_first_microbatch: bool | None) -> Tenso
 
 def _is_plain(module: Linear, weight: Any, x: Tensor) -> bool:
     """Return whether te.Linear, with this weight, would do no more for x than cast and multiply."""
-    own = type(module) is Linear or isinstance(module, TorchLinear)
-    if not own or type(x) is not Tensor or x.dim() != 2 or not is_untouched(module):
+    is_linear = type(module) is Linear or isinstance(module, TorchLinear)
+    if not is_linear or type(x) is not Tensor or x.dim() != 2 or not is_untouched(module):
         return False
     if type(weight) is not Parameter and not isinstance(weight, QuantizedTensor):
         return False
@@ -113,14 +113,14 @@ def _is_prepared(module: Linear) -> bool:
 def _quantized(module: Linear, quantizer: Any, is_first_microbatch: bool | None) -> Any:
     """Return the weight of a te.Linear in FP8, and keep it where te.Linear would."""
     if is_first_microbatch is False:
-        kept = module._fp8_workspaces.get("weight")
+        cached = module._fp8_workspaces.get("weight")
         # The product reads this copy alone; what te.Linear looks for beyond it is for backward.
-        if isinstance(kept, Float8TensorStorage) and kept._data is not None:
-            return kept
+        if isinstance(cached, Float8TensorStorage) and cached._data is not None:
+            return cached
     quantizer.internal = True
     quantizer.set_usage(rowwise=True, columnwise=False)
     keeps = is_first_microbatch is not None
-    made, new = quantize_weight(
+    weight, new = quantize_weight(
         tensor=module.weight,
         quantizer=quantizer,
         workspace=module._fp8_workspaces.get("weight") if keeps else None,
@@ -130,7 +130,7 @@ def _quantized(module: Linear, quantizer: Any, is_first_microbatch: bool | None)
     )
     if new is not None:
         module._fp8_workspaces["weight"] = new.detach() if isinstance(new, Tensor) else new
-    return made
+    return weight
 
 
 def norm(module: Module, x: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ def set_observers(module: Module, observers: Sequence[Observers] | None) -> None
     The quantizers of most recipes are made by the first forward pass, and a cached weight has one of its own, so they
     are looked for in each.
     """
-    own = vars(module)
-    own.pop(_GETTER, None)
+    attributes = vars(module)
+    attributes.pop(_GETTER, None)
     if observers is None:
         _attach(module, [])
         return
@@ -40,7 +40,7 @@ def set_observers(module: Module, observers: Sequence[Observers] | None) -> None
         _attach(module, observers)
         return quantizers
 
-    own[_GETTER] = getter_of_observed
+    attributes[_GETTER] = getter_of_observed
     _attach(module, observers)
 
 
@@ -56,8 +56,8 @@ def experts_observer(module: Module, operand: int) -> ExpertObserver | None:
 
     None where nobody counts them, or looks at each tensor by itself, as the search for a NaN does.
     """
-    own = [one[operand] for one in vars(module).get(_OBSERVERS, ())]
-    return ExpertObserver(own) if own and isinstance(own[0], Observer) else None
+    observers = [one[operand] for one in vars(module).get(_OBSERVERS, ())]
+    return ExpertObserver(observers) if observers and isinstance(observers[0], Observer) else None
 
 
 def observer_of(quantizer: Any) -> Observer | None:
@@ -74,14 +74,14 @@ def observe(quantizer: Any, made: Any) -> None:
 
 def observe_quantizer(quantizer: Any, observer: Observer | None) -> None:
     """Let an observer count the casts of a quantizer; None: nobody does."""
-    own = vars(quantizer)
+    attributes = vars(quantizer)
     if observer is None:
         for name in _METHODS:
-            own.pop(name, None)
+            attributes.pop(name, None)
         return
     for name in _METHODS:
-        if getattr(own.get(name), "observer", None) is not observer:
-            own[name] = _Observed(quantizer, observer, getattr(type(quantizer), name))
+        if getattr(attributes.get(name), "observer", None) is not observer:
+            attributes[name] = _Observed(quantizer, observer, getattr(type(quantizer), name))
 
 
 class _Observed:

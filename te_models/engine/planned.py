@@ -133,11 +133,11 @@ def _quantizer(linear: nn.Module | None, direction: str, operand: int = 0) -> Qu
     if not (isinstance(linear, Linear) and FP8GlobalStateManager.is_fp8_enabled()):
         return None
     linear.init_fp8_metadata()
-    own = linear.quantizers[direction][operand]
-    if not isinstance(own, (Float8Quantizer, Float8CurrentScalingQuantizer)):
+    of_operand = linear.quantizers[direction][operand]
+    if not isinstance(of_operand, (Float8Quantizer, Float8CurrentScalingQuantizer)):
         return None
     # As native._quantizer: the module sets the usage of its own quantizer anew in each pass.
-    quantizer = own.copy()
+    quantizer = of_operand.copy()
     quantizer.internal = False
     quantizer.set_usage(rowwise=True, columnwise=linear.weight.requires_grad)
     return quantizer
@@ -227,10 +227,10 @@ class _ActivationInto(torch.autograd.Function):
         shape = (rows, columns // 2 if gated else columns)
 
         def again(source: Tensor) -> Tensor:
-            made = _made(quantizer, shape, source)
-            if _target(quantizer) is not None and isinstance(made, QuantizedTensorStorage):
-                made.update_usage(rowwise_usage=False)
-            return made
+            output = _made(quantizer, shape, source)
+            if _target(quantizer) is not None and isinstance(output, QuantizedTensorStorage):
+                output.update_usage(rowwise_usage=False)
+            return output
 
         save_input(ctx, gate_up, recompute=lambda: again)
         return _made(quantizer, shape, gate_up)

@@ -65,9 +65,9 @@ def _planned_class(kind: type[Quantizer]) -> type[Quantizer]:
 def _planned(quantizer: Quantizer) -> Quantizer:
     # One dictionary for both: what the engine sets on its quantizer, this one has too.
     # The quantizer's own class is the second base, so that what asks for its type finds it.
-    made = object.__new__(_planned_class(type(quantizer)))
-    made.__dict__ = quantizer.__dict__
-    return made
+    planned = object.__new__(_planned_class(type(quantizer)))
+    planned.__dict__ = quantizer.__dict__
+    return planned
 
 
 class _PlannedModule(TransformerEngineBaseModule):
@@ -78,7 +78,7 @@ class _PlannedModule(TransformerEngineBaseModule):
         with counted_as(None), torch.device("meta"):
             super().set_meta_tensor(fwd, recipe)
         direction = "scaling_fwd" if fwd else "scaling_bwd"
-        self.quantizers[direction] = [_planned(own) for own in self.quantizers[direction]]
+        self.quantizers[direction] = list(map(_planned, self.quantizers[direction]))
 
     def make_parameters(
         self,
@@ -461,10 +461,10 @@ def _expert_weights(
         return []
     shape = (module.num_gemms * sizes[0], sizes[1])
     with counted_as(WEIGHT_COPIES):
-        own = _copies(call.fp8.weight, shape, module.num_gemms)
+        copies = _copies(call.fp8.weight, shape, module.num_gemms)
     if call.first_microbatch is not None:
-        module._fp8_workspaces["experts"] = own  # type: ignore[assignment]
-    return [*own] if call.override is None else [own[0]]
+        module._fp8_workspaces["experts"] = copies  # type: ignore[assignment]
+    return [*copies] if call.override is None else [copies[0]]
 
 
 def expert_gradients(
@@ -484,16 +484,16 @@ def expert_gradients(
 
 def _copies(quantizer: Quantizer, shape: tuple[int, ...], experts: int) -> tuple[Tensor, Tensor]:
     """Return memory for both copies of a matrix whose rows `experts` quantizers cast."""
-    own = quantizer.copy()
-    own.internal = True
-    own.set_usage(rowwise=True, columnwise=True)
+    row_quantizer = quantizer.copy()
+    row_quantizer.internal = True
+    row_quantizer.set_usage(rowwise=True, columnwise=True)
     # One expert's rows, as its own quantizer pads them.
-    rows = -(-shape[0] // experts // own._multiple) * own._multiple
+    rows = -(-shape[0] // experts // row_quantizer._multiple) * row_quantizer._multiple
     with counted_as(None):
-        made = own(torch.empty(rows, shape[1], dtype=torch.bfloat16, device="meta"))
+        rows_copy = row_quantizer(torch.empty(rows, shape[1], dtype=torch.bfloat16, device="meta"))
     copies = []
-    for names in made._copies:
-        parts = [getattr(made, name) for name in names]
+    for names in rows_copy._copies:
+        parts = [getattr(rows_copy, name) for name in names]
         size = sum(part.nbytes for part in parts if part is not None) * experts
         copies.append(torch.empty(size, dtype=torch.uint8, device="meta"))
     return copies[0], copies[1]

@@ -22,11 +22,11 @@ class TorchLinear(nn.Linear):
     @classmethod
     def of(cls, linear: nn.Module) -> TorchLinear:
         """Return a te.Linear as a module of this class, which takes its place: both have the same state."""
-        made = cls.__new__(cls)
-        object.__setattr__(made, "__dict__", linear.__dict__)
+        twin = cls.__new__(cls)
+        object.__setattr__(twin, "__dict__", linear.__dict__)
         if "bias" not in linear._parameters:
-            made.__dict__["bias"] = None
-        return made
+            twin.__dict__["bias"] = None
+        return twin
 
 
 def padded_product(

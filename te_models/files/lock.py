@@ -31,7 +31,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
-    own = {"process": os.getpid(), "host": socket.gethostname()}
+    holder = {"process": os.getpid(), "host": socket.gethostname()}
     descriptor = _acquire(path)
     if (before := _owner(descriptor)) is not None:
         logging.getLogger(__name__).warning(
@@ -40,7 +40,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         with reraising(path, OSError, error=SaveError):
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(own).encode(), 0)
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         yield
     finally:
         with contextlib.suppress(OSError):

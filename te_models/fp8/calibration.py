@@ -163,16 +163,16 @@ class Measurement:
             for direction, part in zip(WIDTHS, parts, strict=True):
                 state = states[f".{direction}"]
                 # Row 0 may hold the amax of an FP8 primary weight already.
-                own = torch.maximum(part.flatten(), state.amax_history[0])
-                rows.setdefault(scaling.group, []).append((state, direction, scaling, own))
+                amax = torch.maximum(part.flatten(), state.amax_history[0])
+                rows.setdefault(scaling.group, []).append((state, direction, scaling, amax))
         for group, members in rows.items():
             # One collective for all modules of a group, in the order of the modules, which is the same on every rank.
-            reduced = largest([own for *_, own in members], group)
-            for (state, direction, scaling, own), shared in zip(members, reduced, strict=True):
+            reduced = largest([amax for *_, amax in members], group)
+            for (state, direction, scaling, amax), shared in zip(members, reduced, strict=True):
                 history, scale = delayed_update(
                     state.amax_history,
                     state.scale,
-                    shared if scaling.built.reduce_amax else own,
+                    shared if scaling.built.reduce_amax else amax,
                     algorithm=scaling.built.amax_compute_algo,
                     margin=scaling.built.margin,
                     fp8_max=fp8_max(scaling.recipe, direction),

@@ -67,13 +67,13 @@ def reused_weights(model: nn.Module, te: ModuleType, keep: bool) -> Iterator[Wei
         keep: whether to keep the quantized weights for the next generation.
     """
     reuse = WeightReuse(te_linears(model, te), keep)
-    kept = _KEPT.pop(model, None)
-    if kept is not None and _is_source(kept.source, reuse.linears):
-        for module, weights in zip(reuse.linears, kept.weights, strict=True):
+    reusable = _KEPT.pop(model, None)
+    if reusable is not None and _is_source(reusable.source, reuse.linears):
+        for module, weights in zip(reuse.linears, reusable.weights, strict=True):
             te.give_cached_weights(module, weights)
         reuse.ready = True
-        reuse.source = kept.source
-    del kept  # outdated ones are freed before new ones are made
+        reuse.source = reusable.source
+    del reusable  # outdated ones are freed before new ones are made
     try:
         yield reuse
     except Exception:

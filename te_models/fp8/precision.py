@@ -113,15 +113,15 @@ def model_precision(
     te_recipes: dict[str, EngineRecipe | None] = {}
     others = []
     for name, precision in linears.items():
-        own = None if precision.recipe is None else built[precision.recipe.name]
-        te_recipes[name] = own
+        default = None if precision.recipe is None else built[precision.recipe.name]
+        te_recipes[name] = default
         if name == HEAD:
             inside = recipe.head_in_fp8
         else:
             inside = depth_of(name) in fp8_layers
         around = te_recipe if inside else None
         # Compared by identity: `built` makes one object per recipe.
-        if own is not around or (recipe.stateful and divided(name)):
+        if default is not around or (recipe.stateful and divided(name)):
             others.append(name)
     return ModelPrecision(
         recipe=recipe,

@@ -71,12 +71,12 @@ def quantize_weights_alike(one: Recipe | None, other: Recipe | None) -> bool:
 
 def quantized(parameter: Tensor) -> QuantizedTensor | None:
     """Return the engine's quantized tensor in an FP8 weight (this rank's rows of it); None for another tensor."""
-    own = local(parameter)
-    if isinstance(own, FP8Shard):
-        own = own.fp8
+    shard = local(parameter)
+    if isinstance(shard, FP8Shard):
+        shard = shard.fp8
     # The method that quantized tensors of both engines have.
     # By the method and not by the class: Transformer Engine's tensors are other classes than the emulated ones.
-    return cast(QuantizedTensor, own) if hasattr(own, "quantize_") else None
+    return cast(QuantizedTensor, shard) if hasattr(shard, "quantize_") else None
 
 
 def is_quantized(tensor: Tensor) -> bool:
@@ -183,9 +183,9 @@ def take_master(parameter: Tensor, master: Tensor) -> None:
 
 def keep_initial_value(parameter: Tensor, value: Tensor) -> None:
     """Store the values that an FP8 weight was made from, where Transformer Engine's optimizers look for them too."""
-    own = shard_of(value, parameter).detach()
-    _fp8_of(parameter).__dict__[_INITIAL_VALUE] = own.to(
-        "cpu", parameter.dtype, copy=own is not value
+    values = shard_of(value, parameter).detach()
+    _fp8_of(parameter).__dict__[_INITIAL_VALUE] = values.to(
+        "cpu", parameter.dtype, copy=values is not value
     )
 
 
@@ -308,9 +308,9 @@ def make_shards(
                 "processes, as FP8 primary weights have to be: change the number of processes, or leave fp8_params out"
             )
         quantizer = _weight_quantizer(module, gemm, built(name))
-        own = local(weight)
+        shard = local(weight)
         quantizer.set_usage(rowwise=True, columnwise=False)
-        fp8 = quantizer.make_empty(own.shape, dtype=own.dtype, device=own.device)
+        fp8 = quantizer.make_empty(shard.shape, dtype=shard.dtype, device=shard.device)
         reduce_amax_over(fp8._quantizer, group)
         # FSDP2 looks for it before the first forward.
         weight._local_tensor = FP8Shard(cast(Float8Tensor, fp8))
@@ -327,9 +327,9 @@ def _weight_quantizer(module: Any, gemm: int, built: EngineRecipe | None) -> Qua
 def _weights(model: nn.Module) -> Iterator[tuple[str, Any, int, Any]]:
     """Yield every weight as (name of its module, module, number of its GEMM, weight); experts have one GEMM each."""
     for name, module in model.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
-            number = own.removeprefix("weight")
-            if own != number and (number.isdigit() or not number):
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            number = parameter_name.removeprefix("weight")
+            if parameter_name != number and (number.isdigit() or not number):
                 yield name, module, int(number or 0), parameter
 
 

@@ -145,22 +145,22 @@ def saving(model: nn.Module) -> Iterator[None]:
     Raises:
         EngineError: the model is in training mode, and a thread that still runs was the last to train it.
     """
-    own = threading.current_thread()
+    this_thread = threading.current_thread()
     with _LOCK:
         trainer = _TRAINERS.get(model)
         training = model.training or _EVALUATING.get(model, (0, False))[1]
         # A thread that has ended cannot be in the middle of a step.
-        if training and trainer is not None and trainer is not own and trainer.is_alive():
+        if training and trainer is not None and trainer is not this_thread and trainer.is_alive():
             raise EngineError(
                 f"thread {trainer.name!r} trains the model, and a save beside it would mix two steps: save in that "
                 "thread, or after it has called model.eval()"
             )
-        _SAVERS.setdefault(model, []).append(own)
+        _SAVERS.setdefault(model, []).append(this_thread)
     try:
         yield
     finally:
         with _LOCK:
-            _SAVERS[model].remove(own)
+            _SAVERS[model].remove(this_thread)
 
 
 # Model -> the thread of its last training pass, and those that save it now.
@@ -177,14 +177,14 @@ def is_trained(model: nn.Module) -> bool:
 
 def _note_training(model: nn.Module) -> None:
     """Note that this thread trains the model; raise if another one saves it."""
-    own = threading.current_thread()
+    this_thread = threading.current_thread()
     forget_kept_weights(model)
     with _LOCK:
-        if any(thread is not own for thread in _SAVERS.get(model, ())):
+        if any(thread is not this_thread for thread in _SAVERS.get(model, ())):
             raise EngineError(
                 "the model is being saved in another thread: train it once that is done"
             )
-        _TRAINERS[model] = own
+        _TRAINERS[model] = this_thread
 
 
 Others = Mapping[nn.Module, tuple[EngineRecipe | None, ProcessGroup | None]]

@@ -326,15 +326,15 @@ class CacheView:
         if self.past is None:
             return None
         if self.member is None:
-            own = self._own_layer(layer, RecurrentLayer)
+            stored = self._own_layer(layer, RecurrentLayer)
         else:
-            own = self._joint(layer).member(self.member, RecurrentLayer)
-        assert isinstance(own, RecurrentLayer)
-        if own.state is None:
-            own.state = make()
+            stored = self._joint(layer).member(self.member, RecurrentLayer)
+        assert isinstance(stored, RecurrentLayer)
+        if stored.state is None:
+            stored.state = make()
         # transformers asks each layer of a cache for its length.
-        own.length = self.length + len(self._slots)
-        return own.state
+        stored.length = self.length + len(self._slots)
+        return stored.state
 
     def of_member(self, number: int) -> CacheView:
         """Return the same view with the states of one of several mixers beside each other."""

@@ -51,9 +51,9 @@ class ModelInterface(PreTrainedModel):
           adapt them too: a target "down_proj" is for every module whose name ends so.
         """
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
-            own = name.removeprefix(prefix).removeprefix(".")
-            if own.startswith(HEAD) and is_adapted(self.lm_head):
-                name = f"{prefix}.{own.removeprefix(WRAPPED)}".removeprefix(".")
+            relative = name.removeprefix(prefix).removeprefix(".")
+            if relative.startswith(HEAD) and is_adapted(self.lm_head):
+                name = f"{prefix}.{relative.removeprefix(WRAPPED)}".removeprefix(".")
             name = self._hidden.renamed(name)
             if self._multimodal:
                 name = inside(name, prefix)

@@ -87,10 +87,16 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
     ) -> None:
         super().__init__(config)
         if model is None:
-            own = config.build_options()
+            build_options = config.build_options()
             # transformers builds a model without memory inside a context with "meta" as the default device.
-            own.setdefault("device", "meta" if torch.get_default_device().type == "meta" else None)
-            given = {name: value for name, value in {**own, **options}.items() if value is not None}
+            build_options.setdefault(
+                "device", "meta" if torch.get_default_device().type == "meta" else None
+            )
+            given = {
+                name: value
+                for name, value in {**build_options, **options}.items()
+                if value is not None
+            }
             model = CausalLM(config.model_config(), **given)
         self.model = model
         self._hidden = HiddenNames.of(model)
@@ -463,10 +469,10 @@ def _changed(config: TEModelsConfig, folder: Path) -> Fields:
     if hugging_face_documents(folder) is not None:
         return {}
     # A config that was loaded from the folder and changed: only the changes are options.
-    own = TEModelsConfig.from_pretrained(folder).model_config().to_dict()
+    saved = TEModelsConfig.from_pretrained(folder).model_config().to_dict()
     changed = {}
     for name, value in config.model_config().to_dict().items():
-        if own[name] != value:
+        if saved[name] != value:
             changed[name] = value
     return changed
 

@@ -124,8 +124,10 @@ def add_prefix(model: nn.Module, state: Fields, prefix: str, *others: object) ->
     if adapters := [
         name.removeprefix(prefix) for name in state if name.startswith(prefix) and ".lora_" in name
     ]:
-        own = {WRAPPED + name for name, _ in model.get_submodule("model").named_parameters()}
-        if unknown := [name for name in adapters if name not in own]:
+        model_names = {
+            WRAPPED + name for name, _ in model.get_submodule("model").named_parameters()
+        }
+        if unknown := [name for name in adapters if name not in model_names]:
             raise CheckpointError(
                 f"peft cannot place the adapter's {list_some(unknown)} here: give load_lora of te_models.training.lora "
                 "the CausalLM inside (`.model`)"

@@ -86,9 +86,9 @@ class GpuPlan(Printable):
 
 def plan_for_gpu(gpu: Gpu, config: ModelConfig, memory: MemoryPlan | None = None) -> GpuPlan:
     """Return how the shipped recipes run on a GPU, and which one "auto" takes there for a model of this shape."""
-    own = None if memory is None else memory.training
-    tokens = None if own is None else own.batch_size * own.seq_len
-    lora = own is not None and own.lora_rank > 0
+    training = None if memory is None else memory.training
+    tokens = None if training is None else training.batch_size * training.seq_len
+    lora = training is not None and training.lora_rank > 0
     recipes: dict[str, str] = {}
     speed: list[str] = []
     reasons: dict[str, str] = {}

@@ -206,13 +206,13 @@ def before(facts: RunFacts, step: int) -> RunFacts:
     record = facts.record
     # Steps ascend.
     count = sum(one < step for one in record.steps)
-    kept = Record(
+    earlier = Record(
         tensors=record.tensors,
         steps=record.steps[:count],
         values=record.values[:count],
         codes=record.codes[:count],
     )
-    return replace(facts, record=kept)
+    return replace(facts, record=earlier)
 
 
 def _coarse_linears(facts: RunFacts, findings: Sequence[Finding]) -> list[LinearAdvice]:

@@ -77,14 +77,14 @@ def replay(
     capture = read_capture(folder, step)
     if device is None:
         device = "cpu" if engine == "emulated" else "cuda"
-    own = saved_choices(capture.state)["recipe"]
+    run_recipe = saved_choices(capture.state)["recipe"]
     place: dict[str, Any] = {"device": device, "engine": engine}
-    first = run_step(capture, own, place)
+    first = run_step(capture, run_recipe, place)
     # The same again: two runs that differ cannot tell anything about a third.
-    second = run_step(capture, own, place) if twice else None
+    second = run_step(capture, run_recipe, place) if twice else None
     variants = [
         _variant(name, capture, recipe, place)
-        for name, recipe in _changes(own, recipes, bf16, margins, histories)
+        for name, recipe in _changes(run_recipe, recipes, bf16, margins, histories)
     ]
     name = device_name(torch.device(device))
     return Replay(
@@ -264,10 +264,10 @@ def _compared(run: Path, capture: Capture, replayed: Record) -> list[TensorCompa
             f"{run} was recorded by an older te-models, whose hashes of FP8 data are others: replay it with that one"
         )
     recorded = numbers(record, place)
-    own = numbers(replayed, 0)
+    replayed_numbers = numbers(replayed, 0)
     compared = []
     for tensor, then in recorded.items():
-        now = own.get(tensor)
+        now = replayed_numbers.get(tensor)
         if now is not None:
             equal = then.codes == now.codes
             # Equal codes need no bound; others are compared by their counts.

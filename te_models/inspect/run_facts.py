@@ -75,14 +75,14 @@ class RunFacts:
             return np.asarray(self.record.field("blocks") == 1)
         # A run with a schedule has several recipes: the metrics have the one of each step.
         names = {int(row["step"]): str(row.get("recipe")) for row in self.rows}
-        own = _with_one_scale(self.recipe, self.tensors)
-        changed: dict[str, list[bool]] = {self.recipe.name: own}
+        tensorwise = _with_one_scale(self.recipe, self.tensors)
+        changed: dict[str, list[bool]] = {self.recipe.name: tensorwise}
         mask = np.zeros(self.record.values.shape[:2], bool)
         for place, step in enumerate(self.record.steps):
             name = names.get(step, self.recipe.name)
             if name in list_recipes() and name not in changed:  # of a recipe schedule
                 changed[name] = _with_one_scale(self.recipe.followed_by(name), self.tensors)
-            mask[place] = changed.get(name, own)
+            mask[place] = changed.get(name, tensorwise)
         return mask
 
     def rms(self) -> Floats:
@@ -121,12 +121,12 @@ def _with_one_scale(recipe: Recipe, tensors: Sequence[RecordedTensor]) -> list[b
     """Return which tensors a recipe quantizes with one scale each, by its own scheme and its table of patterns."""
     tensorwise = []
     for tensor in tensors:
-        own: Recipe | None = recipe
+        called: Recipe | None = recipe
         for pattern, name in recipe.precision.items():
             # No break: of several patterns the last one counts.
             if fnmatchcase(tensor.linear, pattern):
-                own = recipe.called(name)
-        tensorwise.append(own is not None and own.scheme in PER_TENSOR)
+                called = recipe.called(name)
+        tensorwise.append(called is not None and called.scheme in PER_TENSOR)
     return tensorwise
 
 

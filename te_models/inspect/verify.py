@@ -340,9 +340,11 @@ def _verified(
     te = model.te
     # The trials change scales and gradients: the model keeps its own.
     copy = _copy(model, linear)
-    own = next(own for own, module in model.named_modules() if module is linear)
-    recipe = model.precision.te_recipe_of(own)
-    used = model.precision.recipe_of(own) or model.recipe
+    module_name = next(
+        module_name for module_name, module in model.named_modules() if module is linear
+    )
+    recipe = model.precision.te_recipe_of(module_name)
+    used = model.precision.recipe_of(module_name) or model.recipe
     try:
         bf16 = _trial(te, copy, inputs, dy, None)
         # Delayed scaling finds its scale from the passes before; the other recipes only warm up.

@@ -322,24 +322,24 @@ class HuggingFaceFolder(Opened):
 
     def raw_weights(self, names: Iterable[str]) -> Iterator[tuple[str, RawWeight | Tensor]]:
         """Yield name and content of these weights, in the order of the files: raw if they are quantized."""
-        wanted = frozenset(names)
+        requested = frozenset(names)
         storage = self.stored.storage
         for file in self.files:
             for data in file.tensors:
                 name = self.stored.data.get(data, data)
                 stack = self.family.as_stack(data)
-                if name in wanted and name in self.stored.scales and storage is not None:
+                if name in requested and name in self.stored.scales and storage is not None:
                     # NVFP4 has one scale per block and a factor of the whole tensor.
                     scales, *factors = map(self.read, self.stored.scale_names[name])
                     grid = storage.grid((self.places[name].shape[0], self.places[name].shape[1]))
                     factor = factors[0].float().reshape(()) if factors else None
                     values = file.read(data).view(torch.uint8)
                     yield name, RawWeight(values, scales.reshape(grid), factor)
-                elif name in wanted:
+                elif name in requested:
                     values = file.read(data)
                     check_finite({name: values}, file.path)
                     yield name, values
-                elif self.mxfp4 and stack.endswith("_blocks") and first_expert(stack) in wanted:
+                elif self.mxfp4 and stack.endswith("_blocks") and first_expert(stack) in requested:
                     blocks = file.read(data)
                     exponents = self.read(data.removesuffix("_blocks") + "_scales")
                     # A stack of all experts: [experts, rows, blocks, bytes], of which each is a weight.
@@ -470,9 +470,9 @@ def _alone(folder: Path, found: Mapping[str, Tensor], order: str) -> dict[str, T
         return found[name]
 
     return {
-        own: part
+        part_name: part
         for name, tensor in found.items()
-        for own, part in experts_of(name, tensor, scales, order)
+        for part_name, part in experts_of(name, tensor, scales, order)
     }
 
 

@@ -415,7 +415,7 @@ FAMILIES = [
 def beside_text() -> tuple[str, ...]:
     """Return prefixes of the names of other models beside the text model, in folders and in adapters."""
     prefixes = (
-        prefix for family in FAMILIES for own in family.aside for prefix in prefixes_of(own)
+        prefix for family in FAMILIES for aside in family.aside for prefix in prefixes_of(aside)
     )
     return tuple(dict.fromkeys(prefixes))
 

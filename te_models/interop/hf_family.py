@@ -178,7 +178,7 @@ class Family:
             if any(name.startswith(f"{root}{self.blocks}.") for name in names):
                 stored.append(root)
         heads = [head for head in dict.fromkeys((self.head, *HEADS)) if f"{head}.weight" in names]
-        aside = [prefix for own in self.aside for prefix in prefixes_of(own)]
+        aside = [prefix for aside_prefix in self.aside for prefix in prefixes_of(aside_prefix)]
         # Other names of the same modules in some releases.
         ends = tuple(f".{other}.weight" for other in self.spellings.values())
         layer = self.layer
@@ -197,10 +197,10 @@ class Family:
         layers = f"{stored.root}{self.blocks}."
         if name.startswith(layers):
             return f"{self.root}{self.blocks}.{name.removeprefix(layers)}"
-        for own in self.aside:
-            for prefix in prefixes_of(own):
+        for aside_prefix in self.aside:
+            for prefix in prefixes_of(aside_prefix):
                 if name.startswith(prefix):
-                    return own + name.removeprefix(prefix)
+                    return aside_prefix + name.removeprefix(prefix)
         return name
 
     def prefixes_aside(self, config: Values) -> tuple[str, ...]:
@@ -241,11 +241,11 @@ class Family:
         if not self.inner:
             return {key: value for key, value in own.items() if key not in known} | new
         if self.flat and self.inner not in own:
-            kept = {key: value for key, value in own.items() if key not in known}
-            return {**kept, **_with_mrope(new.pop(self.inner), own), **new}
+            other_keys = {key: value for key, value in own.items() if key not in known}
+            return {**other_keys, **_with_mrope(new.pop(self.inner), own), **new}
         text = own[self.inner]
-        kept = {key: value for key, value in text.items() if key not in known}
-        return {**own, **new, self.inner: kept | _with_mrope(new[self.inner], text)}
+        other_keys = {key: value for key, value in text.items() if key not in known}
+        return {**own, **new, self.inner: other_keys | _with_mrope(new[self.inner], text)}
 
     def has_places(self, config: ModelConfig) -> bool:
         """Return whether every te.Linear of the model has a place in this architecture."""

@@ -18,10 +18,12 @@ def _read_gemma4_heads(theirs: Values) -> Fields:
     given = theirs.get("per_layer_config")
     types = _gemma4_types(theirs)
     if given is not None:
-        own = {int(layer): dict(changes) for layer, changes in given.items()}
+        changes_by_layer = {int(layer): dict(changes) for layer, changes in given.items()}
         places = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
-        different = [own.get(layer, {}) for layer in places]
-        if any(changes != different[0] for changes in different) or own.keys() - set(places):
+        different = [changes_by_layer.get(layer, {}) for layer in places]
+        if any(changes != different[0] for changes in different) or changes_by_layer.keys() - set(
+            places
+        ):
             raise ConfigError(
                 "per_layer_config with other changes than one for all layers of full_attention is not supported"
             )

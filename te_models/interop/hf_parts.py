@@ -122,7 +122,9 @@ def _read_laguna(theirs: Values) -> Fields:
     """Read the gate; refuse layers with different numbers of heads."""
     heads = theirs["num_attention_heads"]
     gates = {True: "headwise", "per-head": "headwise", "per-element": "elementwise"}
-    if any(own != heads for own in theirs.get("num_attention_heads_per_layer") or ()):
+    if any(
+        layer_heads != heads for layer_heads in theirs.get("num_attention_heads_per_layer") or ()
+    ):
         raise ConfigError("num_attention_heads_per_layer with different numbers is not supported")
     if theirs["gating"] not in gates:
         raise ConfigError(

@@ -218,9 +218,9 @@ def _read_lfm3_layers(theirs: Values) -> Fields:
 def _write_lfm3_layers(config: ModelConfig) -> Fields:
     keys = MELLUM_ROPE.write(config)
     sizes = config.short_conv or ShortConvConfig()
-    own = config.layer_types or keys["layer_types"]
+    layer_types = config.layer_types or keys["layer_types"]
     types = []
-    for kind, attention in zip(own, keys["layer_types"], strict=True):
+    for kind, attention in zip(layer_types, keys["layer_types"], strict=True):
         if kind == "conv":
             types.append("conv")
         else:

@@ -91,10 +91,10 @@ def unread_rope_fields(theirs: Values) -> list[str]:
                 known |= {"original_max_position_embeddings"}
             place = key if values is given else f"{key}.{name}"
             unread = []
-            for own in values:
-                if own not in known and not own.startswith("mrope_"):
-                    unread.append(own)
-            unread_fields += [f"{place}.{own}" for own in unread]
+            for field in values:
+                if field not in known and not field.startswith("mrope_"):
+                    unread.append(field)
+            unread_fields += [f"{place}.{field}" for field in unread]
     return unread_fields
 
 

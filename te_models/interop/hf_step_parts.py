@@ -107,7 +107,7 @@ def _read_step_layers(theirs: Values) -> Fields:
 def _write_step_layers(config: ModelConfig) -> Fields:
     keys = _STEP_ROPE.write(config)
     heads = (config.sliding_heads or config).num_attention_heads
-    own = {"num_attention_heads": heads}
+    heads_by_kind = {"num_attention_heads": heads}
     sliding = []
     for layer, kind in enumerate(keys["layer_types"]):
         if kind == "sliding_attention":
@@ -115,7 +115,7 @@ def _write_step_layers(config: ModelConfig) -> Fields:
     return {
         **keys,
         "num_sliding_attention_heads": heads,
-        "per_layer_config": {str(layer): own for layer in sliding},
+        "per_layer_config": {str(layer): heads_by_kind for layer in sliding},
         "swiglu_limits": list(config.expert_limits or ()) or None,
         "swiglu_limits_shared": list(config.mlp_limits or ()) or None,
     }

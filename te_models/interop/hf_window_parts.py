@@ -175,7 +175,7 @@ def rope_by_type(
 
     def write(config: ModelConfig) -> Fields:
         both = {"full_attention": config.rope, "sliding_attention": config.window_rope}
-        ropes = {kind: rope_parameters(own, partial) for kind, own in both.items()}
+        ropes = {kind: rope_parameters(rope, partial) for kind, rope in both.items()}
         return {**_write_window(config), "rope_parameters": ropes}
 
     known = (
@@ -200,18 +200,18 @@ def _read_layer_thetas(theirs: Values) -> Fields:
     ours = {**_window(types, theirs.get("sliding_window")), **fields}
     if not all(thetas):
         ours["no_rope_layers"] = [int(theta != 0) for theta in thetas]
-    own: dict[str, float] = {}
+    theta_by_kind: dict[str, float] = {}
     for kind, theta in zip(types, thetas, strict=True):
-        if theta and own.setdefault(kind, theta) != theta:
+        if theta and theta_by_kind.setdefault(kind, theta) != theta:
             raise ConfigError(f"layer_rope_theta with different bases of {kind} is not supported")
-    if "full_attention" in own:
-        ours["rope_theta"] = own["full_attention"]
-    elif "sliding_attention" in own:
+    if "full_attention" in theta_by_kind:
+        ours["rope_theta"] = theta_by_kind["full_attention"]
+    elif "sliding_attention" in theta_by_kind:
         # The base that a layer without a window would have means nothing.
-        ours["rope_theta"] = own["sliding_attention"]
-    if own.get("sliding_attention", ours["rope_theta"]) != ours["rope_theta"]:
+        ours["rope_theta"] = theta_by_kind["sliding_attention"]
+    if theta_by_kind.get("sliding_attention", ours["rope_theta"]) != ours["rope_theta"]:
         ours["sliding_rope"] = {
-            "rope_theta": own["sliding_attention"],
+            "rope_theta": theta_by_kind["sliding_attention"],
             **fields.get("rope_scaling", {}),
         }
     return ours

@@ -192,11 +192,11 @@ def _generation(model: Decoder, origin: Origin) -> Document:
     """Return generation_config.json: the origin's, or the special tokens of the model."""
     if origin.generation is not None:
         return dict(origin.generation)
-    own = model.config.to_dict()
+    fields = model.config.to_dict()
     ids = {}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if own[key] is not None:
-            ids[key] = own[key]
+        if fields[key] is not None:
+            ids[key] = fields[key]
     return {"_from_model_config": True, **ids}
 
 
@@ -246,26 +246,26 @@ def _tensors_aside(opened: HuggingFaceFolder) -> dict[str, Tensor]:
 def _say_what_loads(model: Decoder, family: Family, name: str) -> None:
     """Warn where transformers itself has no code for the saved model."""
     if family.code or (not family.written and model.config.attention_gate != "none"):
-        own = "its own code in transformers: from_pretrained(folder, trust_remote_code=True)"
+        reader = "its own code in transformers: from_pretrained(folder, trust_remote_code=True)"
         release = "the .py files of the release that the model came from, to load in transformers"
-        warnings.warn(f"{name} needs {own if family.code else release}", stacklevel=5)
+        warnings.warn(f"{name} needs {reader if family.code else release}", stacklevel=5)
 
 
 def _config_document(model: Decoder, origin: Origin, family: Family) -> Fields:
     """Return config.json: the model's own if it still describes the model, else with the family's keys replaced."""
     dtype = str(model.dtype).removeprefix("torch.")
-    own: Fields = dict(origin.config or {})
-    if not own or family_of(own) is not family:
+    document: Fields = dict(origin.config or {})
+    if not document or family_of(document) is not family:
         return {**family.write(model.config), "torch_dtype": dtype}
-    if family.read(own) != model.config:
-        own = family.rewritten(own, model.config)
-    architectures = own.get("architectures") or []
+    if family.read(document) != model.config:
+        document = family.rewritten(document, model.config)
+    architectures = document.get("architectures") or []
     if architectures and all(str(name).endswith("Model") for name in architectures):
-        own["architectures"] = [family.architecture]  # it came without a head, and now has one
-    nested = family.inner in own
-    if nested and own[family.inner].get("dtype"):
-        own = {**own, family.inner: {**own[family.inner], "dtype": dtype}}
-    return {**own, "dtype" if nested or "dtype" in own else "torch_dtype": dtype}
+        document["architectures"] = [family.architecture]  # it came without a head, and now has one
+    nested = family.inner in document
+    if nested and document[family.inner].get("dtype"):
+        document = {**document, family.inner: {**document[family.inner], "dtype": dtype}}
+    return {**document, "dtype" if nested or "dtype" in document else "torch_dtype": dtype}
 
 
 def tokenizer_files(folder: Path | None) -> list[str]:

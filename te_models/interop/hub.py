@@ -93,9 +93,9 @@ def local_folder(name: str | Path, **hub: Any) -> Path:
         return path
     if (shipped := shipped_folder(str(name))) is not None:
         return shipped
-    owner, _, own = str(name).partition("/")
+    owner, _, repository = str(name).partition("/")
     # Anything else was meant as a path: the hub is not asked for "./model" or "a/b/c".
-    if not (owner and own) or "/" in own or owner[0] in ".~" or own[0] in ".~":
+    if not (owner and repository) or "/" in repository or owner[0] in ".~" or repository[0] in ".~":
         raise UsageError(
             f"{name}: no such folder, and no model that ships with te-models ({', '.join(list_shipped())}); models of "
             "the Hugging Face hub are named owner/model"

@@ -119,16 +119,16 @@ def _card(
     from huggingface_hub import ModelCard, ModelCardData  # noqa: PLC0415  optional
 
     names = [name for _, name in facts["recipes"]] if facts else [model.recipe.name]
-    own = ["te-models", "transformer-engine", *dict.fromkeys(names)]
+    card_tags = ["te-models", "transformer-engine", *dict.fromkeys(names)]
     if facts.get("lora"):
-        own.append("lora")
+        card_tags.append("lora")
     data = ModelCardData(
         library_name=library,
         pipeline_tag="text-generation",
         base_model=facts.get("base_model") or base_on_hub(origin),
         datasets=facts.get("datasets") or None,
         license=facts.get("license") or (license_in(origin.folder) if origin.folder else None),
-        tags=[*own, *tags],
+        tags=[*card_tags, *tags],
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")).encode()
 
@@ -181,15 +181,13 @@ def _intro(model: Decoder, facts: Document) -> str:
         where = f"under the recipe `{model.recipe.name}` on the engine `{model.engine}`"
         return f"{size}, written by te-models, which has not trained them, from a model {where}."
     under = _under(facts["recipes"])
-    how = "trained" if facts.get("command") != "pretrain" else "trained from random weights"
+    how_trained = "trained" if facts.get("command") != "pretrain" else "trained from random weights"
     lora = facts.get("lora")
     if lora:
-        how = (
+        how_trained = (
             f"trained with LoRA adapters of rank {lora['rank']}, which are merged into the weights,"
         )
-    return (
-        f"{size}, {how} with te-models {under} on the engine `{facts.get('engine', model.engine)}`."
-    )
+    return f"{size}, {how_trained} with te-models {under} on the engine `{facts.get('engine', model.engine)}`."
 
 
 def _under(recipes: Sequence[Sequence[Any]]) -> str:

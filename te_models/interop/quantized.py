@@ -377,8 +377,8 @@ class _Weights:
         # Writers add dimensions of one to scales, [rows, 1] or [1]; the sizes themselves must fit.
         squeezed = [size for size in scale.shape if size != 1]
         fits = squeezed == [size for size in grid if size != 1] and scale.dim() <= 4
-        wanted = f"and a weight {list(shape)} has scales {list(grid)}"
-        self._must(fits, f"{names[0]} has shape {list(scale.shape)}, {wanted}")
+        expected = f"and a weight {list(shape)} has scales {list(grid)}"
+        self._must(fits, f"{names[0]} has shape {list(scale.shape)}, {expected}")
         known = scale.dtype in self.storage.scale_dtypes
         self._must(known, f"{names[0]} is {scale.dtype}, which is no scale of this format")
         return names[0]

@@ -111,32 +111,32 @@ class _Rows:
         self.missing -= 1
         gemm = int(place.name.rpartition(".weight")[2] or 0)
         outputs = self.linear.outputs
-        own = slice(gemm * outputs, (gemm + 1) * outputs)
+        gemm_rows = slice(gemm * outputs, (gemm + 1) * outputs)
         if isinstance(content, Tensor):
             rows = place.save(torch.arange(outputs))
             self.plain_rows.append(rows)
             self.plain.append(content.to(self.dtype))
             return
-        place.load(self.data[own], content.data)
+        place.load(self.data[gemm_rows], content.data)
         step, _ = self.storage.steps((place.shape[0], place.shape[1]))
         if step == 1:
             if self.scales is None:
                 self.scales = self._zeros(content.scales.shape[1], content.scales.dtype)
             # Some operations of torch know no FP8.
-            place.load(_as_bytes(self.scales[own]), _as_bytes(content.scales))
+            place.load(_as_bytes(self.scales[gemm_rows]), _as_bytes(content.scales))
         else:
             if self.scale_rows is None:
                 self.scale_rows = torch.zeros(len(self.data), dtype=torch.int32, device=self.device)
             # [rows]: the row of `shared` with the scales of each row; those of earlier tensors come before.
             theirs = torch.arange(place.shape[0], dtype=torch.int32) // step + self.count
-            place.load(self.scale_rows[own], theirs)
+            place.load(self.scale_rows[gemm_rows], theirs)
             self.shared.append(content.scales)
             self.count += len(content.scales)
         if content.factor is not None:
             if self.factors is None:
                 # One per row, although a tensor has only one: q, k and v in one weight have different ones.
                 self.factors = torch.ones(len(self.data), device=self.device)
-            place.load(self.factors[own], content.factor.float().expand(place.shape[0]))
+            place.load(self.factors[gemm_rows], content.factor.float().expand(place.shape[0]))
 
     def _zeros(self, columns: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(len(self.data), columns, dtype=dtype, device=self.device)

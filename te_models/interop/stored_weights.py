@@ -99,10 +99,10 @@ def keep_stored_weights(
         scales = _fused_scales(parts, places, stored, live[name].shape, block)
         if scales is not None:
             data = torch.zeros(live[name].shape, dtype=torch.uint8)
-            wanted = {sources[part]: part for part in parts}
+            part_of = {sources[part]: part for part in parts}
             for file in files:
-                for source in wanted.keys() & file.tensors.keys():
-                    places[wanted[source]].load(data, file.read(source).view(torch.uint8))
+                for source in part_of.keys() & file.tensors.keys():
+                    places[part_of[source]].load(data, file.read(source).view(torch.uint8))
             _write(model, name, data, scales, live[name])
 
 
@@ -122,8 +122,8 @@ def _fused_scales(
     # Rows of padding have no scale: they are left out where blocks of rows are compared.
     used = torch.zeros(rows, 1)
     for part in parts:
-        own = (places[part].shape[0], places[part].shape[1])
-        values = spread(stored.scales[part], stored.storage.steps(own), own, block[1])
+        blocks = (places[part].shape[0], places[part].shape[1])
+        values = spread(stored.scales[part], stored.storage.steps(blocks), blocks, block[1])
         # A parameter with one scale cannot have parts with several.
         if not block[1] and not bool((values == values[:1, :1]).all()):
             return None
@@ -132,7 +132,7 @@ def _fused_scales(
         if by_row is None:
             by_row = torch.ones(rows, values.shape[1])
         places[part].load(by_row, values)
-        places[part].load(used, torch.ones(own[0], 1))
+        places[part].load(used, torch.ones(blocks[0], 1))
     scales = None if by_row is None else collapse(by_row, used[:, 0] > 0, block[0])
     return None if scales is None or not bool((scales > 0).all()) else scales
 
@@ -150,10 +150,10 @@ def _write(model: nn.Module, name: str, data: Tensor, scales: Tensor, parameter:
         )
         return
     # Transformer Engine keeps weights in blocks a second time, transposed, for the gradient of the input.
-    made = {"rowwise_data": data, "columnwise_data": data.t().contiguous()}
-    made |= {"rowwise_scale_inv": scales, "columnwise_scale_inv": scales.t()}
+    written = {"rowwise_data": data, "columnwise_data": data.t().contiguous()}
+    written |= {"rowwise_scale_inv": scales, "columnwise_scale_inv": scales.t()}
     padded_parts = {}
-    for part, tensor in made.items():
+    for part, tensor in written.items():
         if f"{name}.{part}" in live:
             # Its scales are padded to multiples that its kernels read.
             padded = torch.zeros(live[f"{name}.{part}"].shape, dtype=tensor.dtype)

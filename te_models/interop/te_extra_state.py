@@ -329,8 +329,16 @@ def _read_storage(data: bytes) -> memoryview:
     magic, version, platform, description, keys = (_interpret(stream, known) for _ in range(5))
     label, kind, key, _, count, view = description
     header = (magic, version, platform["little_endian"], label, kind, keys, view)
-    wanted = (_LEGACY_MAGIC, _LEGACY_VERSION, True, "storage", _Global(_FLOAT_STORAGE), [key], None)
-    require(header == wanted, "a storage in it is not FP32 in PyTorch's format")
+    expected = (
+        _LEGACY_MAGIC,
+        _LEGACY_VERSION,
+        True,
+        "storage",
+        _Global(_FLOAT_STORAGE),
+        [key],
+        None,
+    )
+    require(header == expected, "a storage in it is not FP32 in PyTorch's format")
     # After the pickles: the number of elements, int64, which is already in the description, then the elements.
     start = stream.tell() + 8
     whole = data[start - 8 : start] == struct.pack("<q", count) and len(data) == start + 4 * count

@@ -33,9 +33,11 @@ def chunked_decays(g: Tensor, documents: Tensor | None, padding: int) -> Decays:
     of_last = 1.0
     passes = 1.0
     if documents is not None:
-        own = F.pad(documents.double(), (0, padding), mode="replicate").unflatten(1, (1, -1, size))
-        seen = seen & (own[..., :, None] == own[..., None, :])  # [B, 1, n, C, C]
-        of_before, of_last, passes = of_documents(own)
+        padded = F.pad(documents.double(), (0, padding), mode="replicate").unflatten(
+            1, (1, -1, size)
+        )
+        seen = seen & (padded[..., :, None] == padded[..., None, :])  # [B, 1, n, C, C]
+        of_before, of_last, passes = of_documents(padded)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(~seen, float("-inf")).exp()
     return Decays(
         between=between,

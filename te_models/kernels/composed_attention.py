@@ -24,27 +24,27 @@ class Softmax(NamedTuple):
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Softmax
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softmax: Softmax
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the output of q [K, G, S, H], k and v [K, M, H], and what `_weights` makes of the scores [K, G, S, M].
 
     All FP32. `mask` [S, M] as in composed_attention; None: causal.
     """
     scores = (q.flatten(1, 2) @ k.mT).unflatten(1, q.shape[1:3])  # [K, N/K, S, M]
-    scores, weights, share = _weights(scores, mask, how, (*q.shape[:2], 1, 1))
+    scores, weights, share = _weights(scores, mask, softmax, (*q.shape[:2], 1, 1))
     return (weights.flatten(1, 2) @ v).unflatten(1, q.shape[1:3]), scores, weights, share
 
 
 def _weights(
-    scores: Tensor, mask: Tensor | None, how: Softmax, heads: tuple[int, ...]
+    scores: Tensor, mask: Tensor | None, softmax: Softmax, heads: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return products of queries and keys [..., S, M] divided by the cap, their probabilities, and the sinks'.
 
     The first overwrites `scores`, and is after tanh. `heads` is a shape for the sinks that broadcasts against it.
     """
-    bounded = scores.mul_(how.scale if how.cap is None else how.scale / how.cap)
-    if how.cap is not None:
-        bounded = scores.tanh_() * how.cap
+    bounded = scores.mul_(softmax.scale if softmax.cap is None else softmax.scale / softmax.cap)
+    if softmax.cap is not None:
+        bounded = scores.tanh_() * softmax.cap
     if mask is None:
         queries, keys = scores.shape[-2:]
         mask = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(
@@ -54,9 +54,9 @@ def _weights(
         bounded = bounded.masked_fill_(~mask, float("-inf"))
     else:
         bounded = bounded.add_(mask)
-    if how.sinks is None:
+    if softmax.sinks is None:
         return scores, bounded.softmax(dim=-1), None
-    sinks = how.sinks.float().view(heads)
+    sinks = softmax.sinks.float().view(heads)
     # The usual shift of a softmax, over keys and sink; detached, since it changes no value.
     top = bounded.detach().amax(dim=-1, keepdim=True).maximum(sinks.detach())
     weights = (bounded - top).exp()
@@ -111,7 +111,7 @@ class _ComposedAttention(torch.autograd.Function):
         (dy,) = grads
         q, k, v, sinks = ctx.saved_tensors
         scale, cap = ctx.numbers
-        how = Softmax(scale, cap, sinks)
+        softmax = Softmax(scale, cap, sinks)
         heads = k.shape[1]
         dq = torch.empty_like(q)
         dk = torch.empty_like(k)
@@ -121,7 +121,9 @@ class _ComposedAttention(torch.autograd.Function):
             queries = _row(q, row, heads)  # [K, N/K, S, H]
             keys = k[row].float()  # [K, S, H]
             values = v[row].float()
-            _, capped, weights, share = _attend(queries, keys, values, _of_row(ctx.mask, row), how)
+            _, capped, weights, share = _attend(
+                queries, keys, values, _of_row(ctx.mask, row), softmax
+            )
             slope = _row(dy, row, heads).flatten(1, 2)  # [K, N/K*S, H]
             dv[row] = weights.flatten(1, 2).mT @ slope
             # The gradient of the weights, [K, N/K, S, M].
@@ -130,8 +132,10 @@ class _ComposedAttention(torch.autograd.Function):
             mean = (change * weights).sum(-1, keepdim=True)
             if share is not None:
                 dsinks -= (share * mean).sum((2, 3)).flatten()  # the value of a sink is zero
-            change = weights * (change - mean) * how.scale  # of the scores
-            change = (change if how.cap is None else change * (1 - capped * capped)).flatten(1, 2)
+            change = weights * (change - mean) * softmax.scale  # of the scores
+            change = (change if softmax.cap is None else change * (1 - capped * capped)).flatten(
+                1, 2
+            )
             dq[row] = (change @ keys).unflatten(1, weights.shape[1:3]).flatten(0, 1)
             dk[row] = change.mT @ queries.flatten(1, 2)
         return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype), None, None, None
@@ -158,18 +162,18 @@ def composed_attention(
     the queries belong to the last S keys. `sinks` [N]: a logit of each head whose exponential is added to the sum that
     the softmax divides by.
     """
-    how = Softmax(scale, cap, sinks)
+    softmax = Softmax(scale, cap, sinks)
     group = q.shape[1] // k.shape[1]
     if torch.compiler.is_compiling():  # a graph has no loop over a batch of any size
-        own = q
+        queries = q
         k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     elif q.shape[2] == 1:
         # The heads that share a key are queries of one head, so that no key is copied.
-        own = q.reshape(len(q), -1, group, q.shape[3])
+        queries = q.reshape(len(q), -1, group, q.shape[3])
         if mask is None:
             mask = q.new_zeros(1, 1)
     else:
         with one_operation(q, attention_flops(q, k, v)):
             return _ComposedAttention.apply(q, k, v, sinks, mask, scale, cap)
-    _, weights, _ = _weights(own.float() @ k.float().mT, mask, how, (k.shape[1], -1, 1))
+    _, weights, _ = _weights(queries.float() @ k.float().mT, mask, softmax, (k.shape[1], -1, 1))
     return (weights @ v.float()).to(q.dtype).reshape(q.shape)

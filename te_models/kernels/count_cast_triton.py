@@ -122,9 +122,9 @@ def code_weights(i, j):
     """Return the weights of the elements of rows i and columns j in the hash: int64 [rows, columns]."""
     total = tl.zeros((i.shape[0], j.shape[0]), tl.int64)
     for family in tl.static_range(2):
-        own = row_weights(i, family)[:, None] * column_weights(j, family)[None, :]
+        weights = row_weights(i, family)[:, None] * column_weights(j, family)[None, :]
         block = block_weights((i // 4)[:, None], (j // 64)[None, :], family)
-        total += own.to(tl.int64) * block.to(tl.int64)
+        total += weights.to(tl.int64) * block.to(tl.int64)
     return total
 
 

@@ -118,12 +118,12 @@ def _attention_kernel(
         ROTATED, INTERLEAVED, NORMED, CENTERED,
     )  # fmt: skip
     one = tl.arange(0, 1)
-    own = qkvg + (key_heads * group + key_head) * size
+    key_start = qkvg + (key_heads * group + key_head) * size
     new_key = _heads(
-        own, one, c, 1, size, cos, sin, k_gain, turned, eps,
+        key_start, one, c, 1, size, cos, sin, k_gain, turned, eps,
         ROTATED, INTERLEAVED, NORMED, CENTERED,
     )  # fmt: skip
-    new_value = tl.load(own + key_heads * size + c, c < size, 0.0)[None, :]
+    new_value = tl.load(key_start + key_heads * size + c, c < size, 0.0)[None, :]
 
     count = tl.load(filled).to(tl.int32)
     newest = count - 1

@@ -317,10 +317,10 @@ class ScaledEmbedding(nn.Embedding):
     def of(cls, embedding: nn.Embedding, factor: float) -> "ScaledEmbedding":
         """Return an embedding that scales the rows of `embedding`, whose table it shares."""
         # On meta, since its own table is replaced at once.
-        made = cls(embedding.num_embeddings, embedding.embedding_dim, device="meta")
-        made.weight = embedding.weight
-        made.factor = factor
-        return made
+        scaled = cls(embedding.num_embeddings, embedding.embedding_dim, device="meta")
+        scaled.weight = embedding.weight
+        scaled.factor = factor
+        return scaled
 
     @property
     def embed_scale(self) -> Tensor:

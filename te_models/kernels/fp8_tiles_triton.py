@@ -154,9 +154,9 @@ def tile(high, wide, BAND: tl.constexpr, number=None):
     if number is None:
         number = tl.program_id(0)
     first = number // (BAND * wide) * BAND
-    own = number - first * wide
+    inside = number - first * wide
     height = tl.minimum(BAND, high - first)
-    return first + own % height, own // height
+    return first + inside % height, inside // height
 
 
 def new_fp8(rows: int, columns: int, device: torch.device, rowwise: bool = True) -> FP8Data:

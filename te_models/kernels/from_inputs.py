@@ -83,5 +83,5 @@ def _call(
 ) -> Result:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return forward(*inputs, **options)
-    own = functools.partial(forward, **options), functools.partial(backward, **options)
-    return _FromInputs.apply(*own, *inputs)
+    passes = functools.partial(forward, **options), functools.partial(backward, **options)
+    return _FromInputs.apply(*passes, *inputs)

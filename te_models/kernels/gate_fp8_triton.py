@@ -80,7 +80,7 @@ def _gate_fp8_kernel(
     # Four tiles, the first to fourth rows of groups of four: the transposed copy is written four bytes at a time.
     group, head, channel, inside = place_of_heads(rows, heads, dim, width, block, BAND)
     i = 4 * group
-    own = first + head * dim
+    head_start = first + head * dim
     x_at = (x, x_batch, x_seq, x_head)
     logits_at = (logits, g_batch, g_seq, g_head)
     a = _gated(x_at, logits_at, i, head, seq, channel, inside, gated, softplus)
@@ -88,9 +88,10 @@ def _gate_fp8_kernel(
     c = _gated(x_at, logits_at, i + 2, head, seq, channel, inside, gated, softplus)
     d = _gated(x_at, logits_at, i + 3, head, seq, channel, inside, gated, softplus)
     s = tl.load(scale)
-    j = own + channel
+    j = head_start + channel
     raise_amax(
-        amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2)
+        amax,
+        store_fp8(a, b, c, d, s, group, j, rows, head_start + dim, data, transposed, columns, E5M2),
     )
     note_inverse(s, scale_inv)
 
@@ -160,7 +161,7 @@ def _gate_backward_fp8_kernel(
     # Four tiles, the first to fourth rows of groups of four: the transposed copy is written four bytes at a time.
     group, head, channel, inside = place_of_heads(rows, heads, dim, width, block, BAND)
     i = 4 * group
-    own = first + head * dim
+    head_start = first + head * dim
     dy_at = (dy, dy_batch, dy_seq, dy_head)
     x_at = (x, x_batch, x_seq, x_head)
     logits_at = (logits, g_batch, g_seq, g_head)
@@ -170,9 +171,10 @@ def _gate_backward_fp8_kernel(
     c = _gate_slopes(dy_at, x_at, logits_at, dx_at, i + 2, head, seq, channel, inside, softplus)
     d = _gate_slopes(dy_at, x_at, logits_at, dx_at, i + 3, head, seq, channel, inside, softplus)
     s = tl.load(scale)
-    j = own + channel
+    j = head_start + channel
     raise_amax(
-        amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2)
+        amax,
+        store_fp8(a, b, c, d, s, group, j, rows, head_start + dim, data, transposed, columns, E5M2),
     )
     note_inverse(s, scale_inv)
 

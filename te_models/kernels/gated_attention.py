@@ -83,17 +83,17 @@ class _AttentionCore(torch.autograd.Function):
         ops = setting.ops
         rows = setting.rows
         q, k, v, logits = rotated_heads(qkvg[:rows], q_weight, k_weight, setting)
-        out, *kept = _attention(
+        out, *saved = _attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks, setting
         )
         gradient, target = _targets(qkvg, q_weight, setting)
         # The target of the output has been used; keeping it would keep its quantizer alive until backward.
         ctx.setting = dataclasses.replace(setting, targets=(gradient, None))
         # What a kernel keeps is a mix of tensors and numbers (seeds, lengths); autograd saves only tensors.
-        ctx.places = [isinstance(value, Tensor) for value in kept]
+        ctx.places = [isinstance(value, Tensor) for value in saved]
         ctx.plain = []
         tensors = []
-        for value in kept:
+        for value in saved:
             if isinstance(value, Tensor):
                 tensors.append(value)
             else:
@@ -118,9 +118,9 @@ class _AttentionCore(torch.autograd.Function):
         plain = iter(ctx.plain)
         saved = iter(tensors)
         # Back into the order in which attention returned them: autograd saves tensors only.
-        kept = []
+        saved_parts = []
         for is_tensor in ctx.places:
-            kept.append(next(saved) if is_tensor else next(plain))
+            saved_parts.append(next(saved) if is_tensor else next(plain))
         q, k, v, logits = split_heads(heads, qkvg[: setting.rows], setting.batch)
         into = _gradient(qkvg, setting)
         dmixed = dy.view(setting.batch, -1, heads.query, heads.dim)  # [B, S, A, H]
@@ -133,7 +133,7 @@ class _AttentionCore(torch.autograd.Function):
             normed_k.transpose(1, 2),
             v.transpose(1, 2),
             out,
-            kept,
+            saved_parts,
             sinks,
             setting,
         )

@@ -111,8 +111,8 @@ def _slopes(dy, gate_up, i, j, rows, columns, ACTIVATION: tl.constexpr):
     gate = load_tile(gate_up, i, j, rows, columns, 2 * columns)
     up = load_tile(gate_up + columns, i, j, rows, columns, 2 * columns)
     slope = load_tile(dy, i, j, rows, columns, columns)
-    value, own = activation_and_slope(gate, ACTIVATION)
-    return slope * up * own, slope * value
+    value, gate_slope = activation_and_slope(gate, ACTIVATION)
+    return slope * up * gate_slope, slope * value
 
 
 @triton.jit
@@ -204,8 +204,8 @@ def _cast_kernel(
     s = tl.load(scale)
     if counts is None:
         group, j, _, _ = _place(tl.program_id(0), rows, columns, ROWS, COLUMNS, BAND)
-        own, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
-        largest = _store(own, second, group, j, rows, columns, data, transposed, s, HALVES, E5M2)
+        values, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
+        largest = _store(values, second, group, j, rows, columns, data, transposed, s, HALVES, E5M2)
         raise_amax(amax, largest)
     else:
         width = 2 * columns if HALVES else columns
@@ -213,9 +213,9 @@ def _cast_kernel(
         state = new_state(ROWS // 4, COLUMNS)
         for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
             group, j, top, left = _place(number, rows, columns, ROWS, COLUMNS, BAND)
-            own, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
-            _store(own, second, group, j, rows, columns, data, transposed, s, HALVES, E5M2)
-            state = count_rows(state, own, s, top, left, rows, columns, 0, E5M2, ALIGNED)
+            values, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
+            _store(values, second, group, j, rows, columns, data, transposed, s, HALVES, E5M2)
+            state = count_rows(state, values, s, top, left, rows, columns, 0, E5M2, ALIGNED)
             if HALVES:
                 state = count_rows(
                     state, second, s, top, left, rows, columns, columns, E5M2, ALIGNED
@@ -229,10 +229,10 @@ def _cast_kernel(
             largest = tl.zeros((ROWS // 4, COLUMNS), tl.float32)
             for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
                 group, j, top, left = _place(number, rows, columns, ROWS, COLUMNS, BAND)
-                own, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
+                values, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
                 # Above, a NaN hides the values beside it.
-                largest = tl.maximum(largest, largest_of(own))
-                care = count_rows_with_care(care, own, s, top, left, rows, columns, E5M2)
+                largest = tl.maximum(largest, largest_of(values))
+                care = count_rows_with_care(care, values, s, top, left, rows, columns, E5M2)
                 if HALVES:
                     largest = tl.maximum(largest, largest_of(second))
                     care = count_rows_with_care(care, second, s, top, left, rows, columns, E5M2)

@@ -62,10 +62,10 @@ class _Opaque(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradients = []
         for size, need in zip(ctx.sizes, ctx.needs_input_grad[2:], strict=True):
-            made = None
+            gradient = None
             if need and size is not None:
-                made = torch.empty(size[0], dtype=size[1], device="meta")
-            gradients.append(made)
+                gradient = torch.empty(size[0], dtype=size[1], device="meta")
+            gradients.append(gradient)
         return None, None, *gradients
 
 
@@ -108,11 +108,11 @@ def _kept(function: Callable[..., Any], leaves: list[Any]) -> tuple[bool, ...]:
         def pack(tensor: Tensor) -> None:
             nonlocal intermediate
             alive.append(tensor)
-            own = addresses.get(tensor.untyped_storage()._cdata)
-            if own is None:
+            index = addresses.get(tensor.untyped_storage()._cdata)
+            if index is None:
                 intermediate = True
             else:
-                saved.add(own)
+                saved.add(index)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
             alive += tree_leaves(function(*inputs))

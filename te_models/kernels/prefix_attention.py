@@ -116,9 +116,9 @@ def _cudnn_backward(
     """Return the gradients of q, k and v, given the output's, the output and the logarithms of all sums."""
     if q.is_meta:
         workspace = backward_workspace(q)
-        made = [torch.empty_like(x) for x in (q, k, v)]
+        gradients = [torch.empty_like(x) for x in (q, k, v)]
         del workspace
-        return made
+        return gradients
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         slope,
         q,

@@ -41,11 +41,11 @@ def _choose_kernel(
 def _count_kernel(chosen, counts, tokens, count, k, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
-    own = tl.zeros([TOKENS, EXPERTS], tl.int32)
+    per_token = tl.zeros([TOKENS, EXPERTS], tl.int32)
     for j in range(k):
         one = tl.load(chosen + t * k + j, t < tokens, count)
-        own += (one[:, None] == e[None, :]).to(tl.int32)
-    tl.store(counts + tl.program_id(0) * count + e, tl.sum(own, 0), e < count)
+        per_token += (one[:, None] == e[None, :]).to(tl.int32)
+    tl.store(counts + tl.program_id(0) * count + e, tl.sum(per_token, 0), e < count)
 
 
 @triton.jit
@@ -64,14 +64,14 @@ def _place_kernel(
 ):
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
-    own = tl.zeros([TOKENS, EXPERTS], tl.int32)
+    counts = tl.zeros([TOKENS, EXPERTS], tl.int32)
     for j in range(k):
         one = tl.load(chosen + t * k + j, t < tokens, count)
-        own += (one[:, None] == e[None, :]).to(tl.int32)
+        counts += (one[:, None] == e[None, :]).to(tl.int32)
     begin = tl.load(first + e, e < count, 0)
     begin += tl.load(before + tl.program_id(0) * count + e, e < count, 0)
     # The expert's rows before this token: those of earlier programs, and of earlier tokens of this one.
-    place = begin[None, :] + tl.cumsum(own, 0) - own
+    place = begin[None, :] + tl.cumsum(counts, 0) - counts
     for j in range(k):
         one = tl.load(chosen + t * k + j, t < tokens, count)
         there = (t < tokens) & (one < count)

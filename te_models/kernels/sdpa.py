@@ -134,9 +134,9 @@ class _WithoutData(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *_ = ctx.saved_tensors
         workspace = backward_workspace(q)
-        made = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
         del workspace
-        return *made, None
+        return *gradients, None
 
 
 def attention_flops(q: Tensor, k: Tensor, v: Tensor) -> float:
@@ -205,10 +205,10 @@ def chunk_numbers(positions: Tensor, documents: Tensor | None, chunk: int) -> Te
     `positions` [S] or [B, S] are counted in each document of `documents`, int [B, S], which are below 0 at padding, as
     the numbers are there then.
     """
-    own = positions // chunk
+    chunks = positions // chunk
     if documents is None:
-        return own
-    numbers = documents.long() * (positions.shape[-1] + 1) + own
+        return chunks
+    numbers = documents.long() * (positions.shape[-1] + 1) + chunks
     return torch.where(documents < 0, documents.long(), numbers)
 
 

@@ -231,11 +231,11 @@ class Spans(NamedTuple):
     ) -> tuple[Tensor, ...]:
         bounds, window = self._flash_arguments(q)
         rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # [B*S, heads, H]
-        out, *kept = torch.ops.aten._flash_attention_forward(
+        out, *saved = torch.ops.aten._flash_attention_forward(
             *rows, *bounds, 0.0, True, False, scale=scale, **window
         )
         batch, heads, seq, dim = q.shape
-        return out.view(batch, seq, heads, dim).transpose(1, 2), *kept[:3]
+        return out.view(batch, seq, heads, dim).transpose(1, 2), *saved[:3]
 
     def _flash_backward(
         self,
@@ -271,18 +271,18 @@ class _SpanAttention(torch.autograd.Function):
         cap: float | None,
     ) -> Tensor:
         q, k, v = map(adjacent_channels, (q, k, v))
-        out, *kept = own.forward(q, k, v, scale, sinks, cap)
-        ctx.save_for_backward(q, k, v, out, sinks, own.first, own.last, *kept)
+        out, *saved = own.forward(q, k, v, scale, sinks, cap)
+        ctx.save_for_backward(q, k, v, out, sinks, own.first, own.last, *saved)
         ctx.options = (own.window, scale, cap)
         return out
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sinks, first, last, *kept = ctx.saved_tensors
+        q, k, v, out, sinks, first, last, *saved = ctx.saved_tensors
         window, scale, cap = ctx.options
-        own = Spans(first, last, window)
+        document_spans = Spans(first, last, window)
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-        grads = own.backward(dy, q, k, v, out, *kept, scale=scale, sinks=sinks, cap=cap)
+        grads = document_spans.backward(dy, q, k, v, out, *saved, scale=scale, sinks=sinks, cap=cap)
         return *grads, None, None, None
 
 

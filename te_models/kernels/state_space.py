@@ -169,7 +169,7 @@ def chunked(
     decays = chunked_decays(g, documents, padding)
     # The products of queries c and keys b within a chunk, with the decay between the two tokens.
     scores = c @ b.mT * decays.between  # [B, H, chunks, C, C]
-    own = scores @ inputs  # [B, H, chunks, C, P]
+    within = scores @ inputs  # [B, H, chunks, C, P]
     c = c * decays.since[..., None]
     # The contribution of a chunk to the state at its end.
     written = inputs.mT @ (b * decays.until[..., None])  # [B, H, chunks, P, N]
@@ -179,7 +179,7 @@ def chunked(
     # unbind, since backward of an index would write all chunks once per chunk.
     passed = decays.passed[..., None, None]
     for read, inside, new, left in zip(
-        c.unbind(2), own.unbind(2), written.unbind(2), passed.unbind(2), strict=True
+        c.unbind(2), within.unbind(2), written.unbind(2), passed.unbind(2), strict=True
     ):
         # From tokens of the chunk, and from the state before it [B, H, P, N].
         outputs.append(inside + read @ state.mT)

@@ -70,8 +70,8 @@ class Block(nn.Module):
         self.attention_output_norm = (
             factory.residual_norm(width, eps=post_eps) if after and mixer else None
         )
-        own = before and mlp is not None and not spec.side_by_side
-        self.post_attention_layernorm = factory.residual_norm(width) if own else None
+        mlp_has_norm = before and mlp is not None and not spec.side_by_side
+        self.post_attention_layernorm = factory.residual_norm(width) if mlp_has_norm else None
         if mlp is not None:
             inside = factory.inside(f"layers.{layer}.{mlp.name}.")
             self.add_module(mlp.name, MLPS[type(mlp)](mlp, layer, inside))
@@ -166,8 +166,8 @@ class Block(nn.Module):
         h, x = self._normed(self.input_layernorm, x, None, None, context)
         mixed = self._delta(None, mixer(h, context))
         hidden = context.recompute.run_mlp(self, mlp, self._hidden_beside, h, None, context)
-        made = self._delta(None, mlp.output(hidden, context))
-        return self._ended(x + mixed + made, context)
+        from_mlp = self._delta(None, mlp.output(hidden, context))
+        return self._ended(x + mixed + from_mlp, context)
 
     def _hidden_beside(self, h: Tensor, delta: None, context: ForwardContext) -> Tensor:
         """Return the input of the second half of the MLP [N, F] from the norm h [N, D] that the mixer reads too."""
@@ -180,21 +180,21 @@ class Block(nn.Module):
         mixer = self.token_mixer
         mlp = self.feedforward
         if mixer is not None:
-            made = self._by_kernels(
+            output = self._by_kernels(
                 mixer, self.input_layernorm, self.attention_output_norm, x, context
             )
-            if made is None:
+            if output is None:
                 h, x = self._normed(self.input_layernorm, x, None, mixer, context)
-                made = x + self._delta(self.attention_output_norm, mixer(h, context))
-            x = made
+                output = x + self._delta(self.attention_output_norm, mixer(h, context))
+            x = output
         if mlp is not None:
-            made = self._by_kernels(
+            output = self._by_kernels(
                 mlp, self.post_attention_layernorm, self.mlp_output_norm, x, context
             )
-            if made is None:
+            if output is None:
                 hidden, x = self._mlp_hidden(x, None, context)
-                made = x + self._delta(self.mlp_output_norm, mlp.output(hidden, context))
-            x = made
+                output = x + self._delta(self.mlp_output_norm, mlp.output(hidden, context))
+            x = output
         return self._ended(x, context)
 
     def _by_kernels(

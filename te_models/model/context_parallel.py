@@ -157,10 +157,10 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         share: TokenShare = ctx.share
-        own = reduce_scatter(share.by_rank(grads[0].movedim(2, 0)), share.group)
+        scattered = reduce_scatter(share.by_rank(grads[0].movedim(2, 0)), share.group)
         if ctx.again is not None:
             ctx.again.drop()
-        return own.movedim(0, 2), None, None
+        return scattered.movedim(0, 2), None, None
 
 
 def _whole_rows(x: Tensor, share: TokenShare) -> Tensor:

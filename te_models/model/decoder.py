@@ -420,13 +420,13 @@ class Decoder(DecoderRecipe):
     def _run(self, layers: range, x: Tensor, context: ForwardContext) -> Tensor:
         """Pass x [N, D] through these blocks."""
         for layer in layers:
-            own = context
+            run_context = context
             if self.config.shared_key_layers is not None:
                 # Copies: what a recompute holds may not lead to what it makes, or the pass would hold itself.
-                own = context._replace(shared_keys=dict(context.shared_keys), lent_keys={})
-            x = context.recompute.run_block(self.layers[layer], layer, x, own)
-            context.shared_keys.update(own.lent_keys)
-            own.lent_keys.clear()
+                run_context = context._replace(shared_keys=dict(context.shared_keys), lent_keys={})
+            x = context.recompute.run_block(self.layers[layer], layer, x, run_context)
+            context.shared_keys.update(run_context.lent_keys)
+            run_context.lent_keys.clear()
         return x
 
     def _output(self, x: Tensor, context: ForwardContext, request: OutputRequest) -> Output:

@@ -98,12 +98,12 @@ class ExpertParallel(MeshRanks):
 
     def own_scales(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's part of the FP8 state of the whole model."""
-        own = {}
+        scales = {}
         for name, value in state.items():
             if self.divides(name.rsplit(".", 2)[0]):
                 value = value.chunk(self.size, dim=-1)[self.rank]
-            own[name] = value
-        return own
+            scales[name] = value
+        return scales
 
     def owner(self, name: str) -> int | None:
         """Return the rank that has the parameter `name` of the whole model; None: all have it."""
@@ -119,10 +119,10 @@ class ExpertParallel(MeshRanks):
         """
         # Runs of parameters of one divided linear: its experts of all ranks follow each other, rank by rank.
         for _, run in groupby(named, key=lambda item: self._module(item[0]) or item[0]):
-            own = list(run)
-            ranks = range(self.size) if self._module(own[0][0]) else [self.rank]
+            entries = list(run)
+            ranks = range(self.size) if self._module(entries[0][0]) else [self.rank]
             for rank in ranks:
-                for name, value in own:
+                for name, value in entries:
                     yield (
                         self._renamed(name, rank * self._held),
                         value if rank == self.rank else stand_in(value),
@@ -170,16 +170,18 @@ class ExpertParallel(MeshRanks):
         given = all_to_all(sent.counts, self.group)
         held = self._held
         if sent.counts.is_meta:  # of a plan: experts share the rows evenly
-            own = _even(len(sent.token), len(sent.counts))
-            theirs = own[:held] * self.size
+            send_counts = _even(len(sent.token), len(sent.counts))
+            theirs = send_counts[:held] * self.size
         else:
             # One copy to the host for both, since each waits for the device.
-            own, theirs = torch.stack((sent.counts, given)).tolist()
+            send_counts, theirs = torch.stack((sent.counts, given)).tolist()
         # Rows by rank, as all_to_all takes them.
-        to_each = [sum(own[first : first + held]) for first in range(0, len(own), held)]
+        to_each = [
+            sum(send_counts[first : first + held]) for first in range(0, len(send_counts), held)
+        ]
         received = [sum(theirs[first : first + held]) for first in range(0, len(theirs), held)]
-        count = sum(own)
-        where = Places(sent.token[:count], sent.row.clamp(max=count), own, sent.counts)
+        count = sum(send_counts)
+        where = Places(sent.token[:count], sent.row.clamp(max=count), send_counts, sent.counts)
         arrived = arrivals(given.view(self.size, held), theirs, alignment)
         return where, Exchange(to_each, received, arrived, self.group, self.fp8, kernels)
 

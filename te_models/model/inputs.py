@@ -58,7 +58,7 @@ def checked_tokens(
     """
     embedded = ids is None
     tokens = embeds if embedded else ids
-    name, wanted = (
+    name, expected = (
         ("inputs_embeds", "vectors [B, S, D]")
         if embedded
         else ("input_ids", "an int64 tensor [B, S]")
@@ -66,18 +66,18 @@ def checked_tokens(
     if (ids is None) == (embeds is None):
         mistake = "give either input_ids or inputs_embeds, the vectors that stand for them"
     elif not isinstance(tokens, Tensor):
-        mistake = f"{name} is a {type(tokens).__name__}: give {wanted}"
+        mistake = f"{name} is a {type(tokens).__name__}: give {expected}"
     elif embedded and config.layer_inputs is not None:
         mistake = "a model with layer_inputs looks each token up in two tables: give input_ids"
     elif embedded and (tokens.dim() != 3 or tokens.shape[2] != config.hidden_size):
-        mistake = f"{name} has shape {list(tokens.shape)}: give {wanted}, D={config.hidden_size}"
+        mistake = f"{name} has shape {list(tokens.shape)}: give {expected}, D={config.hidden_size}"
     elif not embedded and tokens.dim() != 2:
         hint = ", such as input_ids[None] for a single row" if tokens.dim() == 1 else ""
-        mistake = f"{name} has shape {list(tokens.shape)}: give {wanted}, rows of token ids{hint}"
+        mistake = f"{name} has shape {list(tokens.shape)}: give {expected}, rows of token ids{hint}"
     elif embedded != tokens.is_floating_point() or (
         not embedded and tokens.dtype not in (torch.int64, torch.int32)
     ):
-        mistake = f"{name} is of {tokens.dtype}: give {wanted}"
+        mistake = f"{name} is of {tokens.dtype}: give {expected}"
     elif misplaced := _misplaced(name, tokens, device):
         mistake = misplaced
     elif not tokens.numel():

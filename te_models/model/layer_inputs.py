@@ -45,14 +45,14 @@ class LayerInputs(nn.Module):
 
     def forward(self, ids: Tensor, x: Tensor, context: ForwardContext) -> tuple[Tensor, ...]:
         """Return the input of each layer [N, P], from ids [B, S] and the embedded tokens x [N, D]; 0 at padding."""
-        own = context.kernels.embedding(self.table, ids).flatten(0, 1)  # [B*S, L*P]
-        own = own * rounded(self.width**0.5, own.dtype)
+        from_table = context.kernels.embedding(self.table, ids).flatten(0, 1)  # [B*S, L*P]
+        from_table = from_table * rounded(self.width**0.5, from_table.dtype)
         if context.real is not None:
-            own = own * context.real
+            from_table = from_table * context.real
         projected = context.linear(self.context_proj, x) * x.shape[1] ** -0.5  # [N, L*P]
         projected = self.norm(projected.unflatten(-1, (-1, self.width)))  # [N, L, P]
-        own = pad_rows(own, x.shape[0]).view_as(projected)
-        return ((projected + own) * 2.0**-0.5).unbind(1)
+        from_table = pad_rows(from_table, x.shape[0]).view_as(projected)
+        return ((projected + from_table) * 2.0**-0.5).unbind(1)
 
 
 class LayerInput(BlockPart[LayerInputSpec]):

@@ -121,7 +121,7 @@ class Experts(Feedforward[MoESpec]):
         routing = describe(logits, where.counts, context.routed, moe)
         if first:
             context.routing.layers.append(routing)
-        own = exchange.places if exchange else where
+        local_places = exchange.places if exchange else where
         route = Route(where.token, where.row, kernels)
         joint = self._joins() and context.experts_join(gate_up, down)
         # The weights are not part of the choice that a recompute repeats: their gradient goes through the logits, so a
@@ -129,7 +129,9 @@ class Experts(Feedforward[MoESpec]):
         if moe.scale_inputs:
             factors = self._weights(logits, chosen)
             # Llama 4 multiplies the inputs of experts by their weights, not the outputs: then the sum has weights of 1.
-            rows = self._separate(_scaled(tokens, factors, route), own, exchange, None, context)
+            rows = self._separate(
+                _scaled(tokens, factors, route), local_places, exchange, None, context
+            )
             weights = torch.ones_like(factors)
         elif joint:
             rows = (
@@ -139,7 +141,7 @@ class Experts(Feedforward[MoESpec]):
             )
             weights = self._weights(logits, chosen)
         else:
-            rows = self._separate(tokens, own, exchange, route, context)
+            rows = self._separate(tokens, local_places, exchange, route, context)
             weights = self._weights(logits, chosen)
         shared_hidden, shared_gate = self._shared(shared, context)
         return Routed(
@@ -183,14 +185,14 @@ class Experts(Feedforward[MoESpec]):
         bias = self.expert_bias if moe.expert_bias else None
         chosen = choose(logits, bias, context.routed, moe, kernels)
         if self.ep.size == 1:
-            own = places(
+            token_places = places(
                 chosen,
                 moe.num_experts,
                 context.alignment,
                 on_device=on_device,
                 kernels=kernels,
             )
-            return chosen, own, None
+            return chosen, token_places, None
         # The rows that go to other ranks need no padding; the ranks pad what arrives.
         sent = places(chosen, moe.num_experts, alignment=1, on_device=True, kernels=kernels)
         where, exchange = self.ep.exchange(sent, context.alignment, kernels)

@@ -166,12 +166,12 @@ def check_layers(config: ModelConfig, recipe: Recipe) -> None:
     if not recipe.quantized or quantizes(config, recipe):
         return
     layers = config.num_hidden_layers
-    kept = "all linears in BF16"
+    in_bf16 = "all linears in BF16"
     if edges >= layers:
-        kept = f"{edges} layers in BF16 and the model has {layers}"
+        in_bf16 = f"{edges} layers in BF16 and the model has {layers}"
     advice = "lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16, or " if edges else ""
     raise ConfigError(
-        f"recipe {recipe.name!r} keeps {kept}: nothing would run in FP8; {advice}change its precision"
+        f"recipe {recipe.name!r} keeps {in_bf16}: nothing would run in FP8; {advice}change its precision"
     )
 
 

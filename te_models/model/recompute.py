@@ -227,9 +227,9 @@ class Recompute:
         yield
         if self.first_microbatch is not None:
             for module in owner.modules():
-                own = vars(module)
-                if "_fp8_workspaces" in own:
-                    caches.append((own, dict(own["_fp8_workspaces"])))
+                attributes = vars(module)
+                if "_fp8_workspaces" in attributes:
+                    caches.append((attributes, dict(attributes["_fp8_workspaces"])))
 
     @contextlib.contextmanager
     def _in_high_precision(self) -> Iterator[None]:

@@ -91,8 +91,8 @@ def _llama3(rope: Rope, scaling: Scaling, frequency: Tensor, last: Tensor) -> tu
     low = scaling["low_freq_factor"]
     high = scaling["high_freq_factor"]
     # The share of each frequency that is kept, by how often it turns in the original context.
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * frequency / scaling["factor"] + kept * frequency, 1.0
+    kept_share = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept_share) * frequency / scaling["factor"] + kept_share * frequency, 1.0
 
 
 def _yarn(rope: Rope, scaling: Scaling, frequency: Tensor, last: Tensor) -> tuple[Tensor, float]:

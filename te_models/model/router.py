@@ -197,8 +197,10 @@ def places(
     """
     tokens, k = chosen.shape
     if on_device and kernels.places is not None:
-        made = kernels.places(chosen, experts, alignment, _most(tokens * k, experts, alignment))
-        return Places(*made)
+        from_kernels = kernels.places(
+            chosen, experts, alignment, _most(tokens * k, experts, alignment)
+        )
+        return Places(*from_kernels)
     # Sorted by expert, then by token; padding is last.
     # int16, since sorting takes a radix pass per byte on CUDA; E fits by far.
     order = chosen.flatten().to(torch.int16).argsort(stable=True)

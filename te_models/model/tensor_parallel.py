@@ -225,10 +225,14 @@ def shard(name: str, whole: Tensor, config: ModelConfig, tp: TensorParallel) -> 
     if linear.split == "row":
         return whole.chunk(tp.size, 1)[tp.rank].contiguous()
     parts = []
-    for block, own in zip(whole.split(linear.rows), _own_sections(name, config, tp), strict=True):
+    for block, sections in zip(
+        whole.split(linear.rows), _own_sections(name, config, tp), strict=True
+    ):
         # q, k, v and gate lie one below the other in the weight: each is divided by itself, so that a rank has whole
         # heads.
-        parts.append(_padded(block[tp.rank * own.used : (tp.rank + 1) * own.used], own.stored))
+        parts.append(
+            _padded(block[tp.rank * sections.used : (tp.rank + 1) * sections.used], sections.stored)
+        )
     return torch.cat(parts)
 
 
@@ -240,12 +244,12 @@ def unshard(name: str, parts: list[Tensor], config: ModelConfig, tp: TensorParal
         # Row-parallel: each rank has some of the input features.
         return torch.cat(parts, 1)
     # Sections (such as q, k, v and gate) are divided one by one: a rank's part has a piece of each.
-    own = _own_sections(name, config, tp)
-    split = [part.split([section.stored for section in own]) for part in parts]
+    sections = _own_sections(name, config, tp)
+    split = [part.split([section.stored for section in sections]) for part in parts]
     blocks = []
     for i, section in enumerate(linear.sections):
         blocks.append(
-            _padded(torch.cat([part[i][: own[i].used] for part in split]), section.stored)
+            _padded(torch.cat([part[i][: sections[i].used] for part in split]), section.stored)
         )
     return torch.cat(blocks)
 

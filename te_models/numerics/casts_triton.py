@@ -330,11 +330,11 @@ def update_kernel(
     last = tl.where(newest != 0, newest, tl.load(history + j, mask=j < n, other=0.0))
     bits = magnitude_bits(tl.where((i > 0)[:, None], old, 0.0))
     used = last if MOST_RECENT else tl.maximum(tl.max(bits, 0).to(tl.float32, bitcast=True), last)
-    kept = tl.load(scale + j, mask=j < n, other=1.0)
+    old_scale = tl.load(scale + j, mask=j < n, other=1.0)
     tl.debug_barrier()  # all is read before anything is written
     rolled = tl.where((i == length - 1)[:, None], last[None, :], following)
     rolled = tl.where((i == 0)[:, None], 0.0, rolled)
     tl.store(history + at, rolled, mask=mask & (last != 0)[None, :])
     usable = (last != 0) & (used > 0) & (used < float("inf"))
     fresh = tl.minimum(tl.div_rn(tl.zeros_like(used) + largest, used), _FLT_MAX)
-    tl.store(scale + j, tl.where(usable, fresh, kept), mask=j < n)
+    tl.store(scale + j, tl.where(usable, fresh, old_scale), mask=j < n)

@@ -162,7 +162,7 @@ def cast_current(
     data = _empty_data(x)
     scale_inv = x.new_empty(1, dtype=torch.float32)
     numbers = x.numel(), parts.numel(), float(epsilon)
-    how = dict(
+    options = dict(
         POWER_OF_2=power_of_2,
         E5M2=dtype == DType.kFloat8E5M2,
         BLOCK=_BLOCK,
@@ -173,7 +173,7 @@ def cast_current(
         (_blocks(x.numel()),),
         (x, data, parts, scale_inv),
         numbers,
-        {**how, **_FLAT},
+        {**options, **_FLAT},
     )
     return data, scale_inv
 
@@ -203,17 +203,17 @@ def cast_blocks(
     row_scale = x.new_empty(row_lines if rowwise else 0, row_stride, dtype=torch.float32)
     col_scale = x.new_empty(col_lines if columnwise else 0, col_stride, dtype=torch.float32)
     row_data = _empty_data(x, rowwise or two_d)
-    made = row_data, row_scale, row_data if two_d else _empty_data(x, columnwise), col_scale
+    results = row_data, row_scale, row_data if two_d else _empty_data(x, columnwise), col_scale
     numbers = m, k, row_stride, col_stride, float(epsilon), torch.finfo(x.dtype).max
-    how = dict(
+    options = dict(
         ROW=rowwise,
         COL=columnwise,
         TWO_D=two_d,
         POWER_OF_2=power_of_2,
         E5M2=dtype == DType.kFloat8E5M2,
     )
-    run("block_kernel", (p, q), (x, *made), numbers, {**how, **_TILED})
-    return made
+    run("block_kernel", (p, q), (x, *results), numbers, {**options, **_TILED})
+    return results
 
 
 def cast_mx(
@@ -225,11 +225,11 @@ def cast_mx(
     # Padded to whole tiles of 128 x 4 scales, which cuBLAS swizzles.
     row_scale = x.new_empty(p * _TILE if rowwise else 0, q * groups, dtype=torch.uint8)
     col_scale = x.new_empty(p * groups if columnwise else 0, q * _TILE, dtype=torch.uint8)
-    made = _empty_data(x, rowwise), row_scale, _empty_data(x, columnwise), col_scale
+    results = _empty_data(x, rowwise), row_scale, _empty_data(x, columnwise), col_scale
     numbers = *x.shape, q * groups, q * _TILE, INVERSE_MAX[dtype]
-    how = dict(ROW=rowwise, COL=columnwise, TWO_D=two_d, E5M2=dtype == DType.kFloat8E5M2)
-    run("mx_kernel", (p, q), (x, *made), numbers, {**how, **_TILED})
-    return made
+    options = dict(ROW=rowwise, COL=columnwise, TWO_D=two_d, E5M2=dtype == DType.kFloat8E5M2)
+    run("mx_kernel", (p, q), (x, *results), numbers, {**options, **_TILED})
+    return results
 
 
 def cast_nvfp4(
@@ -257,21 +257,21 @@ def cast_nvfp4(
     col_scale = x.new_empty(q * _TILE if columnwise else 0, col_stride, dtype=u8)
     row_amax = x.new_empty(1, dtype=fp32)
     col_amax = x.new_empty(1, dtype=fp32)
-    made = row_data, row_scale, row_amax, col_data, col_scale, col_amax
+    results = row_data, row_scale, row_amax, col_data, col_scale, col_amax
     # A kernel has no optional pointers: x stands in where there is no noise, and is not read.
-    tensors = (x, t, x if noise is None else noise, *made, parts)
+    tensors = (x, t, x if noise is None else noise, *results, parts)
     n_parts = parts.shape[-1]
     numbers = n_parts, m, k, row_stride, col_stride, m * k if rowwise else 0
-    how: dict[str, float] = dict(
+    options: dict[str, float] = dict(
         ROW=rowwise,
         COL=columnwise,
         TWO_D=two_d,
         TRANSFORMED=t is not x,
         STOCHASTIC=noise is not None,
     )
-    how["PARTS"] = _power_of_2(n_parts)
-    run("nvfp4_kernel", (p, q), tensors, numbers, {**how, **_TILED})
-    return made
+    options["PARTS"] = _power_of_2(n_parts)
+    run("nvfp4_kernel", (p, q), tensors, numbers, {**options, **_TILED})
+    return results
 
 
 def decodes(a: BlockScaled, b: BlockScaled) -> bool:
@@ -319,7 +319,7 @@ def _decode_fp8(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, None]:
     a_down, a_along = a.block
     b_down, b_along = b.block
     e5m2 = DType.kFloat8E5M2
-    how = dict(
+    options = dict(
         A_DOWN=a_down,
         A_ALONG=a_along,
         A_E5M2=a.dtype == e5m2,
@@ -328,7 +328,7 @@ def _decode_fp8(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, None]:
         B_E5M2=b.dtype == e5m2,
     )
     grid = (math.prod(_tiles(a.data)) + math.prod(_tiles(b.data)),)
-    run("decode_kernel", grid, tuple(tensors), tuple(numbers), {**how, **_TILED})
+    run("decode_kernel", grid, tuple(tensors), tuple(numbers), {**options, **_TILED})
     return tensors[2], tensors[5], None
 
 
@@ -357,13 +357,13 @@ def update(
     tensors = _table(tuple(rows), scale.device), scale if amaxes is None else amaxes
     # One launch updates all modules: each program reads the addresses of its own history and scale from a table.
     sizes = dict(LENGTH=_power_of_2(longest), N=_power_of_2(widest))
-    how: dict[str, float] = {
+    options: dict[str, float] = {
         "REDUCED": amaxes is not None,
         "MOST_RECENT": most_recent,
         **sizes,
         **_FLAT,
     }
-    run("update_kernel", (len(rows),), tensors, (fp8_max * 2.0**-margin,), how)
+    run("update_kernel", (len(rows),), tensors, (fp8_max * 2.0**-margin,), options)
 
 
 @functools.cache  # never freed: a CUDA graph reads its table at every replay

@@ -268,14 +268,14 @@ class NVFP4Quantizer(Quantizer):
         """Return data, scale bytes and amax of x `[M, K]`, rowwise, data `[M, K/2]`, and columnwise, `[M/2, K]`."""
         shared = BLOCK if self.with_2d_quantization else 1
         row = column = (x,) * 3  # a copy that was not asked for may be anything
-        made = self._cast_blocks(x, (shared, BLOCK)) if rowwise else None
-        if made is not None:
-            data, scale, amax = made
+        rowwise_parts = self._cast_blocks(x, (shared, BLOCK)) if rowwise else None
+        if rowwise_parts is not None:
+            data, scale, amax = rowwise_parts
             row = pack(data), pad_to(scale.repeat_interleave(shared, 0), 128, 4), amax
         if columnwise:
             # Whether both copies hold the same values.
             same = self.with_2d_quantization and not (self.with_rht or self.stochastic_rounding)
-            data, scale, amax = (same and made) or self._cast_blocks(
+            data, scale, amax = (same and rowwise_parts) or self._cast_blocks(
                 self._transformed(x), (BLOCK, shared)
             )
             # The amax is a tensor of its own, as in Transformer Engine.

@@ -93,9 +93,9 @@ class Quantizer:
         """Return a shallow copy, which shares scale and amax tensors."""
         # Not copy.copy: the constructor of a subclass takes other arguments, and scale and amax have to stay the same
         # tensors.
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        return made
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        return copy
 
     def __call__(self, tensor: Tensor) -> Any:
         """Quantize a FP32, BF16 or FP16 tensor."""
@@ -120,8 +120,8 @@ class Quantizer:
         """Quantize `src` into the copies that `dst` has, and return `dst`."""
         usages = dst.get_usages()
         shape = tuple(src.shape)
-        wanted = tuple(dst._shape)
-        require(shape == wanted, f"cannot quantize shape {shape} into shape {wanted}")
+        expected = tuple(dst._shape)
+        require(shape == expected, f"cannot quantize shape {shape} into shape {expected}")
         for name, value in self._fields(src, usages["rowwise"], usages["columnwise"]).items():
             setattr(dst, f"_{name}", value)
         if self.observer is not None:
@@ -138,10 +138,10 @@ class Quantizer:
     ) -> QuantizedTensorStorage:
         """Return a quantized tensor of zeros, whose amax of 0 raises none."""
         # Zeros and not uninitialized memory: the cast would raise an amax by whatever is there.
-        made = self._build(torch.zeros(tuple(shape), dtype=dtype, device=device), None)
-        if isinstance(made, Tensor):
-            made.requires_grad_(requires_grad)
-        return made
+        empty = self._build(torch.zeros(tuple(shape), dtype=dtype, device=device), None)
+        if isinstance(empty, Tensor):
+            empty.requires_grad_(requires_grad)
+        return empty
 
     def is_quantizable(self, inp: Tensor) -> bool:
         """Return True if both matrix dimensions are multiples of what the format needs."""
@@ -155,12 +155,12 @@ class Quantizer:
         # A copy, since the module sets the usage of its own quantizer anew at each call.
         fields |= {"shape": tensor.shape, "dtype": dtype or tensor.dtype, "quantizer": self.copy()}
         if self.internal:
-            made = self._tensor_class._storage_class()(**fields)
+            tensor_or_storage = self._tensor_class._storage_class()(**fields)
         else:
-            made = self._tensor_class(device=tensor.device, **fields)
+            tensor_or_storage = self._tensor_class(device=tensor.device, **fields)
         if self.observer is not None:
-            self.observer(tensor, made, self.known_scale)
-        return made
+            self.observer(tensor, tensor_or_storage, self.known_scale)
+        return tensor_or_storage
 
     def _fields(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> StorageFields:
         """Return the attributes of the storage for `tensor`."""

@@ -104,13 +104,13 @@ class StoredRows:
     def part(self, start: int, stop: int) -> StoredRows:
         """Return the rows from `start` to `stop`, in the same memory; none of them may be plain."""
         assert self.plain_rows is None
-        own = slice(start, stop)
+        part_rows = slice(start, stop)
         return replace(
             self,
-            data=self.data[own],
-            scales=self.scales[own] if self.scale_rows is None else self.scales,
-            scale_rows=None if self.scale_rows is None else self.scale_rows[own],
-            factors=None if self.factors is None else self.factors[own],
+            data=self.data[part_rows],
+            scales=self.scales[part_rows] if self.scale_rows is None else self.scales,
+            scale_rows=None if self.scale_rows is None else self.scale_rows[part_rows],
+            factors=None if self.factors is None else self.factors[part_rows],
         )
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -125,8 +125,8 @@ class StoredRows:
         else:
             rows = max(1, VALUES_AT_A_TIME // max(1, self.shape[1]))
             for start in range(0, len(out), rows):
-                own = slice(start, start + rows)
-                out[own] = self._values(own)
+                part_rows = slice(start, start + rows)
+                out[part_rows] = self._values(part_rows)
         if self.plain_rows is not None and self.plain is not None:
             out.index_copy_(0, self.plain_rows, self.plain.to(out.dtype))
         return out
@@ -162,8 +162,12 @@ class StoredRows:
 
     def _scales(self, rows: slice) -> Tensor:
         """Return the scales of some rows, FP32 [rows, ceil(in / width)]."""
-        own = self.scales[rows] if self.scale_rows is None else self.scales[self.scale_rows[rows]]
-        scales = e8m0_to_float(own) if own.dtype == torch.uint8 else own.float()
+        row_scales = (
+            self.scales[rows] if self.scale_rows is None else self.scales[self.scale_rows[rows]]
+        )
+        scales = (
+            e8m0_to_float(row_scales) if row_scales.dtype == torch.uint8 else row_scales.float()
+        )
         if self.factors is None:
             return scales
         factors = self.factors[rows, None]
@@ -340,7 +344,7 @@ def _like(source: Tensor, copied: T) -> T:
 
 
 def _remade(rows: StoredRows, dtype: torch.dtype, parameter: bool) -> StoredWeight:
-    made = StoredWeight(rows, dtype)
+    weight = StoredWeight(rows, dtype)
     if parameter:
-        vars(made)["_is_param"] = True
-    return made
+        vars(weight)["_is_param"] = True
+    return weight

@@ -153,13 +153,13 @@ class QuantizedTensorStorage:
     def with_data_tensors(self, tensors: tuple[Tensor | None, ...]) -> QuantizedTensorStorage:
         """Return a storage with the same metadata and other tensors."""
         storage = self._storage_class()
-        made = storage.__new__(storage)
+        result = storage.__new__(storage)
         if not isinstance(self, Tensor):
-            made.__dict__.update(self.__dict__)
+            result.__dict__.update(self.__dict__)
         else:  # a parameter has more attributes than its own
-            made.__dict__.update({f"_{name}": value for name, value in self._known().items()})
-        made.set_data_tensors(tensors)
-        return made
+            result.__dict__.update({f"_{name}": value for name, value in self._known().items()})
+        result.set_data_tensors(tensors)
+        return result
 
     def set_data_tensors(self, tensors: tuple[Tensor | None, ...]) -> None:
         """Replace the tensors that hold the data."""

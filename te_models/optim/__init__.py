@@ -195,8 +195,10 @@ def state_bytes(name: str, options: Options, view: Tensor, hidden: bool) -> int:
     # What is no hidden matrix gets the optimizer that `rest` names.
     if choice.matrices and not hidden and "rest" in options:
         rest = options["rest"]
-        own = OPTIMIZERS[rest].options
-        return state_bytes(rest, {key: options.get(key, own[key]) for key in own}, view, hidden)
+        state_options = OPTIMIZERS[rest].options
+        return state_bytes(
+            rest, {key: options.get(key, state_options[key]) for key in state_options}, view, hidden
+        )
     if choice.state is not None:
         return bytes_in(choice.state(view))
     size = 0

@@ -84,7 +84,7 @@ class Launch:
         places = []
         for row in addresses:
             distances = zip(row, addresses[0], sizes, strict=True)
-            places.append([(own - first) // size for own, first, size in distances])
+            places.append([(address - first) // size for address, first, size in distances])
         self.places = _copy(torch.tensor(places), entries[0].master.device)
 
     def run(

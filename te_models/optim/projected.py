@@ -110,10 +110,10 @@ class ProjectedGradients(Gradients):
     ) -> None:
         self.rest = rest
         self.parameters = projected_parameters(rows, rank)
-        own = set(map(id, self.parameters))
+        member_ids = set(map(id, self.parameters))
         of_parameter: dict[int, list[ParameterRows]] = {}
         for part in rows:
-            if id(part.parameter) in own:
+            if id(part.parameter) in member_ids:
                 of_parameter.setdefault(id(part.parameter), []).append(part)
         self._parts: dict[int, list[_Part]] = {}
         self._sums: dict[int, Tensor] = {}
@@ -174,13 +174,13 @@ class ProjectedGradients(Gradients):
         if parts is None:
             self.rest.hand_over(part, view, gradient)
             return
-        own = next(own for own in parts if own.rows.start == part.start)
-        values = own.of(gradient)
-        if own.projector is None:
+        candidate = next(candidate for candidate in parts if candidate.rows.start == part.start)
+        values = candidate.of(gradient)
+        if candidate.projector is None:
             view.grad = values
         else:
-            assert own.optimizer is not None
-            own.optimizer.projected[view] = Projected(values, own.projector)
+            assert candidate.optimizer is not None
+            candidate.optimizer.projected[view] = Projected(values, candidate.projector)
 
     def drop(self, parameter: nn.Parameter) -> None:
         """Free the parameter's gradient, or its sums unless the next step reuses them."""

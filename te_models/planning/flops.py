@@ -36,8 +36,8 @@ def forward_flops(config: ModelConfig, length: int) -> ForwardFlops:
     queries and keys, also under a window.
     """
     # In a thread of its own, where no autocast, scale or grad mode of the caller is.
-    with ThreadPoolExecutor(1) as own:
-        return own.submit(_forward_flops, config, length).result()
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(_forward_flops, config, length).result()
 
 
 @functools.lru_cache(64)

@@ -137,8 +137,8 @@ def stretches(
 
     In a thread of its own, where no autocast, scale or grad mode of the caller is.
     """
-    with ThreadPoolExecutor(1) as own:
-        return own.submit(_run_step, config, recipe, setting, layers, batch).result()
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(_run_step, config, recipe, setting, layers, batch).result()
 
 
 def _run_step(
@@ -155,18 +155,18 @@ def _run_step(
         parameters = [part for p in model.parameters() for part in _parts(p)]
         allocations.leave_out([ids, labels, *parameters])
         projected: Gradients = Gradients()
-        own: list[nn.Parameter] = []
+        sums: list[nn.Parameter] = []
         if setting.projected_rank:
             with counted_as(None):
                 rows = parameter_rows(model)
                 # New projectors in each step: the steps that compute them need most memory.
                 # As the run's own projected gradients: the plan and the run share the class that keeps them.
-                made = _Projection(rows, setting.projected_rank, 1, Gradients())
-            made.keeps_sums = setting.gradient_sums  # counted before the step
-            projected = made
-            own = made.parameters
+                projection = _Projection(rows, setting.projected_rank, 1, Gradients())
+            projection.keeps_sums = setting.gradient_sums  # counted before the step
+            projected = projection
+            sums = projection.parameters
         # Their gradients never exist as a whole: hooks project each as backward makes it.
-        projects = set(map(id, own))
+        projects = set(map(id, sums))
         for parameter in model.parameters():
             if parameter.requires_grad and id(parameter) not in projects:
                 part = "expert_gradients" if id(parameter) in experts else "gradients"
@@ -332,7 +332,10 @@ def kinds(config: ModelConfig, recipe: Recipe, setting: StepSetting) -> tuple[in
         kind = (
             layer,
             stored,
-            tuple(None if own is None else own.name for own in recipes),
+            tuple(
+                None if recipe_or_none is None else recipe_or_none.name
+                for recipe_or_none in recipes
+            ),
             fp8,
             recomputes_block(setting.mode, depth),
             recomputes_mlp(setting.mode, depth, count, fp8, setting.fp8_params),
@@ -404,8 +407,12 @@ class MeasuredStep:
             scaled[name] = profiles
         for name in ("embedding", "head", "loss", "rest"):
             scaled[name] = getattr(one, name).between(getattr(two, name), share)
-        own = ("embedding", "rest")
-        every = [*scaled["forward"].values(), *scaled["backward"].values(), *map(scaled.get, own)]
+        batch_parts = ("embedding", "rest")
+        every = [
+            *scaled["forward"].values(),
+            *scaled["backward"].values(),
+            *map(scaled.get, batch_parts),
+        ]
         if any(profile is None for profile in every):
             return None
         # In one chunk the head's memory is affine in the batch like a block's; in several it is one chunk's.
@@ -432,8 +439,8 @@ class MeasuredStep:
         """Return the profiles of the head alone; frozen, it would have nothing to differentiate."""
         if not self.setting.lora_rank:
             return self._run((), batch)
-        own = [layer for layer in layers if not reuses_keys(self.config, layer)]
-        return self._run(tuple(own[-1:]), batch)
+        with_keys = [layer for layer in layers if not reuses_keys(self.config, layer)]
+        return self._run(tuple(with_keys[-1:]), batch)
 
     def _head_in_chunks(
         self, layers: tuple[int, ...], unit: int, batch: int

@@ -177,7 +177,7 @@ def _standing(
         moved = blocks + (experts if training.expert_replicas > 1 else 0)
         gathered = tables + 2 * (moved // depth)
     trained = trained_elements(tensors)
-    own = trained * element if training.lora_rank else 0
+    adapter_bytes = trained * element if training.lora_rank else 0
     state = 0
     if training.optimizer is not None and not training.optimizer_offload:
         state = planned_optimizer_bytes(training.optimizer, training, tensors)
@@ -186,8 +186,8 @@ def _standing(
     sums = summed * FP32 * (trained - projected + projections)
     scales = found.states.get(REST, 0) + sum(found.states.get(n, 0) for n in layers)
     return Memory(
-        weights=share + gathered + own,
-        gradients=(own if training.lora_rank else whole) + sums,
+        weights=share + gathered + adapter_bytes,
+        gradients=(adapter_bytes if training.lora_rank else whole) + sums,
         optimizer=state,
         fp8_weight_copies=scales,
         workspace=CUBLAS_WORKSPACE if training.cuda else 0,
@@ -229,11 +229,11 @@ def _updated(training: Training, tensors: Counter[HeldTensor]) -> int:
     projected, projections = projected_sums(trained, rank)
     share -= projected
     chunk = min(share, UPDATE_CHUNK)
-    kept = projections * FP32 + _raised_bytes(trained, rank)
+    projection_bytes = projections * FP32 + _raised_bytes(trained, rank)
     if training.gradient_sums and ranks == 1:  # FP32 masters take the sums themselves
-        return kept + share * FP32 + (0 if masters else chunk * training.dtype_bytes)
+        return projection_bytes + share * FP32 + (0 if masters else chunk * training.dtype_bytes)
     wider = max(0, FP32 - training.dtype_bytes) if masters else 0
-    return kept + share * training.dtype_bytes + chunk * wider
+    return projection_bytes + share * training.dtype_bytes + chunk * wider
 
 
 def _raised_bytes(tensors: Mapping[HeldTensor, int], rank: int) -> int:

@@ -63,11 +63,11 @@ class MemoryPlan(Printable):
     @property
     def host(self) -> int:
         """Bytes of host memory that offload of activations, masters and optimizer state needs per GPU."""
-        own = self.training
+        training = self.training
         state = 0
-        if own.optimizer_offload and own.optimizer:
-            state = planned_optimizer_bytes(own.optimizer, own, self._tensors)
-        return saved_bytes(self.config, self.recipe, own, on_host=True) + state
+        if training.optimizer_offload and training.optimizer:
+            state = planned_optimizer_bytes(training.optimizer, training, self._tensors)
+        return saved_bytes(self.config, self.recipe, training, on_host=True) + state
 
     def fits(self, gigabytes: float) -> bool:
         """Return whether the peak fits on a GPU of `gigabytes` * 10^9 bytes with 5 % to spare."""
@@ -111,8 +111,8 @@ class MemoryPlan(Printable):
 
     def by_mode(self) -> Iterator[tuple[str | int, MemoryPlan]]:
         """Yield this plan under every mode of activation checkpointing, its own included."""
-        own = self.training.activation_checkpointing
-        for mode in dict.fromkeys((*MODES, own)):
+        current = self.training.activation_checkpointing
+        for mode in dict.fromkeys((*MODES, current)):
             yield (
                 mode,
                 replace(self, training=replace(self.training, activation_checkpointing=mode)),
@@ -193,19 +193,19 @@ class MemoryPlan(Printable):
 
     def _gpus(self) -> str:
         """Return the GPUs in words, and how they share the work."""
-        own = self.training
-        if own.gpus == 1:
-            rows = own.context_parallel_size
+        training = self.training
+        if training.gpus == 1:
+            rows = training.context_parallel_size
             return "1 GPU" if rows == 1 else f"1 of {rows} GPUs (rows in {rows})"
-        kinds = ["FSDP"] if own.data_ranks > 1 else []
-        if own.tensor_parallel_size > 1:
-            sequence = " and tokens" if own.sequence_parallel else ""
-            kinds.append(f"layers{sequence} in {own.tensor_parallel_size}")
-        if own.expert_parallel_size > 1:
-            kinds.append(f"experts in {own.expert_parallel_size}")
-        if own.context_parallel_size > 1:
-            kinds.append(f"rows in {own.context_parallel_size}")
-        return f"{own.gpus} GPUs ({', '.join(kinds)})"
+        kinds = ["FSDP"] if training.data_ranks > 1 else []
+        if training.tensor_parallel_size > 1:
+            sequence = " and tokens" if training.sequence_parallel else ""
+            kinds.append(f"layers{sequence} in {training.tensor_parallel_size}")
+        if training.expert_parallel_size > 1:
+            kinds.append(f"experts in {training.expert_parallel_size}")
+        if training.context_parallel_size > 1:
+            kinds.append(f"rows in {training.context_parallel_size}")
+        return f"{training.gpus} GPUs ({', '.join(kinds)})"
 
     def _parts_table(self, unit: int) -> Table:
         moments = self.moments

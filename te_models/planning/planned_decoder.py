@@ -139,8 +139,8 @@ class PlannedDecoder(Decoder):
             spec = self.config.linears[name]
             for weight in spec.weights:
                 rows = setting.stored.form.rows(spec.outputs, spec.inputs)
-                made = nn.Parameter(StoredWeight(rows, self.dtype), requires_grad=False)
-                self.get_submodule(name).register_parameter(weight, made)
+                stored = nn.Parameter(StoredWeight(rows, self.dtype), requires_grad=False)
+                self.get_submodule(name).register_parameter(weight, stored)
 
     def _make_block(self, spec: LayerSpec, layer: int, factory: Factory) -> nn.Module:
         return (

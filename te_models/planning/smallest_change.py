@@ -106,11 +106,13 @@ def _levers(
     if smaller := _divisors(batch // shares)[1:]:
         values: list[Value] = []
         for size in smaller:
-            own = dict(
+            current = dict(
                 batch_size=size * shares, gradient_accumulation=parts * (batch // shares // size)
             )
-            shared = str(own["batch_size"] * processes), str(own["gradient_accumulation"])
-            values.append((("--batch-size", shared[0], "--gradient-accumulation", shared[1]), own))
+            shared = str(current["batch_size"] * processes), str(current["gradient_accumulation"])
+            values.append(
+                (("--batch-size", shared[0], "--gradient-accumulation", shared[1]), current)
+            )
         yield values
     masters = has_masters(options["optimizer_options"])
     if not options["fp8_params"] and quantized and (masters or options["lora_rank"]):

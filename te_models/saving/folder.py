@@ -376,8 +376,8 @@ def _load(source: _Source, names: Iterable[str] | None, optional: Iterable[str])
     groups, documents = source.names()
     known = groups | documents
     asked = sorted(known) if names is None else list(names)
-    wanted = dict.fromkeys([*asked, *known.intersection(optional)])
-    for name in wanted:
+    to_read = dict.fromkeys([*asked, *known.intersection(optional)])
+    for name in to_read:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
@@ -387,8 +387,8 @@ def _load(source: _Source, names: Iterable[str] | None, optional: Iterable[str])
             source.locate(file)
     return Folder(
         path=source.folder,
-        documents={name: source.read(f"{name}.json") for name in wanted if name in documents},
-        tensors=_read_groups(source, [name for name in wanted if name in groups]),
+        documents={name: source.read(f"{name}.json") for name in to_read if name in documents},
+        tensors=_read_groups(source, [name for name in to_read if name in groups]),
     )
 
 
@@ -411,9 +411,8 @@ def _read_groups(source: _Source, groups: Iterable[str]) -> dict[str, dict[str, 
     mapped = sum(path.stat().st_size for path in paths.values()) > _memory_share()
 
     def read(file: str) -> dict[str, Tensor]:
-        tensors = read_safetensors(
-            paths[file], source.files[file].sha256, links=False, mapped=mapped
-        )
+        sha256 = source.files[file].sha256
+        tensors = read_safetensors(paths[file], sha256, links=False, mapped=mapped)
         if file in shards.get("model", ()):
             check_finite(tensors, source.folder)
         return tensors
@@ -464,9 +463,9 @@ def _read_manifest(folder: Path, links: bool = False) -> _Source:
     manifest = _Source(folder, {MANIFEST: _File()}, links).read(MANIFEST)
     try:
         # The digest covers the rest of the manifest, so that damage to it is told from damage to files.
-        problem = (
-            "its digest does not fit its content" if manifest["digest"] != _digest(manifest) else ""
-        )
+        problem = ""
+        if manifest["digest"] != _digest(manifest):
+            problem = "its digest does not fit its content"
         if manifest["format"] != FORMAT_VERSION:
             problem = f"format {manifest['format']!r} is not the format {FORMAT_VERSION} that this version reads"
         if problem:

@@ -178,8 +178,8 @@ def prepare_restore(model: Decoder, source: OwnFolder) -> Callable[[], None]:
     """Return a function that does the work of `restore_model`, once everything is known to fit."""
     live = dict(model.named_parameters(remove_duplicate=False))
     # A tied table is in `live` under both of its names, as it is in the weights of a folder.
-    own = model.ep.own(shard_state(source.weights, model.config, model.tp.mesh).items())
-    match(live, dict(own), check_dtype=False)
+    local_weights = model.ep.own(shard_state(source.weights, model.config, model.tp.mesh).items())
+    match(live, dict(local_weights), check_dtype=False)
     quantized = source.fitting_fp8(model)
     check_fp8_state(model, source.fp8_state)
 
@@ -203,11 +203,11 @@ def load_weights(
     live = dict(model.named_parameters(remove_duplicate=False))
     in_fp8 = {name.rsplit(".", 1)[0] for name in quantized or {}}
     for name, tensor in model.ep.own(tensors):
-        own = shard(name, tensor, model.config, model.tp)
+        local_part = shard(name, tensor, model.config, model.tp)
         if name in in_fp8:
-            keep_initial_value(live[name], own)
+            keep_initial_value(live[name], local_part)
         else:
-            write_weight(live[name], own)
+            write_weight(live[name], local_part)
     if quantized:
         load_quantized_weights(model, quantized)
 

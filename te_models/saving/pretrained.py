@@ -60,13 +60,13 @@ def model_content(
     `masters` are the values of FP8 primary weights by the id of the parameter; a weight without one is dequantized.
     `parts` returns this rank's parts of parameters that several ranks share, for te_models.saving.sharded.
     """
-    own = weights(model, masters)
+    values = weights(model, masters)
     if parts:
         # Stand-ins for other ranks' experts keep the order of the whole model, by which ranks agree on shards.
-        tensors = {"model": dict(model.ep.every(own.items(), stand_in))}
+        tensors = {"model": dict(model.ep.every(values.items(), stand_in))}
     else:
         tensors = {
-            "model": model.ep.gather(gather_state(own, model.config, model.tp), model.device)
+            "model": model.ep.gather(gather_state(values, model.config, model.tp), model.device)
         }
     if state := model.copied_fp8_state():
         tensors["fp8_state"] = state
@@ -157,12 +157,12 @@ def write_pretrained(
 def read_tokenizer(origin: Origin) -> dict[str, bytes]:
     """Return the files of the tokenizer that came with a model, or with its adapters: file name -> bytes."""
     files = _tokenizer_in(origin.folder)
-    own = _tokenizer_in(origin.adapters)
-    if own.keys() & set(VOCABULARIES):
-        return own
-    if any("chat_template" in name for name in own):  # the base's would come before it
+    adapter_files = _tokenizer_in(origin.adapters)
+    if adapter_files.keys() & set(VOCABULARIES):
+        return adapter_files
+    if any("chat_template" in name for name in adapter_files):  # the base's would come before it
         files = {name: content for name, content in files.items() if "chat_template" not in name}
-    return files | own
+    return files | adapter_files
 
 
 def _tokenizer_in(folder: Path | None) -> dict[str, bytes]:
@@ -263,14 +263,14 @@ def _stored_linears(source: Opened, config: ModelConfig) -> frozenset[str]:
 def _take_stored(model: Decoder, source: Opened) -> None:
     """Give the linears whose weights stay as they are stored these weights, frozen."""
     for name, weight in source.stored_parameters(model.stored_linears, model.embed_tokens.weight):
-        module, _, own = name.rpartition(".")
+        module, _, parameter_name = name.rpartition(".")
         parameter = nn.Parameter(weight, requires_grad=False)
-        model.get_submodule(module).register_parameter(own, parameter)
+        model.get_submodule(module).register_parameter(parameter_name, parameter)
 
 
 def _is_te_folder(folder: Path) -> bool:
     """Return whether a folder holds a checkpoint of Transformer Engine's modules; refuse one without any model."""
-    own = (folder / MANIFEST).exists()
+    has_manifest = (folder / MANIFEST).exists()
     config = (folder / "config.json").exists()
     problem = ""
     if (folder / ADAPTERS).is_file() and not config:
@@ -287,7 +287,7 @@ def _is_te_folder(folder: Path) -> bool:
             f"holds adapters and not a model: {first}--model {merged or 'MERGED'} has both (in Python: "
             "CausalLM.from_pretrained of this folder, with merge_adapters=True)"
         )
-    elif folder.is_dir() and not own and not config:
+    elif folder.is_dir() and not has_manifest and not config:
         trainer = (folder / "trainer_state.json").exists()
         hint = ""
         if trainer:
@@ -303,7 +303,7 @@ def _is_te_folder(folder: Path) -> bool:
     if problem:
         raise CheckpointError(f"{folder} {problem}")
     # Our own folders have a manifest, and their config.json is of our model type.
-    return config and not own and bool(te_files(folder))
+    return config and not has_manifest and bool(te_files(folder))
 
 
 def _with_saved_recipe(source: Opened, options: Document, shape: Document) -> Fields:
@@ -321,10 +321,10 @@ def _with_saved_recipe(source: Opened, options: Document, shape: Document) -> Fi
 
 def _gated(config: ModelConfig, overrides: Document) -> ModelConfig:
     """Return `config` with `overrides`; a gate may be added to an ungated model but not changed or removed."""
-    wanted = dataclasses.replace(config, **overrides)
+    changed = dataclasses.replace(config, **overrides)
     before = config.attention_gate
-    after = wanted.attention_gate
-    activation = wanted.attention_gate_activation
+    after = changed.attention_gate
+    activation = changed.attention_gate_activation
     change = f"the model has attention_gate={before!r}, which cannot become {after!r}"
     # A trained gate cannot be taken out without changing what the model computes.
     if before not in ("none", after):
@@ -334,39 +334,39 @@ def _gated(config: ModelConfig, overrides: Document) -> ModelConfig:
             f"attention_gate_activation={activation!r} would change the model's outputs: only a sigmoid gate "
             "can be added"
         )
-    return wanted
+    return changed
 
 
 def _reshaped(build: Callable[..., Decoder], source: Opened, overrides: Document) -> ModelConfig:
     """Return the config of an opened folder with `overrides`, if its weights fit: a gate of zeros may be added, and a
     larger vocabulary, whose new rows are the mean of the others."""
     config = source.config
-    wanted = _gated(source.config, overrides)
+    gated = _gated(source.config, overrides)
     before = config.to_dict()
-    after = wanted.to_dict()
+    after = gated.to_dict()
     changed = [name for name in overrides if before[name] != after[name]]
     if not changed:
-        return wanted
+        return gated
     allowed = {name: after[name] for name in ("attention_gate", "attention_gate_activation")}
     # Growing only: whoever asks for a smaller vocabulary gets the error below.
-    allowed["vocab_size"] = max(config.vocab_size, wanted.vocab_size)
+    allowed["vocab_size"] = max(config.vocab_size, gated.vocab_size)
 
     def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         sketch = build(config, **SKETCH)
         return {name: tuple(parameter.shape) for name, parameter in sketch.named_parameters()}
 
-    if shapes(dataclasses.replace(config, **allowed)) != shapes(wanted):
+    if shapes(dataclasses.replace(config, **allowed)) != shapes(gated):
         given = ", ".join(f"{name}={after[name]!r}" for name in changed)
         raise UsageError(
             f"the weights in {source.path} do not fit {given}: a model that has weights keeps their shape"
         )
-    if (more := wanted.vocab_size - config.vocab_size) > 0:
+    if (more := gated.vocab_size - config.vocab_size) > 0:
         warnings.warn(
-            f"vocab_size={wanted.vocab_size} adds {plural(more, 'token')} to the model: new rows of embedding and head "
+            f"vocab_size={gated.vocab_size} adds {plural(more, 'token')} to the model: new rows of embedding and head "
             "are the mean of the others",
             stacklevel=2,
         )
-    return wanted
+    return gated
 
 
 def _grown(tensors: Iterator[tuple[str, Tensor]], model: Decoder) -> Iterator[tuple[str, Tensor]]:

@@ -238,8 +238,8 @@ def cut_optimizer_state(
         """Yield name, master and saved value of this rank's entries."""
         if not state[kind]:
             return
-        own = list(model.ep.own(zip(names[kind], state[kind], strict=True)))
-        for (name, value), master in zip(own, masters[kind], strict=True):
+        local_entries = list(model.ep.own(zip(names[kind], state[kind], strict=True)))
+        for (name, value), master in zip(local_entries, masters[kind], strict=True):
             yield name, master, value
 
     def cut(name: str, master: Tensor, value: Value) -> Value:
@@ -303,6 +303,6 @@ def shared_amaxes(model: Decoder) -> None:
     for name, tensor in fp8_state(model).items():
         if name.endswith("amax_history"):
             rows.setdefault(model.ep.amax_group(name.rsplit(".", 2)[0], None), []).append(tensor[0])
-    for group, own in rows.items():
-        for row, values in zip(own, largest(own, group), strict=True):
+    for group, group_rows in rows.items():
+        for row, values in zip(group_rows, largest(group_rows, group), strict=True):
             row.copy_(values)

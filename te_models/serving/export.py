@@ -301,12 +301,12 @@ class _Writer:
             for name in self.ignored
         ]
         linears = self.model.config.linears
-        kept = []
+        unquantized = []
         for name in linears:
             if linears[name].experts and name not in self.modules:
-                kept.append(name.rpartition(".")[0])
+                unquantized.append(name.rpartition(".")[0])
         names = dict.fromkeys(
-            [*self.ignored, *theirs, *(f"{family.root}{name}.experts" for name in kept)]
+            [*self.ignored, *theirs, *(f"{family.root}{name}.experts" for name in unquantized)]
         )
         return {**config, "quantization_config": self.format.config(list(names))}
 
@@ -323,13 +323,13 @@ class _Writer:
         ours = places[names[0]].name
         static = {self.format.static: self.inputs[self.weights[ours]]} if self.format.static else {}
         values = {name: places[name].save(parameter) for name in names}
-        made = self._parts(names, places, parameter, own=True)
+        parts_of_weights = self._parts(names, places, parameter, own=True)
         if self.base is not None:
             base = self._base_of(ours, parameter)
             if base is not None:
-                self._compare(names, places, values, made, base)
+                self._compare(names, places, values, parts_of_weights, base)
         tensors = {}
-        for name, parts in zip(names, made, strict=True):
+        for name, parts in zip(names, parts_of_weights, strict=True):
             module = name.removesuffix(".weight")
             tensors |= {f"{module}.{part}": tensor for part, tensor in {**parts, **static}.items()}
             self.quantized.append(module)
@@ -347,22 +347,22 @@ class _Writer:
         # A scale for the whole of our weight comes first: their parts of it share that scale.
         shared = self._shared_parts(ours, names, places, parameter, own)
         values = {name: places[name].save(parameter) for name in names}
-        made = []
+        encoded = []
         for name, weight in values.items():
             if shared is None:
-                made.append(self._block_parts(ours, places[name], weight, own))
+                encoded.append(self._block_parts(ours, places[name], weight, own))
             else:
-                made.append(_rows(shared, places[name]))
-        stored = kept_parts(self.source, values, made)
+                encoded.append(_rows(shared, places[name]))
+        stored = kept_parts(self.source, values, encoded)
         # What a release has stored so stays as it is, to the byte, and is not rounded once more.
-        kept = stored[0] is not made[0]
-        if kept or self.rounding == "nearest" or not own:
+        is_from_base = stored[0] is not encoded[0]
+        if is_from_base or self.rounding == "nearest" or not own:
             return stored
         storage = self.format.storage
         assert storage is not None
         return [
             round_stochastically(storage, weight, parts, self.generator)
-            for weight, parts in zip(values.values(), made, strict=True)
+            for weight, parts in zip(values.values(), encoded, strict=True)
         ]
 
     def _compare(
@@ -479,8 +479,10 @@ def _rows(parts: Parts, place: Place) -> Parts:
 def _notes(format: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Return notes on quantized weights, of these shapes by name, that other programs do not read."""
     if format in ("mxfp8", "nvfp4") and any(".experts." in name for name in shapes):
-        how = {"mxfp8": "fails on", "nvfp4": "reads wrong values, without an error, for"}[format]
-        return [f"transformers 5.24 {how} experts in {format}: use a server, or te_models"]
+        what_happens = {"mxfp8": "fails on", "nvfp4": "reads wrong values, without an error, for"}[
+            format
+        ]
+        return [f"transformers 5.24 {what_happens} experts in {format}: use a server, or te_models"]
     if format != "fp8-block":
         return []
     odd = []

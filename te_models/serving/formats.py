@@ -138,9 +138,9 @@ def encode_mxfp8(weight: Tensor, options: WeightOptions) -> Parts:
             DType.kFloat8E4M3, columnwise=False, with_2d_quantization=options.square
         )
         # Rows of padding are cut off again below.
-        made = quantizer(_with_rows(weight, 32))
-        data = made._rowwise_data[:rows]
-        scale = made._rowwise_scale_inv[:rows, : columns // 32]
+        tensor = quantizer(_with_rows(weight, 32))
+        data = tensor._rowwise_data[:rows]
+        scale = tensor._rowwise_scale_inv[:rows, : columns // 32]
     else:
         # [out, in / 32]: the exponent of the amax, rounded up from 1.75 on, less the 8 powers of two of E4M3.
         bits = block_amax(weight, MXFP8.block).view(torch.int32)
@@ -160,10 +160,10 @@ def encode_nvfp4(weight: Tensor, options: WeightOptions, whole: Tensor | None = 
     rows, columns = weight.shape
     if options.scheme == "NVFP4BlockScaling":
         quantizer = NVFP4Quantizer(columnwise=False, with_2d_quantization=options.square)
-        made = quantizer(_with_rows(weight, 16))
-        data = made._rowwise_data[:rows]
-        whole = global_scale(made._amax_rowwise)
-        scale = made._rowwise_scale_inv[:rows, : columns // 16].contiguous().view(E4M3)
+        tensor = quantizer(_with_rows(weight, 16))
+        data = tensor._rowwise_data[:rows]
+        whole = global_scale(tensor._amax_rowwise)
+        scale = tensor._rowwise_scale_inv[:rows, : columns // 16].contiguous().view(E4M3)
     else:
         amax = block_amax(weight, NVFP4.block)
         if whole is None:

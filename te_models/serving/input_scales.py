@@ -92,12 +92,14 @@ def trained_scales(model: Decoder, modules: Mapping[str, nn.Module]) -> dict[str
         )
         if scale is None or history is None:
             continue
-        own = scale[0 :: WIDTHS["scaling_fwd"]]  # of each expert's input, if there are experts
+        scales_of_inputs = scale[
+            0 :: WIDTHS["scaling_fwd"]
+        ]  # of each expert's input, if there are experts
         # A scale of 1 without an amax is where it started: an expert that got no token.
-        seen = history[:, 0 :: WIDTHS["scaling_fwd"]].any(0) | (own != 1)
+        seen = history[:, 0 :: WIDTHS["scaling_fwd"]].any(0) | (scales_of_inputs != 1)
         if bool(seen.any()):
             # One number for all experts: the least scale, which the largest amax made.
-            scales[name] = own[seen].amin().cpu()
+            scales[name] = scales_of_inputs[seen].amin().cpu()
     return scales
 
 

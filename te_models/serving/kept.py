@@ -74,8 +74,10 @@ def kept_parts(
             return list(made)
         tensors = {part: folder.read(tensor) for part, tensor in stored.items()}
         data = tensors[folder.stored.storage.data]
-        own = dequantize(folder.stored.storage, data, folder.stored.scales[name]).to(weight.dtype)
-        if not torch.equal(own, weight.to(own.device)):
+        stored_values = dequantize(folder.stored.storage, data, folder.stored.scales[name]).to(
+            weight.dtype
+        )
+        if not torch.equal(stored_values, weight.to(stored_values.device)):
             return list(made)
         for part, tensor in parts.items():
             # A scale per tensor is one number of all weights that a server fuses.

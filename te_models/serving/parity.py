@@ -321,17 +321,17 @@ def read_batches(
     Raises:
         DataError, UsageError: the data or the tokenizer cannot be read, or do not fit the model.
     """
-    words = load_tokenizer(tokenizer)
-    check_fit(words, model.config)
+    text_tokenizer = load_tokenizer(tokenizer)
+    check_fit(text_tokenizer, model.config)
     length = min(seq_len, model.config.longest_sequence)
     documents = read_documents(data, columns)
     if any(document.conversation is not None for document in documents):
-        words.ensure_chat_template()
+        text_tokenizer.ensure_chat_template()
     # As in a run: a record is whole in its window, and does not see the others there.
     packing = "documents" if any(document.is_record for document in documents) else "stream"
     dataset = TokenDataset(
         documents,
-        words,
+        text_tokenizer,
         length,
         batch_size=1,
         seed=0,

@@ -84,8 +84,8 @@ def _static(x: Tensor, static: Tensor | None) -> Tensor:
 
 
 def _per_token(x: Tensor, static: Tensor | None) -> Tensor:
-    made = encode_channels(x, WeightOptions())
-    return dequantize(CHANNEL, made["weight"], made["weight_scale"])
+    encoded = encode_channels(x, WeightOptions())
+    return dequantize(CHANNEL, encoded["weight"], encoded["weight_scale"])
 
 
 def _per_group(x: Tensor, static: Tensor | None) -> Tensor:
@@ -100,14 +100,14 @@ def _per_group(x: Tensor, static: Tensor | None) -> Tensor:
 
 
 def _mxfp8(x: Tensor, static: Tensor | None) -> Tensor:
-    made = encode_mxfp8(x, WeightOptions("MXFP8BlockScaling"))
-    return dequantize(MXFP8, made["weight"], e8m0_to_float(made["weight_scale"]))
+    encoded = encode_mxfp8(x, WeightOptions("MXFP8BlockScaling"))
+    return dequantize(MXFP8, encoded["weight"], e8m0_to_float(encoded["weight_scale"]))
 
 
 def _nvfp4(x: Tensor, static: Tensor | None) -> Tensor:
-    made = encode_nvfp4(x, WeightOptions(), whole=static)
+    encoded = encode_nvfp4(x, WeightOptions(), whole=static)
     return dequantize(
-        NVFP4, made["weight_packed"], made["weight_scale"].float() / made[GLOBAL_SCALE]
+        NVFP4, encoded["weight_packed"], encoded["weight_scale"].float() / encoded[GLOBAL_SCALE]
     )
 
 

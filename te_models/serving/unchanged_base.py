@@ -61,8 +61,8 @@ def export_unchanged(adapters: Path | None, folder: str | Path) -> list[str]:
             _copy(base / file, temp / file)
         (temp / ADAPTER).mkdir()
         _copy(adapters / WEIGHTS, temp / ADAPTER / WEIGHTS)
-        own = {**config, "base_model_name_or_path": str(folder)}
-        write_file(temp / ADAPTER / ADAPTERS, render_json(own, ADAPTERS))
+        adapter_config = {**config, "base_model_name_or_path": str(folder)}
+        write_file(temp / ADAPTER / ADAPTERS, render_json(adapter_config, ADAPTERS))
     return files
 
 

@@ -158,10 +158,10 @@ def first_of_all(watched: BadTensors, ranks: Ranks) -> RecordedTensor | None:
 
     A rank that holds no bad weight itself still gets what another's experts made of it, a few calls later.
     """
-    own = watched.first
+    first = watched.first
     named: list[Any] = []
-    if own is not None:
-        named = [watched.place, own.linear, own.operand, own.expert]
+    if first is not None:
+        named = [watched.place, first.linear, first.operand, first.expert]
     bad = [entry for entry in ranks.gather(named) if entry]
     if not bad:
         return None

@@ -198,11 +198,11 @@ class Captures:
         That is the state of the first process's random numbers, uint8, which stochastic rounding draws from.
         """
         parallel = self.trainer.parallel
-        own: list[Any] = [parallel.data_rank]
+        local_share: list[Any] = [parallel.data_rank]
         for batch in micro_batches:
-            own.append({name: tensor.tolist() for name, tensor in batch.items()})
+            local_share.append({name: tensor.tolist() for name, tensor in batch.items()})
         # Of processes that share a model (tensor parallelism) all have the same rows: one of each share counts.
-        shares = {gathered[0]: gathered[1:] for gathered in parallel.ranks.gather(own)}
+        shares = {gathered[0]: gathered[1:] for gathered in parallel.ranks.gather(local_share)}
         whole = {RANDOM: self._random_state()}
         for number, batch in enumerate(micro_batches):
             for name, tensor in batch.items():
@@ -215,8 +215,8 @@ class Captures:
     def _random_state(self) -> Tensor:
         """Return the state of the first process's random numbers when the step began."""
         begun = self.trainer.begun
-        own = torch.get_rng_state() if begun is None else begun.random
-        state: list[int] = self.trainer.parallel.ranks.gather(own.tolist())[0]
+        random_state = torch.get_rng_state() if begun is None else begun.random
+        state: list[int] = self.trainer.parallel.ranks.gather(random_state.tolist())[0]
         return torch.tensor(state, dtype=torch.uint8)
 
 
@@ -264,10 +264,10 @@ def steps_saved(run: Path) -> int:
 
 def _state_of(run: Path, step: int) -> Path:
     # A marked step has a model of its own; the batch after a checkpoint has only the batch.
-    own = capture_folder(run, step)
+    captured = capture_folder(run, step)
     # A LoRA run saves adapters alone.
-    own_model = (own / "config.json").exists() or (own / "adapter_config.json").exists()
-    return own if own_model else run / "checkpoints" / f"step-{step - 1:08d}"
+    own_model = (captured / "config.json").exists() or (captured / "adapter_config.json").exists()
+    return captured if own_model else run / "checkpoints" / f"step-{step - 1:08d}"
 
 
 def read_capture(run: Path, step: int) -> Capture:
@@ -278,8 +278,8 @@ def read_capture(run: Path, step: int) -> Capture:
         ConfigError: it was captured by another version, whose settings this one does not know.
     """
     if step not in captured_steps(run):
-        kept = ", ".join(map(str, captured_steps(run)))
-        others = f"but of {kept}" if kept else "nor of another"
+        steps = ", ".join(map(str, captured_steps(run)))
+        others = f"but of {steps}" if steps else "nor of another"
         # A step in the past can only be taken again, one in the future can still be marked.
         if step <= steps_saved(run):
             what_to_do = (

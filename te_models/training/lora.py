@@ -318,9 +318,9 @@ def adapter_content(
     """
     name = adapter_name or adapted.active_adapter
     model = adapted.get_base_model()
-    own = adapted.peft_config[name]
-    assert isinstance(own, LoraConfig)
-    tensors, config = adapter_file(model, own, name)
+    adapter_config = adapted.peft_config[name]
+    assert isinstance(adapter_config, LoraConfig)
+    tensors, config = adapter_file(model, adapter_config, name)
     groups = {"adapter_model": tensors}
     if state := model.copied_fp8_state():
         groups["fp8_state"] = {without_layers(name): tensor for name, tensor in state.items()}
@@ -332,7 +332,7 @@ def adapter_content(
     if origin.generation is not None and (of_run or origin.token_ids):
         documents[GENERATION] = dict(origin.generation)
     if of_run and origin.trained is not None:
-        documents[TRAINED] = {**origin.trained, "lora": _facts(config, own.lora_dropout)}
+        documents[TRAINED] = {**origin.trained, "lora": _facts(config, adapter_config.lora_dropout)}
     return groups, documents
 
 

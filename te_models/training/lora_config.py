@@ -250,16 +250,16 @@ def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict
     """Return their name -> ours of the modules that are fully trained, `modules_to_save`."""
     trained = {}
     mistakes = []
-    for wanted in config.modules_to_save or ():
+    for asked_for in config.modules_to_save or ():
         names = []
         # As peft does, by the end of a name; under transformers' names and under ours.
         for name in modules.whole:
-            if name.endswith(wanted) or modules.whole[name].endswith(wanted):
+            if name.endswith(asked_for) or modules.whole[name].endswith(asked_for):
                 names.append(name)
         if not names:
             able = ", ".join(modules.whole) or "none of a model with tied embeddings"
             mistakes.append(
-                f"modules_to_save={wanted!r} is not supported; te-models trains whole: {able}"
+                f"modules_to_save={asked_for!r} is not supported; te-models trains whole: {able}"
             )
         trained |= {name: modules.whole[name] for name in names}
     if "lm_head" in trained.values() and model.precision.head.recipe is not None:

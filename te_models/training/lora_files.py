@@ -104,15 +104,15 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
         # A layer of a whole te.Linear has the adapters of all of its parts.
         module = module_of(one.place)
         whole_module = one.place == modules.ours[module]
-        own = {}
+        tensors_of_ours = {}
         for place, pair in pairs.items():
             if place == one.place or (whole_module and module_of(place) == module):
-                own[place] = pair
-        a, b = join(one.place, own)
+                tensors_of_ours[place] = pair
+        a, b = join(one.place, tensors_of_ours)
         values[f"{name}.lora_A"] = a
         values[f"{name}.lora_B"] = b
         if config.use_dora:
-            of_rows = {place: tensors[f"{keys[place]}{MAGNITUDE}"] for place in own}
+            of_rows = {place: tensors[f"{keys[place]}{MAGNITUDE}"] for place in tensors_of_ours}
             values[f"{name}.lora_magnitude"] = _lengths(one.place, of_rows)
     return SavedAdapter(saved, config, layers, values)
 
@@ -158,9 +158,9 @@ def _without_head(
     name = f"{PREFIX}lm_head.base_layer.weight"
     head = left.pop(name, None)
     if head is not None:
-        own = plain(model.lm_head.get_parameter("weight")).cpu()
+        model_head = plain(model.lm_head.get_parameter("weight")).cpu()
         # peft saves the frozen head beside an adapter on it: it must be the one that this model has.
-        if own.shape != head.shape or not torch.equal(head.to(own.dtype), own):
+        if model_head.shape != head.shape or not torch.equal(head.to(model_head.dtype), model_head):
             raise CheckpointError(
                 f"{folder}: {name} is not the model's head: load the model that the adapter was trained on"
             )
@@ -177,10 +177,10 @@ def _keys(wanted: Mapping[str, Wanted], modules: Modules) -> dict[str, Wanted]:
     for name, one in wanted.items():
         parent, _, leaf = name.rpartition(".")
         inside = leaf in ("gate_up_proj", "up_proj") and f"{parent}.down_proj" in wanted
-        own = (
+        shared_keys = (
             name if module_of(one.place) not in modules.counts else parent + ".base_layer" * inside
         )
-        keys[f"{PREFIX}{own}"] = one
+        keys[f"{PREFIX}{shared_keys}"] = one
     return keys
 
 

@@ -213,17 +213,17 @@ def _as_trained(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     if not (folder / "recipe.json").is_file():  # of peft
         return dict(options)
     saved = saved_choices(folder)
-    kept = {name: value for name, value in saved.items() if name in config_fields()}
-    kept = kept or _recorded_shape(folder)
+    shape = {name: value for name, value in saved.items() if name in config_fields()}
+    shape = shape or _recorded_shape(folder)
     if "base_weights" in saved:
-        kept["base_weights"] = saved["base_weights"]
+        shape["base_weights"] = saved["base_weights"]
     chosen = dict(options)
     if chosen.get("dtype") is None and "dtype" in saved:
         chosen["dtype"] = saved["dtype"]
     if chosen.get("recipe") in (None, AUTO):
-        kept["fp8_params"] = saved["fp8_params"]
+        shape["fp8_params"] = saved["fp8_params"]
         chosen["recipe"] = saved["recipe"]
-    return {**kept, **chosen}
+    return {**shape, **chosen}
 
 
 def _recorded_shape(folder: Path) -> dict[str, Any]:

@@ -58,8 +58,8 @@ class Modules:
         """Return the names in an adapter of transformers' model with a head, or without one, which are like ours."""
         if not headless:
             return dict(self.theirs)
-        own = {name: place for name, place in self.ours.items() if name not in self.counts}
-        return {name.removeprefix("model."): place for name, place in self.theirs.items()} | own
+        names = {name: place for name, place in self.ours.items() if name not in self.counts}
+        return {name.removeprefix("model."): place for name, place in self.theirs.items()} | names
 
     def stored(self) -> dict[str, Place]:
         """Return the names in files of transformers' models that are others in the models."""

@@ -53,14 +53,14 @@ class Recorder:
         self.every = every
         self.micro_batches = micro_batches
         self.modules = dict(quantizing_modules(model))
-        own = []
+        recorded = []
         for name, module in self.modules.items():
             for expert in experts_of(model, name, module):
                 for operand in OPERANDS:
-                    own.append(RecordedTensor(linear_name(name), operand, expert))
-        tensors = _of_all_ranks(own, parallel)
+                    recorded.append(RecordedTensor(linear_name(name), operand, expert))
+        tensors = _of_all_ranks(recorded, parallel)
         # Processes with the same weights would count each of them again.
-        counts = dict(zip(own, _first_copies(self.modules, model, parallel), strict=True))
+        counts = dict(zip(recorded, _first_copies(self.modules, model, parallel), strict=True))
         counted = [counts.get(tensor, False) for tensor in tensors]
         distributed = parallel.ranks.world > 1
         self.table = Table(tensors, counted, model.device, distributed)

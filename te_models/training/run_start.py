@@ -131,5 +131,5 @@ def check_room(trainer: Trainer) -> None:
         # A run that trains adapters saves these alone: the frozen weights are in the folder that they came from.
         if parameter.requires_grad or trainer.saved is None:
             size += parameter.numel() * parameter.element_size()
-    kept = config.keep_last if config.save_every != 0 else 1
-    check_disk(trainer.out, size, kept)
+    checkpoints = config.keep_last if config.save_every != 0 else 1
+    check_disk(trainer.out, size, checkpoints)

@@ -176,10 +176,10 @@ class Linear(TransformerEngineBaseModule):
         fused = not self.return_bias and self.parallel_mode != "row"
         try:
             given = inp.shape[-1]
-            wanted = self.in_features
+            features = self.in_features
             require(
-                given == wanted,
-                f"GEMM not possible: the input has {given} features, not {wanted}",
+                given == features,
+                f"GEMM not possible: the input has {given} features, not {features}",
                 AssertionError,
             )
             weight = self.weight

@@ -53,9 +53,9 @@ def product(
         total = parallel.gather_input(x)  # the rows of all ranks under sequence parallelism
         # Few rows are bound by reading the weight; oneDNN reads it faster in its own layout.
         if w is weight and bias is None and not call.grad and total.shape[0] <= PACKED_ROWS:
-            kept = call.module.packed_weight(call.weight_name, w, call.first_microbatch)
-            if kept is not None:
-                return packed_matmul(total, kept), x, w
+            packed = call.module.packed_weight(call.weight_name, w, call.first_microbatch)
+            if packed is not None:
+                return packed_matmul(total, packed), x, w
         return multiply(total, w.t(), None if bias is None else bias.to(call.dtype)), x, w
 
 

@@ -248,12 +248,12 @@ class TransformerEngineBaseModule(EmptyExtraState):
             return None
         # Inference tensors count no versions, and cannot change outside inference mode.
         version = 0 if weight.is_inference() else weight._version
-        known, kept = self._packed.get(name, (version, None))
+        known, packed_values = self._packed.get(name, (version, None))
         if first_microbatch or known != version:
-            kept = None
-        if kept is None and (kept := packed(weight)) is not None:
-            self._packed[name] = version, kept
-        return kept
+            packed_values = None
+        if packed_values is None and (packed_values := packed(weight)) is not None:
+            self._packed[name] = version, packed_values
+        return packed_values
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
         """Make scales and amax histories before the first forward, for instance to copy loaded values into them."""
@@ -386,10 +386,12 @@ class TransformerEngineBaseModule(EmptyExtraState):
     def _register(self) -> None:
         """Let this thread update the scales, unless the forward is a recompute or runs without grad."""
         state = FP8GlobalStateManager.quantization_state
-        for own in self._states():
+        for scaling_state in self._states():
             trains = torch.is_grad_enabled() and not in_backward()
-            if own.registry is None or (trains and own.registry is not state.scales):
-                state.scales.add(own, state.fp8_distributed_group)
+            if scaling_state.registry is None or (
+                trains and scaling_state.registry is not state.scales
+            ):
+                state.scales.add(scaling_state, state.fp8_distributed_group)
 
     def _check_weight_recipe(self) -> None:
         """Check that a quantized weight suits the recipe; without FP8 it is dequantized, with a warning."""
@@ -442,8 +444,8 @@ class TransformerEngineBaseModule(EmptyExtraState):
         """Restore a copy or a pickle, whose quantizers must share the memory of its own scales."""
         super().__setstate__(state)
         for key in DIRECTIONS:
-            if (own := self.fp8_meta.get(key)) is not None:
-                self.quantizers[key] = own.make_quantizers()
+            if (scaling_state := self.fp8_meta.get(key)) is not None:
+                self.quantizers[key] = scaling_state.make_quantizers()
 
 
 def normal(weight: Tensor) -> Tensor:

@@ -177,8 +177,10 @@ def _gather_quantized(
     gathered = []
     for name, value in zip(x._tensors, x.get_data_tensors(), strict=True):
         if not isinstance(x, Float8TensorStorage):
-            wanted = quantizer.columnwise_usage if "columnwise" in name else quantizer.rowwise_usage
-            if not wanted:
+            is_used = (
+                quantizer.columnwise_usage if "columnwise" in name else quantizer.rowwise_usage
+            )
+            if not is_used:
                 value = None
         if value is not None and name in layout:
             dim, size, padding = layout[name]
@@ -188,9 +190,9 @@ def _gather_quantized(
         elif name == "_transpose":
             value = None
         gathered.append(value)
-    made = x.with_data_tensors(tuple(gathered))
-    made._shape = torch.Size((x._shape[0] * world_size(group), *x._shape[1:]))
-    return made
+    whole = x.with_data_tensors(tuple(gathered))
+    whole._shape = torch.Size((x._shape[0] * world_size(group), *x._shape[1:]))
+    return whole
 
 
 def _layout(

@@ -95,13 +95,13 @@ def checkpoint(
         tp_group=tp_group,
         get_rng_state_tracker=get_rng_state_tracker,
     )
-    how: dict[str, Any] = dict(determinism_check=determinism_check, debug=debug)
+    options: dict[str, Any] = dict(determinism_check=determinism_check, debug=debug)
     # Nothing inside has FP8 state to restore.
     if not _has_te_modules(function):
-        how["context_fn"] = context_fn
+        options["context_fn"] = context_fn
         if use_reentrant:
-            return torch_checkpoint(function, *args, use_reentrant=True, **how, **kwargs)
-        return checkpoint_without_reentrance(function, *args, **how, **kwargs)
+            return torch_checkpoint(function, *args, use_reentrant=True, **options, **kwargs)
+        return checkpoint_without_reentrance(function, *args, **options, **kwargs)
     # A reentrant checkpoint follows its positional tensors only, a non-reentrant one parameters too.
     tracked = any(isinstance(a, Tensor) and a.requires_grad for a in args) or not use_reentrant
     if not (tracked and torch.is_grad_enabled()):
@@ -112,5 +112,5 @@ def checkpoint(
         return torch_checkpoint(lambda *inputs: frame(*inputs, **kwargs), *args, use_reentrant=True)
     # The recompute must leave its autocasts as a whole pass does.
     with set_checkpoint_early_stop(False):
-        result: Any = checkpoint_without_reentrance(frame, *args, **how, **kwargs)
+        result: Any = checkpoint_without_reentrance(frame, *args, **options, **kwargs)
     return result

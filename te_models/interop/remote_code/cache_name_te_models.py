@@ -21,17 +21,19 @@ def cache_by_either_name(method: Callable[..., Result]) -> Callable[..., Result]
     which is also what the signature says: `generate` looks there for what it may pass.
     """
     signature = inspect.signature(method)
-    own = "cache" if "cache" in signature.parameters else CACHE
-    (other,) = set(CACHES) - {own}
+    parameter = "cache" if "cache" in signature.parameters else CACHE
+    (other,) = set(CACHES) - {parameter}
 
     @wraps(method)
     def call(*args: object, **options: object) -> Result:
         return (
-            method(*args, **{own: options.pop(other)}, **options)
+            method(*args, **{parameter: options.pop(other)}, **options)
             if other in options
             else method(*args, **options)
         )
 
-    shown = [p.replace(name=CACHE) if p.name == own else p for p in signature.parameters.values()]
+    shown = [
+        p.replace(name=CACHE) if p.name == parameter else p for p in signature.parameters.values()
+    ]
     call.__signature__ = signature.replace(parameters=shown)  # type: ignore[missing-attribute]
     return call

@@ -81,7 +81,10 @@ class Masks:
             oldest = tokens[:, query.flatten()] - window
             seen = seen & (tokens[:, None, None, :] > oldest[:, None, :, None])
         if chunk is not None:
-            own = (real.cumsum(-1) - 1).clamp(min=0) // chunk  # [B, M]
-            seen = seen & (own[:, None, None, :] == own[:, query.flatten()][:, None, :, None])
+            chunk_of_token = (real.cumsum(-1) - 1).clamp(min=0) // chunk  # [B, M]
+            seen = seen & (
+                chunk_of_token[:, None, None, :]
+                == chunk_of_token[:, query.flatten()][:, None, :, None]
+            )
         # A query at padding, which sees nothing, would become NaN.
         return seen | ~seen.any(-1, keepdim=True)

@@ -21,17 +21,17 @@ class RoPE:
 
     def __init__(self, config: TEModelsDecoderConfig, sliding: bool) -> None:
         options = config.options
-        own = dict(options["sliding_rope"] or {}) if sliding else {}
-        if own:
-            self.theta = own.pop("rope_theta")
+        fields = dict(options["sliding_rope"] or {}) if sliding else {}
+        if fields:
+            self.theta = fields.pop("rope_theta")
             share = 1.0
-            if own.get("rope_type") != "proportional":  # whose share belongs to the scaling
-                share = own.pop("partial_rotary_factor", 1.0)
+            if fields.get("rope_type") != "proportional":  # whose share belongs to the scaling
+                share = fields.pop("partial_rotary_factor", 1.0)
         else:
             self.theta = options["rope_theta"]
             share = options["partial_rotary_factor"]
-            own = options["rope_scaling"]
-        self.scaling: dict[str, Any] = own or {}
+            fields = options["rope_scaling"]
+        self.scaling: dict[str, Any] = fields or {}
         self.size = int(config.head_dim * share)
         self.trained = config.max_position_embeddings
         scalings = {
