@@ -253,6 +253,13 @@ def check_known(kind: str, given: object, choices: Collection[object], listed: s
         raise unknown(kind, given, map(str, choices), listed)
 
 
+def check_least(least: int, **sizes: int) -> None:
+    """Raise a UsageError that names the first of `sizes` below `least`."""
+    for name, size in sizes.items():
+        if size < least:
+            raise UsageError(f"{name}={size} is out of range: give {least} or more")
+
+
 def require(condition: bool, message: str, error: type[Exception] = ValueError) -> None:
     """Raise `error` unless the condition holds."""
     if not condition:

@@ -25,6 +25,7 @@ from te_models.cli.options import (
 )
 from te_models.config.data import DataConfig, split_names
 from te_models.config.recipe import AUTO, get_recipe
+from te_models.errors import check_least
 
 if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
@@ -163,6 +164,11 @@ def _scorer(
     """Return the function that scores a model on these tasks of lm-evaluation-harness."""
     from te_models.inspect.harness import find_tasks, score_tasks  # noqa: PLC0415  optional, and slow to import
 
+    check_least(1, batch_size=batch_size)
+    if limit is not None:
+        check_least(1, limit=limit)
+    if few_shot is not None:
+        check_least(0, few_shot=few_shot)
     manager, found_tasks = find_tasks(split_names(tasks))
     return functools.partial(
         score_tasks,

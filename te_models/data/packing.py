@@ -13,7 +13,7 @@ from torch import Tensor
 
 from te_models.config.data import PACKINGS
 from te_models.data.encoding import Encoded
-from te_models.errors import UsageError, check_known
+from te_models.errors import check_known, check_least
 from te_models.model.targets import IGNORED, PAD_DOCUMENT
 
 GROUP = 4096  # records that are packed together: the fuller windows, the larger
@@ -237,10 +237,8 @@ def stack_windows(windows: Sequence[Window]) -> dict[str, Tensor]:
 
 def check_windows(seq_len: int, batch_size: int, packing: str) -> None:
     """Raise a UsageError for sizes out of range or an unknown packing."""
-    if seq_len < 2 or batch_size < 1:
-        raise UsageError(
-            f"seq_len={seq_len} and batch_size={batch_size} are out of range: give at least 2 tokens and 1 window"
-        )
+    check_least(2, seq_len=seq_len)
+    check_least(1, batch_size=batch_size)
     check_known("packing", packing, PACKINGS)
 
 

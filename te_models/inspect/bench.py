@@ -20,7 +20,7 @@ from te_models.causal_lm import CausalLM
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import AUTO, EDGES, RECIPE_FIELDS, SCHEMES, get_recipe
 from te_models.engine import get_engine
-from te_models.errors import UsageError, check_known, unknown
+from te_models.errors import UsageError, check_known, check_least, unknown
 from te_models.files.formats import Fields
 from te_models.inspect.environment import environment
 from te_models.inspect.peers import PEERS, StepFunction, peer_step, step_of
@@ -161,7 +161,8 @@ def bench(
         UsageError: for an unknown recipe, option or peer, naming the nearest one, and for a size below its least.
     """
     sizes = dict(batch_size=batch_size, seq_len=seq_len, steps=steps, warm_up=warm_up)
-    _check_sizes(sizes)
+    check_least(1, batch_size=batch_size, seq_len=seq_len, steps=steps)
+    check_least(0, warm_up=warm_up)
     # Import Transformer Engine before any use of cuDNN (te_models/device/cudnn.py).
     get_engine("auto", device)
     # On the CPU, so that every device gets the same ids.
@@ -194,14 +195,6 @@ def bench(
         roofline=None if floor is None else {**floor._asdict(), "total": floor.total},
         rows=[result.row(ids.numel(), floor, reference) for result in results],
     )
-
-
-def _check_sizes(sizes: Mapping[str, int]) -> None:
-    """Raise a UsageError for a size of a benchmark below its least."""
-    for name, size in sizes.items():
-        least = 0 if name == "warm_up" else 1
-        if size < least:
-            raise UsageError(f"{name}={size} is out of range: give {least} or more")
 
 
 def _prepared(

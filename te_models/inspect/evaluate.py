@@ -19,7 +19,7 @@ from te_models.data.documents import Document, ignored_lines
 from te_models.data.encoding import encode_documents
 from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, read_documents
 from te_models.data.tokenizer_base import CONTEXT, Tokenizer, text_after
-from te_models.errors import CheckpointError, DataError
+from te_models.errors import CheckpointError, DataError, check_least
 from te_models.fp8.scaling_state import fp8_state
 from te_models.planning.printable import Printable
 from te_models.training.evaluation import Batch, count_targets, evaluate, to_device
@@ -214,8 +214,8 @@ def make_batches(
     tokenizer: Tokenizer,
     model: CausalLM,
     seq_len: int | None = None,
-    batch_size: int | None = 8,
-    max_batches: int | None = None,
+    batch_size: int = 8,
+    max_batches: int = 0,
     truncate: str = "drop",
     bad: BadRecords | None = None,
 ) -> tuple[list[Batch], list[str]]:
@@ -225,20 +225,22 @@ def make_batches(
 
     Args:
         seq_len: tokens per sequence; None: SEQ_LEN, or the model's maximum if that is less.
-        max_batches: maximum number of batches, spread evenly over the data; None or 0: all.
+        max_batches: maximum number of batches, spread evenly over the data; 0: all.
         truncate: longer records are left out ("drop") or their prompts cut from the left ("prompt").
         bad: may skip conversations that the chat template refuses, and has skipped other records before.
 
     Raises:
         UsageError: a size is out of range, or the tokenizer is of another model.
     """
+    check_least(1, batch_size=batch_size)
+    check_least(0, max_batches=max_batches)
     limit = model.config.longest_sequence
     length = min(SEQ_LEN, limit) if seq_len is None else seq_len
     check_fit(tokenizer, model.config, length)
     if any(document.conversation is not None for document in documents):
         tokenizer.ensure_chat_template()
     options = dict(
-        batch_size=batch_size or 1, seed=0, shuffle=False, packing="documents", truncate=truncate
+        batch_size=batch_size, seed=0, shuffle=False, packing="documents", truncate=truncate
     )
     bad = bad or BadRecords()
     # As in a run: where there are records, a prompt begins with a bos token.

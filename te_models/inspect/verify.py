@@ -24,6 +24,7 @@ from te_models.causal_lm import CausalLM
 from te_models.config.layer import LinearSpec
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
+from te_models.errors import check_least
 from te_models.fp8.scaling_state import frozen_fp8_state, gemms_of
 from te_models.inspect.roofline import timed
 from te_models.planning.precision_plan import UNQUANTIZED, PrecisionPlan
@@ -249,8 +250,9 @@ def verify(
     `plan` is the one to count linears in, if `model` is a shortened sample of a larger one (`sample_config`).
 
     Raises:
-        UsageError: if the sequence is longer than the model allows.
+        UsageError: a size is below 1, or the sequence is longer than the model allows.
     """
+    check_least(1, batch_size=batch_size, seq_len=seq_len)
     counts: dict[str, list[int]] = {}
     for label, high in _labels(plan or model.plan()):
         counts.setdefault(label, [0, 0])[high] += 1

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from te_models.errors import UsageError
+from te_models.errors import check_least
 from te_models.optim.state_tensors import Group, State, like
 
 OVERSAMPLING = 8
@@ -61,9 +61,7 @@ class GaLore(torch.optim.Optimizer):
         refresh: int = 200,
         scale: float = 1.0,
     ) -> None:
-        for name, value in (("rank", rank), ("refresh", refresh)):
-            if value < 1:
-                raise UsageError(f"{name}={value} is out of range: give 1 or more")
+        check_least(1, rank=rank, refresh=refresh)
         defaults = dict(
             lr=lr,
             betas=betas,

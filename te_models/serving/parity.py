@@ -21,7 +21,7 @@ from torch import Tensor
 from te_models.data.dataset import TokenDataset, check_fit
 from te_models.data.python_docstrings import read_documents
 from te_models.data.tokenizer import load_tokenizer
-from te_models.errors import UsageError, plural
+from te_models.errors import UsageError, check_least, plural
 from te_models.files.formats import Fields
 from te_models.interop.hub import local_folder
 from te_models.interop.origin import Origin
@@ -321,6 +321,7 @@ def read_batches(
     Raises:
         DataError, UsageError: the data or the tokenizer cannot be read, or do not fit the model.
     """
+    check_least(1, batches=count)
     text_tokenizer = load_tokenizer(tokenizer)
     check_fit(text_tokenizer, model.config)
     length = min(seq_len, model.config.longest_sequence)

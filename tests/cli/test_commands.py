@@ -412,6 +412,28 @@ MISTAKES = [
     ("bench --preset gated-nano --peers tourch", "did you mean 'torch'"),
     ("bench --preset gated-nano --peers torchao --device cpu", "needs a CUDA device"),
     ("bench --preset gated-nano --peers torch --sliding-window 8", "no sliding_window"),
+    ("verify --preset gated-nano --seq-len 0", "seq_len=0 is out of range: give 1 or more"),
+    ("verify --preset gated-nano --batch-size -1", "batch_size=-1 is out of range: give 1 or more"),
+    (
+        "evaluate --model gated-nano --data text --batch-size 0",
+        "batch_size=0 is out of range: give 1 or more",
+    ),
+    (
+        "evaluate --model gated-nano --data text --max-batches -1",
+        "max_batches=-1 is out of range: give 0 or more",
+    ),
+    (
+        "evaluate --model gated-nano --data text --seq-len 0",
+        "seq_len=0 is out of range: give 2 or more",
+    ),
+    (
+        "parity --model gated-nano --data text --batches 0",
+        "batches=0 is out of range: give 1 or more",
+    ),
+    (
+        "export --model gated-nano --format nvfp4 --data text --batches 0 --out served",
+        "batches=0 is out of range: give 1 or more",
+    ),
     ("plane", "plan"),
     ("plan gated-nano", "give it to an option, such as --preset NAME or --model DIR"),
     ("plan --presett gated-nano", "did you mean '--preset'?"),

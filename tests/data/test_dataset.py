@@ -258,8 +258,8 @@ def test_state_is_plain_integers_that_json_keeps() -> None:
             {"seq_len": 100},
             "the data has 5 tokens, less than one window of seq_len=100: lower --seq-len or give more data",
         ),
-        ({"seq_len": 1}, "seq_len=1 and batch_size=1 are out of range"),
-        ({"batch_size": 0}, "seq_len=4 and batch_size=0 are out of range"),
+        ({"seq_len": 1}, "seq_len=1 is out of range: give 2 or more"),
+        ({"batch_size": 0}, "batch_size=0 is out of range: give 1 or more"),
         ({"documents": []}, "there are no documents to make batches of"),
     ],
 )
