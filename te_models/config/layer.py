@@ -241,13 +241,18 @@ class MixerSpec(PartSpec):
         """Return the bytes that it keeps while decoding `batch` rows of up to `slots` tokens."""
 
 
+MOST_RANKS = 16  # ranks that a message suggests for one row
+
+
 def undivided_heads(title: str, name: str, heads: int, ranks: int) -> str:
     """Return why the ranks that share rows cannot divide the heads of a mixer; "" if they can."""
     if heads % ranks == 0:
         return ""
+    found = [str(size) for size in range(2, min(heads, MOST_RANKS) + 1) if heads % size == 0]
+    fitting = f"give {' or '.join(found)}, or " if found else ""
     return (
-        f"context_parallel_size={ranks} does not divide the heads of {title}, {name}={heads}: use a divisor of "
-        f"{heads}"
+        f"context_parallel_size={ranks} does not divide the heads of {title}, {name}={heads}: {fitting}leave it out, "
+        "which gives each process whole rows"
     )
 
 

@@ -488,4 +488,7 @@ def dropped_by_peft(model_type: str, linears: Iterable[str]) -> str:
         return f"peft has no adapters on out_proj of {model_type} in transformers and refuses the file there"
     if not taken_for_experts(model_type, linears):
         return ""
-    return f"peft has no adapters on {', '.join(_TAKEN)} of {model_type} in transformers and drops them there"
+    return (
+        f"peft takes adapters on {', '.join(_TAKEN)} of {model_type} in transformers for its experts': it drops them "
+        "there, and refuses a file with DoRA"
+    )

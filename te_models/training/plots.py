@@ -18,6 +18,8 @@ TRAIN = "#2563eb"
 EVAL = "#d9480f"
 RATE = "#7c3aed"
 SPEED = "#0f766e"
+# The share of the scale by which single losses may extend it: all but spikes are seen whole.
+MOST_ROOM = 0.5
 
 
 def plot_run(
@@ -162,7 +164,16 @@ def _draw_loss(
     _write_evaluations(axes, points)
     # Quantiles of the raw loss, so that a single spike does not set the scale.
     seen = np.concatenate([smoothed, evaluated, np.quantile(loss, [0.01, 0.99])])
-    _scale_losses(axes, low=float(seen.min()), high=float(seen.max()))
+    low, high = float(seen.min()), float(seen.max())
+    room = MOST_ROOM * (high - low)
+    lowest, peak = min(loss), max(loss)
+    if lowest >= low - room:
+        low = min(low, lowest)
+    if peak <= high + room:
+        high = max(high, peak)
+    else:
+        _write_cut_peak(axes, steps[loss.index(peak)], peak)
+    _scale_losses(axes, low, high)
     axes.set_ylabel("loss (nats per token)", fontsize=9, color=MUTED)
     # Below the axes, where it covers neither a curve nor a number.
     axes.legend(
@@ -173,6 +184,21 @@ def _draw_loss(
         bbox_to_anchor=(1, -0.07),
         ncols=3,
         borderaxespad=0,
+    )
+
+
+def _write_cut_peak(axes: Any, step: int, peak: float) -> None:
+    """Write the highest loss at the upper edge, above its step, where the scale has no room for it."""
+    axes.annotate(
+        f"\u2191 {peak:.4g}",
+        (step, 1),
+        (0, 1),
+        ("data", "axes fraction"),
+        textcoords="offset points",
+        ha="left",
+        va="bottom",
+        fontsize=8.5,
+        color=TRAIN,
     )
 
 

@@ -498,7 +498,10 @@ def test_what_peft_cannot_place_beside_experts_is_said(tmp_path: Path) -> None:
         peft.PeftModel.from_pretrained(load(tmp_path / "afmoe"), tmp_path / "adapter")
     lora.load_lora(CausalLM.from_pretrained(tmp_path / "afmoe", device="cpu"), tmp_path / "adapter")
     make_theirs("glm4_moe-groups", tmp_path / "glm4_moe")
-    with pytest.warns(UserWarning, match="drops them there: for transformers merge them"):
+    with pytest.warns(
+        UserWarning,
+        match="drops them there, and refuses a file with DoRA: for transformers merge them",
+    ):
         peft.get_peft_model(
             load(tmp_path / "glm4_moe"), peft.LoraConfig(target_modules="all-linear")
         )

@@ -91,6 +91,23 @@ def test_a_large_fall_is_drawn_on_a_logarithmic_axis(figures: list[Any], tmp_pat
     assert [figure.axes[0].get_yscale() for figure in figures] == ["log", "linear"]
 
 
+def test_the_highest_of_ordinary_losses_is_seen_whole(figures: list[Any], tmp_path: Path) -> None:
+    """The 99 % quantile of 40 losses lies below the largest one."""
+    found = rows(40)
+    found[7]["loss"] = 3.4
+    plot_run(tmp_path / "loss.png", found, "", "", 3.1)
+    assert figures[0].axes[0].get_ylim()[1] > 3.4
+
+
+def test_a_spike_sets_no_scale_and_is_written(figures: list[Any], tmp_path: Path) -> None:
+    found = rows(400)
+    found[200]["loss"] = 40.0
+    plot_run(tmp_path / "loss.png", found, "", "", 3.1)
+    top = figures[0].axes[0]
+    assert top.get_ylim()[1] < 20
+    assert [text.xy[0] for text in top.texts if "40" in text.get_text()] == [201]
+
+
 def overlap(boxes: list[Any]) -> bool:
     return any(a.overlaps(b) for n, a in enumerate(boxes) for b in boxes[:n])
 
