@@ -86,5 +86,6 @@ experts="--preset gated-moe-nano --batch-size 4 --seq-len 4096 --shape vocab_siz
   num_hidden_layers=4 num_attention_heads=32 num_key_value_heads=4 max_position_embeddings=4096 $experts"
 for recipe in bf16 current; do $four $experts --recipe $recipe --parallel fsdp+ep; done
 $four $experts --recipe bf16 --no-alone
+torchrun --nproc-per-node 4 benchmarks/lora_sharded.py --out "$out/lora_70b.json"
 $four $large --accumulation 16 --steps 2
 cp benchmarks/results/scaling_h200.json "$out/"
