@@ -1,6 +1,6 @@
 """The training command of a report on FP8 and compilation: gated-896, 16 x 1,024 tokens, 8 micro-batches, whole steps.
 
-    python -m benchmarks.compiled_fp8 --shape 350m --out benchmarks/results/compiled_fp8_350m_h100.json
+    python -m benchmarks.compiled_fp8 --shape 350m --out benchmarks/results/compiled_fp8_350m_h200.json
     python -m benchmarks.compiled_fp8 --shape 454m --out benchmarks/results/compiled_fp8_454m_h100.json
     python -m benchmarks.compiled_fp8 --tiny --out tiny.json                           # anywhere: does it work?
 

@@ -60,8 +60,8 @@ def draw_plots(folder: Path) -> None:
     plot_losses(folder / "first_light_h200.png", curves, title)
     bench = load("step_h200")["runs"][RUNS["1b"]]
     plot_bench(folder / "step_1b_h200.png", bench, f"gated-1b, 8 x 2048 tokens, {gpu}")
-    for shape in claims.SHAPES:
-        claims.draw_compiled_fp8(folder / f"compiled_fp8_{shape}_h100.png", shape)
+    for shape, measured in claims.SHAPES.items():
+        claims.draw_compiled_fp8(folder / f"compiled_fp8_{shape}_{measured}.png", shape)
     for shape in claims.OPTIMIZED:
         claims.draw_optimizers(folder / f"optimizers_{shape}_h100.png", shape)
     claims.draw_speedup(folder / "fp8_speedup_1b_h100.png")

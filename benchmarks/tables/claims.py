@@ -19,7 +19,8 @@ EXPECTED = {
     ("350m", "bf16"): "700,000",
     ("350m", "delayed"): "900,000",
 }
-SHAPES = ("350m", "454m")
+# Shapes of the reported command -> the GPU that measured them.
+SHAPES = {"350m": "h200", "454m": "h100"}
 OPTIMIZED = ("124m", "1b")  # of optimizer_speed
 PEERS = {"torch": "PyTorch BF16, compiled", "torchao": "torchao float8, compiled"}
 # Shares of BF16's memory in the report on activation checkpointing: 74.3 of 76.2 % and 29.7 of 16.1 % of its GPU.
@@ -35,7 +36,7 @@ NAMES = {
 
 def compiled_rows(shape: str) -> dict[str, dict[str, Any]]:
     """Return the rows that were measured of one shape of the command on FP8 and compilation."""
-    rows = load(f"compiled_fp8_{shape}_h100")["rows"]
+    rows = load(f"compiled_fp8_{shape}_{SHAPES[shape]}")["rows"]
     return {name: row for name, row in rows.items() if "error" not in row}
 
 
@@ -60,11 +61,15 @@ def compiled_fp8() -> str:
                     EXPECTED.get((shape, name), ""),
                 ]
             )
-    result = load("compiled_fp8_350m_h100")
-    size = result["size"]
+    results = [load(f"compiled_fp8_{shape}_{gpu}") for shape, gpu in SHAPES.items()]
+    size = results[0]["size"]
+    where = " ".join(
+        f"{shape.upper()}: {measured_on(result)}"
+        for shape, result in zip(SHAPES, results, strict=True)
+    )
     about = prose(
         f"{size['gradient_accumulation']} x {size['batch_size']} x {size['seq_len']:,} tokens per step, gradient norm "
-        f"and AdamW included. Medians of three steps after two. {measured_on(result)}"
+        f"and AdamW included. Medians of three steps after two. {where}"
     )
     header = (
         "shape | run | tokens/s | to `bf16` | to compiled PyTorch | peak memory | report, tokens/s"
@@ -93,6 +98,12 @@ def compiled_fp8_result() -> str:
         if "delayed, plain operations, no graph" in speed:
             plain = speed["delayed, plain operations, no graph"] / speed["bf16"]
             line += f" Without compilation and CUDA graphs FP8 has {plain:.2f} of the speed of BF16 with them."
+        if "torchao float8, not compiled" in speed:
+            eager = speed["torchao float8, not compiled"] / speed["PyTorch BF16, not compiled"]
+            line += f" torchao's FP8 without compilation has {eager:.2f} of the speed of PyTorch's BF16 without it."
+        if "delayed, max-autotune" in speed:
+            tuned = speed["delayed, max-autotune"] / speed["delayed"]
+            line += f" `max-autotune` changes the speed of `delayed` by {tuned - 1:+.1%}."
         lines.append(line)
     return "\n".join(lines)
 
@@ -394,7 +405,7 @@ def draw_compiled_fp8(path: Path, shape: str) -> None:
     """Draw the tokens per second of each row of the command on FP8 and compilation."""
     speeds = {name: row["tokens_per_second"] for name, row in compiled_rows(shape).items()}
     ours = ("bf16", "delayed", "current")
-    title = f"gated-896, {shape.upper()}, one H100"
+    title = f"gated-896, {shape.upper()}, one {SHAPES[shape].upper()}"
     _draw_bars(path, speeds, ours, "tokens/s, whole steps", title)
 
 

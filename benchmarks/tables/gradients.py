@@ -9,7 +9,7 @@ from benchmarks.tables.text import load, markdown, measured_on, prose, table
 from te_models.training.plots import new_figure, save_figure
 
 # Dtypes of sums over two GPUs that were measured -> bytes that travel per gradient.
-SENT = {"float32": "4", "bfloat16": "2"}
+SENT = {"float32": "4", "bfloat16": "2", "float8": "1.01"}
 # Runs of 500 steps that differ in the dtype of sums.
 LOSSES = ("reduce_dtypes_cpu",)
 
