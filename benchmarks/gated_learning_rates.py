@@ -4,7 +4,7 @@
     python benchmarks/gated_learning_rates.py run --tiny --folder lr --out lr.json       # anywhere: does it work?
     python benchmarks/gated_learning_rates.py draw lr.json --out lr.png
 
-About 20 million parameters and 30 million tokens for each run, or with --size 124m gated-124m and 33 million. Called
+About 20 million parameters and 30 million tokens for each run, or with --size 124m gated-124m and 16 million. Called
 again with the same folder, one for each size, it goes on with the runs that are missing. After training each model is
 looked at: the largest activation between its blocks, and the share of attention that goes to the first token of a text.
 """
@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,8 +48,16 @@ SHAPE_20M = dict(
 STEPS = dict(
     steps=1831, batch_size=32, seq_len=512, warmup_steps=100, eval_every=0, eval_batches=16
 )
-STEPS_124M = {**STEPS, "steps": 1000, "batch_size": 64}
+STEPS_124M = {**STEPS, "steps": 1000}
 TINY = dict(steps=4, batch_size=2, seq_len=64, warmup_steps=1, eval_every=0, eval_batches=1)
+# Rows of the plot from the top: a value of a run, the name of its axis, and its scale; "near" shows the least losses.
+DRAWN = (
+    ("held_out", "held-out loss", "linear"),
+    ("held_out", "the same, near the best", "near"),
+    ("largest_activation", "largest activation", "log"),
+    ("first_token", "attention on the first token", "linear"),
+)
+NEAR = 0.4  # nats above the least loss
 LOOKED_AT = 256  # tokens of each row
 WARM = 16  # queries before this one have few tokens to attend to
 
@@ -174,40 +184,86 @@ def run(
 @click.argument("results", type=click.Path(exists=True, path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 def draw(results: Path, out: Path) -> None:
-    """Draw held-out loss over learning rate, a panel for each recipe; crosses are runs that diverged."""
+    """Draw what the runs found over the learning rate."""
+    draw_results(json.loads(results.read_text()), out)
+
+
+def values_by_rate(
+    runs: Mapping[str, Mapping[str, Any]], gate: str, recipe: str, value: str
+) -> dict[float, list[float]]:
+    """Return a value of all seeds' finished runs by learning rate; of one that diverged it is infinite."""
+    found: dict[float, list[float]] = {}
+    for rate in RATES:
+        start = f"{gate}-{recipe}-{rate:g}-"
+        for name, run in runs.items():
+            if name.startswith(start):
+                lost = run["diverged"] is not None or value not in run
+                found.setdefault(rate, []).append(math.inf if lost else run[value])
+    return found
+
+
+def uniform_share() -> float:
+    """Return the share of attention that the first token would get if all tokens got the same."""
+    return statistics.mean(1 / (query + 1) for query in range(WARM, LOOKED_AT))
+
+
+def draw_results(document: Mapping[str, Any], out: Path) -> None:
+    """Draw the values of `DRAWN` over the learning rate: a column for each recipe, a line for the mean of each gate.
+
+    Points are seeds. Crosses at the top edge are runs that diverged. Runs that are missing are left out.
+    """
     from te_models.training.plots import new_figure, save_figure
 
-    document = json.loads(results.read_text())
-    figure = new_figure((10, 4))
-    panels = figure.subplots(1, len(RECIPES), sharey=True)
-    for axes, recipe in zip(panels, RECIPES, strict=True):
-        for number, gate in enumerate(GATES):
-            points: dict[float, list[float]] = {}
-            lost = []
-            for name, found in document["runs"].items():
-                parts = name.split("-")
-                # A rate such as 1e-3 is written 0.001, without a dash.
-                if parts[0] != gate or parts[1] != recipe or name.endswith("qknorm"):
-                    continue
-                if found["diverged"] is None and found["held_out"] is not None:
-                    points.setdefault(float(parts[2]), []).append(found["held_out"])
-                else:
-                    lost.append(float(parts[2]))
-            rates = sorted(points)
-            means = [sum(points[rate]) / len(points[rate]) for rate in rates]
-            axes.plot(rates, means, marker="o", color=f"C{number}", label=f"gate {gate}")
-            for rate in rates:
-                axes.scatter(
-                    [rate] * len(points[rate]), points[rate], s=8, color=f"C{number}", alpha=0.5
-                )
-            top = max((max(values) for values in points.values()), default=0.0)
-            axes.scatter(lost, [top] * len(lost), marker="x", color=f"C{number}")
-        axes.set(xscale="log", title=recipe, xlabel="learning rate")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("held-out loss (nats per token)")
-    panels[0].legend(frameon=False, fontsize=8)
+    runs = document["runs"]
+    recipes = [recipe for recipe in RECIPES if any(f"-{recipe}-" in name for name in runs)]
+    figure = new_figure((3.4 * len(recipes) + 0.6, 2.2 * len(DRAWN) + 0.4))
+    panels = figure.subplots(len(DRAWN), len(recipes), sharex=True, sharey="row", squeeze=False)
+    for row, (value, label, scale) in zip(panels, DRAWN, strict=True):
+        for axes, recipe in zip(row, recipes, strict=True):
+            for number, gate in enumerate(GATES):
+                found = values_by_rate(runs, gate, recipe, value)
+                _draw_gate(axes, found, f"C{number}", f"gate: {gate}")
+            axes.set(xscale="log", yscale="log" if scale == "log" else "linear")
+            axes.set_xticks(RATES, [f"{1000 * rate:g}" for rate in RATES])
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+            if value == "first_token":
+                axes.axhline(uniform_share(), color="gray", linestyle=":")
+        row[0].set_ylabel(label)
+        if scale == "near":
+            least = min(run[value] for run in runs.values() if run["diverged"] is None)
+            row[0].set_ylim(least - 0.03, least + NEAR)
+    for axes, recipe in zip(panels[0], recipes, strict=True):
+        axes.set_title(recipe)
+    for axes in panels[-1]:
+        axes.set_xlabel("learning rate, in thousandths")
+    panels[0, 0].legend(frameon=False, fontsize=8)
+    panels[-1, 0].set_ylim(bottom=0)
+    panels[-1, 0].text(RATES[0], 1.08 * uniform_share(), "equal shares", color="gray", fontsize=8)
+    figure.align_ylabels()
     save_figure(figure, out)
+
+
+def _draw_gate(axes: Any, found: Mapping[float, list[float]], color: str, label: str) -> None:
+    """Draw the runs of one gate under one recipe."""
+    rates, means = [], []
+    for rate, values in found.items():
+        finite = [value for value in values if math.isfinite(value)]
+        axes.scatter([rate] * len(finite), finite, s=9, color=color, alpha=0.5, linewidths=0)
+        if finite:
+            rates.append(rate)
+            means.append(statistics.mean(finite))
+        if len(finite) < len(values):
+            axes.plot(
+                [rate],
+                [0.98],
+                "x",
+                color=color,
+                transform=axes.get_xaxis_transform(),
+                clip_on=False,
+            )
+    axes.plot(rates, means, marker="o", markersize=4, color=color, label=label)
 
 
 if __name__ == "__main__":

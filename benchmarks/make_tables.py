@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from benchmarks.gated_learning_rates import draw_results as draw_gated
 from benchmarks.soak import draw as draw_soak
 from benchmarks.tables import (  # noqa: F401  they register their tables
     buffers,
@@ -29,6 +30,7 @@ from benchmarks.tables import (  # noqa: F401  they register their tables
     speed,
     speed_map,
     stored,
+    studies,
 )
 from benchmarks.tables.speed import RUNS, precision_of
 from benchmarks.tables.text import GIB, TABLES, load
@@ -70,6 +72,7 @@ def draw_plots(folder: Path) -> None:
     gradients.draw_gradient_losses(folder / "gradient_losses.png")
     formats.draw_formats(folder / "format_loss.png")
     speed_map.draw_speed_map(folder / "small_models_h200.png")
+    draw_gated(load(studies.GATED), folder / f"{studies.GATED}.png")
     draw_grid(folder / "checkpoint_grid_h200.png")
     draw_soak(folder / "soak_h200.png", load("soak_h200"))
     draw_twins(folder / "twin_curves_h100.png", load("twin_curves_h100"))
