@@ -33,6 +33,7 @@ from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, Pus
 from te_models.model.part import BlockPart
 from te_models.numerics.stored import StoredWeight
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
+from te_models.planning.planned_run import PlannedRun
 from te_models.planning.precision_plan import PRECISION_NAMES, PlanRow, PrecisionPlan
 from te_models.planning.stored_base import StoredBase
 from te_models.saving.adapters import adapter_reader
@@ -184,18 +185,18 @@ class CausalLM(Decoder):
     def plan_memory(self, batch_size: int, seq_len: int, **options: Any) -> MemoryPlan:
         """Predict the memory of training this model on a GPU, and list the GPUs it fits on.
 
-        Options as in te_models.planning.memory_plan.plan_memory; the model's own settings are the defaults.
+        Options are fields of te_models.planning.planned_run.PlannedRun; the model's own settings are the defaults.
         """
-        settings: Fields = dict(
-            dtype_bytes=self.dtype.itemsize, batch_size=batch_size, seq_len=seq_len
-        )
-        settings |= dict(
+        run = PlannedRun(
+            batch_size=batch_size,
+            seq_len=seq_len,
+            dtype_bytes=self.dtype.itemsize,
             activation_checkpointing=self.activation_checkpointing,
             activation_offload=self.activation_offload,
+            fp8_params=self.fp8_params,
+            base_weights=self._stored_base(),
         )
-        settings |= dict(fp8_params=self.fp8_params)
-        settings |= dict(base_weights=self._stored_base())
-        return plan_memory(self.config, self.recipe, **{**settings, **options})
+        return plan_memory(self.config, self.recipe, run, **options)
 
     def _stored_base(self) -> StoredBase | None:
         """Return which weights stay as a release stores them; None: none does."""

@@ -13,13 +13,7 @@ from rich.text import Text
 
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
-from te_models.config.recompute_modes import MODES, check_mode
-from te_models.distributed.planned_ranks import PlannedRanks
-from te_models.errors import check_known, refuse
-from te_models.model.context_parallel import ContextParallel
-from te_models.model.expert_parallel import ExpertParallel
-from te_models.model.recipe_fit import check_sizes
-from te_models.model.tensor_parallel import TensorParallel
+from te_models.config.recompute_modes import MODES
 from te_models.optim import OPTIMIZERS
 from te_models.planning.measured import HeldTensor, MeasuredStep
 from te_models.planning.memory_estimate import (
@@ -28,9 +22,9 @@ from te_models.planning.memory_estimate import (
     planned_optimizer_bytes,
     saved_bytes,
 )
-from te_models.planning.parameter_bytes import DEFAULTS, Options, has_masters, trained_elements
+from te_models.planning.parameter_bytes import trained_elements
+from te_models.planning.planned_run import PlannedRun
 from te_models.planning.printable import Printable
-from te_models.planning.stored_base import StoredBase
 from te_models.planning.training import Training
 
 GPUS = {"24 GB": 24, "48 GB": 48, "80 GB": 80, "141 GB": 141}  # sizes as sold: 10^9 bytes
@@ -272,186 +266,20 @@ def unit_for(largest: int) -> tuple[str, int]:
 
 
 def plan_memory(
-    config: ModelConfig,
-    recipe: Recipe,
-    *,
-    batch_size: int = 8,
-    seq_len: int = 256,
-    optimizer: str | None = "adamw",
-    optimizer_offload: bool = False,
-    optimizer_options: Options = DEFAULTS,
-    lora_rank: int = 0,
-    lora_experts: bool = False,
-    activation_checkpointing: str | int = "none",
-    activation_offload: bool = False,
-    gpus: int = 1,
-    tensor_parallel_size: int = 1,
-    sequence_parallel: bool = False,
-    expert_parallel_size: int = 1,
-    context_parallel_size: int = 1,
-    fp8_dispatch: bool = False,
-    gradient_accumulation: int = 1,
-    fp8_params: bool = False,
-    base_weights: StoredBase | str | None = None,
-    dtype_bytes: int = 2,
-    logits: bool = False,
-    compile: bool = True,
-    fused: bool = True,
+    config: ModelConfig, recipe: Recipe, run: PlannedRun | None = None, **settings: Any
 ) -> MemoryPlan:
     """Predict the memory of a training step, for which the model runs without data; no GPU is needed.
 
     Args:
         config: the model's shape, for example from `te_models.get_preset`.
         recipe: the precision recipe, for example from `te_models.get_recipe`.
-        batch_size: sequences of one micro-batch over all `gpus`, as in `te_models.TrainConfig`.
-        seq_len: tokens per sequence.
-        optimizer: a name of `te_models.optim.OPTIMIZERS`; None for forward and backward only.
-        optimizer_offload: whether masters and optimizer state are in host memory.
-        optimizer_options: its options, as te_models.optim.resolve_options returns them; those left out are defaults.
-        lora_rank: rank of LoRA adapters on all linears of blocks, which alone are trained; 0: all weights are.
-        lora_experts: whether experts have adapters of this rank too.
-        activation_checkpointing: "none", "selective", "full", or an integer N for every N-th block.
-        activation_offload: whether the saved tensors of blocks are moved to the host (te_models.model.offload).
-        gpus: all GPUs; FSDP2 shares weights, gradients and optimizer state among those that divide batches.
-        tensor_parallel_size: GPUs that share each layer, a divisor of `gpus`; the others divide batches.
-        sequence_parallel: whether these also divide the tokens between tensor-parallel layers.
-        expert_parallel_size: GPUs that share the experts of each layer, a divisor of those that divide batches.
-        context_parallel_size: GPUs that share the tokens of each row, a divisor of those that divide batches; with one
-            of `gpus`, which shares no weights, any number of GPUs with a whole model each (DDP).
-        fp8_dispatch: whether tokens are sent to experts in FP8.
-        gradient_accumulation: micro-batches per step; from two on, FP32 sums of gradients take 4 bytes per parameter.
-        fp8_params: whether the primary weights of FP8 layers are FP8 (te_models.fp8.primary_weights).
-        base_weights: the form in which a release stores weights that stay so: "mxfp4" (experts), "nvfp4" or "fp8-block"
-            (all linears of blocks), or what te_models.planning.stored_base says of a folder; None: they are
-            dequantized.
-        dtype_bytes: bytes per element of parameters and activations.
-        logits: whether the forward returns logits. The Trainer's does not, so they never exist all at once.
-        compile, fused: as for `CausalLM`.
+        run: the settings of the run; None: the defaults of te_models.planning.planned_run.PlannedRun.
+        settings: fields of PlannedRun, such as batch_size=4, that replace the run's.
 
     Raises:
         UsageError: for a value that no training run could have.
         ConfigError: a size of the model does not suit the recipe.
     """
-    if optimizer is not None:
-        check_known("optimizer", optimizer, OPTIMIZERS)
-    # 0 stands for "not divided" in a run's settings, and counts here as one rank.
-    tensor = max(tensor_parallel_size, 1)
-    data_ranks = max(gpus // tensor, 1)
-    context = max(context_parallel_size, 1)
-    training = Training(
-        # From here on per rank: a training step of one GPU is planned.
-        batch_size=batch_size // max(data_ranks // context, 1),
-        seq_len=seq_len,
-        gpus=gpus,
-        tensor_parallel_size=tensor,
-        sequence_parallel=sequence_parallel,
-        expert_parallel_size=max(expert_parallel_size, 1),
-        context_parallel_size=context,
-        fp8_dispatch=fp8_dispatch,
-        gradient_sums=gradient_accumulation > 1,
-        # FSDP2 frees gathered weights after each micro-batch, and their FP8 copies with them.
-        cached_weights=gradient_accumulation > 1 and data_ranks == 1,
-        optimizer=optimizer,
-        optimizer_offload=optimizer_offload,
-        optimizer_options=dict(optimizer_options),
-        lora_rank=lora_rank,
-        lora_experts=lora_experts,
-        activation_checkpointing=check_mode(activation_checkpointing),
-        activation_offload=activation_offload,
-        fp8_params=fp8_params,
-        stored=StoredBase.of(config, base_weights)
-        if isinstance(base_weights, str)
-        else base_weights,
-        dtype_bytes=dtype_bytes,
-        logits=logits,
-        compile=compile,
-        fused=fused,
-    )
-    refuse(_mistakes(config, recipe, training, batch_size, gradient_accumulation))
-    _check_division(config, recipe, training)
+    run = replace(run or PlannedRun(), **settings)
+    training = run.on_one_gpu(config, recipe)
     return MemoryPlan(config, recipe, training)
-
-
-def _mistakes(
-    config: ModelConfig,
-    recipe: Recipe,
-    training: Training,
-    batch_size: int,
-    gradient_accumulation: int,
-) -> Iterator[str]:
-    """Yield a line for each value that no training run could have; `batch_size` counts all GPUs."""
-    gpus = training.gpus
-    counts = dict(batch_size=batch_size, seq_len=training.seq_len, gpus=gpus)
-    for name, number in {**counts, "gradient_accumulation": gradient_accumulation}.items():
-        if number < 1:
-            yield f"{name}={number} is out of range: give 1 or more"
-    tensor = training.tensor_parallel_size
-    experts = training.expert_parallel_size
-    context = training.context_parallel_size
-    if gpus % tensor:
-        yield f"tensor_parallel_size={tensor} does not divide gpus={gpus}: give a divisor of it, or more gpus"
-    # Each division presupposes the one before, so only the first mistake of the three is told.
-    elif context > 1 and gpus > 1 and training.data_ranks % context:
-        yield f"context_parallel_size={context} does not divide gpus={gpus}: give a divisor of it, or more gpus"
-    elif batch_size % training.batch_shares:
-        whole = tensor == 1 and context == 1
-        shared = f"gpus={gpus}" if whole else f"the {training.batch_shares} shares of a batch"
-        yield f"batch_size={batch_size} cannot be shared by {shared}: give a multiple of it"
-    elif experts > 1 and training.data_ranks % experts:
-        yield f"expert_parallel_size={experts} does not divide gpus={gpus}: give a divisor of it, or more gpus"
-    if training.sequence_parallel and tensor == 1:
-        yield "sequence_parallel=True divides tokens between tensor-parallel layers: give tensor_parallel_size"
-    if training.fp8_dispatch and experts == 1:
-        yield "fp8_dispatch=True sends tokens to experts of other GPUs: give expert_parallel_size"
-    if tensor > 1 and experts > 1:
-        yield "tensor_parallel_size and expert_parallel_size are for different runs: give one of them"
-    if context > 1 and (tensor > 1 or experts > 1):
-        yield (
-            "context_parallel_size is for runs that divide neither layers nor experts: leave it out, or "
-            "tensor_parallel_size and expert_parallel_size"
-        )
-    if tensor > 1 and training.lora_rank:
-        yield "adapters are on whole layers: leave out tensor_parallel_size, or lora_rank"
-    if training.seq_len > config.longest_sequence:
-        yield f"seq_len={training.seq_len} is longer than {config.length_limit}: lower it or raise that field"
-    if training.lora_rank < 0:
-        yield f"lora_rank={training.lora_rank}: a rank is 1 or more, such as 16, or 0 to train all weights"
-    if training.lora_experts and not training.lora_rank:
-        yield "lora_experts=True is for adapters: give lora_rank, or leave it out"
-    if training.lora_experts and not config.moe:
-        yield "the model has no experts to adapt: leave out lora_experts, or experts among the targets of adapters"
-    if training.stored is not None:
-        if training.gpus > 1:
-            yield "weights that stay as they are stored cannot be shared by FSDP: leave out base_weights, or gpus"
-        if not training.lora_rank:
-            yield "weights that stay as they are stored are not trained: give lora_rank too, or leave out base_weights"
-        if training.fp8_params:
-            yield "fp8_params=True quantizes weights that base_weights leaves as they are: leave out one of them"
-    if training.projected_rank and training.gpus > 1 and not training.lora_rank:
-        yield "in_backward=true projects the gradients of one GPU: leave it out, or gpus"
-    if training.projected_rank and training.optimizer_offload:
-        yield "in_backward=true projects on the GPU: leave it out, or optimizer_offload"
-    if training.fp8_params and not recipe.quantized:
-        advice = "choose another, or leave fp8_params out"
-        yield f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: {advice}"
-    if (
-        training.fp8_params
-        and not training.lora_rank
-        and not has_masters(training.optimizer_options)
-    ):
-        yield "fp8_params=True needs FP32 masters: leave stochastic_rounding out, or fp8_params"
-
-
-def _check_division(config: ModelConfig, recipe: Recipe, training: Training) -> None:
-    """Raise a UsageError if the layers or experts cannot be divided so, or have sizes that the recipe does not take."""
-    tensor = training.tensor_parallel_size
-    experts = training.expert_parallel_size
-    mesh: Any = PlannedRanks(tensor) if tensor > 1 else None
-    ranks = TensorParallel(mesh, training.sequence_parallel)
-    # The run's own checks, with a mesh that has only a size.
-    layers = ranks.local(config)
-    check_sizes(layers, config.vocab_size, recipe, ranks.each)
-    experts_mesh: Any = PlannedRanks(experts) if experts > 1 else None
-    ExpertParallel(experts_mesh, config).local(layers)
-    rows: Any = PlannedRanks(training.context_parallel_size)
-    ContextParallel(rows).check_layers(layers)

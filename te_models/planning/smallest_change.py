@@ -13,7 +13,7 @@ from te_models.planning.parameter_bytes import has_masters
 MOST = 4  # changes at once
 LEAST_SEQ_LEN = 256  # sequences are not shortened below this to save memory
 
-Options = Mapping[str, Any]  # keywords of te_models.planning.memory_plan.plan_memory
+Options = Mapping[str, Any]  # fields of te_models.planning.planned_run.PlannedRun
 Value = tuple[tuple[str, ...], dict[str, Any]]  # flags, and their keywords
 Plan = Callable[..., MemoryPlan]  # of the run, given keywords that differ from its own
 

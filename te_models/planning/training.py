@@ -47,7 +47,7 @@ class StepSetting:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Settings of a training step that its memory depends on; te_models.planning.memory_plan.plan_memory explains them.
+    """Settings of a training step that its memory depends on; te_models.planning.planned_run explains them.
 
     Under gradient accumulation, FP32 sums of all gradients exist, which FSDP2 does not shard (`gradient_sums`), and FP8
     copies of weights exist already (`cached_weights`). Of `gpus`, each `tensor_parallel_size` share every layer, and
