@@ -156,41 +156,37 @@ def encode_documents(
     encoded_texts = iter(tokenizer.encode_batch(texts))
     pieces: list[NDArray[np.integer]] = []
     flags: list[NDArray[np.bool_]] = []
-    sizes = []  # of prompt and document
+    prompt_lengths = np.zeros(len(documents), dtype=np.int64)
+    lengths = np.zeros(len(documents), dtype=np.int64)
     refused = np.zeros(len(documents), dtype=np.bool_)
     for number, document in enumerate(documents):
         if document.conversation is not None:
             ids, counted = next(encoded_chats)
             refused[number] = not len(ids)
-            pieces.append(ids)
-            flags.append(counted)
-            sizes.append((0, len(ids)))
+            parts = [ids]
         elif document.prompt is not None:
             ids, prompt_length = next(encoded_pairs)
-            pieces += [begin, ids, end]
-            prompt_length += len(begin)
-            length = len(begin) + len(ids) + 1
-            counted = np.full(length, document.learned and bool(document.text.strip()))
-            counted[:prompt_length] = False
-            flags.append(counted)
-            sizes.append((prompt_length, length))
+            parts = [begin, ids, end]
+            prompt_lengths[number] = len(begin) + prompt_length
+            counted = np.zeros(len(begin) + len(ids) + 1, dtype=np.bool_)
+            if document.learned and document.text.strip():
+                counted[prompt_lengths[number] :] = True
         else:
             ids = next(encoded_texts)
-            pieces += [ids, end]  # not joined, since the ids of bytes are of uint8
-            flags.append(np.ones(len(ids) + 1, dtype=np.bool_))
-            sizes.append((0, len(ids) + 1))
+            parts = [ids, end]  # not joined, since the ids of bytes are of uint8
+            counted = np.ones(len(ids) + 1, dtype=np.bool_)
+        pieces += parts
+        flags.append(counted)
+        lengths[number] = len(counted)
     records = np.array([document.is_record for document in documents])
-    prompt_lengths, lengths = np.array(sizes, dtype=np.int64).T
-    counted = np.concatenate(flags) if records.any() else None
-    tokens = np.concatenate(pieces, dtype=np.int32)
     return Encoded(
-        tokens,
-        counted,
-        np.cumsum(lengths) - lengths,
-        lengths,
-        prompt_lengths.copy(),
-        records,
-        refused if refused.any() else None,
+        tokens=np.concatenate(pieces, dtype=np.int32),
+        counted=np.concatenate(flags) if records.any() else None,
+        starts=np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        prompts=prompt_lengths,
+        records=records,
+        refused=refused if refused.any() else None,
     )
 
 

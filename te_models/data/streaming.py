@@ -118,9 +118,7 @@ class StreamingDataset:
         self.num_lanes = _count_lanes(self.chunks, num_lanes) if shuffle else 1
         # Records must not be cut: they are packed whole into windows.
         self.whole = _keeps_whole(packing, self.chunks.sources)
-        self.ends: tuple[int, ...] = ()  # of records, `sample` finds them
-        if not self.whole and tokenizer.eos_token_id is not None:
-            self.ends = (tokenizer.eos_token_id,)
+        self.ends = self._text_ends(tokenizer)
         self.reader = ChunkReader(
             source=self.chunks.source,
             tokenizer=tokenizer,
@@ -144,6 +142,12 @@ class StreamingDataset:
         self._loaded_at = 0
         self._next_window = 0
         self.order = lru_cache(maxsize=4)(self._order)
+
+    def _text_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Return the ids of the tokens that end texts; `sample` finds the ones that end records."""
+        if self.whole or tokenizer.eos_token_id is None:
+            return ()
+        return (tokenizer.eos_token_id,)
 
     def __repr__(self) -> str:
         about = self.describe().splitlines()[0]

@@ -81,24 +81,14 @@ def open_data(
         DataError: the data cannot be read, is of no known format, or is too short.
     """
     tokenizer = as_tokenizer(tokenizer)
-    if not isinstance(config, TrainConfig):
-        kind = type(config).__name__
-        raise UsageError(f"config is a {kind}: give te_models.TrainConfig(seq_len=...)")
+    _check_config(config)
     settings, in_memory = _settings(data, options)
-    if formatting is not None and not in_memory:
-        raise UsageError(
-            "formatting is for records in memory: give a list or a datasets.Dataset, or for files columns"
-        )
-    if settings.data == (PYTHON_DOCS,):
-        settings = dataclasses.replace(settings, data=())  # which means the same
+    _check_formatting(formatting, in_memory)
     columns = parse_columns(settings.columns)
     bad = BadRecords(skip=settings.on_bad_record == "skip")
     sources, evaluated = _open_sources(settings, in_memory, columns, formatting, bad)
     packing = _packing(settings, sources)
-    whole = settings.data in BUILT_IN or OWN in in_memory
-    streaming = _streams(settings, sources, whole=whole)
-    # Before any text is encoded: special tokens and the template change the ids of a conversation.
-    about_template = _prepare_tokenizer(tokenizer, settings)
+    streaming = _streams(settings, sources, in_memory)
     opening = _Opening(
         settings=settings,
         packing=packing,
@@ -111,9 +101,25 @@ def open_data(
         world_size=world_size,
         ranks=ranks,
         bad=bad,
-        about_template=about_template,
+        # Before any text is encoded: special tokens and the template change the ids of a conversation.
+        about_template=_prepare_tokenizer(tokenizer, settings),
     )
     return opening.streamed() if streaming else opening.in_memory()
+
+
+def _check_config(config: object) -> None:
+    """Raise a UsageError if `config` is no TrainConfig."""
+    if not isinstance(config, TrainConfig):
+        kind = type(config).__name__
+        raise UsageError(f"config is a {kind}: give te_models.TrainConfig(seq_len=...)")
+
+
+def _check_formatting(formatting: Formatting | None, in_memory: Mapping[str, object]) -> None:
+    """Raise a UsageError for a function that has no records to format."""
+    if formatting is not None and not in_memory:
+        raise UsageError(
+            "formatting is for records in memory: give a list or a datasets.Dataset, or for files columns"
+        )
 
 
 def _settings(data: Data, options: Fields) -> tuple[DataConfig, dict[str, Iterable[object]]]:
@@ -126,7 +132,7 @@ def _settings(data: Data, options: Fields) -> tuple[DataConfig, dict[str, Iterab
         if is_records(records):
             in_memory[name] = cast(Iterable[object], records)
     if isinstance(data, DataConfig):
-        return data, in_memory
+        return _without_default(data), in_memory
     # Their names stand for records where the settings need names of files.
     paths: object = OWN if OWN in in_memory else data
     evaluated: object = OWN_EVALUATION if OWN_EVALUATION in in_memory else eval_data
@@ -135,7 +141,14 @@ def _settings(data: Data, options: Fields) -> tuple[DataConfig, dict[str, Iterab
         raise UsageError(
             "no data in the list: give a path, or None for Python's own documentation and sources"
         )
-    return settings, in_memory
+    return _without_default(settings), in_memory
+
+
+def _without_default(settings: DataConfig) -> DataConfig:
+    """Return the settings with no data in place of "python-docs", which means the same."""
+    if settings.data == (PYTHON_DOCS,):
+        return dataclasses.replace(settings, data=())
+    return settings
 
 
 def _prepare_tokenizer(tokenizer: Tokenizer, settings: DataConfig) -> list[str]:
@@ -179,10 +192,14 @@ def _packing(settings: DataConfig, sources: Sequence[Source]) -> str:
     return packing
 
 
-def _streams(settings: DataConfig, sources: Sequence[Source], whole: bool) -> bool:
-    """Return whether the data is streamed, which data in memory (`whole`) never is."""
-    streaming = _must_stream(sources) if settings.streaming is None else settings.streaming
-    if streaming and whole:
+def _streams(
+    settings: DataConfig, sources: Sequence[Source], in_memory: Mapping[str, object]
+) -> bool:
+    """Return whether the data is streamed, which built-in data and records in memory never are."""
+    streaming = settings.streaming
+    if streaming is None:
+        streaming = _must_stream(sources)
+    if streaming and (settings.data in BUILT_IN or OWN in in_memory):
         raise UsageError(
             "--streaming needs --data PATH: built-in data and records in memory are there as a whole"
         )

@@ -38,6 +38,7 @@ from te_models.huggingface.adapters import (
 from te_models.huggingface.backbone import Backbone, hidden_states, refuse_unknown
 from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.interface import ModelInterface
+from te_models.huggingface.logits import kept_logits, label_loss, shifted_labels
 from te_models.huggingface.prompts import angles_change, check_prompt
 from te_models.huggingface.reference import name_attention
 from te_models.huggingface.saving import (
@@ -49,14 +50,14 @@ from te_models.huggingface.saving import (
     save_model,
     text_names,
 )
-from te_models.huggingface.seen_keys import kept_logits, seen_keys, shifted_labels
+from te_models.huggingface.seen_keys import seen_keys
 from te_models.huggingface.stated_outputs import OUTPUTS, note_outputs, stated_outputs
 from te_models.interop.hf import hugging_face_documents
 from te_models.interop.hub import local_folder, split_options
 from te_models.interop.remote_code.cache_name_te_models import CACHE, CACHES, cache_by_either_name
 from te_models.model.inputs import check_inputs, checked_tokens
 from te_models.model.router import RoutingReport
-from te_models.model.targets import IGNORED, nan_if, valid_targets
+from te_models.model.targets import IGNORED
 from te_models.saving.pretrained import refuse_pickle
 
 
@@ -255,33 +256,57 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
             self.model.warn_of_fp16_gradients()
         cache = self._past(cache, use_cache, wants_loss)
         passed = self.attention(tokens, attention_mask, position_ids, cache)
-        count = logits_to_keep if isinstance(logits_to_keep, int) else 0  # of positions, or all
-        weights = self._weights
-        first = None if weights is None else not weights.ready
-        passed |= dict(is_first_microbatch=first, logits_to_keep=count or None)
+        if isinstance(logits_to_keep, int) and logits_to_keep:
+            passed["logits_to_keep"] = logits_to_keep
         if self._chosen("output_router_logits", output_router_logits) and cache is None:
             # With labels, even ignored ones, the model reports routing.
             passed["labels"] = tokens.new_full(tokens.shape[:2], IGNORED, dtype=torch.int64)
-        before: list[nn.Module] = []
-        after: list[nn.Module] = []
-        if self._chosen("output_hidden_states", output_hidden_states):
-            before = [self.model.layers[0]]
-            # transformers shows the last block's output only after the norm.
-            after = [*self.model.layers[:-1], self.model.norm]
-        with hidden_states(before, after, tokens.shape) as hidden:
-            _, logits, routing = self.model(input_ids, inputs_embeds=inputs_embeds, **passed)
-        if weights is not None:
-            weights.note_pass()
+        logits, routing, hidden = self._run_model(
+            input_ids,
+            inputs_embeds,
+            shape=tokens.shape,
+            with_hidden=self._chosen("output_hidden_states", output_hidden_states),
+            **passed,
+        )
         logits = kept_logits(logits, logits_to_keep)
         if labels is not None and shift_labels is None:
             shift_labels = shifted_labels(labels, attention_mask)
         loss = None
         if shift_labels is not None:
-            loss = self._loss(logits, shift_labels, num_items_in_batch)
-        output = self._output(loss, logits, cache, tuple(hidden) or None, routing)
+            loss = label_loss(self.model, logits, shift_labels, num_items_in_batch)
+        output = self._output(loss, logits, cache, hidden or None, routing)
         if self._chosen("return_dict", return_dict):
             return output
         return output.to_tuple()
+
+    def _run_model(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        *,
+        shape: torch.Size,
+        with_hidden: bool,
+        **passed: Any,
+    ) -> tuple[Any, RoutingReport | None, tuple[Tensor, ...]]:
+        """Return the logits, the routing, and with `with_hidden` the hidden states [B, S, D] of a pass over tokens.
+
+        `shape` begins with the tokens' [B, S]; `passed` are other arguments of CausalLM.
+        """
+        before: list[nn.Module] = []
+        after: list[nn.Module] = []
+        if with_hidden:
+            before = [self.model.layers[0]]
+            # transformers shows the last block's output only after the norm.
+            after = [*self.model.layers[:-1], self.model.norm]
+        weights = self._weights
+        first = None if weights is None else not weights.ready
+        with hidden_states(before, after, shape) as hidden:
+            _, logits, routing = self.model(
+                input_ids, inputs_embeds=inputs_embeds, is_first_microbatch=first, **passed
+            )
+        if weights is not None:
+            weights.note_pass()
+        return logits, routing, tuple(hidden)
 
     def _output(
         self,
@@ -335,15 +360,6 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
     ) -> Fields:
         """Return the Decoder's arguments that say what each token sees, and from which position."""
         return seen_keys(self.model.config, tokens, mask, positions, past)
-
-    def _loss(self, logits: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor:
-        """Return the cross-entropy of logits [B, S, V] for targets [B, S], an FP32 scalar; `count` as in `forward`."""
-        targets, invalid = valid_targets(
-            targets.flatten().to(logits.device), self.model.config.vocab_size
-        )
-        loss = nan_if(self.model.kernels.cross_entropy(logits.flatten(0, 1), targets), invalid)
-        # The mean over this batch's labels becomes their sum, divided by the labels of all micro-batches.
-        return loss if count is None else loss * (targets != IGNORED).sum() / count
 
     @torch.no_grad()
     @cache_by_either_name

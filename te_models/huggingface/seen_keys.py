@@ -9,7 +9,6 @@ from transformers.cache_utils import Cache
 from te_models.config.model import ModelConfig
 from te_models.files.formats import Fields
 from te_models.huggingface.cache import CacheView
-from te_models.model.targets import shifted
 
 
 def seen_keys(
@@ -71,21 +70,3 @@ def _count_tokens(positions: Tensor, mask: Tensor) -> bool:
     usual = mask.cumsum(-1) - 1
     # Positions at padding mean nothing, and callers fill them differently.
     return torch.equal(positions.where(real, 0), usual.where(real, 0))
-
-
-def kept_logits(logits: Tensor, keep: int | Tensor) -> Tensor:
-    """Return the logits of the newest `keep` positions (0: of all), or of the positions `keep`."""
-    if not isinstance(keep, int):
-        return logits[:, keep]
-    if keep and logits.shape[1] > keep:  # with routing there are logits of all positions
-        return logits[:, -keep:]
-    return logits
-
-
-def shifted_labels(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return the target of each position, int64 [B, S], of labels that are not shifted."""
-    mask = None
-    # A mask of four dimensions says who sees whom, and not which tokens are padding.
-    if attention_mask is not None and attention_mask.dim() == 2:
-        mask = attention_mask[:, -labels.shape[1] :].to(labels.device)
-    return shifted(labels, mask)
