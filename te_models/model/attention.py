@@ -17,7 +17,7 @@ from te_models.model.context_parallel import SharedRows
 from te_models.model.forward_context import ForwardContext, Visible
 from te_models.model.kv_cache import DecodingCache, KVState, RecurrentState, State
 from te_models.model.part import Mixer
-from te_models.model.te_modules import Factory, pad_rows
+from te_models.model.te_modules import Factory, first_rows, pad_rows
 
 
 class GatedAttention(Mixer[AttentionSpec]):
@@ -146,7 +146,7 @@ class GatedAttention(Mixer[AttentionSpec]):
 
     def _cached(self, qkvg: Tensor, context: ForwardContext) -> Tensor:
         """Compute the same as `_composed` where there is a cache, in a few operations for each head's norm and RoPE."""
-        tokens = qkvg[: context.batch * context.seq]
+        tokens = first_rows(qkvg, context.batch * context.seq)
         setting, q_weight, k_weight = self._setting(qkvg, context)
         q, k, v, logits = rotated_heads(tokens, q_weight, k_weight, setting)
         assert context.cache is not None
@@ -214,7 +214,8 @@ class GatedAttention(Mixer[AttentionSpec]):
 
     def _composed(self, qkvg: Tensor, context: ForwardContext) -> Tensor:
         """Return the input of o_proj [B*S, A*H] from qkvg [N, Q]."""
-        qkvg = qkvg[: context.batch * context.seq].view(context.batch, context.seq, -1)
+        qkvg = first_rows(qkvg, context.batch * context.seq)
+        qkvg = qkvg.view(context.batch, context.seq, -1)
         q, k, v, g = qkvg.split(self.rows, dim=-1)  # each [B, S, its rows]
         if self.spec.heads.reuses_keys:
             q = self._queries(q, context)

@@ -51,7 +51,7 @@ from te_models.model.offload import HostMemory, Offload
 from te_models.model.output import Output, OutputRequest, with_routing
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
 from te_models.model.targets import nan_if, next_token_targets
-from te_models.model.te_modules import Factory, pad_rows
+from te_models.model.te_modules import Factory, first_rows, pad_rows
 from te_models.model.tensor_parallel import TensorParallel
 
 
@@ -452,7 +452,7 @@ class Decoder(DecoderRecipe):
         # A head in FP8 or with adapters has a forward of its own, which makes whole logits.
         if not request.return_logits and plain:
             return Output(nan_if(self._fused_loss(h, targets), invalid), None)
-        logits = self._logits(h, (batch, seq), context)[: batch * seq]
+        logits = first_rows(self._logits(h, (batch, seq), context), batch * seq)
         loss = nan_if(self.kernels.cross_entropy(logits, targets), invalid)
         return Output(loss, logits.unflatten(0, (batch, seq)) if request.return_logits else None)
 

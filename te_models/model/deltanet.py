@@ -14,7 +14,7 @@ from te_models.model.convolution import Taps, newest
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState
 from te_models.model.part import Mixer
-from te_models.model.te_modules import Factory, pad_rows
+from te_models.model.te_modules import Factory, first_rows, pad_rows
 from te_models.model.whole_rows import WholeRows
 
 SLOWEST = 1e-3
@@ -76,13 +76,12 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return linear attention of x [N, D]: [N, D]."""
         count = context.batch * context.seq
-        qkvz = context.linear(self.qkvz_proj, x)  # [N, C + Vd]
-        ba = context.linear(self.ba_proj, x)  # [N, 2n], in BF16 under any recipe
-        mixed, z = qkvz[:count].split(
-            [self.spec.sizes.mixed_size, self.spec.sizes.value_size], dim=-1
-        )
+        qkvz = first_rows(context.linear(self.qkvz_proj, x), count)  # [B*S, C + Vd]
+        # [B*S, 2n], in BF16 under any recipe
+        ba = first_rows(context.linear(self.ba_proj, x), count)
+        mixed, z = qkvz.split([self.spec.sizes.mixed_size, self.spec.sizes.value_size], dim=-1)
         # [B, S, C or 2n]
-        mixed, ba = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (mixed, ba))
+        mixed, ba = (t.unflatten(0, (context.batch, context.seq)) for t in (mixed, ba))
 
         rows = WholeRows.of(context)
 
@@ -94,7 +93,7 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         # One weight [d_v] for all heads, of which a rank has some: hence the sum of its gradient over ranks.
         out = self.tp.norm(self.norm, out.flatten(0, 2), partial=True).view(count, -1)  # [B*S, Vd]
         out = context.kernels.silu_gate(out, z)  # 0 at padding, where z is 0
-        return context.linear(self.out_proj, pad_rows(out, qkvz.shape[0]))
+        return context.linear(self.out_proj, pad_rows(out, x.shape[0]))
 
     @property
     def _mixed_sections(self) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ from te_models.model.convolution import Taps, newest
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState
 from te_models.model.part import Mixer
-from te_models.model.te_modules import Factory, pad_rows
+from te_models.model.te_modules import Factory, first_rows, pad_rows
 from te_models.model.whole_rows import WholeRows
 
 SLOWEST = 1e-3
@@ -92,7 +92,9 @@ class KimiDeltaAttention(Mixer[KDASpec]):
             f = context.linear(self.get_submodule("f_up_proj"), f.contiguous())  # [N, C]
             g = context.linear(self.get_submodule("g_up_proj"), g.contiguous())  # [N, C]
         # [B, S, 3C, C or n]
-        mixed, f, b = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (mixed, f, b))
+        mixed, f, b = (
+            first_rows(t, count).unflatten(0, (context.batch, context.seq)) for t in (mixed, f, b)
+        )
 
         rows = WholeRows.of(context)
 
@@ -103,7 +105,7 @@ class KimiDeltaAttention(Mixer[KDASpec]):
         sections = ((inner,) * 3, (inner,), (sizes.num_heads,))
         out = rows.mix(mix, (mixed, f, b), sections)  # [B, S, n, d], zeros at padding
         out = self.o_norm(out.flatten(0, 2)).view(count, -1)  # [B*S, C]
-        out = context.kernels.gate(out, g[:count])
+        out = context.kernels.gate(out, first_rows(g, count))
         return context.linear(self.get_submodule("o_proj"), pad_rows(out, x.shape[0]))
 
     def _mix(

@@ -17,7 +17,7 @@ from te_models.kernels.sdpa import causal_attention
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import KVState
 from te_models.model.part import Mixer
-from te_models.model.te_modules import Factory, pad_rows
+from te_models.model.te_modules import Factory, first_rows, pad_rows
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
@@ -85,7 +85,7 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         """Return queries [B, S, A, M + P], rotated, from q [N, A*(M + P)]."""
         sizes = self.spec.sizes
         rope = self.spec.rope
-        q = q[: context.batch * context.seq].unflatten(0, (context.batch, context.seq))
+        q = first_rows(q, context.batch * context.seq).unflatten(0, (context.batch, context.seq))
         q = q.unflatten(-1, (self.spec.heads.query, -1))
         if rope is not None:
             plain, turned = q.split((sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), dim=-1)
@@ -102,8 +102,10 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         rope = self.spec.rope
         count = context.batch * context.seq
         # A copy, or backward would keep all of qkv_a_proj's output for the sake of these columns.
-        kv = self.get_submodule("kv_a_layernorm")(kv[:count].contiguous())
-        kv, k_rope = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (kv, k_rope))
+        kv = self.get_submodule("kv_a_layernorm")(first_rows(kv, count).contiguous())
+        kv, k_rope = (
+            first_rows(t, count).unflatten(0, (context.batch, context.seq)) for t in (kv, k_rope)
+        )
         k_rope = k_rope[:, :, None]  # [B, S, 1, P]
         if rope is not None:
             k_rope = context.rotated(k_rope, rope)
@@ -116,7 +118,7 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         # The cache has more rows than the pass has tokens, so this GEMM needs padding of its own.
         padded = -(-count // context.alignment) * context.alignment
         shape = (context.batch, kv.shape[2])
-        both = context.linear(self.kv_b_proj, pad_rows(rows, padded), shape)[:count]
+        both = first_rows(context.linear(self.kv_b_proj, pad_rows(rows, padded), shape), count)
         both = both.unflatten(-1, (self.spec.heads.query, -1)).unflatten(0, (context.batch, -1))
         # [B, M', A, M], [B, M', A, V]
         k, v = both.split((sizes.qk_nope_head_dim, sizes.v_head_dim), dim=-1)

@@ -16,7 +16,7 @@ from te_models.model.convolution import Taps, newest
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState
 from te_models.model.part import Mixer
-from te_models.model.te_modules import Factory, pad_rows
+from te_models.model.te_modules import Factory, first_rows, pad_rows
 from te_models.model.whole_rows import WholeRows
 
 SLOWEST = 1e-3
@@ -91,7 +91,8 @@ class Mamba2(Mixer[Mamba2Spec]):
         """Return Mamba 2 of x [N, D]: [N, D]."""
         sizes = self.spec.sizes
         count = context.batch * context.seq
-        projected = context.linear(self.zxbcdt_proj, x)[:count]  # [B*S, H P + C + H, and padding]
+        # [B*S, H P + C + H, and padding]
+        projected = first_rows(context.linear(self.zxbcdt_proj, x), count)
         used = [sizes.inner_size, sizes.mixed_size, sizes.num_heads]
         # z [B*S, H P], mixed [B*S, C] and steps [B*S, H]; the projection's last channels may be padding.
         z, mixed, steps = projected[:, : sum(used)].split(used, dim=-1)

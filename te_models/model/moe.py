@@ -22,7 +22,7 @@ from te_models.model.expert_parallel import Exchange
 from te_models.model.forward_context import ForwardContext
 from te_models.model.part import Feedforward
 from te_models.model.router import Places, choose, describe, places, weights_of
-from te_models.model.te_modules import Factory, pad_rows
+from te_models.model.te_modules import Factory, first_rows, pad_rows
 
 
 class Routed(NamedTuple):
@@ -103,9 +103,10 @@ class Experts(Feedforward[MoESpec]):
         if self.jitters and self.training:
             # Router, experts and shared expert read the same noise.
             x = routed = shared = self._jittered(x)
-        tokens = self._latent(x, context)[:count]  # [T, D or L]
+        tokens = first_rows(self._latent(x, context), count)  # [T, D or L]
         # Padding is cut off before the choice, or experts would get rows of zeros, and the balance would count them.
-        logits = self.router_logits(self._logits(routed, context)[:count])  # FP32 [T, E]
+        logits = first_rows(self._logits(routed, context), count)
+        logits = self.router_logits(logits)  # FP32 [T, E]
 
         kernels = context.kernels.expert_rows
         gate_up = self.get_submodule("gate_up_proj")

@@ -10,7 +10,7 @@ from te_models.model.convolution import Taps, newest
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState
 from te_models.model.part import Mixer
-from te_models.model.te_modules import Factory, pad_rows
+from te_models.model.te_modules import Factory, first_rows, pad_rows
 from te_models.model.whole_rows import WholeRows
 
 
@@ -47,7 +47,7 @@ class ShortConv(Mixer[ShortConvSpec]):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the convolution of x [N, D]: [N, D]."""
         count = context.batch * context.seq
-        parts = context.linear(self.in_proj, x)[:count]  # [B*S, 3D]
+        parts = first_rows(context.linear(self.in_proj, x), count)  # [B*S, 3D]
         parts = parts.unflatten(0, (context.batch, context.seq))
 
         rows = WholeRows.of(context)

@@ -190,6 +190,12 @@ def own_weight(module: nn.Module) -> nn.Parameter:
         module = module.get_submodule("base_layer") if inside is None else inside
 
 
+def first_rows(x: Tensor, rows: int) -> Tensor:
+    """Return the first rows of x [n, ...], [rows, ...]; x itself if it has no others."""
+    # A slice of all rows is an operation to autograd: its backward fills a tensor with zeros and copies into it.
+    return x if x.shape[0] == rows else x[:rows]
+
+
 def pad_rows(x: Tensor, rows: int) -> Tensor:
     """Return x [n, D] with rows of zeros appended up to [rows, D]; x itself if it has enough."""
     return x if x.shape[0] == rows else F.pad(x, (0, 0, 0, rows - x.shape[0]))
