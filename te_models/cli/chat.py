@@ -174,19 +174,20 @@ class Session:
         elif command == "/system":
             _note(talk.system or "no system message")
         elif command == "/history":
-            show_piece(
-                "\n".join(f"{m['role']}: {m['content']}" for m in talk.messages) or "nothing yet"
-            )
+            lines = [f"{message['role']}: {message['content']}" for message in talk.messages]
+            show_piece("\n".join(lines) or "nothing yet")
             click.echo()
         elif command == "/save" and argument and talk.messages:
             # Appended in the format of training data, so that conversations worth learning can be collected.
             with Path(argument).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": talk.messages}, ensure_ascii=False) + "\n")
             _note(f"{plural(len(talk.messages), 'message')} appended to {argument}")
+        elif command == "/save" and argument:
+            raise UsageError("/save: there is no message yet; /help lists the commands")
+        elif command == "/save":
+            raise UsageError("/save: give it a file; /help lists the commands")
         else:
-            missing = "give it a file" if not argument else "there is no message yet"
-            wrong = f"/save: {missing}" if command == "/save" else f"unknown command {command}"
-            raise UsageError(f"{wrong}; /help lists the commands")
+            raise UsageError(f"unknown command {command}; /help lists the commands")
         return True
 
 

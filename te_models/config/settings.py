@@ -18,7 +18,8 @@ from te_models.errors import SAID, ConfigError, NamedFields, check_known, mistyp
 
 # A bool, number, text, several of them, a table, a group of settings, or None.
 SettingValue = object
-MOST = 2**63  # which no setting needs, and PyTorch's seeds do not reach
+# The bound of numbers that have no other: no setting needs more, and PyTorch takes no larger seed.
+MOST = 2**63
 EVERYDAY = "Options"  # the group of the options that --help lists; --help-all lists the others too
 Made = TypeVar("Made", bound="Settings")
 
@@ -36,8 +37,9 @@ class Setting:
         help: one line for the help and the reference.
         group: the heading of its option in the help.
         choices: its values, if they can be listed here.
-        least, below: numbers are at least the one and below the other.
-        above: numbers are above `least`.
+        least: the smallest number allowed.
+        above: whether `least` itself is not allowed either.
+        below: numbers are below this one.
         fixed: whether a resumed run keeps it, since with another value it would be another run.
         path: whether it may be a path.
         metavar: how the help writes its value; "": its type.
@@ -140,7 +142,7 @@ class Setting:
         return f"{least}, below {self.below}"
 
     def taken(self, value: SettingValue) -> SettingValue:
-        """Return a checked value as the dataclass has it: lists as tuples, the table of a group as the group."""
+        """Check a value; return it as the dataclass stores it: a list as a tuple, a table as the group of settings."""
         self.check(value)
         if isinstance(value, list) and tuple in self.kinds:
             return tuple(value)
@@ -186,7 +188,7 @@ def settings_of(owner: type[Settings]) -> tuple[Setting, ...]:
 
 
 def kinds_of(hint: Any) -> tuple[tuple[type, ...], type]:
-    """Return the types in an annotation such as `int | None` or `tuple[str, ...]`, None left out, and of entries."""
+    """Return the types in an annotation such as `int | None`, without None, and the type of the entries of a tuple."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     members = [get_args(option)[0] for option in options if get_origin(option) is tuple]
     kinds = []

@@ -87,6 +87,7 @@ def _batches(documents: Sequence[Document]) -> Iterator[list[Document]]:
 
 
 def _record(document: Document) -> _Record:
+    """Return a conversation with the variables of its template, and the weights of its answers beside them."""
     variables = json.loads(document.conversation or "{}")
     # Templates do not know "weight": it is taken out, and applied to the answers once they are found.
     weights = []
@@ -161,7 +162,7 @@ def _forms(record: _Record) -> Iterator[_Record]:
 
 
 def _writes_python(text: str, record: _Record) -> bool:
-    """Return whether a text has the arguments of a call as Python writes an object, in place of JSON."""
+    """Return whether a text has the arguments of a call as Python writes a dict, in place of JSON."""
     for message in record.messages:
         for call in message.get("tool_calls") or ():
             arguments = call["function"]["arguments"]
@@ -221,6 +222,7 @@ def _renamed(messages: Sequence[Fields], calling: Sequence[int]) -> list[Fields]
 
 
 def _probe(number: int, place: int) -> str:
+    """Return the name of call number `place` of message `number` in `_renamed`."""
     return f"te0models0call{number}x{place}x"
 
 
@@ -231,21 +233,22 @@ def _checked(
     document = record.document
     messages = record.messages
     turns = [number for number, m in enumerate(messages) if m["role"] == "assistant"]
-    rest = iter(answers)  # in the order of `_requests`
-    rendered = _rendered(next(rest), document)
+    remaining = iter(answers)  # in the order of `_requests`
+    rendered = _rendered(next(remaining), document)
     if not template.marks_answers:
         places = []
         for turn in turns:
-            before = _rendered(next(rest), document).text
-            after = _rendered(next(rest), document).text
+            before = _rendered(next(remaining), document).text
+            after = _rendered(next(remaining), document).text
             places.append(_answer(rendered.text, before, after, turn, document))
         rendered = Rendered(rendered.text, places)
-    _check_calls(rendered, record, turns, list(rest))
+    _check_calls(rendered, record, turns, list(remaining))
     _check_thoughts(rendered, messages, template, document)
     return _weighted(rendered, record.weights, document)
 
 
 def _rendered(rendered: Rendered | str, document: Document) -> Rendered:
+    """Return the rendered text; a template's own error, as a text, is raised as a DataError."""
     if isinstance(rendered, str):
         raise _Refused(f"{document.name}: the chat template refuses this record: {rendered}")
     return rendered

@@ -69,9 +69,11 @@ class Ranks:
 
 
 def _encode(value: object) -> Tensor:
+    """Return a JSON value as bytes, uint8 [length]."""
     # A bytearray: frombuffer shares its memory, and warns of memory that is read-only.
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def _decode(message: Tensor) -> Any:
+    """Return the JSON value in bytes, uint8 [length]."""
     return json.loads(message.numpy().tobytes())

@@ -50,7 +50,7 @@ class Cache(Protocol):
         ...
 
     def of_member(self, number: int) -> Cache:
-        """Return the cache as one of several mixers beside each other sees it: with the states of that mixer."""
+        """Return a view for mixer `number` of layers that run several in parallel: it shows that mixer's states."""
         ...
 
 
@@ -68,10 +68,19 @@ class State(Protocol):
 
 
 class KVState:
-    """Keys and values of one attention layer, each [B, K, slots, its channels].
+    """Keys [B, K, slots, channels] and values [B, K, slots, other channels] of one attention layer.
 
-    Zeros where there is no token, since a slot that the mask hides still takes part in a product: NaN times 0 is NaN,
-    and the projection that makes keys and values of latents would take a scale in FP8 from a text before.
+    A slot without a token holds zeros. The mask hides it, but its value is still multiplied by a probability of 0, and
+    0 times NaN is NaN. In latent attention the slots are also the input of an FP8 projection, whose scale would
+    otherwise depend on an earlier text.
+
+    Args:
+        batch: rows, B.
+        heads: heads of keys and values, K.
+        slots: positions.
+        channels: of a head's key and of its value.
+        device: of the tensors.
+        dtype: of the tensors.
     """
 
     def __init__(
@@ -83,9 +92,9 @@ class KVState:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.keys, self.values = (
-            torch.zeros(batch, heads, slots, n, device=device, dtype=dtype) for n in channels
-        )
+        key_channels, value_channels = channels
+        self.keys = torch.zeros(batch, heads, slots, key_channels, device=device, dtype=dtype)
+        self.values = torch.zeros(batch, heads, slots, value_channels, device=device, dtype=dtype)
 
     @property
     def nbytes(self) -> int:
@@ -103,8 +112,7 @@ class KVState:
         In the first forward those are k and v, afterwards the contents of all slots.
         """
         if slots is None:
-            # The prompt, from slot 0 on: a slice is known to the host, and the fast causal kernels take k and v as they
-            # are.
+            # The prompt fills slots from 0 on. Its own k and v are contiguous, as the fast causal kernels want them.
             self.keys[:, :, : k.shape[2]] = k
             self.values[:, :, : v.shape[2]] = v
             return k, v
@@ -154,7 +162,7 @@ class RecurrentState:
 
 
 class JointState:
-    """The states of several mixers beside each other in one layer, in their order."""
+    """The states of one layer that runs several mixers in parallel, in the order of the mixers."""
 
     def __init__(self, members: list[State]) -> None:
         self.members = members
@@ -187,16 +195,16 @@ class DecodingCache:
 
     Attributes:
         length: positions seen, padding included, counted by the host; a captured step does not count.
-        filled: the same on the device, int64 [1].
+        filled: `length` on the device, int64 [1]; a captured step counts there.
         counts: int64 [B], the tokens of each row without padding, hence the position of its next one.
         real: bool [B, slots], False at padding; meaningless beyond `filled`.
-        positions: int64 [B, slots], the tokens of its row before each slot, as padding may lie between; likewise.
+        positions: int64 [B, slots], the number of tokens of the same row before each slot, without padding; meaningless
+            beyond `filled`.
     """
 
     documents: Tensor | None = None
-    member: int | None = (
-        None  # the number of the mixer whose states it shows; None: there is one per layer
-    )
+    # The number of the mixer whose states a view shows, in layers with several; None: every layer has one state.
+    member: int | None = None
 
     def __init__(
         self,
@@ -314,13 +322,13 @@ class DecodingCache:
         return state
 
     def of_member(self, number: int) -> DecodingCache:
-        """Return the same cache, tokens and all, with the states of one of several mixers beside each other."""
+        """Return a view of this cache that shows the states of mixer `number` in layers with several."""
         view = copy.copy(self)
         view.member = number
         return view
 
     def _state(self, layer: int) -> State:
-        """Return the state of a layer, or of the one of its mixers that this cache shows."""
+        """Return the state of a layer; in a view for one of its mixers, that mixer's state."""
         state = self.states[layer]
         if self.member is None:
             return state

@@ -59,6 +59,10 @@ def _nearest(x, middles, SIGNED: tl.constexpr):
 
 @triton.jit
 def _load_moment(codes, scales, values, row, exists, at, here, FORMAT: tl.constexpr):
+    """Return a moment in FP32 [ROWS, BLOCK], of the elements `at` of the rows `row`.
+
+    `exists` [ROWS] and `here` [ROWS, BLOCK] are True inside the tensor; `values` [256] are the numbers of the codes.
+    """
     moment = tl.load(codes + at, here)
     if FORMAT == "plain":
         return moment.to(tl.float32)
@@ -83,10 +87,11 @@ def _store_moment(
     FORMAT: tl.constexpr,
     SIGNED: tl.constexpr,
 ):
+    """Quantize a moment, FP32 [ROWS, BLOCK], with one scale per row, and store it; see `_load_moment`."""
     if FORMAT == "plain":
         tl.store(codes + at, moment.to(codes.dtype.element_ty), here)
     else:
-        # Of a block of zeros too, so that nothing is divided by zero.
+        # Not zero for a block of zeros, since the block is divided by it.
         scale = tl.maximum(tl.max(tl.abs(moment), 1), 1e-12)
         if FORMAT == "dynamic":
             code = _nearest(moment * (1 / scale)[:, None], middles, SIGNED).to(tl.uint8)
@@ -204,7 +209,12 @@ def update(
     """
     if not parameter.numel():
         return
-    kind = "dynamic" if hasattr(first, "qmap") else "fp8" if hasattr(first, "codes") else "plain"
+    if hasattr(first, "qmap"):
+        kind = "dynamic"
+    elif hasattr(first, "codes"):
+        kind = "fp8"
+    else:
+        kind = "plain"
     stochastic = stochastic and parameter.dtype == torch.bfloat16
     device = parameter.device
     first_codes, first_scale = _stored(first, parameter)
@@ -242,7 +252,8 @@ def update(
 
 
 def _stored(moment: Any, parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes of a moment as bytes, and its scales; of one that is not quantized its values."""
+    """Return the codes of a moment as bytes, and its scales; of a moment in FP32 its values, and any tensor."""
     if hasattr(moment, "codes"):
         return moment.codes.view(torch.uint8), moment.scale
-    return moment, parameter  # the kernel does not read the second
+    # The kernel needs a pointer for the scales, but does not read it.
+    return moment, parameter

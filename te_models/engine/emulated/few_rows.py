@@ -28,7 +28,7 @@ from te_models.numerics.quantizers import (
 )
 from te_models.numerics.tensors import Float8TensorStorage, MaybeQuantized, QuantizedTensorStorage
 
-_TINY = 2.0**-64  # of smaller amaxes scales may overflow
+_TINY = 2.0**-64  # a smaller amax may have a scale that overflows FP32
 
 
 def scale(x: MaybeQuantized, quantizer: Quantizer) -> np.float32 | None:
@@ -97,10 +97,12 @@ def _columns(weight: Float8TensorStorage) -> Tensor:
 def _exact(
     data: Tensor, weight: Float8TensorStorage, split_accumulator: bool, splits: int
 ) -> Tensor:
-    """Return the product without scales as tensor cores compute it in `splits` runs of K; rows of zeros, the padding,
-    give zeros."""
+    """Return the product of the FP8 numbers `data` [T, K] and `weight` [N, K], without scales: FP32 [T, N].
+
+    It is the sum of `splits` products of equal parts of K, each rounded as tensor cores do.
+    """
     right = weight.cached("host factor", False, lambda: _host_factor(weight.fp8_matrix(False)))
-    # A row of FP8 has 256 different numbers: looked up, not computed.
+    # FP8 has only 256 different numbers: the factors of a row are looked up, not computed.
     table = _every_number(data.dtype)
     bits = data.view(torch.uint8).numpy()
     # The weight's K is padded to whole runs of a tensor core.
@@ -109,7 +111,7 @@ def _exact(
     out = np.zeros((len(bits), right.values.shape[1]), np.float32)
     with np.errstate(all="ignore"):
         for row, numbers in zip(out, bits, strict=True):
-            # The products of padding are the zeros that are there.
+            # A row of padding is all zeros, and so is its product.
             if numbers.any():
                 row[:] = row_product(
                     HostFactor(table.values[numbers], table.exponents[numbers]),

@@ -16,7 +16,7 @@ from te_models.engine.emulated.rmsnorm_kernels import (
 
 
 class _RMSNorm(torch.autograd.Function):
-    """`y = gamma * (r * x)` with `r = rsqrt(mean(x^2) + eps)`; saves x and r."""
+    """`y = gamma * (r * x)` with `r = rsqrt(mean(x^2) + eps)` [T, 1]; saves x [T, H] and r."""
 
     @staticmethod
     def forward(
@@ -77,7 +77,7 @@ class RMSNorm(NormModule):
         return y
 
     def tracked(self, x: Tensor, gamma: Tensor, requires_grad: bool) -> Tensor:
-        """Return the same for autograd."""
+        """Return `normalized` with a backward pass."""
         # Without FP8 of its own, the module still takes the "first module" flag and with it the backward update.
         first = requires_grad and FP8GlobalStateManager.is_first_fp8_module()
         updates = FP8GlobalStateManager.quantization_state.scales if first else None
