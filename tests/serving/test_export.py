@@ -12,7 +12,7 @@ import pytest
 import torch
 from bits import assert_same_bits, assert_same_tensors
 from families import make_config
-from hf_models import document_of, make_theirs, randomize, tensors_of
+from hf_models import document_of, load, make_theirs, randomize, tensors_of
 from judge import AutoModelForCausalLM
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -482,7 +482,10 @@ def test_calibration_measures_the_inputs(tmp_path: Path) -> None:
     with torch.no_grad():
         model(IDS)
     hook.remove()
-    assert model.export(tmp_path / "out", format="fp8-tensor", calibration=IDS).notes == ()
+    (note,) = model.export(tmp_path / "out", format="fp8-tensor", calibration=IDS).notes
+    assert note.startswith(
+        "transformers 5.24 reads wrong values, without an error, from fp8-tensor"
+    )
     stored = tensors_of(tmp_path / "out")["model.layers.0.mlp.down_proj.input_scale"]
     torch.testing.assert_close(stored, seen[0] / 448, rtol=1e-6, atol=0)
     assert "random tokens" in model.export(tmp_path / "four", format="nvfp4").notes[0]
@@ -722,6 +725,18 @@ def test_unsupported_exports_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "no multiples of 128" in note and "fp8-channel" in note
     (note,) = trained("qwen3_moe").export(tmp_path / "experts", format="nvfp4").notes
     assert "transformers 5.24 reads wrong values" in note
+
+
+def test_scales_that_transformers_leaves_out_are_noted(tmp_path: Path) -> None:
+    """It divides a weight of q, k and v into three, and finds no place for the scales."""
+    make_theirs("sarvam_moe-one-key", tmp_path / "whole")
+    notes = load(tmp_path / "whole").export(tmp_path / "out", format="fp8-block").notes
+    assert "reads wrong values, without an error, for query_key_value" in notes[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert all(name.endswith("weight_scale_inv") for name in report["unexpected_keys"])
+    assert report["unexpected_keys"], "transformers reads the scales now: remove the note"
 
 
 def blocks_that_vllm_refuses(folder: Path, config: Mapping[str, Any]) -> list[str]:
