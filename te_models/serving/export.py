@@ -19,7 +19,7 @@ from te_models.config.model import ModelConfig
 from te_models.config.precision import HEAD
 from te_models.distributed.dtensor import local
 from te_models.errors import UsageError, check_known
-from te_models.files.formats import Document, Fields, list_some
+from te_models.files.formats import Document, Fields
 from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.region import saving
 from te_models.interop.hf import HuggingFaceFolder
@@ -40,6 +40,7 @@ from te_models.serving.formats import (
 )
 from te_models.serving.input_scales import input_scales
 from te_models.serving.kept import kept_parts, source_in
+from te_models.serving.other_readers import not_read
 from te_models.serving.rounding import (
     ROUNDINGS,
     SEED,
@@ -123,7 +124,7 @@ def export(
                 model, origin, folder, parameters, read_tokenizer(origin), quantize=writer.quantize
             )
         model.tp.wait()
-    notes = (*writer.notes, *_notes(format, writer.shapes))
+    notes = (*writer.notes, *not_read(format, writer.shapes))
     quantized = tuple(writer.quantized)
     ignored = tuple(writer.ignored)
     return Export(Path(folder), format, quantized, ignored, notes, writer.survival())
@@ -474,30 +475,3 @@ def _rows(parts: Parts, place: Place) -> Parts:
         rows = place.save(tensor.view(torch.uint8) if narrow else tensor)
         selected[name] = rows.contiguous().view(E4M3) if narrow else rows
     return selected
-
-
-def _notes(format: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return notes on quantized weights, of these shapes by name, that other programs do not read."""
-    wrong = "transformers 5.24 reads wrong values, without an error,"
-    elsewhere = "use a server, or te_models"
-    if format == "fp8-tensor":
-        return [f"{wrong} from {format}, whose scales it does not look for: {elsewhere}"]
-    if format in ("mxfp8", "nvfp4") and any(".experts." in name for name in shapes):
-        what_happens = "transformers 5.24 fails on" if format == "mxfp8" else f"{wrong} for"
-        return [f"{what_happens} experts in {format}: {elsewhere}"]
-    if format != "fp8-block":
-        return []
-    notes = []
-    # It divides the weight into q, k and v, and not the scales.
-    if any(name.endswith(".query_key_value") for name in shapes):
-        notes.append(f"{wrong} for query_key_value in {format}: {elsewhere}, or take fp8-channel")
-    odd = []
-    for name, shape in shapes.items():
-        if any(size % 128 for size in shape):
-            odd.append(f"{name} {list(shape)}")
-    if odd:
-        notes.append(
-            f"{len(odd)} weights have sizes that are no multiples of 128 ({list_some(odd, limit=2)}): vLLM and SGLang "
-            "refuse such rows in q, k, v, gate and up, and transformers some of them; fp8-channel has no such limit"
-        )
-    return notes
