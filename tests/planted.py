@@ -288,7 +288,10 @@ def nothing(trainer: Trainer, site: Site) -> None:
 FAILURES: dict[str, Planted] = {
     "outlier channel grows": Planted(
         outlier, ("delayed", "current"), "outlier", "input",
-        heal=(dict(recipe="blockwise"), {}),
+        heal=(dict(recipe="blockwise"), {}), shape=dict(intermediate_size=1024),  # the outlier is in one of 8 blocks
+    ),
+    "outlier in every block": Planted(
+        outlier, ("blockwise",), "outlier", "input", heal=(dict(precision={LINEAR: "bf16"}), {}),
     ),
     "learning rate too high": Planted(
         nothing, NATIVE_RECIPES, "learning-rate", "", begun=1, train=dict(learning_rate=1.0, clip_grad_norm=0.0),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from te_models.errors import plural
 from te_models.inspect.findings import Finding, Rule, over, with_first_cause
+from te_models.inspect.learning_rate import find_learning_rate
 from te_models.inspect.run_facts import Mask, RunFacts, read_facts
 from te_models.numerics.formats import DType
 from te_models.planning.printable import Printable
@@ -39,14 +40,15 @@ LASTING = 3  # recorded steps in a row in which few values are far beyond the fo
 # dB below which a cast is worth a word, by format: LEEWAY below what numbers of a normal distribution have.
 LEEWAY = 9.0
 LEAST_SQNR = {DType.kFloat8E4M3: 22.0, DType.kFloat8E5M2: 16.0, DType.kFloat4E2M1: 11.0}
-LOSS_RISE = 0.5  # of the way from its lowest value back to its first one
-LOSS_LEAP = 0.5  # above its lowest value so far, as a share of that
-WEIGHT_GROWTH = 1.5  # of the root mean square of half of the weights
-# A learning rate, which is about what a step of AdamW changes in a weight, as a share of the weights' root mean square.
-LARGE_STEP = 0.1
+# The change to try where scales per block do not keep outliers apart.
+OUTLIER_IN_BLOCKS = (
+    "blocks do not help where nearly each has such a value: keep this linear in BF16 through the recipe's table "
+    "precision"
+)
 
 
 def _nonfinite(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    first_bad = facts.first_nonfinite()
     for event in facts.events:
         if event["event"] != "nonfinite" or not event.get("tensor"):
             continue
@@ -58,6 +60,9 @@ def _nonfinite(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     counts = facts.record.field("nonfinite")
     where = counts > 0
     if not where.any():
+        if first_bad is not None:
+            message = f"{first_bad['message']}; no tensor of a te.Linear had such a value before"
+            yield Finding(rule.key, "", int(first_bad["step"]), message, rule.change)
         return
     first = int(np.flatnonzero(where.any(1))[0])
     order = np.flatnonzero(where[first])
@@ -200,12 +205,18 @@ def _outlier(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     def say(step: int, tensor: int) -> str:
         return (
             f"{facts.tensors[tensor].name}: {lost[step, tensor]:.0%} is flushed to zero or subnormal in step "
-            f"{facts.steps[step]} though the scale fits; the largest value is {peak[step, tensor]:.3g} times the root "
+            f"{facts.steps[step]} though its scale fits; the largest value is {peak[step, tensor]:.3g} times the root "
             "mean square"
         )
 
     where = outliers(facts)
-    yield from over(facts, rule, where, lost, say, origin=_much(where, lost))
+    blocks = ~facts.one_scale()
+    names = [tensor.name for tensor in facts.tensors]
+    for finding in over(facts, rule, where, lost, say, origin=_much(where, lost)):
+        if blocks[:, names.index(finding.tensor)].any():
+            yield replace(finding, change=OUTLIER_IN_BLOCKS)
+        else:
+            yield finding
 
 
 def _much(where: Mask, size: Floats) -> Mask:
@@ -215,8 +226,14 @@ def _much(where: Mask, size: Floats) -> Mask:
 
 
 def outliers(facts: RunFacts) -> Mask:
-    """Return where a scale fits its tensor and most values are too small for it all the same, bool [steps, tensors]."""
-    return (np.abs(facts.headroom()) <= UNUSED_BITS) & (facts.lost() > LOST)
+    """Return where scales fit and most values are too small for them all the same, bool [steps, tensors].
+
+    The scale of a block fits always. Of FP4 many values are subnormal in any tensor.
+    """
+    fits = np.abs(facts.headroom()) <= UNUSED_BITS
+    formats = facts.record.field("format")
+    fits |= ~facts.one_scale() & (formats != int(DType.kFloat4E2M1))
+    return fits & (facts.lost() > LOST)
 
 
 def _dead(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
@@ -244,93 +261,6 @@ def _dead(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     # Above every depth.
     nearest[facts.operand("weight")] += 2 * count
     yield from over(facts, rule, always, nearest[None], say)
-
-
-def _learning_rate(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
-    """A loss that goes back up, to the end of the run or to a peak, under steps that are large for the weights."""
-    losses = np.array([row["loss"] for row in facts.rows], float)
-    if len(losses) < 4:
-        return
-    width = max(1, len(losses) // 10)
-    # A single spike is no divergence, so a tenth of the run is averaged; at the start, the losses that there are: the
-    # first step may be the only one before a divergence.
-    start = np.cumsum(losses[: width - 1]) / np.arange(1, width)
-    smooth = np.append(start, np.convolve(losses, np.ones(width) / width, mode="valid"))
-    numbers = np.array([int(row["step"]) for row in facts.rows])
-    end = len(smooth) - 1
-    lowest = int(np.nanargmin(smooth)) if np.isfinite(smooth).any() else 0
-    fell = smooth[0] - smooth[lowest]
-    rose = smooth[-1] - smooth[lowest]
-    diverged = not np.isfinite(losses[-1]) or rose > max(
-        LOSS_RISE * fell, 0.05 * abs(smooth[lowest])
-    )
-    if diverged:
-        sizes = _weight_sizes(facts, int(facts.steps[0]), int(facts.steps[-1]))
-    else:
-        # The highest loss above the lowest one before it.
-        so_far = np.fmin.accumulate(smooth)
-        rises = np.nan_to_num(smooth - so_far, nan=-np.inf)
-        end = int(rises.argmax())
-        lowest = int(np.nanargmin(smooth[: end + 1]))
-        if rises[end] <= LOSS_LEAP * abs(smooth[lowest]):
-            return
-        # Within these steps: over a long run weights grow without harm.
-        sizes = _weight_sizes(facts, int(numbers[lowest]), int(numbers[end]))
-    step = int(numbers[lowest])
-    said = f"the loss rose from {smooth[lowest]:.4g} after step {step} to {smooth[end]:.4g}, while"
-    growth = _largest_growth(sizes)
-    if growth >= WEIGHT_GROWTH:
-        message = f"{said} half of the weights grew by a factor of {growth:.2f} or more"
-        yield Finding(rule.key, "", step, message, rule.change)
-        return
-    # Weights that grew before the first record do not show it, nor those that weight decay then shrank.
-    rates = [float(row.get("learning_rate", 0)) for row in facts.rows[lowest : end + 1]]
-    share = max(rates) / _median(sizes[:1]) if len(sizes) else 0.0
-    # Over the whole record: the loss may leap and come back between two records.
-    if share >= LARGE_STEP and _move(_weight_sizes(facts, 0, int(facts.steps[-1]))):
-        message = (
-            f"{said} the learning rate, {max(rates):.3g}, was {share:.2g} times the root mean square of half of the "
-            f"weights or more"
-        )
-        yield Finding(rule.key, "", step, message, rule.change)
-
-
-def _weight_sizes(facts: RunFacts, first: int, last: int) -> Floats:
-    """Return the root mean squares of the weights in the records of and around two steps, [steps, weights].
-
-    Without any weights there are no steps either.
-    """
-    weights = facts.rms()[:, facts.operand("weight")]
-    # A weight that was not recorded in some step would compare different sets.
-    weights = weights[:, np.isfinite(weights).all(0)]
-    if not weights.size:
-        return np.empty((0, 0))
-    steps = facts.steps
-    start = max(0, int(np.searchsorted(steps, first, side="right")) - 1)
-    stop = min(len(steps) - 1, int(np.searchsorted(steps, last)))
-    return weights[start : stop + 1]
-
-
-def _largest_growth(sizes: Floats) -> float:
-    """Return the median growth of the weights from the first record to where it is largest; NaN without any."""
-    if not len(sizes):
-        return float("nan")
-    with np.errstate(divide="ignore", invalid="ignore"):
-        growth = sizes / sizes[:1]
-    return max(_median(row) for row in growth)
-
-
-def _move(sizes: Floats) -> bool:
-    """Return whether half of the weights change between records; those below adapters do not."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        change = sizes.max(0) / sizes.min(0) - 1
-    return _median(change) > 0.01
-
-
-def _median(values: Floats) -> float:
-    """Return the median of what is no NaN; NaN without any, as of weights that are all zero."""
-    known = values[~np.isnan(values)]
-    return float(np.median(known)) if known.size else float("nan")
 
 
 def _inexact(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
@@ -435,11 +365,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "learning-rate",
-        "the loss rises again while the weights grow, or under steps that are large for them",
+        "the loss rises again while the weights grow, or under steps that are large for them; or a NaN comes before it "
+        "could rise",
         "lower --learning-rate, or warm up longer (--warmup-steps); try --recipe bf16 for a few steps to see that FP8 "
         "is not the cause",
         "amax",
-        _learning_rate,
+        find_learning_rate,
     ),
     Rule(
         "inexact",
@@ -486,10 +417,10 @@ def diagnose(facts: RunFacts, rules: Sequence[Rule] = RULES) -> Diagnosis:
     # Facts may be diagnosed twice, as for advice and then for the report.
     facts.found.clear()
     findings: list[Finding] = []
-    if facts.record.steps:
-        # In their order: each marks the tensors that it explains, which those after it leave out.
-        for rule in rules:
-            findings += rule.look(facts, rule)
+    # In their order: each marks the tensors that it explains, which those after it leave out. A run that ended before
+    # the first recorded step has metrics and events alone.
+    for rule in rules:
+        findings += rule.look(facts, rule)
     findings.sort(key=lambda finding: finding.step)
     findings = with_first_cause(findings, "learning-rate")
     counted = int(facts.record.counted.any(0).sum())

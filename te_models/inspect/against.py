@@ -137,6 +137,8 @@ class Against(Printable):
         if self.loss is None:
             return f"the loss was not compared: {self.reason}"
         then = self.card.loss
+        if math.isnan(then):
+            return f"the recorded loss is not finite; here it is {self.loss:.6g}"
         if self.loss == then:
             return f"the loss is the recorded one, {then:.6g}"
         return f"the loss is {self.loss:.6g} here, {then:.6g} as recorded ({self.loss - then:+.2g})"

@@ -51,6 +51,13 @@ class RunFacts:
         """The recorded tensors."""
         return self.record.tensors
 
+    def first_nonfinite(self) -> Row | None:
+        """Return the first event of a step whose loss or gradient was not finite; None for a run without one."""
+        for event in self.events:
+            if event["event"] == "nonfinite":
+                return event
+        return None
+
     def headroom(self) -> Floats:
         """Return the powers of two between each tensor's largest magnitude and the format's, [steps, tensors].
 

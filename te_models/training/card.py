@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,7 @@ class Card:
         versions: of the packages that numbers depend on.
         step: the step after which it was recorded, when the run ended.
         batch: the first sequences of the last micro-batch.
-        loss: of the model on it after that step.
+        loss: of the model on it after that step; NaN if it is not finite.
         linears: samples of te.Linears.
     """
 
@@ -142,7 +143,7 @@ def write_card(run: Path, card: Card) -> None:
         "capability": card.capability,
         "versions": card.versions,
         "step": card.step,
-        "loss": card.loss,
+        "loss": card.loss if math.isfinite(card.loss) else None,
         "linears": linears,
     }
     save_folder(run / RECORD / CARD, {"gemms": tensors, "batch": card.batch}, {CARD: document})
@@ -174,7 +175,8 @@ def read_card(run: str | Path) -> Card:
         )
     batch = dict(opened.tensors["batch"])
     about = {name: document[name] for name in ("device", "engine", "capability", "versions")}
-    return Card(**about, step=document["step"], batch=batch, loss=document["loss"], linears=linears)
+    loss = math.nan if document["loss"] is None else document["loss"]
+    return Card(**about, step=document["step"], batch=batch, loss=loss, linears=linears)
 
 
 @torch.enable_grad()

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
+from te_models.causal_lm import CausalLM
+from te_models.distributed.control import Ranks
+from te_models.distributed.dtensor import local
 from te_models.errors import Diverged, UsageError
+from te_models.fp8.primary_weights import quantized
 from te_models.recorder.layout import INDEX, RecordedTensor
 from te_models.training.bad_tensor import OUTPUT, BadTensors, first_of_all
 from te_models.training.evaluation import KEPT, Batch, diagnosis
 from te_models.training.metrics import MetricsLog, read_metrics
-from te_models.training.recording import RecordedStep, Recorder, RecordLog
+from te_models.training.recording import RecordedStep, Recorder, RecordLog, quantizing_modules
 from te_models.training.run_saves import keep_recipe, newest_step, rewind
 from te_models.training.spikes import Bounds, SpikeBounds
 from te_models.training.step_start import StepStart
@@ -87,12 +92,14 @@ class Guard:
         self.returned: list[Drawn] = []
         self.in_a_row = 0
         self.returns: dict[int, int] = {}  # to each step, under "rewind"
+        self.first_rms: float | None = None  # of the weights when the run began or was resumed
 
     def begin(self, metrics: MetricsLog, record: RecordLog) -> None:
         """Prepare for a run: one that is resumed knows the steps before it from its metrics."""
         trainer = self.trainer
         self.metrics = metrics
         self.record_log = record
+        self.first_rms = weight_rms(trainer.model, trainer.parallel.ranks)
         if self.spikes.deviations:
             self.spikes.replace(trainer.parallel.ranks.from_first(self._recent))
         # The first state to go back to.
@@ -342,6 +349,7 @@ class Guard:
         line = f"{self._line(bad, tensor)}: {outcome}"
         if not reproduced:
             line += "; a second run of the step was finite, as after a fault of the hardware"
+        rms = weight_rms(self.trainer.model, self.trainer.parallel.ranks)
         # All keys in each row, so that a reader of the file needs no case for events without a tensor.
         row: Row = {
             "step": bad.step,
@@ -350,6 +358,8 @@ class Guard:
             "loss": finite_or_none(bad.loss),
             "grad_norm": finite_or_none(bad.grad_norm),
             "bound": bad.bound,
+            "weight_rms": rms,
+            "weight_growth": rms / self.first_rms if rms and self.first_rms else None,
             "tensor": None,
             "linear": None,
             "layer": None,
@@ -411,6 +421,29 @@ def is_quantized_layer(trainer: Trainer, pattern: str) -> bool:
         if named and model.precision.recipe_of(name) is not None:
             return True
     return False
+
+
+def weight_rms(model: CausalLM, ranks: Ranks) -> float | None:
+    """Return the median of the root mean squares of the trained weights of all te.Linears; None without any.
+
+    All ranks call it; where they have parts of a weight, each part counts as a weight.
+    """
+    sizes = []
+    for _, module in quantizing_modules(model):
+        for name, parameter in module.named_parameters(recurse=False):
+            if not name.startswith("weight") or not parameter.requires_grad:
+                continue
+            fp8 = quantized(parameter)
+            own = local(parameter.detach()) if fp8 is None else fp8.dequantize(dtype=torch.float32)
+            if own.numel():
+                # Of an FP32 sum, without a copy of the weight in FP32.
+                size = torch.linalg.vector_norm(own, dtype=torch.float32) / math.sqrt(own.numel())
+                sizes.append(size)
+    own_sizes = torch.stack(sizes).tolist() if sizes else []
+    known = []
+    for rank in ranks.gather(own_sizes):
+        known += [size for size in rank if math.isfinite(size)]
+    return statistics.median(known) if known else None
 
 
 RandomState = tuple[Tensor, Tensor | None]

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planted import FAILURES, NATIVE_RECIPES, heals, run_planted
+from planted import FAILURES, NATIVE_RECIPES, SHAPE, heals, run_planted, write_recipe
+from tiny_runs import tiny_model, tiny_trainer
 
 from te_models.cli import main
-from te_models.errors import DataError
+from te_models.errors import DataError, Diverged
 from te_models.inspect.advice import RULES, Diagnosis, Finding, diagnose
 from te_models.inspect.findings import Rule
 from te_models.inspect.run_facts import RunFacts, read_facts
@@ -246,3 +247,57 @@ def test_what_begins_after_a_rate_that_is_too_high_may_follow_from_it(
     assert findings["learning-rate"].change.startswith("lower --learning-rate")
     follows = findings["saturation"].change.startswith("first mend the learning-rate of step 4")
     assert follows == bool(after) and findings["saturation"].change.endswith("shrink it")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "record", "rate"),
+    [("delayed", 1, 1e4), ("current", 4, 1e8), ("blockwise", 50, 1e4), ("bf16", 1, 1e8)],
+)
+def test_a_learning_rate_that_ends_a_run_before_the_loss_can_rise_comes_first(
+    recipe: str, record: int, rate: float, tmp_path: Path
+) -> None:
+    """The NaN of step 3 or 6 follows from it, also where no step was recorded before."""
+    model = tiny_model(recipe, **SHAPE)
+    run = tiny_trainer(
+        model, tmp_path, batch_size=2, seq_len=64, record=record, eval_every=0, learning_rate=rate,
+        clip_grad_norm=0.0,
+    )  # fmt: skip
+    write_recipe(tmp_path, model)
+    with pytest.raises(Diverged):
+        run.run()
+    first, *others = diagnose(read_facts(tmp_path)).findings
+    assert (first.rule, first.step) == ("learning-rate", 1)
+    assert first.change.startswith("lower --learning-rate")
+    (named,) = [one for one in others if one.rule == "nonfinite"]
+    assert named.tensor and named.change.startswith("first mend the learning-rate of step 1")
+
+
+def test_a_bad_batch_of_a_run_that_learns_is_not_blamed_on_the_learning_rate(
+    tmp_path: Path,
+) -> None:
+    """Nor before its loss has fallen, if the weights stay."""
+    facts = read_facts(run_planted(tmp_path, "current", FAILURES["NaN in one batch"]))
+    assert {one.rule for one in diagnose(facts).findings} == {"nonfinite"}
+    assert facts.events[0]["weight_growth"] == pytest.approx(1.0, abs=0.2)
+    for row in facts.rows:
+        row["loss"] = facts.rows[0]["loss"]
+    assert {one.rule for one in diagnose(facts).findings} == {"nonfinite"}
+
+
+def test_a_bad_step_without_a_bad_tensor_is_still_a_finding(tmp_path: Path) -> None:
+    facts = read_facts(run_planted(tmp_path, "current", None))
+    message = "step 5: the loss is nan: the run ends"
+    facts.events.append({"step": 5, "event": "nonfinite", "tensor": None, "message": message})
+    (finding,) = diagnose(facts).findings
+    assert (finding.rule, finding.tensor, finding.step) == ("nonfinite", "", 5)
+    assert finding.message.startswith(message)
+
+
+def test_an_outlier_in_every_block_asks_for_bf16(tmp_path: Path) -> None:
+    """A linear with 128 inputs has one block in a row, which the outlier spoils; blocks of 32 keep it apart."""
+    failure = FAILURES["outlier in every block"]
+    (finding,) = diagnose(read_facts(run_planted(tmp_path / "128", "blockwise", failure))).findings
+    assert (finding.rule, finding.tensor) == ("outlier", failure.tensor())
+    assert "in BF16" in finding.change and "blockwise" not in finding.change
+    found = diagnose(read_facts(run_planted(tmp_path / "32", "mxfp8", failure))).findings
+    assert "outlier" not in {one.rule for one in found}

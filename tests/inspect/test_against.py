@@ -1,6 +1,7 @@
 """A card beside the one of a run: equal on one machine, named where products are added in another way."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,3 +158,18 @@ def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     finally:
         (tmp_path / "away").rename(checkpoint)
     assert found.same and "the loss was not compared: its newest checkpoint is not" in found.verdict
+
+
+def test_a_model_whose_loss_is_nan_has_a_card_too(tmp_path: Path) -> None:
+    """The weights are finite, so the run that skips its steps ends as it would without a record."""
+    model = tiny_model("delayed", **SHAPE)
+    trainer = tiny_trainer(
+        model, tmp_path, steps=5, batch_size=2, seq_len=64, record=1, eval_every=0, learning_rate=1e8,
+        clip_grad_norm=0.0, on_nan="skip",
+    )  # fmt: skip
+    write_recipe(tmp_path, model)
+    assert trainer.run().step == 5
+    found = verify_against(tmp_path)
+    assert math.isnan(found.card.loss) and found.card.step == 5
+    assert "the recorded loss is not finite" in found.verdict
+    assert found.to_dict()["recorded"]["loss"] is None

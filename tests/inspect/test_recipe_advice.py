@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def trained(folder: Path, failure: Planted, recipe: Recipe) -> list[float]:
 
 def check_advice(name: str, recipe: str, expected: tuple[str, dict[str, str]], out: Path) -> None:
     """See the advice, and that training under it is as close to BF16 as training without it, or closer."""
-    failure = FAILURES[name]
+    failure = replace(FAILURES[name], shape={})  # in `trained` as well
     run_planted(out / "ill", recipe, failure)
     advice = advise_recipe(out / "ill")
     assert (advice.recipe.name, dict(advice.recipe.precision)) == expected, advice
@@ -194,3 +195,9 @@ def test_commands_take_the_recipe_of_a_record(
         warnings.simplefilter("ignore")
         assert main(["plan", "--from-record", "seen", "--gpu", "H100"]) == 0
     assert "FP8 does not pay on H100" in capsys.readouterr().out
+
+
+def test_an_outlier_of_a_wide_linear_asks_for_blocks(tmp_path: Path) -> None:
+    """It has most of the model's operations, and eight blocks in a row, of which one has the outlier."""
+    run_planted(tmp_path, "current", FAILURES["outlier channel grows"])
+    assert advise_recipe(tmp_path).recipe.name == "blockwise"

@@ -232,7 +232,8 @@ def _squares_of_few_rows(kernel: Kernel, wide: Tensor) -> Tensor:
     """
     rows, cols = wide.shape
     squares = np.zeros((rows, -(-cols // (LANES * kernel.width)), LANES, kernel.width), np.float32)
-    np.square(wide.numpy(), out=squares.reshape(rows, -1)[:, :cols])
+    with np.errstate(over="ignore"):  # infinite, as on a GPU
+        np.square(wide.numpy(), out=squares.reshape(rows, -1)[:, :cols])
     # [steps of a lane, T, lanes]
     steps = np.ascontiguousarray(squares.transpose(1, 3, 0, 2)).reshape(-1, rows, LANES)
     sums = np.add.reduce(steps)  # one after the other: NumPy adds in pairs along the last axis only
