@@ -1,16 +1,21 @@
 """Studies of many small runs: each run as the command line trains it, results that are kept, and a time limit."""
 
+import json
+import math
 import time
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.gated_learning_rates import RECIPES, look, runs
-from benchmarks.optimizer_study import OPTIMIZERS
+from benchmarks import small_runs
+from benchmarks.gated_learning_rates import RECIPES, look, runs, values_by_rate
+from benchmarks.optimizer_study import OPTIMIZERS, TOKENIZER
 from benchmarks.optimizer_study import runs as optimizer_runs
 from benchmarks.small_runs import SmallRun, batch_of, finished, shuffled, train
+from benchmarks.tables.studies import interpolated_best
 from te_models import CausalLM, TrainConfig
+from te_models.data.tokenizer import load_tokenizer
 from te_models.training.trainer import Trainer
 
 MODEL = dict(
@@ -79,3 +84,37 @@ def test_optimizer_study_has_whole_rates_first():
     assert len({run.name for run in made}) == 5 * 2 * 3
     assert {run.config["learning_rate"] for run in made[:15]} == {1e-3}
     assert {run.config["optimizer"] for run in made[:5]} == set(OPTIMIZERS)
+
+
+def test_tokens_are_of_the_text_and_one_document_in_a_hundred_is_held_out(tmp_path, monkeypatch):
+    texts = [f"number {number}" for number in range(150)]
+
+    def write(file, size):
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    monkeypatch.setattr(small_runs, "write_corpus", write)
+    small_runs.write_tokens(tmp_path, TOKENIZER, 0)
+    tokenizer = load_tokenizer(TOKENIZER)
+    expected = {"held_out": [texts[0], texts[100]], "train": texts[1:100] + texts[101:]}
+    for name, kept in expected.items():
+        ids = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in kept]
+        assert np.load(tmp_path / f"{name}.npy").tolist() == [id for row in ids for id in row]
+
+
+def test_diverged_runs_are_infinite_and_missing_ones_left_out():
+    found = {
+        "none-bf16-0.001-0": {"held_out": 2.0, "diverged": None},
+        "none-bf16-0.001-1": {"held_out": 9.0, "diverged": 100},
+        "headwise-bf16-0.001-0": {"held_out": 3.0, "diverged": None},
+    }
+    assert values_by_rate(found, "none", "bf16", "held_out") == {1e-3: [2.0, math.inf]}
+
+
+def test_best_rate_is_at_the_bottom_of_a_parabola():
+    def loss(rate):
+        return 1.0 + (math.log2(rate) - math.log2(2.5e-3)) ** 2
+
+    rates = (1e-3, 2e-3, 4e-3, 8e-3)
+    found = interpolated_best({rate: loss(rate) for rate in rates})
+    assert found == pytest.approx(2.5e-3)
+    assert interpolated_best({1e-3: 1.0, 2e-3: 2.0, 4e-3: 4.0}) == 1e-3

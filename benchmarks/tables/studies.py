@@ -27,42 +27,52 @@ def means(runs: Runs, gate: str, recipe: str, value: str) -> dict[float, float]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return mean and standard deviation of several seeds."""
-    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
+    """Return the mean of the seeds, with the standard deviation where there are several."""
+    mean = f"{statistics.mean(values):.3f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.3f}"
 
 
 def interpolated_best(losses: Mapping[float, float]) -> float:
     """Return the rate at the bottom of the parabola through the losses of the best rate and its two neighbours.
 
-    The parabola is over the logarithm of the rate. The best rate must not be the first or the last.
+    The parabola is over the logarithm of the rate. A best rate without two neighbours is returned itself.
     """
     rates = list(losses)
-    at = min(range(1, len(rates) - 1), key=lambda number: losses[rates[number]])
+    at = min(range(len(rates)), key=lambda number: losses[rates[number]])
+    if at in (0, len(rates) - 1):
+        return rates[at]
     below, best, above = (losses[rate] for rate in rates[at - 1 : at + 2])
     return rates[at] * 2 ** ((below - above) / (2 * (below - 2 * best + above)))
 
 
-@table
-def gated_rates() -> str:
-    """Held-out loss of each gate and recipe over the learning rate."""
-    result = load(GATED)
+def rates_table(result: Mapping[str, Any], seeds: str) -> str:
+    """Return the held-out loss of each gate and recipe that a result has, at each learning rate."""
     runs = result["runs"]
     lines = []
     for recipe in RECIPES:
         for gate in GATES:
+            found = values_by_rate(runs, gate, recipe, "held_out")
+            if not found:
+                continue
             cells = [f"`{recipe}`", gate]
-            for values in values_by_rate(runs, gate, recipe, "held_out").values():
-                cells.append(spread(values))
+            for rate in RATES:
+                cells.append(spread(found[rate]) if rate in found else "")
             best = interpolated_best(means(runs, gate, recipe, "held_out"))
             lines.append([*cells, f"{best:.2e}".replace("e-03", "e-3")])
     rates = " | ".join(f"{rate:g}" for rate in RATES)
     settings = result["settings"]
     tokens = settings["steps"] * settings["batch_size"] * settings["seq_len"]
     about = prose(
-        f"Held-out loss in nats per token at each learning rate, mean and standard deviation of three seeds; "
-        f"{len(runs)} runs of {tokens:,} tokens. {measured_on(result).replace('on one ', 'on four ', 1)}"
+        f"Held-out loss in nats per token at each learning rate, {seeds}; {len(runs)} runs of {tokens:,} tokens. "
+        f"{measured_on(result).replace('on one ', 'on four ', 1)}"
     )
     return f"{about}\n\n{markdown(f'recipe | gate | {rates} | best rate, interpolated', lines)}"
+
+
+@table
+def gated_rates() -> str:
+    """Held-out loss of each gate and recipe over the learning rate."""
+    return rates_table(load(GATED), "mean and standard deviation of three seeds")
 
 
 @table
