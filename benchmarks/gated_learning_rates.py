@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,21 +66,21 @@ def runs(
     size: str,
     norms: Sequence[bool],
     recipes: Sequence[str],
+    rates: Sequence[float],
     seeds: Sequence[int],
     tiny: bool,
 ) -> list[SmallRun]:
     """Return every run, all of a seed before those of the next, so that a study cut short has whole seeds."""
     made = []
     settings = settings_of(size, tiny)
-    rates = RATES
-    shape: dict[str, Any] = {"name": "gated-nano", **SHAPE_20M}
+    shape: dict[str, Any] = {"name": "gated-nano", **SHAPE_20M, "vocab_size": VOCABULARY}
     if size == "124m":
         shape = {"name": "gated-124m"}
     if tiny:
-        rates = RATES[:1]
-        shape = {"name": "gated-nano", "num_hidden_layers": 3}
+        rates = rates[:1]
+        shape = {"name": "gated-nano", "num_hidden_layers": 3, "vocab_size": VOCABULARY}
     for norm, seed, rate, recipe, gate in itertools.product(norms, seeds, rates, recipes, GATES):
-        model = {**shape, "vocab_size": VOCABULARY, "recipe": recipe}
+        model = {**shape, "recipe": recipe}
         model |= {"attention_gate": gate, "qk_norm": norm}
         config = {**settings, "learning_rate": rate, "seed": seed}
         name = f"{gate}-{recipe}-{rate:g}-{seed}{'-qknorm' if norm else ''}"
@@ -147,6 +147,7 @@ def main() -> None:
 @click.option("--size", type=click.Choice(["20m", "124m"]), default="20m")
 @click.option("--qk-norm", type=click.Choice(["no", "yes", "both"]), default="no")
 @click.option("--recipes", default=",".join(RECIPES), show_default=True)
+@click.option("--rates", default=",".join(map(str, RATES)), show_default=True)
 @click.option("--seeds", default=",".join(map(str, SEEDS)), show_default=True)
 @click.option("--per-gpu", default=3, show_default=True, help="Worker processes on each GPU.")
 @click.option("--seconds", default=3600.0, show_default=True, help="Nothing runs after this time.")
@@ -158,6 +159,7 @@ def run(
     size: str,
     qk_norm: str,
     recipes: str,
+    rates: str,
     seeds: str,
     per_gpu: int,
     seconds: float,
@@ -166,7 +168,14 @@ def run(
 ) -> None:
     """Train what is missing, and write the results of all finished runs whenever one ends."""
     norms = {"no": (False,), "yes": (True,), "both": (False, True)}[qk_norm]
-    asked = runs(size, norms, recipes.split(","), list(map(int, seeds.split(","))), tiny)
+    asked = runs(
+        size,
+        norms,
+        recipes=recipes.split(","),
+        rates=[float(rate) for rate in rates.split(",")],
+        seeds=[int(seed) for seed in seeds.split(",")],
+        tiny=tiny,
+    )
     about = dict(environment=environment(), size=size, settings=settings_of(size, tiny))
     results = run_all(
         asked,
@@ -188,12 +197,18 @@ def draw(results: Path, out: Path) -> None:
     draw_results(json.loads(results.read_text()), out)
 
 
+def rates_of(runs: Iterable[str]) -> list[float]:
+    """Return the learning rates in the names of runs, the lowest first."""
+    # A rate such as 1e-3 is written 0.001, without a dash.
+    return sorted({float(name.split("-")[2]) for name in runs})
+
+
 def values_by_rate(
     runs: Mapping[str, Mapping[str, Any]], gate: str, recipe: str, value: str
 ) -> dict[float, list[float]]:
     """Return a value of all seeds' finished runs by learning rate; of one that diverged it is infinite."""
     found: dict[float, list[float]] = {}
-    for rate in RATES:
+    for rate in rates_of(runs):
         start = f"{gate}-{recipe}-{rate:g}-"
         for name, run in runs.items():
             if name.startswith(start):
@@ -215,6 +230,7 @@ def draw_results(document: Mapping[str, Any], out: Path) -> None:
     from te_models.training.plots import new_figure, save_figure
 
     runs = document["runs"]
+    rates = rates_of(runs)
     recipes = [recipe for recipe in RECIPES if any(f"-{recipe}-" in name for name in runs)]
     figure = new_figure((3.4 * len(recipes) + 0.6, 2.2 * len(DRAWN) + 0.4))
     panels = figure.subplots(len(DRAWN), len(recipes), sharex=True, sharey="row", squeeze=False)
@@ -224,7 +240,7 @@ def draw_results(document: Mapping[str, Any], out: Path) -> None:
                 found = values_by_rate(runs, gate, recipe, value)
                 _draw_gate(axes, found, f"C{number}", f"gate: {gate}")
             axes.set(xscale="log", yscale="log" if scale == "log" else "linear")
-            axes.set_xticks(RATES, [f"{1000 * rate:g}" for rate in RATES])
+            axes.set_xticks(rates, [f"{1000 * rate:g}" for rate in rates])
             axes.minorticks_off()
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
@@ -240,7 +256,7 @@ def draw_results(document: Mapping[str, Any], out: Path) -> None:
         axes.set_xlabel("learning rate, in thousandths")
     panels[0, 0].legend(frameon=False, fontsize=8)
     panels[-1, 0].set_ylim(bottom=0)
-    panels[-1, 0].text(RATES[0], 1.08 * uniform_share(), "equal shares", color="gray", fontsize=8)
+    panels[-1, 0].text(rates[0], 1.08 * uniform_share(), "equal shares", color="gray", fontsize=8)
     figure.align_ylabels()
     save_figure(figure, out)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import small_runs
-from benchmarks.gated_learning_rates import RECIPES, look, runs, values_by_rate
+from benchmarks.gated_learning_rates import RATES, RECIPES, look, runs, values_by_rate
 from benchmarks.optimizer_study import OPTIMIZERS, TOKENIZER
 from benchmarks.optimizer_study import runs as optimizer_runs
 from benchmarks.small_runs import SmallRun, batch_of, finished, shuffled, train
@@ -74,7 +74,7 @@ def test_run_ends_at_the_deadline_without_a_result(tokens, tmp_path):
 
 
 def test_whole_seeds_come_first_and_every_combination_once():
-    made = runs("20m", [False], RECIPES, [0, 1, 2], tiny=False)
+    made = runs("20m", [False], RECIPES, RATES, [0, 1, 2], tiny=False)
     assert len(made) == len({run.name for run in made}) == 3 * 3 * 5 * 3
     assert {run.config["seed"] for run in made[:45]} == {0}
 

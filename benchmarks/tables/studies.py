@@ -10,6 +10,7 @@ from benchmarks.gated_learning_rates import (
     GATES,
     RATES,
     RECIPES,
+    rates_of,
     uniform_share,
     values_by_rate,
 )
@@ -55,11 +56,11 @@ def rates_table(result: Mapping[str, Any], seeds: str) -> str:
             if not found:
                 continue
             cells = [f"`{recipe}`", gate]
-            for rate in RATES:
+            for rate in rates_of(runs):
                 cells.append(spread(found[rate]) if rate in found else "")
             best = interpolated_best(means(runs, gate, recipe, "held_out"))
             lines.append([*cells, f"{best:.2e}".replace("e-03", "e-3")])
-    rates = " | ".join(f"{rate:g}" for rate in RATES)
+    rates = " | ".join(f"{rate:g}" for rate in rates_of(runs))
     settings = result["settings"]
     tokens = settings["steps"] * settings["batch_size"] * settings["seq_len"]
     about = prose(
