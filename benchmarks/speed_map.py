@@ -113,9 +113,11 @@ def rows() -> Iterator[dict[str, Any]]:
     for name in ("finetune_against_trl_h100", "finetune_against_trl_h200"):
         yield from of_tuning(name)
     yield from of_bench()
+    # Before older figures of the same sizes, since the first of equally near rows counts.
+    for name in ("expert_profile_h100", "expert_profile_h200"):
+        yield from of_experts(name)
     for name in ("kinds_h100", "kinds_h200"):
         yield from of_kinds(name)
-    yield from of_experts()
     yield from of_families()
     for path in sorted(RESULTS.glob("speed_map_*.json")):
         yield from of_map(path.stem)
@@ -202,16 +204,16 @@ def of_kinds(name: str) -> Iterator[dict[str, Any]]:
         )  # fmt: skip
 
 
-def of_experts() -> Iterator[dict[str, Any]]:
-    """Yield the widths of OLMoE and gpt-oss."""
-    found = load("expert_profile_h100")
+def of_experts(name: str) -> Iterator[dict[str, Any]]:
+    """Yield the widths of published models with experts."""
+    found = load(name)
     seconds = {(row["shape"], row["recipe"]): row["ms"] / 1e3 for row in found["rows"]}
     for (shape, recipe), each in seconds.items():
         fields, batch, seq = expert_profile.SHAPES[shape]
         config = ModelConfig(**expert_profile.COMMON | fields)
         yield row_of(
             found["environment"]["gpu"], f"{shape} width, few layers", config, batch, seq, recipe, each,
-            bf16=seconds[shape, "bf16"], source="expert_profile_h100.json", date=found["environment"]["date"],
+            bf16=seconds[shape, "bf16"], source=f"{name}.json", date=found["environment"]["date"],
         )  # fmt: skip
 
 

@@ -29,9 +29,10 @@ from te_models.distributed.sharded_call import call_inside, only_fsdp_hooks
 from te_models.engine.native_observers import experts_observer
 from te_models.errors import UsageError
 from te_models.kernels.expert_blocks_triton import blocks_fit
-from te_models.kernels.expert_cast_triton import Delayed, FP8Matrices
+from te_models.kernels.expert_cast_triton import FP8Matrices
 from te_models.kernels.expert_hidden_triton import Activation
 from te_models.kernels.expert_rows import Route, dispatch
+from te_models.kernels.expert_scales_triton import Delayed
 from te_models.kernels.grouped_blocks_triton import (
     BlockExperts,
     BlockProjection,

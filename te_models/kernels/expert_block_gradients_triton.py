@@ -9,12 +9,14 @@ from torch import Tensor
 
 from te_models.kernels.expert_blocks_triton import (
     SIZE,
+    STRAIGHT,
+    TURNED,
     Blocks,
+    CastTile,
     cast_blocks,
-    grid_of_blocks,
+    grid_of_tiles,
     room_for_blocks,
-    room_for_sums,
-    sizes_of_blocks,
+    sizes_of_tile,
     store_blocks,
 )
 from te_models.kernels.expert_cast_triton import (
@@ -69,16 +71,17 @@ def _gradient_kernel(
     alpha,
     LIMIT: tl.constexpr,
     EXPERTS: tl.constexpr,
-    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     e, address, begin, rows, group = find_matrix(
-        gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, SIZE
+        tl.program_id(0), gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
     )
     if token is not None:
         token += begin
-    group += tl.arange(0, SIZE // 4)
+    group += tl.arange(0, ROWS // 4)
     i = 4 * group
-    j = tl.program_id(1).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     slope = dy + begin * columns
     a, p, s = gradient_values(slope, address, token, tokens, i, j, rows, columns, alpha, LIMIT)
     b, q, t = gradient_values(slope, address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT)
@@ -190,15 +193,21 @@ def gradient_blocks(
         else room_for_blocks(groups, 2 * columns, device, True, turn)
     )
     again = room_for_blocks(groups, columns, device, False, hidden)
-    sums = room_for_sums(groups, 2 * columns, device) if summed else None
-    with torch.cuda.device_of(dy):
-        _gradient_kernel[grid_of_blocks(groups, columns)](
+    nothing = Blocks(None, None, None, None)
+
+    def launch(
+        plain: Tensor | None, made: Blocks, again: Blocks, tile: CastTile, summed: bool
+    ) -> Tensor | None:
+        tiles = groups.tiles(tile.rows)
+        grid = grid_of_tiles(groups, columns, tile)
+        sums = torch.empty(grid[0], 2 * columns, device=device) if summed else None
+        _gradient_kernel[grid](
             dy,
             gate_up,
             activation.token,
             activation.tokens,
             groups.first,
-            groups.tiles(SIZE),
+            tiles,
             groups.apart.first,
             plain,
             *made,
@@ -211,9 +220,17 @@ def gradient_blocks(
             groups.most,
             activation.alpha,
             LIMIT=activation.limit,
-            **sizes_of_blocks(groups),
+            **sizes_of_tile(groups, tile),
         )
-    total = None if sums is None else total_sums(sums, groups, dy.dtype, SIZE)
+        return None if sums is None else total_sums(sums, tiles, dy.dtype)
+
+    turned = made._replace(data=None)
+    again_needed = hidden or turned.transposed is not None
+    with torch.cuda.device_of(dy):
+        straight = made._replace(transposed=None)
+        total = launch(plain, straight, nothing, STRAIGHT, summed and not again_needed)
+        if again_needed:
+            total = launch(None, turned, again, TURNED, summed)
     if plain is not None:
         made, _ = cast_blocks(Matrices(plain, groups), turn=turn)
     return BlockGradients(made, again, total)

@@ -13,8 +13,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from te_models.kernels.expert_blocks_triton import Blocks, WeightBlocks
-from te_models.kernels.grouped_gemm_triton import ABREAST, Tiles, own_tile, store_rows
+from te_models.kernels.grouped_gemm_triton import ABREAST, Tiles, by_tma, own_tile, store_rows
 from te_models.kernels.groups import Groups
+from te_models.kernels.hopper_block_products_triton import (
+    hopper_block_rows_times,
+    hopper_block_weights_from,
+)
 
 # Two or three programs per multiprocessor: one multiplies by scales and adds while another is in its tensor cores.
 TILES = Tiles(64, 128, 128, 3, 4)
@@ -98,13 +102,11 @@ def _weights_kernel(
     here = tl.load(turned + e)
     i = m * HIGH + tl.arange(0, HIGH)
     j = n * WIDE + tl.arange(0, WIDE)
-    k = tl.arange(0, DEEP)
     left_inv = a_inv + here // DEEP * height + i
     right_inv = b_inv + here // DEEP * width + j
     at = here.to(tl.int32)
     total = tl.zeros([HIGH, WIDE], tl.float32)
-    whole = rows // DEEP * DEEP
-    for start in range(0, whole, DEEP):
+    for start in range(0, rows, DEEP):  # zeros follow the last row
         one = a.load([m * HIGH, at + start])
         other = b.load([n * WIDE, at + start]).T
         part = tl.dot(one, other)
@@ -112,14 +114,6 @@ def _weights_kernel(
         total += part * (by[:, None] * tl.load(right_inv, j < width, 0.0)[None, :])
         left_inv += height
         right_inv += width
-    if whole < rows:
-        one = a.load([m * HIGH, at + whole])
-        other = b.load([n * WIDE, at + whole]).T
-        one = tl.where((k < rows - whole)[None, :], one, tl.zeros_like(one))
-        other = tl.where((k < rows - whole)[:, None], other, tl.zeros_like(other))
-        by = tl.load(left_inv, i < height, 0.0)
-        part = tl.dot(one, other)
-        total += part * (by[:, None] * tl.load(right_inv, j < width, 0.0)[None, :])
     z = out + (e.to(tl.int64) * height + i[:, None]) * width + j[None, :]
     tl.store(z, total.to(out.dtype.element_ty), (i < height)[:, None] & (j < width)[None, :])
 
@@ -140,12 +134,18 @@ def block_rows_times(
     """
     matrix = b.transposed if backward else b.data
     assert a.data is not None and matrix is not None
-    tiles = tiles or TILES
     count = groups.experts
     depth = a.data.shape[1]
     width = len(matrix) // count
-    steps = b.scale_inv.stride()
     out = torch.empty(groups.most, width, dtype=dtype, device=a.data.device)
+    if tiles is None and _on_hopper(a.data, a.scale_inv, matrix):
+        assert a.scale_inv is not None
+        hopper_block_rows_times(
+            a.data, a.scale_inv, matrix, b.scale_inv, groups, bias, out, backward=backward
+        )
+        return out
+    tiles = tiles or TILES
+    steps = b.scale_inv.stride()
     grid = (groups.high(tiles.height) * triton.cdiv(width, tiles.width),)
     with torch.cuda.device_of(out):
         _rows_kernel[grid](
@@ -175,9 +175,13 @@ def block_weights_from(
 ) -> Tensor:
     """Return each expert's rows of a [R, height], transposed, times its rows of b [R, width]: [E, height, width]."""
     assert a.transposed is not None and b.transposed is not None
-    tiles = tiles or TILES
     height, width = len(a.transposed), len(b.transposed)
     out = torch.empty(groups.experts, height, width, dtype=dtype, device=a.transposed.device)
+    operands = a.transposed, a.turned_inv, b.transposed, b.turned_inv
+    if tiles is None and _on_hopper(*operands):
+        hopper_block_weights_from(*operands, groups, out)
+        return out
+    tiles = tiles or TILES
     grid = (groups.experts * triton.cdiv(height, tiles.height) * triton.cdiv(width, tiles.width),)
     with torch.cuda.device_of(out):
         _weights_kernel[grid](
@@ -193,6 +197,12 @@ def block_weights_from(
             **_options(tiles),
         )
     return out
+
+
+def _on_hopper(*operands: Tensor | None) -> bool:
+    """Return whether kernels in Gluon can multiply these matrices."""
+    there = [one for one in operands if one is not None]
+    return all(one.is_cuda for one in there) and by_tma(*there)
 
 
 def _described(data: Tensor, block: list[int]) -> TensorDescriptor:

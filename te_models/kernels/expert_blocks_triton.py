@@ -25,14 +25,29 @@ from te_models.kernels.fp8_tiles_triton import store_fp8
 from te_models.kernels.groups import Groups
 
 SIZE = 128  # of a block
-WARPS = 16  # of a cast: with 8, registers leave room for one program per multiprocessor
+WARPS = 16  # of a cast of weights: with 8, registers leave room for one program per multiprocessor
+
+
+class CastTile(NamedTuple):
+    """The rows and columns that a program casts, whole blocks of the copy that it writes, and its warps.
+
+    Small programs hide each other's wait for memory, which is why each copy has a launch of its own.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+
+
+STRAIGHT = CastTile(32, SIZE, 4)
+TURNED = CastTile(SIZE, 64, 4)
 
 
 class Blocks(NamedTuple):
     """FP8 of rows, uint8, and FP32 factors from data to values.
 
     data [R, K], scale_inv [K / 128, R]; transposed [K, P] with P = Groups.apart.most, in which an expert's rows begin
-    at a multiple of 128, turned_inv [P / 128, K]. Either pair may be None.
+    at a multiple of 128 and zeros follow the last one, turned_inv [P / 128, K]. Either pair may be None.
     """
 
     data: Tensor | None
@@ -136,6 +151,7 @@ def store_blocks(
             stride=width,
             E5M2=False,
             apart=pitch,
+            turned_rows=tl.cdiv(rows, 128) * 128,
         )
 
 
@@ -164,18 +180,19 @@ def _cast_kernel(
     count,
     most,
     EXPERTS: tl.constexpr,
-    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     e, address, begin, rows, group = find_matrix(
-        x, source, first, tiles, None, columns, count, EXPERTS, SIZE
+        tl.program_id(0), x, source, first, tiles, None, columns, count, EXPERTS, ROWS
     )
     if source is not None:
         source += begin
     if factor is not None:
         factor += begin
-    group += tl.arange(0, SIZE // 4)
+    group += tl.arange(0, ROWS // 4)
     i = 4 * group
-    j = tl.program_id(1).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     a = load_rows(address, source, factor, given, i, j, rows, columns)
     b = load_rows(address, source, factor, given, i + 1, j, rows, columns)
     c = load_rows(address, source, factor, given, i + 2, j, rows, columns)
@@ -226,16 +243,17 @@ def _hidden_kernel(
     alpha,
     LIMIT: tl.constexpr,
     EXPERTS: tl.constexpr,
-    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     e, address, begin, rows, group = find_matrix(
-        gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, SIZE
+        tl.program_id(0), gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
     )
     if token is not None:
         token += begin
-    group += tl.arange(0, SIZE // 4)
+    group += tl.arange(0, ROWS // 4)
     i = 4 * group
-    j = tl.program_id(1).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     a = hidden_values(address, token, tokens, i, j, rows, columns, alpha, LIMIT)
     b = hidden_values(address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT)
     c = hidden_values(address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
@@ -286,14 +304,19 @@ def _weights_cast_kernel(x, places, data, transposed, scale_inv, rows, columns, 
     store_fp8(a, b, c, d, scale, group, j, rows, columns, data, transposed, columns, False)
 
 
-def grid_of_blocks(groups: Groups, columns: int) -> tuple[int, int]:
-    """Return the grid of a kernel with a program per block: every expert may fill one block in part."""
-    return groups.high(SIZE), triton.cdiv(columns, SIZE)
+def grid_of_tiles(groups: Groups, columns: int, tile: CastTile) -> tuple[int, int]:
+    """Return the grid of a kernel with a program per tile: the last one of every expert may lack rows."""
+    return groups.high(tile.rows), triton.cdiv(columns, tile.columns)
 
 
-def sizes_of_blocks(groups: Groups) -> dict[str, Any]:
+def sizes_of_tile(groups: Groups, tile: CastTile) -> dict[str, Any]:
     """Return the sizes that a kernel is compiled for."""
-    return dict(EXPERTS=triton.next_power_of_2(groups.experts), SIZE=SIZE, num_warps=WARPS)
+    return dict(
+        EXPERTS=triton.next_power_of_2(groups.experts),
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.warps,
+    )
 
 
 def room_for_blocks(
@@ -311,11 +334,6 @@ def room_for_blocks(
     return Blocks(data, scale_inv, transposed, turned_inv)
 
 
-def room_for_sums(groups: Groups, columns: int, device: torch.device) -> Tensor:
-    """Return uninitialized memory for the sums of each block's rows, FP32 [blocks, columns]."""
-    return torch.empty(groups.high(SIZE), columns, device=device)
-
-
 def cast_blocks(
     given: Matrices, *, straight: bool = True, turn: bool = True, summed: bool = False
 ) -> tuple[Blocks, Tensor | None]:
@@ -324,15 +342,29 @@ def cast_blocks(
     columns = given.data.shape[1]
     device = given.data.device
     made = room_for_blocks(groups, columns, device, straight, turn)
-    sums = room_for_sums(groups, columns, device) if summed else None
+    if straight:
+        # With both copies the other one's launch sums.
+        sums = _cast(given, made._replace(transposed=None), STRAIGHT, summed and not turn)
+    if turn:
+        sums = _cast(given, made._replace(data=None), TURNED, summed)
+    return made, sums
+
+
+def _cast(given: Matrices, made: Blocks, tile: CastTile, summed: bool) -> Tensor | None:
+    """Write one copy; with `summed` return the sums of each expert's rows, [E, K]."""
+    groups = given.groups
+    columns = given.data.shape[1]
+    tiles = groups.tiles(tile.rows)
+    grid = grid_of_tiles(groups, columns, tile)
+    sums = torch.empty(grid[0], columns, device=given.data.device) if summed else None
     with torch.cuda.device_of(given.data):
-        _cast_kernel[grid_of_blocks(groups, columns)](
+        _cast_kernel[grid](
             given.data,
             given.source,
             given.factor,
             len(given.data),
             groups.first,
-            groups.tiles(SIZE),
+            tiles,
             groups.apart.first,
             *made,
             groups.apart.most,
@@ -340,10 +372,9 @@ def cast_blocks(
             columns,
             groups.experts,
             groups.most,
-            **sizes_of_blocks(groups),
+            **sizes_of_tile(groups, tile),
         )
-    total = None if sums is None else total_sums(sums, groups, given.data.dtype, SIZE)
-    return made, total
+    return None if sums is None else total_sums(sums, tiles, given.data.dtype)
 
 
 def hidden_blocks(gate_up: Tensor, groups: Groups, activation: Activation) -> Blocks:
@@ -351,12 +382,12 @@ def hidden_blocks(gate_up: Tensor, groups: Groups, activation: Activation) -> Bl
     columns = gate_up.shape[1] // 2
     made = room_for_blocks(groups, columns, gate_up.device, True, False)
     with torch.cuda.device_of(gate_up):
-        _hidden_kernel[grid_of_blocks(groups, columns)](
+        _hidden_kernel[grid_of_tiles(groups, columns, STRAIGHT)](
             gate_up=gate_up,
             token=activation.token,
             tokens=activation.tokens,
             first=groups.first,
-            tiles=groups.tiles(SIZE),
+            tiles=groups.tiles(STRAIGHT.rows),
             data=made.data,
             scale_inv=made.scale_inv,
             columns=columns,
@@ -364,7 +395,7 @@ def hidden_blocks(gate_up: Tensor, groups: Groups, activation: Activation) -> Bl
             most=groups.most,
             alpha=activation.alpha,
             LIMIT=activation.limit,
-            **sizes_of_blocks(groups),
+            **sizes_of_tile(groups, STRAIGHT),
         )
     return made
 

@@ -13,8 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_models.kernels.expert_scales_triton import (
+    Delayed,
+    amaxes,
+    note_scale,
+    scale_of,
+)
 from te_models.kernels.fp8_tiles_triton import raise_amax, store_fp8
-from te_models.kernels.groups import Groups
+from te_models.kernels.groups import LINE, Groups
 
 ROWS, COLUMNS = 64, 64  # of a tile
 ROW_COLUMNS = 2048  # of a row, that one program reads at a time
@@ -36,25 +42,23 @@ class Matrices(NamedTuple):
     factor: Tensor | None = None
 
 
-class Delayed(NamedTuple):
-    """The scale of each of E matrices and the amax that its cast raises: FP32 [E] each, with one stride.
-
-    A matrix without rows raises none.
-    """
-
-    scale: Tensor
-    amax: Tensor
-
-
 @triton.jit
 def find_matrix(
-    data, source, first, tiles, places, columns, count, EXPERTS: tl.constexpr, ROWS: tl.constexpr
+    own,
+    data,
+    source,
+    first,
+    tiles,
+    places,
+    columns,
+    count,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Return this program's matrix: its number, address, first row among all, rows, and the first group of its tile.
+    """Return the matrix of tile `own`: its number, address, first row among all, rows, and the first group of the tile.
 
-    A program behind the last tile gets no rows of the last matrix.
+    A tile behind the last gets no rows of the last matrix.
     """
-    own = tl.program_id(0)
     number = tl.arange(0, EXPERTS)
     ends = tl.load(tiles + number, number < count, 2**40)
     found = tl.sum((ends <= own).to(tl.int32), 0)
@@ -82,40 +86,6 @@ def load_rows(address, source, factor, given, i, j, rows, columns):
         by = tl.load(factor + i, i < rows, 0.0)
         values = (values * by[:, None]).to(address.dtype.element_ty).to(tl.float32)
     return values
-
-
-@triton.jit
-def _amax_kernel(
-    # rows of all experts: `data` or tokens of it by `source` and `factor` (see Matrices); `given` tokens there are
-    data,
-    source,
-    factor,
-    given,
-    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
-    first,
-    tiles,
-    # elements from the first matrix to each, or None
-    places,
-    # FP32 [E], raised
-    amax,
-    # K and E
-    columns,
-    count,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    e, address, begin, rows, group = find_matrix(
-        data, source, first, tiles, places, columns, count, EXPERTS, ROWS
-    )
-    if source is not None:
-        source += begin
-    if factor is not None:
-        factor += begin
-    i = group * 4 + tl.arange(0, ROWS)
-    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    values = load_rows(address, source, factor, given, i, j, rows, columns)
-    raise_amax(amax + e, tl.abs(values))
 
 
 @triton.jit
@@ -152,14 +122,6 @@ def _group_amax_kernel(of_rows, data, source, factor, given, first, amax, ROWS: 
 
 
 @triton.jit
-def current_scale(amax, LARGEST: tl.constexpr):
-    """Return the factor from `amax` to the largest number of the format: 1 for 0, infinity and NaN."""
-    counts = (amax > 0) & (amax < float("inf"))
-    scale = tl.div_rn(tl.full((), LARGEST, tl.float32), tl.where(counts, amax, LARGEST))
-    return tl.minimum(scale, 3.4028234663852886e38)
-
-
-@triton.jit
 def _cast_kernel(
     # rows of all experts: `data` or tokens of it by `source` and `factor` (see Matrices); `given` tokens there are
     data,
@@ -187,46 +149,51 @@ def _cast_kernel(
     count,
     stride,
     E5M2: tl.constexpr,
+    # whether amaxes are raised, and nothing else is done
+    MEASURES: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    own = tl.program_id(0)
+    place = tl.program_id(1)
     e, address, begin, rows, group = find_matrix(
-        data, source, first, tiles, places, columns, count, EXPERTS, ROWS
+        own, data, source, first, tiles, places, columns, count, EXPERTS, ROWS
     )
-    known: tl.constexpr = scales is not None
-    scale = (
-        tl.load(scales + e * stride)
-        if known
-        else current_scale(tl.load(amax + e), 57344.0 if E5M2 else 448.0)
-    )
-    if (group == 0) & (rows > 0) & (tl.program_id(1) == 0):
-        tl.store(factors + e, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
-        tl.store(factors + count + e, scale)
-    group += tl.arange(0, ROWS // 4)
-    i = 4 * group
-    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    j = place.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     if source is not None:
         source += begin
     if factor is not None:
         factor += begin
+    if MEASURES:
+        i = group * 4 + tl.arange(0, ROWS)
+        values = load_rows(address, source, factor, given, i, j, rows, columns)
+        raise_amax(amax + e, tl.abs(values))
+        return
+    scale = scale_of(e, scales, amax, stride, E5M2)
+    note_scale(factors, e, count, scale, group, rows, place)
+    group += tl.arange(0, ROWS // 4)
+    i = 4 * group
     a = load_rows(address, source, factor, given, i, j, rows, columns)
     b = load_rows(address, source, factor, given, i + 1, j, rows, columns)
     c = load_rows(address, source, factor, given, i + 2, j, rows, columns)
     d = load_rows(address, source, factor, given, i + 3, j, rows, columns)
     if sums is not None:
-        at = sums + tl.program_id(0).to(tl.int64) * columns + j
-        tl.store(at, tl.sum((a + b) + (c + d), 0), j < columns)
+        at = sums + own.to(tl.int64) * columns + j
+        tl.store(at, tl.sum((a + b) + (c + d), 0), (j < columns) & (rows > 0))
     here = tl.multiple_of(tl.load(turned + e), 4)
-    apart = tl.multiple_of(tl.load(turned + e + 1) - here, 4) if pitch is None else pitch
+    lines = tl.multiple_of(
+        tl.load(turned + e + 1) - here, 4
+    )  # of the transposed copy, zeros behind the last row
+    apart = lines if pitch is None else pitch
     if out is not None:
         out += begin * columns
     if transposed is not None:
         transposed += here * columns if pitch is None else here
     largest = store_fp8(
-        a, b, c, d, scale, group, j, rows, columns, out, transposed, columns, E5M2, apart
+        a, b, c, d, scale, group, j, rows, columns, out, transposed, columns, E5M2, apart, lines
     )
-    if known:
+    if scales is not None:
         raise_amax(amax + e * stride, largest)
 
 
@@ -271,7 +238,7 @@ class FP8Matrices(NamedTuple):
     """FP8 of `Matrices`, uint8: data [R, K], and `transposed` or None.
 
     With places, matrices [K, rows] follow each other in it. Otherwise it is [K, Groups.apart.most], whose columns are
-    the rows of `Groups.apart`; only those that have a row have been written.
+    the rows of `Groups.apart`, zeros where an expert has no row.
     scale_inv FP32 [E] are the factors from data to values, and scale [E] those from values to data.
     """
 
@@ -343,19 +310,28 @@ def amax_of_copies(given: Matrices, of_rows: Tensor) -> Tensor:
 
 def room_for_sums(groups: Groups, columns: int, device: torch.device) -> Tensor:
     """Return memory for the sums of rows of every tile of a cast: FP32 [tiles, columns]."""
-    return torch.empty(groups.high(ROWS), columns, device=device)
+    _, high = tiles_of(groups, turn=True)
+    return torch.empty(high, columns, device=device)
 
 
-def total_sums(sums: Tensor, groups: Groups, dtype: torch.dtype, height: int = ROWS) -> Tensor:
+def tiles_of(groups: Groups, *, turn: bool) -> tuple[Tensor, int]:
+    """Return Groups.tiles and Groups.high of a cast; with `turn` it writes transposed copies to their last line."""
+    if turn:
+        return groups.apart.tiles(ROWS), groups.high(LINE) * (LINE // ROWS)
+    return groups.tiles(ROWS), groups.high(ROWS)
+
+
+def total_sums(sums: Tensor, tiles: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sums of each expert's rows, in FP32 and rounded once, from the sums of a cast's tiles: [E, columns].
 
-    `height` is the height of a tile.
+    `tiles`, int64 [E], are the numbers of tiles of each expert and those before it (`Groups.tiles`).
     """
     columns = sums.shape[1]
-    out = torch.empty(groups.experts, columns, dtype=dtype, device=sums.device)
+    count = len(tiles)
+    out = torch.empty(count, columns, dtype=dtype, device=sums.device)
     with torch.cuda.device_of(sums):
-        _total_sums_kernel[(triton.cdiv(columns, COLUMNS), groups.experts)](
-            sums, groups.tiles(height), out, columns, TILES=16, COLUMNS=COLUMNS, num_warps=4
+        _total_sums_kernel[(triton.cdiv(columns, COLUMNS), count)](
+            sums, tiles, out, columns, TILES=16, COLUMNS=COLUMNS, num_warps=4
         )
     return out
 
@@ -386,15 +362,12 @@ def _launch(
     columns = given.data.shape[1]
     count = groups.experts
     device = given.data.device
-    scales, amax = (None, known) if delayed is None else delayed
-    measured = amax is None
-    if amax is None:
-        amax = torch.zeros(count, device=device)
+    scales, amax, measured = amaxes(delayed, known, count, device)
     factors = torch.ones(2, count, device=device)
     sizes: dict[str, Any] = dict(
         EXPERTS=triton.next_power_of_2(count), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4
     )
-    tiles = groups.tiles(ROWS)
+    tiles, high = tiles_of(groups, turn=transposed is not None and given.places is None)
     # Transposed matrices at `places` follow each other; transposed rows lie side by side, each expert's from a
     # multiple of 128 bytes on.
     turned = groups
@@ -402,10 +375,10 @@ def _launch(
     if given.places is None:
         turned = groups.apart
         pitch = groups.apart.most
-    grid = (groups.high(ROWS), triton.cdiv(columns, COLUMNS))
+    across = triton.cdiv(columns, COLUMNS)
     with torch.cuda.device_of(given.data):
-        if measured:
-            _amax_kernel[grid](
+        for measures in (True, False) if measured else (False,):
+            _cast_kernel[high, across](
                 data=given.data,
                 source=given.source,
                 factor=given.factor,
@@ -414,31 +387,19 @@ def _launch(
                 tiles=tiles,
                 places=given.places,
                 amax=amax,
+                scales=scales,
+                factors=factors,
+                out=data,
+                transposed=transposed,
+                turned=turned.first,
+                pitch=pitch,
+                sums=sums,
                 columns=columns,
                 count=count,
+                stride=amax.stride(0),
+                E5M2=form == torch.float8_e5m2,
+                MEASURES=measures,
                 **sizes,
             )
-        _cast_kernel[grid](
-            data=given.data,
-            source=given.source,
-            factor=given.factor,
-            given=len(given.data),
-            first=groups.first,
-            tiles=tiles,
-            places=given.places,
-            amax=amax,
-            scales=scales,
-            factors=factors,
-            out=data,
-            transposed=transposed,
-            turned=turned.first,
-            pitch=pitch,
-            sums=sums,
-            columns=columns,
-            count=count,
-            stride=amax.stride(0),
-            E5M2=form == torch.float8_e5m2,
-            **sizes,
-        )
     inverse, scale = factors.unbind()
     return inverse, scale

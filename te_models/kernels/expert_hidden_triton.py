@@ -14,13 +14,18 @@ from torch import Tensor
 from te_models.kernels.expert_cast_triton import (
     COLUMNS,
     ROWS,
-    Delayed,
     FP8Matrices,
-    current_scale,
     find_matrix,
     room_for_rows_turned,
     room_for_sums,
+    tiles_of,
     total_sums,
+)
+from te_models.kernels.expert_scales_triton import (
+    Delayed,
+    amaxes,
+    note_scale,
+    scale_of,
 )
 from te_models.kernels.fp8_tiles_triton import raise_amax, sigmoid, store_fp8
 from te_models.kernels.groups import Groups
@@ -97,55 +102,6 @@ def gradient_values(dy, gate_up, token, tokens, i, j, rows, columns, alpha, LIMI
 
 
 @triton.jit
-def _hidden_amax_kernel(
-    # [R, 2F] = [gate | up], the token of each row (None: no row has to be zero), and how many tokens there are
-    gate_up,
-    token,
-    tokens,
-    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
-    first,
-    tiles,
-    # FP32 [E], raised
-    amax,
-    # F and E
-    columns,
-    count,
-    # of a clamped SwiGLU
-    alpha,
-    LIMIT: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    e, address, begin, rows, group = find_matrix(
-        gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
-    )
-    if token is not None:
-        token += begin
-    i = group * 4 + tl.arange(0, ROWS)
-    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    value = hidden_values(address, token, tokens, i, j, rows, columns, alpha, LIMIT)
-    raise_amax(amax + e, tl.abs(value))
-
-
-@triton.jit
-def _scale_of(e, scales, amax, stride, E5M2: tl.constexpr):
-    if scales is not None:
-        scale = tl.load(scales + e * stride)
-    else:
-        scale = current_scale(tl.load(amax + e), 57344.0 if E5M2 else 448.0)
-    return scale
-
-
-@triton.jit
-def _note(factors, e, count, scale, group, rows):
-    """Write the scale and its inverse, from one program per matrix with rows."""
-    if (group == 0) & (rows > 0) & (tl.program_id(1) == 0):
-        tl.store(factors + e, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
-        tl.store(factors + count + e, scale)
-
-
-@triton.jit
 def _hidden_kernel(
     # [R, 2F] = [gate | up], the token of each row (None: no row has to be zero), and how many tokens there are
     gate_up,
@@ -167,20 +123,29 @@ def _hidden_kernel(
     alpha,
     LIMIT: tl.constexpr,
     E5M2: tl.constexpr,
+    # whether amaxes are raised, and nothing else is done
+    MEASURES: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    own = tl.program_id(0)
+    place = tl.program_id(1)
     e, address, begin, rows, group = find_matrix(
-        gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
+        own, gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
     )
     if token is not None:
         token += begin
-    scale = _scale_of(e, scales, amax, stride, E5M2)
-    _note(factors, e, count, scale, group, rows)
+    j = place.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    if MEASURES:
+        i = group * 4 + tl.arange(0, ROWS)
+        value = hidden_values(address, token, tokens, i, j, rows, columns, alpha, LIMIT)
+        raise_amax(amax + e, tl.abs(value))
+        return
+    scale = scale_of(e, scales, amax, stride, E5M2)
+    note_scale(factors, e, count, scale, group, rows, place)
     group += tl.arange(0, ROWS // 4)
     i = 4 * group
-    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     a = hidden_values(address, token, tokens, i, j, rows, columns, alpha, LIMIT)
     b = hidden_values(address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT)
     c = hidden_values(address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
@@ -189,41 +154,6 @@ def _hidden_kernel(
     largest = store_fp8(a, b, c, d, scale, group, j, rows, columns, out, None, columns, E5M2)
     if scales is not None:
         raise_amax(amax + e * stride, largest)
-
-
-@triton.jit
-def _gradient_amax_kernel(
-    # gradient of the hidden rows [R, F], and [R, 2F] = [gate | up]
-    dy,
-    gate_up,
-    # of each row (None: no row has to be zero), and how many tokens there are
-    token,
-    tokens,
-    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
-    first,
-    tiles,
-    # FP32 [E], raised
-    amax,
-    # F and E
-    columns,
-    count,
-    alpha,
-    LIMIT: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    e, address, begin, rows, group = find_matrix(
-        gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
-    )
-    if token is not None:
-        token += begin
-    i = group * 4 + tl.arange(0, ROWS)
-    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    of_gate, of_up, _ = gradient_values(
-        dy + begin * columns, address, token, tokens, i, j, rows, columns, alpha, LIMIT
-    )
-    raise_amax(amax + e, tl.maximum(tl.abs(of_gate), tl.abs(of_up)))
 
 
 @triton.jit
@@ -259,45 +189,63 @@ def _gradient_kernel(
     alpha,
     LIMIT: tl.constexpr,
     E5M2: tl.constexpr,
+    # whether amaxes are raised, and nothing else is done
+    MEASURES: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    own = tl.program_id(0)
+    place = tl.program_id(1)
     e, address, begin, rows, group = find_matrix(
-        gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
+        own, gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
     )
     if token is not None:
         token += begin
-    scale = _scale_of(e, scales, amax, stride, E5M2)
-    _note(factors, e, count, scale, group, rows)
+    j = place.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    slope = dy + begin * columns
+    if MEASURES:
+        i = group * 4 + tl.arange(0, ROWS)
+        of_gate, of_up, _ = gradient_values(
+            slope, address, token, tokens, i, j, rows, columns, alpha, LIMIT
+        )
+        raise_amax(amax + e, tl.maximum(tl.abs(of_gate), tl.abs(of_up)))
+        return
+    scale = scale_of(e, scales, amax, stride, E5M2)
+    note_scale(factors, e, count, scale, group, rows, place)
     group += tl.arange(0, ROWS // 4)
     i = 4 * group
-    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    slope = dy + begin * columns
     a, p, s = gradient_values(slope, address, token, tokens, i, j, rows, columns, alpha, LIMIT)
     b, q, t = gradient_values(slope, address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT)
     c, r, u = gradient_values(slope, address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
     d, o, v = gradient_values(slope, address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT)
     if sums is not None:
-        at = sums + tl.program_id(0).to(tl.int64) * 2 * columns + j
-        tl.store(at, tl.sum((a + b) + (c + d), 0), j < columns)
-        tl.store(at + columns, tl.sum((p + q) + (r + o), 0), j < columns)
+        at = sums + own.to(tl.int64) * 2 * columns + j
+        there = (j < columns) & (rows > 0)
+        tl.store(at, tl.sum((a + b) + (c + d), 0), there)
+        tl.store(at + columns, tl.sum((p + q) + (r + o), 0), there)
     here = tl.multiple_of(tl.load(turned + e), 4)
     out += begin * 2 * columns
+    lines = tl.multiple_of(
+        tl.load(turned + e + 1) - here, 4
+    )  # of transposed copies, zeros behind the last row
     half = transposed
     if transposed is not None:
         transposed += here
         half = transposed + pitch.to(tl.int64) * columns
     of_gate = store_fp8(
-        a, b, c, d, scale, group, j, rows, columns, out, transposed, 2 * columns, E5M2, pitch
+        a, b, c, d, scale, group, j, rows, columns, out, transposed, 2 * columns, E5M2, pitch, lines
     )
+    out += columns
     of_up = store_fp8(
-        p, q, r, o, scale, group, j, rows, columns, out + columns, half, 2 * columns, E5M2, pitch
+        p, q, r, o, scale, group, j, rows, columns, out, half, 2 * columns, E5M2, pitch, lines
     )
     if hidden is not None:
         own = tl.load(hidden_scale + e)
         matrix = hidden + here
-        store_fp8(s, t, u, v, own, group, j, rows, columns, None, matrix, columns, False, pitch)
+        store_fp8(
+            s, t, u, v, own, group, j, rows, columns, None, matrix, columns, False, pitch, lines
+        )
     if scales is not None:
         raise_amax(amax + e * stride, tl.maximum(of_gate, of_up))
 
@@ -320,43 +268,29 @@ def hidden(
     out = torch.empty(groups.most, columns, dtype=torch.uint8, device=gate_up.device)
     factors = torch.ones(2, count, device=gate_up.device)
     tiles = groups.tiles(ROWS)
-    grid = (groups.high(ROWS), triton.cdiv(columns, COLUMNS))
-    how = dict(LIMIT=activation.limit, **_sizes(groups))
+    scales, amax, measured = amaxes(delayed, None, count, gate_up.device)
+    across = triton.cdiv(columns, COLUMNS)
     with torch.cuda.device_of(gate_up):
-        if delayed is None:
-            scales = None
-            amax = torch.zeros(count, device=gate_up.device)
-            _hidden_amax_kernel[grid](
+        for measures in (True, False) if measured else (False,):
+            _hidden_kernel[groups.high(ROWS), across](
                 gate_up=gate_up,
                 token=activation.token,
                 tokens=activation.tokens,
                 first=groups.first,
                 tiles=tiles,
+                scales=scales,
                 amax=amax,
+                factors=factors,
+                out=out,
                 columns=columns,
                 count=count,
+                stride=amax.stride(0),
                 alpha=activation.alpha,
-                **how,
+                E5M2=False,
+                LIMIT=activation.limit,
+                MEASURES=measures,
+                **_sizes(groups),
             )
-        else:
-            scales, amax = delayed
-        _hidden_kernel[grid](
-            gate_up=gate_up,
-            token=activation.token,
-            tokens=activation.tokens,
-            first=groups.first,
-            tiles=tiles,
-            scales=scales,
-            amax=amax,
-            factors=factors,
-            out=out,
-            columns=columns,
-            count=count,
-            stride=amax.stride(0),
-            alpha=activation.alpha,
-            E5M2=False,
-            **how,
-        )
     return FP8Matrices(out, None, *factors.unbind())
 
 
@@ -400,63 +334,37 @@ def gradients(
     again = None if hidden_scale is None else room_for_rows_turned(groups, columns, device)
     sums = room_for_sums(groups, 2 * columns, device) if summed else None
     factors = torch.ones(2, count, device=device)
-    tiles = groups.tiles(ROWS)
-    grid = (groups.high(ROWS), triton.cdiv(columns, COLUMNS))
+    tiles, high = tiles_of(groups, turn=turn or again is not None)
+    scales, amax, measured = amaxes(delayed, None, count, device)
+    across = triton.cdiv(columns, COLUMNS)
     with torch.cuda.device_of(dy):
-        if delayed is None:
-            # The scale follows from this pass's own amax, so the gradient is computed twice.
-            scales = None
-            amax = _gradient_amax(dy, gate_up, groups, activation, tiles)
-        else:
-            scales, amax = delayed
-        _gradient_kernel[grid](
-            dy=dy,
-            gate_up=gate_up,
-            token=activation.token,
-            tokens=activation.tokens,
-            first=groups.first,
-            tiles=tiles,
-            scales=scales,
-            amax=amax,
-            factors=factors,
-            hidden_scale=hidden_scale,
-            out=out,
-            transposed=transposed,
-            hidden=again,
-            turned=groups.apart.first,
-            pitch=groups.apart.most,
-            sums=sums,
-            columns=columns,
-            count=count,
-            stride=amax.stride(0),
-            alpha=activation.alpha,
-            E5M2=form == torch.float8_e5m2,
-            LIMIT=activation.limit,
-            **_sizes(groups),
-        )
-    total = None if sums is None else total_sums(sums, groups, dy.dtype)
+        for measures in (True, False) if measured else (False,):
+            _gradient_kernel[high, across](
+                dy=dy,
+                gate_up=gate_up,
+                token=activation.token,
+                tokens=activation.tokens,
+                first=groups.first,
+                tiles=tiles,
+                scales=scales,
+                amax=amax,
+                factors=factors,
+                hidden_scale=hidden_scale,
+                out=out,
+                transposed=transposed,
+                hidden=again,
+                turned=groups.apart.first,
+                pitch=groups.apart.most,
+                sums=sums,
+                columns=columns,
+                count=count,
+                stride=amax.stride(0),
+                alpha=activation.alpha,
+                E5M2=form == torch.float8_e5m2,
+                LIMIT=activation.limit,
+                MEASURES=measures,
+                **_sizes(groups),
+            )
+    total = None if sums is None else total_sums(sums, tiles, dy.dtype)
     inverse, scale = factors.unbind()
     return HiddenGradients(FP8Matrices(out, transposed, inverse, scale), again, total)
-
-
-def _gradient_amax(
-    dy: Tensor, gate_up: Tensor, groups: Groups, activation: Activation, tiles: Tensor
-) -> Tensor:
-    """Return the amax of each expert's gradient of gate_up, FP32 [E]."""
-    columns = dy.shape[1]
-    amax = torch.zeros(groups.experts, device=dy.device)
-    _gradient_amax_kernel[groups.high(ROWS), triton.cdiv(columns, COLUMNS)](
-        dy=dy,
-        gate_up=gate_up,
-        token=activation.token,
-        tokens=activation.tokens,
-        first=groups.first,
-        tiles=tiles,
-        amax=amax,
-        columns=columns,
-        count=groups.experts,
-        alpha=activation.alpha,
-        LIMIT=activation.limit,
-        **_sizes(groups),
-    )
-    return amax

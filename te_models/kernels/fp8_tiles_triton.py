@@ -98,11 +98,13 @@ def store_fp8(
     stride,
     E5M2: tl.constexpr,
     apart=None,
+    turned_rows=None,
 ):
     """Quantize FP32 tiles, the first to fourth rows of groups of four, of columns j, into both copies or only one
     of them. Return the largest magnitude of each group and column, for `raise_amax`.
 
-    The rows of `data` are `stride` apart, the rows of `transposed` `apart`, or as many as there are rows.
+    The rows of `data` are `stride` apart, the rows of `transposed` `apart`, or as many as there are rows. `turned_rows`
+    of them are written, None: all; the tile has to hold zeros in those that `data` does not have.
 
     `group` are consecutive numbers: from 4 * group the compiler could not tell that the words are contiguous, and would
     write them one by one.
@@ -122,11 +124,12 @@ def store_fp8(
     if transposed is not None:
         words = transposed.to(tl.pointer_type(tl.int32), bitcast=True)
         step = rows if apart is None else apart
+        written = rows if turned_rows is None else turned_rows
         place = j[:, None] * (step // 4) + group[None, :]
         tl.store(
             words + place,
             tl.trans(word),
-            mask=(j < columns)[:, None] & (group < rows // 4)[None, :],
+            mask=(j < columns)[:, None] & (group < written // 4)[None, :],
         )
     return tl.where(inside, largest_of((a, b, c, d)), 0.0)
 

@@ -2,7 +2,8 @@
 
 The experts' numbers of rows are read on the device, so that the host waits for nothing and a step can be one CUDA
 graph. Shapes: E experts, R rows of all experts (te_models/kernels/groups.py); of a result's rows, those that belong to
-no expert are left as they are. Sums are FP32, in ascending order: the bits are cuBLAS' for the shapes of models.
+no expert are left as they are. Sums are FP32, in ascending order: the bits are cuBLAS' for the shapes of models. On
+Hopper FP8 goes to hopper_products_triton.py, which has the same bits.
 """
 
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from te_models.kernels.groups import LINE, Groups
+from te_models.kernels.hopper_products_triton import hopper_rows_times, hopper_weights_from
 
 
 class ExpertMatrices(NamedTuple):
@@ -285,7 +287,7 @@ def _weights_kernel(
     row = (m * HIGH + tl.arange(0, HIGH)) % height
     column = (n * WIDE + tl.arange(0, WIDE)) % width
     if turned is not None:  # FP8 matrices [height, pitch] and [width, pitch]
-        rows = tl.multiple_of(rows, 16)
+        rows = tl.cdiv(rows, DEEP) * DEEP  # zeros follow the last
         here = tl.multiple_of(tl.load(turned + e), 128)
         x = a + here + row.to(tl.int64)[:, None] * pitch + k[None, :]
         y = b + here + column.to(tl.int64)[None, :] * pitch + k[:, None]
@@ -346,10 +348,14 @@ def rows_times(
         out: where the rows of these experts are written, [R, width] in `dtype`; None: memory of its own.
     """
     depth = a.data.shape[1]
-    tiles = tiles or _tiles_of_rows(a, width, precise)
     count = groups.experts
     if out is None:
         out = torch.empty(groups.most, width, dtype=dtype, device=a.data.device)
+    scales = _scales_on_hopper(a, b) if tiles is None and source is None else None
+    if scales is not None:
+        hopper_rows_times(a.data, b.data, scales, groups, bias, out, precise=precise)
+        return out
+    tiles = tiles or _tiles_of_rows(a, width, precise)
     grid = (groups.high(tiles.height) * triton.cdiv(width, tiles.width),)
     rest = (
         groups.first,
@@ -405,8 +411,12 @@ def weights_from(
     In FP8 `data` holds the transposed matrices (FP8Matrices.transposed). With `source`, int64 [R], b is [T, width], and
     row r of it is row source[r], zeros for T.
     """
-    tiles = tiles or _tiles(a, precise)
     out = torch.empty(groups.experts, height, width, dtype=dtype, device=a.data.device)
+    scales = _scales_on_hopper(a, b) if tiles is None else None
+    if scales is not None:
+        hopper_weights_from(a.data, b.data, scales, groups, out, precise=precise)
+        return out
+    tiles = tiles or _tiles(a, precise)
     grid = (groups.experts * triton.cdiv(height, tiles.height) * triton.cdiv(width, tiles.width),)
     fp8 = a.scale_inv is not None
     turned, pitch = (groups.apart.first, groups.apart.most) if fp8 else (None, 0)
@@ -439,6 +449,15 @@ def by_tma(*operands: Tensor) -> bool:
         and x.numel() > 0
         for x in operands
     )
+
+
+def _scales_on_hopper(a: ExpertMatrices, b: ExpertMatrices) -> tuple[Tensor, Tensor] | None:
+    """Return the factors of FP8 matrices that kernels in Gluon can multiply; None for others."""
+    if a.scale_inv is None or b.scale_inv is None or b.places is not None:
+        return None
+    if not a.data.is_cuda or not by_tma(a.data, b.data):
+        return None
+    return a.scale_inv, b.scale_inv
 
 
 def _described(data: Tensor, rows: int, columns: int, block: list[int]) -> TensorDescriptor:

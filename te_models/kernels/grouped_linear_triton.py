@@ -17,7 +17,6 @@ from torch import Tensor
 from te_models.device.autograd import Context
 from te_models.kernels.count_experts_triton import count_experts
 from te_models.kernels.expert_cast_triton import (
-    Delayed,
     FP8Matrices,
     Matrices,
     cast,
@@ -25,6 +24,7 @@ from te_models.kernels.expert_cast_triton import (
     transposed,
 )
 from te_models.kernels.expert_rows import Route
+from te_models.kernels.expert_scales_triton import Delayed
 from te_models.kernels.grouped_gemm_triton import ExpertMatrices, rows_times, weights_from
 from te_models.kernels.groups import Groups
 from te_models.kernels.row_sums_triton import sums_of_rows

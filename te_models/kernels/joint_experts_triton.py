@@ -23,6 +23,7 @@ from te_models.kernels.expert_cast_triton import (
     cast_transposed,
     room_for_sums,
     row_amax,
+    tiles_of,
     total_sums,
     transposed,
 )
@@ -323,7 +324,8 @@ class _Down(torch.autograd.Function):
             sums = room_for_sums(groups, dy.shape[1], dy.device)
         slopes = cast(given, casts.gradient, casts.of_dy, turn=half.trained, amax=known, sums=sums)
         count_if_seen(casts.seen_dy, given, groups, slopes, casts.gradient)
-        of_bias = None if sums is None else total_sums(sums, groups, dtype)
+        tiles, _ = tiles_of(groups, turn=half.trained)
+        of_bias = None if sums is None else total_sums(sums, tiles, dtype)
         a = ExpertMatrices(slopes.data.view(casts.gradient), slopes.scale_inv)
         of_rows, inverse = slopes.transposed, slopes.scale_inv
         del slopes

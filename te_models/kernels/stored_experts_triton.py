@@ -15,12 +15,12 @@ from torch import Tensor
 from te_models.config.chunk_sizes import experts_at_a_time
 from te_models.device.autograd import Context
 from te_models.kernels.expert_cast_triton import (
-    Delayed,
     Matrices,
     cast,
     cast_transposed,
 )
 from te_models.kernels.expert_rows import Route
+from te_models.kernels.expert_scales_triton import Delayed
 from te_models.kernels.grouped_gemm_triton import ExpertMatrices, rows_times
 from te_models.kernels.grouped_linear_triton import E4M3, Casts
 from te_models.kernels.groups import Groups

@@ -7,20 +7,22 @@ from typing import Any
 
 import torch
 
-from te_models.config.gpus import Gpu, missing_switches, why_not
+from te_models.config.gpus import Gpu, get_gpu, missing_switches, why_not
 from te_models.config.layer import LayerSpec
 from te_models.config.measured_speed import gain
 from te_models.config.model import ModelConfig
 from te_models.config.precision import HEAD, precisions
 from te_models.config.recipe import SCHEMES, Recipe, get_recipe
 from te_models.engine import get_engine
-from te_models.errors import ConfigError
+from te_models.errors import ConfigError, UsageError
 
 # The smallest hidden size at which FP8 saves time, for sizes and GPUs near which nothing is measured
 # (te_models.config.measured_speed): under "current" 0.97 of BF16's speed at 768 and 1,024, 1.36 at 4,096 on an H200.
 WIDE_ENOUGH = 2048
-# The same for the width of experts: 0.96 to 0.99 up to 2,880, 1.2 at 14,336 on an H100.
-WIDE_EXPERTS = 4096
+# The same for the width of experts. On Hopper, which has products of its own for them: 1.07 at 768, 1.11 at 1,024, 1.15
+# at 2,880 and 1.34 at 14,336 on an H200. With the other products an H100 had 0.96 to 0.99 up to 2,880, 1.2 at 14,336.
+WIDE_EXPERTS = {"Hopper": 768}
+WIDE_EXPERTS_ELSEWHERE = 4096
 CANDIDATES = ("mxfp8", "current")  # in this order: the first that runs natively
 
 
@@ -52,7 +54,7 @@ def auto_recipe(
     which gains no speed from FP8; for another dtype than bfloat16; where the recipe cannot run the model's sizes; and
     where a measurement on this GPU near the model's sizes says that FP8 saves no time, unless weights are stored in
     FP8. Where nothing is measured near, that is taken of models below a hidden size of WIDE_ENOUGH or with experts
-    narrower than WIDE_EXPERTS. The reason has the figure.
+    narrower than WIDE_EXPERTS of this generation of GPUs. The reason has the figure.
 
     Args:
         config: the shape.
@@ -139,15 +141,20 @@ def pays_on(
     if measured.pays is not None:
         verdict = "" if measured.pays else "FP8 saves no time at this size: "
         return measured.pays, verdict + measured.text
-    narrow = _too_narrow(config)
+    narrow = _too_narrow(gpu, config)
     return not narrow, f"{narrow}; {measured.text}" if narrow else measured.text
 
 
-def _too_narrow(config: ModelConfig) -> str:
-    """Return why FP8 is taken to save no time at this width; empty if it is taken to save some."""
+def _too_narrow(gpu: str, config: ModelConfig) -> str:
+    """Return why FP8 is taken to save no time at this width on a GPU; empty if it is taken to save some."""
     sizes = [("a hidden size", config.hidden_size, WIDE_ENOUGH)]
     if config.moe is not None:
-        sizes.append(("a width of experts", config.moe.moe_intermediate_size, WIDE_EXPERTS))
+        try:
+            generation = get_gpu(gpu).generation
+        except UsageError:  # a GPU that nobody has described
+            generation = ""
+        wide = WIDE_EXPERTS.get(generation, WIDE_EXPERTS_ELSEWHERE)
+        sizes.append(("a width of experts", config.moe.moe_intermediate_size, wide))
     for name, size, least in sizes:
         if size < least:
             return f"FP8 saves no time below {name} of {least}, and this one is {size}"

@@ -19,7 +19,12 @@ from te_models.kernels.expert_blocks_triton import (
     cast_blocks,
     cast_weight_blocks,
 )
-from te_models.kernels.expert_cast_triton import Delayed, FP8Matrices, Matrices, cast
+from te_models.kernels.expert_cast_triton import (
+    FP8Matrices,
+    Matrices,
+    cast,
+)
+from te_models.kernels.expert_scales_triton import Delayed
 from te_models.kernels.grouped_linear_triton import matrices_of, on_device
 from te_models.kernels.groups import Groups
 from te_models.recorder.layout import FIELDS, INDEX

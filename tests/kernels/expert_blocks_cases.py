@@ -79,8 +79,13 @@ def decoded_weight(weight: Tensor) -> Tensor:
     return tensor._rowwise_data.view(torch.float8_e4m3fn).double() * by.double()
 
 
-def test_rows_have_the_bits_of_the_emulated_engine() -> None:
+def test_rows_have_the_bits_of_the_emulated_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+
+    def used(groups: Groups, columns: int, device: torch.device) -> Tensor:
+        return torch.full((columns, groups.apart.most), 255, dtype=torch.uint8, device=device)
+
+    monkeypatch.setattr(expert_blocks_triton, "room_for_rows_turned", used)
     x = rows_of(INPUTS)
     found, sums = cast_blocks(Matrices(x, groups()), summed=True)
     assert found.data is not None and found.scale_inv is not None and sums is not None
@@ -94,6 +99,8 @@ def test_rows_have_the_bits_of_the_emulated_engine() -> None:
             assert torch.equal(found.scale_inv[:, own], wanted._rowwise_scale_inv[:, :count])
             turned = wanted._columnwise_data.view(torch.uint8)
             assert torch.equal(found.transposed[:, at : at + count], turned)
+            end = at - (-count // 128) * 128
+            assert not found.transposed[:, at + count : end].any()  # a product reads whole lines
             blocks = slice(at // 128, at // 128 - (-count // 128))
             inverse = wanted._columnwise_scale_inv[:, :INPUTS]
             assert torch.equal(found.turned_inv[blocks], inverse)

@@ -6,6 +6,7 @@ Run by test_triton_kernels.py in Triton's interpreter and on a GPU.
 import pytest
 import torch
 
+from te_models.kernels import expert_cast_triton
 from te_models.kernels.expert_cast_triton import FP8Matrices, Matrices, cast
 from te_models.kernels.groups import LINE, Groups
 from te_models.numerics.formats import DType
@@ -14,14 +15,22 @@ from te_models.numerics.quantizers import Float8CurrentScalingQuantizer
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def used(groups: Groups, columns: int, device: torch.device) -> torch.Tensor:
+    """Memory in which something was before."""
+    return torch.full((columns, groups.apart.most), 255, dtype=torch.uint8, device=device)
+
+
+@pytest.fixture(autouse=True)
+def _used_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_cast_triton, "room_for_rows_turned", used)
+
+
 def check(found: FP8Matrices, given: list[torch.Tensor], e5m2: bool) -> None:
     quantizer = Float8CurrentScalingQuantizer(
         DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3, torch.device(DEVICE)
     )
     rows = [len(x) for x in given]
-    lines = [
-        -(-count // LINE) * LINE for count in rows
-    ]  # of the transposed copy, of which the last are not written
+    lines = [-(-count // LINE) * LINE for count in rows]  # of the transposed copy
     turned = found.transposed[:, : sum(lines)].split(lines, dim=1)
     parts = zip(found.data.split(rows), turned, found.scale_inv, given, strict=True)
     for data, transposed, inverse, x in parts:
@@ -30,6 +39,7 @@ def check(found: FP8Matrices, given: list[torch.Tensor], e5m2: bool) -> None:
         wanted = quantizer(x)
         assert torch.equal(data, wanted._data.view(torch.uint8))
         assert torch.equal(transposed[:, : len(x)], data.t())
+        assert not transposed[:, len(x) :].any()
         assert torch.equal(inverse, wanted._scale_inv.squeeze())
 
 

@@ -13,8 +13,8 @@ from fewer import every
 from torch import Tensor
 
 from te_models.kernels import grouped_gemm_triton
-from te_models.kernels.expert_cast_triton import Delayed
 from te_models.kernels.expert_rows import Route, dispatch
+from te_models.kernels.expert_scales_triton import Delayed
 from te_models.kernels.grouped_gemm_triton import ExpertMatrices, Tiles, rows_times, weights_from
 from te_models.kernels.grouped_linear_triton import (
     E4M3,
@@ -358,6 +358,46 @@ def test_products_read_in_both_ways(rows: list[int], inputs: int, outputs: int, 
         check(out, one.double() @ weight.T)
         check(of_x, slope.double() @ weight)
         check(of_weight, slope.double().T @ one.double())
+
+
+def test_precise_sums_leave_the_tensor_cores() -> None:
+    """One term per 128 is not zero: 65,536, and others near 1, which the 14 bits of tensor cores would lose."""
+    torch.manual_seed(8)
+    rows, inputs, outputs = [16, 0, 272, 384], 384, 320
+    groups = Groups.of(rows, DEVICE)
+    count = sum(rows)
+    number = torch.arange(inputs, device=DEVICE)
+    first = number == 0
+    small = (number % 128 == 5) & (number >= 128)
+    near_one = torch.randint(8, 16, (count + 4 * outputs, inputs), device=DEVICE) / 8
+    operand = torch.where(first, 256.0, torch.where(small, near_one, 0.0)).to(E4M3)
+    x, w = operand.split([count, 4 * outputs])
+    ones = torch.ones(4, device=DEVICE)
+    how = dict(precise=True, dtype=torch.float32)
+    y = rows_times(
+        ExpertMatrices(x, ones), ExpertMatrices(w, ones), groups, outputs, down=False, **how
+    )
+    parts = zip(x.split(rows), w.split(outputs), y.split(rows), strict=True)
+    for one, weight, found in parts:
+        assert torch.equal(found.double(), one.double() @ weight.double().T)
+    # The same along rows, whose transposed copies begin at whole lines.
+    numbers = [torch.arange(n, device=DEVICE) for n in rows]
+    lead = [(number % 128 == 5) & (number >= 128) for number in numbers]
+    values = torch.randint(8, 16, (outputs + 64, count), device=DEVICE) / 8
+    turned = torch.zeros(outputs + 64, groups.apart.most, dtype=torch.uint8, device=DEVICE)
+    kept = []
+    begins = groups.apart.first.tolist()
+    for part, here, begin in zip(values.split(rows, dim=1), lead, begins, strict=False):
+        own = torch.where(here, part, 0.0)
+        own[:, :1] = 256.0
+        own = own.to(E4M3)
+        kept.append(own)
+        turned[:, begin : begin + own.shape[1]] = own.view(torch.uint8)
+    a, b = turned.view(E4M3).split([outputs, 64])
+    dw = weights_from(ExpertMatrices(a, ones), ExpertMatrices(b, ones), groups, outputs, 64, **how)
+    for own, found in zip(kept, dw, strict=True):
+        one, other = own.double().split([outputs, 64])
+        assert torch.equal(found.double(), one @ other.T)
 
 
 def test_tokens_are_found_inside_the_product() -> None:

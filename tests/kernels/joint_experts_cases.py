@@ -13,12 +13,17 @@ import torch
 from expert_counts import APART, counts_of
 from torch import Tensor
 
-from te_models.kernels import elementwise, grouped_gemm_triton
+from te_models.kernels import elementwise, expert_hidden_triton, grouped_gemm_triton
 from te_models.kernels.count_experts_triton import ExpertCounts
-from te_models.kernels.expert_cast_triton import Delayed, Matrices, cast, cast_transposed
+from te_models.kernels.expert_cast_triton import (
+    Matrices,
+    cast,
+    cast_transposed,
+)
 from te_models.kernels.expert_hidden_triton import Activation, gradients, hidden
 from te_models.kernels.expert_rows import PLAIN, Route, combine
 from te_models.kernels.expert_rows_triton import dots
+from te_models.kernels.expert_scales_triton import Delayed
 from te_models.kernels.grouped_linear_triton import (
     E4M3,
     E5M2,
@@ -116,10 +121,17 @@ def biases_of(count: int, outputs: int) -> Tensor:
 
 @pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("limit", LIMITS)
-def test_the_activation_against_fp64(limit: float | None, padded: bool) -> None:
+def test_the_activation_against_fp64(
+    limit: float | None, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its codes within one step of their format of FP64's, which is where a sum or sigmoid was rounded otherwise."""
     torch.manual_seed(0)
     where = places()
+
+    def used(groups: Groups, columns: int, device: torch.device) -> Tensor:
+        return torch.full((columns, groups.apart.most), 255, dtype=torch.uint8, device=device)
+
+    monkeypatch.setattr(expert_hidden_triton, "room_for_rows_turned", used)
     made = torch.randn(len(where.token), 2 * HIDDEN, device=DEVICE) * 2
     made[sum(ROWS) :] = torch.nan
     gate_up = made.to(DTYPE)
@@ -179,6 +191,7 @@ def test_the_activation_against_fp64(limit: float | None, padded: bool) -> None:
             ):
                 own = straight[begin : begin + count]
                 assert torch.equal(turned[:, at : at + count], own.t())
+                assert not turned[:, at + count : at + apart].any()  # a product reads whole lines
             wanted = slope[begin : begin + count]
             noise = 2.0**-7 * wanted.abs().sum(0) + 1e-6  # each value is rounded, and their sum
             assert ((found.sums[e].double() - wanted.sum(0)).abs() <= noise).all()

@@ -12,8 +12,8 @@ from fewer import every
 from torch import Tensor
 
 from te_models.kernels import grouped_gemm_triton, stored_experts_triton
-from te_models.kernels.expert_cast_triton import Delayed
 from te_models.kernels.expert_rows import Route
+from te_models.kernels.expert_scales_triton import Delayed
 from te_models.kernels.grouped_linear_triton import (
     E5M2,
     Casts,

@@ -1,0 +1,55 @@
+"""Scales of the matrices of experts in a cast: delayed, or of amaxes that are known or measured before."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Delayed(NamedTuple):
+    """The scale of each of E matrices and the amax that its cast raises: FP32 [E] each, with one stride.
+
+    A matrix without rows raises none.
+    """
+
+    scale: Tensor
+    amax: Tensor
+
+
+@triton.jit
+def current_scale(amax, LARGEST: tl.constexpr):
+    """Return the factor from `amax` to the largest number of the format: 1 for 0, infinity and NaN."""
+    counts = (amax > 0) & (amax < float("inf"))
+    scale = tl.div_rn(tl.full((), LARGEST, tl.float32), tl.where(counts, amax, LARGEST))
+    return tl.minimum(scale, 3.4028234663852886e38)
+
+
+@triton.jit
+def scale_of(e, scales, amax, stride, E5M2: tl.constexpr):
+    """Return the scale of matrix e: delayed, or from its amax."""
+    if scales is not None:
+        scale = tl.load(scales + e * stride)
+    else:
+        scale = current_scale(tl.load(amax + e), 57344.0 if E5M2 else 448.0)
+    return scale
+
+
+@triton.jit
+def note_scale(factors, e, count, scale, group, rows, place):
+    """Write the scale and its inverse, from one program per matrix with rows."""
+    if (group == 0) & (rows > 0) & (place == 0):
+        tl.store(factors + e, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+        tl.store(factors + count + e, scale)
+
+
+def amaxes(
+    delayed: Delayed | None, known: Tensor | None, count: int, device: torch.device
+) -> tuple[Tensor | None, Tensor, bool]:
+    """Return delayed scales or None, amaxes FP32 [E], and whether these have to be measured."""
+    if delayed is not None:
+        return delayed.scale, delayed.amax, False
+    if known is not None:
+        return None, known, False
+    return None, torch.zeros(count, device=device), True

@@ -1,0 +1,403 @@
+"""The products of expert_block_products_triton.py on Hopper, in Gluon, as hopper_products_triton.py: the same bits.
+
+Groups of four warps share a tile by its rows: each multiplies 64 of them, and scales and adds while others are in the
+tensor cores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from te_models.kernels.groups import Groups
+from te_models.kernels.hopper_products_triton import (
+    WARPS,
+    layout_of_sums,
+    next_expert,
+    place_of_tile,
+    programs,
+    store_sum,
+)
+
+PARTS = 3  # groups of warps
+ROWS = 64  # of a group
+WIDE, DEEP = 128, 128  # columns of a tile, and terms of a sum that share a scale
+STAGES = 4  # copies on their way, 40 KiB each
+# Of a thread of the second and the third group, and of the copying warp.
+REGISTERS = gl.constexpr((160, 160, 24))
+OPTIONS: dict[str, Any] = dict(PARTS=PARTS, STAGES=STAGES, num_warps=WARPS)
+
+
+@gluon.jit
+def _numbers(room, LAYOUT: gl.constexpr):
+    """Return the FP32 numbers in shared memory that a copy of one line has filled."""
+    SIZE: gl.constexpr = room.shape[1]
+    line = room._reinterpret(gl.float32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return line.load(LAYOUT)
+
+
+@gluon.jit
+def _copy_rows(
+    a, b, a_inv, first, tiles, width, depth, count, a_room, b_room, a_inv_room, full, empty
+):
+    """Copy what `_multiply_rows` multiplies."""
+    STAGES: gl.constexpr = b_room.shape[0]
+    PARTS: gl.constexpr = a_room.shape[0] // STAGES
+    ROWS: gl.constexpr = a_room.shape[1]
+    WIDE: gl.constexpr = b_room.shape[1]
+    DEEP: gl.constexpr = a_room.shape[2]
+    SIZE: gl.constexpr = PARTS * (a.block_type.nbytes + a_inv.block_type.nbytes)
+    across = gl.cdiv(width, WIDE)
+    last = gl.load(tiles + count - 1).to(gl.int32) * across
+    own = gl.program_id(0)
+    e = 0
+    before = 0
+    end = gl.load(tiles).to(gl.int32) * across
+    step = 0
+    while own < last:
+        e, before, end = next_expert(own, e, before, end, tiles, across)
+        m, n = place_of_tile(own - before, (end - before) // across, across)
+        row = gl.load(first + e).to(gl.int32) + m * (PARTS * ROWS)
+        column = e * width + n * WIDE
+        for start in range(0, depth, DEEP):
+            s = step % STAGES
+            there = full.index(s)
+            mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(there, SIZE + b.block_type.nbytes)
+            tma.async_copy_global_to_shared(b, [column, start], there, b_room.index(s))
+            for part in gl.static_range(PARTS):
+                i = row + part * ROWS
+                own_room = s * PARTS + part
+                tma.async_copy_global_to_shared(a, [i, start], there, a_room.index(own_room))
+                line = a_inv_room.index(own_room)
+                tma.async_copy_global_to_shared(a_inv, [start // DEEP, i], there, line)
+            step += 1
+        own += gl.num_programs(0)
+
+
+@gluon.jit
+def _multiply_rows(
+    part,
+    first,
+    tiles,
+    b_inv,
+    steps,
+    bias,
+    out,
+    width,
+    depth,
+    count,
+    a_room,
+    b_room,
+    a_inv_room,
+    full,
+    empty,
+):
+    """Multiply some rows of each tile, of which every expert has whole ones for its rows."""
+    STAGES: gl.constexpr = b_room.shape[0]
+    PARTS: gl.constexpr = a_room.shape[0] // STAGES
+    ROWS: gl.constexpr = a_room.shape[1]
+    WIDE: gl.constexpr = b_room.shape[1]
+    DEEP: gl.constexpr = a_room.shape[2]
+    SUM: gl.constexpr = layout_of_sums(WIDE)
+    across = gl.cdiv(width, WIDE)
+    last = gl.load(tiles + count - 1).to(gl.int32) * across
+    own = gl.program_id(0)
+    e = 0
+    before = 0
+    end = gl.load(tiles).to(gl.int32) * across
+    step = 0
+    zero = gl.zeros([ROWS, WIDE], gl.float32, SUM)
+    while own < last:
+        e, before, end = next_expert(own, e, before, end, tiles, across)
+        m, n = place_of_tile(own - before, (end - before) // across, across)
+        total = gl.zeros([ROWS, WIDE], gl.float32, SUM)
+        right_inv = b_inv + e * steps[0] + n * WIDE // DEEP * steps[1]
+        for _ in range(0, depth, DEEP):
+            s = step % STAGES
+            own_room = s * PARTS + part
+            by = gl.load(right_inv)
+            right_inv += steps[2]
+            mbarrier.wait(full.index(s), (step // STAGES) & 1)
+            left = a_room.index(own_room)
+            right = b_room.index(s).permute((1, 0))
+            product = warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
+            of_rows = _numbers(a_inv_room.index(own_room), gl.SliceLayout(1, SUM)) * by
+            product = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(empty.index(s), count=1)
+            total += product * of_rows[:, None]
+            step += 1
+        begin = gl.load(first + e)
+        rows = (gl.load(first + e + 1) - begin).to(gl.int32)
+        i = (m * PARTS + part) * ROWS
+        store_sum(total, None, bias, e, out + begin * width, rows, i, n * WIDE, width)
+        own += gl.num_programs(0)
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr, PARTS: gl.constexpr):
+    """Return barriers in shared memory, which tell that a room was filled, and that all groups have read it."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=PARTS)
+    fence_async_shared()
+    return full, empty
+
+
+@gluon.jit
+def _rows_kernel(
+    # descriptors of the rows of all experts, of their matrices [width, depth] below each other, and of the rows' scales
+    a,
+    b,
+    a_inv,
+    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
+    first,
+    tiles,
+    # inverse scales of the matrices, and how far those of experts, rows and columns are apart
+    b_inv,
+    step_e,
+    step_n,
+    step_k,
+    # [E, width] or None, and the result [R, width]
+    bias,
+    out,
+    # outputs, length of the sum, and E
+    width,
+    depth,
+    count,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    x = gl.allocate_shared_memory(a.dtype, [STAGES * PARTS] + a.block_type.shape, a.layout)
+    y = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
+    z = gl.allocate_shared_memory(
+        a_inv.dtype, [STAGES * PARTS] + a_inv.block_type.shape, a_inv.layout
+    )
+    full, empty = _barriers(STAGES, PARTS)
+    steps = (step_e, step_n, step_k)
+    # Each partition and its arguments: one of four warps, which is this program's own, others, and a warp that copies.
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_multiply_rows, (0, first, tiles, b_inv, steps, bias, out, width, depth, count, x, y, z, full, empty)),
+            (_multiply_rows, (1, first, tiles, b_inv, steps, bias, out, width, depth, count, x, y, z, full, empty)),
+            (_multiply_rows, (2, first, tiles, b_inv, steps, bias, out, width, depth, count, x, y, z, full, empty)),
+            (_copy_rows, (a, b, a_inv, first, tiles, width, depth, count, x, y, z, full, empty)),
+        ],
+        [4, 4, 1],
+        REGISTERS,
+    )
+    # fmt: on
+
+
+@gluon.jit
+def _copy_turned(
+    a, b, a_inv, b_inv, first, turned, height, width, count, x, y, a_line, b_line, full, empty
+):
+    """Copy what `_multiply_turned` multiplies."""
+    STAGES: gl.constexpr = y.shape[0]
+    PARTS: gl.constexpr = x.shape[0] // STAGES
+    ROWS: gl.constexpr = x.shape[1]
+    WIDE: gl.constexpr = y.shape[1]
+    DEEP: gl.constexpr = x.shape[2]
+    LEFT: gl.constexpr = PARTS * (a.block_type.nbytes + a_inv.block_type.nbytes)
+    SIZE: gl.constexpr = LEFT + b.block_type.nbytes + b_inv.block_type.nbytes
+    high = gl.cdiv(height, PARTS * ROWS)
+    across = gl.cdiv(width, WIDE)
+    step = 0
+    for own in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
+        e = own // (high * across)
+        m, n = place_of_tile(own % (high * across), high, across)
+        rows = (gl.load(first + e + 1) - gl.load(first + e)).to(gl.int32)
+        here = gl.load(turned + e).to(gl.int32)
+        for start in range(0, rows, DEEP):
+            s = step % STAGES
+            at = here + start
+            there = full.index(s)
+            mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(there, SIZE)
+            j = n * WIDE
+            tma.async_copy_global_to_shared(b, [j, at], there, y.index(s))
+            tma.async_copy_global_to_shared(b_inv, [at // DEEP, j], there, b_line.index(s))
+            for part in gl.static_range(PARTS):
+                i = (m * PARTS + part) * ROWS
+                own_room = s * PARTS + part
+                tma.async_copy_global_to_shared(a, [i, at], there, x.index(own_room))
+                line = a_line.index(own_room)
+                tma.async_copy_global_to_shared(a_inv, [at // DEEP, i], there, line)
+            step += 1
+
+
+@gluon.jit
+def _multiply_turned(part, first, out, height, width, count, x, y, a_line, b_line, full, empty):
+    """Multiply some rows of each tile; a sum runs over an expert's rows, and the zeros behind them."""
+    STAGES: gl.constexpr = y.shape[0]
+    PARTS: gl.constexpr = x.shape[0] // STAGES
+    ROWS: gl.constexpr = x.shape[1]
+    WIDE: gl.constexpr = y.shape[1]
+    DEEP: gl.constexpr = x.shape[2]
+    SUM: gl.constexpr = layout_of_sums(WIDE)
+    high = gl.cdiv(height, PARTS * ROWS)
+    across = gl.cdiv(width, WIDE)
+    step = 0
+    zero = gl.zeros([ROWS, WIDE], gl.float32, SUM)
+    for own in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
+        e = own // (high * across)
+        m, n = place_of_tile(own % (high * across), high, across)
+        rows = (gl.load(first + e + 1) - gl.load(first + e)).to(gl.int32)
+        total = gl.zeros([ROWS, WIDE], gl.float32, SUM)
+        for _ in range(0, rows, DEEP):
+            s = step % STAGES
+            own_room = s * PARTS + part
+            mbarrier.wait(full.index(s), (step // STAGES) & 1)
+            left = x.index(own_room)
+            right = y.index(s).permute((1, 0))
+            product = warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
+            of_rows = _numbers(a_line.index(own_room), gl.SliceLayout(1, SUM))
+            product = warpgroup_mma_wait(0, deps=[product])
+            of_columns = _numbers(b_line.index(s), gl.SliceLayout(0, SUM))
+            total += product * (of_rows[:, None] * of_columns[None, :])
+            mbarrier.arrive(empty.index(s), count=1)
+            step += 1
+        z = out + e.to(gl.int64) * height * width
+        i = (m * PARTS + part) * ROWS
+        store_sum(total, None, None, e, z, height, i, n * WIDE, width)
+
+
+@gluon.jit
+def _weights_kernel(
+    # descriptors of both transposed copies, [height, pitch] and [width, pitch], and of their scales
+    a,
+    b,
+    a_inv,
+    b_inv,
+    # where each expert begins, in rows and in the transposed copies
+    first,
+    turned,
+    # gradient of the weights [E, height, width]
+    out,
+    height,
+    width,
+    count,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    x = gl.allocate_shared_memory(a.dtype, [STAGES * PARTS] + a.block_type.shape, a.layout)
+    y = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
+    p = gl.allocate_shared_memory(
+        a_inv.dtype, [STAGES * PARTS] + a_inv.block_type.shape, a_inv.layout
+    )
+    q = gl.allocate_shared_memory(b_inv.dtype, [STAGES] + b_inv.block_type.shape, b_inv.layout)
+    full, empty = _barriers(STAGES, PARTS)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_multiply_turned, (0, first, out, height, width, count, x, y, p, q, full, empty)),
+            (_multiply_turned, (1, first, out, height, width, count, x, y, p, q, full, empty)),
+            (_multiply_turned, (2, first, out, height, width, count, x, y, p, q, full, empty)),
+            (_copy_turned, (a, b, a_inv, b_inv, first, turned, height, width, count, x, y, p, q, full, empty)),
+        ],
+        [4, 4, 1],
+        REGISTERS,
+    )
+    # fmt: on
+
+
+def hopper_block_rows_times(
+    a: Tensor,
+    a_inv: Tensor,
+    b: Tensor,
+    b_inv: Tensor,
+    groups: Groups,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    backward: bool,
+) -> None:
+    """Write each expert's rows of a [R, D] times its matrix of b [E * width, D], transposed, into out [R, width].
+
+    Args:
+        a_inv: the inverse scales of the rows, FP32 [D / 128, R].
+        b_inv: those of the weights [E, O / 128, K / 128], whichever of the two the sum runs along.
+        bias: [E, width] or None.
+        backward: whether the sum runs along O.
+    """
+    steps = b_inv.stride()
+    with torch.cuda.device_of(out):
+        _rows_kernel[(programs(out),)](
+            _described(a, ROWS),
+            _described(b, WIDE),
+            _described_line(a_inv, ROWS),
+            groups.first,
+            groups.tiles(PARTS * ROWS),
+            b_inv,
+            steps[0],
+            steps[2 if backward else 1],
+            steps[1 if backward else 2],
+            bias,
+            out,
+            out.shape[1],
+            a.shape[1],
+            groups.experts,
+            **OPTIONS,
+        )
+
+
+def hopper_block_weights_from(
+    a: Tensor,
+    a_inv: Tensor,
+    b: Tensor,
+    b_inv: Tensor,
+    groups: Groups,
+    out: Tensor,
+) -> None:
+    """Write each expert's rows of a, transposed, times its rows of b into out [E, height, width].
+
+    a [height, P] and b [width, P] are transposed copies, a_inv [P / 128, height] and b_inv their inverse scales
+    (expert_blocks_triton.Blocks).
+    """
+    experts, height, width = out.shape
+    with torch.cuda.device_of(out):
+        _weights_kernel[(programs(out),)](
+            _described(a, ROWS),
+            _described(b, WIDE),
+            _described_line(a_inv, ROWS),
+            _described_line(b_inv, WIDE),
+            groups.first,
+            groups.apart.first,
+            out,
+            height,
+            width,
+            experts,
+            **OPTIONS,
+        )
+
+
+def _described(data: Tensor, rows: int) -> TensorDescriptor:
+    """Return the copy engine's description of bytes in E4M3, of which it copies `rows` rows and DEEP columns."""
+    block = [rows, DEEP]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
+    data = data.view(torch.float8_e4m3fn)
+    return TensorDescriptor(data, list(data.shape), [data.shape[1], 1], block, layout)
+
+
+def _described_line(scales: Tensor, columns: int) -> TensorDescriptor:
+    """Return the copy engine's description of FP32 numbers, of which it copies `columns` of a row."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(scales, list(scales.shape), [scales.shape[1], 1], [1, columns], layout)

@@ -1,0 +1,421 @@
+"""The FP8 products of grouped_gemm_triton.py on Hopper, in Gluon: the same bits in about four fifths of the time.
+
+A program per multiprocessor takes tile after tile. One of its warps copies operands to shared memory (TMA) while two
+groups of four warps multiply, each one half of the tile's columns. For precise sums a group multiplies the upper and
+the lower 64 rows of the tile one after the other, and adds while the other group is in the tensor cores.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from te_models.kernels.groups import Groups
+
+# A tile's rows and columns, terms of a sum that are copied at a time, and copies on their way, 48 KiB each.
+HIGH, WIDE, DEEP, STAGES = 128, 256, 128, 4
+ABREAST = gl.constexpr(
+    8
+)  # tiles above each other that follow each other, to share what the L2 cache holds
+WARPS = 4  # of a group that multiplies
+REGISTERS = gl.constexpr((240, 24))  # of a thread of the second group, and of the copying warp
+FORMATS = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
+
+
+@gluon.jit
+def place_of_tile(t, high, across):
+    """Return the row and the column of tile t, of `high` times `across`."""
+    before = t // (ABREAST * across) * ABREAST
+    size = gl.maximum(gl.minimum(high - before, ABREAST), 1)
+    t = t % (ABREAST * across)
+    return before + t % size, t // size
+
+
+@gluon.jit
+def next_expert(own, e, before, end, tiles, across):
+    """Return the expert of tile `own` from expert e on, the first of its tiles, and the first behind them."""
+    while end <= own:
+        e += 1
+        before = end
+        end = gl.load(tiles + e).to(gl.int32) * across
+    return e, before, end
+
+
+@gluon.constexpr_function
+def layout_of_sums(columns):
+    """Return the layout of a sum of so many columns in the registers of a group of warps."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32]
+    )
+
+
+@gluon.jit
+def store_sum(total, scale, bias, e, out, rows, i0, j0, width):
+    """Store a sum by `scale` if there is one, plus the bias [E, width] if there is one, from row i0 and column j0 of
+    out [rows, width] on."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    if scale is not None:
+        total = total * scale
+    if bias is not None:
+        column = j0 + gl.arange(0, total.type.shape[1], gl.SliceLayout(0, total.type.layout))
+        total += gl.load(bias + e * width + column, column < width, 0.0).to(gl.float32)[None, :]
+    values = gl.convert_layout(total.to(out.dtype.element_ty), LAYOUT)
+    i = i0 + gl.arange(0, total.type.shape[0], gl.SliceLayout(1, LAYOUT))
+    j = j0 + gl.arange(0, total.type.shape[1], gl.SliceLayout(0, LAYOUT))
+    at = out + i.to(gl.int64)[:, None] * width + j[None, :]
+    gl.store(at, values, (i < rows)[:, None] & (j < width)[None, :])
+
+
+@gluon.jit
+def _copy(a, row, b, column, at, a_room, b_room, full, empty, step):
+    """Copy both operands' terms from `at` on into the room of this step, once it is free."""
+    STAGES: gl.constexpr = a_room.shape[0]
+    s = step % STAGES
+    mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(s), a.block_type.nbytes + b.block_type.nbytes)
+    tma.async_copy_global_to_shared(a, [row, at], full.index(s), a_room.index(s))
+    tma.async_copy_global_to_shared(b, [column, at], full.index(s), b_room.index(s))
+
+
+@gluon.jit
+def _multiply(top, low, part, a_room, b_room, full, empty, step, PRECISE: gl.constexpr):
+    """Return the sums of the upper and the lower rows plus their products of this step, and free its room."""
+    STAGES: gl.constexpr = a_room.shape[0]
+    ROWS: gl.constexpr = a_room.shape[1] // 2
+    COLUMNS: gl.constexpr = b_room.shape[1] // 2
+    LAYOUT: gl.constexpr = top.type.layout
+    s = step % STAGES
+    mbarrier.wait(full.index(s), (step // STAGES) & 1)
+    upper = a_room.index(s).slice(0, ROWS, 0)
+    lower = a_room.index(s).slice(ROWS, ROWS, 0)
+    right = b_room.index(s).slice(part * COLUMNS, COLUMNS, 0).permute((1, 0))
+    if PRECISE:  # sums leave the tensor cores, which keep fewer bits
+        zero = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+        product = warpgroup_mma(upper, right, zero, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, deps=[product])
+        top += product
+        product = warpgroup_mma(lower, right, zero, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(empty.index(s), count=1)
+        low += product
+    else:
+        top = warpgroup_mma(upper, right, top, is_async=True)
+        low = warpgroup_mma(lower, right, low, is_async=True)
+        top, low = warpgroup_mma_wait(0, deps=[top, low])
+        mbarrier.arrive(empty.index(s), count=1)
+    return top, low
+
+
+@gluon.jit
+def _copy_rows(a, b, first, tiles, width, depth, count, a_room, b_room, full, empty):
+    """Copy what `_multiply_rows` multiplies."""
+    HIGH: gl.constexpr = a_room.shape[1]
+    WIDE: gl.constexpr = b_room.shape[1]
+    DEEP: gl.constexpr = a_room.shape[2]
+    across = gl.cdiv(width, WIDE)
+    last = gl.load(tiles + count - 1).to(gl.int32) * across
+    own = gl.program_id(0)
+    e = 0
+    before = 0
+    end = gl.load(tiles).to(gl.int32) * across
+    step = 0
+    while own < last:
+        e, before, end = next_expert(own, e, before, end, tiles, across)
+        m, n = place_of_tile(own - before, (end - before) // across, across)
+        row = gl.load(first + e).to(gl.int32) + m * HIGH
+        column = e * width + n * WIDE
+        for start in range(0, depth, DEEP):
+            _copy(a, row, b, column, start, a_room, b_room, full, empty, step)
+            step += 1
+        own += gl.num_programs(0)
+
+
+@gluon.jit
+def _multiply_rows(
+    part,
+    first,
+    tiles,
+    a_scale,
+    b_scale,
+    bias,
+    out,
+    width,
+    depth,
+    count,
+    a_room,
+    b_room,
+    full,
+    empty,
+    PRECISE: gl.constexpr,
+):
+    """Multiply half of the columns of each tile, of which every expert has whole ones for its rows."""
+    HIGH: gl.constexpr = a_room.shape[1]
+    WIDE: gl.constexpr = b_room.shape[1]
+    DEEP: gl.constexpr = a_room.shape[2]
+    SUM: gl.constexpr = layout_of_sums(WIDE // 2)
+    across = gl.cdiv(width, WIDE)
+    last = gl.load(tiles + count - 1).to(gl.int32) * across
+    own = gl.program_id(0)
+    e = 0
+    before = 0
+    end = gl.load(tiles).to(gl.int32) * across
+    step = 0
+    while own < last:
+        e, before, end = next_expert(own, e, before, end, tiles, across)
+        m, n = place_of_tile(own - before, (end - before) // across, across)
+        top = gl.zeros([HIGH // 2, WIDE // 2], gl.float32, SUM)
+        low = gl.zeros([HIGH // 2, WIDE // 2], gl.float32, SUM)
+        for _ in range(0, depth, DEEP):
+            top, low = _multiply(top, low, part, a_room, b_room, full, empty, step, PRECISE)
+            step += 1
+        scale = gl.load(a_scale + e) * gl.load(b_scale + e)
+        begin = gl.load(first + e)
+        rows = (gl.load(first + e + 1) - begin).to(gl.int32)
+        y = out + begin * width
+        i = m * HIGH
+        j = n * WIDE + part * (WIDE // 2)
+        store_sum(top, scale, bias, e, y, rows, i, j, width)
+        store_sum(low, scale, bias, e, y, rows, i + HIGH // 2, j, width)
+        own += gl.num_programs(0)
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr):
+    """Return barriers in shared memory, which tell that a room was filled, and that both groups have read it."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)
+    fence_async_shared()
+    return full, empty
+
+
+@gluon.jit
+def _rows_kernel(
+    # descriptors of the rows of all experts, and of their matrices [width, depth] below each other
+    a,
+    b,
+    # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
+    first,
+    tiles,
+    # inverse scales, FP32 [E]
+    x,
+    y,
+    # [E, width] or None, and the result [R, width]
+    bias,
+    out,
+    # outputs, length of the sum, and E
+    width,
+    depth,
+    count,
+    STAGES: gl.constexpr,
+    PRECISE: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    p = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
+    q = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
+    full, empty = _barriers(STAGES)
+    # Each partition and its arguments: one of four warps, which is this program's own, another, and a warp that copies.
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_multiply_rows, (0, first, tiles, x, y, bias, out, width, depth, count, p, q, full, empty, PRECISE)),
+            (_multiply_rows, (1, first, tiles, x, y, bias, out, width, depth, count, p, q, full, empty, PRECISE)),
+            (_copy_rows, (a, b, first, tiles, width, depth, count, p, q, full, empty)),
+        ],
+        [4, 1],
+        REGISTERS,
+    )
+    # fmt: on
+
+
+@gluon.jit
+def _copy_turned(a, b, first, turned, height, width, count, a_room, b_room, full, empty):
+    """Copy what `_multiply_turned` multiplies."""
+    HIGH: gl.constexpr = a_room.shape[1]
+    WIDE: gl.constexpr = b_room.shape[1]
+    DEEP: gl.constexpr = a_room.shape[2]
+    high = gl.cdiv(height, HIGH)
+    across = gl.cdiv(width, WIDE)
+    step = 0
+    for own in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
+        e = own // (high * across)
+        m, n = place_of_tile(own % (high * across), high, across)
+        rows = (gl.load(first + e + 1) - gl.load(first + e)).to(gl.int32)
+        here = gl.load(turned + e).to(gl.int32)
+        for start in range(0, rows, DEEP):
+            _copy(a, m * HIGH, b, n * WIDE, here + start, a_room, b_room, full, empty, step)
+            step += 1
+
+
+@gluon.jit
+def _multiply_turned(
+    part,
+    first,
+    a_scale,
+    b_scale,
+    out,
+    height,
+    width,
+    count,
+    a_room,
+    b_room,
+    full,
+    empty,
+    PRECISE: gl.constexpr,
+):
+    """Multiply half of the columns of each tile; a sum runs over an expert's rows, and the zeros behind them."""
+    HIGH: gl.constexpr = a_room.shape[1]
+    WIDE: gl.constexpr = b_room.shape[1]
+    DEEP: gl.constexpr = a_room.shape[2]
+    SUM: gl.constexpr = layout_of_sums(WIDE // 2)
+    high = gl.cdiv(height, HIGH)
+    across = gl.cdiv(width, WIDE)
+    step = 0
+    for own in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
+        e = own // (high * across)
+        m, n = place_of_tile(own % (high * across), high, across)
+        rows = (gl.load(first + e + 1) - gl.load(first + e)).to(gl.int32)
+        top = gl.zeros([HIGH // 2, WIDE // 2], gl.float32, SUM)
+        low = gl.zeros([HIGH // 2, WIDE // 2], gl.float32, SUM)
+        for _ in range(0, rows, DEEP):
+            top, low = _multiply(top, low, part, a_room, b_room, full, empty, step, PRECISE)
+            step += 1
+        scale = gl.load(a_scale + e) * gl.load(b_scale + e)
+        z = out + e.to(gl.int64) * height * width
+        i = m * HIGH
+        j = n * WIDE + part * (WIDE // 2)
+        store_sum(top, scale, None, e, z, height, i, j, width)
+        store_sum(low, scale, None, e, z, height, i + HIGH // 2, j, width)
+
+
+@gluon.jit
+def _weights_kernel(
+    # descriptors of both transposed copies, [height, pitch] and [width, pitch]
+    a,
+    b,
+    # where each expert begins, in rows and in the transposed copies
+    first,
+    turned,
+    # inverse scales FP32 [E]
+    x,
+    y,
+    # gradient of the weights [E, height, width]
+    out,
+    height,
+    width,
+    count,
+    STAGES: gl.constexpr,
+    PRECISE: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    p = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
+    q = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
+    full, empty = _barriers(STAGES)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_multiply_turned, (0, first, x, y, out, height, width, count, p, q, full, empty, PRECISE)),
+            (_multiply_turned, (1, first, x, y, out, height, width, count, p, q, full, empty, PRECISE)),
+            (_copy_turned, (a, b, first, turned, height, width, count, p, q, full, empty)),
+        ],
+        [4, 1],
+        REGISTERS,
+    )
+    # fmt: on
+
+
+def hopper_rows_times(
+    a: Tensor,
+    b: Tensor,
+    scales: tuple[Tensor, Tensor],
+    groups: Groups,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    precise: bool,
+) -> None:
+    """Write each expert's rows of a [R, D] times its matrix of b, [width, D], transposed, into out [R, width].
+
+    Args:
+        b: the matrices of all experts, one below the other, in any shape.
+        scales: the inverse scales of a and b, FP32 [E] each.
+        bias: [E, width] or None.
+        precise: sums leave the tensor cores, which keep fewer bits, every 128 terms.
+    """
+    depth = a.shape[1]
+    width = out.shape[1]
+    # Transposed weights come with the shape of the weights.
+    b = b.view(groups.experts * width, depth)
+    with torch.cuda.device_of(out):
+        _rows_kernel[(programs(out),)](
+            _described(a, HIGH),
+            _described(b, WIDE),
+            groups.first,
+            groups.tiles(HIGH),
+            *scales,
+            bias,
+            out,
+            width,
+            depth,
+            groups.experts,
+            STAGES=STAGES,
+            PRECISE=precise,
+            num_warps=WARPS,
+            enable_fp_fusion=False,  # cuBLAS rounds the scaled sum before it adds the bias
+        )
+
+
+def hopper_weights_from(
+    a: Tensor,
+    b: Tensor,
+    scales: tuple[Tensor, Tensor],
+    groups: Groups,
+    out: Tensor,
+    *,
+    precise: bool,
+) -> None:
+    """Write each expert's rows of a, transposed, times its rows of b into out [E, height, width].
+
+    a [height, P] and b [width, P] are transposed copies (`FP8Matrices.transposed`); see `hopper_rows_times`.
+    """
+    experts, height, width = out.shape
+    with torch.cuda.device_of(out):
+        _weights_kernel[(programs(out),)](
+            _described(a, HIGH),
+            _described(b, WIDE),
+            groups.first,
+            groups.apart.first,
+            *scales,
+            out,
+            height,
+            width,
+            experts,
+            STAGES=STAGES,
+            PRECISE=precise,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
+
+
+def programs(out: Tensor) -> int:
+    """Return how many programs run at a time on the device of `out`: one per multiprocessor."""
+    return torch.cuda.get_device_properties(out.device).multi_processor_count
+
+
+def _described(data: Tensor, rows: int) -> TensorDescriptor:
+    """Return the copy engine's description of a matrix, of which it copies `rows` rows and DEEP columns at a time."""
+    block = [rows, DEEP]
+    layout = gl.NVMMASharedLayout.get_default_for(block, FORMATS[data.dtype])
+    return TensorDescriptor(data, list(data.shape), [data.shape[1], 1], block, layout)
