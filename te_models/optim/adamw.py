@@ -102,7 +102,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def _numbers(kernel: Any, group: Group, steps: Tensor) -> Any:
-    """Return kernel.Numbers of tensors at these steps, FP32 [n], rounded where PyTorch's kernel rounds them."""
+    """Return kernel.Numbers of tensors at these steps, FP32 [n], each rounded once from FP64."""
     first, second = group["betas"]
     steps = steps.double().clamp(min=1)  # 0 in a first step that is bad, and unused
     rate = group["lr"]

@@ -1,8 +1,9 @@
 """AdamW on many tensors in one kernel, which reads every gradient, master and moment once and writes the rest once.
 
-The arithmetic is the same as in PyTorch's fused AdamW on a GPU: products and sums of the moments in FP64, each rounded
-once to FP32, then the update in FP32. Beside it the kernel clips the gradient, which may be BF16, and rounds the new
-master into the parameter: 28 bytes per BF16 parameter, where separate passes move 48.
+Products and sums of the moments are in FP64, each moment rounded once to FP32, then the update in FP32. (PyTorch 2.11's
+fused AdamW rounds betas to FP32 first, so its moments differ by 2e-7 of themselves.) Beside it the kernel clips the
+gradient, which may be BF16, and rounds the new master into the parameter: 28 bytes per BF16 parameter, where separate
+passes move 48.
 """
 
 from collections.abc import Sequence
@@ -222,7 +223,7 @@ def _adamw_kernel(
     m = tl.load(first + first_at + at, here, 0.0)
     v = tl.load(second + second_at + at, here, 0.0)
 
-    # FP64 where PyTorch's fused kernel computes with doubles, so that the bits are the same.
+    # FP64, since 1 - beta of an FP32 beta is off by 2e-7, and with it every moment.
     p64 = p.to(tl.float64)
     p = (p64 - tl.load(decay) * p64).to(tl.float32)
     g64 = g.to(tl.float64)
