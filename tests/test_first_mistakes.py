@@ -135,8 +135,8 @@ LINES: dict[str, tuple[Callable[[CausalLM], object], str]] = {
     "list": (lambda m: TEModelsForCausalLM.wrap(m)([[5]]), "input_ids is a list: give an int64 tensor"),
     "cache": (lambda m: m(IDS, use_cache=True), "a model takes no use_cache: give cache=model.new_cache"),
     "keyword": (lambda m: m(IDS, foo=1), "a model takes no foo: leave it out"),
-    "beams": (lambda m: m.generate(IDS, num_beams=2), "num_beams is an option of transformers' generate"),
-    "penalty": (lambda m: m.generate(IDS, repetition_penalty=1.2), "call TEModelsForCausalLM.wrap"),
+    "beams": (lambda m: m.generate(IDS, num_beams=2), "num_beams is an option of transformers' generate"),  # type: ignore[unexpected-keyword]
+    "penalty": (lambda m: m.generate(IDS, repetition_penalty=1.2), "call TEModelsForCausalLM.wrap"),  # type: ignore[unexpected-keyword]
     "negative temperature": (lambda m: m.generate(IDS, temperature=-1.0), "temperature=-1.0 is negative: give"),
     "one dimension": (lambda m: TEModelsForCausalLM.wrap(m).generate(IDS[0]), r"has shape \[4\]: give an int64 tensor"),
     "no prompt": (lambda m: TEModelsForCausalLM.wrap(m).generate(max_new_tokens=8), "no bos token to begin with"),

@@ -47,7 +47,7 @@ def test_a_changed_live_model_is_a_failure(tmp_path: Path, monkeypatch: pytest.M
 
     def writes(folder: Path, live: Live) -> None:
         with torch.no_grad():
-            live.model.norm.weight.add_(1)
+            live.model.norm.get_parameter("weight").add_(1)
         raise KeyError("x")
 
     monkeypatch.setitem(KINDS, "own, damaged", Kind("own", False, writes))

@@ -64,13 +64,13 @@ def test_examples_and_guides_need_no_other_module() -> None:
     [
         (lambda: ModelConfig(**SHAPE, num_layers=3), "did you mean 'num_hidden_layers'"),
         (
-            lambda: CausalLM.from_preset("gated-nano", num_layers=3),
+            lambda: CausalLM.from_preset("gated-nano", num_layers=3),  # type: ignore[unexpected-keyword]
             "did you mean 'num_hidden_layers'",
         ),
-        (lambda: plan("gated-nano", engin="native"), "did you mean 'engine'"),
-        (lambda: tiny().generate([1], max_tokens=3), "did you mean 'max_new_tokens'"),
-        (lambda: tiny().generate([1], topk=3), "did you mean 'top_k'"),
-        (lambda: next(tiny().stream([1], temprature=3)), "did you mean 'temperature'"),
+        (lambda: plan("gated-nano", engin="native"), "did you mean 'engine'"),  # type: ignore[unexpected-keyword]
+        (lambda: tiny().generate([1], max_tokens=3), "did you mean 'max_new_tokens'"),  # type: ignore[unexpected-keyword]
+        (lambda: tiny().generate([1], topk=3), "did you mean 'top_k'"),  # type: ignore[unexpected-keyword]
+        (lambda: next(tiny().stream([1], temprature=3)), "did you mean 'temperature'"),  # type: ignore[unexpected-keyword]
     ],
 )
 def test_a_misspelled_keyword_names_the_nearest(
@@ -113,7 +113,7 @@ def test_a_value_of_a_wrong_type_gets_one_line(
 
 def test_an_unknown_option_of_generation_lists_each_known_one_once() -> None:
     with pytest.raises(UsageError, match="choose one of") as raised:
-        tiny().generate([1], qqqq=3)
+        tiny().generate([1], qqqq=3)  # type: ignore[unexpected-keyword]
     names = str(raised.value).partition("choose one of ")[2].split(", ")
     assert len(names) == len(set(names))
 

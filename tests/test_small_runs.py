@@ -38,6 +38,7 @@ def test_run_is_that_of_a_trainer(tokens, tmp_path, recipe):
     """The losses and the held-out loss are those of Trainer.run on the same batches."""
     run = SmallRun("a", {**MODEL, "recipe": recipe}, CONFIG, look)
     found = train(run, tokens, tokens, tmp_path, FOREVER)
+    assert found is not None
     torch.manual_seed(5)
     model = CausalLM.from_preset(**MODEL, recipe=recipe)
     rows = tokens[: 4000 // 32 * 32].reshape(-1, 32)

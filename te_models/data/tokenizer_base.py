@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,7 +123,7 @@ class Tokenizer(ABC):
     def _documents(self) -> Fields:
         """Return the JSON of its files, by name without suffix, with a chat template only if they came with one."""
 
-    def documents(self) -> dict[str, object]:
+    def documents(self) -> dict[str, Any]:
         """Return the content of its files, as `save` writes them: JSON by name without suffix, and a chat template that
         is not part of tokenizer_config.json as bytes, by its file's name."""
         documents = self._documents()

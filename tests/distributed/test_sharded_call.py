@@ -7,7 +7,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from te_models.distributed.sharded_call import call_inside, only_fsdp_hooks
 
@@ -49,12 +49,12 @@ def on_each(rank: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole, sharded = model(), model()
     for block in sharded:
-        for module in (block.up, block.down):
+        for module in (block.get_submodule("up"), block.get_submodule("down")):
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
         fully_shard(block, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
     for module in sharded.modules():
-        if hasattr(module, "set_force_sum_reduction_for_comms"):
+        if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
     assert all(only_fsdp_hooks(module) for module in sharded.modules())
     made = torch.Generator().manual_seed(1)

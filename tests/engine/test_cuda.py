@@ -4,6 +4,7 @@ import engine_reference
 import pytest
 import torch
 from torch import Tensor
+from typed import gradient
 
 import te_models.engine.emulated as te
 from te_models.engine.emulated import recipe as R
@@ -48,7 +49,8 @@ def train(device: str, name: str, reentrant: bool | None) -> list[Tensor]:
                 else te.checkpoint(function, x, use_reentrant=reentrant)
             )
         y.backward(torch.randn(128, 256, generator=g).to(BF16).to(device))
-        found += [y.detach(), x.grad, layers[0].weight.grad, layers[1].bias.grad]
+        weight, bias = layers[0].weight, layers[1].bias
+        found += [y.detach(), gradient(x), gradient(weight), gradient(bias)]
         if name == "delayed":
             found += [
                 m.fp8_meta[d].scale.clone() for m in layers for d in ("scaling_fwd", "scaling_bwd")

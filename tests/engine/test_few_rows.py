@@ -1,6 +1,7 @@
 """Few rows without the zeros that pad them: the bits are those of te.Linear with the zeros."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +104,8 @@ def test_weights_of_either_layout_give_the_same_bits(
         monkeypatch.setattr(few_rows, "enough_rows", plain if suits else lambda *args: 0)
         with te.exact_gemm(0), te.autocast(enabled=True, recipe=RECIPES[name]), short_rows(16):
             found += [linear(x, is_first_microbatch=first) for first in (True, False)]
-        columns = linear._fp8_workspaces["weight"]._cache[("columns", False)]
+        cached: Any = linear._fp8_workspaces["weight"]
+        columns = cached._cache[("columns", False)]
         assert columns.is_contiguous() == (
             suits and enough_rows(1, 96, 64, torch.float32, True, torch.get_num_threads()) > 0
         )

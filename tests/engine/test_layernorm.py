@@ -18,7 +18,7 @@ SIZES += [(4, 8192), (4, 12800), (4, 25600)]
 def fp64(m: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """PyTorch's LayerNorm of x, and its gradients for x and the weight, in FP64."""
     wide = x.detach().double().requires_grad_()
-    weight = m.weight.detach().double().requires_grad_()
+    weight = m.get_parameter("weight").detach().double().requires_grad_()
     gamma = weight + 1 if m.zero_centered_gamma else weight
     y = F.layer_norm(wide, wide.shape[-1:], gamma, None, m.eps)
     dx, dw = torch.autograd.grad(y, (wide, weight), dy.double())

@@ -10,6 +10,7 @@ from engine_reference import RECIPES
 from fewer import every
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from typed import gradient
 
 import te_models.engine.emulated as te
 from te_models.engine.emulated import recipe as R
@@ -52,7 +53,7 @@ def train(
         found += [p.grad.clone() for p in blocks.parameters() if p.grad is not None]
         with torch.no_grad():
             for p in blocks.parameters():
-                p -= 1e-4 * p.grad
+                p -= 1e-4 * gradient(p)
                 p.grad = None
     if name == "delayed":
         for m in blocks.modules():

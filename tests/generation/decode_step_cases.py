@@ -52,7 +52,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[type, int]:
 
 def small(feature: str, recipe: str, layers: int = 1) -> CausalLM:
     """A model in FP32, so that only the order of sums differs, with bits of FP8 that are the same."""
-    options = {**FEATURES[feature], "num_hidden_layers": layers}
+    options: dict[str, Any] = {**FEATURES[feature], "num_hidden_layers": layers}
     # Chunked attention is in the first layers, whatever else a feature has in the last.
     kept = slice(layers) if "attention_chunk_size" in options else slice(-layers, None)
     for each_layer in ("layer_types", "no_rope_layers"):

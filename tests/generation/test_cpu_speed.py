@@ -29,7 +29,7 @@ def two_threads() -> Iterator[None]:
 def threads_of(model: nn.Module, ids: Tensor) -> int:
     """The threads that the model's blocks may use in a pass over `ids`."""
     found: list[int] = []
-    hook = model.layers[0].register_forward_hook(
+    hook = model.get_submodule("layers.0").register_forward_hook(
         lambda *args: found.append(torch.get_num_threads())
     )
     model(ids)

@@ -52,7 +52,7 @@ def linear(case, recipe, n_in, n_out, rows, steps):
     m = te.Linear(n_in, n_out, bias=True, params_dtype=BF16, device=DEV)
     with torch.no_grad():
         m.weight.copy_(randn(n_out, n_in, scale=0.05))
-        m.bias.copy_(randn(n_out, scale=0.1))
+        m.get_parameter("bias").copy_(randn(n_out, scale=0.1))
     put(f"{case}.weight", m.weight)
     put(f"{case}.bias", m.bias)
     for t in range(steps):

@@ -130,7 +130,7 @@ def expert(m, i):
     with torch.no_grad():
         lin.weight.copy_(getattr(m, f"weight{i}"))
         if m.use_bias:
-            lin.bias.copy_(getattr(m, f"bias{i}"))
+            lin.get_parameter("bias").copy_(getattr(m, f"bias{i}"))
     return lin
 
 

@@ -37,11 +37,11 @@ def test_the_torch_peer_is_the_same_model(gate: str) -> None:
         for number, block in enumerate(peer.blocks):
             assert isinstance(block, TorchBlock)
             for name in ("qkvg_proj", "o_proj"):
-                block.get_submodule(name).weight.copy_(
+                block.get_parameter(f"{name}.weight").copy_(
                     model_weights[f"layers.{number}.self_attn.{name}.weight"]
                 )
             for name in ("gate_up_proj", "down_proj"):
-                block.get_submodule(name).weight.copy_(
+                block.get_parameter(f"{name}.weight").copy_(
                     model_weights[f"layers.{number}.mlp.{name}.weight"]
                 )
     ids = torch.randint(0, 96, (2, 7))

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -164,7 +165,8 @@ def test_scores_stand_side_by_side() -> None:
         ["piqa,", "acc", "0.7000", "±", "0.0100", "0.6900"],
     ]
     refused = Evaluation("m", "d", (RecipeLoss("bf16", note="why"),))
-    assert refused.to_dict()["losses"][0]["loss"] is None and refused.refused
+    losses: Any = refused.to_dict()["losses"]
+    assert losses[0]["loss"] is None and refused.refused
 
 
 def test_records_that_are_all_too_long_are_an_error(

@@ -10,6 +10,7 @@ import torch
 import triton
 from fewer import every
 from torch import Tensor
+from typed import gradient
 
 from te_models.kernels.delta_rule_triton import FASTEST, autotuned, fix_configurations, gradients
 
@@ -76,12 +77,8 @@ def test_gradients_are_those_of_autograd(case: tuple[int, ...], decay: float) ->
                 )
                 dw[row, here, head] = -dv[row, here, head].double() @ state.mT
     total.backward()
-    wanted = [
-        leaves[0].grad,
-        leaves[1].grad,
-        dw,
-        leaves[2].grad / math.log(2.0),
-    ]  # of g in units of e
+    dq, dk, dg = (gradient(leaf) for leaf in leaves[:3])
+    wanted = [dq, dk, dw, dg / math.log(2.0)]  # of g in units of e
     # BF16 rounds factors and results by up to 2^-9; the interpreter multiplies in FP32.
     bound = 2.0**-7 if ON_GPU else 1e-5
     # A decay is exp(g_i - g_j), whose exponent is rounded relative to the sums g.

@@ -31,6 +31,7 @@ def check(found: FP8Matrices, given: list[torch.Tensor], e5m2: bool) -> None:
     )
     rows = [len(x) for x in given]
     lines = [-(-count // LINE) * LINE for count in rows]  # of the transposed copy
+    assert found.transposed is not None
     turned = found.transposed[:, : sum(lines)].split(lines, dim=1)
     parts = zip(found.data.split(rows), turned, found.scale_inv, given, strict=True)
     for data, transposed, inverse, x in parts:

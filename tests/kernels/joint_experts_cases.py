@@ -378,6 +378,7 @@ def test_amaxes_of_copies_are_those_of_rows() -> None:
     assert torch.equal(found.data[there], wanted.data[there])
     assert torch.equal(found.scale_inv, wanted.scale_inv)
     again = cast_transposed(given, E4M3, found.scale)
+    assert wanted.transposed is not None
     begin = 0
     for count in ROWS:
         apart = -(-count // 128) * 128

@@ -104,7 +104,7 @@ def test_a_logit_of_minus_infinity_has_no_probability() -> None:
     loss, slope = in_fp64(logits.clamp(min=-1e30), targets, count)
     found, dlogits = lm_head_triton.loss_and_gradient(logits, targets, count, True)
     torch.testing.assert_close(found.double(), loss, rtol=1e-6, atol=0)
-    assert not dlogits[:, 7:3000].any()
+    assert dlogits is not None and not dlogits[:, 7:3000].any()
     torch.testing.assert_close(dlogits.double(), slope, rtol=2.0**-19, atol=1e-7)
 
 
@@ -121,6 +121,7 @@ def test_a_value_that_is_not_finite_shows_in_the_loss(wrong: float, column: int)
     logits[3, column] = wrong
     assert lm_head.loss_and_gradient(logits, targets, count, False)[0].isnan()
     found, dlogits = lm_head_triton.loss_and_gradient(logits, targets, count, True)
+    assert dlogits is not None
     assert found.isnan() and dlogits[3].isnan().any()
     assert dlogits[[0, 1, 2, 4]].isfinite().all()
 
@@ -130,6 +131,7 @@ def test_a_row_that_does_not_count_may_be_anything() -> None:
     wanted = lm_head_triton.loss_and_gradient(logits.clone(), targets, count, False)[0]
     logits[2] = float("nan")
     found, dlogits = lm_head_triton.loss_and_gradient(logits, targets, count, True)
+    assert dlogits is not None
     assert torch.equal(found, wanted) and not dlogits[2].any()
 
 

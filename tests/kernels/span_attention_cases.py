@@ -114,7 +114,8 @@ def test_heads_of_512_channels(
     inputs += [torch.randn(2, device=DEVICE).to(dtype)]
     leaves = [t.requires_grad_() for t in inputs]
     how = dict(scale=0.05, sinks=leaves[3])
-    out = spans(seq, window, ids, DEVICE)(*leaves[:3], **how)
+    q, k, v, _ = leaves
+    out = spans(seq, window, ids, DEVICE)(q, k, v, **how)
     dy = out.detach()
     found = (out, *torch.autograd.grad(out, leaves, dy))
     exact = [t.detach().double().requires_grad_() for t in inputs]

@@ -116,7 +116,7 @@ def place() -> CastScale:
     return CastScale(torch.full((1,), 3.0, device=DEVICE), torch.zeros(1, device=DEVICE), False)
 
 
-Operation = Callable[[Tensor], list[Tensor]]
+Operation = Callable[[Tensor], list[Tensor | None]]
 WEIGHT = torch.linspace(0.5, 1.5, 64).bfloat16().to(DEVICE)
 OTHER = torch.linspace(-1, 1, 32 * 64).view(32, 64).bfloat16().to(DEVICE)
 FP8: dict[str, Operation] = {

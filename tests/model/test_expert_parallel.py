@@ -73,7 +73,9 @@ def gradients(
         with torch.no_grad():
             for layer in model.layers:
                 router = layer.get_submodule("mlp.router")
-                router.weight.zero_()  # of equal scores the first two experts are chosen
+                router.get_parameter(
+                    "weight"
+                ).zero_()  # of equal scores the first two experts are chosen
     loss = model(**values).loss
     loss.backward()
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

@@ -15,7 +15,7 @@ from te_models import CausalLM, ModelConfig, TEModelsForCausalLM
 from te_models.errors import UsageError
 
 pytestmark = pytest.mark.skipif(
-    torch.__version__ < (2, 11), reason="torch 2.10 cannot trace the models as one graph"
+    torch.__version__ < "2.11", reason="torch 2.10 cannot trace the models as one graph"
 )
 SIZES: dict[str, Any] = dict(
     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, head_dim=8,

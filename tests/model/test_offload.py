@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from typed import gradient
 
 import te_models.training.finetune
 from te_models import CausalLM, get_recipe
@@ -93,7 +94,7 @@ def run(model: CausalLM, cached: bool = True) -> list[Tensor]:
             for p in model.parameters():
                 found.append(p.grad.clone())
                 if not hasattr(p, "quantize_"):
-                    p -= 0.1 * p.grad
+                    p -= 0.1 * gradient(p)
                 p.grad = None
     found += [p.detach().clone() for p in model.parameters() if not hasattr(p, "quantize_")]
     return found + [state.clone() for _, state in sorted(fp8_state(model).items())]

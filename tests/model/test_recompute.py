@@ -14,6 +14,7 @@ from small_model import Build, loss_of, registry, tokens
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
+from typed import gradient
 
 from te_models import CausalLM
 from te_models.errors import EngineError
@@ -43,7 +44,7 @@ def make(small: Build) -> Build:
 def update(model: CausalLM) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 0.05 * parameter.grad
+            parameter -= 0.05 * gradient(parameter)
             parameter.grad = None
 
 

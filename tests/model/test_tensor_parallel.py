@@ -13,6 +13,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from typed import gradient
 
 from te_models import CausalLM, list_recipes
 from te_models.config.model import ModelConfig
@@ -132,7 +133,7 @@ def _train(model: CausalLM) -> dict[str, Any]:
             }
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= 0.02 * parameter.grad
+                parameter -= 0.02 * gradient(parameter)
         losses.append(loss.item())
     scales = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
     gathered = gather_state(gradients, model.config, model.tp)

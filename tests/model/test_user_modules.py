@@ -10,6 +10,7 @@ import torch
 from bits import assert_same_bits, assert_same_tensors
 from fewer import every
 from torch import Tensor, nn
+from typed import gradient
 
 from te_models.config.recipe import get_recipe, list_recipes
 from te_models.engine import emulated, engine_module
@@ -60,7 +61,7 @@ def trained(
         losses.append(loss.item())
         with torch.no_grad():
             for parameter in blocks.parameters():
-                parameter -= 0.1 * parameter.grad
+                parameter -= 0.1 * gradient(parameter)
                 if step < STEPS - 1:
                     parameter.grad = None
     found = {f"{name}.grad": parameter.grad for name, parameter in blocks.named_parameters()}

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from small_model import loss_of
+from typed import gradient
 
 from te_models import CausalLM
 from te_models.fp8.scaling_state import fp8_state
@@ -43,7 +44,7 @@ def run(
             gradients += [p.grad.clone() for p in model.parameters()]
             with torch.no_grad():
                 for p in model.parameters():
-                    p -= 0.1 * p.grad
+                    p -= 0.1 * gradient(p)
                     p.grad = None
     return losses, gradients
 

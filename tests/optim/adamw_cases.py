@@ -158,7 +158,8 @@ def test_a_model_trains_as_through_pytorch(monkeypatch: pytest.MonkeyPatch) -> N
     """Masters of BF16 parameters, with clipping, saved and loaded in between, and one parameter in FP32."""
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64, bias=False)).to(DEVICE, BF16)]
-    models[0][0].bias.data = models[0][0].bias.data.float()
+    bias = models[0].get_parameter("0.bias")
+    bias.data = bias.data.float()
     models.append(copy.deepcopy(models[0]))
     found: list[Any] = []
     for model, kernel in zip(models, (True, False), strict=True):

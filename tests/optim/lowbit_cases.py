@@ -118,7 +118,8 @@ def eager(p: Tensor, grad: Tensor, first: Any, second: Any) -> None:
 def test_an_update_is_torchaos(name: str, size: int, dtype: torch.dtype) -> None:
     """But for rounding in FP32: a moment at the middle of two codes may get the other one."""
     ours, wanted = [t.to(DEVICE) for t in example(name, size, dtype)], example(name, size, dtype)
-    lowbit_triton.update(*ours, STEP, stochastic=False)
+    p, grad, first, second = ours
+    lowbit_triton.update(p, grad, first, second, STEP, stochastic=False)
     exact, *rest = example(name, size, dtype)
     exact = exact.float()
     eager(exact, *rest)
@@ -159,7 +160,8 @@ def test_stochastic_rounding_is_unbiased_and_between_neighbors() -> None:
     p[0] = float("nan")
     moments = [torch.zeros(size, dtype=BF16, device=DEVICE) for _ in range(2)]
     before = p.clone()
-    lowbit_triton.update(p, torch.zeros_like(p), *moments, STEP, stochastic=True)
+    first, second = moments
+    lowbit_triton.update(p, torch.zeros_like(p), first, second, STEP, stochastic=True)
     exact = value * (1 - STEP.lr * STEP.weight_decay)
     found = p[1:].cpu().double()
     low, high = value - 2.0**-7, value
@@ -174,8 +176,9 @@ def test_stochastic_rounding_is_unbiased_and_between_neighbors() -> None:
         p[2**15 : 2**16], p[2**16 : 2**15 * 3]
     )  # more than 15 bits of the index count
     for seed, same in ((17, True), (18, False), (2**31 - 1, False)):
-        again, *rest = (t[:4096].clone() for t in (before, torch.zeros_like(p), *moments))
-        lowbit_triton.update(again, *rest, dataclasses.replace(STEP, seed=seed), stochastic=True)
+        again, grad, m, v = (t[:4096].clone() for t in (before, torch.zeros_like(p), *moments))
+        seeded = dataclasses.replace(STEP, seed=seed)
+        lowbit_triton.update(again, grad, m, v, seeded, stochastic=True)
         assert torch.equal(again[1:], p[1:4096]) == same
 
 

@@ -15,6 +15,7 @@ from bits import assert_same_bits
 from state_bytes import state_bytes
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from typed import gradient
 
 from te_models import CausalLM
 from te_models.config.training import TrainConfig
@@ -326,7 +327,7 @@ def test_muon_orthogonalizes_each_logical_matrix_of_a_fused_weight(optimizer: st
     model = CausalLM.from_preset("gated-nano", device="cpu", dtype=torch.float32, **SHAPE)
     attention = model.layers[0].self_attn
     assert isinstance(attention, GatedAttention)
-    weight = attention.qkvg_proj.weight
+    weight = attention.get_parameter("qkvg_proj.weight")
     before = weight.detach().clone()
     tuned = build_optimizer(
         optimizer, model, lr=1.0, weight_decay=0.0, options="adjust_lr=original"
@@ -335,8 +336,8 @@ def test_muon_orthogonalizes_each_logical_matrix_of_a_fused_weight(optimizer: st
         p.grad = torch.randn_like(p)
     spans = ((0, 32), (32, 48), (48, 64), (64, 96))  # q, k, v, gate
     for start, stop in spans:
-        nn.init.orthogonal_(weight.grad[start:stop])
-    weight.grad[:32] *= 1000  # q's gradient must not decide how far k, v and the gate move
+        nn.init.orthogonal_(gradient(weight)[start:stop])
+    gradient(weight)[:32] *= 1000  # q's gradient must not decide how far k, v and the gate move
     tuned.take_gradients(0.0)
     tuned.step()
     moved = before - weight.detach()

@@ -28,7 +28,7 @@ pytest.importorskip("torchao")
 
 OPTIMIZERS = {"adamwfp8": "", "muon8bit": "rest=adamw8bit", "galore": "rank=8,refresh=2"}
 FSDP: dict[str, Any] = dict(parallel="fsdp", clip_grad_norm=0.5)
-RUNS = {
+RUNS: dict[str, dict[str, Any]] = {
     name: dict(FSDP, optimizer=name, optimizer_options=options)
     for name, options in OPTIMIZERS.items()
 }

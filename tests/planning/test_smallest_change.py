@@ -30,7 +30,8 @@ def keywords(flags: tuple[str, ...]) -> dict[str, Any]:
     text = " ".join(flags).replace("--lora", "--lora-rank")
     found: dict[str, Any] = {}
     if (rounded := "--optimizer-options stochastic_rounding=true") in text:
-        text, found = text.replace(rounded, ""), dict(optimizer_options=ROUNDED)
+        text = text.replace(rounded, "")
+        found["optimizer_options"] = ROUNDED
     for name, value in re.findall(r"--([\w-]+)(?: (\w+))?", text):
         found[name.replace("-", "_")] = int(value) if value.isdecimal() else value or True
     return found

@@ -16,6 +16,7 @@ from hf_models import document_of, load, make_theirs, randomize, tensors_of
 from judge import AutoModelForCausalLM
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typed import submodule
 
 from te_models import CausalLM, ModelConfig
 from te_models.cli import main
@@ -532,8 +533,10 @@ def test_fp8_primary_weights_are_served_as_they_are(
     model.export(tmp_path / "out", format=format, calibration=IDS)
     back = CausalLM.from_pretrained(tmp_path / "out", device="cpu", dtype=torch.float32)
     for name in ("self_attn.qkvg_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
-        weight = model.layers[1].get_submodule(name).weight.dequantize(dtype=torch.float32)
-        assert_same_bits(name, back.layers[1].get_submodule(name).weight.detach(), weight.detach())
+        weight = submodule(model.layers[1], name).weight.dequantize(dtype=torch.float32)
+        assert_same_bits(
+            name, back.layers[1].get_parameter(f"{name}.weight").detach(), weight.detach()
+        )
 
 
 def test_fp8_primary_weights_of_odd_sizes_get_scales_that_transformers_reads(
@@ -552,8 +555,8 @@ def test_fp8_primary_weights_of_odd_sizes_get_scales_that_transformers_reads(
     assert odd
     back = CausalLM.from_pretrained(tmp_path / "out", device="cpu", dtype=torch.float32)
     for name in ("self_attn.qkvg_proj", "mlp.gate_up_proj", "mlp.down_proj"):
-        weight = model.layers[1].get_submodule(name).weight.dequantize(dtype=torch.float32).detach()
-        found = back.layers[1].get_submodule(name).weight.detach()
+        weight = submodule(model.layers[1], name).weight.dequantize(dtype=torch.float32).detach()
+        found = back.layers[1].get_parameter(f"{name}.weight").detach()
         assert (
             (found - weight).abs() <= weight.abs() * 2**-4 + weight.abs().amax() * 2**-15
         ).all(), name

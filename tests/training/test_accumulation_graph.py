@@ -163,7 +163,8 @@ def test_recorded_steps_have_graphs_of_their_own(
     for run in runs[1:]:
         entries: list[Any] = []
         counted.append(entries)
-        run.guard.record = entries.append
+        guard: Any = run.guard
+        guard.record = entries.append
     steps = WARM_UP + 6
     plain, eager, graphed = (trained(run, Answers(), steps) for run in runs)
     for found in (eager, graphed):
@@ -294,7 +295,7 @@ def test_a_bad_micro_batch_ends_the_run_before_the_update(tapes: list[Any], tmp_
     before = [p.detach().clone() for p in run.model.parameters()]
     assert run.passes.graph.captured
     with torch.no_grad():
-        run.model.norm.weight[0] = float("nan")
+        run.model.norm.get_parameter("weight")[0] = float("nan")
     with pytest.raises(Diverged):
         run.step(batches)
     assert (

@@ -11,6 +11,7 @@ from fewer import every
 from graph_tape import pretend_cuda
 from places import PLACE
 from torch import nn
+from typed import gradient
 
 from te_models import CausalLM, list_recipes
 from te_models.config.recompute_modes import MODES
@@ -110,7 +111,7 @@ def test_a_weight_multiplies_the_gradients_of_eager_and_replayed_steps(tapes: li
         )
         torch.testing.assert_close(found, loss.detach() * weight, rtol=1e-6, atol=0)
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad * weight, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(p.grad, gradient(q) * weight, rtol=1e-5, atol=1e-7)
     assert tapes[0].replays == STEPS - WARM_UP
 
 

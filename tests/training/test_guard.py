@@ -11,6 +11,7 @@ import torch
 from bits import assert_same_tensors
 from planted import BEGIN, Site, nan_in_fp8
 from tiny_runs import TINY, losses, tiny_model, tiny_trainer
+from typed import submodule
 
 from te_models.config.toml import read_toml
 from te_models.distributed.control import Ranks
@@ -193,7 +194,7 @@ def bad_cast(monkeypatch: pytest.MonkeyPatch, run: Trainer, first: int) -> None:
 
     def broken(self: Any, tensor: Any, rowwise: bool, columnwise: bool) -> Any:
         fields = encode(self, tensor, rowwise, columnwise)
-        quantizers = run.model.get_submodule(LINEAR).quantizers["scaling_fwd"]
+        quantizers = submodule(run.model, LINEAR).quantizers["scaling_fwd"]
         own = bool(quantizers) and self is quantizers[0]
         if own and now >= first:
             fields["data"].view(-1)[0] = 0x7F

@@ -105,9 +105,9 @@ def test_every_linear_of_a_block_gets_an_adapter_but_no_expert_and_no_router(pre
 def test_dropout_is_applied_to_the_input_of_the_adapter_in_training(build: Any) -> None:
     adapted = add_lora(build("bf16", dtype=torch.float32), r=4, lora_alpha=8, lora_dropout=0.5)
     layer = next(module for module in adapted.modules() if isinstance(module, LoraLinear))
-    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    a, b = (layer.get_parameter(f"lora_{side}.default.weight") for side in "AB")
     torch.nn.init.normal_(b)
-    x = torch.randn(8, layer.in_features, device=b.device)
+    x = torch.randn(8, a.shape[1], device=b.device)
     for training in (True, False):
         layer.train(training)
         torch.manual_seed(3)
@@ -159,8 +159,8 @@ def test_a_merge_of_tiny_weights_leaves_a_finite_scale(build: Any) -> None:
     layers = [m for m in adapted.modules() if isinstance(m, LoraLinear)]
     with torch.no_grad():
         for layer in layers:
-            layer.lora_B["default"].weight.zero_()
-            layer.base_layer.weight.mul_(1e-37)
+            layer.get_parameter("lora_B.default.weight").zero_()
+            layer.get_parameter("base_layer.weight").mul_(1e-37)
     adapted.merge_adapter()
     scales = [scale for layer in layers if (scale := weight_scale(layer.base_layer)) is not None]
     assert scales and all(scale.item() == torch.finfo(torch.float32).max for scale in scales)

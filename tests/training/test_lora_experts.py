@@ -17,6 +17,7 @@ from judge import transformers
 from safetensors.torch import load_file, save_file
 from tiny_runs import SHORT
 from torch import Tensor
+from typed import submodule
 
 import benchmarks.lora_experts as lora_experts
 from te_models import CausalLM
@@ -267,7 +268,7 @@ def test_an_adapter_on_the_router(name: str) -> None:
     plain_model.load_state_dict(model.state_dict())
     adapted = add_lora(model, target_modules=["router"], r=4, init_lora_weights=False)
     names = [f"layers.{layer}.mlp.router" for layer in range(SHAPE["num_hidden_layers"])]
-    routers = [(model.get_submodule(name), plain_model.get_submodule(name)) for name in names]
+    routers = [(submodule(model, name), submodule(plain_model, name)) for name in names]
     with torch.no_grad():
         for adapter, router in routers:
             router.weight += adapter.get_delta_weight("default")

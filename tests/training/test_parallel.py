@@ -149,7 +149,7 @@ SPECIAL = {
     "poisoned-fsdp": dict(parallel="fsdp", recipe="current", poison=1, gradient_accumulation=2),
 }
 # The scales after one step, whose amaxes are those of the calibration and of the step.
-FIRST = {
+FIRST: dict[str, dict[str, Any]] = {
     f"first-{name}": dict(case, recipe="delayed", steps=1)
     for name, case in {
         "ddp": dict(parallel="ddp"),
@@ -162,7 +162,7 @@ FIRST = {
     }.items()
 }
 FROM_ONE = dict(recipe="delayed", steps=4, save_every=2, resume="one", reshard_after_forward=False)
-RESUMED = {
+RESUMED: dict[str, dict[str, Any]] = {
     "resumed": dict(SPECIAL["saved"], resume="saved"),
     "resumed-ddp": dict(SPECIAL["saved-ddp"], resume="saved-ddp"),
     "resumed-experts": dict(RUNS["experts-bf16"], resume="experts-bf16"),

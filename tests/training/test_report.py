@@ -99,7 +99,8 @@ def test_a_run_has_the_parameters_of_its_plan() -> None:
 @pytest.mark.parametrize(("peak", "printed"), [(37 * 2**20, "37.00 MiB"), (3 * 2**30, "3.00 GiB")])
 def test_peak_memory_has_the_unit_of_its_size(peak: int, printed: str) -> None:
     said = said_at_the_end(Result(peak_memory=peak, checkpoint="a"), TrainConfig(), Path("runs"))
-    assert re.search(r"peak memory +(.+?) *\n", said)[1] == printed
+    match = re.search(r"peak memory +(.+?) *\n", said)
+    assert match is not None and match[1] == printed
 
 
 def logged(steps: int, start: int = 0, seconds: float = 0.0, evaluated: int = 0) -> list[str]:

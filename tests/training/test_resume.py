@@ -216,7 +216,7 @@ def test_resume_needs_only_the_folder_and_repeats_every_bit(choices: list[str], 
     shutil.rmtree("start")
     assert main(["finetune", "--resume", "parts", "--steps", "4"]) == 0
     assert losses("parts") == losses("whole") and len(losses("parts")) == 4
-    commands = read_record(Path("parts"))["commands"]
+    commands: Any = read_record(Path("parts"))["commands"]
     assert len(commands) == 2 and "--resume parts" in commands[1]
 
 

@@ -107,7 +107,7 @@ def test_answers_before_and_after(model: CausalLM) -> None:
     expected = "".join(stream_text(model, WORDS, list(b"ab"), 6))
     assert sampler.before[0] == expected
     with torch.no_grad():
-        model.lm_head.weight.zero_()
+        model.get_parameter("lm_head.weight").zero_()
     out = io.StringIO()
     sampler.show(Console(file=out, width=200))
     text = out.getvalue()

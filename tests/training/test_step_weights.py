@@ -109,7 +109,9 @@ def expected_step(answers: str, padded: bool, micro_batches: int) -> dict[str, f
     z_loss = sum(share * value for share, value in zip(shares, z, strict=True))
     prediction = sum(losses) / max(1, counted)
     loss = prediction + BALANCE * balance_loss + Z * z_loss
-    gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+    gradients = torch.autograd.grad(
+        torch.as_tensor(loss), [p for p in model.parameters() if p.requires_grad]
+    )
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
     return dict(
         loss=loss.item(),
@@ -193,7 +195,7 @@ def as_before(shared: Parallel, root: Path, name: str, case: dict[str, Any]) -> 
         return outcome(run, run.run())
 
 
-CHANGED = {
+CHANGED: dict[str, dict[str, Any]] = {
     "ddp from one": dict(DELAYED, parallel="ddp", resume="one"),
     "fsdp from one": dict(DELAYED, parallel="fsdp", resume="one"),
     "accumulating ddp": dict(ANSWERS, parallel="ddp", resume="answers"),

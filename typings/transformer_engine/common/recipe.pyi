@@ -1,3 +1,5 @@
+from typing import Any
+
 class QParams:
     power_2_scale: bool
     amax_epsilon: float
@@ -6,6 +8,8 @@ class MMParams:
     use_split_accumulator: bool
 
 class Recipe:
+    # Dataclasses with these and other fields, all with defaults.
+    def __init__(self, **fields: Any) -> None: ...
     backward_override: str | None
     fp8_gemm_fprop: MMParams
     fp8_gemm_dgrad: MMParams

@@ -39,9 +39,11 @@ class Float8CurrentScalingQuantizer(Quantizer):
 class Float8BlockQuantizer(Quantizer):
     dtype: DType
     block_scaling_dim: int
+    def __init__(self, fp8_dtype: DType, **options: Any) -> None: ...
 
 class MXFP8Quantizer(Quantizer):
     dtype: DType
+    def __init__(self, fp8_dtype: DType) -> None: ...
 
 class QuantizedTensor(Tensor):
     def update_usage(
