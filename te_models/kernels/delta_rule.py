@@ -11,6 +11,7 @@ GPU the Triton kernels of flash-linear-attention run instead, if it is installed
 
 import functools
 import importlib.metadata
+import inspect
 import logging
 import warnings
 from collections.abc import Callable
@@ -172,7 +173,11 @@ def _prepared(
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return flash-linear-attention's functions for whole rows and for decoding; None, and one line, without it."""
+    """Return flash-linear-attention's functions for whole rows and for decoding; None, and one line, without it.
+
+    Where FlashQLA is installed, that package hands whole rows to it, and then neither its own kernels nor ours run.
+    Here the function behind its choice is taken: its kernels are the ones that `delta_rule_kernel` names.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what else the package could use
@@ -187,7 +192,9 @@ def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     except ImportError:
         log.warning(HINT)
         return None
-    return chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+    # As the decorated function is: torch.compile does not look into it.
+    whole_rows = torch.compiler.disable(inspect.unwrap(chunk_gated_delta_rule))
+    return whole_rows, fused_recurrent_gated_delta_rule
 
 
 def runs_on_kernels(device: torch.device, dtype: torch.dtype) -> bool:

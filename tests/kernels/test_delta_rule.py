@@ -1,7 +1,9 @@
 """The gated delta rule against its recurrence in FP64, token by token."""
 
+import functools
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -188,6 +190,33 @@ def stand_ins() -> tuple[Callable[..., Any], Callable[..., Any]]:
         return recurrent(q, k, v, g, beta, initial_state)
 
     return chunk, step
+
+
+def test_no_other_package_takes_the_place_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-linear-attention hands whole rows to FlashQLA, if that is installed, in a wrapper around its function."""
+    chunk, step = stand_ins()
+
+    @functools.wraps(chunk)
+    def dispatched(*args: Any, **options: Any) -> Any:
+        pytest.fail("another package computes")
+
+    package = ModuleType("fla.ops.gated_delta_rule")
+    package.chunk_gated_delta_rule = torch.compiler.disable(dispatched)  # type: ignore[attr-defined]
+    package.fused_recurrent_gated_delta_rule = step  # type: ignore[attr-defined]
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    triton_part = ModuleType("te_models.kernels.delta_rule_triton")
+    triton_part.register = lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, triton_part.__name__, triton_part)
+    monkeypatch.setattr("te_models.kernels.delta_rule_triton", triton_part, raising=False)
+    kernels._kernels.cache_clear()
+    try:
+        given = inputs(9, (2, 4, 8, 8))
+        found, _ = kernels._by_kernels(*given, None, None)
+        torch.testing.assert_close(found, recurrent(*given)[0], atol=1e-5, rtol=1e-5)
+    finally:
+        kernels._kernels.cache_clear()
 
 
 def test_kernels_get_each_argument_at_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
