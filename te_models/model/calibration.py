@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.recipe import SCHEMES, get_recipe
+from te_models.distributed.gathers import wait_for_gathers
 from te_models.errors import UsageError
 from te_models.fp8.calibration import Measurement, ModuleScaling, unmeasured
 from te_models.fp8.precision import model_precision
@@ -64,6 +65,8 @@ def calibrate(
             output = model(**inputs, return_logits=whole)
             factors = model.router_losses if model.training else None
             measurement.backward(step_loss(output, weight, router_weight, factors))
+            # That ends at the first block in FP8, before which there may be others.
+            wait_for_gathers(model)
     measurement.set_scales([delayed[module] for module in modules])
 
 

@@ -24,6 +24,7 @@ from te_models.causal_lm import CausalLM
 from te_models.config.training import TrainConfig
 from te_models.device.choice import computing_device
 from te_models.device.cuda_capture import capture, failed_capture, first_error
+from te_models.distributed.gathers import wait_for_gathers
 from te_models.errors import UsageError
 from te_models.model.graph_obstacle import graph_obstacle
 from te_models.model.output import step_loss
@@ -424,6 +425,7 @@ class GraphedStep:
         output = self.model(**inputs, return_logits=False)
         loss = step_loss(output, weight, router_weight, self.model.router_losses)
         loss.backward()
+        wait_for_gathers(self.model)
         routed = None if output.routing is None else output.routing.metrics(router_weight)
         return loss.detach(), routed
 

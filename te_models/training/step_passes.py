@@ -13,6 +13,7 @@ from torch import Tensor
 from te_models.causal_lm import CausalLM
 from te_models.config.recipe import Recipe
 from te_models.config.training import TrainConfig
+from te_models.distributed.gathers import wait_for_gathers
 from te_models.model.output import step_loss
 from te_models.optim.gradients import Gradients
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
@@ -157,6 +158,7 @@ class StepPasses:
             output = self.train_model(**batch, is_first_microbatch=cached, return_logits=False)
             loss = step_loss(output, weight, router_weight, self.model.router_losses)
             loss.backward()
+            wait_for_gathers(self.model)
         routed = None if output.routing is None else output.routing.metrics(router_weight)
         return loss.detach(), routed
 
