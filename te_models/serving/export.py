@@ -141,7 +141,8 @@ def default_format(model: Decoder, origin: Origin) -> str:
     """
     family = family_for(model.config, family_of(origin.config) if origin.config else None)
     modules = quantized_modules(model)
-    if family.stacked and any(isinstance(m, model.te.GroupedLinear) for m in modules.values()):
+    # By their descriptions: in a run with adapters the modules are other ones.
+    if family.stacked and any(model.config.linears[name].experts for name in modules):
         return "bf16"
     return "fp8-block" if _in_whole_blocks(family, model.config, modules) else "fp8-channel"
 

@@ -51,7 +51,7 @@ def input_scales(
     stored = stored_inputs(source, model, format)
     if source is not None and modules.keys() <= stored.keys():
         return stored, [
-            f"{format.static} comes from {source.path}: give calibration=token ids to measure it again"
+            f"{format.static} comes from {source.path}: give calibration=token ids (--data PATH) to measure it again"
         ]
     if format.static == "input_scale":
         why = "has not trained"

@@ -13,7 +13,7 @@ from judge import AutoModelForCausalLM, transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from te_models import CausalLM
+from te_models import CausalLM, add_lora
 from te_models.errors import CheckpointError, UsageError
 from te_models.saving.pretrained import read_shape
 from te_models.serving.export import default_format
@@ -166,6 +166,10 @@ def test_an_export_keeps_experts_in_bf16_or_is_refused(tmp_path: Path) -> None:
         model.config, device="cpu", recipe="bf16"
     )  # as a preset: no folder says its family
     assert default_format(model, model.origin) == default_format(random, random.origin) == "bf16"
+    # As a run with --lora sees it, when it says what to do next.
+    adapted = CausalLM.from_pretrained(tmp_path / "published", device="cpu", recipe="bf16")
+    add_lora(adapted, r=2, target_modules=["all-linear", "experts"])
+    assert default_format(adapted, adapted.origin) == "bf16"
     ungated = dict(attention_gate="none", qk_norm=True, device="cpu", recipe="bf16")
     apart = CausalLM.from_preset("gated-nano", moe=EXPERTS, **ungated)  # a tensor per expert
     assert default_format(apart, apart.origin).startswith("fp8")
