@@ -9,8 +9,10 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from types import FrameType
 
 import click
 
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:  # a choice of the user's own
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # OpenMP reads it when torch is imported
     try:
-        with _plain_warnings():
+        with _plain_warnings(), _interrupts_kept():
             code = cli.main(
                 words,
                 prog_name="te-models",
@@ -112,6 +114,37 @@ def _plain_warnings() -> Iterator[None]:
         # These warnings of torch.compile address its developers.
         warnings.filterwarnings("ignore", message=r"\s*Dynamo ")
         yield
+
+
+@contextlib.contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Raise KeyboardInterrupt for any error in the block that follows a Ctrl-C.
+
+    An import may swallow it, as torch does when it imports NumPy. What was imported half fails later, with an error
+    that has nothing to do with its cause.
+    """
+    interrupts: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    # A program that calls `main` may have a handler of its own, or run it in a thread, which can set none.
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if ours:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    except Exception as error:
+        if interrupts:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @click.group(context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]})

@@ -1,5 +1,6 @@
 """The command line: what it prints, that mistakes end in one line and exit code 2, that help is fast."""
 
+import contextlib
 import functools
 import json
 import os
@@ -161,6 +162,22 @@ def test_a_second_interrupt_ends_the_program_at_once(
     finally:
         signal.signal(signal.SIGINT, before)
     assert codes == [130] and capsys.readouterr().err == "te-models: stopped\n" * 2
+
+
+@pytest.mark.parametrize("error", [AttributeError("no attribute 'matrix'"), ValueError("half")])
+def test_an_interrupt_that_an_import_swallowed_stops_the_program(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def half_imported(*arguments: Any, **options: Any) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise error
+
+    monkeypatch.setattr(type(cli), "main", half_imported)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert main(["list"]) == 130
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert capsys.readouterr().err == "te-models: stopped\n"
 
 
 @pytest.mark.parametrize(
