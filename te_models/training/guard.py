@@ -19,7 +19,7 @@ from torch import Tensor
 from te_models.causal_lm import CausalLM
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local
-from te_models.errors import Diverged, UsageError
+from te_models.errors import Diverged, UsageError, plural
 from te_models.fp8.primary_weights import quantized
 from te_models.recorder.layout import INDEX, RecordedTensor
 from te_models.training.bad_tensor import OUTPUT, BadTensors, first_of_all
@@ -43,10 +43,17 @@ log = logging.getLogger(__name__)
 
 
 class BadStep(Diverged):
-    """Raised within the loop for a step that must not count; the guard decides what follows."""
+    """Raised within the loop for a step that must not count; the guard decides what follows.
 
-    def __init__(self, queued: QueuedStep, event: str, loss: float, grad_norm: float) -> None:
+    `bad_values` is how many values of its FP8 tensors were not finite, where it was recorded.
+    """
+
+    def __init__(
+        self, queued: QueuedStep, event: str, loss: float, grad_norm: float, bad_values: float = 0
+    ) -> None:
         super().__init__(f"step {queued.step}: the loss is {loss}, the gradient norm {grad_norm}")
+        # The mean over processes that have copies of one tensor may be less than one.
+        self.bad_values = math.ceil(bad_values)
         self.queued = queued
         self.event = event
         self.loss = loss
@@ -56,6 +63,17 @@ class BadStep(Diverged):
     def step(self) -> int:
         """The number of the step."""
         return self.queued.step
+
+    @property
+    def reason(self) -> str:
+        """What of the step is not finite, in words."""
+        if not math.isfinite(self.loss):
+            return f"the loss is {self.loss}"
+        if not math.isfinite(self.grad_norm):
+            return f"the gradient norm is {self.grad_norm}"
+        # Such as infinities, of which a cast made the format's largest number.
+        are = "is" if self.bad_values == 1 else "are"
+        return f"{plural(self.bad_values, 'value')} of FP8 tensors {are} not finite, which the loss does not show"
 
     @property
     def bound(self) -> float | None:
@@ -130,19 +148,28 @@ class Guard:
         return self.spikes.bounds()
 
     @staticmethod
-    def is_bad(loss: Tensor, grad_norm: Tensor, bounds: Bounds) -> Tensor:
-        """Return whether a step must not update the weights, a bool scalar on the device."""
+    def is_bad(
+        loss: Tensor, grad_norm: Tensor, bounds: Bounds, bad_values: Tensor | None = None
+    ) -> Tensor:
+        """Return whether a step must not update the weights, a bool scalar on the device.
+
+        `bad_values` is how many values of a recorded step's tensors are not finite; None: it is not recorded.
+        """
         # The sum is finite where both are: one kernel in place of two.
         bad = ~(loss + grad_norm).isfinite()
+        if bad_values is not None:
+            bad = bad | (bad_values > 0)
         if math.isfinite(bounds.loss):
             bad = bad | (loss > bounds.loss) | (grad_norm > bounds.grad_norm)
         return bad
 
-    def judge(self, queued: QueuedStep, loss: float, grad_norm: float) -> None:
-        """Let a good step count; raise BadStep for a bad one."""
+    def judge(
+        self, queued: QueuedStep, loss: float, grad_norm: float, bad_values: float = 0
+    ) -> None:
+        """Let a good step count; raise BadStep for a bad one. `bad_values` as in `is_bad`."""
         bounds = queued.bounds
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise BadStep(queued, NONFINITE, loss, grad_norm)
+        if bad_values > 0 or not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise BadStep(queued, NONFINITE, loss, grad_norm, bad_values)
         if loss > bounds.loss or grad_norm > bounds.grad_norm:
             raise BadStep(queued, SPIKE, loss, grad_norm)
         self.spikes.add(loss, grad_norm)
@@ -206,7 +233,11 @@ class Guard:
         begun = bad.queued.begun
         # The search runs the step again, and must find weights and FP8 state as they were before it.
         trainer.starts.put_back(begun)
-        if bad.event == NONFINITE:
+        if bad.event == SPIKE:
+            line = f"{self._spike(bad)}. {KEPT}"
+        elif math.isfinite(bad.loss) and math.isfinite(bad.grad_norm):
+            line = f"step {bad.step}: {bad.reason}. {KEPT}"
+        else:
             line = diagnosis(
                 trainer.model,
                 trainer.parallel.ranks,
@@ -215,8 +246,6 @@ class Guard:
                 bad.grad_norm,
                 bad.queued.micro_batches,
             )
-        else:
-            line = f"{self._spike(bad)}. {KEPT}"
         tensor, reproduced = self._search(bad)
         self._forget(begun)
         self._report(bad, "stop", tensor, reproduced, "the run ends")
@@ -257,7 +286,7 @@ class Guard:
         # The gradients are taken as in a step, since the norm may be what is not finite.
         norm = trainer.optimizer.take_gradients(trainer.config.clip_grad_norm)
         # A second run of the same numbers that is finite tells a fault of the hardware from one of the model.
-        again = not bool((loss + norm).isfinite())
+        again = watched.first is not None or not bool((loss + norm).isfinite())
         ranks = trainer.parallel.ranks
         return first_of_all(watched, ranks), any(ranks.gather(again))
 
@@ -381,9 +410,7 @@ class Guard:
         place = self._place(bad, tensor)
         if bad.event == SPIKE:
             return f"{self._spike(bad)}{place}"
-        value = "loss" if not math.isfinite(bad.loss) else "gradient norm"
-        number = bad.loss if not math.isfinite(bad.loss) else bad.grad_norm
-        return f"step {bad.step}: the {value} is {number}{place}"
+        return f"step {bad.step}: {bad.reason}{place}"
 
     @staticmethod
     def _place(bad: BadStep, tensor: RecordedTensor | None) -> str:

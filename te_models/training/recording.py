@@ -14,7 +14,7 @@ from te_models.causal_lm import CausalLM
 from te_models.fp8.primary_weights import quantized
 from te_models.fp8.scale_age import ScalePlace, scale_ages
 from te_models.fp8.scaling_state import gemms_of
-from te_models.recorder.layout import OPERANDS, RecordedTensor
+from te_models.recorder.layout import INDEX, OPERANDS, RecordedTensor
 from te_models.recorder.record import RecordWriter
 from te_models.recorder.table import Observer, Observers, Table
 from te_models.training.parallel import Parallel
@@ -122,6 +122,10 @@ class Recorder:
     def stop(self) -> None:
         """Stop recording a step that will not be finished."""
         self.table.stop()
+
+    def bad_values(self) -> Tensor:
+        """Return how many values of this process's tensors were not finite so far in this step, a scalar."""
+        return self.table.parts[:, :, INDEX["nonfinite"]].sum()
 
     def next_micro_batch(self, first: bool) -> None:
         """Say that a micro-batch begins, the first of its step or another one, which counts no weight again."""

@@ -71,11 +71,11 @@ def copy_to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 class QueuedStep:
     """A step that the device may still be computing.
 
-    `values` are loss, gradient norm, the numbers of processes that were asked to stop and that want a checkpoint, and
-    RoutingReport.metrics with experts; the host may read them once `ready` is reached. `begun` is the state before the
-    step, `bounds` the largest loss and gradient norm that are no spikes, `recorded` the entry of a recorded step, and
-    `data_wait` the seconds that the host waited for its data. `end` follows the optimizer's update; `row` then has the
-    metrics, by name.
+    `values` are loss, gradient norm, how many values of a recorded step's FP8 tensors are not finite, the numbers of
+    processes that were asked to stop and that want a checkpoint, and RoutingReport.metrics with experts; the host may
+    read them once `ready` is reached. `begun` is the state before the step, `bounds` the largest loss and gradient norm
+    that are no spikes, `recorded` the entry of a recorded step, and `data_wait` the seconds that the host waited for
+    its data. `end` follows the optimizer's update; `row` then has the metrics, by name.
     """
 
     step: int

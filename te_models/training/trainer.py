@@ -353,17 +353,16 @@ class Trainer(NamedFields):
             recorder.begin()
         loss = self._forward_backward(drawn.micro_batches)
         router_losses, shares = over_micro_batches(self.passes.routed, loss)
-        # One collective for the loss, the router losses and the two questions whether to stop and to save.
-        sums = self.parallel.sum_and_any(
-            torch.cat([loss[None], router_losses]), self.stop_requested() != 0, self._wants_save()
-        )
+        bad_values = torch.zeros_like(loss) if recorder is None else recorder.bad_values().to(loss)
+        # One collective for the loss, counts, the router losses and the two questions whether to stop and to save.
+        own = torch.cat([torch.stack([loss, bad_values]), router_losses])
+        sums = self.parallel.sum_and_any(own, self.stop_requested() != 0, self._wants_save())
         loss = sums[0]
-        router_losses = sums[1:-2]
-        flags = sums[-2:]
+        bad_values = sums[1]
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
         # One copy to the host, queued here and read when the next step is queued.
-        values = torch.cat([torch.stack([loss, norm.to(loss)]), flags, router_losses, shares])
-        host_values, ready = copy_to_host(values)
+        values = [torch.stack([loss, norm.to(loss), bad_values]), sums[-2:], sums[2:-2], shares]
+        host_values, ready = copy_to_host(torch.cat(values))
         queued = QueuedStep(
             step=step,
             start=start,
@@ -382,7 +381,8 @@ class Trainer(NamedFields):
         self.optimizer.set_learning_rate(queued.learning_rate)
         self.checkpoints.copied()  # a save in the background may still read what the update overwrites
         if self.ahead:
-            self.optimizer.skip_if(self.guard.is_bad(loss, norm, queued.bounds))
+            counted = None if recorder is None else bad_values
+            self.optimizer.skip_if(self.guard.is_bad(loss, norm, queued.bounds, counted))
         self.begun = None
         # An error or a signal between these two lines leaves half-updated weights, which must not be saved.
         self.updating = True
@@ -422,10 +422,10 @@ class Trainer(NamedFields):
             return
         if queued.ready is not None:
             queued.ready.synchronize()
-        loss, norm, stops, saves, *routed = queued.values.tolist()
+        loss, norm, bad_values, stops, saves, *routed = queued.values.tolist()
         self.stopping = self.stopping or bool(stops)
         self.save_due = self.save_due or bool(saves)
-        self.guard.judge(queued, loss, norm)
+        self.guard.judge(queued, loss, norm, bad_values)
         queued.row = {
             "step": queued.step,
             "loss": loss,

@@ -101,6 +101,19 @@ def spoil_gradient(run: Trainer) -> None:
     handle = module.register_forward_hook(hook, prepend=True)
 
 
+def hide_infinity(run: Trainer) -> None:
+    """An infinity in the input of one linear, of which the cast makes the largest number of FP8."""
+    module = run.model.get_submodule(LINEAR)
+
+    def hook(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        handle.remove()
+        x = inputs[0].clone()
+        x[..., 0] = math.inf
+        return (x, *inputs[1:])
+
+    handle = module.register_forward_pre_hook(hook, prepend=True)
+
+
 BREAKS = {
     "input": (spoil_input, f"{LINEAR}.input"),
     "grad_output": (spoil_gradient, f"{LINEAR}.grad_output"),
@@ -158,6 +171,25 @@ def test_skipping_a_step_late_gives_the_bits_of_skipping_at_once(
         assert_same_tensors(contents[0].tensors[group], contents[1].tensors[group])
     states = [json.loads((tmp_path / n / last / "training.json").read_text()) for n in ("False", "True")]  # fmt: skip
     assert states[0]["dataset"] == states[1]["dataset"] and states[0]["rng"] == states[1]["rng"]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
+def test_a_recorded_step_is_bad_by_a_tensor_that_the_loss_hides(
+    policy: str, ahead: bool, tmp_path: Path
+) -> None:
+    run = trainer(tmp_path, policy, ahead, record=1, save_every=1)
+    breaking(run, hide_infinity, BAD)
+    if policy == "stop":
+        with pytest.raises(Diverged, match=rf"step {BAD}: .* not finite.*is {LINEAR}\.input\. "):
+            run.run()
+    else:
+        assert run.run().step == STEPS
+    events = read_events(tmp_path / "metrics.jsonl")
+    (event,) = events
+    assert (event["step"], event["event"], event["action"]) == (BAD, "nonfinite", policy)
+    assert event["tensor"] == f"{LINEAR}.input" and event["reproduced"]
+    assert math.isfinite(event["loss"]) and math.isfinite(event["grad_norm"])
 
 
 @pytest.mark.parametrize("ahead", [False, True])
