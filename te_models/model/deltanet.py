@@ -76,7 +76,8 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return linear attention of x [N, D]: [N, D]."""
         count = context.batch * context.seq
-        qkvz = first_rows(context.linear(self.qkvz_proj, x), count)  # [B*S, C + Vd]
+        projected = context.linear(self.qkvz_proj, x)  # [N, C + Vd]
+        qkvz = first_rows(projected, count)  # [B*S, C + Vd]
         # [B*S, 2n], in BF16 under any recipe
         ba = first_rows(context.linear(self.ba_proj, x), count)
         mixed, z = qkvz.split([self.spec.sizes.mixed_size, self.spec.sizes.value_size], dim=-1)
@@ -93,7 +94,8 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         # One weight [d_v] for all heads, of which a rank has some: hence the sum of its gradient over ranks.
         out = self.tp.norm(self.norm, out.flatten(0, 2), partial=True).view(count, -1)  # [B*S, Vd]
         out = context.kernels.silu_gate(out, z)  # 0 at padding, where z is 0
-        return context.linear(self.out_proj, pad_rows(out, x.shape[0]))
+        # Under sequence parallelism `projected` has the rows of all ranks, x only this rank's.
+        return context.linear(self.out_proj, pad_rows(out, projected.shape[0]))
 
     @property
     def _mixed_sections(self) -> tuple[int, int, int]:
