@@ -27,6 +27,7 @@ from benchmarks.tables import (  # noqa: F401  they register their tables
     guide,
     heads,
     kinds,
+    several_gpus,
     speed,
     speed_map,
     stored,
