@@ -480,10 +480,10 @@ def plan(shape: str | ModelConfig, **options: Unpack[ModelOptions]) -> Precision
             f"the shape is a {type(shape).__name__}: give a preset's name or a ModelConfig; a model has plan() itself"
         )
     # On the meta device nothing is allocated, whatever the size.
-    settings, rest = _split({"device": "meta", **options})
+    settings, recipe_options = _split({"device": "meta", **options})
     config = (
         get_preset(shape, **settings)
         if isinstance(shape, str)
         else dataclasses.replace(shape, **settings)
     )
-    return CausalLM(config, **rest).plan()
+    return CausalLM(config, **recipe_options).plan()

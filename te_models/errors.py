@@ -212,10 +212,10 @@ def unknown(
     near = _nearest(_bare(str(given)), bare)
     hint = f"did you mean {bare[near]!r}? " if near else ""
     if listed and len(names) > MANY:
-        rest = f"{listed} lists all {len(names)}"
+        listing = f"{listed} lists all {len(names)}"
     else:
-        rest = f"choose one of {', '.join(names)}"
-    return UsageError(f"{line}{hint}{rest}")
+        listing = f"choose one of {', '.join(names)}"
+    return UsageError(f"{line}{hint}{listing}")
 
 
 def _bare(name: str) -> str:

@@ -48,12 +48,15 @@ def bench(preset: str, recipes: str, peers: str, out: str | None, **options: obj
     from te_models.inspect.bench import bench as run  # noqa: PLC0415
     from te_models.inspect.bench_report import bench_table, write_bench  # noqa: PLC0415
 
-    given = given_options(options)
+    given_by_user = given_options(options)
     config = get_preset(
-        preset, **{name: given.pop(name) for name in list(given) if name in config_fields()}
+        preset,
+        **{
+            name: given_by_user.pop(name) for name in list(given_by_user) if name in config_fields()
+        },
     )
-    given.setdefault("seq_len", min(SEQ_LEN, config.longest_sequence))
-    device = choose_device(given.pop("device", None))
+    given_by_user.setdefault("seq_len", min(SEQ_LEN, config.longest_sequence))
+    device = choose_device(given_by_user.pop("device", None))
     terminal = console(160)
     with terminal.status("") as status:
         result = run(
@@ -62,7 +65,7 @@ def bench(preset: str, recipes: str, peers: str, out: str | None, **options: obj
             [name for name in split_names(peers) if name != "none"],
             device=device,
             progress=lambda line: status.update(Text(line)),
-            **given,
+            **given_by_user,
         )
     terminal.print(bench_table(result))
     if out is not None:

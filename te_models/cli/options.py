@@ -168,7 +168,7 @@ def _memory_advice(ctx: click.Context) -> str:
         or not isinstance(group, click.Group)
     ):
         return "use a smaller model or batch, shorter sequences, or --fp8-params"
-    given = []
+    command = []
     plans = {parameter.name for parameter in group.commands["plan"].params}
     for parameter in ctx.command.params:
         value = ctx.params.get(parameter.name or "")
@@ -177,16 +177,16 @@ def _memory_advice(ctx: click.Context) -> str:
             continue
         if isinstance(value, bool):
             # A switch is given by its name alone: --NAME or --no-NAME.
-            given.append((parameter.opts if value else parameter.secondary_opts)[0])
+            command.append((parameter.opts if value else parameter.secondary_opts)[0])
         elif isinstance(value, Mapping):
             # A table is given as one option per entry.
-            given += [
+            command += [
                 text for pair in value.items() for text in (parameter.opts[0], "=".join(pair))
             ]
         else:
-            given += [parameter.opts[0], str(value)]
+            command += [parameter.opts[0], str(value)]
     return (
-        f"`{shlex.join(['te-models', 'plan', '--memory', *given])}` shows what takes it; lower --batch-size or "
+        f"`{shlex.join(['te-models', 'plan', '--memory', *command])}` shows what takes it; lower --batch-size or "
         "--seq-len, or add --activation-checkpointing full, --fp8-params, --optimizer-offload or --activation-offload"
     )
 
@@ -227,33 +227,36 @@ def setting_option(name: str, **attributes: Any) -> Decorator:
 
     Values out of range are refused where the setting is used, in the same words as in run.toml.
     """
-    one = SETTINGS[name]
+    declared = SETTINGS[name]
     kind = SETTINGS[name].kinds[0]
-    shown: bool | str = one.shown or one.default not in (None, "", ())
+    shown: bool | str = declared.shown or declared.default not in (None, "", ())
     keywords: dict[str, Any] = dict(
-        help=one.help, group=one.group, default=one.default, show_default=shown
+        help=declared.help, group=declared.group, default=declared.default, show_default=shown
     )
     keywords |= dict(
-        metavar=one.metavar or (f"[{'|'.join(map(str, one.choices))}]" if one.choices else None)
+        metavar=declared.metavar
+        or (f"[{'|'.join(map(str, declared.choices))}]" if declared.choices else None)
     )
     keywords |= {"callback": CALLBACKS[name]} if name in CALLBACKS else {}
     # An option that may stand alone, such as --profile, or take a value.
-    if one.bare is not None:
-        keywords |= dict(is_flag=False, flag_value=one.bare, metavar=f"[{one.metavar}]")
-    if kind is bool and str in one.kinds:
-        return _switch_or_mode(one, name, keywords | attributes)
+    if declared.bare is not None:
+        keywords |= dict(is_flag=False, flag_value=declared.bare, metavar=f"[{declared.metavar}]")
+    if kind is bool and str in declared.kinds:
+        return _switch_or_mode(declared, name, keywords | attributes)
     # Repeated: each use adds an entry.
     if kind in (tuple, dict):
         keywords |= dict(multiple=True, default=None, show_default=False)
     elif kind is bool:
         return option(
-            f"{one.flag}/--no-{one.flag[2:]}", name, **keywords | {"metavar": None} | attributes
+            f"{declared.flag}/--no-{declared.flag[2:]}",
+            name,
+            **keywords | {"metavar": None} | attributes,
         )
     else:
-        keywords |= dict(type=kind, range=one.range)
+        keywords |= dict(type=kind, range=declared.range)
     if attributes.get("required"):
         del keywords["default"]  # click takes one of None as given
-    return option(one.flag, name, **keywords | attributes)
+    return option(declared.flag, name, **keywords | attributes)
 
 
 def _switch_or_mode(one: Setting, name: str, keywords: dict[str, Any]) -> Decorator:
@@ -367,16 +370,16 @@ def build_model(
 
     if (preset is None) == (model is None):
         raise click.UsageError("give either --preset NAME or --model DIR")
-    given = given_options(options)
-    if preset is not None and "base_weights" in given:
+    keywords = given_options(options)
+    if preset is not None and "base_weights" in keywords:
         raise click.UsageError(
             "--base-weights is for --model: a preset has no weights of a quantized release"
         )
     if preset is not None:
-        return CausalLM.from_preset(preset, **given)
+        return CausalLM.from_preset(preset, **keywords)
     assert model is not None
     show_choice(model)
-    return CausalLM.from_pretrained(model, merge_adapters=merge, **given)
+    return CausalLM.from_pretrained(model, merge_adapters=merge, **keywords)
 
 
 def show_choice(model: str) -> None:
@@ -384,10 +387,10 @@ def show_choice(model: str) -> None:
     from te_models.saving.checkpoint_choice import describe_choice  # noqa: PLC0415  imports torch
 
     context = click.get_current_context(silent=True)
-    said = set() if context is None else context.meta.setdefault(CHOSEN, set())
-    if model in said:
+    already_shown = set() if context is None else context.meta.setdefault(CHOSEN, set())
+    if model in already_shown:
         return
-    said.add(model)
+    already_shown.add(model)
     line = describe_choice(model)
     if line is not None:
         show_line(line, err=True)

@@ -79,29 +79,31 @@ def run_training(
     """Run `command` with the options that the user gave; return the exit code."""
     from_record = options["from_record"]
     options = {name: value for name, value in options.items() if name != "from_record"}
-    given = given_options({name: value for name, value in options.items() if is_given(name)})
-    _check_places(file, resume, given)
+    user_options = given_options({name: value for name, value in options.items() if is_given(name)})
+    _check_places(file, resume, user_options)
     called = click.get_current_context().obj or ""  # as main() was called
     if from_record is not None and resume is not None:
         raise UsageError(
             f"--from-record {from_record} chooses the recipe of a new run: leave it out of --resume"
         )
     # In Python and in the file of a run 0 means that the steps decide.
-    if given.get("epochs") == 0 and "steps" not in given:
+    if user_options.get("epochs") == 0 and "steps" not in user_options:
         raise UsageError(
             "--epochs 0 trains nothing: give passes over the data, such as 1, or --steps"
         )
     if from_record is not None:
         advice = advice_of(from_record, options["preset"], options["model"], options)
-        given["recipe"] = advice.recipe
+        user_options["recipe"] = advice.recipe
         # Under torchrun every process reads the record, and one prints.
         if os.environ.get("RANK", "0") == "0":
             show(advice, as_json=False)
     if resume is None:
-        settings = run_settings(command, given, Path(file) if file is not None else None, called)
+        settings = run_settings(
+            command, user_options, Path(file) if file is not None else None, called
+        )
         _ask_for_data(settings)
     else:
-        settings = resumed_settings(command, given, Path(resume) if resume else None, called)
+        settings = resumed_settings(command, user_options, Path(resume) if resume else None, called)
     # Last: importing torch takes seconds, and a mistake in the options should be told at once.
     from te_models.training.finetune import finetune  # noqa: PLC0415  imports torch
 

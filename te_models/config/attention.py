@@ -197,7 +197,7 @@ class AttentionSpec(SoftmaxAttentionSpec):
             "qk_norm_after_rope": self.qk_norm != "none" and self.norm_after_rope,
             "value_norm": self.value_norm,
         }
-        return tuple(name for name, given in obstacles.items() if given)
+        return tuple(name for name, is_set in obstacles.items() if is_set)
 
     @property
     def features(self) -> Mapping[str, int]:

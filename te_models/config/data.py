@@ -111,8 +111,10 @@ class DataConfig(Settings):
 
     def __post_init__(self) -> None:
         for name in ("data", "eval_data"):
-            given = field_values(self)[name] or ()
-            paths = [given] if isinstance(given, (str, os.PathLike)) else given
+            setting_value = field_values(self)[name] or ()
+            paths = (
+                [setting_value] if isinstance(setting_value, (str, os.PathLike)) else setting_value
+            )
             object.__setattr__(self, name, tuple(os.fspath(path) for path in paths))
         super().__post_init__()
         if self.eval_split and self.eval_data:

@@ -385,8 +385,8 @@ def context_linear(hidden_size: int, outputs: int) -> LinearSpec:
 
 def depth_of(name: str) -> int | None:
     """Return the number of the layer of a te.Linear of this name in a model; None: it is in no layer."""
-    owner, _, rest = name.partition(".")
-    return int(rest.partition(".")[0]) if owner == "layers" else None
+    owner, _, below = name.partition(".")
+    return int(below.partition(".")[0]) if owner == "layers" else None
 
 
 def named_linears(layers: tuple[LayerSpec, ...]) -> Iterator[tuple[str, LinearSpec]]:

@@ -155,8 +155,8 @@ def gain(
             assert row.over_bf16 is not None
             pays = row.over_bf16 > PAYS
             return Gain(pays, f"{recipe} has {row.over_bf16:.2f} of BF16's speed in {row}")
-    what = f"{recipe} on {card} is not measured near this size"
+    reason = f"{recipe} on {card} is not measured near this size"
     if not rows:
         return Gain(None, f"{recipe} on {card} is not measured for models of this kind")
     nearest = rows[0]
-    return Gain(None, f"{what}; nearest: {nearest.over_bf16:.2f} of BF16's speed in {nearest}")
+    return Gain(None, f"{reason}; nearest: {nearest.over_bf16:.2f} of BF16's speed in {nearest}")

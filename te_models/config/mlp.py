@@ -53,7 +53,7 @@ class MLPSpec(FeedforwardSpec):
             "mlp_limits": self.limit is not None,
             "mlp_multipliers": self.multipliers is not None,
         }
-        return tuple(name for name, given in obstacles.items() if given)
+        return tuple(name for name, is_set in obstacles.items() if is_set)
 
     @property
     def features(self) -> Mapping[str, int]:

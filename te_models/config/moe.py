@@ -181,7 +181,7 @@ class MoESpec(FeedforwardSpec):
             "expert_limits": self.limit is not None,
             "mlp_limits": self.shared_limit is not None,
         }
-        return tuple(name for name, given in obstacles.items() if given)
+        return tuple(name for name, is_set in obstacles.items() if is_set)
 
     @property
     def graph_obstacle(self) -> str:

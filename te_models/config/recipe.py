@@ -159,8 +159,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         fields = dict(self.fields)
-        if isinstance(given := fields.get("fp8_format"), str):
-            fields["fp8_format"] = given.upper()  # as Transformer Engine spells it
+        if isinstance(format_name := fields.get("fp8_format"), str):
+            fields["fp8_format"] = format_name.upper()  # as Transformer Engine spells it
         refuse(self._mistakes(fields), ConfigError)
         object.__setattr__(
             self, "fields", MappingProxyType({**SCHEMES[self.scheme].fields, **fields})
@@ -175,8 +175,8 @@ class Recipe:
                 yield f"a recipe's name, scheme, description and hardware are text, not {text!r}"
         if self.scheme not in SCHEMES:
             yield unknown("scheme", self.scheme, SCHEMES)
-        if (given := f"{fields.get('fp8_format')}".lower()) in _shipped():
-            yield f"fp8_format={given!r} is a recipe, not a format: use recipe={given!r}"
+        if (format_name := f"{fields.get('fp8_format')}".lower()) in _shipped():
+            yield f"fp8_format={format_name!r} is a recipe, not a format: use recipe={format_name!r}"
         patterns = list(self.precision) if isinstance(self.precision, Mapping) else [None]
         if len(patterns) > MOST_PATTERNS or not all(
             isinstance(pattern, str) and 0 < len(pattern) <= LONGEST_PATTERN for pattern in patterns
@@ -362,9 +362,9 @@ def unknown_option(kind: str, given: str, choices: Iterable[str], listed: str = 
 def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
     """Return the Recipe that `Recipe.to_dict` or a TOML file describes."""
     if not isinstance(values, Mapping) or "scheme" not in values:
-        given = "" if isinstance(values, Mapping) else f", not {values!r:.40}"
+        actual = "" if isinstance(values, Mapping) else f", not {values!r:.40}"
         raise ConfigError(
-            f"a recipe needs scheme = one of {', '.join(SCHEMES)}, in a table of names and values{given}"
+            f"a recipe needs scheme = one of {', '.join(SCHEMES)}, in a table of names and values{actual}"
         )
     # Everything else is a field of the scheme, which Recipe checks.
     about: dict[str, Any] = {"name": "custom"}

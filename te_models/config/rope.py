@@ -155,19 +155,19 @@ def checked_sliding_rope(rope: Scaling, head_dim: int) -> Scaling:
 
 def checked_scaling(scaling: Scaling, pairs: int) -> Scaling:
     """Return `rope_scaling` with exactly the fields of its type; a ConfigError names a field that is not supported."""
-    given = {}
+    scaling_values = {}
     for name, value in scaling.items():
         # transformers takes an mscale of 0 as none.
         absent = value is None or (name.startswith("mscale") and value == 0)
         if name not in KIND and not absent:
-            given[name] = value
+            scaling_values[name] = value
     kind = _kind(scaling)
-    refuse(_scaling_mistakes(kind, given, pairs), ConfigError)
+    refuse(_scaling_mistakes(kind, scaling_values, pairs), ConfigError)
     required, optional = ROPE_SCALINGS[kind]
     checked = {"rope_type": kind}
     for name in required + optional:
-        if name in given:
-            checked[name] = given[name]
+        if name in scaling_values:
+            checked[name] = scaling_values[name]
     return checked
 
 

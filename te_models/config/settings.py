@@ -121,16 +121,16 @@ class Setting:
         renamed = (
             self.field and not self.name.endswith(f".{self.field}") and self.field != self.name
         )
-        given = f"{self.flag} {value!r}" if renamed else f"{self.name}={value!r}"
+        option = f"{self.flag} {value!r}" if renamed else f"{self.name}={value!r}"
         if right_type := self.wrong_type(value):
-            raise ConfigError(f"{given} is of a wrong type: give {right_type}")
+            raise ConfigError(f"{option} is of a wrong type: give {right_type}")
         for entry in value if isinstance(value, (list, tuple)) else [value]:
             if self.choices:
                 check_known(self.name, entry, self.choices)
             if isinstance(entry, (int, float)) and not isinstance(entry, bool):
                 enough = entry > self.least if self.above else entry >= self.least
                 if not (enough and entry < self.below):
-                    raise ConfigError(f"{given} is out of range: give {self._range(enough)}")
+                    raise ConfigError(f"{option} is out of range: give {self._range(enough)}")
 
     def _range(self, enough: bool) -> str:
         """Return the range of a number in words; of one that has no limit above, only the limit that it broke."""

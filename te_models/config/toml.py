@@ -60,10 +60,10 @@ def check_values(values: dict[str, Any], path: Path) -> None:
 
 def _leaves(value: Any) -> Iterator[object]:
     """Yield what is in tables and lists, however deep."""
-    rest = [value]
-    while rest:
-        value = rest.pop()
-        rest += (
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        pending += (
             value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         )
         yield value
@@ -73,12 +73,12 @@ def render_toml(sections: Mapping[str, Mapping[str, Any]], comment: str) -> str:
     """Return a TOML document: `comment`, then one table per section. Values of None are left out, also inside."""
     lines = [f"# {line}" for line in comment.splitlines()]
     for title, values in sections.items():
-        given = {name: value for name, value in values.items() if value is not None}
-        if given:
+        present = {name: value for name, value in values.items() if value is not None}
+        if present:
             lines += [
                 "",
                 f"[{title}]",
-                *(f"{_key(name)} = {_value(value)}" for name, value in given.items()),
+                *(f"{_key(name)} = {_value(value)}" for name, value in present.items()),
             ]
     return "\n".join(lines) + "\n"
 
@@ -92,10 +92,10 @@ def _key(name: str) -> str:
 def _value(value: Any) -> str:
     """Return a value as TOML: JSON's strings, numbers and lists are also TOML's, but for DEL."""
     if isinstance(value, Mapping):
-        given = {name: item for name, item in value.items() if item is not None}
+        items = {name: item for name, item in value.items() if item is not None}
         return (
             "{ "
-            + ", ".join(f"{_key(name)} = {_value(item)}" for name, item in given.items())
+            + ", ".join(f"{_key(name)} = {_value(item)}" for name, item in items.items())
             + " }"
         )
     if isinstance(value, (list, tuple)):

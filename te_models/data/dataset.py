@@ -177,8 +177,10 @@ class TokenDataset:
         packed = min(int(epochs), 16)
         whole = sum(self._shuffled(epoch).num_windows for epoch in range(packed))
         whole += round(Fraction(whole * (int(epochs) - packed), max(1, packed)))
-        rest = share_of(epochs, 1) % 1
-        return whole + (math.ceil(rest * self._shuffled(int(epochs)).num_windows) if rest else 0)
+        fraction = share_of(epochs, 1) % 1
+        return whole + (
+            math.ceil(fraction * self._shuffled(int(epochs)).num_windows) if fraction else 0
+        )
 
     def __repr__(self) -> str:
         about = self.describe().splitlines()[0]

@@ -329,8 +329,8 @@ class StreamingDataset:
     def _lane(self, number: int) -> Lane:
         """Return a lane, which is made at its saved position when it is first asked for."""
         if number not in self._lanes:
-            taken = _windows_before(self._loaded_at, number, self.num_lanes)
-            self._lanes[number] = Lane(self, number, self._positions[number], taken)
+            windows = _windows_before(self._loaded_at, number, self.num_lanes)
+            self._lanes[number] = Lane(self, number, self._positions[number], windows)
         return self._lanes[number]
 
     def _position(self, number: int) -> Position:

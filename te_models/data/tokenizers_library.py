@@ -18,9 +18,9 @@ def check_charsmaps(document: object, file: Path) -> None:
     Its first four bytes are its size in bytes. The tokenizers library (0.23) reserves twice as much memory before it
     reads the rest, and ends the process if there is less.
     """
-    rest = [document]
-    while rest:
-        value = rest.pop()
+    pending = [document]
+    while pending:
+        value = pending.pop()
         if isinstance(value, dict) and isinstance(
             encoded := value.get("precompiled_charsmap"), str
         ):
@@ -31,7 +31,7 @@ def check_charsmaps(document: object, file: Path) -> None:
                 raise DataError(
                     f"{file}: a precompiled_charsmap says that it is longer than it is: get it again"
                 )
-        rest += (
+        pending += (
             value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         )
 

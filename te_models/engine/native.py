@@ -226,9 +226,9 @@ def drop_cached_weights(module: Linear) -> None:
 
 def take_cached_weights(module: Linear) -> dict[str, Any]:
     """Take the FP8 weights that a te.Linear caches out of it; {}: it has none."""
-    taken = dict(module._fp8_workspaces)
+    cached = dict(module._fp8_workspaces)
     module._fp8_workspaces.clear()
-    return taken
+    return cached
 
 
 def give_cached_weights(module: Linear, weights: dict[str, Any]) -> None:

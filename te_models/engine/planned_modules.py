@@ -370,14 +370,14 @@ class _StoredExperts(torch.autograd.Function):
         ctx: Context, x: Tensor, module: StoredGroupedLinear, rows: int, route: Route | None
     ) -> Tensor:
         fp8 = FP8GlobalStateManager.is_fp8_enabled()
-        given = _bytes(rows * module.in_features) if fp8 else None
+        quantized_input = _bytes(rows * module.in_features) if fp8 else None
         out = torch.empty(rows, module.out_features, dtype=x.dtype, device=x.device)
         _some_values(module, x.dtype, fp8)
         ctx.module = module
         ctx.fp8 = fp8
         ctx.rows = rows
         ctx.route = route
-        del given
+        del quantized_input
         return out
 
     @staticmethod

@@ -186,14 +186,18 @@ def _any_gradient(modules: Sequence[nn.Module], group: dist.ProcessGroup | None)
     states = [vars(module)["fp8_meta"].get("scaling_bwd") for module in modules]
     # Columns of a history repeat per GEMM: [dy, dx, dy, dx, ...].
     gradients = slice(0, None, WIDTHS["scaling_bwd"])
-    seen = []
+    recorded = []
     for state in states:
         if state is not None:
-            seen.append(
+            recorded.append(
                 (state.amax_history[:, gradients] != 0).any() | (state.scale[gradients] != 1).any()
             )
     device = next(modules[0].parameters()).device if modules else "cpu"
-    flag = torch.stack(seen).any() if seen else torch.zeros((), dtype=torch.bool, device=device)
+    flag = (
+        torch.stack(recorded).any()
+        if recorded
+        else torch.zeros((), dtype=torch.bool, device=device)
+    )
     return bool(largest([flag.byte()[None]], group)[0].item())
 
 
@@ -209,14 +213,14 @@ def unmeasured(
         return list(modules)
     states = [vars(module)["fp8_meta"].get("scaling_fwd") for module in modules]
     inputs = slice(INPUT, None, WIDTHS["scaling_fwd"])
-    seen = []
+    recorded = []
     for state in states:
         if state is not None:
-            seen.append(
+            recorded.append(
                 (state.amax_history[:, inputs] != 0).any() | (state.scale[inputs] != 1).any()
             )
     # One copy to the host for all modules.
-    flags = iter(largest([torch.stack(seen).byte()], group)[0].tolist() if seen else [])
+    flags = iter(largest([torch.stack(recorded).byte()], group)[0].tolist() if recorded else [])
     fresh = []
     for module, state in zip(modules, states, strict=True):
         if state is None or not next(flags):

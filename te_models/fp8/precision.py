@@ -82,15 +82,15 @@ def take_scales(
         recipe = now.recipe_of(name)
         return recipe is not None and SCHEMES[recipe.scheme].stateful
 
-    taken = {}
+    accepted = {}
     for name, tensor in state.items():
         module = name.rsplit(".", 2)[0]  # <module>.scaling_fwd.scale
         if stateful(module):
-            taken[name] = tensor
-    load_fp8_state(model, taken, now.te_recipe_of)
-    if taken:
+            accepted[name] = tensor
+    load_fp8_state(model, accepted, now.te_recipe_of)
+    if accepted:
         convert_scales(model, lambda name: then[now.known(name)].recipe, now.recipe_of)
-    return len(taken)
+    return len(accepted)
 
 
 def model_precision(

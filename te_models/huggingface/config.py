@@ -106,8 +106,8 @@ class TEModelsConfig(PreTrainedConfig):
 
     def build_options(self) -> Fields:
         """Return the keywords of CausalLM that were given."""
-        given = {}
+        options = {}
         for name in BuildOptions.__annotations__:
             if name in self.__dict__:
-                given[name] = self.__dict__[name]
-        return given
+                options[name] = self.__dict__[name]
+        return options

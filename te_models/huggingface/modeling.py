@@ -93,12 +93,12 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
             build_options.setdefault(
                 "device", "meta" if torch.get_default_device().type == "meta" else None
             )
-            given = {
+            keywords = {
                 name: value
                 for name, value in {**build_options, **options}.items()
                 if value is not None
             }
-            model = CausalLM(config.model_config(), **given)
+            model = CausalLM(config.model_config(), **keywords)
         self.model = model
         self._hidden = HiddenNames.of(model)
         self._rows = show_linears(model)
@@ -182,18 +182,18 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
         """
         # AutoModel and pipelines add these for themselves; they say nothing about the model.
         internal = ("_from_auto", "adapter_kwargs", "_from_pipeline", "code_revision")
-        given = {}
+        changed_fields = {}
         for name, value in options.items():
             if name not in internal and value is not None:
-                given[name] = value
-        generation = given.pop("generation_config", None)
-        outputs = {name: given.pop(name) for name in OUTPUTS if name in given}
-        hub, rest = split_options(given)
+                changed_fields[name] = value
+        generation = changed_fields.pop("generation_config", None)
+        outputs = {name: changed_fields.pop(name) for name in OUTPUTS if name in changed_fields}
+        hub, model_options = split_options(changed_fields)
         path = local_folder(folder, **hub)
         if config is not None:
-            rest = {**config.build_options(), **_changed(config, path), **rest}
-        rest.setdefault("merge_adapters", True)  # clients add adapters of peft's own kind
-        model = cls.wrap(CausalLM.from_pretrained(path, **rest))
+            model_options = {**config.build_options(), **_changed(config, path), **model_options}
+        model_options.setdefault("merge_adapters", True)  # clients add adapters of peft's own kind
+        model = cls.wrap(CausalLM.from_pretrained(path, **model_options))
         model.name_or_path = model.config._name_or_path = str(folder)
         model.generation_config = generation or model.generation_config
         for name, value in outputs.items():
@@ -345,8 +345,8 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
         """Return the argument that is given, checked beside labels [B, S]."""
         ids = input_ids if inputs_embeds is None else None
         tokens = checked_tokens(self.model.config, ids, inputs_embeds, self.model.device)
-        for given in labels:
-            check_inputs(self.model.config, tokens, given, None, None, None)
+        for targets in labels:
+            check_inputs(self.model.config, tokens, targets, None, None, None)
         return tokens
 
     def _past(self, past: Cache | None, use_cache: bool | None, wants_loss: bool) -> Cache | None:

@@ -117,8 +117,8 @@ def builders(
     for text in recipes:
         recipe, ways = parse(text)
         recipe_options = {name: value for name, value in options.items() if _applies(name, recipe)}
-        given: Fields = {**recipe_options, **ways, "device": ids.device, "recipe": recipe}
-        steps[f"te-models {text}"] = lambda given=given: model_step(ids, config, **given)
+        keywords: Fields = {**recipe_options, **ways, "device": ids.device, "recipe": recipe}
+        steps[f"te-models {text}"] = lambda given=keywords: model_step(ids, config, **given)
     return steps
 
 

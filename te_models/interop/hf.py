@@ -148,21 +148,21 @@ def read_description(folder: Path, documents: Document) -> Description:
     Raises:
         CheckpointError: as `open_hugging_face`.
     """
-    told = describe(folder, documents)
+    facts = describe(folder, documents)
     config = documents["config"]
-    named = _dtype_name(config, told.family.text(config)) is not None
+    named = _dtype_name(config, facts.family.text(config)) is not None
     stored = any((folder / name).is_file() for name in (WEIGHTS, INDEX))
-    if not stored or (named and not told.config.tie_word_embeddings):
-        return told
+    if not stored or (named and not facts.config.tie_word_embeddings):
+        return facts
     tensors: dict[str, Tensor] = {}
     for path in weight_files(folder):
         with SafetensorsFile(path) as file:
             tensors |= file.tensors
-    told = describe(folder, documents, tensors)
-    if not told.config.tie_word_embeddings or f"{told.family.head}.weight" not in tensors:
-        return told
+    facts = describe(folder, documents, tensors)
+    if not facts.config.tie_word_embeddings or f"{facts.family.head}.weight" not in tensors:
+        return facts
     with open_hugging_face(folder, documents) as opened:  # it compares the head with the embedding
-        return dataclasses.replace(told, config=opened.config)
+        return dataclasses.replace(facts, config=opened.config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,10 +235,10 @@ class HuggingFaceFolder(Opened):
                 f"{self.path} has no {head}, and config.json does not tie the head to the embedding: it is a model "
                 "without a head, which predicts no tokens"
             )
-        for what, names in problems.items():
+        for problem, names in problems.items():
             if names:
                 raise CheckpointError(
-                    f"{self.path}: the tensors do not fit config.json; {what}: {list_some(names, limit=2)}"
+                    f"{self.path}: the tensors do not fit config.json; {problem}: {list_some(names, limit=2)}"
                 )
 
     def _warn(self, text: int, head: str) -> None:
@@ -442,21 +442,21 @@ def open_hugging_face(
                     f"{folder}: tensor {min(twice)} is both in {file.path.name} and before it"
                 )
             tensors |= file.tensors
-        told = describe(folder, documents, tensors)
+        facts = describe(folder, documents, tensors)
         scheme = read_storage(folder, documents["config"])
-        if told.family.stacked:
-            stacks = {told.family.as_stack(name): tensor for name, tensor in tensors.items()}
-            tensors = _alone(folder, stacks, told.family.stacked)
+        if facts.family.stacked:
+            stacks = {facts.family.as_stack(name): tensor for name, tensor in tensors.items()}
+            tensors = _alone(folder, stacks, facts.family.stacked)
         mxfp4 = scheme is MXFP4
         # MXFP4 is the storage of whole stacks of experts, which are read as stacks, and not of single weights.
         stored = open_weights(folder, None if mxfp4 else scheme, tensors, files, read_scales)
         opened = HuggingFaceFolder(
-            path=folder, **vars(told), files=files, stored=stored, mxfp4=mxfp4
+            path=folder, **vars(facts), files=files, stored=stored, mxfp4=mxfp4
         )
         if opened.has_own_head():
             # transformers keeps a head with other values, whatever config.json says of ties.
-            untied = dataclasses.replace(told.config, tie_word_embeddings=False)
-            origin = dataclasses.replace(told.origin, shape=untied)
+            untied = dataclasses.replace(facts.config, tie_word_embeddings=False)
+            origin = dataclasses.replace(facts.origin, shape=untied)
             opened = dataclasses.replace(opened, config=untied, origin=origin, untied=True)
         yield opened
 

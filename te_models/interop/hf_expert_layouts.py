@@ -64,15 +64,15 @@ def first_dense(key: str) -> Layout:
 
 def _types_or_first_dense(theirs: Values) -> list[bool]:
     """Read the kind of each MLP, or in older files the number of dense layers at the beginning."""
-    if given := theirs.get("mlp_layer_types"):
-        return [kind == "dense" for kind in given]
+    if types := theirs.get("mlp_layer_types"):
+        return [kind == "dense" for kind in types]
     return FIRST_DENSE.read(theirs)
 
 
 def _axk1_layout(theirs: Values) -> list[bool]:
     """Read A.X K1's keys: dense layers at the beginning, then experts in every `moe_layer_freq`-th layer."""
-    if given := theirs.get("mlp_layer_types"):
-        return [kind == "dense" for kind in given]
+    if types := theirs.get("mlp_layer_types"):
+        return [kind == "dense" for kind in types]
     first = theirs.get("first_k_dense_replace", 1)
     step = theirs.get("moe_layer_freq", 1)
     return [layer < first or layer % step != 0 for layer in range(theirs["num_hidden_layers"])]

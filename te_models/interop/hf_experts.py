@@ -426,8 +426,8 @@ def _read_hunyuan(theirs: Values) -> Fields:
     """Read experts beside one for all tokens that is as wide; numbers may be given for each layer."""
     fields = dict(theirs)
     for key in ("num_experts", "moe_topk"):
-        given = theirs.get(key, 1)
-        numbers = set(given) if isinstance(given, list) else {given}
+        number = theirs.get(key, 1)
+        numbers = set(number) if isinstance(number, list) else {number}
         if len(numbers) > 1:
             raise ConfigError(f"{key} that differs between layers is not supported")
         fields[key] = numbers.pop()

@@ -209,9 +209,9 @@ class Family:
         They belong to other models, and to the layers after the last that predict later tokens.
         """
         text = self.text(config)
-        given = text.get("num_nextn_predict_layers")
+        count = text.get("num_nextn_predict_layers")
         last = text["num_hidden_layers"]
-        later = min(given, last) if isinstance(given, int) else 0
+        later = min(count, last) if isinstance(count, int) else 0
         return (
             *self.aside,
             *self.later,
@@ -345,8 +345,8 @@ class Family:
 
 def _with_mrope(new: Fields, own: Values) -> Fields:
     """Return a text model's keys with the division of RoPE's channels among three positions that `own` has."""
-    given = own.get("rope_parameters") or own.get("rope_scaling") or {}
-    division = {name: value for name, value in given.items() if name.startswith("mrope_")}
+    rope = own.get("rope_parameters") or own.get("rope_scaling") or {}
+    division = {name: value for name, value in rope.items() if name.startswith("mrope_")}
     if not division:
         return new
     return {**new, "rope_parameters": {**new["rope_parameters"], **division}}

@@ -15,10 +15,10 @@ def _read_gemma4_heads(theirs: Values) -> Fields:
     if shared is not None and theirs["attention_k_eq_v"]:
         full["num_key_value_heads"] = shared
     # The newer form lists only the layers that differ, by number as a string; the older has one key for all of them.
-    given = theirs.get("per_layer_config")
+    per_layer = theirs.get("per_layer_config")
     types = _gemma4_types(theirs)
-    if given is not None:
-        changes_by_layer = {int(layer): dict(changes) for layer, changes in given.items()}
+    if per_layer is not None:
+        changes_by_layer = {int(layer): dict(changes) for layer, changes in per_layer.items()}
         places = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
         different = [changes_by_layer.get(layer, {}) for layer in places]
         if any(changes != different[0] for changes in different) or changes_by_layer.keys() - set(

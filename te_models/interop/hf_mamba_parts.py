@@ -35,8 +35,8 @@ def _time_steps(theirs: Values) -> Fields:
 
 def _mamba_types(theirs: Values) -> list[str]:
     """Return the kinds of layers, by default all Mamba 2, under our names."""
-    given = theirs.get("layer_types") or theirs.get("layers_block_type")
-    types = given or ["linear_attention"] * theirs["num_hidden_layers"]
+    named_types = theirs.get("layer_types") or theirs.get("layers_block_type")
+    types = named_types or ["linear_attention"] * theirs["num_hidden_layers"]
     kinds = [_LEGACY_TYPES.get(kind, kind) for kind in types]
     for kind in kinds:
         if kind not in ("linear_attention", "full_attention"):

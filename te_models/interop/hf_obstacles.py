@@ -70,7 +70,11 @@ def obstacle(config: Mapping[str, Any], types: Collection[str]) -> str:
         nearest = begins or difflib.get_close_matches(inside, types, n=1, cutoff=0.5) or ["llama"]
         return f"it is multimodal, with {inside!r} for text; the nearest that te-models reads is {nearest[0]!r}"
     lacking = MODELS.get(kind) or next(
-        ((what, nearest) for what, keys, nearest in KEYS if any(config.get(key) for key in keys)),
+        (
+            (feature, nearest)
+            for feature, keys, nearest in KEYS
+            if any(config.get(key) for key in keys)
+        ),
         None,
     )
     if lacking is None:

@@ -79,17 +79,17 @@ def unread_rope_fields(theirs: Values) -> list[str]:
     """Return the fields of RoPE in a config.json that transformers does not read, such as "rope_scaling.finetuned"."""
     unread_fields = []
     for key in ("rope_scaling", "rope_parameters"):
-        given = theirs.get(key)
-        if not isinstance(given, Mapping):
+        parameters = theirs.get(key)
+        if not isinstance(parameters, Mapping):
             continue
-        by_type = {name: one for name, one in given.items() if isinstance(one, Mapping)}
-        for name, values in {key: given, **by_type}.items():
+        by_type = {name: one for name, one in parameters.items() if isinstance(one, Mapping)}
+        for name, values in {key: parameters, **by_type}.items():
             kind = values.get("rope_type", values.get("type", "default"))
             known = _ROPE_FIELDS | scaling_fields(str(kind)) | by_type.keys()
             # The scale of queries relates to it under any RoPE.
             if "llama_4_scaling_beta" in values:
                 known |= {"original_max_position_embeddings"}
-            place = key if values is given else f"{key}.{name}"
+            place = key if values is parameters else f"{key}.{name}"
             unread = []
             for field in values:
                 if field not in known and not field.startswith("mrope_"):
@@ -291,8 +291,8 @@ _GPT_OSS = dict(
 
 
 def _read_gpt_oss_rope(theirs: Values) -> Fields:
-    given = theirs.get("rope_scaling") or theirs.get("rope_parameters")
-    return read_whole_rope(theirs if given else {**theirs, "rope_parameters": _GPT_OSS})
+    parameters = theirs.get("rope_scaling") or theirs.get("rope_parameters")
+    return read_whole_rope(theirs if parameters else {**theirs, "rope_parameters": _GPT_OSS})
 
 
 ROPE_KEYS = (

@@ -42,8 +42,8 @@ def modern_step(theirs: Values) -> Fields:
             else:
                 kinds.append("dense")
         keys["mlp_layer_types"] = kinds
-    given = theirs.get("rope_parameters") or {}
-    if not all(isinstance(given.get(kind), Mapping) for kind in set(types)):
+    rope_parameters = theirs.get("rope_parameters") or {}
+    if not all(isinstance(rope_parameters.get(kind), Mapping) for kind in set(types)):
         keys["rope_parameters"] = _step_ropes(theirs, types)
     for key in ("rope_theta", "rope_scaling", "partial_rotary_factors"):
         keys.pop(key, None)

@@ -39,12 +39,12 @@ def kinds_of_layers(theirs: Values, full: SeesAll) -> list[str]:
     """Return the kinds of layers in `layer_types`, by default as `full` says."""
     every = range(theirs["num_hidden_layers"])
     # layer_types wins over the keys from which older files derive it, as in transformers.
-    if given := theirs.get("layer_types"):
-        if len(given) != len(every):
-            raise ConfigError(f"layer_types has {len(given)} entries for {len(every)} layers")
-        if "sliding_attention" in given and theirs.get("sliding_window") is None:
+    if types := theirs.get("layer_types"):
+        if len(types) != len(every):
+            raise ConfigError(f"layer_types has {len(types)} entries for {len(every)} layers")
+        if "sliding_attention" in types and theirs.get("sliding_window") is None:
             raise ConfigError("layer_types has sliding_attention, and sliding_window is null")
-        return list(given)
+        return list(types)
     return ["full_attention" if full(theirs, layer) else "sliding_attention" for layer in every]
 
 
@@ -150,7 +150,7 @@ def rope_by_type(
 
     def read(theirs: Values) -> Fields:
         types = kinds_of_layers(theirs, full)
-        given = theirs.get("rope_parameters") or {}
+        parameters = theirs.get("rope_parameters") or {}
         if last:
             # Gemma 4's code forces this too, after it has read layer_types.
             types = [*types[:-1], "full_attention"]
@@ -158,11 +158,11 @@ def rope_by_type(
         # trained on.
         local = {"rope_theta": theirs["rope_local_base_freq"]}
         other = {"rope_theta": theirs["rope_theta"], **(theirs.get("rope_scaling") or {})}
-        if any(isinstance(value, Mapping) for value in given.values()):
-            other |= given.get("full_attention") or {}
-            local |= given.get("sliding_attention") or {}
+        if any(isinstance(value, Mapping) for value in parameters.values()):
+            other |= parameters.get("full_attention") or {}
+            local |= parameters.get("sliding_attention") or {}
         else:
-            other |= given
+            other |= parameters
         for values in (other, local):
             values.pop("truncate", None)
         rope = one({"rope_parameters": other})

@@ -164,37 +164,37 @@ def split_options(options: Document) -> tuple[Fields, Fields]:
             reason.
     """
     known = LoadOptions.__annotations__
-    rest = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
-    for name, value in list(rest.items()):
+    model_options = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
+    for name, value in list(model_options.items()):
         if name in REFUSED and value not in (None, False, ""):
             raise UsageError(f"{name}={repr(value)[:60]} is not supported: {REFUSED[name]}")
         # Its default asks for nothing, and TRL and others give all keywords.
         if name in REFUSED:
-            del rest[name]
+            del model_options[name]
         elif name not in known:
             raise unknown_option("keyword", name, known, "te_models.model.options.LoadOptions")
     hub = {}
     for name in HubOptions.__annotations__:
-        value = rest.pop(name, None)
+        value = model_options.pop(name, None)
         if value is not None:
             hub[name] = value
-    kernel = rest.pop("attn_implementation", None)
+    kernel = model_options.pop("attn_implementation", None)
     if kernel not in (None, "sdpa", OUR_ATTENTION):
         raise UsageError(
             f"attn_implementation={kernel!r} is not supported: attention is PyTorch's scaled_dot_product_attention "
             "('sdpa'), with cuDNN's or FlashAttention's kernel on a GPU; leave it out"
         )
-    device_map = rest.pop("device_map", None)
+    device_map = model_options.pop("device_map", None)
     if device_map is not None:
-        if rest.get("device") is not None:
+        if model_options.get("device") is not None:
             raise UsageError("give either device= or device_map=")
-        rest["device"] = _device(device_map)
+        model_options["device"] = _device(device_map)
     # transformers before 4.56 calls it torch_dtype.
-    older = rest.pop("torch_dtype", None)
-    dtype = _dtype(rest.pop("dtype", older))
+    older = model_options.pop("torch_dtype", None)
+    dtype = _dtype(model_options.pop("dtype", older))
     if dtype is not None:
-        rest["dtype"] = dtype
-    return hub, rest
+        model_options["dtype"] = dtype
+    return hub, model_options
 
 
 def _dtype(value: object) -> torch.dtype | None:

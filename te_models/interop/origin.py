@@ -51,17 +51,17 @@ class Origin:
         if not isinstance(generation, Mapping):
             raise CheckpointError(f"{file} is a JSON {type(generation).__name__}, not an object")
         for name in ("eos_token_id", "pad_token_id"):
-            given = generation.get(name)
-            if isinstance(given, list) and name == "eos_token_id":
+            token_ids = generation.get(name)
+            if isinstance(token_ids, list) and name == "eos_token_id":
                 # Several tokens may end an answer; padding is one.
-                ids = given
-            elif given is None:
+                ids = token_ids
+            elif token_ids is None:
                 ids = []
             else:
-                ids = [given]
+                ids = [token_ids]
             if any(mistyped(number, int) or abs(number) >= 2**63 for number in ids):
                 raise CheckpointError(
-                    f"{file}: {name} is {str(given)[:60]}: give the id of a token, a whole number"
+                    f"{file}: {name} is {str(token_ids)[:60]}: give the id of a token, a whole number"
                 )
 
     def documents(self) -> dict[str, Document]:

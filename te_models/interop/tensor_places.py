@@ -197,13 +197,13 @@ def names_taken(root: str, config: ModelConfig, places: Mapping[str, Place]) -> 
     peft cannot adapt these in place. Gemma 4 has a dense MLP beside its experts, and the name of its last linear,
     mlp.down_proj, names a product of the experts here. `places` are by the names of linears or their weights.
     """
-    taken = []
+    names = []
     for theirs, place in places.items():
         name = theirs.removesuffix(".weight").removeprefix(root)
         ours = place.name.removesuffix(".weight")
         if ours in config.linears and name != ours and name in config.linears:
-            taken.append(name)
-    return taken
+            names.append(name)
+    return names
 
 
 def expert_places(

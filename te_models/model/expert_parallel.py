@@ -167,14 +167,14 @@ class ExpertParallel(MeshRanks):
         """
         # By rank, then by expert of this rank.
         # int64 [E]: by rank, how many rows it sends to each of the experts here.
-        given = all_to_all(sent.counts, self.group)
+        received_counts = all_to_all(sent.counts, self.group)
         held = self._held
         if sent.counts.is_meta:  # of a plan: experts share the rows evenly
             send_counts = _even(len(sent.token), len(sent.counts))
             theirs = send_counts[:held] * self.size
         else:
             # One copy to the host for both, since each waits for the device.
-            send_counts, theirs = torch.stack((sent.counts, given)).tolist()
+            send_counts, theirs = torch.stack((sent.counts, received_counts)).tolist()
         # Rows by rank, as all_to_all takes them.
         to_each = [
             sum(send_counts[first : first + held]) for first in range(0, len(send_counts), held)
@@ -182,7 +182,7 @@ class ExpertParallel(MeshRanks):
         received = [sum(theirs[first : first + held]) for first in range(0, len(theirs), held)]
         count = sum(send_counts)
         where = Places(sent.token[:count], sent.row.clamp(max=count), send_counts, sent.counts)
-        arrived = arrivals(given.view(self.size, held), theirs, alignment)
+        arrived = arrivals(received_counts.view(self.size, held), theirs, alignment)
         return where, Exchange(to_each, received, arrived, self.group, self.fp8, kernels)
 
     @property

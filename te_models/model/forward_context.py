@@ -351,8 +351,8 @@ def _slots(cache: Cache | None, positions: Tensor, documents: Tensor | None, seq
     """Return the slot of each token in its row, padding counted: int64 [S] or [B, S]."""
     if documents is not None:
         return positions  # each document as if it had a row to itself
-    given = cache.slots if cache else None
-    return torch.arange(seq, device=positions.device) if given is None else given
+    newest_slots = cache.slots if cache else None
+    return torch.arange(seq, device=positions.device) if newest_slots is None else newest_slots
 
 
 def _attentions(layers: Iterable[LayerSpec]) -> list[SoftmaxAttentionSpec]:

@@ -105,9 +105,11 @@ def suit_to_gpu(recipe: Recipe, engine: str) -> Recipe:
     switches = missing_switches(recipe, capability)
     if not switches:
         return recipe
-    given = " and ".join(f"{name}=True" for name in switches)
+    options = " and ".join(f"{name}=True" for name in switches)
     version = f"{capability[0]}.{capability[1]}"
-    say(f"recipe {recipe.name}: {given} on compute capability {version}, where their kernels fail")
+    say(
+        f"recipe {recipe.name}: {options} on compute capability {version}, where their kernels fail"
+    )
     return recipe.replace(**dict.fromkeys(switches, True))
 
 

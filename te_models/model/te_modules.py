@@ -78,15 +78,15 @@ class Factory:
 
     def _stored_linear(self, spec: LinearSpec) -> nn.Module:
         """Return a te.Linear or te.GroupedLinear whose weights are on the meta device until a loader brings them."""
-        here = dict(
+        options = dict(
             bias=spec.bias, init_method=_leave_empty, params_dtype=self.dtype, device="meta"
         )
         if spec.experts:
             module = self.te.StoredGroupedLinear(
-                spec.experts, spec.inputs, spec.outputs, use_grouped_tensor=False, **here
+                spec.experts, spec.inputs, spec.outputs, use_grouped_tensor=False, **options
             )
         else:
-            module = self.te.StoredLinear(spec.inputs, spec.outputs, **here)
+            module = self.te.StoredLinear(spec.inputs, spec.outputs, **options)
         for name, parameter in list(module.named_parameters(recurse=False)):
             parameter.requires_grad_(False)
             if name.startswith("bias"):

@@ -329,9 +329,9 @@ def values_of(value: Any) -> Any:
 
 def _writes(func: torch._ops.OpOverload, args: Sequence[object]) -> bool:
     """Return whether an operation would write into a StoredWeight."""
-    for argument, given in zip(func._schema.arguments, args, strict=False):
+    for argument, value in zip(func._schema.arguments, args, strict=False):
         written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and isinstance(given, StoredWeight):
+        if written and isinstance(value, StoredWeight):
             return True
     return False
 

@@ -284,14 +284,14 @@ def resolve_options(name: str, options: str | Mapping[str, object]) -> Options:
     for key, default in known.items():
         values[key] = default[0] if isinstance(default, tuple) else default
     if isinstance(options, Mapping):
-        given = dict(options)
+        chosen = dict(options)
     else:
         pairs = (
             split_pair("optimizer option", text, "name=value,name=value")
             for text in split_names(options)
         )
-        given = {key.replace("-", "_"): value for key, value in pairs}
-    for key, value in given.items():
+        chosen = {key.replace("-", "_"): value for key, value in pairs}
+    for key, value in chosen.items():
         check_known(f"option of optimizer {name!r}", key, known)
         values[key] = _checked(key, value, known[key])
     return values

@@ -41,32 +41,32 @@ def describe_choice(name: str | Path) -> str | None:
     step = step_of(newest)
     if folder.name == BEST and (folder.parent / "checkpoints" / LATEST).is_file():
         return f"{folder}: step {step:,}, {_why_best(folder.parent, step)}"
-    said = f"{folder}: step {step:,}, the last"
+    line = f"{folder}: step {step:,}, the last"
     losses = read_losses(newest)
     if losses is None:
-        return said
+        return line
     best = best_checkpoint(folder, losses.best_step)
     if losses.best_step == step:
-        return f"{said} and the best, with an eval loss of {losses.best:.4f}"
+        return f"{line} and the best, with an eval loss of {losses.best:.4f}"
     if losses.best_step and best is not None and losses.last == losses.best:
         # The evaluation of the best step was the last one, as where Ctrl-C ended the run after it.
         return (
-            f"{said}, which was not evaluated; step {losses.best_step:,} has the lowest eval loss, "
+            f"{line}, which was not evaluated; step {losses.best_step:,} has the lowest eval loss, "
             f"{losses.best:.4f}: --model {best} takes it"
         )
     if losses.best_step and best is not None:
         return (
-            f"{said}, with an eval loss of {losses.last:.4f}; step {losses.best_step:,} has {losses.best:.4f}: "
+            f"{line}, with an eval loss of {losses.last:.4f}; step {losses.best_step:,} has {losses.best:.4f}: "
             f"--model {best} takes it"
         )
     if losses.best_step:
         return (
-            f"{said}, with an eval loss of {losses.last:.4f}; step {losses.best_step:,} had {losses.best:.4f} and "
+            f"{line}, with an eval loss of {losses.last:.4f}; step {losses.best_step:,} had {losses.best:.4f} and "
             "was not saved"
         )
     if losses.last > losses.before:
-        return f"{said}, with an eval loss of {losses.last:.4f}, more than the {losses.before:.4f} before training"
-    return said
+        return f"{line}, with an eval loss of {losses.last:.4f}, more than the {losses.before:.4f} before training"
+    return line
 
 
 def _why_best(run: Path, step: int) -> str:

@@ -95,15 +95,15 @@ class OwnFolder(Opened):
         """Give the model the saved scales and histories; those that it has no use for are left out with a warning."""
         if not self.fp8_state or self.recipe is None:
             return
-        taken = model.take_fp8_state(self.fp8_state, self.recipe)
+        used = model.take_fp8_state(self.fp8_state, self.recipe)
         count = len(self.fp8_state)
-        if taken < count:
-            lost = f"{count - taken} of its {count}" if taken else "its"
+        if used < count:
+            lost = f"{count - used} of its {count}" if used else "its"
             same = model.recipe.name == self.recipe.name
             # It has no name, so that several linears give one warning.
-            what = "with other linears in BF16 the model" if same else "another recipe"
+            why = "with other linears in BF16 the model" if same else "another recipe"
             warnings.warn(
-                f"{self.path} was saved under recipe {self.recipe.name!r}; {what} has no use for {lost} scales and "
+                f"{self.path} was saved under recipe {self.recipe.name!r}; {why} has no use for {lost} scales and "
                 "amax histories, which are left out",
                 stacklevel=6,
             )

@@ -356,9 +356,9 @@ def _reshaped(build: Callable[..., Decoder], source: Opened, overrides: Document
         return {name: tuple(parameter.shape) for name, parameter in sketch.named_parameters()}
 
     if shapes(dataclasses.replace(config, **allowed)) != shapes(gated):
-        given = ", ".join(f"{name}={after[name]!r}" for name in changed)
+        changes = ", ".join(f"{name}={after[name]!r}" for name in changed)
         raise UsageError(
-            f"the weights in {source.path} do not fit {given}: a model that has weights keeps their shape"
+            f"the weights in {source.path} do not fit {changes}: a model that has weights keeps their shape"
         )
     if (more := gated.vocab_size - config.vocab_size) > 0:
         warnings.warn(
@@ -464,10 +464,10 @@ def read_shape(name: str | Path, overrides: Document | None = None) -> SavedShap
     documents = hugging_face_documents(folder)
     with offering_older(folder):
         if documents is not None:
-            told = read_description(folder, documents)
+            described = read_description(folder, documents)
             # Only to refuse a folder whose weights loading could not read.
             read_storage(folder, documents["config"])
-            shape = SavedShape(told.config, None, told.dtype, False)
+            shape = SavedShape(described.config, None, described.dtype, False)
         elif _is_te_folder(folder):
             source = open_te_folder(folder, read_json(folder / "config.json"))
             shape = SavedShape(source.config, source.recipe, source.dtype, False)

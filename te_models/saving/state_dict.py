@@ -90,10 +90,10 @@ def _read(model: Decoder, state: StateDict, prefix: str, *others: object) -> Non
         elif isinstance(value, (Tensor, io.BytesIO)):  # Transformer Engine's own
             continue
         state[key] = torch.empty(0, dtype=torch.uint8)
-    taken = model.take_fp8_state(tensors, model.recipe)
-    if taken < len(tensors):
+    used = model.take_fp8_state(tensors, model.recipe)
+    if used < len(tensors):
         warnings.warn(
-            f"recipe {model.recipe.name!r} has no use for {len(tensors) - taken} of the {len(tensors)} scales and amax "
+            f"recipe {model.recipe.name!r} has no use for {len(tensors) - used} of the {len(tensors)} scales and amax "
             "histories in the state_dict, which are left out",
             stacklevel=2,
         )

@@ -149,8 +149,8 @@ def parity(
         UsageError: a name that is neither a format nor a folder, a format that the model's sizes do not allow, or a
             folder with another vocabulary.
     """
-    given = [exports] if isinstance(exports, (str, Path)) else exports
-    names = [str(name) for name in given]
+    folders = [exports] if isinstance(exports, (str, Path)) else exports
+    names = [str(name) for name in folders]
     _check_batches(batches)
     rows = [
         _row(model, origin, name, batches, bool(names), rounding, base) for name in names or FORMATS

@@ -293,10 +293,10 @@ class Layer(nn.Module):
 
 def read_shape(vllm: VllmConfig) -> tuple[Family, ModelConfig]:
     """Return the family and shape of the folder that is served."""
-    given = vllm.model_config.hf_config.to_dict()
-    family = family_of(given)
+    fields = vllm.model_config.hf_config.to_dict()
+    family = family_of(fields)
     # transformers' to_dict adds fields of its own, which the family does not know.
-    known = {key: value for key, value in given.items() if key in family.known()}
+    known = {key: value for key, value in fields.items() if key in family.known()}
     return family, family.read(known)
 
 

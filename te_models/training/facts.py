@@ -71,11 +71,11 @@ def facts_now(trainer: Trainer) -> Fields:
 
 def _recipes(trainer: Trainer) -> list[list[object]]:
     """Return [first step, recipe's name] of each recipe that was in force so far."""
-    taken = trainer.schedule.recipes
-    if len(taken) == 1:
+    recipes = trainer.schedule.recipes
+    if len(recipes) == 1:
         return [[1, trainer.model.recipe.name]]
     last = max(1, trainer.result.step)
-    return [[done + 1, recipe.name] for done, recipe in taken if done < last]
+    return [[done + 1, recipe.name] for done, recipe in recipes if done < last]
 
 
 def dataset_names(data: Sequence[str]) -> list[str]:

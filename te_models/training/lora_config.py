@@ -97,9 +97,9 @@ def _field_mistakes(values: Mapping[str, Any], init: bool) -> Iterator[str]:
     dropout = values.get("lora_dropout", 0.0)
     if type(dropout) not in (int, float) or not 0 <= dropout <= 1:
         yield f"lora_dropout={str(dropout)[:40]} is not a probability: give a number from 0 to 1"
-    given = values.get("init_lora_weights", True)
-    if given not in INITS and not (given == "orthogonal" and not init):
-        yield f"init_lora_weights={str(given)[:40]!r} is not supported: choose True, False or 'gaussian'"
+    initial = values.get("init_lora_weights", True)
+    if initial not in INITS and not (initial == "orthogonal" and not init):
+        yield f"init_lora_weights={str(initial)[:40]!r} is not supported: choose True, False or 'gaussian'"
 
 
 def wanted_adapters(
@@ -147,12 +147,12 @@ def _name_targets(config: LoraConfig, modules: Modules, new: bool) -> None:
     targets = config.target_modules
     if isinstance(targets, str) and targets.lower() != ALL_LINEAR:
         return  # a regular expression
-    given = {ALL_LINEAR} if isinstance(targets, str) else set(targets or ())
+    target_names = {ALL_LINEAR} if isinstance(targets, str) else set(targets or ())
     experts = set()
     if new:
-        experts = set(filter(names_experts, given))
-    names = given - experts - {ALL_LINEAR}
-    if ALL_LINEAR in given:
+        experts = set(filter(names_experts, target_names))
+    names = target_names - experts - {ALL_LINEAR}
+    if ALL_LINEAR in target_names:
         for name in modules.theirs:
             if name != "lm_head" and name not in modules.routers:
                 names.add(name.rsplit(".", 1)[1])
@@ -297,11 +297,11 @@ def _without_missing(values: Mapping[str, Any], modules: Modules) -> dict[str, A
 
     A model without experts has none of those, and an adapter that has tensors for them is refused for the tensors.
     """
-    given = values.get("target_parameters")
-    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+    parameters = values.get("target_parameters")
+    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
         return dict(values)
-    known = [name for name in given if modules.parameters_named([name])]
-    missing = tuple(name for name in given if name not in known)
+    known = [name for name in parameters if modules.parameters_named([name])]
+    missing = tuple(name for name in parameters if name not in known)
     left = {**values, "target_parameters": known}
     for field in ("rank_pattern", "alpha_pattern"):
         # Patterns of targets that are gone would be refused as patterns that match nothing.

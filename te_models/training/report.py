@@ -61,11 +61,11 @@ def summary(
 
     `first` is the recipe of the run's first step; None: the model's. `shares` is the number of shares of a batch.
     """
-    taken = [(0, (first or model.recipe).name), *config.recipe_changes]
+    recipes = [(0, (first or model.recipe).name), *config.recipe_changes]
     # The newest change that is not in the future. Only its recipe is the model's, with its details.
-    now = next(name for done, name in reversed(taken) if done <= start)
+    now = next(name for done, name in reversed(recipes) if done <= start)
     recipe = _recipe(model) if model.recipe.name == now else now
-    later = "".join(f", from step {done + 1} on {name}" for done, name in taken if done > start)
+    later = "".join(f", from step {done + 1} on {name}" for done, name in recipes if done > start)
     rows = {
         "parameters": _parameters(model),
         "device": str(model.device),
@@ -111,8 +111,12 @@ def expected_line(
         shares: the number of shares of a batch.
         gpu: the name of the GPU; None: the run is on a CPU or the emulated engine.
     """
-    told = start + TimeLeft.SKIPPED + TimeLeft.MEASURED
-    later = f"estimated after step {told}" if config.steps > told else "too few steps to estimate"
+    first_known = start + TimeLeft.SKIPPED + TimeLeft.MEASURED
+    later = (
+        f"estimated after step {first_known}"
+        if config.steps > first_known
+        else "too few steps to estimate"
+    )
     if gpu is None:
         return f"no figure for the {model.engine} engine on {model.device.type}; {later}"
     if model.tp.size > 1 or model.ep.size > 1:

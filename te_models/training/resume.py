@@ -58,9 +58,9 @@ def resumed_options(settings: RunSettings, saved: Document) -> Fields:
 
     The engine is the one that was asked for, so that "auto" is native on a GPU wherever the run began.
     """
-    given = {name: value for name, value in settings.build.items() if name in settings.given}
+    chosen = {name: value for name, value in settings.build.items() if name in settings.given}
     options = {name: value for name, value in settings.build.items() if name not in RECIPE_FIELDS}
-    options |= {**{name: value for name, value in saved.items() if name != "engine"}, **given}
+    options |= {**{name: value for name, value in saved.items() if name != "engine"}, **chosen}
     if settings.recipe != AUTO and "recipe" in settings.given:
         if saved["recipe"].to_dict() in [
             recipe.to_dict() for recipe in scheduled_recipes(settings)[1:]

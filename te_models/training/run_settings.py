@@ -281,14 +281,14 @@ def _keeps_fp8_weights(recipe: Any) -> bool:
 
 def _lora(flat: Mapping[str, object]) -> LoraSettings | None:
     """Return the adapters that the settings ask for."""
-    given = as_fields(LoraSettings, flat)
-    if given.get("rank") is None:
-        if others := [one for one in TABLES["lora"].values() if given.get(one.field)]:
+    fields = as_fields(LoraSettings, flat)
+    if fields.get("rank") is None:
+        if others := [one for one in TABLES["lora"].values() if fields.get(one.field)]:
             raise UsageError(
                 f"{others[0].flag} is for adapters: give --lora RANK too, such as --lora 16"
             )
         return None
-    return LoraSettings(**given)
+    return LoraSettings(**fields)
 
 
 def _recipe(values: Mapping[str, Any]) -> Recipe:

@@ -196,9 +196,9 @@ class Sampler:
 
         A step takes about three times as long as a forward pass of the evaluation batch `batch`.
         """
-        said = "answering prompts of the evaluation data before the first step"
+        status = "answering prompts of the evaluation data before the first step"
         # A spinner takes over sys.stdout too (te_models.training.progress.progress).
-        with contextlib.nullcontext() if console.quiet else console.status(said):
+        with contextlib.nullcontext() if console.quiet else console.status(status):
             seconds = math.inf
             if self.bounded:
                 begun = time.monotonic()

@@ -175,11 +175,11 @@ class Linear(TransformerEngineBaseModule):
         # A row-parallel bias is added once, after the sum over the ranks.
         fused = not self.return_bias and self.parallel_mode != "row"
         try:
-            given = inp.shape[-1]
+            actual = inp.shape[-1]
             features = self.in_features
             require(
-                given == features,
-                f"GEMM not possible: the input has {given} features, not {features}",
+                actual == features,
+                f"GEMM not possible: the input has {actual} features, not {features}",
                 AssertionError,
             )
             weight = self.weight

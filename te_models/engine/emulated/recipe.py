@@ -79,8 +79,12 @@ def _typed(value: Any, kind: type) -> object:
 def refuse_options(owner: str, **options: object) -> None:
     """Raise a NotImplementedError for an option of Transformer Engine's that is given and not emulated."""
     # A falsy value asks for nothing, such as the default of Transformer Engine's signature.
-    given = [f"{owner}({name}={value!r})" for name, value in options.items() if value]
-    require(not given, f"{', '.join(given)} is not emulated: leave it out", NotImplementedError)
+    unsupported = [f"{owner}({name}={value!r})" for name, value in options.items() if value]
+    require(
+        not unsupported,
+        f"{', '.join(unsupported)} is not emulated: leave it out",
+        NotImplementedError,
+    )
 
 
 def _predicate(*names: str) -> Any:

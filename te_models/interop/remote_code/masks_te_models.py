@@ -60,13 +60,13 @@ class Masks:
         if chunk is not None:
             near = key // chunk == query // chunk
         if self.given is not None and self.given.dim() == 4:
-            given = self.given[..., :keys]
+            given_mask = self.given[..., :keys]
             if near is None:
-                return given
-            if given.dtype == torch.bool:
-                return given & near
+                return given_mask
+            if given_mask.dtype == torch.bool:
+                return given_mask & near
             # The smallest number and not -inf: a row without any key would become NaN.
-            return given.masked_fill(~near, torch.finfo(given.dtype).min)
+            return given_mask.masked_fill(~near, torch.finfo(given_mask.dtype).min)
         # SDPA then takes its own causal mask, and with it its fast kernels.
         if self.given is None and not self.cached and near is None:
             return None
