@@ -355,10 +355,16 @@ def run_planted(
     return folder
 
 
-def heals(run: Path, failure: Planted) -> bool:
-    """Return whether a run with the advised change is without the failure; after a NaN it goes on to its end."""
+def heals(run: Path, failure: Planted, site: Site | None = None) -> bool:
+    """Return whether a run with the advised change is without the failure; after a NaN it goes on to its end.
+
+    An outlier of one linear makes others in gradients before it, which have advice of their own.
+    """
     if failure.rule != "nonfinite":
-        return failure.rule not in {one.rule for one in diagnose(read_facts(run)).findings}
+        left = [one for one in diagnose(read_facts(run)).findings if one.rule == failure.rule]
+        if failure.rule == "outlier":
+            left = [one for one in left if failure.tensor(site) in one.tensors]
+        return not left
     rows = read_metrics(run / "metrics.jsonl")
     return rows[-1]["step"] == STEPS and all(math.isfinite(row["loss"]) for row in rows)
 

@@ -253,7 +253,7 @@ def fault_of(case: Case, out: Path) -> str:
         return f"{finding.tensor} is named for {expected}:\n{diagnosis}"
     if not failure.begun <= finding.step <= failure.begun + WITHIN:
         return f"named in step {finding.step}, begun in {failure.begun}:\n{diagnosis}"
-    if any(failure.heal) and not heals(out / "healed", failure):
+    if any(failure.heal) and not heals(out / "healed", failure, case.site):
         _, diagnosis = found_in(out / "healed", failure.rule)
         return f"not healed:\n{diagnosis}"
     return ""

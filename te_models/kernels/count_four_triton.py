@@ -3,12 +3,14 @@
 A step of training casts billions of elements, and each instruction per element would cost it about a third of a
 percent. Hence a program adds to tiles in registers over all tiles that it goes through, without a reduction before its
 end; flags and hashes of four codes are computed in one word, squares are in FP32, and nothing rare is looked at. A
-program that met anything rare (saturated or non-finite values, squares that FP32 does not hold) leaves out what it
-cannot know, and counts its tiles once more with care.
+program that met saturated values goes once more through the few tiles that have them, which it has marked, and counts
+those values alone. One that met what FP32 sums do not hold (values that are not finite, squares too large or too small)
+leaves out what it cannot know, and counts all its tiles once more with care.
 
 A state of counts is a tuple: tiles of signal, noise, words of flags "not 0" and "not subnormal", and zeros; smaller
-tiles of largest magnitudes and hashes; then how many places of the tiles lie outside of the tensor, and how many there
-are. A state of counts with care has scalars only: zeros, saturated, flushed and non-finite values, signal, noise, amax.
+tiles of largest magnitudes, hashes and marks; then how many places of the tiles lie outside of the tensor, and how many
+there are. A state of counts with care has scalars only: zeros, saturated, flushed and non-finite values, signal, noise,
+amax.
 """
 
 import triton
@@ -16,9 +18,11 @@ import triton.language as tl
 
 from te_models.kernels.count_cast_triton import (
     _INF,
+    _SATURATED,
     _WIDTH,
     ROW_BYTES_0,
     ROW_BYTES_1,
+    _add,
     _add_counts,
     _note_tensor,
     block_weights,
@@ -109,6 +113,7 @@ def new_state(HIGH: tl.constexpr, WIDE: tl.constexpr):
         tl.zeros((HIGH, WIDE), tl.float32),
         tl.zeros((HIGH, WIDE // WORDS), tl.float32),
         tl.zeros((HIGH, WIDE // WORDS), tl.int64),
+        tl.zeros((HIGH, WIDE // WORDS), tl.int32),
         tl.zeros((), tl.int64),
         tl.zeros((), tl.int64),
     )
@@ -121,7 +126,7 @@ def count_four(state, values, word, hashes, inverse, outside, E5M2: tl.constexpr
     `inverse` is the inverse scale, and `outside` how many of the values are not in the tensor: they are 0. `hashes`,
     int64 [high, wide / WORDS], are their parts in the hash.
     """
-    signal, noise, filled, normal, zeros, largest, hashed, outsides, places = state
+    signal, noise, filled, normal, zeros, largest, hashed, marks, outsides, places = state
     decoded = decode_four(word, E5M2)
     for place in tl.static_range(4):
         x = values[place]
@@ -134,11 +139,13 @@ def count_four(state, values, word, hashes, inverse, outside, E5M2: tl.constexpr
         )  # in integers, the compiler packs bits and counts them slowly
     filled += flags_from(word, 1)
     normal += flags_from(word, 4 if E5M2 else 8)
-    largest = _larger(largest, tl.reduce(in_thread(_largest(values)), 2, _larger))
+    of_tile = tl.reduce(in_thread(_largest(values)), 2, _larger)
+    largest = _larger(largest, of_tile)
+    marks |= tl.where(of_tile <= _limit(inverse, E5M2), 0, mark_of(places // (4 * word.numel)))
     hashed += hashes
     outsides += outside
     places += 4 * word.numel
-    return signal, noise, filled, normal, zeros, largest, hashed, outsides, places
+    return signal, noise, filled, normal, zeros, largest, hashed, marks, outsides, places
 
 
 @triton.jit
@@ -148,13 +155,46 @@ def amaxes(state):
 
 
 @triton.jit
-def needs_care(state, inverse, E5M2: tl.constexpr):
-    """Return 1 if a state met values that are saturated or not finite, or squares that FP32 does not hold, else 0."""
+def mark_of(number):
+    """Return the mark of a program's tile of this number, int32: a bit that every 32nd tile shares."""
+    return (tl.full((), 1, tl.int64) << (number % 32)).to(tl.int32)
+
+
+@triton.jit
+def _either(x, y):
+    return x | y
+
+
+@triton.jit
+def marked(state):
+    """Return the marks of the tiles that have a saturated or non-finite value, int32; 0 if none has."""
+    return tl.reduce(tl.reduce(state[7], 1, _either), 0, _either)
+
+
+@triton.jit
+def needs_care(state, inverse):
+    """Return 1 if a state met values that are not finite, or squares that FP32 does not hold, else 0."""
     largest = state[5]
-    rare = tl.max((largest <= _limit(inverse, E5M2)).to(tl.int32) ^ 1)
+    wrong = tl.max((largest < _INF).to(tl.int32) ^ 1)  # NaN is smaller than nothing
     amax = tl.max(largest)
     small = (amax < _SMALL) & (amax > 0)
-    return rare | (small | (amax > _LARGE) | (inverse < _LEAST_INVERSE)).to(tl.int32)
+    return wrong | (small | (amax > _LARGE) | (inverse < _LEAST_INVERSE)).to(tl.int32)
+
+
+@triton.jit
+def saturated_of(values, inverse, E5M2: tl.constexpr):
+    """Return how many of four FP32 tiles of finite values a cast clips, int64."""
+    limit = _limit(inverse, E5M2)
+    counts = tl.zeros(values[0].shape, tl.int32)
+    for place in tl.static_range(4):
+        counts += (tl.abs(values[place]) > limit).to(tl.int32)
+    return tl.sum(counts).to(tl.int64)
+
+
+@triton.jit
+def add_saturated(fields, spread, saturated):
+    """Add a program's count of saturated values to the table of a recorder."""
+    _add(fields + (tl.program_id(0) % spread) * _WIDTH, _SATURATED, saturated)
 
 
 @triton.jit
@@ -164,10 +204,10 @@ def add_state(fields, codes, spread, state, scale, inverse, elements, E5M2: tl.c
     `scale` and `inverse` are the tensor's, and `elements` how many it has. What `needs_care` is left out.
     """
     own = fields + (tl.program_id(0) % spread) * _WIDTH
-    signal, noise, filled, normal, zeros, largest, hashed, outsides, places = state
+    signal, noise, filled, normal, zeros, largest, hashed, marks, outsides, places = state
     not_empty = flags_sum(filled)
     all_zeros = tl.sum(zeros).to(tl.int64)
-    known = needs_care(state, inverse, E5M2) == 0
+    known = needs_care(state, inverse) == 0
     nothing = tl.zeros((), tl.int64)
     _add_counts(
         fields=own,

@@ -23,6 +23,7 @@ from te_models.kernels.count_cast_triton import (
 from te_models.kernels.count_four_triton import (
     MOST_TILES,
     add_care,
+    add_saturated,
     add_state,
     bytes_dot,
     count_four,
@@ -31,9 +32,12 @@ from te_models.kernels.count_four_triton import (
     flags_sum,
     hash_of_sums,
     in_thread,
+    mark_of,
+    marked,
     needs_care,
     new_care,
     new_state,
+    saturated_of,
 )
 from te_models.numerics.fp8_triton import decode_four, decode_fp8
 
@@ -150,7 +154,8 @@ def count_words_kernel(
         factor = tl.div_rn(tl.full((), 1.0, tl.float32), one_inverse)
     elements = tl.full((), 4.0, tl.float64) * rows * words
     add_state(fields, codes, spread, state, factor, one_inverse, elements, E5M2)
-    if needs_care(state, one_inverse, E5M2) > 0:
+    marks = marked(state)
+    if needs_care(state, one_inverse) > 0:
         care = new_care()
         for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
             top, left, i, j = _place(number, words, ROWS, WORDS)
@@ -159,6 +164,14 @@ def count_words_kernel(
             outside = _outside(top, left, rows, words, ROWS, WORDS)
             care = count_with_care(care, values, word, one_inverse, outside, E5M2)
         add_care(fields, codes, spread, care)
+    elif marks != 0:
+        saturated = tl.zeros((), tl.int64)
+        for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            if (marks & mark_of(number // tl.num_programs(0))) != 0:
+                _, _, i, j = _place(number, words, ROWS, WORDS)
+                values = _values(source, i, j, rows, words, source_stride)
+                saturated += saturated_of(values, one_inverse, E5M2)
+        add_saturated(fields, spread, saturated)
 
 
 @triton.jit

@@ -19,13 +19,17 @@ from te_models.kernels.count_cast_triton import Counts
 from te_models.kernels.count_four_triton import (
     MOST_TILES,
     add_care,
+    add_saturated,
     add_state,
     amaxes,
     count_rows,
     count_rows_with_care,
+    mark_of,
+    marked,
     needs_care,
     new_care,
     new_state,
+    saturated_of,
 )
 from te_models.kernels.fp8_tiles_triton import (
     BAND,
@@ -42,10 +46,13 @@ from te_models.kernels.fp8_tiles_triton import (
 )
 from te_models.kernels.handover import CastScale
 
-# Programs of a kernel that counts: four times as many as an H100 runs at once. The few that meet saturated values count
-# twice, and with fewer and longer programs the others would wait for them.
-PROGRAMS = 1056
-COUNTING: dict[str, int] = dict(num_warps=8, maxnreg=128)
+# Programs of a kernel that counts: four times as many as an H100 runs at once. The few that meet saturated values go
+# twice through some tiles, and with fewer and longer programs the others would wait for them.
+PROGRAMS = 2112
+COUNTING: dict[str, int] = dict(num_warps=4, maxnreg=128)
+# The same for the gradient of a gated activation, whose tiles have two halves.
+PROGRAMS_OF_HALVES = 1584
+COUNTING_HALVES: dict[str, int] = dict(num_warps=4, maxnreg=160)
 
 
 @triton.jit
@@ -224,7 +231,8 @@ def _cast_kernel(
         inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
         elements = tl.full((), 1.0, tl.float64) * rows * width
         add_state(counts, codes, spread, state, s, inverse, elements, E5M2)
-        if needs_care(state, inverse, E5M2) > 0:
+        marks = marked(state)
+        if needs_care(state, inverse) > 0:
             care = new_care()
             largest = tl.zeros((ROWS // 4, COLUMNS), tl.float32)
             for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -238,6 +246,21 @@ def _cast_kernel(
                     care = count_rows_with_care(care, second, s, top, left, rows, columns, E5M2)
             raise_amax(amax, largest)
             add_care(counts, codes, spread, care)
+        elif marks != 0:
+            saturated = tl.zeros((), tl.int64)
+            halves: tl.constexpr = 2 if HALVES else 1
+            for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+                counted = number // tl.num_programs(0) * halves  # tiles of this program before
+                marks_here = mark_of(counted)
+                if HALVES:
+                    marks_here |= mark_of(counted + 1)
+                if (marks & marks_here) != 0:
+                    group, j, _, _ = _place(number, rows, columns, ROWS, COLUMNS, BAND)
+                    own, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
+                    saturated += saturated_of(own, inverse, E5M2)
+                    if HALVES:
+                        saturated += saturated_of(second, inverse, E5M2)
+            add_saturated(counts, spread, saturated)
     note_inverse(s, scale_inv)
 
 
@@ -257,13 +280,15 @@ def _by_tiles(
     The kernel reads rows one after the other, so inputs of any other strides are copied first.
     """
     tiles = triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS)
+    halves = dy is not None and gated
     if counts is None:
         programs = tiles
         options: dict[str, int] = dict(num_warps=4)
     else:
         # Few programs, each of which adds to the table once; one counts two tiles at a time at most.
-        programs = min(tiles, max(PROGRAMS, triton.cdiv(tiles, MOST_TILES // 2)))
-        options = COUNTING
+        fewest = PROGRAMS_OF_HALVES if halves else PROGRAMS
+        programs = min(tiles, max(fewest, triton.cdiv(tiles, MOST_TILES // 2)))
+        options = COUNTING_HALVES if halves else COUNTING
     _cast_kernel[(programs,)](
         x.contiguous(),
         None if dy is None else dy.contiguous(),
@@ -277,7 +302,7 @@ def _by_tiles(
         **table_of(counts),
         ACTIVATION=activation,
         GATED=gated,
-        HALVES=dy is not None and gated,
+        HALVES=halves,
         E5M2=cast_scale.e5m2,
         ROWS=ROWS,
         COLUMNS=COLUMNS,

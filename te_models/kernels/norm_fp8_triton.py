@@ -9,12 +9,16 @@ from te_models.kernels.count_cast_triton import Counts
 from te_models.kernels.count_four_triton import (
     MOST_TILES,
     add_care,
+    add_saturated,
     add_state,
     count_rows,
     count_rows_with_care,
+    mark_of,
+    marked,
     needs_care,
     new_care,
     new_state,
+    saturated_of,
 )
 from te_models.kernels.fp8_tiles_triton import (
     FP8Data,
@@ -137,13 +141,22 @@ def _norm_kernel(
             state = count_rows(state, values, s, top, start, rows, columns, 0, E5M2, ALIGNED)
         elements = tl.full((), 1.0, tl.float64) * rows * columns
         add_state(counts, codes, spread, state, s, inverse, elements, E5M2)
-        if needs_care(state, inverse, E5M2) > 0:
+        marks = marked(state)
+        if needs_care(state, inverse) > 0:
             care = new_care()
             for start in range(0, columns, COLUMNS):
                 j = start + tl.arange(0, COLUMNS)
                 values = _normed(source, weight, inverses, i, j, rows, columns, ZERO_CENTERED)
                 care = count_rows_with_care(care, values, s, top, start, rows, columns, E5M2)
             add_care(counts, codes, spread, care)
+        elif marks != 0:
+            saturated = tl.zeros((), tl.int64)
+            for start in range(0, columns, COLUMNS):
+                if (marks & mark_of(start // COLUMNS)) != 0:
+                    j = start + tl.arange(0, COLUMNS)
+                    values = _normed(source, weight, inverses, i, j, rows, columns, ZERO_CENTERED)
+                    saturated += saturated_of(values, inverse, E5M2)
+            add_saturated(counts, spread, saturated)
     note_inverse(s, scale_inv)
 
 

@@ -12,7 +12,12 @@ from expert_counts import assert_counts
 from fewer import every
 from torch import Tensor
 
-from te_models.kernels import count_cast_triton, count_words_triton
+from te_models.kernels import (
+    count_cast_triton,
+    count_words_triton,
+    fp8_tiles_triton,
+    handover_triton,
+)
 from te_models.kernels.count_cast_triton import Counts, count_cast
 from te_models.kernels.count_words_triton import are_words, count_words
 from te_models.numerics.formats import DType
@@ -153,6 +158,54 @@ def test_words_have_the_counts_of_pytorch(
     del wanted["scale_age"]
     assert_counts(summed(counts), wanted)
     assert counts.codes.item() == codes.item()
+
+
+# Of 35 tiles: the first and the last one, two that share a mark (1 and 33), and one with many.
+SATURATED_IN = {0: 1, 1: 2, 20: 900, 33: 3, 34: 1}
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["memory", *(pytest.param(one, marks=pytest.mark.slow) for one in ("kernel", "halves"))],
+)
+def test_saturated_values_of_some_tiles_of_a_program(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only those tiles are gone through again; a saturated value spoils no other count."""
+    for module, name in (
+        (count_words_triton, "PROGRAMS"),
+        (handover_triton, "PROGRAMS"),
+        (handover_triton, "PROGRAMS_OF_HALVES"),
+    ):
+        monkeypatch.setattr(module, name, 1)
+    high = count_words_triton.ROWS if where == "memory" else fp8_tiles_triton.ROWS
+    wide = 4 * count_words_triton.WORDS if where == "memory" else fp8_tiles_triton.COLUMNS
+    x = torch.randn(35 * high, wide, generator=torch.Generator().manual_seed(3))
+    for tile, count in SATURATED_IN.items():
+        x[tile * high : (tile + 1) * high].view(-1)[7 : 7 + count] = 470.0
+    total = sum(SATURATED_IN.values())
+    x = x.to(DEVICE)
+    counts = table(3)
+    one = torch.ones(1, device=DEVICE)
+    amax = torch.zeros(1, device=DEVICE)
+    if where == "memory":
+        codes = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        count_words(x, codes, one, one, False, counts)
+    elif where == "kernel":
+        handover_triton.cast(x, one, amax, False, counts=counts)
+    else:
+        # The gradients of gate and up: relu2 of a gate of 1 has the slope 2 and the value 1.
+        gate_up = torch.ones(len(x), 2 * wide, device=DEVICE)
+        handover_triton.activate_backward(x, gate_up, one, amax, False, "relu2", counts=counts)
+        total += int((x.abs() * 2 > 464).sum())
+        x = torch.cat([2 * x, x], 1)
+    found = summed(counts)
+    assert found["saturated"] == total == int((x.abs() > 464).sum())
+    assert found["nonfinite"] == 0 and found["amax"] == x.abs().max().item()
+    after = x.clamp(-448, 448).to(torch.float8_e4m3fn).double()
+    assert found["signal"] == pytest.approx(x.double().square().sum().item(), rel=1e-5)
+    assert found["noise"] == pytest.approx((x - after).square().sum().item(), rel=1e-5)
+    assert found["zeros"] == 0 and found["flushed"] == ((x != 0) & (after == 0)).sum().item()
 
 
 def test_what_are_words() -> None:

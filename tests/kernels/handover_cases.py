@@ -188,7 +188,8 @@ def test_a_kernel_counts_what_it_casts(
 ) -> None:
     """The bits are those without counts; the counts those of its data and of values within FP32's rounding."""
     scale, e5m2 = scaling
-    monkeypatch.setattr(handover_triton, "PROGRAMS", 2)  # each goes through several tiles
+    for programs in ("PROGRAMS", "PROGRAMS_OF_HALVES"):
+        monkeypatch.setattr(handover_triton, programs, 2)  # each goes through several tiles
     x = random(48, 144)
     x[3] = 0
     plain = COUNTED[name](x, *state(scale), e5m2)
@@ -222,7 +223,8 @@ RARE = ["zeros", "saturated", "not finite", "tiny", "huge", "subnormal"]
 def test_a_cast_of_rare_values_is_counted_exactly(
     rare: str, e5m2: bool, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover_triton, "PROGRAMS", 2)  # each goes through several tiles
+    for programs in ("PROGRAMS", "PROGRAMS_OF_HALVES"):
+        monkeypatch.setattr(handover_triton, programs, 2)  # each goes through several tiles
     x = random(*shape).float()
     scale = 37.0
     if rare == "zeros":
