@@ -8,9 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class NoHostCopies(TorchDispatchMode):
-    """Replace FSDP2's kernels that copy between one buffer and many tensors by one copy per tensor.
+    """Replace FSDP2's kernels that copy between one buffer and many tensors by kernels that a graph can hold.
 
-    FSDP2's kernels read the tensors' addresses from host memory that has been reused by the time of a replay.
+    FSDP2's kernels read the tensors' addresses from host memory that has been reused by the time of a replay. The ones
+    here have them among their arguments, those of many tensors each.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -22,15 +23,23 @@ class NoHostCopies(TorchDispatchMode):
 
 
 def _split(source: Tensor, sizes: list[int], dim: int = 0, *, out: list[Tensor]) -> None:
-    """Copy the pieces of `source` of these sizes along `dim` into the tensors `out`."""
+    """Copy the pieces of `source` [n, ...] of these sizes along dimension 1 into the tensors `out`."""
+    assert dim == 1
+    # Row by row, since the kernel for many copies takes contiguous tensors.
+    given = []
+    made = []
     for piece, tensor in zip(source.split(sizes, dim), out, strict=True):
-        tensor.copy_(piece)
+        given += piece.unbind()
+        made += tensor.unbind()
+    torch._foreach_copy_(made, given)
 
 
 def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
     """Split the rows of each tensor into `num_chunks` chunks, padded with zeros; row i of `out` gets all chunks i."""
     assert dim == 0
     first = 0
+    given = []
+    made = []
     for tensor in tensors:
         # Rounded up, as torch.chunk does it: the last chunk may be shorter, and some may be missing.
         rows = -(-tensor.shape[0] // num_chunks)
@@ -40,5 +49,7 @@ def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor)
             out[:, first : first + size].zero_()
         # Not strict: a tensor of few rows has fewer chunks than `out` has rows, and those stay zeros.
         for row, chunk in zip(out, tensor.split(rows), strict=False):
-            row[first : first + chunk.numel()].copy_(chunk.flatten())
+            given.append(chunk.flatten())
+            made.append(row[first : first + chunk.numel()])
         first += size
+    torch._foreach_copy_(made, given)

@@ -326,16 +326,20 @@ class Parallel:
         norms = torch._foreach_norm(
             [local(gradient) for gradient in gradients], 2, dtype=torch.float32
         )
-        squares = []
-        for parameter, norm in zip(parameters, norms, strict=True):
-            copies = 1  # processes with the same elements of this gradient
+        every_copies = []  # processes with the same elements of each gradient
+        for parameter in parameters:
+            copies = 1
             if not isinstance(parameter, DTensor):
                 copies *= self.parts
             # tensor_parallel marks what differs between its ranks.
             if not getattr(parameter, "tp_sharded", False):
                 copies *= layers
-            squares.append(norm.square() / copies)
-        total = torch.stack(squares).sum()
+            every_copies.append(copies)
+        # Three kernels for all parameters, of which a model with experts has thousands.
+        squares = torch.stack(norms).square()
+        if any(copies > 1 for copies in every_copies):
+            squares /= _sent_to_device(every_copies, squares.device).float()
+        total = squares.sum()
         dist.all_reduce(total)
         return total.sqrt()
 
@@ -355,9 +359,13 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
     resharded = config.reshard_after_forward
     blocks: list[Any] = list(model.layers)
     grouped = [module for module in model.modules() if isinstance(module, model.te.GroupedLinear)]
+    of_experts = policy
+    alone = parallel.replicas is not None and parallel.replicas.size() == 1
+    if alone and config.gradient_accumulation == 1:
+        of_experts = MixedPrecisionPolicy()  # nothing is added up, so FP32 would only be copied
     for experts in grouped if parallel.replicas is not None else []:
         unit = fully_shard(
-            experts, mesh=parallel.replicas, mp_policy=policy, reshard_after_forward=resharded
+            experts, mesh=parallel.replicas, mp_policy=of_experts, reshard_after_forward=resharded
         )
         # They have the gradients of the tokens of all processes, which are to be averaged like all others.
         unit.set_gradient_divide_factor(float(parallel.parts))
