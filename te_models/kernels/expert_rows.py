@@ -1,8 +1,9 @@
 """Rows of tokens to the experts and back, as autograd functions over two plain operations.
 
 Shapes: T tokens, k experts per token, R rows of all experts together, padding included, D hidden_size. `token`, int64
-[R], is the token of each row, T for a row of padding; `row`, int64 [T, k], the rows of each token, R for a token of
-padding. Sums run over j = 0 to k - 1 in FP32, without fused multiply-add, and are rounded once.
+[R], is the token of each row, T for a row of padding, T + 1 behind the last expert's rows; `row`, int64 [T, k], are the
+rows of each token, R for a token of padding. Sums run over j = 0 to k - 1 in FP32, without fused multiply-add, and are
+rounded once.
 """
 
 from collections.abc import Callable
@@ -32,9 +33,11 @@ def gather(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the row of x [T, D] of each `token`, by FP32 `factor` [R] if there is one: [R, D], zeros for padding.
 
+    Behind the last expert's rows a twin may leave anything.
+
     With `other` [R, D] also the product of each of its rows with the row of x, FP32 [R].
     """
-    rows = _with_zeros(x).index_select(0, token)
+    rows = _with_zeros(x).index_select(0, token.clamp(max=len(x)))
     dots = None if other is None else (other.float() * rows.float()).sum(1)
     return (rows if factor is None else (rows.float() * factor[:, None]).to(x.dtype)), dots
 

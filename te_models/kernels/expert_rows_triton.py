@@ -27,6 +27,8 @@ def _gather_kernel(
 ):
     r = tl.program_id(0).to(tl.int64)
     source = tl.load(token + r)
+    if source > tokens:
+        return  # behind the last expert's rows, which nothing reads
     # A token behind the last stands for padding: its row reads no column, and becomes zeros.
     present = tl.where(source < tokens, width, 0)  # columns
     by = tl.load(factor + r) if scaled else 1.0

@@ -8,6 +8,7 @@ the lower 64 rows of the tile one after the other, and adds while the other grou
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,6 +29,7 @@ ABREAST = gl.constexpr(
     8
 )  # tiles above each other that follow each other, to share what the L2 cache holds
 WARPS = 4  # of a group that multiplies
+SHARES = 4  # programs per multiprocessor, one after the other, where other kernels run beside them
 REGISTERS = gl.constexpr((240, 24))  # of a thread of the second group, and of the copying warp
 FORMATS = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 
@@ -410,8 +412,14 @@ def hopper_weights_from(
 
 
 def programs(out: Tensor) -> int:
-    """Return how many programs run at a time on the device of `out`: one per multiprocessor."""
-    return torch.cuda.get_device_properties(out.device).multi_processor_count
+    """Return how many programs divide the tiles of a product: one per multiprocessor of the device of `out`.
+
+    Of several processes each has more: collectives beside the product take some multiprocessors, and a program that
+    starts only when another ends would double its time.
+    """
+    count = torch.cuda.get_device_properties(out.device).multi_processor_count
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return count * SHARES if several else count
 
 
 def _described(data: Tensor, rows: int) -> TensorDescriptor:

@@ -124,6 +124,8 @@ def places(
         first = torch.zeros(experts + 1, dtype=torch.int64, device=device)
         padded = (counts + alignment - 1) // alignment * alignment
         torch.cumsum(padded, 0, out=first[1:])
+        # Behind the last expert's rows a number more.
+        token += torch.arange(most, device=device) >= first[-1]
         _place_kernel[(blocks,)](
             chosen, up_to - of_blocks, first, token, row, tokens, experts, k, most, **sizes
         )

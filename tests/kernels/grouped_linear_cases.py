@@ -400,6 +400,37 @@ def test_precise_sums_leave_the_tensor_cores() -> None:
         assert torch.equal(found.double(), one @ other.T)
 
 
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="Gluon has no interpreter")
+def test_the_number_of_programs_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper each of several processes has more programs than multiprocessors."""
+    pytest.importorskip("triton.experimental.gluon")
+    from te_models.kernels import hopper_products_triton as hopper  # noqa: PLC0415
+
+    torch.manual_seed(9)
+    rows, inputs, outputs = [16, 0, 272, 1040], 384, 512
+    groups = Groups.of(rows, DEVICE)
+    x = torch.randn(sum(rows), inputs, device=DEVICE).to(E4M3)
+    w = torch.randn(4 * outputs, inputs, device=DEVICE).to(E4M3)
+    ones = torch.ones(4, device=DEVICE)
+    found = []
+    for programs in (1, 7, 132, 528):
+        monkeypatch.setattr(hopper, "programs", lambda out, count=programs: count)
+        for precise in (False, True):
+            found.append(
+                rows_times(
+                    ExpertMatrices(x, ones),
+                    ExpertMatrices(w, ones),
+                    groups,
+                    outputs,
+                    down=False,
+                    precise=precise,
+                    dtype=torch.float32,
+                )
+            )
+    for number, one in enumerate(found):
+        assert torch.equal(one, found[number % 2])
+
+
 def test_tokens_are_found_inside_the_product() -> None:
     """With the bits of rows that are written first; the last row of each expert is padding."""
     torch.manual_seed(7)
