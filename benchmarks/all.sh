@@ -68,6 +68,11 @@ done
 python3 benchmarks/random_runs.py --count 150 --seed 2 --gpus 2 --out "$out/random_runs_x2.json"
 two="torchrun --nproc-per-node 2 benchmarks/scaling.py run --recipe delayed"
 lean="--no-reshard --reduce-dtype bfloat16"
+experts='moe={"num_experts":128,"num_experts_per_tok":8,"moe_intermediate_size":768}'
+experts="--preset gated-moe-nano --batch-size 4 --seq-len 4096 --shape vocab_size=32000 hidden_size=2048 head_dim=128 \
+  num_hidden_layers=4 num_attention_heads=32 num_key_value_heads=4 max_position_embeddings=4096 $experts"
+experts="--recipe bf16,current --parallel fsdp,fsdp+ep $experts"
+$two $experts
 $two --preset gated-1b --warm-up 7
 $two --preset gated-1b --warm-up 7 $lean
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True # 121 of 139 GiB
@@ -82,11 +87,7 @@ cp benchmarks/results/scaling_h200.json "$out/"
 four="torchrun --nproc-per-node 4 benchmarks/scaling.py run --recipe delayed"
 $four --preset gated-1b --warm-up 7
 $four --preset gated-1b --warm-up 7 $lean
-experts='moe={"num_experts":128,"num_experts_per_tok":8,"moe_intermediate_size":768}'
-experts="--preset gated-moe-nano --batch-size 4 --seq-len 4096 --shape vocab_size=32000 hidden_size=2048 head_dim=128 \
-  num_hidden_layers=4 num_attention_heads=32 num_key_value_heads=4 max_position_embeddings=4096 $experts"
-for recipe in bf16 current; do $four $experts --recipe $recipe --parallel fsdp+ep; done
-$four $experts --recipe bf16 --no-alone
+$four $experts
 torchrun --nproc-per-node 4 benchmarks/lora_sharded.py --out "$out/lora_70b.json"
 $four $large --accumulation 16 --steps 2
 cp benchmarks/results/scaling_h200.json "$out/"

@@ -13,6 +13,7 @@ computes the tables in docs/results/scaling.md from figures in results/; it meas
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -29,7 +30,8 @@ from te_models.config.presets import get_preset
 from te_models.config.training import TrainConfig
 from te_models.inspect.environment import environment
 from te_models.inspect.roofline import model_flops
-from te_models.training.launch import parallel
+from te_models.model.gathered_tokens import MOST_RANKS
+from te_models.training.launch import meshes, parallel
 from te_models.training.parallel import Parallel
 from te_models.training.trainer import Trainer
 
@@ -82,11 +84,18 @@ def step_seconds(
         "peak_gib": round(peak, 2),
         "loss": row["loss"],
     }
-    return found | {"graph": run.passes.graph is not None}
+    found |= {"graph": run.passes.graph is not None}
+    # Nothing of a model alone may take the memory of the one that follows.
+    run.passes.close()
+    del run, model
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+    return found
 
 
 def run(args: argparse.Namespace) -> None:
-    """Time one process alone and all together, and report."""
+    """Time one process alone and all together, under each recipe in each way, and report."""
     args.fields = shape = {
         name: json.loads(value) for name, _, value in (item.partition("=") for item in args.shape)
     }
@@ -95,25 +104,41 @@ def run(args: argparse.Namespace) -> None:
         prefetch_blocks=args.prefetch,
         reduce_dtype=args.reduce_dtype,
     )
+    kinds = args.parallel.split(",")
+    recipes = args.recipe.split(",")
     config = TrainConfig(
-        parallel=args.parallel,
+        parallel=kinds[0],
         collective_timeout=600,
         eval_every=0,
         save_every=0,
         steps=10**6,
         **fields,
     )
-    with parallel(config, args.device) as shared:
-        alone = None
-        if args.alone:
-            own, _ = dist.new_subgroups(group_size=1)
-            alone = step_seconds(Parallel(device=shared.device), args, shape, own)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-        together = step_seconds(shared, args, shape)
-        slowest = max(shared.ranks.gather(together["seconds"]))
-        if shared.ranks.first:
-            report(args, shared, alone, {**together, "seconds": slowest})
+    with parallel(config, args.device) as everyone:
+        own, _ = dist.new_subgroups(group_size=1)
+        for args.recipe in recipes:
+            alone = None
+            if args.alone:
+                alone = step_seconds(Parallel(device=everyone.device), args, shape, own)
+                if everyone.ranks.first:
+                    print(json.dumps({"alone": alone, "recipe": args.recipe}), flush=True)
+            for args.parallel in kinds:
+                shared = divided(everyone, args.parallel)
+                shared.ranks.gather(None)  # all of them begin at once
+                together = step_seconds(shared, args, shape)
+                slowest = max(shared.ranks.gather(together["seconds"]))
+                if shared.ranks.first:
+                    report(args, shared, alone, {**together, "seconds": slowest})
+
+
+def divided(everyone: Parallel, kind: str) -> Parallel:
+    """Return the same processes, divided for another kind of run."""
+    if kind == everyone.kind:
+        return everyone
+    assert everyone.device is not None
+    config = replace(everyone.config, parallel=kind)
+    dimensions = dict(ep=None, replicas=None) | meshes(config, everyone.device)
+    return replace(everyone, kind=kind, config=config, **dimensions)
 
 
 def report(
@@ -124,7 +149,7 @@ def report(
     row: dict[str, Any] = {
         name: value
         for name, value in vars(args).items()
-        if name not in ("command", "function", "fields")
+        if name not in ("command", "function", "fields", "out")
     }
     row |= {
         "processes": shared.ranks.world,
@@ -142,10 +167,10 @@ def report(
     if alone is not None:
         row["tokens_per_second_alone"] = round(tokens / alone["seconds"])
         row["kept"] = round(alone["seconds"] / together["seconds"], 4)
-    print(json.dumps(row))
+    print(json.dumps(row), flush=True)
     if shared.device is not None and shared.device.type == "cuda":
-        before = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
-        RESULTS.write_text(
+        before = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+        args.out.write_text(
             json.dumps({"environment": environment(), "rows": [*before, row]}, indent=2) + "\n"
         )
 
@@ -231,13 +256,17 @@ def estimate_experts(
     """Return the seconds that a layer's experts' weights and rows travel, and the speed relative to one GPU.
 
     Each of `gpus` has its own tokens, `size` of them share the experts, and `node` are connected by NVLink. FSDP2
-    gathers an expert's weights twice and reduces its gradients, over the GPUs that have it; rows go to the experts and
-    back, forward and backward, in BF16.
+    gathers an expert's weights twice and reduces its gradients, over the GPUs that have it. Forward and backward, rows
+    go to the experts and back in BF16: one per token and expert, or all tokens and their sums where few GPUs share
+    experts.
     """
     weights = layer.experts * 3 * layer.hidden * layer.width / size * (1 - size / gpus)
     weights *= (2 * a.gather_bytes + a.reduce_bytes) / (a.inside if gpus <= node else a.between)
     near = min(size, node)
-    sent = 4 * 2 * layer.tokens * layer.chosen * layer.hidden / size
+    # To each of the others: the rows of its experts, or all tokens.
+    sent = 4 * 2 * layer.tokens * layer.hidden
+    if size > MOST_RANKS:
+        sent *= layer.chosen / size
     rows = sent * ((near - 1) / a.inside + (size - near) / a.between)
     sending = weights + rows
     best, worst = (
@@ -276,7 +305,8 @@ def experts_table(a: Assumptions, layer: ExpertLayer) -> Table:
     """The estimate for GPUs that share the experts of a layer."""
     rows = []
     for gpus, node, size in (
-        (8, 8, 1), (8, 8, 8), (64, 8, 1), (64, 8, 8), (64, 8, 64), (512, 8, 1), (512, 8, 8), (512, 8, 64),
+        (2, 8, 1), (2, 8, 2), (4, 8, 1), (4, 8, 4), (8, 8, 1), (8, 8, 4), (8, 8, 8),
+        (64, 8, 1), (64, 8, 8), (64, 8, 64), (512, 8, 1), (512, 8, 8), (512, 8, 64),
         (64, 64, 64), (512, 64, 64),
     ):  # fmt: skip
         row = estimate_experts(gpus, size, node, a, layer)
@@ -317,14 +347,15 @@ def main() -> None:
         metavar="FIELD=JSON",
         help="fields of the config to change",
     )
-    one.add_argument("--recipe", default="delayed")
+    one.add_argument("--recipe", default="delayed", help="several by commas, one after the other")
     one.add_argument(
         "--fp8-params",
         action=argparse.BooleanOptionalAction,
         default=False,
         help="gather weights in FP8",
     )
-    one.add_argument("--parallel", default="fsdp", choices=["ddp", "fsdp", "fsdp+ep"])
+    one.add_argument("--parallel", default="fsdp", help="ddp, fsdp, fsdp+ep; several by commas")
+    one.add_argument("--out", type=Path, default=RESULTS)
     one.add_argument("--batch-size", type=int, default=8, help="sequences of each process")
     one.add_argument("--seq-len", type=int, default=2048)
     one.add_argument("--accumulation", type=int, default=1, help="batches of each process per step")

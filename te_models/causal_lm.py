@@ -178,7 +178,7 @@ class CausalLM(Decoder):
         for spec, part in {part.spec: part for part in parts}.items():
             if remark := part.remark(computing_device(self.device), self.dtype):
                 notes.append(f"{spec.title}: {remark}")
-        if self.engine == "native" and (reason := graph_obstacle(self)):
+        if self.engine == "native" and (reason := graph_obstacle(self, ranks_alike=True)):
             notes.append(f"no CUDA graph of a step: {reason}")
         return PrecisionPlan(title, tuple(rows), tuple(notes))
 

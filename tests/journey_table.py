@@ -281,12 +281,12 @@ TWO_GPUS: dict[str, Journey] = {
     "two-tp-save": together("--recipe current --parallel tp --save-every 8", graph=False),
     "two-tp-sequence": together(f"{SHARED} tp --sequence-parallel", graph=False),
     "two-hybrid": together(f"{HYBRID} {SHARED} fsdp"),
-    "two-experts-fsdp": together(f"{EXPERTS} --recipe bf16 --parallel fsdp", graph=False),
-    "two-experts": together(f"{EXPERTS} --recipe current --parallel fsdp+ep --save-every 8", graph=False),
-    "two-experts-delayed": together(f"{EXPERTS} {SHARED} fsdp+ep --fp8-dispatch", graph=False),
+    "two-experts-fsdp": together(f"{EXPERTS} --recipe bf16 --parallel fsdp"),
+    "two-experts": together(f"{EXPERTS} --recipe current --parallel fsdp+ep --save-every 8"),
+    "two-experts-delayed": together(f"{EXPERTS} {SHARED} fsdp+ep --fp8-dispatch"),
     "two-experts-then-one": Journey(
         (pretrain(f"{EXPERTS} {SHARED} fsdp+ep --steps 12", launch=TORCHRUN),
-         pretrain(f"{EXPERTS} --recipe delayed --resume")), gpus=2, graph=False,
+         pretrain(f"{EXPERTS} --recipe delayed --resume")), gpus=2,
     ),
     "two-then-one": Journey(
         (pretrain(f"{SHARED} fsdp --steps 12", launch=TORCHRUN), pretrain("--recipe delayed --resume")), gpus=2
@@ -329,9 +329,9 @@ FOUR_GPUS: dict[str, Journey] = {
         "--recipe current --parallel fsdp+tp --tensor-parallel-size 2 --sequence-parallel", gpus=4, graph=False
     ),
     "four-hybrid": together(f"{HYBRID} {SHARED} fsdp", gpus=4),
-    "four-experts": together(f"{EXPERTS} {SHARED} fsdp+ep", gpus=4, graph=False),
+    "four-experts": together(f"{EXPERTS} {SHARED} fsdp+ep", gpus=4),
     "four-experts-in-pairs": together(
-        f"{EXPERTS} {SHARED} fsdp+ep --expert-parallel-size 2 --fp8-dispatch --save-every 8", gpus=4, graph=False
+        f"{EXPERTS} {SHARED} fsdp+ep --expert-parallel-size 2 --fp8-dispatch --save-every 8", gpus=4
     ),
     "four-then-two-then-one": Journey(
         (pretrain(f"{SHARED} fsdp+tp --tensor-parallel-size 2 --steps 8", launch=TORCHRUN_4),

@@ -148,6 +148,8 @@ class Decoder(DecoderRecipe):
         self.router_losses = config.moe
         # The processes over whose tokens a run balances experts.
         self.router_group: ProcessGroup | None = None
+        # Whether all ranks of ep_mesh have as many tokens in each pass, as in the steps of a CUDA graph.
+        self.ranks_alike = False
         self.tp = TensorParallel(mesh=tp_mesh, sequence=sequence_parallel)
         self.ep = ExpertParallel(ep_mesh, config, ep_fp8, ep_replicas)
         # The layers as this rank holds them: fewer heads and channels by tp, fewer experts by ep.
@@ -382,6 +384,7 @@ class Decoder(DecoderRecipe):
             autocasts=Autocasts(self.te, self.te_recipe, self.amax_group, others),
             alignment=alignment,
             share=share,
+            ranks_alike=self.ranks_alike,
         )
 
     def _decode(self, tokens: Tensor, context: ForwardContext, request: OutputRequest) -> Output:

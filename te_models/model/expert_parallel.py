@@ -2,7 +2,8 @@
 
 Rank r of n has the experts from r * E / n on, as weights 0 to E / n - 1 of its te.GroupedLinears; each rank has tokens
 of its own. A layer sends the rows of its tokens to the ranks of their experts and gets the experts' outputs back
-(`Exchange`). Each expert's rows are in the order of ranks and then of tokens, as in one process that has all tokens.
+(`Exchange`), or gives all tokens to all ranks (`GatheredTokens`). Each expert's rows are in the order of ranks and then
+of tokens, as in one process that has all tokens.
 
 Whatever holds one tensor per parameter (a state, an optimizer, a folder) has the names and the order of the whole
 model: `every` lists them, with stand-ins for the experts of other ranks.
@@ -29,11 +30,11 @@ from te_models.distributed.collectives import all_gather, all_to_all
 from te_models.distributed.mesh_ranks import MeshRanks
 from te_models.errors import UsageError
 from te_models.kernels.expert_rows import RowKernels
+from te_models.model.gathered_tokens import MOST_RANKS, GatheredTokens, packed, unpacked
 from te_models.model.router import Places
 from te_models.model.tensor_parallel import Mapped
 
 T = TypeVar("T")
-E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class ExpertParallel(MeshRanks):
     def owner(self, name: str) -> int | None:
         """Return the rank that has the parameter `name` of the whole model; None: all have it."""
         expert = self._expert(name)
-        return None if expert is None else expert // self._held
+        return None if expert is None else expert // self.held
 
     def every(
         self, named: Iterable[tuple[str, T]], stand_in: Callable[[T], T]
@@ -124,7 +125,7 @@ class ExpertParallel(MeshRanks):
             for rank in ranks:
                 for name, value in entries:
                     yield (
-                        self._renamed(name, rank * self._held),
+                        self._renamed(name, rank * self.held),
                         value if rank == self.rank else stand_in(value),
                     )
 
@@ -132,7 +133,7 @@ class ExpertParallel(MeshRanks):
         """Yield the (name, value) of the whole model that this rank has, under this rank's names."""
         for name, value in named:
             if self.owner(name) in (None, self.rank):
-                yield self._renamed(name, -self.rank * self._held), value
+                yield self._renamed(name, -self.rank * self.held), value
 
     @torch.no_grad()
     def fetch(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
@@ -168,7 +169,7 @@ class ExpertParallel(MeshRanks):
         # By rank, then by expert of this rank.
         # int64 [E]: by rank, how many rows it sends to each of the experts here.
         received_counts = all_to_all(sent.counts, self.group)
-        held = self._held
+        held = self.held
         if sent.counts.is_meta:  # of a plan: experts share the rows evenly
             send_counts = _even(len(sent.token), len(sent.counts))
             theirs = send_counts[:held] * self.size
@@ -186,8 +187,15 @@ class ExpertParallel(MeshRanks):
         return where, Exchange(to_each, received, arrived, self.group, self.fp8, kernels)
 
     @property
-    def _held(self) -> int:
-        """Experts per layer and rank."""
+    def gathered(self) -> GatheredTokens | None:
+        """The way of tokens to experts without a wait; None where too many ranks share them, or one has all."""
+        if not 1 < self.size <= MOST_RANKS:
+            return None
+        return GatheredTokens(self.group, self.fp8)
+
+    @property
+    def held(self) -> int:
+        """The number of experts per layer and rank."""
         return 0 if self.config.moe is None else self.config.moe.num_experts // self.size
 
     def _module(self, name: str) -> str | None:
@@ -279,20 +287,3 @@ class Exchange(NamedTuple):
         # [R, D] -> [received, D]: back into the order of arrival, without padding.
         leaving = rows.index_select(0, self.places.row[:, 0])
         return all_to_all(leaving, self.group, self.received, self.sent)
-
-
-def packed(rows: Tensor) -> Tensor:
-    """Return rows [n, D] in E4M3, each with its own FP32 scale behind it: uint8 [n, D + 4]."""
-    scale = rows.abs().amax(1, keepdim=True).float() / E4M3_MAX
-    # A row of zeros stays zeros instead of becoming 0 / 0.
-    scale = scale.masked_fill(scale == 0, 1.0)
-    codes = (rows.float() / scale).to(torch.float8_e4m3fn)
-    # In one tensor, so that one collective carries both.
-    return torch.cat((codes.view(torch.uint8), scale.view(torch.uint8)), 1)
-
-
-def unpacked(sent: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows [n, D] of `packed`, rounded to `dtype`."""
-    codes = sent[:, :-4].view(torch.float8_e4m3fn)
-    scale = sent[:, -4:].contiguous().view(torch.float32)
-    return (codes.float() * scale).to(dtype)

@@ -64,6 +64,9 @@ class ForwardContext(NamedTuple):
     lent_keys: dict[int | None, tuple[Tensor, Tensor]]
     layer_inputs: tuple[Tensor, ...] = ()  # of each layer [N, P], where layers have inputs
     share: TokenShare | None = None  # this rank's tokens of each row; None: all of them
+    ranks_alike: bool = (
+        False  # whether all ranks that share experts have as many tokens in this pass
+    )
     whole: "ForwardContext | None" = None  # with `share`: the pass over the tokens of all ranks
 
     def of_member(self, number: int) -> "ForwardContext":
@@ -243,6 +246,7 @@ def forward_context(
     autocasts: Autocasts,
     alignment: int = 1,
     share: TokenShare | None = None,
+    ranks_alike: bool = False,
 ) -> ForwardContext:
     """Compute positions and masks of the newest tokens `ids` [B, S] (or [B, S, D]) of each row, on their device.
 
@@ -288,6 +292,7 @@ def forward_context(
         alignment=alignment,
         shared_keys={},
         lent_keys={},
+        ranks_alike=ranks_alike,
     )
     return context if share is None else _shared(context, share)
 

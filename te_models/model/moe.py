@@ -20,9 +20,20 @@ from te_models.kernels.expert_rows import Route, combine, dispatch
 from te_models.kernels.unit_norm import unit_norm
 from te_models.model.expert_parallel import Exchange
 from te_models.model.forward_context import ForwardContext
+from te_models.model.gathered_tokens import GatheredTokens
 from te_models.model.part import Feedforward
 from te_models.model.router import Places, choose, describe, places, weights_of
 from te_models.model.te_modules import Factory, first_rows, pad_rows
+
+
+class ExpertChoice(NamedTuple):
+    """The choice of a layer's router, and the way of tokens to the experts."""
+
+    chosen: Tensor  # int64 [T, k]: the experts of each token of this rank
+    places: Places  # of the tokens whose rows this rank makes, which are all ranks' where `gathered` is not None
+    counts: Tensor  # int64 [E]: this rank's tokens of each expert
+    exchange: Exchange | None  # of rows with the ranks of other experts
+    gathered: GatheredTokens | None  # the way of the tokens of all ranks to each
 
 
 class Routed(NamedTuple):
@@ -33,9 +44,8 @@ class Routed(NamedTuple):
 
     hidden: Tensor  # [R, F]; with `joint` tokens [T, D], or the rows [R, D] of this rank's experts
     joint: bool
-    weights: Tensor  # FP32 [T, k]
-    places: Places
-    exchange: Exchange | None  # with the ranks of other experts
+    weights: Tensor  # FP32 [T, k], of the tokens of all ranks where they are gathered
+    choice: ExpertChoice
     count: int  # N
     shared: Tensor | None  # [N, Fs], the input of shared_down_proj
     gate: Tensor | None  # [N, 1], the factor of the shared expert
@@ -115,11 +125,12 @@ class Experts(Feedforward[MoESpec]):
 
         # A recompute repeats the choice instead of making it again: logits that differ in the last bit could send a
         # token elsewhere, and the exchange with other ranks would not match.
-        (chosen, where, exchange), first = context.recompute.decided_once(
+        choice, first = context.recompute.decided_once(
             self.layer, lambda: self._choose_experts(logits, on_device, context)
         )
+        chosen, where, counts, exchange, gathered = choice
         # A recompute has to save what the first pass did.
-        routing = describe(logits, where.counts, context.routed, moe)
+        routing = describe(logits, counts, context.routed, moe)
         if first:
             context.routing.layers.append(routing)
         local_places = exchange.places if exchange else where
@@ -127,8 +138,12 @@ class Experts(Feedforward[MoESpec]):
         joint = self._joins() and context.experts_join(gate_up, down)
         # The weights are not part of the choice that a recompute repeats: their gradient goes through the logits, so a
         # recompute has to build this graph again.
+        weights = self._weights(logits, chosen)
+        if gathered is not None:
+            tokens = gathered.to_all(tokens)
+            weights = gathered.weights_to_all(weights)
         if moe.scale_inputs:
-            factors = self._weights(logits, chosen)
+            factors = weights
             # Llama 4 multiplies the inputs of experts by their weights, not the outputs: then the sum has weights of 1.
             rows = self._separate(
                 _scaled(tokens, factors, route), local_places, exchange, None, context
@@ -140,17 +155,14 @@ class Experts(Feedforward[MoESpec]):
                 if exchange is None
                 else exchange.to_experts(dispatch(tokens, route.token, route.row, route.kernels))
             )
-            weights = self._weights(logits, chosen)
         else:
             rows = self._separate(tokens, local_places, exchange, route, context)
-            weights = self._weights(logits, chosen)
         shared_hidden, shared_gate = self._shared(shared, context)
         return Routed(
             hidden=rows,
             joint=joint,
             weights=weights,
-            places=where,
-            exchange=exchange,
+            choice=choice,
             count=len(x),
             shared=shared_hidden,
             gate=shared_gate,
@@ -177,10 +189,8 @@ class Experts(Feedforward[MoESpec]):
 
     def _choose_experts(
         self, logits: Tensor, on_device: bool, context: ForwardContext
-    ) -> tuple[Tensor, Places, Exchange | None]:
-        """Return the experts of each token [T, k] by logits [T, E], the places of their rows, and the exchange with
-        other ranks.
-        """
+    ) -> ExpertChoice:
+        """Return the choice of experts by logits [T, E]."""
         moe = self.spec.experts
         kernels = context.kernels.expert_rows
         bias = self.expert_bias if moe.expert_bias else None
@@ -193,11 +203,26 @@ class Experts(Feedforward[MoESpec]):
                 on_device=on_device,
                 kernels=kernels,
             )
-            return chosen, token_places, None
+            return ExpertChoice(
+                chosen, token_places, token_places.counts, exchange=None, gathered=None
+            )
+        gathered = self.ep.gathered if context.ranks_alike else None
+        if gathered is not None:
+            held = self.ep.held
+            token_places = places(
+                gathered.local_choice(chosen, held, self.ep.rank),
+                held,
+                context.alignment,
+                on_device=on_device,
+                kernels=kernels,
+            )
+            every = torch.arange(moe.num_experts, device=chosen.device)
+            counts = (chosen[..., None] == every).sum((0, 1))
+            return ExpertChoice(chosen, token_places, counts, exchange=None, gathered=gathered)
         # The rows that go to other ranks need no padding; the ranks pad what arrives.
         sent = places(chosen, moe.num_experts, alignment=1, on_device=True, kernels=kernels)
         where, exchange = self.ep.exchange(sent, context.alignment, kernels)
-        return chosen, where, exchange
+        return ExpertChoice(chosen, where, where.counts, exchange, gathered=None)
 
     def _weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
         """Return the weights of the chosen experts, FP32 [T, k]; at padding they mean nothing."""
@@ -233,7 +258,9 @@ class Experts(Feedforward[MoESpec]):
 
     def output(self, hidden: Routed, context: ForwardContext) -> Tensor:
         """Return [N, D]."""
-        rows, joint, weights, where, exchange, count, shared, gate = hidden
+        rows, joint, weights, choice, count, shared, gate = hidden
+        where = choice.places
+        exchange = choice.exchange
         own = exchange.places if exchange else where
         route = Route(where.token, where.row, context.kernels.expert_rows)
         if joint:
@@ -257,6 +284,8 @@ class Experts(Feedforward[MoESpec]):
         # The joint kernels sum the rows of a token themselves, unless those come from other ranks.
         if exchange is not None or not joint:
             out = combine(out, weights, route.token, route.row, route.kernels)
+        if choice.gathered is not None:
+            out = choice.gathered.from_all(out)
         # Back to N rows, for the linears that follow.
         out = pad_rows(out, count)
         if self.spec.experts.latent_size is not None:

@@ -177,7 +177,7 @@ def describe(logits: Tensor, counts: Tensor, real: Tensor | None, moe: MoEConfig
 class Places(NamedTuple):
     """The places of tokens among the rows of all experts, which are in the order of experts and then of tokens."""
 
-    token: Tensor  # int64 [R]: the token of each row; T for a row of padding
+    token: Tensor  # int64 [R]: the token of each row; T for a row of padding, T + 1 behind the last expert's rows
     row: Tensor  # int64 [T, k]: the rows of each token; R for a token of padding
     rows: list[int] | Groups  # of each expert, padding included
     counts: Tensor  # int64 [E]: the tokens of each expert
@@ -196,9 +196,11 @@ def places(
     there can be, and the rows behind the last expert's are padding too.
     """
     tokens, k = chosen.shape
+    # Of all ranks' tokens, some of the k experts may be on other ranks.
+    assigned = tokens * min(k, experts)
     if on_device and kernels.places is not None:
         from_kernels = kernels.places(
-            chosen, experts, alignment, _most(tokens * k, experts, alignment)
+            chosen, experts, alignment, _most(assigned, experts, alignment)
         )
         return Places(*from_kernels)
     # Sorted by expert, then by token; padding is last.
@@ -210,7 +212,7 @@ def places(
     # Each expert begins at a multiple of the alignment, which its FP8 GEMM needs.
     padded = (counts + alignment - 1) // alignment * alignment
     host = [] if on_device else padded.tolist()
-    most = _most(tokens * k, experts, alignment) if on_device else sum(host)
+    most = _most(assigned, experts, alignment) if on_device else sum(host)
     rows = Groups(F.pad(padded.cumsum(0), (1, 0)), most) if on_device else host
     # Rows of padding before each expert's first row.
     before = F.pad((padded - counts).cumsum(0), (1, 0))
@@ -222,6 +224,8 @@ def places(
         .index_copy(0, row, order // k)[:most]
         .clone()
     )
+    if on_device:
+        token += torch.arange(most, device=order.device) >= padded.sum()
     return Places(
         token, torch.empty_like(order).index_copy(0, order, row).view(tokens, k), rows, counts
     )

@@ -117,6 +117,8 @@ class PlannedDecoder(Decoder):
             stored_linears=frozenset() if setting.stored is None else setting.stored.linears,
         )
         self._store_weights(setting)
+        # On GPUs, whose buffers then have room for all rows that there can be, if rows of batches have one length.
+        self.ranks_alike = setting.fused
         fused = setting.fused and setting.tensor_ranks == 1
         self.kernels = planned_kernels(self.te, compile=setting.compile, fused=fused)
         for module in self.modules():

@@ -123,6 +123,8 @@ class GraphedStep:
     communicator that a graph still uses: call `close` before torch.distributed.destroy_process_group, which waits
     forever otherwise.
 
+    Ranks that share experts (`ep_mesh`) call it at the same time, with tensors of the same shapes.
+
     Args:
         model: a model on a CUDA device.
         calibrate: under recipe "delayed", measure the first scales on the first call's batch (CausalLM.calibrate).
@@ -399,17 +401,22 @@ class GraphedStep:
         """
         total = None
         routing = []
-        for buffers, kind in zip(self.buffers, unit, strict=False):
-            loss, routed = self.micro_batch(
-                buffers.inputs,
-                buffers.weight,
-                buffers.router_weight,
-                first=kind.first,
-                last=kind.last,
-            )
-            total = loss if total is None else total + loss
-            if routed is not None:
-                routing.append(routed)
+        before = self.model.ranks_alike
+        self.model.ranks_alike = True  # the caller's promise
+        try:
+            for buffers, kind in zip(self.buffers, unit, strict=False):
+                loss, routed = self.micro_batch(
+                    buffers.inputs,
+                    buffers.weight,
+                    buffers.router_weight,
+                    first=kind.first,
+                    last=kind.last,
+                )
+                total = loss if total is None else total + loss
+                if routed is not None:
+                    routing.append(routed)
+        finally:
+            self.model.ranks_alike = before
         assert total is not None
         return total, routing
 
@@ -445,7 +452,7 @@ def obstacle(model: nn.Module) -> str | None:
     device = computing_device(model.device).type
     if device != "cuda":
         return f"the model is on {device}"
-    reason = graph_obstacle(model)
+    reason = graph_obstacle(model, ranks_alike=True)
     if reason:
         return reason
     if model.activation_checkpointing != "none" and any(may_draw(block) for block in model.layers):

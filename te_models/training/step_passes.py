@@ -80,6 +80,33 @@ class StepPasses:
         if self.recorder is not None and not eager:
             self.recorder.attach()  # a new recipe may have replaced the quantizers
         graph = self.graph if use_graph and not eager else None
+        self.model.ranks_alike = self._ranks_alike(batches)
+        try:
+            return self._run(batches, weights, graph, eager)
+        finally:
+            # Nobody has compared the batches of an evaluation.
+            self.model.ranks_alike = False
+
+    def _ranks_alike(self, micro_batches: list[Batch]) -> bool:
+        """Return whether ranks that share experts have batches of one shape, and may give each other all tokens."""
+        # Without a graph rows travel, whose buffers need no room for more.
+        if self.model.ep.gathered is None or not self.config.cuda_graph:
+            return False
+        shapes = []
+        for batch in micro_batches:
+            shapes.append({name: list(value.shape) for name, value in batch.items()})
+        # A message of hosts, which run ahead of their devices.
+        every = self.parallel.ranks.gather(shapes)
+        return all(other == every[0] for other in every)
+
+    def _run(
+        self,
+        batches: list[Batch],
+        weights: StepWeights,
+        graph: GraphedStep | None,
+        eager: bool,
+    ) -> Tensor:
+        """Do what `run` does, with micro-batches on the device; without `graph` as eager passes."""
         if graph is not None and self._fits(graph, batches):
             recorded = self.recorder is not None and self.recorder.recording
             loss = graph.step(batches, weights.predictions, weights.routers, recorded)
@@ -180,6 +207,8 @@ class StepPasses:
     def _fits(self, graph: GraphedStep, micro_batches: list[Batch]) -> bool:
         """Return whether the step's graph can take these batches; the first time that it cannot, log why."""
         reason = graph.misfit(micro_batches)
+        if self.model.ep.size > 1 and not self.model.ranks_alike:
+            reason = reason or "processes that share experts have batches of different shapes"
         if reason and not self._logged_misfit:
             log.warning("such steps run without their CUDA graph: %s", reason)
             self._logged_misfit = True

@@ -16,12 +16,16 @@ from te_models import CausalLM, ModelConfig
 from te_models.cli import main
 from te_models.config.moe import places_of_experts
 from te_models.config.training import TrainConfig
+from te_models.distributed.planned_ranks import PlannedRanks
 from te_models.kernels.expert_rows import PLAIN
-from te_models.model.expert_parallel import ExpertParallel, arrivals, packed
+from te_models.model.expert_parallel import ExpertParallel, arrivals
+from te_models.model.gathered_tokens import packed
+from te_models.model.graph_obstacle import graph_obstacle
 from te_models.model.router import places
 from te_models.saving.folder import load_folder
 from te_models.training.launch import meshes, parallel
 from te_models.training.parallel import Parallel
+from te_models.training.step_passes import StepPasses
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -81,11 +85,16 @@ def gradients(
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def compare(name: str, mesh: DeviceMesh) -> dict[str, float]:
-    """Return the relative difference of the loss and of every gradient from those of one process."""
+def compare(name: str, mesh: DeviceMesh, alike: bool) -> dict[str, float]:
+    """Return the relative difference of the loss and of every gradient from those of one process.
+
+    With `alike` every rank gets all tokens, else the rows of its experts.
+    """
     ep, values = ExpertParallel(mesh, CONFIG), batch(name)
     mine = {key: value.chunk(2)[ep.rank] for key, value in values.items()}
-    loss, own = gradients(build(mesh, **CASES[name]), mine, name)
+    model = build(mesh, **CASES[name])
+    model.ranks_alike = alike
+    loss, own = gradients(model, mine, name)
     expected, whole = gradients(build(**CASES[name]), values, name)
     found = ep.gather(own, torch.device("cpu"))
     for parameter, gradient in found.items():
@@ -158,7 +167,10 @@ def refusals(mesh: DeviceMesh) -> list[str]:
 
 def on_each(rank: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))["ep"]
-    found: dict[str, Any] = {name: compare(name, mesh) for name in CASES}
+    found: dict[str, Any] = {}
+    for name in CASES:
+        found[name] = compare(name, mesh, alike=False)
+        found[f"{name}, all tokens"] = compare(name, mesh, alike=True)
     found["refusals"] = refusals(mesh)
     found["payload"] = payload(mesh)
     save_and_load(mesh, Path(folder))
@@ -173,9 +185,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.parametrize("way", ["", ", all tokens"], ids=["rows", "all tokens"])
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_have_the_loss_and_the_gradients_of_one(name: str, folder: Path) -> None:
-    errors = torch.load(folder / "found.pt")[name]
+def test_two_ranks_have_the_loss_and_the_gradients_of_one(
+    name: str, way: str, folder: Path
+) -> None:
+    errors = torch.load(folder / "found.pt")[name + way]
     # Sums in another order, in FP32; in FP8 that may move a value to the next code, of E5M2 2^-2 away.
     bound = 2e-3 if "recipe" in CASES[name] else 1e-5
     assert max(errors.values()) < bound, max(errors, key=errors.get)
@@ -194,21 +209,54 @@ def test_rows_in_fp8_are_rounded_once(folder: Path) -> None:
     assert found["bytes"] == 30 * (64 + 4)
 
 
+def ways_of_steps(everyone: Parallel, rank: int) -> dict[str, Any]:
+    """Return how tokens travel in steps whose ranks have rows of equal and of different lengths, and their losses."""
+    config = TrainConfig(parallel="fsdp+ep")
+    assert everyone.device is not None
+    shared = replace(everyone, config=config, **meshes(config, everyone.device))
+    torch.manual_seed(0)
+    model = shared.build(CONFIG, recipe="bf16", dtype=torch.float32)
+    shared.prepare(model)
+    passes = StepPasses(model, shared.gradients(model, 1), shared, config)
+    alike = []
+    model.register_forward_pre_hook(lambda module, _: alike.append(model.ranks_alike))
+    ids = torch.randint(0, 96, (4, 24), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    whole = CausalLM(CONFIG, device="cpu", recipe="bf16", dtype=torch.float32)
+    losses = []
+    for shortest in (24, 20):
+        length = shortest if rank == 0 else 24
+        row = ids[rank : rank + 1, :length]
+        losses.append(shared.sum(passes.run([dict(input_ids=row, labels=row)])).item())
+        total = torch.zeros(())
+        for other in range(4):
+            one = ids[other : other + 1, : shortest if other == 0 else 24]
+            total += whole(one, labels=one).loss.detach() * (one.shape[1] - 1)
+        losses.append((total / (shortest + 3 * 24 - 4)).item())
+    return dict(alike=alike, losses=losses, after=model.ranks_alike)
+
+
 def sharded(device: str, kind: str, rank: int, folder: str) -> None:
     """Everything sharded by FSDP2; by "fsdp+ep" experts divided as well, between two ranks or all."""
     found: dict[str, float] = {}
+    steps = {}
     with parallel(TrainConfig(parallel=kind), device) as everyone:
+        if device == "cpu":
+            steps = ways_of_steps(everyone, rank)
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         # FP8 has one process's amaxes only where an expert gets the rows of all.
-        for name, size in (
-            {"plain": 0} if kind == "fsdp" else {"plain": 2, "experts in FP8": 0}
-        ).items():
+        cases = [("plain", 2, False), ("experts in FP8", 0, False)]
+        cases += [("plain", 2, True), ("experts in FP8", 0, True)]
+        if kind == "fsdp":
+            cases = [("plain", 0, False)]
+        for name, size, alike in cases:
             config = TrainConfig(parallel=kind, expert_parallel_size=size)
             assert everyone.device is not None
             shared = replace(everyone, config=config, **meshes(config, everyone.device))
             options: dict[str, Any] = {"recipe": "bf16", **CASES[name], "dtype": dtype}
             torch.manual_seed(0)
             model = shared.build(CONFIG, **options)
+            model.ranks_alike = alike
             values = {key: value.to(model.device) for key, value in batch(name).items()}
             model(
                 **{key: value.chunk(shared.data_world)[rank] for key, value in values.items()}
@@ -222,15 +270,22 @@ def sharded(device: str, kind: str, rank: int, folder: str) -> None:
             gathered = model.ep.gather(own, model.device)
             for n, p in whole.named_parameters():
                 assert p.grad is not None
-                found[f"{name}: {n}"] = (
+                found[f"{name}, {alike}: {n}"] = (
                     (gathered[n] - p.grad).norm() / p.grad.norm().clamp(min=1e-9)
                 ).item()
     if rank == 0:
         torch.save(found, f"{folder}/sharded.pt")
+        torch.save(steps, f"{folder}/steps.pt")
 
 
 def test_sharded_experts_have_the_gradients_of_one_process(tmp_path: Path) -> None:
     run_ranks(partial(sharded, "cpu", "fsdp+ep"), tmp_path, 4, backend=None)
+    steps = torch.load(tmp_path / "steps.pt")
+    # Only where all ranks have rows of one length do they give each other all tokens, and only in steps.
+    assert steps["alike"] == [True, False] and not steps["after"]
+    first, first_alone, second, second_alone = steps["losses"]
+    assert first == pytest.approx(first_alone, rel=1e-5)
+    assert second == pytest.approx(second_alone, rel=1e-5)
     errors = torch.load(tmp_path / "sharded.pt")
     for name, error in errors.items():
         assert error < (1e-5 if name.startswith("plain") else 2e-3), name  # as above
@@ -265,6 +320,18 @@ def test_the_plan_says_which_experts_are_where(capsys: pytest.CaptureFixture[str
     assert "experts: 0 to 3 on rank 0, 4 to 7 on rank 1 of every 2" in capsys.readouterr().out
     with pytest.raises(ValueError, match="num_experts=4 cannot be divided between 3 ranks"):
         places_of_experts(CONFIG.layers, 3)
+
+
+@pytest.mark.parametrize(("ranks", "waits"), [(1, False), (2, False), (4, False), (8, True)])
+def test_only_many_ranks_keep_a_step_from_being_a_graph(ranks: int, waits: bool) -> None:
+    """On a GPU whose kernels read the numbers of rows there."""
+    config = ModelConfig(**SHAPE, moe=MOE | dict(num_experts=8))
+    model = build(config=config)
+    model.kernels = replace(model.kernels, counts_on_device=lambda module, recipe: True)
+    mesh: Any = None if ranks == 1 else PlannedRanks(ranks)
+    model.ep = ExpertParallel(mesh, config)
+    assert bool(graph_obstacle(model, ranks_alike=True)) == waits
+    assert bool(graph_obstacle(model)) == (ranks > 1)
 
 
 @pytest.mark.parametrize("alignment", [1, 16])

@@ -59,6 +59,25 @@ def test_peaks_of_shared_layers(name: str) -> None:
     assert plan.peak.total / 2**30 == pytest.approx(measured_gib(name), rel=0.05)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "current"])
+def test_peaks_of_shared_experts(recipe: str) -> None:
+    """Buffers of rows have room for all tokens of both GPUs."""
+    rows = json.loads((RESULTS / "expert_scaling_h200_x2.json").read_text())["rows"]
+    row = next(r for r in rows if (r["recipe"], r["parallel"]) == (recipe, "fsdp+ep"))
+    fields = {
+        name: json.loads(value) for name, _, value in (f.partition("=") for f in row["shape"])
+    }
+    plan = plan_memory(
+        get_preset(row["preset"], **fields),
+        get_recipe(recipe),
+        batch_size=2 * row["batch_size"],
+        seq_len=row["seq_len"],
+        gpus=2,
+        expert_parallel_size=2,
+    )
+    assert plan.peak.total / 2**30 == pytest.approx(row["peak_gib"], rel=0.01)
+
+
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_peaks_of_shared_rows(gpus: int) -> None:
     """The keys and values of a whole row are on each GPU, in the layer that runs."""
