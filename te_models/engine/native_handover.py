@@ -34,7 +34,7 @@ from te_models.engine.native_observers import give_observer, observe, observer_o
 from te_models.kernels import decode_triton
 from te_models.kernels.count_cast_triton import Counts
 from te_models.kernels.early_save import save_early, save_input, saved_input
-from te_models.kernels.fp8_tiles_triton import FP8Data
+from te_models.kernels.fp8_tiles_triton import FP8Data, write_current_scale
 from te_models.kernels.handover import CastScale
 from te_models.numerics.stored import StoredWeight
 
@@ -45,7 +45,7 @@ PerTensorQuantizer = Float8Quantizer | Float8CurrentScalingQuantizer
 class QuantizerTarget(NamedTuple):
     """Where a kernel writes FP8 for a te.Linear, as its own quantizer would (te_models.kernels.handover.CastTarget)."""
 
-    quantizer: Float8Quantizer
+    quantizer: PerTensorQuantizer
 
     @property
     def counts(self) -> Counts | None:
@@ -55,7 +55,8 @@ class QuantizerTarget(NamedTuple):
 
     @property
     def cast_scale(self) -> CastScale:
-        """The quantizer's own scale and amax."""
+        """The quantizer's own scale and amax, which only delayed scaling knows before the values."""
+        assert isinstance(self.quantizer, Float8Quantizer)
         return CastScale(
             scale=self.quantizer.scale,
             amax=self.quantizer.amax,
@@ -67,6 +68,7 @@ class QuantizerTarget(NamedTuple):
 
         Unless the kernel has `counted` what it cast, an observer counts the data, without the values before.
         """
+        assert fp8.transposed is not None
         tensor = Float8Tensor(
             shape=fp8.transposed.shape[::-1],
             dtype=dtype,
@@ -122,6 +124,20 @@ def _targets(
     if isinstance(producer, Linear) and producer.use_bias:  # the bias gradient is summed from BF16
         gradient = None
     return gradient, _target(_quantizer(consumer, "scaling_fwd"))
+
+
+def _gradient_target(producer: Module | None) -> QuantizerTarget | None:
+    """Return the target for the gradient of an activation's input, which may be measured before it is written."""
+    if isinstance(producer, Linear) and producer.use_bias:  # the bias gradient is summed from BF16
+        return None
+    quantizer = _quantizer(producer, "scaling_bwd")
+    if not isinstance(quantizer, Float8CurrentScalingQuantizer):
+        return _target(quantizer)
+    # Another rule of scales, or one scale for several processes, is left to Transformer Engine.
+    usual = not quantizer.force_pow_2_scales and quantizer.amax_epsilon == 0
+    if usual and quantizer.columnwise_usage and not quantizer.with_amax_reduction:
+        return QuantizerTarget(quantizer)
+    return None
 
 
 class _Norm(torch.autograd.Function):
@@ -235,8 +251,11 @@ class _Activation(torch.autograd.Function):
         gate_up = saved_input(ctx)
         dy = dy.contiguous()
         if ctx.gradient is not None:
-            cast_scale = ctx.gradient.cast_scale
             activation, gated = ctx.kind
+            if isinstance(ctx.gradient.quantizer, Float8Quantizer):
+                cast_scale = ctx.gradient.cast_scale
+            else:
+                cast_scale = _measured(dy, gate_up, ctx.gradient.quantizer, activation, gated)
             fp8 = handover_triton.activate_backward(
                 dy,
                 gate_up,
@@ -249,6 +268,36 @@ class _Activation(torch.autograd.Function):
             )
             return ctx.gradient.tensor(fp8, gate_up.dtype, counted=True), None, None, None
         return ACTIVATIONS[ctx.kind][1](dy, gate_up, None), None, None, None
+
+
+def _measured(
+    dy: Tensor,
+    gate_up: Tensor,
+    quantizer: Float8CurrentScalingQuantizer,
+    activation: str,
+    gated: bool,
+) -> CastScale:
+    """Return the scale of the gradient of gate_up under current scaling, from a first pass that measures it.
+
+    To compute the gradient twice takes less memory traffic than to store it in BF16, measure and cast it.
+    """
+    cast_scale = CastScale(
+        scale=torch.empty(1, dtype=torch.float32, device=dy.device),
+        amax=torch.zeros(1, dtype=torch.float32, device=dy.device),
+        e5m2=quantizer.dtype == DType.kFloat8E5M2,
+    )
+    handover_triton.activate_backward(
+        dy,
+        gate_up,
+        scale=cast_scale.scale,
+        amax=cast_scale.amax,
+        e5m2=cast_scale.e5m2,
+        activation=activation,
+        gated=gated,
+        written=False,
+    )
+    write_current_scale(cast_scale)
+    return cast_scale
 
 
 def _activation_for_backward(
@@ -307,7 +356,7 @@ def _activate(
     if not torch.is_grad_enabled():
         return ACTIVATIONS[kind][0](gate_up, None)
     gate_up = save_early(gate_up)
-    gradient, _ = _targets(producer, consumer)
+    gradient = _gradient_target(producer)
     return _Activation.apply(gate_up, gradient, _quantizer(consumer, "scaling_fwd"), kind)
 
 

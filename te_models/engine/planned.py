@@ -254,6 +254,11 @@ def _activate(
     """native._activate."""
     gate_up = save_early(gate_up)
     gradient, _ = _targets(producer, consumer)
+    sums_bias = isinstance(producer, Linear) and producer.use_bias
+    measured = None if sums_bias else _quantizer(producer, "scaling_bwd")
+    # Under current scaling a first pass measures the gradient, and stores nothing.
+    if isinstance(measured, Float8CurrentScalingQuantizer) and measured.columnwise_usage:
+        gradient = _Target(measured)
     return _ActivationInto.apply(gate_up, gradient, _quantizer(consumer, "scaling_fwd"), gated)
 
 

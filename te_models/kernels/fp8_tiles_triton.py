@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_models.kernels.handover import CastScale
 from te_models.numerics.fp8_triton import INTERPRETED, encode_four
 
 # Rows and columns of a tile, for four warps, and rows of tiles per band. Programs go down a band before they go right,
@@ -34,10 +35,13 @@ _SIGMOID = tl.constexpr(
 
 
 class FP8Data(NamedTuple):
-    """data [N, K] or None, transposed [K, N], both uint8; scale_inv FP32 [1], the factor from data to values."""
+    """data [N, K] or None, transposed [K, N], both uint8; scale_inv FP32 [1], the factor from data to values.
+
+    With neither copy, a kernel raises the amax alone (`unwritten`).
+    """
 
     data: Tensor | None
-    transposed: Tensor
+    transposed: Tensor | None
     scale_inv: Tensor
 
 
@@ -167,3 +171,25 @@ def new_fp8(rows: int, columns: int, device: torch.device, rowwise: bool = True)
     data = torch.empty(rows, columns, dtype=torch.uint8, device=device) if rowwise else None
     transposed = torch.empty(columns, rows, dtype=torch.uint8, device=device)
     return FP8Data(data, transposed, torch.empty(1, dtype=torch.float32, device=device))
+
+
+def unwritten(device: torch.device) -> FP8Data:
+    """Return an output of kernels that raise the amax alone; they note an inverse scale that nobody reads."""
+    return FP8Data(None, None, torch.empty(1, dtype=torch.float32, device=device))
+
+
+@triton.jit
+def _current_scale_kernel(amax, scale, LARGEST: tl.constexpr):
+    measured = tl.load(amax)
+    largest = tl.full((), LARGEST, tl.float32)
+    counts = (measured > 0) & (measured < float("inf"))
+    # 1 for 0, infinity and NaN; the largest float where the quotient overflows.
+    quotient = tl.div_rn(largest, tl.where(counts, measured, largest))
+    tl.store(scale, tl.minimum(quotient, 3.4028234663852886e38))
+
+
+def write_current_scale(cast_scale: CastScale) -> None:
+    """Write the scale by which the amax becomes the largest number of the format (Float8CurrentScaling)."""
+    largest = 57344.0 if cast_scale.e5m2 else 448.0
+    with torch.cuda.device_of(cast_scale.amax):
+        _current_scale_kernel[(1,)](cast_scale.amax, cast_scale.scale, LARGEST=largest, num_warps=1)

@@ -145,7 +145,7 @@ def experts_join(*modules: nn.Module) -> bool:
 
 
 class CastScale(NamedTuple):
-    """The scale of a cast under delayed scaling, which `amax` follows: FP32 [1] each, on the device."""
+    """The scale of a cast, and the amax of its values: FP32 [1] each, on the device."""
 
     scale: Tensor
     amax: Tensor  # raised to the largest magnitude of the tensor

@@ -43,6 +43,7 @@ from te_models.kernels.fp8_tiles_triton import (
     sigmoid,
     store_fp8,
     tile,
+    unwritten,
 )
 from te_models.kernels.handover import CastScale
 
@@ -169,8 +170,12 @@ def _store(
     largest = store_fp8(a, b, c, d, scale, group, j, rows, columns, data, transposed, width, E5M2)
     if HALVES:
         e, f, g, h = second
-        half = transposed + rows.to(tl.int64) * columns
-        to_right = data + columns
+        half = transposed
+        to_right = data
+        if transposed is not None:
+            half = transposed + rows.to(tl.int64) * columns
+        if data is not None:
+            to_right = data + columns
         of_second = store_fp8(
             e, f, g, h, scale, group, j, rows, columns, to_right, half, width, E5M2
         )
@@ -363,10 +368,14 @@ def activate_backward(
     e5m2: bool,
     activation: str = "silu",
     gated: bool = True,
+    written: bool = True,
     counts: Counts | None = None,
 ) -> FP8Data:
-    """Compute the gradient of gate_up for dy [N, F] of `activate`'s output: data of the shape of gate_up."""
+    """Compute the gradient of gate_up for dy [N, F] of `activate`'s output: data of the shape of gate_up.
+
+    With `written` False, the amax is raised and nothing is written.
+    """
     rows, columns = dy.shape
-    out = new_fp8(rows, gate_up.shape[1], dy.device)
+    out = new_fp8(rows, gate_up.shape[1], dy.device) if written else unwritten(dy.device)
     cast_scale = CastScale(scale, amax, e5m2)
     return _by_tiles(gate_up, dy, rows, columns, activation, gated, cast_scale, out, counts)

@@ -15,7 +15,10 @@ from torch import Tensor
 from te_models.config.mlp import HANDED_OVER
 from te_models.kernels import handover_triton, norm_fp8_triton
 from te_models.kernels.count_cast_triton import Counts
+from te_models.kernels.fp8_tiles_triton import write_current_scale
+from te_models.kernels.handover import CastScale
 from te_models.numerics.formats import FP8_MAX, DType
+from te_models.numerics.scale_rules import scale_from_amax
 from te_models.recorder.layout import FIELDS, INDEX
 from te_models.recorder.statistics import Cast, count_cast
 
@@ -124,6 +127,34 @@ def test_norm(shape: tuple[int, int], add: bool, zero_centered: bool) -> None:
     check(found, size * inverse[:, None] * gamma, 3.0, amax, False)
     assert torch.equal(summed, total)
     torch.testing.assert_close(rstd, inverse, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("e5m2", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_gradient_is_measured_and_then_cast_with_its_current_scale(
+    gated: bool, e5m2: bool
+) -> None:
+    dy, gate_up = random(48, 272), random(48, 544 if gated else 272)
+    given, amax = state(float("nan"))
+    kind = ("silu", gated)
+    handover_triton.activate_backward(dy, gate_up, given, amax, e5m2, *kind, written=False)
+    write_current_scale(CastScale(given, amax, e5m2))
+    other, found = state(1.0)
+    handover_triton.activate_backward(dy, gate_up, other, found, e5m2, *kind)
+    assert torch.equal(amax, found)
+    limit = FP8_MAX[DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3]
+    assert torch.equal(given, scale_from_amax(amax, limit))
+    fp8 = handover_triton.activate_backward(dy, gate_up, given, amax, e5m2, *kind)
+    form = torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
+    assert fp8.data is not None and fp8.data.view(form).float().abs().max() == limit
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("amax", [0.0, math.inf, math.nan, 1e-45, 3e38, 1.0])
+def test_current_scales_of_any_amax(amax: float) -> None:
+    given, _ = state(7.0)
+    write_current_scale(CastScale(given, torch.full((1,), amax, device=DEVICE), False))
+    assert torch.equal(given, scale_from_amax(torch.full((1,), amax, device=DEVICE), 448.0))
 
 
 def test_an_amax_is_raised_and_never_lowered() -> None:

@@ -327,6 +327,8 @@ def test_replayed_micro_batches_are_the_eager_ones_on_a_gpu(
     assert isinstance(runs[1].passes.graph, GraphedStep) and runs[1].passes.graph.captured
 
 
+# PyTorch says at each use that the mode does not find every wait yet.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 @pytest.mark.parametrize("count", [1, 2])

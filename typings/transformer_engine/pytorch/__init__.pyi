@@ -34,6 +34,9 @@ class Float8Quantizer(Quantizer):
 
 class Float8CurrentScalingQuantizer(Quantizer):
     dtype: DType
+    force_pow_2_scales: bool
+    amax_epsilon: float
+    with_amax_reduction: bool
     def __init__(self, fp8_dtype: DType, device: torch.device) -> None: ...
 
 class Float8BlockQuantizer(Quantizer):
