@@ -100,11 +100,13 @@ class CausalLM(Decoder):
         As in ModelConfig.num_parameters, rows that only pad a weight are none.
         """
         left_out = self.embed_tokens.weight if exclude_embeddings else None
-        return sum(
-            self._count(name, parameter)
-            for name, parameter in self.named_parameters()
-            if parameter is not left_out and (parameter.requires_grad or not only_trainable)
-        )
+        total = 0
+        for name, parameter in self.named_parameters():
+            if parameter is left_out:
+                continue
+            if parameter.requires_grad or not only_trainable:
+                total += self._count(name, parameter)
+        return total
 
     def _count(self, name: str, parameter: Tensor) -> int:
         """Return the elements of a parameter on all ranks, as its description has them: without rows of padding."""

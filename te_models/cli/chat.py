@@ -225,8 +225,9 @@ def _wrapped(text: str, before: str = "") -> str:
     """Return `before` and `text` in lines of the terminal's width, broken between words, below each other."""
     indent = " " * len(before)
     width = shutil.get_terminal_size().columns - 1
-    lines = [
-        textwrap.fill(
+    lines = []
+    for number, line in enumerate(text.splitlines()):
+        filled = textwrap.fill(
             line,
             max(width, len(before) + 20),
             initial_indent=indent if number else before,
@@ -234,6 +235,5 @@ def _wrapped(text: str, before: str = "") -> str:
             break_long_words=False,
             break_on_hyphens=False,
         )
-        for number, line in enumerate(text.splitlines())
-    ]
+        lines.append(filled)
     return "\n".join(lines)

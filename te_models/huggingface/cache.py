@@ -366,10 +366,8 @@ class CacheView:
         if self.past is None:
             return seq, 0
         # transformers' cache is asked by layer: the first one that sees these keys stands for all.
-        depth = next(
-            depth
-            for depth, layer in enumerate(self.config.layers)
-            for mixer in layer.mixers
-            if isinstance(mixer, SoftmaxAttentionSpec) and mixer.seen == keys
-        )
-        return self.past.get_mask_sizes(seq, depth)
+        for depth, layer in enumerate(self.config.layers):
+            for mixer in layer.mixers:
+                if isinstance(mixer, SoftmaxAttentionSpec) and mixer.seen == keys:
+                    return self.past.get_mask_sizes(seq, depth)
+        raise AssertionError(f"no layer sees {keys}")

@@ -380,12 +380,10 @@ BAMBA_LAYER = {
     "feed_forward.down_proj": Rows("mlp.down_proj"),
 }
 # Mamba 2 beside attention in every layer.
-FALCON_LAYER = {
-    name: replace(rows, module=f"parallel.{rows.module}")
-    if name.startswith(("self_attn.", "mamba."))
-    else rows
-    for name, rows in BAMBA_LAYER.items()
-}
+FALCON_LAYER = dict(BAMBA_LAYER)
+for _name, _rows in BAMBA_LAYER.items():
+    if _name.startswith(("self_attn.", "mamba.")):
+        FALCON_LAYER[_name] = replace(_rows, module=f"parallel.{_rows.module}")
 # Kimi Delta Attention in some layers, latent attention in the others.
 _KDA = "kda.qkvg_proj"
 KIMI_LAYER = {

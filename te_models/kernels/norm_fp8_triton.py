@@ -125,10 +125,8 @@ def _norm_kernel(
     for start in range(0, columns, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
         e, f, g, h = _normed(source, weight, inverses, i, j, rows, columns, ZERO_CENTERED)
-        magnitudes = store_fp8(
-            e, f, g, h, s, group, j, rows, columns, data, transposed, columns, E5M2
-        )
-        largest = tl.maximum(largest, magnitudes)
+        tile = store_fp8(e, f, g, h, s, group, j, rows, columns, data, transposed, columns, E5M2)
+        largest = tl.maximum(largest, tile)
     raise_amax(amax, largest)
     if counts is not None:
         # A pass of its own: in the one above, counts would not fit into the registers.
