@@ -40,6 +40,12 @@ from te_models.config.preset_shapes import (
 )
 from te_models.errors import check_known
 
+GEMMA_1: PresetFields = dict(
+    vocab_size=256000, head_dim=256, max_position_embeddings=8192, rms_norm_eps=1e-6, zero_centered_norm=True,
+    hidden_act="gelu_pytorch_tanh", attention_gate="none", tie_word_embeddings=True, bos_token_id=2, eos_token_id=1,
+    pad_token_id=0,
+)  # fmt: skip
+
 # One row per model. The numbers of `shape_of` are: width, channels of the MLP, layers, query heads, key/value heads.
 # Fields left out have ModelConfig's defaults (elementwise gate, one KV head per query head).
 PRESETS: dict[str, PresetFields] = {
@@ -256,6 +262,79 @@ PRESETS: dict[str, PresetFields] = {
         mlp_layer_types=("dense", *["sparse"] * 27),
         moe=dict(num_experts=64, num_experts_per_tok=6, moe_intermediate_size=1536, router_fp32=True,
                  shared_expert_intermediate_size=3072, expert_bias=True),
+    ),
+    "mistral-small-3.1-24b": shape_of(
+        5120, 32768, 40, 32, 8, vocab_size=131072, head_dim=128, max_position_embeddings=131072,
+        rope_theta=1000000000.0, attention_gate="none", bos_token_id=1, eos_token_id=2,
+    ),
+    "qwen3-30b-a3b": shape_of(
+        2048, 6144, 48, 32, 4, vocab_size=151936, head_dim=128, max_position_embeddings=40960, rope_theta=1000000.0,
+        rms_norm_eps=1e-6, attention_gate="none", qk_norm=True, bos_token_id=151643, eos_token_id=151645,
+        moe=dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, router_aux_loss_coef=0.001),
+    ),
+    "qwen1.5-moe-a2.7b": shape_of(
+        2048, 5632, 24, 16, 16, vocab_size=151936, max_position_embeddings=8192, rope_theta=1000000.0,
+        rms_norm_eps=1e-6, attention_gate="none", attention_bias=True, bos_token_id=151643, eos_token_id=151643,
+        moe=dict(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408, norm_topk_prob=False,
+                 shared_expert_intermediate_size=5632, shared_expert_gate=True, router_aux_loss_coef=0.001),
+    ),
+    "olmoe-1b-7b": shape_of(
+        2048, 1024, 16, 16, 16, vocab_size=50304, max_position_embeddings=4096, attention_gate="none", qk_norm=True,
+        qk_norm_scope="all_heads", eos_token_id=50279, pad_token_id=1,
+        moe=dict(num_experts=64, num_experts_per_tok=8, moe_intermediate_size=1024, norm_topk_prob=False,
+                 router_aux_loss_coef=0.01),
+    ),
+    "deepseek-v2-lite": shape_of(
+        2048, 10944, 27, 16, 16, vocab_size=102400, head_dim=64, max_position_embeddings=163840, rms_norm_eps=1e-6,
+        rope_interleaved=True, attention_gate="none", bos_token_id=100000, eos_token_id=100001,
+        rope_scaling=dict(rope_type="yarn", factor=40.0, original_max_position_embeddings=4096, beta_fast=32.0,
+                          beta_slow=1.0, mscale=0.707, mscale_all_dim=0.707),
+        latent_attention=dict(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+                              v_head_dim=128),
+        mlp_layer_types=("dense", *["sparse"] * 26),
+        moe=dict(num_experts=64, num_experts_per_tok=6, moe_intermediate_size=1408, norm_topk_prob=False,
+                 shared_expert_intermediate_size=2816, router_fp32=True, group_scores=1, router_aux_loss_coef=0.0),
+    ),
+    # The defaults of transformers 5.24.
+    "glm-4.7-flash": shape_of(
+        2048, 10240, 47, 20, 20, vocab_size=154880, head_dim=64, max_position_embeddings=202752,
+        rope_interleaved=True, attention_gate="none", bos_token_id=0, eos_token_id=1,
+        latent_attention=dict(q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64,
+                              v_head_dim=256),
+        mlp_layer_types=("dense", *["sparse"] * 46),
+        moe=dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=1536, router_scores="sigmoid",
+                 shared_expert_intermediate_size=1536, expert_bias=True, router_fp32=True, routed_scaling_factor=1.8,
+                 router_aux_loss_coef=0.0),
+    ),
+    "mellum2-12b-a2.5b": shape_of(
+        2304, 7168, 28, 32, 4, vocab_size=98304, head_dim=128, max_position_embeddings=131072, rope_theta=500000.0,
+        rms_norm_eps=1e-6, attention_gate="none", qk_norm=True,
+        moe=dict(num_experts=64, num_experts_per_tok=8, moe_intermediate_size=896, router_aux_loss_coef=0.001),
+    ),
+    "granite-swash-2b": shape_of(
+        2560, 8192, 24, 20, 4, vocab_size=100352, max_position_embeddings=8192, sliding_window=128,
+        layer_types=("full_attention", "sliding_attention", "sliding_attention", "sliding_attention") * 6,
+        attention_gate="none", attention_multiplier=1.0, attention_sinks=True, tie_word_embeddings=True,
+        bos_token_id=100257, eos_token_id=100257,
+    ),
+    "youtu-llm-2b": shape_of(
+        2048, 6144, 32, 16, 16, vocab_size=128256, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-6,
+        rope_interleaved=True, attention_gate="none", tie_word_embeddings=True, bos_token_id=128000,
+        eos_token_id=128001, initializer_range=0.01976423537605237,
+        latent_attention=dict(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+                              v_head_dim=128),
+    ),
+    "ernie-4.5-0.3b": shape_of(
+        1024, 3072, 18, 16, 2, vocab_size=103424, head_dim=128, max_position_embeddings=131072, rope_theta=500000.0,
+        rope_interleaved=True, attention_gate="none", tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
+        pad_token_id=0,
+    ),
+    "gemma-2b": shape_of(2048, 16384, 18, 8, 1, embedding_multiplier=2048**0.5, **GEMMA_1),
+    "gemma-7b": shape_of(3072, 24576, 28, 16, 16, embedding_multiplier=3072**0.5, **GEMMA_1),
+    "glm-4-9b-2024": shape_of(
+        4096, 13696, 40, 32, 2, vocab_size=151552, max_position_embeddings=131072, rms_norm_eps=1.5625e-7,
+        rope_interleaved=True, partial_rotary_factor=0.5, attention_gate="none", attention_bias=True,
+        eos_token_id=(151329, 151336, 151338), pad_token_id=151329,
     ),
     "flexolmo-7x7b": dict(
         vocab_size=100352, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,

@@ -1,5 +1,6 @@
 """Every family of decoders in odd shapes: transformers' own models, small and random, are the judge."""
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -315,3 +316,23 @@ def test_families_in_whose_folders_qwens_tokenizer_is_taken_are_known() -> None:
         if tokenization_auto.TOKENIZER_MAPPING_NAMES.get(name) not in generic
     }
     assert forced & {family.model_type for family in FAMILIES} == set(SPLIT_AS_QWEN)
+
+
+# Presets of releases whose shape transformers has as the defaults of its config.
+DEFAULTS = {
+    "mellum2-12b-a2.5b": "mellum",
+    "granite-swash-2b": "granite_swa",
+    "youtu-llm-2b": "youtu",
+    "glm-4.7-flash": "glm4_moe_lite",
+    "ernie-4.5-0.3b": "ernie4_5",
+    "gemma-7b": "gemma",
+    "glm-4-9b-2024": "glm",
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_presets_are_the_defaults_of_transformers(name: str) -> None:
+    theirs = transformers.AutoConfig.for_model(DEFAULTS[name])
+    document = json.loads(theirs.to_json_string(use_diff=False))
+    del document["architectures"]
+    assert family_of(document).read(document) == get_preset(name)

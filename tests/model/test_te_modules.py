@@ -58,8 +58,9 @@ def small(preset: str, engine: str, recipe: str = "bf16", **options: Any) -> Cau
         few = dict(num_experts=4, num_experts_per_tok=4)
         options.setdefault("moe", dataclasses.replace(config.moe, **few))
     sizes = dict(SMALL)
-    if config.latent_attention is not None:  # a key per query head, of which 32 channels rotate
+    if config.latent_attention is not None:  # a key per query head, of which some channels rotate
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+        sizes["head_dim"] = config.latent_attention.qk_rope_head_dim
     place = dict(device="cuda" if engine == "native" else "cpu", engine=engine, compile=False)
     torch.manual_seed(1)
     return CausalLM.from_preset(
