@@ -80,82 +80,89 @@ def _gradients_kernel(
     block_k: tl.constexpr,
     block_v: tl.constexpr,
 ):
-    """Compute the gradients of `rows` tokens of a chunk of one head, for `block_k` channels of queries and keys."""
+    """Compute the gradients of `rows` tokens of a chunk of one key head, for `block_k` channels of queries and keys."""
     blocks: tl.constexpr = (d_k + block_k - 1) // block_k
     parts: tl.constexpr = size // rows
     piece = tl.program_id(0) % (blocks * parts)
     block = piece % blocks
     part = piece // blocks
     chunk = (tl.program_id(0) // (blocks * parts)).to(tl.int64)
-    row = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
+    row = (tl.program_id(1) // key_heads).to(tl.int64)
+    key_head = (tl.program_id(1) % key_heads).to(tl.int64)
     first = row * seq + chunk * size
     count = tl.minimum(size, seq - chunk * size).to(tl.int32)
-    of_keys = first * key_heads + head // (heads // key_heads)
-    of_values = first * heads + head
-    of_state = (row * chunks + chunk) * heads + head
-    q += of_keys * d_k
-    k += of_keys * d_k
-    v += of_values * d_v
-    do += of_values * d_v
-    dv += of_values * d_v
-    h += of_state * d_k * d_v
-    dh += of_state * d_k * d_v
-    dq += of_values * d_k
-    dk += of_values * d_k
-    dw += of_values * d_k
+    of_keys = (first * key_heads + key_head) * d_k
+    q += of_keys
+    k += of_keys
+    dq += of_keys
+    dk += of_keys
 
     token = tl.arange(0, size)
     # Rows of the gradients that this program writes; it reads all tokens of the chunk.
     own = part * rows + tl.arange(0, rows)
     channel = block * block_k + tl.arange(0, block_k)
-    scores = tl.zeros([rows, size], tl.float32)  # of own outputs and all values
-    transposed = tl.zeros([rows, size], tl.float32)  # of own values and all outputs
-    from_state = tl.zeros([rows, block_k], tl.float32)
-    to_state = tl.zeros([rows, block_k], tl.float32)
-    written = tl.zeros([rows, block_k], tl.float32)
-    at_end = 0.0
-    for start in range(0, d_v, block_v):
-        value = start + tl.arange(0, block_v)
-        own_v = _tile(v, own, heads * d_v, value, count, d_v)
-        own_do = _tile(do, own, heads * d_v, value, count, d_v)
-        scores += tl.dot(own_do, tl.trans(_tile(v, token, heads * d_v, value, count, d_v)))
-        transposed += tl.dot(own_v, tl.trans(_tile(do, token, heads * d_v, value, count, d_v)))
-        state = _tile(h, channel, d_v, value, d_k, d_v)
-        slope = _tile(dh, channel, d_v, value, d_k, d_v)
-        from_state += tl.dot(own_do, tl.trans(state))
-        to_state += tl.dot(own_v, tl.trans(slope))
-        written += tl.dot(_tile(dv, own, heads * d_v, value, count, d_v), tl.trans(state))
-        # Once per chunk: the sum over state and gradient is the same for every part.
-        if part == 0:
-            at_end += tl.sum(state.to(tl.float32) * slope.to(tl.float32))
-    _store_tile(dw, own, heads * d_k, channel, count, d_k, -written)
+    # Summed over the value heads that share these keys.
+    of_queries = tl.zeros([rows, block_k], tl.float32)
+    of_own_keys = tl.zeros([rows, block_k], tl.float32)
+    for head in range(key_head * (heads // key_heads), (key_head + 1) * (heads // key_heads)):
+        of_values = first * heads + head
+        of_state = (row * chunks + chunk) * heads + head
+        scores = tl.zeros([rows, size], tl.float32)  # of own outputs and all values
+        transposed = tl.zeros([rows, size], tl.float32)  # of own values and all outputs
+        from_state = tl.zeros([rows, block_k], tl.float32)
+        to_state = tl.zeros([rows, block_k], tl.float32)
+        written = tl.zeros([rows, block_k], tl.float32)
+        at_end = 0.0
+        for start in range(0, d_v, block_v):
+            value = start + tl.arange(0, block_v)
+            at_v = v + of_values * d_v
+            at_do = do + of_values * d_v
+            own_v = _tile(at_v, own, heads * d_v, value, count, d_v)
+            own_do = _tile(at_do, own, heads * d_v, value, count, d_v)
+            scores += tl.dot(own_do, tl.trans(_tile(at_v, token, heads * d_v, value, count, d_v)))
+            transposed += tl.dot(
+                own_v, tl.trans(_tile(at_do, token, heads * d_v, value, count, d_v))
+            )
+            state = _tile(h + of_state * d_k * d_v, channel, d_v, value, d_k, d_v)
+            slope = _tile(dh + of_state * d_k * d_v, channel, d_v, value, d_k, d_v)
+            from_state += tl.dot(own_do, tl.trans(state))
+            to_state += tl.dot(own_v, tl.trans(slope))
+            own_dv = _tile(dv + of_values * d_v, own, heads * d_v, value, count, d_v)
+            written += tl.dot(own_dv, tl.trans(state))
+            # Once per chunk: the sum over state and gradient is the same for every part.
+            if part == 0:
+                at_end += tl.sum(state.to(tl.float32) * slope.to(tl.float32))
+        _store_tile(dw + of_values * d_k, own, heads * d_k, channel, count, d_k, -written)
 
-    gate = tl.load(g + of_values + token * heads, token < count, 0.0)
-    own_gate = tl.load(g + of_values + own * heads, own < count, 0.0)
-    last = tl.load(g + of_values + (count - 1) * heads)
-    # Only differences of tokens that see each other: others may be beyond FP32's exponents, and infinity * 0 is NaN.
-    inside = (token < count)[None, :] & (own < count)[:, None]
-    between = own_gate[:, None] - gate[None, :]
-    seen = inside & (token[None, :] <= own[:, None])
-    scores *= tl.exp2(tl.where(seen, between, float("-inf"))) * scale
-    seen = inside & (token[None, :] >= own[:, None])
-    transposed *= tl.exp2(tl.where(seen, -between, float("-inf"))) * scale
+        gate = tl.load(g + of_values + token * heads, token < count, 0.0)
+        own_gate = tl.load(g + of_values + own * heads, own < count, 0.0)
+        last = tl.load(g + of_values + (count - 1) * heads)
+        # Only differences of tokens that see each other: others may be beyond FP32's exponents, and infinity * 0 is
+        # NaN.
+        inside = (token < count)[None, :] & (own < count)[:, None]
+        between = own_gate[:, None] - gate[None, :]
+        seen = inside & (token[None, :] <= own[:, None])
+        scores *= tl.exp2(tl.where(seen, between, float("-inf"))) * scale
+        seen = inside & (token[None, :] >= own[:, None])
+        transposed *= tl.exp2(tl.where(seen, -between, float("-inf"))) * scale
 
-    keys = _tile(k, token, key_heads * d_k, channel, count, d_k)
-    made = from_state * (tl.exp2(own_gate) * scale)[:, None] + tl.dot(scores.to(keys.dtype), keys)
-    _store_tile(dq, own, heads * d_k, channel, count, d_k, made)
-    of_gate = tl.sum(made * _tile(q, own, key_heads * d_k, channel, count, d_k), 1)
+        keys = _tile(k, token, key_heads * d_k, channel, count, d_k)
+        made = from_state * (tl.exp2(own_gate) * scale)[:, None]
+        made += tl.dot(scores.to(keys.dtype), keys)
+        of_queries += made
+        of_gate = tl.sum(made * _tile(q, own, key_heads * d_k, channel, count, d_k), 1)
 
-    own_keys = _tile(k, own, key_heads * d_k, channel, count, d_k)
-    queries = _tile(q, token, key_heads * d_k, channel, count, d_k)
-    to_state *= tl.where(own < count, tl.exp2(last - own_gate), 0.0)[:, None]
-    made = to_state + tl.dot(transposed.to(queries.dtype), queries)
-    _store_tile(dk, own, heads * d_k, channel, count, d_k, made)
-    of_gate -= tl.sum(made * own_keys, 1)
-    tl.store(dg + block * batch * seq * heads + of_values + own * heads, of_gate, own < count)
-    at_end = at_end * tl.exp2(last) + tl.sum(to_state * own_keys)
-    tl.store(ends + piece * batch * chunks * heads + of_state, at_end)
+        own_keys = _tile(k, own, key_heads * d_k, channel, count, d_k)
+        queries = _tile(q, token, key_heads * d_k, channel, count, d_k)
+        to_state *= tl.where(own < count, tl.exp2(last - own_gate), 0.0)[:, None]
+        made = to_state + tl.dot(transposed.to(queries.dtype), queries)
+        of_own_keys += made
+        of_gate -= tl.sum(made * own_keys, 1)
+        tl.store(dg + block * batch * seq * heads + of_values + own * heads, of_gate, own < count)
+        at_end = at_end * tl.exp2(last) + tl.sum(to_state * own_keys)
+        tl.store(ends + piece * batch * chunks * heads + of_state, at_end)
+    _store_tile(dq, own, key_heads * d_k, channel, count, d_k, of_queries)
+    _store_tile(dk, own, key_heads * d_k, channel, count, d_k, of_own_keys)
 
 
 def gradients(
@@ -190,13 +197,13 @@ def gradients(
     chunks = triton.cdiv(seq, chunk_size)
     blocks = triton.cdiv(d_k, block_k)
     parts = chunk_size // rows
-    dq, dk = (x.new_empty(batch, seq, heads, d_k) for x in (q, k))
+    dq, dk = (x.new_empty(batch, seq, key_heads, d_k) for x in (q, k))
     dw = torch.empty_like(w)
     # Programs of several blocks of channels contribute to a gate: each writes its own part, which are summed below.
     dg = g.new_empty(blocks, *g.shape)
     # The further gradient of the gates of a chunk's last token.
     ends = g.new_empty(blocks * parts, batch, chunks, heads)
-    _gradients_kernel[(chunks * blocks * parts, batch * heads)](
+    _gradients_kernel[(chunks * blocks * parts, batch * key_heads)](
         q=q.contiguous(),
         k=k.contiguous(),
         v=v.contiguous(),
@@ -225,9 +232,6 @@ def gradients(
         num_warps=WARPS,
         num_stages=STAGES,
     )
-    # Value heads that share keys have written a gradient each.
-    if heads != key_heads:
-        dq, dk = (x.unflatten(2, (key_heads, -1)).sum(3) for x in (dq, dk))
     last = torch.arange(1, chunks + 1, device=g.device).mul_(chunk_size).clamp_(max=seq) - 1
     return dq, dk, dw, dg.sum(0).index_add_(1, last, ends.sum(0))
 
