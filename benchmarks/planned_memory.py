@@ -24,6 +24,12 @@ NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
 # Since then attention with norms of queries and keys, partial rotary embeddings, scales or caps is one operation, and
 # so is an MLP of experts in FP8.
 ONE_OPERATION_SINCE = "2026-11-26"
+# The days since which kernels join several operations.
+HANDED_OVER_SINCE = {
+    "experts": ONE_OPERATION_SINCE,
+    "experts_join": ONE_OPERATION_SINCE,
+    "gated_heads": "2026-11-27",
+}
 Run = tuple[str, MemoryPlan, int, str]  # name, plan, measured bytes, date of the measurement
 
 
@@ -58,7 +64,8 @@ def measured_runs() -> Iterator[Run]:
 def predicted(run: Run) -> int:
     """Return the predicted bytes of a run, with the kernels of its day."""
     _, plan, _, date = run
-    with _separate_experts() if date < ONE_OPERATION_SINCE else contextlib.nullcontext():
+    later = [name for name, since in HANDED_OVER_SINCE.items() if date < since]
+    with _without(later):
         return plan.peak.total
 
 
@@ -73,9 +80,8 @@ def _fuses(mixer: AttentionSpec, plan: MemoryPlan) -> bool:
 
 
 @contextlib.contextmanager
-def _separate_experts() -> Iterator[None]:
-    """Plan the kernels from before ONE_OPERATION_SINCE: the projections of experts are operations of their own."""
-    names = ("experts", "experts_join")
+def _without(names: list[str]) -> Iterator[None]:
+    """Plan without these kernels: their parts are operations of their own."""
     now = {name: planned.handover.pop(name) for name in names}
     measured.forget()
     try:

@@ -25,16 +25,20 @@ from transformer_engine.pytorch import (
 from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+import te_models.kernels.handover as handover_plain
 import te_models.kernels.handover_triton as handover_triton
+import te_models.kernels.head_norm_triton as head_norm_triton
 import te_models.kernels.norm_fp8_triton as norm_fp8_triton
 from te_models.device.autograd import Context
+from te_models.device.hooks import is_untouched
 from te_models.engine import native_experts, native_inference
 from te_models.engine.native_norm import LayerNormWithoutBias
 from te_models.engine.native_observers import give_observer, observe, observer_of
 from te_models.kernels import decode_triton
 from te_models.kernels.count_cast_triton import Counts
 from te_models.kernels.early_save import save_early, save_input, saved_input
-from te_models.kernels.fp8_tiles_triton import FP8Data, write_current_scale
+from te_models.kernels.fp8_tiles_triton import FP8Data, new_fp8, write_current_scale
+from te_models.kernels.gradient_room import Slot, empty
 from te_models.kernels.handover import CastScale
 from te_models.numerics.stored import StoredWeight
 
@@ -360,6 +364,59 @@ def _activate(
     return _Activation.apply(gate_up, gradient, _quantizer(consumer, "scaling_fwd"), kind)
 
 
+class _GatedHeads(torch.autograd.Function):
+    """RMSNorm of each head and its gate, which keep their inputs and may write FP8."""
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        x: Tensor,
+        z: Tensor,
+        weight: Tensor,
+        eps: float,
+        target: QuantizerTarget | None,
+        slot: Slot | None,
+    ) -> Tensor:
+        """Return [T, C] of x and z [T, C]."""
+        ctx.eps = eps
+        ctx.slot = slot
+        ctx.save_for_backward(x, z, weight)
+        with torch.cuda.device_of(x):
+            if target is None:
+                return head_norm_triton.head_norm(x, z, weight, eps)
+            fp8 = new_fp8(x.shape[0], x.shape[1], x.device)
+            head_norm_triton.head_norm_fp8(x, z, weight, eps, fp8, target.cast_scale)
+        return target.tensor(fp8, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, z and the weight."""
+        (dy,) = grads
+        x, z, weight = ctx.saved_tensors
+        dz = empty(ctx.slot, z)
+        with torch.cuda.device_of(x):
+            dx, dweight = head_norm_triton.head_norm_backward(
+                dy.contiguous(), x, z, weight, ctx.eps, dz
+            )
+        return dx, dz, dweight, None, None, None
+
+
+def _gated_heads(
+    module: RMSNorm, x: Tensor, z: Tensor, consumer: Module | None, slot: Slot | None = None
+) -> Tensor:
+    """See te_models.kernels.handover.gated_heads."""
+    known = type(module) is RMSNorm and is_untouched(module) and not module.zero_centered_gamma
+    if not known or x.dtype.itemsize != 2:
+        return handover_plain.gated_heads(module, x, z, consumer)
+    target = _target(_quantizer(consumer, "scaling_fwd")) if torch.is_grad_enabled() else None
+    if x.shape[0] % 4:  # the transposed copy is written in words of four rows
+        target = None
+    x = x.flatten(1).contiguous()  # [T, C]
+    if z.stride(1) != 1:
+        z = z.contiguous()
+    return _GatedHeads.apply(x, z, module.weight, module.eps, target, slot)
+
+
 def _linear(module: Linear, x: Tensor, **options: bool | None) -> Tensor:
     """See te_models.kernels.handover.linear."""
     if not torch.is_grad_enabled():
@@ -408,6 +465,7 @@ def _cast_weight(module: Linear) -> Float8Tensor | None:
 handover = {
     "norm": _norm,
     "activate": _activate,
+    "gated_heads": _gated_heads,
     "linear": _linear,
     "targets": _targets,
     "grouped": native_experts.grouped,

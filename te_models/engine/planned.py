@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+import te_models.kernels.handover as handover_plain
 from te_models.device.allocations import counted_as
 from te_models.device.autograd import Context
 from te_models.engine import planned_experts
@@ -55,6 +56,7 @@ from te_models.engine.planned_modules import (
     StoredLinear,
 )
 from te_models.kernels.early_save import save_early, save_input, saved_input
+from te_models.kernels.gradient_room import Slot, empty
 from te_models.kernels.planned import FP8Memory
 from te_models.numerics.quantizers import Quantizer
 from te_models.numerics.stored import StoredWeight
@@ -262,6 +264,46 @@ def _activate(
     return _ActivationInto.apply(gate_up, gradient, _quantizer(consumer, "scaling_fwd"), gated)
 
 
+class _GatedHeadsInto(torch.autograd.Function):
+    """native._GatedHeads: the norm of each head and its gate, which keep their inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        x: Tensor,
+        z: Tensor,
+        weight: Tensor,
+        target: _Target | None,
+        slot: Slot | None,
+    ) -> Tensor:
+        ctx.slot = slot
+        ctx.save_for_backward(x, z, weight)
+        return _made(None if target is None else target.quantizer, x.shape, x)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, z, weight = ctx.saved_tensors
+        with counted_as(GRADIENTS):
+            dw = torch.empty_like(weight)
+        return torch.empty_like(x), empty(ctx.slot, z), dw, None, None
+
+
+def _gated_heads(
+    module: RMSNorm,
+    x: Tensor,
+    z: Tensor,
+    consumer: nn.Module | None,
+    slot: Slot | None = None,
+) -> Tensor:
+    """native._gated_heads."""
+    if type(module) is not RMSNorm or x.dtype.itemsize != 2:
+        return handover_plain.gated_heads(module, x, z, consumer)
+    _, target = _targets(None, consumer)
+    if x.shape[0] % 4:
+        target = None
+    return _GatedHeadsInto.apply(x.flatten(1), z, module.weight, target, slot)
+
+
 def _linear(module: nn.Module, x: Tensor, **options: bool | None) -> Tensor:
     """native._linear: under delayed scaling a weight is cast outside, and only its transposed copy is saved."""
     weight = _cast_weight(module) if options.get("is_first_microbatch") is None else None
@@ -302,6 +344,7 @@ unfused: dict[str, Callable[..., Any]] = {
 handover: dict[str, Callable[..., Any]] = {
     "norm": _norm,
     "activate": _activate,
+    "gated_heads": _gated_heads,
     "linear": _linear,
     "targets": _targets,
     "grouped": planned_experts.grouped,

@@ -31,6 +31,7 @@ from te_models.kernels import (
 )
 from te_models.kernels.decode import DecodeKernels
 from te_models.kernels.from_inputs import from_inputs
+from te_models.kernels.gradient_room import without_slot
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Kernels:
     """One implementation of every operation that is not a GEMM; the defaults are the plain ones.
 
     Shapes: elementwise.py for rope, gate, cross_entropy and embedding, lm_head.py for loss_and_gradient and multiply,
-    handover.py for norm, activate, linear, grouped and experts.
+    handover.py for norm, activate, gated_heads, linear, grouped and experts.
     """
 
     rope: Callable[[Tensor, Tensor, Tensor], Tensor] = elementwise.rope
@@ -58,13 +59,18 @@ class Kernels:
     clamped_swiglu_backward: Callable[..., Tensor] = elementwise.clamped_swiglu_backward
     limited_swiglu: Callable[..., Tensor] = elementwise.limited_swiglu
     limited_swiglu_backward: Callable[..., Tensor] = elementwise.limited_swiglu_backward
-    mixed_parts: Callable[..., tuple[Tensor, ...]] = from_inputs(elementwise.mixed_parts)
+    mixed_parts: Callable[..., tuple[Tensor, ...]] = without_slot(
+        from_inputs(elementwise.mixed_parts)
+    )
     gated_conv: Callable[..., Tensor] = from_inputs(elementwise.gated_conv)
     channel_gates: Callable[..., tuple[Tensor, Tensor]] = from_inputs(elementwise.channel_gates)
     time_steps: Callable[..., Tensor] = from_inputs(elementwise.time_steps)
     gated_norm: Callable[..., Tensor] = from_inputs(elementwise.gated_norm)
     delta_gates: Callable[..., tuple[Tensor, Tensor]] = from_inputs(elementwise.delta_gates)
     silu_gate: Callable[..., Tensor] = from_inputs(elementwise.silu_gate)
+    gated_heads: Callable[..., Tensor] = functools.partial(
+        handover.gated_heads, gate=from_inputs(elementwise.silu_gate)
+    )
     gated_input: Callable[..., Tensor] = from_inputs(elementwise.gated_input)
     expert_rows: expert_rows.RowKernels = expert_rows.PLAIN
     linear: Callable[..., Tensor] = handover.linear
@@ -117,6 +123,7 @@ def with_compiler(fused: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
     """Return the plain operations, each as the compiler `fused` makes it."""
     forward = fused(elementwise.mlp_activation)
     backward = fused(elementwise.mlp_activation_backward)
+    silu_gate = fused(elementwise.silu_gate)
     return Kernels(
         rope=fused(elementwise.rope),
         gate=fused(elementwise.gate),
@@ -130,13 +137,14 @@ def with_compiler(fused: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
         clamped_swiglu_backward=fused(elementwise.clamped_swiglu_backward),
         limited_swiglu=fused(elementwise.limited_swiglu),
         limited_swiglu_backward=fused(elementwise.limited_swiglu_backward),
-        mixed_parts=from_inputs(elementwise.mixed_parts, fused),
+        mixed_parts=without_slot(from_inputs(elementwise.mixed_parts, fused)),
         gated_conv=from_inputs(elementwise.gated_conv, fused),
         channel_gates=from_inputs(elementwise.channel_gates, fused),
         time_steps=from_inputs(elementwise.time_steps, fused),
         gated_norm=from_inputs(elementwise.gated_norm, fused),
         delta_gates=fused(elementwise.delta_gates),
-        silu_gate=fused(elementwise.silu_gate),
+        silu_gate=silu_gate,
+        gated_heads=functools.partial(handover.gated_heads, gate=silu_gate),
         gated_input=fused(elementwise.gated_input),
     )
 
@@ -149,7 +157,13 @@ def get_kernels(
     kernels = compiled_kernels(compile) if compile and device.type == "cuda" else PLAIN
     if not fused:
         return kernels
-    return replace(kernels, **fused_operations(device), **te.handover)
+    operations = fused_operations(device)
+    if "mixed_parts" in operations:
+        # What these kernels do not compute stays with the compiled or plain operation.
+        operations["mixed_parts"] = functools.partial(
+            operations["mixed_parts"], kernels.mixed_parts
+        )
+    return replace(kernels, **operations, **te.handover)
 
 
 def planned_kernels(te: ModuleType, *, compile: bool, fused: bool) -> Kernels:
@@ -163,12 +177,13 @@ def planned_kernels(te: ModuleType, *, compile: bool, fused: bool) -> Kernels:
         expert_rows=planned.ROWS,
         loss_and_gradient=planned.LOSS,
         multiply=planned.MULTIPLY,
+        mixed_parts=functools.partial(planned.mixed_parts, kernels.mixed_parts),
         **te.handover,
     )
 
 
 def fused_operations(device: torch.device) -> dict[str, Any]:
-    """Return fields of Kernels: attention, the loss and the embedding, in Triton on a CUDA device and plain on a CPU.
+    """Return fields of Kernels, such as attention and the loss, in Triton on a CUDA device and plain on a CPU.
 
     Empty on GPUs before Ampere, which neither cuDNN's attention nor Triton supports.
     """
@@ -181,10 +196,12 @@ def fused_operations(device: torch.device) -> dict[str, Any]:
     loss = importlib.import_module("te_models.kernels.lm_head_triton")
     embedding = importlib.import_module("te_models.kernels.embedding_triton")
     rows = importlib.import_module("te_models.kernels.expert_rows_triton")
+    convolution = importlib.import_module("te_models.kernels.conv_triton")
     return {
         "attention": attention.TRITON,
         "embedding": embedding.embedding,
         "loss_and_gradient": loss.loss_and_gradient,
         "multiply": loss.multiply,
         "expert_rows": rows.TRITON,
+        "mixed_parts": convolution.mixed_parts,
     }

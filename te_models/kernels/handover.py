@@ -24,10 +24,12 @@ from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.elementwise import (
     mlp_activation,
     mlp_activation_backward,
+    silu_gate,
     swiglu_backward,
 )
 from te_models.kernels.elementwise import swiglu as silu_times_up
 from te_models.kernels.expert_rows import Route, dispatch
+from te_models.kernels.gradient_room import Slot
 from te_models.kernels.groups import Groups
 
 if TYPE_CHECKING:
@@ -105,6 +107,21 @@ def activate(
         lambda x: forward(x, activation, gated),
         lambda dy, x: backward(dy, x, activation, gated),
     )
+
+
+def gated_heads(
+    module: nn.Module,
+    x: Tensor,
+    z: Tensor,
+    consumer: nn.Module | None,
+    slot: Slot | None = None,
+    gate: Callable[[Tensor, Tensor], Tensor] = silu_gate,
+) -> Tensor:
+    """Return a te.RMSNorm of each head of x [T, heads, d], times silu(z), z [T, heads * d]: [T, heads * d].
+
+    `slot` is where a twin writes the gradient of z.
+    """
+    return gate(module(x.flatten(0, 1)).view(x.shape[0], -1), z)
 
 
 def linear(module: nn.Module, x: Tensor, **options: bool | None) -> Tensor:

@@ -25,6 +25,7 @@ from te_models.kernels.attention_parts import (
     adjacent_channels,
 )
 from te_models.kernels.expert_rows import RowKernels
+from te_models.kernels.gradient_room import Slot, empty
 from te_models.kernels.groups import Groups
 from te_models.kernels.sdpa import attention_flops
 
@@ -296,3 +297,46 @@ ROWS = RowKernels(_gather, _total, _choose, _places)
 LOSS: lm_head.LossKernel = _loss_and_gradient
 MULTIPLY: lm_head.Multiply = _multiply
 __all__ = ["ATTENTION", "LOSS", "MULTIPLY", "ROWS", "FP8Memory", "new_fp8", "opaque"]
+
+
+class _MixedParts(torch.autograd.Function):
+    """te_models.kernels.conv_triton._MixedParts."""
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        x: Tensor,
+        taps: Tensor,
+        documents: Tensor | None,
+        bias: Tensor | None,
+        sizes: tuple[int, ...],
+        slot: Slot | None,
+    ) -> tuple[Tensor, ...]:
+        ctx.slot = slot
+        ctx.save_for_backward(x, taps, documents, bias)
+        return tuple(x.new_empty(*x.shape[:2], size) for size in sizes)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, taps, _, bias = ctx.saved_tensors
+        dbias = None if bias is None else torch.empty_like(bias)
+        return empty(ctx.slot, x), torch.empty_like(taps), None, dbias, None, None
+
+
+def mixed_parts(
+    plain: Callable[..., tuple[Tensor, ...]],
+    x: Tensor,
+    tail: Tensor | None,
+    taps: Tensor,
+    documents: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    sizes: tuple[int, ...],
+    activation: str,
+    slot: Slot | None = None,
+) -> tuple[Tensor, ...]:
+    """te_models.kernels.conv_triton.mixed_parts without data."""
+    if tail is not None or activation != "silu" or x.dtype.itemsize != 2:
+        return plain(x, tail, taps, documents, bias, sizes=sizes, activation=activation)
+    count_flops(x, 2.0 * x.numel() * taps.shape[2])
+    return _MixedParts.apply(x, taps, documents, bias, tuple(sizes), slot)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_models.config.deltanet import DeltaNetSpec
 from te_models.kernels.delta_rule import delta_rule, delta_rule_kernel
+from te_models.kernels.gradient_room import GradientRoom, Slot, split
 from te_models.model.convolution import Taps, newest
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState
@@ -76,26 +77,40 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return linear attention of x [N, D]: [N, D]."""
         count = context.batch * context.seq
+        sizes = self.spec.sizes
         projected = context.linear(self.qkvz_proj, x)  # [N, C + Vd]
         qkvz = first_rows(projected, count)  # [B*S, C + Vd]
         # [B*S, 2n], in BF16 under any recipe
         ba = first_rows(context.linear(self.ba_proj, x), count)
-        mixed, z = qkvz.split([self.spec.sizes.mixed_size, self.spec.sizes.value_size], dim=-1)
+        # The convolution and the gate write their gradients beside each other.
+        room = GradientRoom((sizes.mixed_size, sizes.value_size))
+        mixed, z = split(qkvz, room)
         # [B, S, C or 2n]
         mixed, ba = (t.unflatten(0, (context.batch, context.seq)) for t in (mixed, ba))
 
         rows = WholeRows.of(context)
 
         def mix(mixed: Tensor, ba: Tensor, counts: Tensor | None) -> Tensor:
-            return self._mix(mixed, ba, counts, rows)
+            return self._mix(mixed, ba, counts, rows, Slot(room, 0))
 
-        heads = self.spec.sizes.num_value_heads
+        heads = sizes.num_value_heads
         out = rows.mix(mix, (mixed, ba), (self._mixed_sections, (heads, heads)))  # [B, S, n, d_v]
-        # One weight [d_v] for all heads, of which a rank has some: hence the sum of its gradient over ranks.
-        out = self.tp.norm(self.norm, out.flatten(0, 2), partial=True).view(count, -1)  # [B*S, Vd]
-        out = context.kernels.silu_gate(out, z)  # 0 at padding, where z is 0
         # Under sequence parallelism `projected` has the rows of all ranks, x only this rank's.
-        return context.linear(self.out_proj, pad_rows(out, projected.shape[0]))
+        padded = projected.shape[0]
+        out = self._gated(out.flatten(0, 1), z, padded, context, Slot(room, 1))
+        return context.linear(self.out_proj, pad_rows(out, padded))
+
+    def _gated(
+        self, out: Tensor, z: Tensor, rows: int, context: ForwardContext, slot: Slot
+    ) -> Tensor:
+        """Return the norm of each head of out [B*S, n, d_v] times silu(z): [B*S, Vd]; 0 at padding, where z is 0."""
+        if self.tp.size > 1:
+            # One weight [d_v] for all heads, of which a rank has some: hence the sum of its gradient over ranks.
+            normed = self.tp.norm(self.norm, out.flatten(0, 1), partial=True)
+            return context.kernels.silu_gate(normed.view(out.shape[0], -1), z)
+        # FP8 cannot be padded afterwards.
+        consumer = context.neighbour(self.out_proj) if out.shape[0] == rows else None
+        return context.kernels.gated_heads(self.norm, out, z, consumer, slot=slot)
 
     @property
     def _mixed_sections(self) -> tuple[int, int, int]:
@@ -103,10 +118,13 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         sizes = self.spec.sizes
         return sizes.key_size, sizes.key_size, sizes.value_size
 
-    def _mix(self, mixed: Tensor, ba: Tensor, counts: Tensor | None, rows: WholeRows) -> Tensor:
+    def _mix(
+        self, mixed: Tensor, ba: Tensor, counts: Tensor | None, rows: WholeRows, slot: Slot
+    ) -> Tensor:
         """Return the outputs of the delta rule [B, S, n, d_v] from mixed [B, S, C] and ba [B, S, 2n] of own heads.
 
-        `counts` [B] is the number of tokens of each row, the first; None: all are tokens.
+        `counts` [B] is the number of tokens of each row, the first; None: all are tokens. `slot` is where the gradient
+        of mixed belongs.
         """
         context = rows.context
         sizes = rows.local(self.spec).sizes
@@ -124,6 +142,7 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
             context.documents,
             sizes=(sizes.key_size, sizes.key_size, sizes.value_size),
             activation=self.spec.activation,
+            slot=slot,
         )
         # Padding stands behind the tokens here; with no decay and no strength there, the state after it is the one
         # before.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from te_models.config.kda import KDASpec
+from te_models.kernels.gradient_room import GradientRoom, Slot, split
 from te_models.kernels.kda import kda_kernel, kimi_delta_rule
 from te_models.model.convolution import Taps, newest
 from te_models.model.forward_context import ForwardContext
@@ -85,7 +86,9 @@ class KimiDeltaAttention(Mixer[KDASpec]):
         fb = context.linear(self.get_submodule("fb_proj"), x)  # [N, R + n, and padding]
         # The decay and the strength come from a projection outside FP8: they multiply the state at every token, and
         # errors add up.
-        mixed, g = qkvg.split([3 * sizes.inner_size, rank], dim=-1)
+        # The convolution writes its gradient where that of the projection will be.
+        room = GradientRoom((3 * sizes.inner_size, rank))
+        mixed, g = split(qkvg, room)
         f, b = fb[:, : rank + sizes.num_heads].split([rank, sizes.num_heads], dim=-1)
         if sizes.gate_rank is not None:
             # Gates of low rank: down in the projection above, up here.
@@ -99,7 +102,7 @@ class KimiDeltaAttention(Mixer[KDASpec]):
         rows = WholeRows.of(context)
 
         def mix(mixed: Tensor, f: Tensor, b: Tensor, counts: Tensor | None) -> Tensor:
-            return self._mix(mixed, f, b, counts, rows)
+            return self._mix(mixed, f, b, counts, rows, Slot(room, 0))
 
         inner = sizes.inner_size
         sections = ((inner,) * 3, (inner,), (sizes.num_heads,))
@@ -109,11 +112,18 @@ class KimiDeltaAttention(Mixer[KDASpec]):
         return context.linear(self.get_submodule("o_proj"), pad_rows(out, x.shape[0]))
 
     def _mix(
-        self, mixed: Tensor, f: Tensor, b: Tensor, counts: Tensor | None, rows: WholeRows
+        self,
+        mixed: Tensor,
+        f: Tensor,
+        b: Tensor,
+        counts: Tensor | None,
+        rows: WholeRows,
+        slot: Slot,
     ) -> Tensor:
         """Return the outputs of the rule [B, S, n, d] from mixed [B, S, 3C], f [B, S, C] and b [B, S, n] of own heads.
 
-        `counts` [B] is the number of tokens of each row, the first; None: all are tokens.
+        `counts` [B] is the number of tokens of each row, the first; None: all are tokens. `slot` is where the gradient
+        of mixed belongs.
         """
         context = rows.context
         sizes = rows.local(self.spec).sizes
@@ -129,6 +139,7 @@ class KimiDeltaAttention(Mixer[KDASpec]):
             context.documents,
             sizes=(sizes.inner_size,) * 3,
             activation=self.spec.activation,
+            slot=slot,
         )
         real = None
         if counts is not None:

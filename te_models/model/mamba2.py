@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.mamba2 import Mamba2Spec
+from te_models.kernels.gradient_room import GradientRoom, Slot, split
 from te_models.kernels.state_space import state_space, state_space_kernel
 from te_models.model.convolution import Taps, newest
 from te_models.model.forward_context import ForwardContext
@@ -94,14 +95,16 @@ class Mamba2(Mixer[Mamba2Spec]):
         # [B*S, H P + C + H, and padding]
         projected = first_rows(context.linear(self.zxbcdt_proj, x), count)
         used = [sizes.inner_size, sizes.mixed_size, sizes.num_heads]
+        # The convolution writes its gradient where that of the projection will be.
+        room = GradientRoom([*used, projected.shape[1] - sum(used)])
         # z [B*S, H P], mixed [B*S, C] and steps [B*S, H]; the projection's last channels may be padding.
-        z, mixed, steps = projected[:, : sum(used)].split(used, dim=-1)
+        z, mixed, steps, _ = split(projected, room)
         mixed, steps = (t.unflatten(0, (context.batch, context.seq)) for t in (mixed, steps))
 
         rows = WholeRows.of(context)
 
         def mix(mixed: Tensor, steps: Tensor, counts: Tensor | None) -> Tensor:
-            return self._mix(mixed, steps, counts, rows)
+            return self._mix(mixed, steps, counts, rows, Slot(room, 1))
 
         inputs = (self._spread(mixed, rows.ranks), steps)
         # [B, S, H, P], zeros at padding
@@ -164,11 +167,13 @@ class Mamba2(Mixer[Mamba2Spec]):
             factor=sizes.factors["z"],
         )
 
-    def _mix(self, mixed: Tensor, steps: Tensor, counts: Tensor | None, rows: WholeRows) -> Tensor:
+    def _mix(
+        self, mixed: Tensor, steps: Tensor, counts: Tensor | None, rows: WholeRows, slot: Slot
+    ) -> Tensor:
         """Return the outputs of the state space [B, S, H, P] from mixed [B, S, C] and the logits of steps [B, S, H].
 
         They are of this rank's heads. `counts` [B] is the number of tokens of each row, the first; None: all are
-        tokens.
+        tokens. `slot` is where the gradient of mixed belongs.
         """
         context = rows.context
         sizes = rows.local(self.spec).sizes
@@ -186,6 +191,7 @@ class Mamba2(Mixer[Mamba2Spec]):
             None if self.conv1d.bias is None else self._own_mixed(self.conv1d.bias, rows),
             sizes=(sizes.inner_size, sizes.group_size, sizes.group_size),
             activation=sizes.activation,
+            slot=slot,
         )
         # bool [B, S], False at padding, which `without_padding` has moved behind the tokens.
         real = None if counts is None else torch.arange(seq, device=counts.device) < counts[:, None]

@@ -25,6 +25,7 @@ from te_models.kernels import (
 )
 from te_models.kernels.expert_rows import combine, dispatch
 from te_models.kernels.from_inputs import from_inputs
+from te_models.kernels.gradient_room import GradientRoom, split
 from te_models.kernels.grouped_product import grouped_product
 from te_models.kernels.unit_norm import unit_norm
 from te_models.model import router
@@ -64,6 +65,11 @@ def _composed(x: Tensor) -> Tensor:
     return composed_attention.composed_attention(q, k, v, None, 0.3, 5.0, torch.tensor([0.3, -1.0]))
 
 
+def _of_parts(x: Tensor) -> Tensor:
+    one, two = split(x, GradientRoom((24, 40)))
+    return torch.cat((two * 2.0, one), dim=-1)
+
+
 def _swiglu(x: Tensor) -> Tensor:
     return handover.swiglu(
         x, nn.Identity(), nn.Identity(), elementwise.swiglu, elementwise.swiglu_backward
@@ -99,6 +105,7 @@ OPERATIONS: dict[str, Operation] = {
     "kernels/from_inputs.py": lambda x: from_inputs(elementwise.silu_gate)(x, x * 0.5),
     "kernels/expert_rows.py": _routed,
     "kernels/grouped_product.py": _divided,
+    "kernels/gradient_room.py": _of_parts,
     "kernels/unit_norm.py": lambda x: unit_norm(x, 1e-6),
 }
 # Backward passes of the memory plan, of tensors without data.
@@ -118,6 +125,7 @@ ELSEWHERE = {
     "model/context_parallel.py": "model/test_context_parallel.py",
     "kernels/span_attention_triton.py": "kernels/stride_cases.py",
     "kernels/embedding_triton.py": "kernels/stride_cases.py",
+    "kernels/conv_triton.py": "kernels/recurrent_cases.py",
     "kernels/grouped_linear_triton.py": "kernels/grouped_linear_cases.py",
     "kernels/joint_experts_triton.py": "kernels/joint_experts_cases.py",
     "kernels/grouped_blocks_triton.py": "kernels/expert_blocks_cases.py",

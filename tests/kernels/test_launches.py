@@ -90,6 +90,25 @@ def attend(batch: int, seq: int, heads: Heads) -> None:
     TRITON.fp8.gate_backward(fp8, cast_scale, 0, dy, q, gate, False)
 
 
+def recur(batch: int, seq: int, heads: int) -> None:
+    """The operations around a recurrence with heads of 128 channels, forward and backward, with and without FP8."""
+    from te_models.kernels import conv_triton, head_norm_triton  # noqa: PLC0415  the skip above comes first
+    from te_models.kernels.fp8_tiles_triton import new_fp8  # noqa: PLC0415
+
+    device, bf16 = torch.device("meta"), dict(dtype=torch.bfloat16, device="meta")
+    width = 128 * heads
+    x, taps = torch.empty(batch, seq, width, **bf16), torch.empty(width, 1, 4, **bf16)
+    documents = torch.empty(batch, seq, dtype=torch.int64, device=device)
+    conv_triton.conv(x, taps, None, documents, (width,))
+    conv_triton.conv_backward(x, taps, None, documents, (x,), x)
+    rows, weight = x.flatten(0, 1), torch.empty(128, **bf16)
+    head_norm_triton.head_norm(rows, rows, weight, 1e-6)
+    head_norm_triton.head_norm_backward(rows, rows, rows, weight, 1e-6, rows)
+    one = torch.empty(1, dtype=torch.float32, device=device)
+    fp8, cast_scale = new_fp8(*rows.shape, device), CastScale(scale=one, amax=one, e5m2=False)
+    head_norm_triton.head_norm_fp8(rows, rows, weight, 1e-6, fp8, cast_scale)
+
+
 @pytest.mark.parametrize(
     ("batch", "seq", "heads"), [(700, 64, 128), (1, 262144, 128), (80000, 16, 1), (4, 2048, 4)]
 )
@@ -98,6 +117,7 @@ def test_grids_are_those_that_a_gpu_has(
 ) -> None:
     """2**31 - 1 programs in the first dimension, and 65,535 in the others."""
     attend(batch, seq, Heads(heads, max(1, heads // 4), 128, "elementwise"))
+    recur(batch, seq, heads)
     assert launches
     for launch in launches:
         most = (2**31 - 1, 65535, 65535)
@@ -135,4 +155,12 @@ def test_heads_of_any_size_compile(size: int, launches: list[Launch]) -> None:
     for launch in launches:
         if size == 80 and "fp8" not in launch.kernel.fn.__name__:  # the interpreter runs the others
             continue
+        compile_for_h200(launch)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_operations_around_a_recurrence_compile(launches: list[Launch]) -> None:
+    recur(1, 64, 4)
+    for launch in launches:
         compile_for_h200(launch)
