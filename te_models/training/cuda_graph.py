@@ -30,7 +30,7 @@ from te_models.model.graph_obstacle import graph_obstacle
 from te_models.model.output import step_loss
 from te_models.model.recompute import may_draw
 from te_models.optim.gradients import Gradients
-from te_models.training.fsdp_copies import NoHostCopies
+from te_models.training.fsdp_copies import no_host_copies
 from te_models.training.parallel import restore_unreduced_gradients, unreduced_gradients
 
 # Eager micro-batches before the capture, for compilers, workspaces of libraries and FP8 state created on first use.
@@ -351,7 +351,7 @@ class GraphedStep:
         before = unreduced_gradients(self.model)
         try:
             with (
-                NoHostCopies() if self.fsdp_modules else nullcontext(),
+                no_host_copies() if self.fsdp_modules else nullcontext(),
                 capture(graph, self.stream, **pool),
             ):
                 loss, routing = self._run(unit)

@@ -1,25 +1,30 @@
 """FSDP2's copies between one buffer and many tensors, in a form that a CUDA graph can replay."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class NoHostCopies(TorchDispatchMode):
-    """Replace FSDP2's kernels that copy between one buffer and many tensors by kernels that a graph can hold.
+@contextmanager
+def no_host_copies() -> Iterator[None]:
+    """Inside, FSDP2 copies between one buffer and many tensors by kernels that a graph can hold, in place of its own.
 
     FSDP2's kernels read the tensors' addresses from host memory that has been reused by the time of a replay. The ones
-    here have them among their arguments, those of many tensors each.
+    here have them among their arguments, those of many tensors each. FSDP2 finds its kernels in torch.ops.fsdp at each
+    call. A TorchDispatchMode could replace them, too, but inside one TorchDynamo gives up each compiled function that is
+    called, for the rest of the process.
     """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.fsdp.split_with_sizes_copy.default:
-            return _split(*args, **kwargs)
-        if func is torch.ops.fsdp.chunk_cat.default:
-            return _chunk_cat(*args, **kwargs)
-        return func(*args, **(kwargs or {}))
+    operations: Any = torch.ops.fsdp
+    before = operations.split_with_sizes_copy, operations.chunk_cat
+    operations.split_with_sizes_copy = _split
+    operations.chunk_cat = _chunk_cat
+    try:
+        yield
+    finally:
+        operations.split_with_sizes_copy, operations.chunk_cat = before
 
 
 def _split(source: Tensor, sizes: list[int], dim: int = 0, *, out: list[Tensor]) -> None:

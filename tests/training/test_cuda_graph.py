@@ -20,7 +20,7 @@ from te_models.errors import UsageError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model import recompute
 from te_models.training.cuda_graph import ATTEMPTS, WARM_UP, GraphedStep, obstacle
-from te_models.training.fsdp_copies import NoHostCopies
+from te_models.training.fsdp_copies import no_host_copies
 from te_models.training.trainer import deterministic
 
 SHAPE: dict[str, Any] = dict(
@@ -382,14 +382,32 @@ def test_copies_without_the_host_are_those_of_fsdp(ranks: int) -> None:
     gradients = [torch.randn(shape).bfloat16() for shape in shapes]
     width = sum(-(-t.shape[0] // ranks) * t[0].numel() for t in gradients)
     wanted, found = torch.full((2, ranks, width), torch.nan)
+    operation = torch.ops.fsdp.chunk_cat
     torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=ranks, out=wanted)
-    with NoHostCopies():
+    with no_host_copies():
         torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=ranks, out=found)
     assert torch.equal(wanted, found)
     sizes = [3, width - 5, 2]
     parts = [[torch.empty(ranks, size) for size in sizes] for _ in range(2)]
     torch.ops.fsdp.split_with_sizes_copy(wanted, sizes, dim=1, out=parts[0])
-    with NoHostCopies():
+    with no_host_copies():
         torch.ops.fsdp.split_with_sizes_copy(wanted, sizes, dim=1, out=parts[1])
         assert (torch.ones(2) + 1).tolist() == [2, 2], "everything else is as it is"
     assert all(torch.equal(a, b) for a, b in zip(*parts, strict=True))
+    assert torch.ops.fsdp.chunk_cat is operation, "FSDP2 has its own kernels again"
+
+
+def test_compiled_functions_stay_compiled_after_a_capture_under_fsdp() -> None:
+    """Inside a TorchDispatchMode TorchDynamo gives up the functions that are called, compiled ones as well."""
+    runs = []
+
+    def compiler(module: Any, inputs: list[torch.Tensor]) -> Any:
+        return lambda *own: (runs.append(1), module.forward(*own))[1]
+
+    compiled = torch.compile(lambda x: x.sin() * 2, backend=compiler)
+    x = torch.ones(3)
+    compiled(x)
+    with no_host_copies():
+        compiled(x)
+    compiled(x)
+    assert len(runs) == 3
