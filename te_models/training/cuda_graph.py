@@ -474,9 +474,6 @@ def step_obstacle(model: CausalLM, config: TrainConfig) -> str | None:
     if not config.cuda_graph:
         return "cuda_graph=False"
     accumulates = isinstance(model, FSDPModule) and config.gradient_accumulation > 1
-    if accumulates and config.reshard_after_forward:
-        # One such graph in BF16 had other bits than eager steps (docs/LOG.md, 2026-11-27): eager until it is known why.
-        return "FSDP2 that reshards after forward accumulates gradients eagerly: see --no-reshard-after-forward"
     if accumulates and config.gradient_accumulation > MOST_TOGETHER:
         return f"FSDP2 collects the gradients of more than {MOST_TOGETHER} micro-batches eagerly"
     return obstacle(model)

@@ -203,11 +203,11 @@ def test_which_accumulated_steps_are_eager_under_fsdp2() -> None:
 
     # The mock is no CausalLM: what comes after the reasons of FSDP2.
     other = "the model is wrapped (by LoRA or another module)"
-    assert obstacle_of(1, True) == obstacle_of(16, False) == other
-    assert (obstacle_of(2, True) or "").startswith("FSDP2 that reshards after forward")
-    assert obstacle_of(17, False) == (
-        "FSDP2 collects the gradients of more than 16 micro-batches eagerly"
-    )
+    for reshards in (True, False):
+        assert obstacle_of(1, reshards) == obstacle_of(16, reshards) == other
+        assert obstacle_of(17, reshards) == (
+            "FSDP2 collects the gradients of more than 16 micro-batches eagerly"
+        )
 
 
 @pytest.mark.parametrize("cached", [True, False])
