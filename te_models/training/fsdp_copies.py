@@ -14,8 +14,8 @@ def no_host_copies() -> Iterator[None]:
 
     FSDP2's kernels read the tensors' addresses from host memory that has been reused by the time of a replay. The ones
     here have them among their arguments, those of many tensors each. FSDP2 finds its kernels in torch.ops.fsdp at each
-    call. A TorchDispatchMode could replace them, too, but inside one TorchDynamo gives up each compiled function that is
-    called, for the rest of the process.
+    call. A TorchDispatchMode could replace them, too, but inside one TorchDynamo gives up each compiled function that
+    is called, for the rest of the process.
     """
     operations: Any = torch.ops.fsdp
     before = operations.split_with_sizes_copy, operations.chunk_cat
