@@ -40,6 +40,7 @@ GENERATIONS = ("Ampere", "Ada", "Hopper", "data-centre Blackwell", "consumer Bla
 GPUS = (
     Gpu("RTX 3090", (8, 6), 24, "Ampere"),
     Gpu("A100", (8, 0), 80, "Ampere", 312),
+    Gpu("RTX 4080", (8, 9), 16, "Ada"),
     Gpu("RTX 4090", (8, 9), 24, "Ada", 165),
     Gpu("L4", (8, 9), 24, "Ada", 121),
     Gpu("L40S", (8, 9), 48, "Ada", 362),
@@ -52,6 +53,10 @@ GPUS = (
     Gpu("B200", (10, 0), 180, "data-centre Blackwell", 2250),
     Gpu("GB200", (10, 0), 186, "data-centre Blackwell"),
     Gpu("B300", (10, 3), 288, "data-centre Blackwell"),
+    Gpu("RTX 5060", (12, 0), 8, "consumer Blackwell"),
+    # Also sold with 8 GB.
+    Gpu("RTX 5060 Ti", (12, 0), 16, "consumer Blackwell"),
+    Gpu("RTX 5070", (12, 0), 12, "consumer Blackwell"),
     Gpu("RTX 5070 Ti", (12, 0), 16, "consumer Blackwell"),
     Gpu("RTX 5080", (12, 0), 16, "consumer Blackwell"),
     Gpu("RTX 5090", (12, 0), 32, "consumer Blackwell"),
@@ -67,7 +72,7 @@ CHIPS = {"gb10": "DGX Spark"}
 
 
 def get_gpu(name: str) -> Gpu:
-    """Return the GPU of a name, such as "RTX 5090", "rtx5090" or "NVIDIA H100 80GB HBM3".
+    """Return the GPU of a name, such as "RTX 5090", "5090" or "NVIDIA H100 80GB HBM3".
 
     Raises:
         UsageError: no GPU of this name is known; the message has the nearest.
@@ -76,7 +81,8 @@ def get_gpu(name: str) -> Gpu:
     name = CHIPS[chip[0]] if chip else name
     plain_name = _plain(name)
     for gpu in GPUS:
-        if _plain(gpu.name) == plain_name:
+        known_name = _plain(gpu.name)
+        if plain_name in (known_name, known_name.removeprefix("rtx")):
             return gpu
     # The longest first, so that "RTX 6000 Ada" is not taken for another card.
     for gpu in sorted(GPUS, key=lambda gpu: -len(gpu.name)):

@@ -42,6 +42,10 @@ def test_a_recipe_runs_where_the_check_of_transformer_engine_passes(name: str, g
     [
         ("RTX 5090", "RTX 5090"),
         ("rtx5090", "RTX 5090"),
+        ("5090", "RTX 5090"),
+        ("GeForce 5060 Ti", "RTX 5060 Ti"),
+        ("NVIDIA GeForce RTX 5070", "RTX 5070"),
+        ("NVIDIA GeForce RTX 4080 SUPER", "RTX 4080"),
         ("NVIDIA GeForce RTX 5090", "RTX 5090"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H200", "H200"),
