@@ -271,7 +271,7 @@ def refuse(
 ) -> None:
     """Raise the first of the mistakes: `error` with a line that says what is wrong, or one that is an error already.
 
-    A table has each line with whether it applies.
+    `mistakes` are lines or errors, or a mapping {line: condition}, of which lines with a true condition count.
     """
     for mistake in mistakes:
         if not isinstance(mistakes, Mapping) or mistakes[str(mistake)]:

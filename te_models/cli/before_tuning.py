@@ -1,4 +1,4 @@
-"""The options of `te-models export` and `parity` on what is left of a tuning, and the model before it."""
+"""Options of `te-models export` and `parity` that compare an export with the model before the tuning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data of a training run and what is done with it, as options with their defaults. No torch."""
+"""Options of the data of a training run, with their defaults. No torch."""
 
 import os
 import re

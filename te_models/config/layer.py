@@ -289,7 +289,7 @@ class LayerSpec:
 
     @property
     def parts(self) -> tuple[PartSpec, ...]:
-        """The mixer and the MLP, or the one of them that there is, and the part that reads the layer's input."""
+        """The parts that the layer has, of mixer, MLP, and the part that reads the layer's input."""
         return tuple(part for part in (self.mixer, self.mlp, self.input) if part is not None)
 
     @property

@@ -455,7 +455,7 @@ class _Grouped(torch.autograd.Function):
 def _expert_weights(
     module: GroupedLinear, call: Call, sizes: tuple[int, int], dgrad: bool
 ) -> list[Tensor | None]:
-    """Return what is saved of the experts' weights in FP8: both copies, unless they are FP8 or FSDP2 gathers them."""
+    """Return the FP8 copies of the experts' weights that backward needs: both, unless they are FP8 or gathered."""
     quantized = isinstance(module.weights[0], QuantizedTensor)
     if quantized or module._is_fsdp2 or not dgrad or call.fp8 is None:
         return []

@@ -121,7 +121,7 @@ def _source(linears: list[nn.Module]) -> _Source | None:
 
 
 def _is_source(source: _Source, linears: list[nn.Module]) -> bool:
-    """Return whether the weights are still those of `source`. On a GPU this waits for the device."""
+    """Return whether the weights still have the values of `source`. On a GPU this waits for the device."""
     weights = _weights(linears)
     if len(weights) != len(source.tensors):
         return False

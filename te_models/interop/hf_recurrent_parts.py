@@ -37,7 +37,7 @@ def _write_convolutions(config: ModelConfig) -> Fields:
 
 
 def _read_adjusted_width(theirs: Values) -> Fields:
-    """Read the width of LFM2's MLPs: two thirds of what is given, times a factor, rounded up to a multiple."""
+    """Read the width of LFM2's MLPs: two thirds of the width in the file, times a factor, rounded up to a multiple."""
     size = theirs.get("block_ff_dim", theirs["intermediate_size"])
     factor = theirs.get("block_ffn_dim_multiplier")
     multiple = theirs["block_multiple_of"]

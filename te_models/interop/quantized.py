@@ -1,4 +1,4 @@
-"""Quantized weights in Hugging Face folders: how they are stored by their config.json, checks, and the values.
+"""Quantized weights in Hugging Face folders: the storage that config.json declares, checks, and dequantized values.
 
 A `WeightStorage` says how a weight [out, in] is stored: E4M3 (or two E2M1 per byte) and one scale per block of
 elements. Four kinds of config are read: `fp8` (DeepSeek, Qwen, vLLM and transformers), `compressed-tensors` with

@@ -127,7 +127,7 @@ class _Rows:
         else:
             if self.scale_rows is None:
                 self.scale_rows = torch.zeros(len(self.data), dtype=torch.int32, device=self.device)
-            # [rows]: the row of `shared` with the scales of each row; those of earlier tensors come before.
+            # [rows]: the row of `shared` with the scales of each row; rows of earlier tensors come before.
             theirs = torch.arange(place.shape[0], dtype=torch.int32) // step + self.count
             place.load(self.scale_rows[gemm_rows], theirs)
             self.shared.append(content.scales)

@@ -29,7 +29,7 @@ BLOCK = 128
 
 
 def blocks_of(recipe: Recipe) -> tuple[int, int] | None:
-    """Return the rows and columns that share a scale in a recipe's FP8 weights, 0 for all; None if not in FP32."""
+    """Return the rows and columns that share a scale in FP8 weights, 0 for all; None if scales are not FP32."""
     if recipe.scheme in SHARDED_SCHEMES:
         return 0, 0
     square = recipe.scheme == "Float8BlockScaling" and recipe.fields["w_block_scaling_dim"] == 2

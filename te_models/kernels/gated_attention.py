@@ -173,7 +173,7 @@ def rotated_heads(
 
 
 def _are_beside(q: Tensor, k: Tensor) -> bool:
-    """Return whether the heads of k [B, S, K, H] follow those of q [B, S, A, H] in memory, token by token."""
+    """Return whether in memory each token's heads of k [B, S, K, H] follow its heads of q [B, S, A, H]."""
     return q.stride() == k.stride() and k.storage_offset() == q.storage_offset() + q.shape[
         2
     ] * q.stride(2)

@@ -70,7 +70,7 @@ def _place_kernel(
         counts += (one[:, None] == e[None, :]).to(tl.int32)
     begin = tl.load(first + e, e < count, 0)
     begin += tl.load(before + tl.program_id(0) * count + e, e < count, 0)
-    # The expert's rows before this token: those of earlier programs, and of earlier tokens of this one.
+    # The expert's rows before this token: rows of earlier programs, and of earlier tokens of this program.
     place = begin[None, :] + tl.cumsum(counts, 0) - counts
     for j in range(k):
         one = tl.load(chosen + t * k + j, t < tokens, count)

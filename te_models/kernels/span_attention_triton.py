@@ -116,7 +116,10 @@ class Spans(NamedTuple):
         sinks: Tensor | None = None,
         cap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the gradients of q, k, v and sinks from the one of `out` [B, N, S, H] and what `forward` returned."""
+        """Return the gradients of q, k, v and sinks.
+
+        `dy` is the gradient of `out` [B, N, S, H], and `kept` what `forward` returned beside it.
+        """
         if self._suits_flash(q, sinks, cap):
             return *self._flash_backward(dy, q, k, v, out, kept, scale), None
         (log_sum,) = kept

@@ -92,7 +92,7 @@ class TokenShare:
         return torch.cat([x.narrow(dim, begin, self.piece) for begin in self.begins], dim=dim)
 
     def filled(self, tokens: Tensor, request: OutputRequest) -> tuple[Tensor, OutputRequest]:
-        """Return ids [B, S] or vectors [B, S, D] and what is asked of them, with padding at the end of each row.
+        """Return ids [B, S] or vectors [B, S, D] and the request, with padding at the end of each row.
 
         There is none where the pieces divide the rows.
         """

@@ -1,4 +1,4 @@
-"""The recipe of a live decoder: how it is changed, and how its scales are saved and loaded."""
+"""The recipe of a live decoder: changes of it, and saving and loading of its scales."""
 
 from __future__ import annotations
 

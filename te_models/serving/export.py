@@ -375,7 +375,7 @@ class _Writer:
         made: list[Parts],
         base: Tensor,
     ) -> None:
-        """Note what is left of the change of the weights `names` since `base`."""
+        """Note how much of the weights' change since `base` is left in the export, for the weights `names`."""
         storage = self.format.storage
         assert storage is not None
         base_made = self._parts(names, places, base, own=False)
@@ -391,7 +391,7 @@ class _Writer:
                 self.changes.append(change)
 
     def survival(self) -> Survival | None:
-        """Return what is left of the tuning; None if no base is known."""
+        """Return how much of the tuning is left in the export; None if no base is known."""
         return None if self.base is None else Survival(tuple(self.changes))
 
     def _shared_parts(

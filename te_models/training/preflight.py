@@ -210,7 +210,7 @@ def _host_problem(options: Fields, needed: int, free: int) -> str:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """The line that says what is missing, and the smallest change that helps."""
+    """The line about missing memory and the smallest change that helps."""
 
     check: MemoryCheck
     plan: Callable[..., MemoryPlan]

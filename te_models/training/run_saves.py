@@ -141,7 +141,7 @@ def note_evaluation(trainer: Trainer, row: Row) -> None:
 
 
 def _save_best(trainer: Trainer, step: int) -> None:
-    """Save the model in the background, as the one of the lowest evaluation loss so far."""
+    """Save the model in the background as best/, the model with the lowest evaluation loss so far."""
     tensors, documents = trainer.saved_model()
     # A tensor that became NaN since the evaluation ends the run in the next step, with a better explanation.
     if broken_tensor(tensors, trainer.parallel.ranks) is None:

@@ -41,7 +41,7 @@ from te_models.training.settings import (
 def run_settings(
     command: str, given: Mapping[str, object], file: Path | None = None, called: str = ""
 ) -> RunSettings:
-    """Return the settings of a run: what is `given`, else what `file` has, else the defaults of `command`."""
+    """Return the settings of a run: from `given`, else from `file`, else the defaults of `command`."""
     saved = read_run_file(file) if file is not None else {}
     # A resumed run is what it was, whichever of the two commands resumes it.
     command = saved.get("command", command)
