@@ -206,7 +206,8 @@ class Experts(Feedforward[MoESpec]):
             return ExpertChoice(
                 chosen, token_places, token_places.counts, exchange=None, gathered=None
             )
-        gathered = self.ep.gathered if context.ranks_alike else None
+        # Where the host has to know the numbers of rows anyway, rows are sent, whose sums are rounded once.
+        gathered = self.ep.gathered if context.ranks_alike and on_device else None
         if gathered is not None:
             held = self.ep.held
             token_places = places(

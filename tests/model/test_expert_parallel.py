@@ -1,9 +1,12 @@
 """Ranks that share experts compute what one process does, in every gradient, and save the folder that it saves."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,10 +21,12 @@ from te_models.config.moe import places_of_experts
 from te_models.config.training import TrainConfig
 from te_models.distributed.planned_ranks import PlannedRanks
 from te_models.kernels.expert_rows import PLAIN
+from te_models.model import moe
 from te_models.model.expert_parallel import ExpertParallel, arrivals
+from te_models.model.forward_context import ForwardContext
 from te_models.model.gathered_tokens import packed
 from te_models.model.graph_obstacle import graph_obstacle
-from te_models.model.router import places
+from te_models.model.router import Places, places
 from te_models.saving.folder import load_folder
 from te_models.training.launch import meshes, parallel
 from te_models.training.parallel import Parallel
@@ -85,6 +90,23 @@ def gradients(
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+@contextmanager
+def all_tokens(model: CausalLM) -> Iterator[None]:
+    """Let ranks give each other all tokens, as on GPUs, on an engine that needs numbers of rows on the host."""
+
+    def known(*arguments: Any, on_device: bool, **options: Any) -> Places:
+        return places(*arguments, on_device=False, **options)
+
+    model.ranks_alike = True
+    with (
+        patch.object(ForwardContext, "counts_on_device", lambda self, *modules: True),
+        patch.object(moe, "places", known),
+        patch.object(ExpertParallel, "exchange", side_effect=AssertionError),
+    ):
+        yield
+    model.ranks_alike = False
+
+
 def compare(name: str, mesh: DeviceMesh, alike: bool) -> dict[str, float]:
     """Return the relative difference of the loss and of every gradient from those of one process.
 
@@ -93,8 +115,8 @@ def compare(name: str, mesh: DeviceMesh, alike: bool) -> dict[str, float]:
     ep, values = ExpertParallel(mesh, CONFIG), batch(name)
     mine = {key: value.chunk(2)[ep.rank] for key, value in values.items()}
     model = build(mesh, **CASES[name])
-    model.ranks_alike = alike
-    loss, own = gradients(model, mine, name)
+    with all_tokens(model) if alike else nullcontext():
+        loss, own = gradients(model, mine, name)
     expected, whole = gradients(build(**CASES[name]), values, name)
     found = ep.gather(own, torch.device("cpu"))
     for parameter, gradient in found.items():
@@ -258,9 +280,10 @@ def sharded(device: str, kind: str, rank: int, folder: str) -> None:
             model = shared.build(CONFIG, **options)
             model.ranks_alike = alike
             values = {key: value.to(model.device) for key, value in batch(name).items()}
-            model(
-                **{key: value.chunk(shared.data_world)[rank] for key, value in values.items()}
-            ).loss.backward()
+            with all_tokens(model) if alike and device == "cpu" else nullcontext():
+                model(
+                    **{key: value.chunk(shared.data_world)[rank] for key, value in values.items()}
+                ).loss.backward()
             own = {
                 n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None
             }
