@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -417,6 +418,12 @@ def write_results(
     """Write what became of a study's runs, with the names of those that are missing."""
     missing = [run.name for run in asked if run.name not in results]
     replace_text(out, json.dumps({**about, "missing": missing, "runs": results}) + "\n")
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the mean of the seeds, with the standard deviation where there are several."""
+    mean = f"{statistics.mean(values):.3f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.3f}"
 
 
 def report(results: Mapping[str, Found], folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import small_runs
 from benchmarks.gated_learning_rates import RATES, RECIPES, look, runs, values_by_rate
-from benchmarks.optimizer_study import OPTIMIZERS, TOKENIZER
+from benchmarks.optimizer_study import OPTIMIZERS, TOKENIZER, losses_table, mean_curve
 from benchmarks.optimizer_study import runs as optimizer_runs
 from benchmarks.small_runs import SmallRun, batch_of, finished, shuffled, train
 from benchmarks.tables.studies import interpolated_best
@@ -119,3 +119,21 @@ def test_best_rate_is_at_the_bottom_of_a_parabola():
     found = interpolated_best({rate: loss(rate) for rate in rates})
     assert found == pytest.approx(2.5e-3)
     assert interpolated_best({1e-3: 1.0, 2e-3: 2.0, 4e-3: 4.0}) == 1e-3
+
+
+def test_optimizer_table_has_the_means_of_seeds_and_leaves_out_diverged_runs():
+    found = {
+        "muon-0.001-0": {"held_out": 2.0, "diverged": None, "curve": [4.0, 2.0]},
+        "muon-0.001-1": {"held_out": 3.0, "diverged": None, "curve": [5.0, 3.0]},
+        "muon-0.0005-0": {"held_out": 2.75, "diverged": None, "curve": [4.0, 2.0]},
+        "adamw-0.001-0": {"held_out": 1.0, "diverged": None, "curve": [4.0, 2.0]},
+        "adamw-0.001-1": {"held_out": 9.0, "diverged": 2, "curve": [9.0]},
+    }
+    rows = losses_table(found).splitlines()
+    assert rows[0] == "| optimizer | 0.0005 | 0.001 | best rate |"
+    assert rows[2:] == [
+        "| `muon` | 2.750 | 2.500 ± 0.707 | 0.001 |",
+        "| `adamw` |  | 1.000 | 0.001 |",
+    ]
+    assert mean_curve(found, "muon-0.001-") == [4.5, 2.5]
+    assert mean_curve(found, "adamw-0.001-") == [4.0, 2.0]

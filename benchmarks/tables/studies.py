@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.gated_learning_rates import (
@@ -14,6 +14,7 @@ from benchmarks.gated_learning_rates import (
     uniform_share,
     values_by_rate,
 )
+from benchmarks.small_runs import spread
 from benchmarks.tables.text import load, markdown, measured_on, prose, table
 
 Runs = Mapping[str, Mapping[str, Any]]
@@ -25,12 +26,6 @@ def means(runs: Runs, gate: str, recipe: str, value: str) -> dict[float, float]:
     """Return the mean of a value over seeds by learning rate."""
     found = values_by_rate(runs, gate, recipe, value)
     return {rate: statistics.mean(values) for rate, values in found.items()}
-
-
-def spread(values: Sequence[float]) -> str:
-    """Return the mean of the seeds, with the standard deviation where there are several."""
-    mean = f"{statistics.mean(values):.3f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.3f}"
 
 
 def interpolated_best(losses: Mapping[float, float]) -> float:
