@@ -35,6 +35,9 @@ LOST = 0.3
 UNUSED_BITS = 3.0  # powers of two that a scale may leave unused above a tensor's largest magnitude
 JUMP_BITS = 3.0  # by which a scale may not change from one step to the next while the amax stays
 DEAD_STEPS = 3
+GROWTH = (
+    16.0  # of a largest value, by which an outlier is told from what training changes in some steps
+)
 CLIPPED_SQNR = 10.0  # dB, below which it is what saturates that takes a cast its exactness
 LASTING = 3  # recorded steps in a row in which few values are far beyond the format
 # dB below which a cast is worth a word, by format: LEEWAY below what numbers of a normal distribution have.
@@ -212,7 +215,8 @@ def _outlier(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     where = outliers(facts)
     blocks = ~facts.one_scale()
     names = [tensor.name for tensor in facts.tensors]
-    for finding in over(facts, rule, where, lost, say, origin=_much(where, lost)):
+    origin = _much(where, lost) | _grown(facts)
+    for finding in over(facts, rule, where, lost, say, origin=origin):
         if blocks[:, names.index(finding.tensor)].any():
             yield replace(finding, change=OUTLIER_IN_BLOCKS)
         else:
@@ -223,6 +227,18 @@ def _much(where: Mask, size: Floats) -> Mask:
     """Return where tensors show something that at some time is at least half as much as of any, [steps, tensors]."""
     most = np.where(where, np.nan_to_num(size), 0.0).max(0, initial=0.0)
     return where & (most >= 0.5 * most.max(initial=0.0))
+
+
+def _grown(facts: RunFacts) -> Mask:
+    """Return where a tensor's largest value has grown far beyond what it was, [steps, tensors].
+
+    A product of two tensors with an outlier has a larger one, and shows it sooner than the tensor where it began.
+    """
+    amax = facts.record.field("amax")
+    amax = np.where(amax > 0, amax, np.nan)
+    smallest = np.fmin.accumulate(amax, axis=0)
+    with np.errstate(invalid="ignore"):
+        return np.asarray(amax >= GROWTH * smallest)
 
 
 def outliers(facts: RunFacts) -> Mask:

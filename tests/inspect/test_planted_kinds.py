@@ -40,9 +40,14 @@ QUICK = (
     Case("Mamba 2", "dead layer", "current", "one", Site("layers.2.mamba.out_proj")),
     Case("experts", "NaN in FP8 alone", "delayed", "one", Site("layers.0.mlp.gate_up_proj", 3)),
 )
+# A product of two tensors with the outlier shows it sooner.
+PRODUCT = Case(
+    "Mamba 2", "outlier in every block", "blockwise", "one", Site("layers.2.mamba.zxbcdt_proj")
+)
 NAMES = tuple(MODELS)
 ALONE = (
     GRADIENTS,
+    PRODUCT,
     *(
         draw(random.Random(seed), "one", failure, NAMES[seed % len(NAMES)])
         for seed, failure in enumerate(DRAWN)
