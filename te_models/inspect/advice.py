@@ -169,15 +169,22 @@ def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Findi
     beyond = far & (share > 0) & operands
     where = (share > SATURATED) & operands
     where |= _in_a_row(beyond) & facts.operand("grad_output")
-    yield from over(facts, rule, where, share, say, origin=where | beyond)
+    # What overflows goes on to. A few tokens of an expert may saturate in one step of a healthy tensor, whose scale
+    # fits again in the next: it shows in no other step, and nothing begins there.
+    goes_on = _in_a_row(beyond, cut_off=True) | (beyond & where.any(0))
+    yield from over(facts, rule, where, share, say, origin=where | goes_on)
 
 
-def _in_a_row(where: Mask) -> Mask:
-    """Return where tensors show something in LASTING recorded steps in a row, [steps, tensors]."""
+def _in_a_row(where: Mask, cut_off: bool = False) -> Mask:
+    """Return where tensors show something in LASTING recorded steps in a row, [steps, tensors].
+
+    With `cut_off` also in fewer steps that are the last ones: more may have followed.
+    """
     lasting = np.zeros_like(where)
-    for start in range(len(where) - LASTING + 1):
-        streak = where[start : start + LASTING].all(0)
-        lasting[start : start + LASTING] |= streak
+    for start in range(len(where)):
+        streak = where[start : start + LASTING]
+        if len(streak) == LASTING or cut_off:
+            lasting[start : start + LASTING] |= streak.all(0)
     return lasting
 
 
