@@ -5,6 +5,7 @@ A field that would change an answer and is not supported is refused; others, suc
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import secrets
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from te_models.data.row_values import encodable
 from te_models.data.tokenizer_base import Tokenizer
 from te_models.errors import UsageError, mistyped
 from te_models.files.formats import Fields
@@ -23,7 +25,9 @@ from te_models.model.decoder import Decoder
 # The default of OpenAI's API; a chat answer has all of the model's context.
 COMPLETION_TOKENS = 16
 MOST_CHOICES = 16
-# Fields that change an answer, with the values that leave it as it is.
+# Similarity of a misspelled field; OpenAI's `store` and others, which are ignored, are less like the ones read here.
+CLOSE = 0.8
+# Fields that change an answer, with the values that leave it as it is: OpenAI's, and those that clients send vLLM.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -32,15 +36,58 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
+    # False of chats; a completion's 0 asks for the chosen tokens' own.
     "logprobs": (False,),
     "top_logprobs": (0,),
+    "prompt_logprobs": (),
     "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
     "best_of": (1,),
+    "use_beam_search": (False,),
     "echo": (False,),
     "suffix": ("",),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "chat_template": (),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
+# Fields that are read.
+SUPPORTED = (
+    "model",
+    "messages",
+    "chat_template_kwargs",
+    "prompt",
+    "n",
+    "max_tokens",
+    "max_completion_tokens",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+)
 
 
 class UnknownModel(UsageError):
@@ -109,8 +156,11 @@ class Completions:
             raise UnknownModel(f"the model {named!r} is not served here: give {self.name!r}")
         # Clients send some of these with the value that asks for nothing: those are taken.
         for name, neutral in UNSUPPORTED.items():
-            if fields.get(name) is not None and fields[name] not in neutral:
+            if fields.get(name) is not None and not _asks_nothing(fields[name], neutral):
                 raise UsageError(f"{name} is not supported here: leave it out")
+        for name in fields:
+            if name not in SUPPORTED and name not in UNSUPPORTED:
+                _check_spelling(name)
         prompts = [self._chat_prompt(fields)] if chat else self._prompts(fields)
         choices = _take(fields, "n", int, 1)
         if not 1 <= choices <= MOST_CHOICES:
@@ -149,6 +199,7 @@ class Completions:
         prompts = []
         for prompt in given if is_list and not is_ids else [given]:
             if isinstance(prompt, str):
+                encodable(prompt, "prompt")
                 prompt = self.tokenizer.encode_prompt(prompt)
             if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
                 raise UsageError(
@@ -255,6 +306,19 @@ def _piece(request: Request, index: int, text: str, reason: str | None = None) -
     return _choice(index, reason, delta={"content": text} if text else {})
 
 
+def _asks_nothing(value: object, neutral: tuple[object, ...]) -> bool:
+    """Return whether a value is one of the neutral ones; to Python 0 is False, and in a request it is not."""
+    is_bool = isinstance(value, bool)
+    return any(value == one and is_bool == isinstance(one, bool) for one in neutral)
+
+
+def _check_spelling(name: str) -> None:
+    """Refuse a field whose name is nearly one of those that are read, and would be ignored."""
+    near = difflib.get_close_matches(name, SUPPORTED, n=1, cutoff=CLOSE)
+    if near:
+        raise UsageError(f"unknown field {name!r} of a request: did you mean {near[0]!r}?")
+
+
 def _take(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     """Return a field of a request, `default` if it is missing or null; a UsageError if it is of another type."""
     value = fields.get(name)
@@ -313,5 +377,6 @@ def _message(message: object, number: int) -> dict[str, str]:
         content = "".join(parts)
     if not isinstance(content, str):
         raise UsageError(f"messages[{number}] has no text: give content")
+    encodable(content, f"messages[{number}]")
     # OpenAI's newer name for the system's role, which templates do not know.
     return {"role": "system" if role == "developer" else role, "content": content}

@@ -16,7 +16,8 @@ from chat_model import write_chat_model
 
 from te_models import CausalLM, load_tokenizer
 from te_models.data.tokenizer_base import Tokenizer
-from te_models.errors import UsageError
+from te_models.errors import TeModelsError, UsageError
+from te_models.generation.completions import Completions
 from te_models.generation.http_server import Server, is_local, make_server
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -185,6 +186,32 @@ def test_a_mistake_is_one_line(
         client.chat.completions.create(
             **{**dict(model="mine", messages=HELLO), **fields}, stream=stream
         )
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        # A completion's 0 asks for the log-probabilities of the chosen tokens; it is not False.
+        (dict(logprobs=0), "logprobs is not supported here: leave it out"),
+        (dict(repetition_penalty=1.2), "repetition_penalty is not supported here: leave it out"),
+        (dict(min_tokens=3), "min_tokens is not supported here: leave it out"),
+        (dict(max_new_tokens=3), "unknown field 'max_new_tokens'.* did you mean 'max_tokens'"),
+        (dict(temprature=0), "unknown field 'temprature'.* did you mean 'temperature'"),
+        (dict(prompt="a\ud800"), "prompt holds half of a surrogate pair at character 1"),
+    ],
+)
+def test_a_field_that_would_be_ignored_is_refused(
+    fields: dict[str, Any], message: str, model: CausalLM, words: Tokenizer
+) -> None:
+    with pytest.raises(TeModelsError, match=message):
+        Completions(model, words, "mine").read({"prompt": "once", **fields}, chat=False)
+
+
+def test_fields_that_change_no_answer_are_taken(model: CausalLM, words: Tokenizer) -> None:
+    neutral = dict(store=False, service_tier="auto", prompt_cache_key="a", repetition_penalty=1.0)
+    read = Completions(model, words, "mine").read
+    fields = {"prompt": "once", "max_tokens": 3}
+    assert read({**fields, **neutral, "logprobs": False}, chat=False) == read(fields, chat=False)
 
 
 def test_neutral_and_unknown_fields_are_taken(client: Any) -> None:
