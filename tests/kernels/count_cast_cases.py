@@ -208,6 +208,34 @@ def test_saturated_values_of_some_tiles_of_a_program(
     assert found["zeros"] == 0 and found["flushed"] == ((x != 0) & (after == 0)).sum().item()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("known", [True, False])
+def test_memory_around_a_tensor_is_not_counted(kind: str, known: bool) -> None:
+    """It may hold NaN, before a cast as well as after it: counted, it would stop a run that is healthy."""
+    rows, columns = 64, 160
+    memory = torch.full((rows + 40, columns + 64), math.nan, dtype=torch.bfloat16, device=DEVICE)
+    memory[:rows, :columns] = values(rows, columns).nan_to_num(0, 1, 1)
+    source = memory[:rows, :columns]
+    cast = cast_of(quantizer(kind)(source.contiguous()))
+    assert cast is not None
+    around = torch.full((rows + 40, columns + 64), 0x7F, dtype=torch.uint8, device=DEVICE)
+    around[:rows, :columns] = cast.codes
+    data = around[:rows, :columns]
+    own = source if known else None
+    e5m2 = cast.format == 8
+    one_scale = cast.inverse.numel() == 1
+    counts = table(3)
+    count_cast(own, data, cast.inverse, None if one_scale else cast.block, None, e5m2, counts)
+    found = [summed(counts)]
+    if one_scale:
+        counts = table(3)
+        assert are_words(own, data)
+        count_words(own, data, cast.inverse, None, e5m2, counts)
+        found.append(summed(counts))
+    for fields in found:
+        assert fields["nonfinite"] == 0 and fields["elements"] == rows * columns
+
+
 def test_what_are_words() -> None:
     codes = torch.zeros(8, 64, dtype=torch.uint8)
     x = torch.zeros(8, 64)

@@ -107,6 +107,29 @@ def test_rows_of_experts(form: torch.dtype, delayed: bool) -> None:
     check(counts, list(x.split(ROWS)), groups, made, form)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_rows_of_no_expert_are_not_counted(known: bool) -> None:
+    """Behind the last expert's rows memory may hold NaN: counted, it would stop a run that is healthy."""
+    groups = Groups(Groups.of(ROWS, DEVICE).first, sum(ROWS) + 8)
+    x = values(sum(ROWS) + 8, 1).nan_to_num(0, 1, 1)
+    x[sum(ROWS) :] = torch.nan
+    made = cast(Matrices(x, groups), E4M3, turn=False)
+    made.data[sum(ROWS) :] = 0x7F  # the code of NaN
+    counts = counts_of(4, DEVICE)
+    given = Matrices(x, groups) if known else None
+    count_experts(given, groups, made, E4M3, counts)
+    assert counts.fields[..., INDEX["nonfinite"]].sum() == 0
+    # So it is with the rows of experts that are not counted, on both sides.
+    alone = counts_of(2, DEVICE)
+    part = groups.part(1, 3)
+    for others in (slice(None, ROWS[0]), slice(sum(ROWS[:3]), None)):
+        x[others] = torch.nan
+        made.data[others] = 0x7F
+    of_part = made._replace(scale_inv=made.scale_inv[1:3], scale=made.scale[1:3])
+    count_experts(Matrices(x, part) if known else None, part, of_part, E4M3, alone)
+    assert alone.fields[..., INDEX["nonfinite"]].sum() == 0
+
+
 def test_copies_of_tokens_times_a_factor() -> None:
     groups = Groups.of(ROWS, DEVICE)
     tokens = values(20, 2)

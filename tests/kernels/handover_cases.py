@@ -213,6 +213,16 @@ COUNTED = {
 }
 
 
+@pytest.mark.parametrize("kernel", COUNTED)
+def test_rows_behind_the_last_are_not_counted(kernel: str) -> None:
+    """Whatever memory holds there: a NaN would stop a run that is healthy."""
+    memory = torch.full((64, 160), math.nan, dtype=torch.bfloat16, device=DEVICE)
+    memory[:36] = random(36, 160)  # neither rows nor columns are whole tiles
+    _, found, _ = counted_by(COUNTED[kernel], memory[:36], *state(5.0), False)
+    assert found["nonfinite"] == 0 and found["elements"] > 0
+    assert math.isfinite(found["amax"]) and math.isfinite(found["noise"])
+
+
 @pytest.mark.parametrize(("name", "scaling"), every(2, COUNTED, [(37.0, False), (2.0**18, True)]))
 def test_a_kernel_counts_what_it_casts(
     name: str, scaling: tuple[float, bool], monkeypatch: pytest.MonkeyPatch
