@@ -131,10 +131,12 @@ MOE = {
         "return out if real is None else out * real", "return out"
     ),
     "padding of rows is real": Mutation(
-        "(own.token < len(own.row))[:, None] if self._pads",
-        "(own.token <= len(own.row))[:, None] if self._pads",
+        "(local_places.token < len(local_places.row))[:, None] if self._pads",
+        "(local_places.token <= len(local_places.row))[:, None] if self._pads",
     ),
-    "the shared expert's gate is left out": Mutation("own if gate is None else own * gate", "own"),
+    "the shared expert's gate is left out": Mutation(
+        "shared_out if gate is None else shared_out * gate", "shared_out"
+    ),
     "the shared expert's gate is linear": Mutation(
         "torch.sigmoid(context.linear(", "(context.linear("
     ),

@@ -194,22 +194,22 @@ class LostPeer(TeModelsError, RuntimeError):
 
 
 def unknown(
-    kind: str, given: object, choices: Iterable[str], listed: str = "", advice: str = ""
+    kind: str, value: object, choices: Iterable[str], listed: str = "", advice: str = ""
 ) -> UsageError:
-    """Return the error for a `given` name that is not among `choices`; it names the nearest valid one.
+    """Return the error for a `value` that is not among `choices`; it names the nearest valid one.
 
     `listed` says where more than MANY choices are listed, so that the line stays short. `advice` takes the place of
     the nearest name and of the choices.
     """
     noun, of, owner = kind.partition(" of ")
-    line = f"unknown {noun} {given!r}{of}{owner}: "
+    line = f"unknown {noun} {value!r}{of}{owner}: "
     if noun in ("option", "keyword", "field"):
-        advice = advice or ELSEWHERE.get(_bare(str(given)), "")
+        advice = advice or ELSEWHERE.get(_bare(str(value)), "")
     if advice:
         return UsageError(line + advice)
     names = sorted(choices)
     bare = {_bare(name): name for name in names}
-    near = _nearest(_bare(str(given)), bare)
+    near = _nearest(_bare(str(value)), bare)
     hint = f"did you mean {bare[near]!r}? " if near else ""
     if listed and len(names) > MANY:
         listing = f"{listed} lists all {len(names)}"
@@ -223,16 +223,16 @@ def _bare(name: str) -> str:
     return name.lstrip("-").replace("-", "_").lower()
 
 
-def _nearest(given: str, names: Collection[str]) -> str:
+def _nearest(misspelled: str, names: Collection[str]) -> str:
     """Return the name that was probably meant, or "": by another library's name, its start, its initials or letters."""
     synonyms = []
     for name, others in SYNONYMS.items():
-        if given in others.split() and name in names:
+        if misspelled in others.split() and name in names:
             synonyms.append(name)
-    longer = sorted(name for name in names if name.startswith(f"{given}_"))
+    longer = sorted(name for name in names if name.startswith(f"{misspelled}_"))
     initials = []
     for name in names:
-        if "".join(word[:1] for word in name.split("_")) == given:
+        if "".join(word[:1] for word in name.split("_")) == misspelled:
             initials.append(name)
     return next(
         iter(
@@ -240,17 +240,17 @@ def _nearest(given: str, names: Collection[str]) -> str:
                 *synonyms,
                 *longer,
                 *initials,
-                *difflib.get_close_matches(given, names, n=1, cutoff=CLOSE),
+                *difflib.get_close_matches(misspelled, names, n=1, cutoff=CLOSE),
             ]
         ),
         "",
     )
 
 
-def check_known(kind: str, given: object, choices: Collection[object], listed: str = "") -> None:
-    """Raise the error of `unknown` unless `given` is among `choices`."""
-    if given not in choices:
-        raise unknown(kind, given, map(str, choices), listed)
+def check_known(kind: str, value: object, choices: Collection[object], listed: str = "") -> None:
+    """Raise the error of `unknown` unless `value` is among `choices`."""
+    if value not in choices:
+        raise unknown(kind, value, map(str, choices), listed)
 
 
 def check_least(least: int, **sizes: int) -> None:

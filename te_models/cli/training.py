@@ -81,7 +81,7 @@ def run_training(
     options = {name: value for name, value in options.items() if name != "from_record"}
     user_options = given_options({name: value for name, value in options.items() if is_given(name)})
     _check_places(file, resume, user_options)
-    called = click.get_current_context().obj or ""  # as main() was called
+    command_line = click.get_current_context().obj or ""  # which main() noted
     if from_record is not None and resume is not None:
         raise UsageError(
             f"--from-record {from_record} chooses the recipe of a new run: leave it out of --resume"
@@ -99,11 +99,13 @@ def run_training(
             show(advice, as_json=False)
     if resume is None:
         settings = run_settings(
-            command, user_options, Path(file) if file is not None else None, called
+            command, user_options, Path(file) if file is not None else None, command_line
         )
         _ask_for_data(settings)
     else:
-        settings = resumed_settings(command, user_options, Path(resume) if resume else None, called)
+        settings = resumed_settings(
+            command, user_options, Path(resume) if resume else None, command_line
+        )
     # Last: importing torch takes seconds, and a mistake in the options should be told at once.
     from te_models.training.finetune import finetune  # noqa: PLC0415  imports torch
 
@@ -111,10 +113,10 @@ def run_training(
     return INTERRUPTED if result.signal == signal.SIGINT else 0
 
 
-def _check_places(file: str | None, resume: str | None, given: Mapping[str, Any]) -> None:
+def _check_places(file: str | None, resume: str | None, user_options: Mapping[str, Any]) -> None:
     """Raise a UsageError for a file or a folder in the place of another: of a run, its settings, a model or data."""
-    out = given.get("out")
-    model = given.get("model")
+    out = user_options.get("out")
+    model = user_options.get("model")
     # By the real paths, since a link may lead to the same folder.
     if out is not None and model is not None and os.path.realpath(out) == os.path.realpath(model):
         raise UsageError(

@@ -248,8 +248,8 @@ def undivided_heads(title: str, name: str, heads: int, ranks: int) -> str:
     """Return why the ranks that share rows cannot divide the heads of a mixer; "" if they can."""
     if heads % ranks == 0:
         return ""
-    found = [str(size) for size in range(2, min(heads, MOST_RANKS) + 1) if heads % size == 0]
-    fitting = f"give {' or '.join(found)}, or " if found else ""
+    group_sizes = [str(size) for size in range(2, min(heads, MOST_RANKS) + 1) if heads % size == 0]
+    fitting = f"give {' or '.join(group_sizes)}, or " if group_sizes else ""
     return (
         f"context_parallel_size={ranks} does not divide the heads of {title}, {name}={heads}: {fitting}leave it out, "
         "which gives each process whole rows"

@@ -349,14 +349,14 @@ def get_recipe(recipe: RecipeLike, **overrides: Any) -> Recipe:
     raise unknown("recipe", recipe, choices, advice=RECIPES_ELSEWHERE.get(str(recipe).lower(), ""))
 
 
-def unknown_option(kind: str, given: str, choices: Iterable[str], listed: str = "") -> UsageError:
+def unknown_option(kind: str, option: str, choices: Iterable[str], listed: str = "") -> UsageError:
     """Return the error for a field of a recipe or a keyword that does not exist; arguments are as in `unknown`.
 
     It says which recipes have a field that this one lacks.
     """
-    owners = [name for name in list_recipes() if given in SCHEMES[get_recipe(name).scheme].fields]
+    owners = [name for name in list_recipes() if option in SCHEMES[get_recipe(name).scheme].fields]
     advice = f"it is a field of {', '.join(map(repr, owners))}" if owners else ""
-    return unknown(kind, given, choices, listed, advice)
+    return unknown(kind, option, choices, listed, advice)
 
 
 def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:

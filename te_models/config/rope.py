@@ -178,18 +178,18 @@ def _kind(scaling: Scaling) -> Any:
     return scaling.get("rope_type", scaling.get("type"))
 
 
-def _scaling_mistakes(kind: object, given: Scaling, pairs: int) -> Iterator[str]:
+def _scaling_mistakes(kind: object, scaling: Scaling, pairs: int) -> Iterator[str]:
     """Yield a line for fields that the kind of scaling lacks or does not take, and for values of a wrong form."""
     if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
         yield f"rope_scaling of type {kind!r} is not supported: choose from {', '.join(ROPE_SCALINGS)}"
         return
     required, optional = ROPE_SCALINGS[kind]
     known = required + optional
-    for name, value in given.items():
+    for name, value in scaling.items():
         if name not in known:
             yield f"rope_scaling of type {kind!r} with {name}={value!r} is not supported: it takes {known}"
         _FIELDS[name].check(value)
         if name in SEVERAL and len(value) != pairs:
             yield f"rope_scaling.{name} has {len(value)} numbers: give {pairs}, one for each pair of rotated channels"
-    if missing := [name for name in required if name not in given]:
+    if missing := [name for name in required if name not in scaling]:
         yield f"rope_scaling of type {kind!r} lacks {', '.join(missing)}"

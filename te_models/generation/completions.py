@@ -192,12 +192,12 @@ class Completions:
 
     def _prompts(self, fields: Mapping[str, Any]) -> list[list[int]]:
         """Return the ids of a prompt or several, each a text or a list of ids."""
-        given = fields.get("prompt")
-        is_list = isinstance(given, list)
+        prompt_field = fields.get("prompt")
+        is_list = isinstance(prompt_field, list)
         # By type, since JSON's true and false are ints to Python. An empty list is one prompt without tokens.
-        is_ids = is_list and all(type(token) is int for token in given)
+        is_ids = is_list and all(type(token) is int for token in prompt_field)
         prompts = []
-        for prompt in given if is_list and not is_ids else [given]:
+        for prompt in prompt_field if is_list and not is_ids else [prompt_field]:
             if isinstance(prompt, str):
                 encodable(prompt, "prompt")
                 prompt = self.tokenizer.encode_prompt(prompt)

@@ -76,8 +76,8 @@ class DecodeLoop:
     """The state of one generation on the device.
 
     Attributes:
-        newest: int64 [B, 1], the input of the next step.
-        made: int64 [count, B], all tokens so far.
+        last_token: int64 [B, 1], the input of the next step.
+        generated: int64 [count, B], all tokens so far.
         done: int64 [1], number of steps so far.
     """
 
@@ -101,9 +101,9 @@ class DecodeLoop:
         self.generator = generator
         self.cache = model.new_cache(batch, length + count)
         log.info("%r", self.cache)
-        self.newest = ids.new_zeros(batch, 1)
+        self.last_token = ids.new_zeros(batch, 1)
         # [count, B]: a step writes one row, whose place is a tensor, so that a graph can replay it.
-        self.made = ids.new_zeros(count, batch)
+        self.generated = ids.new_zeros(count, batch)
         self.done = ids.new_zeros(1)
         self.anew = _step_of_new_angles(model, ids, mask)
         self.eager = 0  # steps without the graph so far
@@ -113,7 +113,7 @@ class DecodeLoop:
             # Pinned: a copy to other memory would wait for the device.
             self.host = torch.empty(count, batch, dtype=torch.long, pin_memory=True)
         else:
-            self.host = self.made
+            self.host = self.generated
         self.events: list[Any] = []
 
     def launch(self, step: int) -> None:
@@ -125,8 +125,8 @@ class DecodeLoop:
             self._start_anew(step)
         else:
             self._next()
-        if self.made.is_cuda:
-            self.host[step].copy_(self.made[step], non_blocking=True)
+        if self.generated.is_cuda:
+            self.host[step].copy_(self.generated[step], non_blocking=True)
             self.events.append(torch.cuda.Event())
             self.events[-1].record()
 
@@ -147,20 +147,20 @@ class DecodeLoop:
     def _start_anew(self, step: int) -> None:
         """Compute all keys and values once more, with the angles that apply from this token on."""
         self.cache.clear()
-        new_ids = self.made[:step].T  # [B, step]
+        new_ids = self.generated[:step].T  # [B, step]
         # New tokens are never padding.
         mask = None if self.mask is None else torch.nn.functional.pad(self.mask, (0, step), value=1)
         self._forward(torch.cat((self.ids, new_ids), dim=1), mask)
 
     def tokens(self, step: int) -> Tensor:
         """Wait for a launched step and return its tokens, int64 [B] on the host."""
-        if self.made.is_cuda:
+        if self.generated.is_cuda:
             self.events[step].synchronize()
         return self.host[step]
 
     def step(self) -> None:
         """Generate one token per row, with fixed shapes and addresses and no value that the host must read."""
-        self._forward(self.newest, None)
+        self._forward(self.last_token, None)
 
     def _capture(self) -> None:
         """Capture a step and replay it. If another thread disturbs the capture, all steps from here run eagerly."""
@@ -196,13 +196,13 @@ class DecodeLoop:
         with torch.inference_mode() if untracked else contextlib.nullcontext():
             new = self.pick(self.model(ids, **options).logits[:, -1].float())
             # The place is a tensor on the device, so that a graph's replay writes the next row each time.
-            self.made.index_copy_(0, self.done, new[None])
-            self.newest.copy_(new[:, None])
+            self.generated.index_copy_(0, self.done, new[None])
+            self.last_token.copy_(new[:, None])
             self.done += 1
 
     def _warm_up(self) -> None:
         """Run a step on the stream of the capture, where libraries allocate workspaces and kernels are compiled."""
-        current = torch.cuda.current_stream(self.made.device)
+        current = torch.cuda.current_stream(self.generated.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             self.step()

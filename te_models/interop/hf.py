@@ -1,4 +1,4 @@
-"""Hugging Face folders read: whose tensors go into which rows of te.Linear and te.RMSNorm, one after the other.
+"""Hugging Face folders, read tensor by tensor into the rows of te.Linear and te.RMSNorm that each fills.
 
 Each tensor is read when its turn comes, so that host memory holds one at a time, and the rows of a parameter whose
 other rows are still to come. te_models.interop.hf_families says which rows those are.
@@ -92,7 +92,7 @@ def describe(
         CheckpointError: they are damaged, or describe a model that te-models does not compute; the message says why.
     """
     file = folder / "config.json"
-    # What quantized weights are stored in is read apart; a family knows nothing of it.
+    # `read_storage` reads how weights are quantized; a family describes the same model without it.
     document = {key: value for key, value in documents["config"].items() if key not in CONFIG_KEYS}
     damage = (AttributeError, LookupError, ArithmeticError, TypeError, ValueError)
     with reraising(file, *damage):
@@ -446,7 +446,7 @@ def open_hugging_face(
         scheme = read_storage(folder, documents["config"])
         if facts.family.stacked:
             stacks = {facts.family.as_stack(name): tensor for name, tensor in tensors.items()}
-            tensors = _alone(folder, stacks, facts.family.stacked)
+            tensors = _single_experts(folder, stacks, facts.family.stacked)
         mxfp4 = scheme is MXFP4
         # MXFP4 is the storage of whole stacks of experts, which are read as stacks, and not of single weights.
         stored = open_weights(folder, None if mxfp4 else scheme, tensors, files, read_scales)
@@ -461,17 +461,17 @@ def open_hugging_face(
         yield opened
 
 
-def _alone(folder: Path, found: Mapping[str, Tensor], order: str) -> dict[str, Tensor]:
+def _single_experts(folder: Path, tensors: Mapping[str, Tensor], order: str) -> dict[str, Tensor]:
     """Return tensors on the meta device, with single experts in place of stacks."""
 
     def scales(name: str) -> Tensor:
-        if name not in found:
+        if name not in tensors:
             raise CheckpointError(f"{folder}: it lacks {name}")
-        return found[name]
+        return tensors[name]
 
     return {
         part_name: part
-        for name, tensor in found.items()
+        for name, tensor in tensors.items()
         for part_name, part in experts_of(name, tensor, scales, order)
     }
 

@@ -59,7 +59,7 @@ class Family:
         experts: the name of the experts there, where it is not `mlp`.experts.
         renamed: parts of their names that are others in a model of transformers -> those there.
         served: keys that servers read of a model, beside those that `write` writes.
-        sign: these marks, for people.
+        sign: `marks` in words, for people.
         note: what sets it apart, for people.
     """
 
@@ -173,10 +173,10 @@ class Family:
         """
         # The family's own prefix first, so that it wins where several fit.
         roots = dict.fromkeys((self.root, *ROOTS))
-        stored = []
+        present_roots = []
         for root in roots:
             if any(name.startswith(f"{root}{self.blocks}.") for name in names):
-                stored.append(root)
+                present_roots.append(root)
         heads = [head for head in dict.fromkeys((self.head, *HEADS)) if f"{head}.weight" in names]
         aside = [prefix for aside_prefix in self.aside for prefix in prefixes_of(aside_prefix)]
         # Other names of the same modules in some releases.
@@ -187,7 +187,7 @@ class Family:
         return replace(
             self,
             layer=layer,
-            root=(stored or [self.root])[0],
+            root=(present_roots or [self.root])[0],
             head=(heads or [self.head])[0],
             aside=tuple(aside),
         )
@@ -220,32 +220,32 @@ class Family:
         )
 
     def write(self, config: ModelConfig) -> Fields:
-        """The config.json of a model, without its dtype."""
+        """Return the config.json of a model, without its dtype."""
         ours = config.to_dict()
-        theirs: Fields = {theirs: ours[key] for key, theirs in self.keys.items()}
+        theirs: Fields = {their_key: ours[key] for key, their_key in self.keys.items()}
         theirs |= {key: values[0] for key, values in self.only.items()}
         for part in self.parts:
             theirs |= part.write(config)
         # A multimodal config.json has the text model's keys in a table of their own.
-        named = {"architectures": [self.architecture], "model_type": self.model_type}
+        header = {"architectures": [self.architecture], "model_type": self.model_type}
         if not self.inner:
-            return {**named, **theirs}
+            return {**header, **theirs}
         if self.text_type:
             theirs["model_type"] = self.text_type
-        return {**named, "tie_word_embeddings": config.tie_word_embeddings, self.inner: theirs}
+        return {**header, "tie_word_embeddings": config.tie_word_embeddings, self.inner: theirs}
 
-    def rewritten(self, own: Values, config: ModelConfig) -> Fields:
-        """Return the config.json `own` of a model that now has the shape `config`."""
+    def rewritten(self, document: Values, config: ModelConfig) -> Fields:
+        """Return the config.json `document` of a model that now has the shape `config`."""
         new = self.write(config)
         known = self.known()
         if not self.inner:
-            return {key: value for key, value in own.items() if key not in known} | new
-        if self.flat and self.inner not in own:
-            other_keys = {key: value for key, value in own.items() if key not in known}
-            return {**other_keys, **_with_mrope(new.pop(self.inner), own), **new}
-        text = own[self.inner]
+            return {key: value for key, value in document.items() if key not in known} | new
+        if self.flat and self.inner not in document:
+            other_keys = {key: value for key, value in document.items() if key not in known}
+            return {**other_keys, **_with_mrope(new.pop(self.inner), document), **new}
+        text = document[self.inner]
         other_keys = {key: value for key, value in text.items() if key not in known}
-        return {**own, **new, self.inner: other_keys | _with_mrope(new[self.inner], text)}
+        return {**document, **new, self.inner: other_keys | _with_mrope(new[self.inner], text)}
 
     def has_places(self, config: ModelConfig) -> bool:
         """Return whether every te.Linear of the model has a place in this architecture."""
@@ -343,9 +343,9 @@ class Family:
         return problems
 
 
-def _with_mrope(new: Fields, own: Values) -> Fields:
-    """Return a text model's keys with the division of RoPE's channels among three positions that `own` has."""
-    rope = own.get("rope_parameters") or own.get("rope_scaling") or {}
+def _with_mrope(new: Fields, document: Values) -> Fields:
+    """Return a text model's keys with the division of RoPE's channels among three positions that `document` has."""
+    rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
     division = {name: value for name, value in rope.items() if name.startswith("mrope_")}
     if not division:
         return new

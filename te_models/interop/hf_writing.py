@@ -154,9 +154,9 @@ def _refuse_strangers(folder: Path) -> None:
         present = [folder.name]
     else:
         present = []
-    if strangers := [name for name in present if not _replaceable(name)]:
+    if other_files := [name for name in present if not _replaceable(name)]:
         raise UsageError(
-            f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder"
+            f"{folder} holds {list_some(other_files)}, which saving would delete; choose another folder"
         )
 
 

@@ -311,7 +311,7 @@ def dequantize(storage: WeightStorage, data: Tensor, scales: Tensor) -> Tensor:
 def open_weights(
     folder: Path,
     storage: WeightStorage | None,
-    found: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     files: Iterable[SafetensorsFile],
     read_scales: bool = True,
 ) -> StoredWeights:
@@ -320,7 +320,7 @@ def open_weights(
     Args:
         folder: for errors.
         storage: from `read_storage`.
-        found: name -> tensor on the meta device of everything stored.
+        tensors: name -> tensor on the meta device, of everything that the files hold.
         files: the safetensors files.
         read_scales: False leaves scales on the meta device, unread, for a caller that asks for names and sizes.
 
@@ -329,15 +329,15 @@ def open_weights(
             not finite.
     """
     if storage is None:
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             # FP8 without scales has no values.
             if tensor.dtype in NARROW:
                 raise CheckpointError(
                     f"{folder}: {name} is FP8, and config.json has no quantization_config with scales"
                 )
-        return StoredWeights(None, dict(found))
-    weights = _Weights(folder, storage, found)
-    names = weights.wanted()
+        return StoredWeights(None, dict(tensors))
+    weights = _Weights(folder, storage, tensors)
+    names = weights.scales_to_read()
     if not read_scales:
         return weights.unread()
     return weights.checked(
@@ -348,30 +348,30 @@ def open_weights(
 class _Weights:
     """The quantized weights among the tensors of a folder, by their names and shapes."""
 
-    def __init__(self, folder: Path, storage: WeightStorage, found: Mapping[str, Tensor]) -> None:
+    def __init__(self, folder: Path, storage: WeightStorage, tensors: Mapping[str, Tensor]) -> None:
         self.folder = folder
         self.storage = storage
-        self.found = found
+        self.tensors = tensors
         dtype = torch.uint8 if storage.packed else E4M3
         suffix = f".{storage.data}"
         self.modules: list[str] = []
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             if name.endswith(suffix) and tensor.dtype == dtype:
                 self.modules.append(name.removesuffix(suffix))
         self.scale_names = {module: self._scale_name(module) for module in self.modules}
 
     def _scale_name(self, module: str) -> str:
         """Return the name of the tensor with a weight's scales, whose shape and dtype are right."""
-        data = self.found[f"{module}.{self.storage.data}"]
+        data = self.tensors[f"{module}.{self.storage.data}"]
         names = [
-            f"{module}.{name}" for name in self.storage.scales if f"{module}.{name}" in self.found
+            f"{module}.{name}" for name in self.storage.scales if f"{module}.{name}" in self.tensors
         ]
         one = len(names) == 1 and data.dim() == 2 and bool(data.numel())
         self._must(
             one,
             f"{module} is quantized {list(data.shape)} and has {len(names)} of {self.storage.scales}",
         )
-        scale = self.found[names[0]]
+        scale = self.tensors[names[0]]
         shape = self.shape(module)
         grid = self.storage.grid(shape)
         # Writers add dimensions of one to scales, [rows, 1] or [1]; the sizes themselves must fit.
@@ -384,29 +384,29 @@ class _Weights:
         return names[0]
 
     def _must(self, good: bool, problem: str) -> None:
-        """Raise a CheckpointError unless all is well."""
+        """Raise a CheckpointError about the folder unless `good`."""
         refuse([] if good else [f"{self.folder}: {problem}"], CheckpointError)
 
     def shape(self, module: str) -> tuple[int, int]:
         """Return the shape of a weight."""
-        rows, columns = self.found[f"{module}.{self.storage.data}"].shape
+        rows, columns = self.tensors[f"{module}.{self.storage.data}"].shape
         return rows, columns * (2 if self.storage.packed else 1)
 
-    def wanted(self) -> set[str]:
+    def scales_to_read(self) -> set[str]:
         """Return the names of the scales to read: of the weights, and static ones of their inputs."""
         factors = (self.storage.factor,) if self.storage.packed else ()
         small = (*INPUT_SCALES, *factors, INPUT_GLOBAL_SCALE)
         singles = {
             f"{module}.{name}" for module in self.modules for name in small
-        } & self.found.keys()
+        } & self.tensors.keys()
         for name in singles:
-            one = self.found[name].numel() == 1 and self.found[name].is_floating_point()
-            self._must(one, f"{name} is {list(self.found[name].shape)}, not one number")
+            one = self.tensors[name].numel() == 1 and self.tensors[name].is_floating_point()
+            self._must(one, f"{name} is {list(self.tensors[name].shape)}, not one number")
         return singles | set(self.scale_names.values())
 
     def checked(self, read: Mapping[str, Tensor]) -> StoredWeights:
         """Return the weights with their scales, once all of these are known to be numbers."""
-        stored = StoredWeights(self.storage, dict(self.found))
+        stored = StoredWeights(self.storage, dict(self.tensors))
         for module in self.modules:
             weight = f"{module}.weight"
             shape = self.shape(module)
@@ -430,7 +430,7 @@ class _Weights:
 
     def unread(self) -> StoredWeights:
         """Return the weights by name and shape, with scales on the meta device."""
-        stored = StoredWeights(self.storage, dict(self.found))
+        stored = StoredWeights(self.storage, dict(self.tensors))
         for module in self.modules:
             grid = self.storage.grid(self.shape(module))
             stored.scales[f"{module}.weight"] = torch.empty(grid, device="meta")

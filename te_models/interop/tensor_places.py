@@ -67,7 +67,7 @@ def tensor_places(
     family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]
 ) -> dict[str, Place]:
     """Return their tensor's name -> its place in ours, in their order; `shapes` are our parameters'."""
-    places = _Found(shapes)
+    places = _PlacesSoFar(shapes)
     _find_ends(places, family, config)
     modules = _modules_of_layers(shapes)
     for depth, layer in enumerate(config.layers):
@@ -76,7 +76,7 @@ def tensor_places(
 
 
 @dataclass(frozen=True)
-class _Found:
+class _PlacesSoFar:
     """The places that are found so far, by the names of their tensors; `shapes` are our parameters'."""
 
     shapes: Mapping[str, torch.Size]
@@ -115,20 +115,20 @@ class _Found:
             )
 
 
-def _find_ends(found: _Found, family: Family, config: ModelConfig) -> None:
+def _find_ends(places: _PlacesSoFar, family: Family, config: ModelConfig) -> None:
     """Note the places of the tensors outside layers; a head that is tied to the embedding has no tensor."""
     for theirs, module in TOP.items():
         if theirs.startswith("model.") and module not in ("embed_tokens", "norm"):
-            found.note(family.root + theirs.removeprefix("model."), module)
+            places.note(family.root + theirs.removeprefix("model."), module)
         elif theirs != "lm_head":
             name = family.norm if module == "norm" else family.embedding
-            found.note(family.root + name, module)
+            places.note(family.root + name, module)
         elif not config.tie_word_embeddings:
-            found.note(family.head, module)
+            places.note(family.head, module)
 
 
 def _find_layer(
-    found: _Found, family: Family, depth: int, layer: LayerSpec, modules: set[str]
+    places: _PlacesSoFar, family: Family, depth: int, layer: LayerSpec, modules: set[str]
 ) -> None:
     """Note the places of the tensors of one layer, in which we have these modules.
 
@@ -154,7 +154,7 @@ def _find_layer(
         # One note per expert, whose number is in both names; "" for what has none.
         experts = range(linear.experts) if linear and linear.experts else ("",)
         for expert in experts:
-            found.note(
+            places.note(
                 f"{family.root}{family.blocks}.{depth}.{name.format(expert)}",
                 f"layers.{depth}.{rows.module}",
                 blocks=blocks,

@@ -87,7 +87,7 @@ class TokenShare:
         """The first slots of this rank's pieces."""
         return self.rank * self.piece, (PIECES * self.size - 1 - self.rank) * self.piece
 
-    def own(self, x: Tensor, dim: int) -> Tensor:
+    def local_tokens(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's tokens of x, whose dimension `dim` is the whole row."""
         return torch.cat([x.narrow(dim, begin, self.piece) for begin in self.begins], dim=dim)
 
@@ -116,7 +116,7 @@ class TokenShare:
 
     def own_filled(self, x: Tensor, value: int) -> Tensor:
         """Return this rank's tokens of x [B, S], whose rows end before the pieces do: `value` follows."""
-        return self.own(F.pad(x, (0, self.row - x.shape[1]), value=value), dim=1)
+        return self.local_tokens(F.pad(x, (0, self.row - x.shape[1]), value=value), dim=1)
 
     def gathered(self, x: Tensor, again: RowsAgain | None = None) -> Tensor:
         """Return the tokens of all ranks in their order in the row, from x [B, K, own tokens, H]: [B, K, row, H].
@@ -185,10 +185,10 @@ class RowsAgain:
     the attention's output arrives (`after`), whatever a rank's kernels have saved.
     """
 
-    def __init__(self, share: TokenShare, *own: Tensor) -> None:
+    def __init__(self, share: TokenShare, *local: Tensor) -> None:
         self.share = share
-        self.own = [x.detach() for x in own]  # as values: their graph leads here
-        self.waiting = sum(x.requires_grad for x in own)  # gradients that are still to come
+        self.local = [x.detach() for x in local]  # as values: their graph leads here
+        self.waiting = sum(x.requires_grad for x in local)  # gradients that are still to come
         self.rows: list[Tensor] = []  # empty but in backward
         self.numbers: dict[int, int] = {}  # storage -> number of the gathered tensor
 
@@ -204,7 +204,7 @@ class RowsAgain:
     def pack(self, tensor: Tensor) -> Tensor | _View:
         """Return what to keep of a tensor that autograd saves."""
         number = self.numbers.get(tensor.untyped_storage()._cdata)
-        if number is None or tensor.dtype != self.own[number].dtype:
+        if number is None or tensor.dtype != self.local[number].dtype:
             # An output itself would lead to the operation that saves it, and a pass without backward would never go.
             return tensor.detach()
         return _View(number, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -222,7 +222,7 @@ class RowsAgain:
     def gather(self) -> None:
         """Gather the tensors once more."""
         with counted_as("recomputed"):
-            self.rows = [_whole_rows(x, self.share) for x in self.own]
+            self.rows = [_whole_rows(x, self.share) for x in self.local]
 
     def drop(self) -> None:
         """Free the tensors once the gradients of all of them are there."""

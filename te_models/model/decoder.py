@@ -321,7 +321,7 @@ class Decoder(DecoderRecipe):
         whole = tokens
         if share is not None:
             whole, request = share.filled(tokens, request)
-            tokens = share.own(whole, dim=1)
+            tokens = share.local_tokens(whole, dim=1)
         # FP8 GEMMs need a multiple of 8 or 16 rows (32 with MXFP8): rows of zeros are added once for all layers, not
         # per linear.
         with self.te.row_padding(self, tokens, self.recipe.row_alignment) as alignment:
@@ -449,7 +449,7 @@ class Decoder(DecoderRecipe):
             request.labels, request.attention_mask, size, request.document_ids
         )
         if context.share is not None:
-            targets = context.share.own(targets.view(batch, -1), dim=1).flatten()
+            targets = context.share.local_tokens(targets.view(batch, -1), dim=1).flatten()
         # The head is neither in FP8 nor adapted.
         plain = self.precision.head.recipe is None and isinstance(self.lm_head, self.te.Linear)
         # A head in FP8 or with adapters has a forward of its own, which makes whole logits.

@@ -138,7 +138,7 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         q, k, v = kernels.mixed_parts(
             mixed,
             tail,
-            rows.own(self.conv1d.weight, self._mixed_sections),
+            rows.local_rows(self.conv1d.weight, self._mixed_sections),
             context.documents,
             sizes=(sizes.key_size, sizes.key_size, sizes.value_size),
             activation=self.spec.activation,
@@ -147,8 +147,8 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         # Padding stands behind the tokens here; with no decay and no strength there, the state after it is the one
         # before.
         real = None if counts is None else torch.arange(seq, device=counts.device) < counts[:, None]
-        decays = rows.own(self.A_log, heads)
-        g, beta = kernels.delta_gates(ba, decays, rows.own(self.dt_bias, heads), real)
+        decays = rows.local_rows(self.A_log, heads)
+        g, beta = kernels.delta_gates(ba, decays, rows.local_rows(self.dt_bias, heads), real)
         q, k = (t.unflatten(-1, (-1, sizes.key_head_dim)) for t in (q, k))
         v = v.unflatten(-1, (-1, sizes.value_head_dim))
         out, matrix = delta_rule(q, k, v, g, beta, before, context.documents)

@@ -129,7 +129,7 @@ class ExpertParallel(MeshRanks):
                         value if rank == self.rank else stand_in(value),
                     )
 
-    def own(self, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    def local_parameters(self, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """Yield the (name, value) of the whole model that this rank has, under this rank's names."""
         for name, value in named:
             if self.owner(name) in (None, self.rank):

@@ -254,18 +254,20 @@ def forward_context(
     `share` the rows are whole and the context is of its tokens.
     """
     batch, seq = ids.shape[:2]
-    padded = _hiding(real, ids.device)
+    token_mask = _token_mask(real, ids.device)
     documents = None if documents is None else documents.to(ids.device)
     attentions = _attentions(layers)
-    positions = cache.extend(seq, padded) if cache else None
+    positions = cache.extend(seq, token_mask) if cache else None
     if cache and positions is not None:
         # A cache with tokens knows which of its slots the new ones see.
         kinds = distinct(spec.seen for spec in attentions)
         masks: dict[SeenKeys, Visible] = {seen: cache.visible(seen) for seen in kinds}
     else:
-        positions = _positions(seq, padded, documents, ids.device)
-        masks = _masks(attentions, positions, padded, documents, kernels, dtype, share, recompute)
-    real = None if padded is None else padded.reshape(-1, 1)  # [B*S, 1]
+        positions = _positions(seq, token_mask, documents, ids.device)
+        masks = _masks(
+            attentions, positions, token_mask, documents, kernels, dtype, share, recompute
+        )
+    real = None if token_mask is None else token_mask.reshape(-1, 1)  # [B*S, 1]
     routed = _routed(real, documents)
     if cache:
         documents = cache.documents
@@ -297,8 +299,8 @@ def forward_context(
     return context if share is None else _shared(context, share)
 
 
-def _hiding(real: Tensor | None, device: torch.device) -> Tensor | None:
-    """Return the attention_mask as bool; None if it hides nothing, since the fast causal kernels take no mask."""
+def _token_mask(real: Tensor | None, device: torch.device) -> Tensor | None:
+    """Return the attention_mask as bool [B, S]; None if it hides nothing: fast causal kernels take no mask."""
     if real is None or masks_nothing(real):
         return None
     return real.to(device, torch.bool)
@@ -317,25 +319,25 @@ def _shared(context: ForwardContext, share: TokenShare) -> ForwardContext:
     """Return the context of this rank's tokens, from one of whole rows."""
     rows = (context.batch, context.seq)
 
-    def own(x: Tensor | None) -> Tensor | None:
+    def local_values(x: Tensor | None) -> Tensor | None:
         """Return this rank's of a value of each token [B*S, 1]."""
-        return None if x is None else share.own(x.view(rows), dim=1).reshape(-1, 1)
+        return None if x is None else share.local_tokens(x.view(rows), dim=1).reshape(-1, 1)
 
     rotary = {}
     for rope, (cos, sin) in context.rotary.items():
-        rotary[rope] = (share.own(cos, dim=-2), share.own(sin, dim=-2))
+        rotary[rope] = (share.local_tokens(cos, dim=-2), share.local_tokens(sin, dim=-2))
     query_scales = {}
     for scale, factors in context.query_scales.items():
-        query_scales[scale] = share.own(factors, dim=-1)
+        query_scales[scale] = share.local_tokens(factors, dim=-1)
     documents = context.documents
     return context._replace(
         seq=share.row // share.size,
-        positions=share.own(context.positions, dim=-1),
+        positions=share.local_tokens(context.positions, dim=-1),
         rotary=rotary,
         query_scales=query_scales,
-        real=own(context.real),
-        routed=own(context.routed),
-        documents=None if documents is None else share.own(documents, dim=1),
+        real=local_values(context.real),
+        routed=local_values(context.routed),
+        documents=None if documents is None else share.local_tokens(documents, dim=1),
         share=share,
         # Without the keys of this pass, which would hold it as long as it holds them.
         whole=context._replace(shared_keys={}, lent_keys={}),
@@ -373,7 +375,7 @@ def _attentions(layers: Iterable[LayerSpec]) -> list[SoftmaxAttentionSpec]:
 def _masks(
     attentions: Iterable[SoftmaxAttentionSpec],
     positions: Tensor,
-    padded: Tensor | None,
+    token_mask: Tensor | None,
     documents: Tensor | None,
     kernels: Kernels,
     dtype: torch.dtype,
@@ -388,16 +390,18 @@ def _masks(
         if spec.seen not in masks:
             pieces = _pieces(spec, positions, documents, seq)
             if share is not None:
-                masks[spec.seen] = SharedRows(share, spec.window, padded, pieces, recompute)
+                masks[spec.seen] = SharedRows(share, spec.window, token_mask, pieces, recompute)
                 continue
-            masks[spec.seen] = _mask(spec, seq, padded, pieces, kernels, positions.device, dtype)
+            masks[spec.seen] = _mask(
+                spec, seq, token_mask, pieces, kernels, positions.device, dtype
+            )
     return masks
 
 
 def _mask(
     spec: SoftmaxAttentionSpec,
     seq: int,
-    padded: Tensor | None,
+    token_mask: Tensor | None,
     documents: Tensor | None,
     kernels: Kernels,
     device: torch.device,
@@ -409,12 +413,12 @@ def _mask(
     """
     # A span has one first key per query, which padding does not allow.
     spans = kernels.attention.spans if kernels.attention is not None else None
-    if padded is not None or dtype.itemsize != 2 or spec.heads.dim > WIDEST_SPANS:
+    if token_mask is not None or dtype.itemsize != 2 or spec.heads.dim > WIDEST_SPANS:
         spans = None
     slides = spec.window is not None and spec.window < seq
     if spans is not None and (documents is not None or slides or spec.needs_spans):
         return spans(seq, spec.window, documents, device)
-    return attention_mask(seq, spec.window, padded, documents, device)
+    return attention_mask(seq, spec.window, token_mask, documents, device)
 
 
 def _query_scales(
@@ -434,11 +438,11 @@ def _query_scale(scale: QueryScale, positions: Tensor, slots: Tensor, dtype: tor
 
 
 def _positions(
-    seq: int, padded: Tensor | None, documents: Tensor | None, device: torch.device
+    seq: int, token_mask: Tensor | None, documents: Tensor | None, device: torch.device
 ) -> Tensor:
     """Return how many tokens of its row, or of its document, come before each token: int64 [S] or [B, S]."""
     place = torch.arange(seq, device=device)
     if documents is not None:
         first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=False)
         return place - torch.where(first, place, 0).cummax(dim=1).values
-    return place if padded is None else (padded.cumsum(-1) - 1).clamp(min=0)
+    return place if token_mask is None else (token_mask.cumsum(-1) - 1).clamp(min=0)

@@ -64,9 +64,9 @@ class GatheredTokens(NamedTuple):
 
     def _summed(self, parts: Tensor) -> Tensor:
         """Return the sum over ranks of each rank's part of this rank's rows, from its parts of all ranks' [n T, D]."""
-        given = all_to_all(parts, self.group)
+        received = all_to_all(parts, self.group)
         # Not a reduce-scatter, which would round to BF16 after each addition, in an order that NCCL chooses.
-        apart = given.unflatten(0, (world_size(self.group), -1))  # [n, T, D]
+        apart = received.unflatten(0, (world_size(self.group), -1))  # [n, T, D]
         return apart.sum(0, dtype=torch.float32).to(parts.dtype)
 
 

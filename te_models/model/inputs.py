@@ -126,13 +126,13 @@ def check_inputs(
         raise UsageError(mistake)
 
 
-def _unfit(name: str, given: object, tokens: Tensor) -> str:
+def _unfit(name: str, value: object, tokens: Tensor) -> str:
     """Return why an argument does not have one entry per token; "" if it does."""
-    if not isinstance(given, Tensor):
-        return f"{name} is a {type(given).__name__}: give a tensor [B, S]"
-    if given.shape != tokens.shape[:2]:
-        return f"{name} has shape {list(given.shape)}, input_ids {list(tokens.shape[:2])}: give one entry per token"
-    return _misplaced(name, given, tokens.device)
+    if not isinstance(value, Tensor):
+        return f"{name} is a {type(value).__name__}: give a tensor [B, S]"
+    if value.shape != tokens.shape[:2]:
+        return f"{name} has shape {list(value.shape)}, input_ids {list(tokens.shape[:2])}: give one entry per token"
+    return _misplaced(name, value, tokens.device)
 
 
 def _misplaced(name: str, tensor: Tensor, device: torch.device) -> str:

@@ -135,7 +135,7 @@ class KimiDeltaAttention(Mixer[KDASpec]):
         q, k, v = kernels.mixed_parts(
             mixed,
             tail,
-            rows.own(self.conv1d.weight, (inner,) * 3),
+            rows.local_rows(self.conv1d.weight, (inner,) * 3),
             context.documents,
             sizes=(sizes.inner_size,) * 3,
             activation=self.spec.activation,
@@ -146,8 +146,8 @@ class KimiDeltaAttention(Mixer[KDASpec]):
             # As in Gated DeltaNet: padding neither decays the state nor writes to it.
             real = torch.arange(context.seq, device=counts.device) < counts[:, None]
         # [B, S, n, d] and [B, S, n]
-        decays = rows.own(self.A_log, (self.spec.sizes.num_heads,))
-        biases = rows.own(self.dt_bias, (inner,))
+        decays = rows.local_rows(self.A_log, (self.spec.sizes.num_heads,))
+        biases = rows.local_rows(self.dt_bias, (inner,))
         g, beta = kernels.channel_gates(f, b, decays, biases, real, bound=sizes.decay_bound)
         q, k, v = (t.unflatten(-1, (-1, sizes.head_dim)) for t in (q, k, v))
         out, matrix = kimi_delta_rule(q, k, v, g, beta, before, context.documents)

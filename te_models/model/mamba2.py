@@ -136,7 +136,7 @@ class Mamba2(Mixer[Mamba2Spec]):
         if rows.share is None:
             return values
         spread = self._spread(values.movedim(0, -1), rows.ranks).movedim(-1, 0)
-        return rows.own(spread, self._mixed_sections(rows.ranks))
+        return rows.local_rows(spread, self._mixed_sections(rows.ranks))
 
     def _taps(self) -> Tensor:
         """Return the taps [C, 1, K] with the factors on x, b and c: a convolution is linear in each channel."""
@@ -199,14 +199,16 @@ class Mamba2(Mixer[Mamba2Spec]):
         if sizes.factors["dt"] != 1:
             steps = steps.float() * sizes.factors["dt"]
         # [B, S, H]
-        dt = kernels.time_steps(steps, rows.own(self.dt_bias, heads), real, low=low, high=high)
+        dt = kernels.time_steps(
+            steps, rows.local_rows(self.dt_bias, heads), real, low=low, high=high
+        )
         # Negative whatever training makes of A_log: a state can only decay.
-        rates = -rows.own(self.A_log, heads).float().exp()  # [H]
+        rates = -rows.local_rows(self.A_log, heads).float().exp()  # [H]
         # [B, S, H, P]
         x = x.unflatten(-1, (-1, sizes.head_dim))
         # [B, S, G, N] each
         b, c = (t.unflatten(-1, (-1, sizes.state_dim)) for t in (b, c))
-        skips = rows.own(self.D, heads)
+        skips = rows.local_rows(self.D, heads)
         out, matrix = state_space(x, dt, rates, b, c, skips, before, context.documents)
         if state is not None and tail is not None and matrix is not None:
             # In place: a captured step of decoding finds it at the same address.

@@ -235,7 +235,7 @@ class Experts(Feedforward[MoESpec]):
     def _separate(
         self,
         x: Tensor,
-        own: Places,
+        local_places: Places,
         exchange: Exchange | None,
         route: Route | None,
         context: ForwardContext,
@@ -246,11 +246,13 @@ class Experts(Feedforward[MoESpec]):
         """
         gate_up = self.get_submodule("gate_up_proj")
         if exchange is None:
-            both = context.grouped(gate_up, x, own.rows, route)  # [R, 2F]
+            both = context.grouped(gate_up, x, local_places.rows, route)  # [R, 2F]
         else:
             rows = x if route is None else dispatch(x, route.token, route.row, route.kernels)
-            both = context.grouped(gate_up, exchange.to_experts(rows), own.rows)
-        real = (own.token < len(own.row))[:, None] if self._pads(context) else None
+            both = context.grouped(gate_up, exchange.to_experts(rows), local_places.rows)
+        real = (
+            (local_places.token < len(local_places.row))[:, None] if self._pads(context) else None
+        )
         return self._activated(both, "", context, real)
 
     def _pads(self, context: ForwardContext) -> bool:
@@ -262,7 +264,7 @@ class Experts(Feedforward[MoESpec]):
         rows, joint, weights, choice, count, shared, gate = hidden
         where = choice.places
         exchange = choice.exchange
-        own = exchange.places if exchange else where
+        local_places = exchange.places if exchange else where
         route = Route(where.token, where.row, context.kernels.expert_rows)
         if joint:
             e = self.spec.experts
@@ -272,14 +274,16 @@ class Experts(Feedforward[MoESpec]):
                 down=self.get_submodule("down_proj"),
                 x=rows,
                 gates=weights if exchange is None else None,
-                rows=own.rows,
+                rows=local_places.rows,
                 route=route if exchange is None else None,
                 limit=e.swiglu_limit,
                 alpha=1.0 if e.swiglu_limit is None else e.swiglu_alpha,
-                padding=(own.token, len(own.row)) if self._pads(context) else None,
+                padding=(local_places.token, len(local_places.row))
+                if self._pads(context)
+                else None,
             )
         else:
-            out = self._projected(rows, own, context)  # [R, D]
+            out = self._projected(rows, local_places, context)  # [R, D]
         if exchange is not None:
             out = exchange.from_experts(out)
         # The joint kernels sum the rows of a token themselves, unless those come from other ranks.
@@ -292,19 +296,19 @@ class Experts(Feedforward[MoESpec]):
         if self.spec.experts.latent_size is not None:
             out = context.linear(self.get_submodule("latent_out_proj"), out)
         if shared is not None:
-            own = context.linear(self.get_submodule("shared_down_proj"), shared)
+            shared_out = context.linear(self.get_submodule("shared_down_proj"), shared)
             if self.spec.experts.separate_norms:
                 out = self.get_submodule("expert_output_norm")(out)
-                own = self.get_submodule("shared_output_norm")(own)
+                shared_out = self.get_submodule("shared_output_norm")(shared_out)
             # The shared expert sees every token; its gate [N, 1] is a sigmoid.
-            out = out + (own if gate is None else own * gate)
+            out = out + (shared_out if gate is None else shared_out * gate)
         return out if self.output_norm is None else self.output_norm(out)
 
-    def _projected(self, hidden: Tensor, own: Places, context: ForwardContext) -> Tensor:
+    def _projected(self, hidden: Tensor, local_places: Places, context: ForwardContext) -> Tensor:
         """Return the rows of the experts [R, D], where down_proj is an operation of its own."""
         down = self.get_submodule("down_proj")
         with context.recompute.discarding(hidden, context.autocasts.in_fp8(down)):
-            return context.grouped(down, hidden, own.rows)
+            return context.grouped(down, hidden, local_places.rows)
 
     def _logits(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the router's logits of x [N, D], FP32 [N, E]; it never runs in FP8."""

@@ -69,8 +69,8 @@ class ShortConv(Mixer[ShortConvSpec]):
         channels = (self.spec.channels,)
         state, stored = self.stored_state(context, like=parts)
         tail = stored.get("tail")
-        taps = rows.own(self.conv.weight, channels)
-        bias = None if self.conv.bias is None else rows.own(self.conv.bias, channels)
+        taps = rows.local_rows(self.conv.weight, channels)
+        bias = None if self.conv.bias is None else rows.local_rows(self.conv.bias, channels)
         out = context.kernels.gated_conv(parts, tail, taps, bias, context.documents)
         if state is not None and tail is not None:
             b, _, x = parts.chunk(3, dim=-1)

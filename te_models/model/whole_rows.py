@@ -51,7 +51,7 @@ class WholeRows:
         """Return the description of this rank's heads."""
         return spec if self.share is None else spec.local(self.ranks)
 
-    def own(self, values: Tensor, sections: Sequence[int]) -> Tensor:
+    def local_rows(self, values: Tensor, sections: Sequence[int]) -> Tensor:
         """Return the rows of a parameter that belong to this rank's heads.
 
         The parameter has consecutive sections of rows of these sizes, and the ranks divide each of them.

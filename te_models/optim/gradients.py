@@ -69,17 +69,17 @@ class Gradients:
     def last_micro_batch(self) -> None:
         """Announce that the next backward pass is the last of the step."""
 
-    def found(self, parameters: Sequence[nn.Parameter]) -> object:
+    def snapshot(self, parameters: Sequence[nn.Parameter]) -> object:
         """Return which gradients the step has left, for `restore`."""
         return [parameter.grad for parameter in parameters]
 
-    def without_ownership(self, found: Any) -> object:
-        """Return what `found` returned for a captured step, without keeping the memory that its graph writes to."""
-        return [None if gradient is None else without_ownership(gradient) for gradient in found]
+    def without_ownership(self, snapshot: Any) -> object:
+        """Return what `snapshot` returned for a captured step, without keeping the memory that its graph writes to."""
+        return [None if gradient is None else without_ownership(gradient) for gradient in snapshot]
 
-    def restore(self, parameters: Sequence[nn.Parameter], found: Any) -> None:
+    def restore(self, parameters: Sequence[nn.Parameter], snapshot: Any) -> None:
         """Give `parameters` the gradients that a replayed step has written again where they were."""
-        for parameter, gradient in zip(parameters, found, strict=True):
+        for parameter, gradient in zip(parameters, snapshot, strict=True):
             parameter.grad = gradient
 
 
@@ -186,17 +186,17 @@ class GradientSums(Gradients):
         for number in self._bucket_of.values():
             self._waiting[number] += 1
 
-    def found(self, parameters: Sequence[nn.Parameter]) -> object:
+    def snapshot(self, parameters: Sequence[nn.Parameter]) -> object:
         """Return which parameters the step used, for `restore`."""
         return frozenset(self._used)
 
-    def without_ownership(self, found: Any) -> object:
-        """Return `found`, since no graph makes the sums."""
-        return found
+    def without_ownership(self, snapshot: Any) -> object:
+        """Return `snapshot`, since no graph makes the sums."""
+        return snapshot
 
-    def restore(self, parameters: Sequence[nn.Parameter], found: Any) -> None:
+    def restore(self, parameters: Sequence[nn.Parameter], snapshot: Any) -> None:
         """Note that a replayed step has written the sums of these parameters."""
-        self._used = set(found)
+        self._used = set(snapshot)
 
     def _begin(self) -> None:
         self._used.clear()

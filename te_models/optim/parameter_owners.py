@@ -66,15 +66,15 @@ class Owners:
     def collect(
         self,
         parameters: Sequence[nn.Parameter],
-        own: Sequence[Tensor],
+        shards: Sequence[Tensor],
         dtypes: Sequence[torch.dtype] | None = None,
     ) -> list[Tensor | None]:
-        """Send this rank's shards `own` to the owners; return the whole tensors of its own parameters, or None.
+        """Send this rank's `shards` to the owners; return whole tensors of the parameters that it owns, else None.
 
         They travel as they are, and the whole tensors have these `dtypes`; None: the shards'.
         """
         if dtypes is None:
-            dtypes = [shard.dtype for shard in own]
+            dtypes = [shard.dtype for shard in shards]
         wholes: list[Tensor | None] = []
         for parameter, dtype in zip(parameters, dtypes, strict=True):
             whole = None
@@ -82,7 +82,7 @@ class Owners:
                 whole = torch.empty(parameter.shape, dtype=dtype, device=self.device)
             wholes.append(whole)
         transfers = []
-        for parameter, shard, whole in zip(parameters, own, wholes, strict=True):
+        for parameter, shard, whole in zip(parameters, shards, wholes, strict=True):
             for rank, part in enumerate(_parts(parameter)):
                 # Every rank lists every transfer, and has the data of its own only.
                 source = shard.reshape(-1) if rank == self.rank else None

@@ -223,20 +223,20 @@ class ProjectedGradients(Gradients):
         """Announce that the next backward pass is the last of the step."""
         self.rest.last_micro_batch()
 
-    def found(self, parameters: Sequence[nn.Parameter]) -> object:
+    def snapshot(self, parameters: Sequence[nn.Parameter]) -> object:
         """Return which gradients the step has left, for `restore`."""
-        return frozenset(self._used), dict(self._sums), self.rest.found(parameters)
+        return frozenset(self._used), dict(self._sums), self.rest.snapshot(parameters)
 
-    def without_ownership(self, found: Any) -> object:
-        """Return what `found` returned for a captured step, without keeping the memory that its graph writes to."""
-        used, sums, rest = found
+    def without_ownership(self, snapshot: Any) -> object:
+        """Return what `snapshot` returned for a captured step, without keeping the memory that its graph writes to."""
+        used, sums, rest = snapshot
         if not self.keeps_sums:  # which no graph makes
             sums = {key: without_ownership(total) for key, total in sums.items()}
         return used, sums, self.rest.without_ownership(rest)
 
-    def restore(self, parameters: Sequence[nn.Parameter], found: Any) -> None:
+    def restore(self, parameters: Sequence[nn.Parameter], snapshot: Any) -> None:
         """Note what a replayed step has written again."""
-        used, sums, rest = found
+        used, sums, rest = snapshot
         self._used = set(used)
         self._sums = dict(sums)
         self.rest.restore(parameters, rest)

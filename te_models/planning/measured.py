@@ -283,9 +283,9 @@ class _Projection(ProjectedGradients):
             super()._add(parameter)
 
 
-def _keep(found: Allocations, part: str, parameter: Tensor) -> None:
+def _keep(allocations: Allocations, part: str, parameter: Tensor) -> None:
     if parameter.grad is not None:
-        found.move(parameter.grad, part)
+        allocations.move(parameter.grad, part)
 
 
 def _divided(

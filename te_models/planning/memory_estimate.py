@@ -109,9 +109,9 @@ def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> l
     return moments
 
 
-def _memory_parts(found: Tensor) -> dict[str, int]:
-    """Return bytes in the columns of PARTS by the parts of `Memory`."""
-    parts = dict(zip(PARTS, found.tolist(), strict=True))
+def _memory_parts(sizes: Tensor) -> dict[str, int]:
+    """Return bytes [PARTS] by the parts of `Memory`."""
+    parts = dict(zip(PARTS, sizes.tolist(), strict=True))
     parts["gradients"] += parts.pop("expert_gradients")
     return parts
 
@@ -153,23 +153,23 @@ def _moved(measured: MeasuredStep, run: Stretches, training: Training) -> dict[i
 
 
 def _standing(
-    training: Training, measured: MeasuredStep, found: Standing, tensors: Counter[HeldTensor]
+    training: Training, measured: MeasuredStep, standing: Standing, tensors: Counter[HeldTensor]
 ) -> Memory:
     """Return the memory before the forward."""
     element = training.dtype_bytes
     ranks = training.data_ranks
     layers = measured.same
-    experts = sum(found.expert_weights[layer] for layer in layers)
-    blocks = sum(found.weights[layer] for layer in layers) - experts
-    share = -(-(blocks + found.weights[REST]) // ranks) - (-experts // training.expert_replicas)
+    experts = sum(standing.expert_weights[layer] for layer in layers)
+    blocks = sum(standing.weights[layer] for layer in layers) - experts
+    share = -(-(blocks + standing.weights[REST]) // ranks) - (-experts // training.expert_replicas)
     gathered = 0
     whole = 0
     if ranks > 1:  # FSDP2 gathers the running unit and the next; embedding, norm and head stay
         depth = len(layers)
-        tables = matrix_elements(found.tensors[REST]) * element
+        tables = matrix_elements(standing.tensors[REST]) * element
         matrices = 0
         for layer in layers:
-            for tensor, count in found.tensors[layer].items():
+            for tensor, count in standing.tensors[layer].items():
                 # Experts that only this rank has lie there whole.
                 if tensor.is_matrix and not (tensor.expert and training.expert_replicas == 1):
                     matrices += count * tensor.numel * element
@@ -184,7 +184,7 @@ def _standing(
     summed = training.gradient_sums or (training.lora_rank > 0 and ranks > 1)
     projected, projections = projected_sums(tensors, training.projected_rank)
     sums = summed * FP32 * (trained - projected + projections)
-    scales = found.states.get(REST, 0) + sum(found.states.get(n, 0) for n in layers)
+    scales = standing.states.get(REST, 0) + sum(standing.states.get(n, 0) for n in layers)
     return Memory(
         weights=share + gathered + adapter_bytes,
         gradients=(adapter_bytes if training.lora_rank else whole) + sums,

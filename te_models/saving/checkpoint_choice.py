@@ -35,14 +35,14 @@ def describe_choice(name: str | Path) -> str | None:
         return f"{folder}: step {step:,}, the one with the lowest eval loss; the run ended before its first save"
     if not (folder / "checkpoints").is_dir() or (folder / "config.json").exists():
         return None
-    newest = Checkpoints(folder / "checkpoints").latest()
-    if newest is None:
+    latest_checkpoint = Checkpoints(folder / "checkpoints").latest()
+    if latest_checkpoint is None:
         return None
-    step = step_of(newest)
+    step = step_of(latest_checkpoint)
     if folder.name == BEST and (folder.parent / "checkpoints" / LATEST).is_file():
         return f"{folder}: step {step:,}, {_why_best(folder.parent, step)}"
     line = f"{folder}: step {step:,}, the last"
-    losses = read_losses(newest)
+    losses = read_losses(latest_checkpoint)
     if losses is None:
         return line
     best = best_checkpoint(folder, losses.best_step)
@@ -71,11 +71,11 @@ def describe_choice(name: str | Path) -> str | None:
 
 def _why_best(run: Path, step: int) -> str:
     # The losses are in the newest checkpoint, which knows of all evaluations.
-    newest = Checkpoints(run / "checkpoints").latest()
-    losses = None if newest is None else read_losses(newest)
-    if newest is None or losses is None or losses.best_step != step:
+    latest_checkpoint = Checkpoints(run / "checkpoints").latest()
+    losses = None if latest_checkpoint is None else read_losses(latest_checkpoint)
+    if latest_checkpoint is None or losses is None or losses.best_step != step:
         return "the one with the lowest eval loss"
-    last = step_of(newest)
+    last = step_of(latest_checkpoint)
     if last == step:
         return f"the last and the best, with an eval loss of {losses.best:.4f}"
     return f"with the lowest eval loss, {losses.best:.4f}; the last, step {last:,}, has {losses.last:.4f}"

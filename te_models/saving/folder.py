@@ -226,12 +226,12 @@ def match(
     extra = sorted(loaded.keys() - expected.keys())
     different = []
     for name in sorted(expected.keys() & loaded.keys()):
-        want = expected[name]
-        have = loaded[name]
-        if want.shape != have.shape:
-            different.append(f"{name} has shape {list(have.shape)}, not {list(want.shape)}")
-        elif check_dtype and want.dtype != have.dtype:
-            different.append(f"{name} is {have.dtype}, not {want.dtype}")
+        target = expected[name]
+        tensor = loaded[name]
+        if target.shape != tensor.shape:
+            different.append(f"{name} has shape {list(tensor.shape)}, not {list(target.shape)}")
+        elif check_dtype and target.dtype != tensor.dtype:
+            different.append(f"{name} is {tensor.dtype}, not {target.dtype}")
     problems = []
     for label, items in (("missing", missing), ("unexpected", extra), ("different", different)):
         if items:
@@ -383,7 +383,7 @@ def _load(source: _Source, names: Iterable[str] | None, optional: Iterable[str])
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise CheckpointError(f"{source.folder} holds no {name!r}{hint}")
     for file in source.files:
-        if os.path.lexists(source.folder / file):  # one that is not wanted may be gone
+        if os.path.lexists(source.folder / file):  # one that nobody asked for may be gone
             source.locate(file)
     return Folder(
         path=source.folder,

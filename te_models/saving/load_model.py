@@ -64,16 +64,18 @@ class OwnFolder(Opened):
         """Return the saved FP8 data and scales that belong to FP8 weights of the model, once they are known to fit."""
         if not self.fp8_weights or self.recipe is None:
             return {}
-        now = model.precision
+        precision = model.precision
         live = quantized_weights(model)
         with reraising(self.path / "recipe.json", ConfigError):
-            then = precisions(self.recipe, model.specs)
+            saved_precisions = precisions(self.recipe, model.specs)
         fitting = {}
         for name, tensor in self.fp8_weights.items():
             if name not in live:
                 continue
-            linear = now.known(name)
-            if quantize_weights_alike(then[linear].recipe, now.linears[linear].recipe):
+            linear = precision.known(name)
+            if quantize_weights_alike(
+                saved_precisions[linear].recipe, precision.linears[linear].recipe
+            ):
                 fitting[name] = tensor
         # A weight has several tensors, data and scales, and all of them must be there.
         weights = {name.rsplit(".", 1)[0] for name in fitting}
@@ -109,11 +111,11 @@ class OwnFolder(Opened):
             )
 
 
-def opened(saved: Folder) -> OwnFolder:
-    """Return a folder of ours, whose files are as they were saved, as one to load a model from.
+def own_folder(saved: Folder) -> OwnFolder:
+    """Return the contents of a folder of ours by our names, its config and recipe parsed; nothing is in a model yet.
 
     Raises:
-        CheckpointError: its config or recipe cannot be, or a weight is of another dtype than a number.
+        CheckpointError: its config or recipe is not valid, or a weight has a dtype that is not floating-point.
     """
     weights = bare_weights(saved.tensors["model"])
     config, dtype = read_own_config(saved.path / "config.json", saved.documents["config"], weights)
@@ -178,7 +180,9 @@ def prepare_restore(model: Decoder, source: OwnFolder) -> Callable[[], None]:
     """Return a function that does the work of `restore_model`, once everything is known to fit."""
     live = dict(model.named_parameters(remove_duplicate=False))
     # A tied table is in `live` under both of its names, as it is in the weights of a folder.
-    local_weights = model.ep.own(shard_state(source.weights, model.config, model.tp.mesh).items())
+    local_weights = model.ep.local_parameters(
+        shard_state(source.weights, model.config, model.tp.mesh).items()
+    )
     match(live, dict(local_weights), check_dtype=False)
     quantized = source.fitting_fp8(model)
     check_fp8_state(model, source.fp8_state)
@@ -202,7 +206,7 @@ def load_weights(
     """
     live = dict(model.named_parameters(remove_duplicate=False))
     in_fp8 = {name.rsplit(".", 1)[0] for name in quantized or {}}
-    for name, tensor in model.ep.own(tensors):
+    for name, tensor in model.ep.local_parameters(tensors):
         local_part = shard(name, tensor, model.config, model.tp)
         if name in in_fp8:
             keep_initial_value(live[name], local_part)
@@ -225,7 +229,7 @@ def open_te_folder(folder: Path, config: object) -> OwnFolder:
     Its recipe is the one in the checkpoint's FP8 state, BF16 where there is none.
     """
     checkpoint = read_te_checkpoint(folder)
-    source = opened(Folder(folder, {"model": checkpoint.weights}, {"config": config}))
+    source = own_folder(Folder(folder, {"model": checkpoint.weights}, {"config": config}))
     weights = _with_tied_head(checkpoint.weights, source.config)
     recipe = checkpoint.recipe(source.config.num_hidden_layers)
     return replace(
@@ -299,15 +303,15 @@ def read_training_state(model: Decoder, folder: Path) -> TrainingState:
         saved = load_folder(
             folder, ["config", "model", "recipe", "training"], optional=["fp8_state", "fp8_weights"]
         )
-    source = opened(saved)
-    then = source.config.to_dict()
-    now = model.config.to_dict()
+    source = own_folder(saved)
+    saved_config = source.config.to_dict()
+    config = model.config.to_dict()
     # Before anything is written into the model, so that an error leaves it as it was.
-    for key in now:
-        if then.get(key) != now[key]:
+    for key in config:
+        if saved_config.get(key) != config[key]:
             raise CheckpointError(
-                f"{folder} was trained with {key}={then.get(key)!r}, not {now[key]!r}: resume with the same config, or "
-                "start a new run from it with --model"
+                f"{folder} was trained with {key}={saved_config.get(key)!r}, not {config[key]!r}: "
+                "resume with the same config, or start a new run from it with --model"
             )
     recipe = read_recipe(saved)
     saved_fields = recipe.to_dict()

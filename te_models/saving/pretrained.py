@@ -38,7 +38,7 @@ from te_models.model.tensor_parallel import gather_state
 from te_models.numerics.stored import StoredWeight
 from te_models.saving.checkpoint_choice import only_best
 from te_models.saving.folder import MANIFEST, MAX_SHARD_BYTES, load_folder, read_listed, save_folder
-from te_models.saving.load_model import load_weights, open_te_folder, opened, read_recipe
+from te_models.saving.load_model import load_weights, open_te_folder, own_folder, read_recipe
 from te_models.saving.run_folder import LATEST, Checkpoints, offering_older
 
 Model = TypeVar("Model", bound=Decoder)
@@ -212,7 +212,7 @@ def open_model(
         elif _is_te_folder(folder):
             source = open_te_folder(folder, read_json(folder / "config.json"))
         else:
-            source = opened(load_folder(folder, ["config", "model", "recipe"], optional=EXTRAS))
+            source = own_folder(load_folder(folder, ["config", "model", "recipe"], optional=EXTRAS))
         try:
             # A model without memory, to compare names and shapes before anything is allocated.
             sketch: Decoder = build(source.config, **SKETCH)

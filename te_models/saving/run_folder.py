@@ -168,12 +168,12 @@ class Checkpoints:
 
     def to_resume(self) -> Path:
         """Return the newest complete checkpoint; a UsageError if there is none."""
-        newest = self.latest()
-        if newest is None:
+        latest_checkpoint = self.latest()
+        if latest_checkpoint is None:
             raise UsageError(
                 f"nothing to resume: {self.root.parent} has no checkpoint; start without --resume"
             )
-        return newest
+        return latest_checkpoint
 
     def all(self) -> list[Path]:
         """Return all complete checkpoints, oldest step first."""

@@ -238,7 +238,7 @@ def cut_optimizer_state(
         """Yield name, master and saved value of this rank's entries."""
         if not state[kind]:
             return
-        local_entries = list(model.ep.own(zip(names[kind], state[kind], strict=True)))
+        local_entries = list(model.ep.local_parameters(zip(names[kind], state[kind], strict=True)))
         for (name, value), master in zip(local_entries, masters[kind], strict=True):
             yield name, master, value
 

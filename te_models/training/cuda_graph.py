@@ -158,8 +158,8 @@ class GraphedStep:
         self.disturbed = False  # whether a capture has failed in this step
         self.warm = 0  # micro-batches that have run eagerly
         self.graphs: dict[Unit, Graph] = {}
-        # The gradients that a replayed step leaves (Gradients.found), of steps that are recorded and of others.
-        self.found: dict[bool, object] = {}
+        # The gradients that a replayed step leaves (Gradients.snapshot), of steps that are recorded and of others.
+        self.snapshots: dict[bool, object] = {}
         # A capture needs a stream of its own; warming up on it gives libraries their workspaces there.
         self.stream: Any = torch.cuda.Stream(model.device)
         # The addresses that the graphs read, per micro-batch of a graph: made with the first batch, kept for good.
@@ -223,21 +223,21 @@ class GraphedStep:
         if not eager and all(unit in self.graphs for unit in units):
             total = self._micro_batches(units, micro_batches, weights, router_weights, self._replay)
             # A replay writes to the same addresses; whoever set .grad to None only dropped the references.
-            self.gradients.restore(self.parameters, self.found[recorded])
+            self.gradients.restore(self.parameters, self.snapshots[recorded])
             return total
         # Still warming up, or given up after failed captures.
         run = self._run_eagerly
         if not eager and self.warm >= WARM_UP and self.failures < ATTEMPTS:
             run = self._capture_and_replay
             # The graphs of both kinds of steps write their gradients to the same memory.
-            for other, gradients in self.found.items():
-                self.found[other] = self.gradients.without_ownership(gradients)
+            for other, gradients in self.snapshots.items():
+                self.snapshots[other] = self.gradients.without_ownership(gradients)
         with self.gradients.collecting():
             total = self._micro_batches(units, micro_batches, weights, router_weights, run)
         if eager:
             return total
         if all(unit in self.graphs for unit in units):
-            self.found[recorded] = self.gradients.found(self.parameters)
+            self.snapshots[recorded] = self.gradients.snapshot(self.parameters)
         else:
             self.close()  # what was captured before a capture that failed
         return total
@@ -261,9 +261,9 @@ class GraphedStep:
             for graph in self.graphs.values():
                 graph.replayed.reset()
             self.graphs = {}
-            if len(self.found) > 1:
+            if len(self.snapshots) > 1:
                 self._drop_gradients()  # perhaps without ownership of memory that is free now
-            self.found = {}
+            self.snapshots = {}
 
     def misfit(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> str:
         """Return why a step of these micro-batches cannot be a graph; empty if it can."""

@@ -226,7 +226,7 @@ class Run:
 
 def training_config(settings: RunSettings) -> TrainConfig:
     """Return the run's training config with the kind of parallelism resolved."""
-    recorded = settings.file is not None and "parallel" not in settings.given
+    recorded = settings.file is not None and "parallel" not in settings.set_by_user
     config = choose_parallel(settings.train, recorded, lora=settings.lora is not None)
     if settings.lora is not None and settings.lora.merge and config.parallel.startswith("fsdp"):
         raise UsageError(

@@ -39,7 +39,7 @@ from te_models.saving.adapters import BASE_CONFIG, GENERATION, trained_config
 from te_models.saving.folder import MANIFEST, save_folder
 from te_models.saving.load_model import read_recipe
 from te_models.saving.pretrained import config_document, saved_folder
-from te_models.training.lora_config import check_fields, wanted_adapters, whole_modules
+from te_models.training.lora_config import adapters_of, check_fields, whole_modules
 from te_models.training.lora_files import (
     SavedAdapter,
     adapter_file,
@@ -50,7 +50,7 @@ from te_models.training.lora_files import (
     their_targets,
 )
 from te_models.training.lora_targets import (
-    Wanted,
+    Adapter,
     adaptable_modules,
     alpha_of,
     layers_of,
@@ -74,7 +74,7 @@ class AdaptedModel(PeftModel):
         model: CausalLM,
         peft_config: PeftConfig,
         adapter_name: str = "default",
-        layers: Mapping[str, Wanted] | None = None,
+        layers: Mapping[str, Adapter] | None = None,
         **options: Any,
     ) -> None:
         """Freeze `model` and add adapters: `layers`, name -> adapter, or what `peft_config` targets."""
@@ -120,7 +120,7 @@ class AdaptedModel(PeftModel):
         peft_config: PeftConfig,
         low_cpu_mem_usage: bool = False,
         autocast_adapter_dtype: bool = True,
-        layers: Mapping[str, Wanted] | None = None,
+        layers: Mapping[str, Adapter] | None = None,
     ) -> None:
         """Add another adapter, which starts at zero and is inactive until `set_adapter`."""
         model = self.get_base_model()
@@ -263,7 +263,7 @@ def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel
     """Add adapters of peft to the linears of transformers that `config` names by their names or ours."""
     check_fields(config.to_dict())
     modules = adaptable_modules(model.model)
-    adapters = wanted_adapters(config, modules)
+    adapters = adapters_of(config, modules)
     if config.modules_to_save:
         raise UsageError(
             "modules_to_save needs a CausalLM: give add_lora the model inside (`.model`)"
@@ -272,18 +272,18 @@ def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel
         raise UsageError(
             "an adapter on lm_head needs a CausalLM: give add_lora the model inside (`.model`)"
         )
-    wanted: dict[str, Wanted] = {}
+    their_adapters: dict[str, Adapter] = {}
     for name, one in adapters.items():
         parts = [name] if name in modules.theirs else modules.parts_of(module_of(one.place))
-        wanted |= dict.fromkeys(parts, one)
+        their_adapters |= dict.fromkeys(parts, one)
     taken = names_taken(modules.root, model.model.config, modules.theirs)
-    for name in wanted:
+    for name in their_adapters:
         if name.removeprefix(modules.root) in taken:
             raise UsageError(
                 f"an adapter on {name} needs a CausalLM: give add_lora the model inside (`.model`)"
             )
     parameters = not (config.use_dora or config.lora_dropout)
-    targets = their_targets(wanted, modules, config.use_rslora, parameters)
+    targets = their_targets(their_adapters, modules, config.use_rslora, parameters)
     config = dataclasses.replace(config, **targets, task_type="CAUSAL_LM")
     # peft's own layer for Transformer Engine's linears refuses DoRA.
     config._register_custom_module({NamedRows: LoraLinear, model.model.te.Linear: LoraLinear})
@@ -416,8 +416,8 @@ def _compare_shapes(model: CausalLM, folder: Path) -> None:
 
 
 def _resolved(
-    model: CausalLM, config: PeftConfig, layers: Mapping[str, Wanted] | None
-) -> tuple[LoraConfig, Mapping[str, Wanted]]:
+    model: CausalLM, config: PeftConfig, layers: Mapping[str, Adapter] | None
+) -> tuple[LoraConfig, Mapping[str, Adapter]]:
     """Return peft's config with the layers that it targets and their ranks, by their names in the model, and these."""
     if model.tp.size > 1:
         raise UsageError(
@@ -430,7 +430,7 @@ def _resolved(
     modules = adaptable_modules(model)
     whole = whole_modules(config, modules, model)
     if layers is None:
-        layers = layers_of(wanted_adapters(config, modules).values(), modules)
+        layers = layers_of(adapters_of(config, modules).values(), modules)
     on_experts = bool(modules.counts.keys() & layers.keys())
     if model.ep.size > 1 and on_experts:
         raise UsageError(
@@ -466,7 +466,7 @@ def _resolved(
     return config, layers
 
 
-def _show(model: CausalLM, layers: Mapping[str, Wanted]) -> dict[str, list[str]]:
+def _show(model: CausalLM, layers: Mapping[str, Adapter]) -> dict[str, list[str]]:
     """Show peft the rows of te.Linears that get adapters of their own; return te.Linear -> their names."""
     rows: dict[str, list[str]] = {}
     for name, one in layers.items():

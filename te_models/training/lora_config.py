@@ -11,7 +11,7 @@ from te_models.causal_lm import CausalLM
 from te_models.errors import CheckpointError, UsageError, needs, refuse, unknown
 from te_models.files.atomic import reraising
 from te_models.interop.tensor_places import Place
-from te_models.training.lora_targets import Modules, Wanted, module_of
+from te_models.training.lora_targets import Adapter, Modules, module_of
 from te_models.training.settings import names_experts
 
 with needs("te_models.training.lora", "peft", "0.19", "lora"):
@@ -102,9 +102,9 @@ def _field_mistakes(values: Mapping[str, Any], init: bool) -> Iterator[str]:
         yield f"init_lora_weights={str(initial)[:40]!r} is not supported: choose True, False or 'gaussian'"
 
 
-def wanted_adapters(
+def adapters_of(
     config: LoraConfig, modules: Modules, headless: bool | None = None
-) -> dict[str, Wanted]:
+) -> dict[str, Adapter]:
     """Return the name of each module that `config` targets, by transformers' names or ours -> its adapter.
 
     Experts are parameters in transformers, which `target_parameters` name; in a new adapter, `target_modules` may too.
@@ -135,11 +135,11 @@ def wanted_adapters(
         )
     if new:  # in a file, peft ignores patterns that match nothing
         _check_patterns(config, names.values())
-    wanted = {}
+    adapters = {}
     for place, name in names.items():
         rank, scaling = _rank_and_scaling(config, name)
-        wanted[name.removesuffix(".weight")] = Wanted(place, rank, scaling)
-    return wanted
+        adapters[name.removesuffix(".weight")] = Adapter(place, rank, scaling)
+    return adapters
 
 
 def _name_targets(config: LoraConfig, modules: Modules, new: bool) -> None:

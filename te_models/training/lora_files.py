@@ -27,10 +27,10 @@ from te_models.interop.hf_expert_families import dropped_by_peft
 from te_models.interop.hf_families import beside_text, without_others
 from te_models.interop.tensor_places import Place
 from te_models.saving.folder import MANIFEST, Folder, load_folder, match
-from te_models.training.lora_config import read_config, wanted_adapters, whole_modules
+from te_models.training.lora_config import adapters_of, read_config, whole_modules
 from te_models.training.lora_targets import (
+    Adapter,
     Modules,
-    Wanted,
     adaptable_modules,
     alpha_of,
     join,
@@ -53,7 +53,7 @@ class SavedAdapter(NamedTuple):
 
     saved: Folder
     config: LoraConfig
-    layers: dict[str, Wanted]  # by their names in a CausalLM with the adapter
+    layers: dict[str, Adapter]  # by their names in a CausalLM with the adapter
     values: dict[str, Tensor]  # of the parameters of the adapter, by `parameters_in`
 
 
@@ -79,12 +79,12 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
         name.startswith((f"{PREFIX}model.", f"{PREFIX}lm_head.")) for name in tensors
     )
     with reraising(path, UsageError):
-        wanted = wanted_adapters(config, modules, headless)
+        adapters = adapters_of(config, modules, headless)
         whole = whole_modules(config, modules, model)
-        layers = layers_of(wanted.values(), modules)
+        layers = layers_of(adapters.values(), modules)
     tensors = _without_head(model, tensors, folder)
     # Names and shapes before any value: another rank or target is one line, not an error of a copy.
-    match(_expected(model, wanted, whole, modules, config.use_dora), tensors, check_dtype=False)
+    match(_expected(model, adapters, whole, modules, config.use_dora), tensors, check_dtype=False)
     for name, tensor in tensors.items():
         # FP8 adapters would lose most of their small values, and no writer makes them on purpose.
         if not tensor.is_floating_point() or tensor.itemsize == 1:
@@ -94,10 +94,10 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
     check_finite(tensors, folder)
     # A [rank, in] and B [out, rank] of each linear of transformers, by its rows in ours.
     pairs = {}
-    for key, one in _keys(wanted, modules).items():
+    for key, one in _keys(adapters, modules).items():
         pair = (tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"])
         pairs[one.place] = _as_in_file(*pair, one.place, modules)
-    keys = {one.place: key for key, one in _keys(wanted, modules).items()}
+    keys = {one.place: key for key, one in _keys(adapters, modules).items()}
     values = {f"{ours}.weight": tensors[f"{PREFIX}{name}.weight"] for name, ours in whole.items()}
     layers = share_a(layers, modules, pairs)
     for name, one in layers.items():
@@ -167,16 +167,16 @@ def _without_head(
     return left
 
 
-def _keys(wanted: Mapping[str, Wanted], modules: Modules) -> dict[str, Wanted]:
+def _keys(adapters: Mapping[str, Adapter], modules: Modules) -> dict[str, Adapter]:
     """Return the name in an adapter's file, without ".lora_A.weight", of each adapter of transformers' modules.
 
     peft wraps the module of a parameter, once for each of its parameters in order: the wrapper of gate_up_proj, or of
     up_proj where experts have no gate, is inside the one of down_proj.
     """
     keys = {}
-    for name, one in wanted.items():
+    for name, one in adapters.items():
         parent, _, leaf = name.rpartition(".")
-        inside = leaf in ("gate_up_proj", "up_proj") and f"{parent}.down_proj" in wanted
+        inside = leaf in ("gate_up_proj", "up_proj") and f"{parent}.down_proj" in adapters
         shared_keys = (
             name if module_of(one.place) not in modules.counts else parent + ".base_layer" * inside
         )
@@ -186,7 +186,7 @@ def _keys(wanted: Mapping[str, Wanted], modules: Modules) -> dict[str, Wanted]:
 
 def _expected(
     model: CausalLM,
-    wanted: Mapping[str, Wanted],
+    adapters: Mapping[str, Adapter],
     whole: Mapping[str, str],
     modules: Modules,
     dora: bool,
@@ -196,7 +196,7 @@ def _expected(
         f"{PREFIX}{name}.weight": (model.config.vocab_size, model.config.hidden_size)
         for name in whole
     }
-    for key, one in _keys(wanted, modules).items():
+    for key, one in _keys(adapters, modules).items():
         expected[f"{key}.lora_A.weight"], expected[f"{key}.lora_B.weight"] = modules.sizes(one)
         if dora:
             expected[f"{key}{MAGNITUDE}"] = (one.place.shape[0],)
@@ -212,18 +212,18 @@ def layers_in(model: CausalLM, adapter_name: str) -> dict[str, LoraLinear]:
     return layers
 
 
-def adapters_in(model: CausalLM, adapter_name: str) -> dict[str, Wanted]:
+def adapters_in(model: CausalLM, adapter_name: str) -> dict[str, Adapter]:
     """Return the name of each layer that has the adapter -> its rows, rank and scaling."""
     modules = adaptable_modules(model)
     adapters = {}
     for name, layer in layers_in(model, adapter_name).items():
         base = layer.get_base_layer()
         place = base.place if isinstance(base, NamedRows) else modules.ours[name]
-        adapters[name] = Wanted(place, layer.r[adapter_name], layer.scaling[adapter_name])
+        adapters[name] = Adapter(place, layer.r[adapter_name], layer.scaling[adapter_name])
     return adapters
 
 
-def ranks_of(layers: Mapping[str, Wanted]) -> dict[str, tuple[int, float]]:
+def ranks_of(layers: Mapping[str, Adapter]) -> dict[str, tuple[int, float]]:
     """Return the rank and the scaling of each layer, to be compared."""
     return {name: (one.rank, round(one.scaling, 9)) for name, one in layers.items()}
 
@@ -247,14 +247,14 @@ def parameters_in(model: CausalLM, adapter_name: str) -> dict[str, Tensor]:
 
 
 def adapter_file(
-    model: CausalLM, own: LoraConfig, adapter_name: str
+    model: CausalLM, config: LoraConfig, adapter_name: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the config of an adapter, which has config `own`, as peft saves them in transformers."""
+    """Return the tensors and the config of an adapter, which has this config, as peft saves them in transformers."""
     modules = adaptable_modules(model)
     parameters = {name: p.detach() for name, p in parameters_in(model, adapter_name).items()}
     layers = adapters_in(model, adapter_name)
     names = {place: name for name, place in modules.theirs.items()}
-    wanted: dict[str, Wanted] = {}
+    adapters: dict[str, Adapter] = {}
     pairs: dict[Place, tuple[Tensor, Tensor]] = {}
     lengths: dict[Place, Tensor] = {}
     for layer, one in layers.items():
@@ -265,14 +265,14 @@ def adapter_file(
         theirs = modules.parts_of(module) if whole_module else {names[one.place]: one.place}
         magnitude = parameters.get(f"{layer}.lora_magnitude")
         for name, place in theirs.items():
-            wanted[name] = dataclasses.replace(one, place=place)
+            adapters[name] = dataclasses.replace(one, place=place)
             rows = place.save(b) if whole_module else b
             pairs[place] = _as_in_file(a.clone(), rows.clone().contiguous(), place, modules)
             if magnitude is not None:
                 of_rows = place.save(magnitude) if whole_module else magnitude
                 lengths[place] = of_rows.clone()
     tensors: dict[str, Tensor] = {}
-    for key, one in _keys(wanted, modules).items():
+    for key, one in _keys(adapters, modules).items():
         tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = pairs[one.place]
         if one.place in lengths:
             tensors[f"{key}{MAGNITUDE}"] = lengths[one.place]
@@ -284,15 +284,15 @@ def adapter_file(
         f"{PREFIX}{theirs}.weight": parameters[f"{ours}.weight"].clone()
         for theirs, ours in whole.items()
     }
-    values: dict[str, Any] = {**own.to_dict(), "task_type": "CAUSAL_LM", "inference_mode": True}
+    values: dict[str, Any] = {**config.to_dict(), "task_type": "CAUSAL_LM", "inference_mode": True}
     values["init_lora_weights"] = True
     values.pop("runtime_config", None)
-    values |= their_targets(wanted, modules, own.use_rslora, parameters=not own.use_dora)
+    values |= their_targets(adapters, modules, config.use_rslora, parameters=not config.use_dora)
     values["modules_to_save"] = list(whole) or None
     if values["target_parameters"]:
         values["lora_dropout"] = 0.0  # peft has none for parameters, and only training uses it
-    as_parameters = set(modules.experts) | (set() if own.use_dora else modules.taken_for_experts)
-    if dropped := dropped_by_peft(modules.architecture, wanted.keys() - as_parameters):
+    as_parameters = set(modules.experts) | (set() if config.use_dora else modules.taken_for_experts)
+    if dropped := dropped_by_peft(modules.architecture, adapters.keys() - as_parameters):
         warnings.warn(
             f"{dropped}: load_lora reads them; for transformers merge them, or leave them out",
             stacklevel=3,
@@ -326,7 +326,7 @@ def _of_text(names: list[str], root: str) -> list[str] | str:
 
 
 def their_targets(
-    wanted: Mapping[str, Wanted], modules: Modules, rslora: bool, parameters: bool
+    adapters: Mapping[str, Adapter], modules: Modules, rslora: bool, parameters: bool
 ) -> dict[str, Any]:
     """Return the shortest fields of LoraConfig that describe these adapters of transformers' modules.
 
@@ -336,21 +336,21 @@ def their_targets(
     weights = modules.routers | (modules.taken_for_experts if parameters else set())
 
     def targets(theirs: Iterable[str], parts: int) -> list[str]:
-        """Return the last `parts` of names that all are wanted, and others whole."""
+        """Return the last `parts` of names that all have adapters, and others whole."""
         ends: dict[str, list[str]] = {}
         for name in theirs:
             ends.setdefault(".".join(name.split(".")[-parts:]), []).append(name)
         endings: list[str] = []
         for end, names in ends.items():
-            present = [name for name in names if name in wanted]
+            present = [name for name in names if name in adapters]
             # An end that also fits linears without an adapter would adapt those too.
             endings += [end] if len(present) == len(names) else present
         return endings
 
-    named = {f"{name}.weight" if name in weights else name: one for name, one in wanted.items()}
+    named = {f"{name}.weight" if name in weights else name: one for name, one in adapters.items()}
     alphas = {name: alpha_of(one.scaling, one.rank, rslora) for name, one in named.items()}
     # The most common rank is the field, and patterns name the exceptions.
-    rank = Counter(one.rank for one in wanted.values()).most_common(1)[0][0]
+    rank = Counter(one.rank for one in adapters.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
     linears = [name for name in modules.theirs if name not in weights]
     of_weights = [f"{name}.weight" for name in targets(sorted(weights), 1)]

@@ -24,11 +24,11 @@ from te_models.interop.tensor_places import Place, expert_places, module_places
 from te_models.model.decoder import Decoder
 from te_models.model.options import SKETCH
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Adapter:
     """An adapter of one module: B(A(x)) * scaling, with A [rank, in] and B [rows of `place`, rank]."""
 
     place: Place
@@ -87,7 +87,7 @@ class Modules:
         return self
 
     def _below(self, root: str) -> "Modules":
-        def moved(places: Mapping[str, Found]) -> dict[str, Found]:
+        def moved(places: Mapping[str, Value]) -> dict[str, Value]:
             renamed = {}
             for name, place in places.items():
                 inside = name.startswith(self.root)
@@ -160,7 +160,7 @@ class Modules:
         (name,) = (name for name, rows in self.theirs.items() if rows == place)
         return name.removeprefix(self.root)
 
-    def sizes(self, one: Wanted) -> tuple[tuple[int, int], tuple[int, int]]:
+    def sizes(self, one: Adapter) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the shapes of A and B in a file; matrices of experts are side by side (LoraExperts)."""
         ranks = one.rank * self.counts.get(module_of(one.place), 1)
         rows, inputs = one.place.shape
@@ -244,18 +244,18 @@ def _in_one_piece(place: Place) -> Place:
     return dataclasses.replace(place, blocks=tuple(blocks))
 
 
-def layers_of(wanted: Iterable[Wanted], modules: Modules) -> dict[str, Wanted]:
+def layers_of(adapters: Iterable[Adapter], modules: Modules) -> dict[str, Adapter]:
     """Return the name in a CausalLM of each layer that gets an adapter -> its adapter.
 
     An adapter of all rows of a te.Linear, or of the experts of a te.GroupedLinear, is on that module itself.
 
     Raises:
-        UsageError: `wanted` has an adapter of a whole fused linear and one of a part of it.
+        UsageError: `adapters` has an adapter of a whole fused linear and one of a part of it.
     """
-    groups: dict[str, list[Wanted]] = {}
-    for one in wanted:
+    groups: dict[str, list[Adapter]] = {}
+    for one in adapters:
         groups.setdefault(module_of(one.place), []).append(one)
-    layers: dict[str, Wanted] = {}
+    layers: dict[str, Adapter] = {}
     for module, members in groups.items():
         whole = modules.ours[module]
         # All rows of the te.Linear: the adapter is on the module itself, without rows to pick.
@@ -287,10 +287,10 @@ def join(whole: Place, tensors: Mapping[Place, tuple[Tensor, Tensor]]) -> tuple[
 
 
 def share_a(
-    layers: Mapping[str, Wanted],
+    layers: Mapping[str, Adapter],
     modules: Modules,
     tensors: Mapping[Place, tuple[Tensor, Tensor]],
-) -> dict[str, Wanted]:
+) -> dict[str, Adapter]:
     """Return the layers, with one for a whole te.Linear in place of its parts, as files have it.
 
     All rows of the te.Linear then have an adapter, with the same A.

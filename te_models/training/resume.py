@@ -58,10 +58,10 @@ def resumed_options(settings: RunSettings, saved: Document) -> Fields:
 
     The engine is the one that was asked for, so that "auto" is native on a GPU wherever the run began.
     """
-    chosen = {name: value for name, value in settings.build.items() if name in settings.given}
+    chosen = {name: value for name, value in settings.build.items() if name in settings.set_by_user}
     options = {name: value for name, value in settings.build.items() if name not in RECIPE_FIELDS}
     options |= {**{name: value for name, value in saved.items() if name != "engine"}, **chosen}
-    if settings.recipe != AUTO and "recipe" in settings.given:
+    if settings.recipe != AUTO and "recipe" in settings.set_by_user:
         if saved["recipe"].to_dict() in [
             recipe.to_dict() for recipe in scheduled_recipes(settings)[1:]
         ]:
@@ -133,7 +133,7 @@ def check_unfinished(settings: RunSettings, folder: Path, step: int, steps: int)
             files.append("merged")
     # A run that was killed after its last step has its checkpoint, and not what the end writes.
     missing = any(not os.path.lexists(folder / name) for name in files)
-    unfinished = missing or "merge_dtype" in settings.given
+    unfinished = missing or "merge_dtype" in settings.set_by_user
     if step > steps or (step == steps and not unfinished):
         raise UsageError(
             f"{folder} has already reached step {step}: give --steps of more than {step}"

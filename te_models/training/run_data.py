@@ -47,12 +47,12 @@ def open_run_data(
     A run that continues from a `checkpoint` has its tokenizer and chat template, unless the user gave others.
     """
     source = settings.tokenizer or settings.model
-    if checkpoint is not None and "tokenizer" not in settings.given:
+    if checkpoint is not None and "tokenizer" not in settings.set_by_user:
         source = checkpoint
     tokenizer = load_tokenizer(source)
     known_ids = tokenizer.vocab_size
     data = settings.data
-    if checkpoint is not None and "chat_template" not in settings.given:
+    if checkpoint is not None and "chat_template" not in settings.set_by_user:
         data = dataclasses.replace(data, chat_template=None)  # the checkpoint's tokenizer has it
     dataset, eval_batches = open_data(
         data,

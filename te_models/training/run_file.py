@@ -71,7 +71,10 @@ def run_document(
         **{title: tables[title] for title in TABLES},
         RECORD: {
             "id": run_id(before),
-            "commands": [*map(str, before.get("commands", [])), settings.called[:MAX_COMMAND]],
+            "commands": [
+                *map(str, before.get("commands", [])),
+                settings.command_line[:MAX_COMMAND],
+            ],
             "device": torch.cuda.get_device_name(model.device)
             if cuda
             else platform.processor() or platform.machine(),

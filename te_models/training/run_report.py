@@ -109,7 +109,7 @@ def _changes(settings: RunSettings, folder: Path, checkpoint: Path, model: Causa
     for table in settings.tables().values():
         now |= table
     # Only settings that the command names: defaults of another version are no change of the user's.
-    given_now = {name: now[name] for name in settings.given & now.keys()}
+    given_now = {name: now[name] for name in settings.set_by_user & now.keys()}
     saved = read_run_file(run_file)
     changed = changed_settings(saved, given_now)
     for name, (before, after) in sorted(changed.items()):

@@ -1,4 +1,4 @@
-"""The settings of a run: what flags give, over what run.toml has, over the defaults of the command. No torch."""
+"""The settings of a run: options of the user before run.toml, and run.toml before the command's defaults. No torch."""
 
 import os
 import warnings
@@ -39,16 +39,19 @@ from te_models.training.settings import (
 
 
 def run_settings(
-    command: str, given: Mapping[str, object], file: Path | None = None, called: str = ""
+    command: str,
+    user_options: Mapping[str, object],
+    file: Path | None = None,
+    command_line: str = "",
 ) -> RunSettings:
-    """Return the settings of a run: from `given`, else from `file`, else the defaults of `command`."""
+    """Return the settings of a run: from `user_options`, else from `file`, else the defaults of `command`."""
     saved = read_run_file(file) if file is not None else {}
     # A resumed run is what it was, whichever of the two commands resumes it.
     command = saved.get("command", command)
-    flat = {**_over(saved, given), "command": command}
+    flat = {**_with_user_options(saved, user_options), "command": command}
     SETTINGS["command"].check(command)
-    # In `given` alone: a file may have both, and the command line then decides.
-    if "steps" in given and given.get("epochs"):
+    # In `user_options` alone: a file may have both, and the command line then decides.
+    if "steps" in user_options and user_options.get("epochs"):
         raise UsageError("--steps and --epochs say the same in two ways: give one of them")
     _check_start(command, flat)
     recipe = flat.pop("recipe", "auto")
@@ -65,9 +68,9 @@ def run_settings(
         data=DataConfig(**as_fields(DataConfig, flat)),
         train=TrainConfig(**defaults | as_fields(TrainConfig, flat)),
         lora=lora,
-        given=frozenset(given),
+        set_by_user=frozenset(user_options),
         file=file,
-        called=called,
+        command_line=command_line,
     )
 
 
@@ -97,23 +100,26 @@ def _check_start(command: str, flat: Mapping[str, Any]) -> None:
 
 
 def resumed_settings(
-    command: str, given: Mapping[str, Any], folder: Path | None = None, called: str = ""
+    command: str,
+    user_options: Mapping[str, Any],
+    folder: Path | None = None,
+    command_line: str = "",
 ) -> RunSettings:
-    """Return the settings of a run that is resumed: its run.toml with the changes `given`.
+    """Return the settings of a run that is resumed: its run.toml with the changes `user_options`.
 
-    The command is that in run.toml. `folder` None means `out` in `given`, else the only run of the given model.
+    The command is that in run.toml. `folder` None means `out` in `user_options`, else the only run of their model.
     """
     # In order: the folder of the call, --out, and the only run that there is of the model.
-    named = folder or (Path(given["out"]) if "out" in given else None)
-    folder = named or _only_run(given)
+    named = folder or (Path(user_options["out"]) if "out" in user_options else None)
+    folder = named or _only_run(user_options)
     # run.toml itself stands for its folder.
     if folder.name == RUN_FILE:
         folder = folder.parent
-    given = {**given, "out": str(folder)}
+    user_options = {**user_options, "out": str(folder)}
     if (folder / RUN_FILE).is_file():
-        changed_settings(read_run_file(folder / RUN_FILE), given)
-        return run_settings(command, given, folder / RUN_FILE, called)
-    nameless = not {"preset", "model"} & given.keys()
+        changed_settings(read_run_file(folder / RUN_FILE), user_options)
+        return run_settings(command, user_options, folder / RUN_FILE, command_line)
+    nameless = not {"preset", "model"} & user_options.keys()
     # A path inside a run, such as checkpoints/step-100, was meant as the run.
     run = next((outer for outer in folder.parents if (outer / RUN_FILE).is_file()), None)
     if not folder.exists():
@@ -128,16 +134,16 @@ def resumed_settings(
         raise UsageError(
             f"{folder} has no {RUN_FILE}: give the settings of the run again, --preset or --model among them"
         )
-    return run_settings(command, given, called=called)
+    return run_settings(command, user_options, command_line=command_line)
 
 
-def _only_run(given: Mapping[str, Any]) -> Path:
-    """Return the folder to resume where none is given: runs/<model>-<recipe>, or the only one there is."""
-    name = given.get("preset") or given.get("model")
+def _only_run(user_options: Mapping[str, Any]) -> Path:
+    """Return the folder to resume where the user names none: runs/<model>-<recipe>, or the only one there is."""
+    name = user_options.get("preset") or user_options.get("model")
     label = Path(name).name if name else ""
     # Model and recipe give the folder's name, as for a new run.
-    if label and given.get("recipe", "auto") != "auto":
-        return Path("runs", f"{label}-{get_recipe(given['recipe']).name}")
+    if label and user_options.get("recipe", "auto") != "auto":
+        return Path("runs", f"{label}-{get_recipe(user_options['recipe']).name}")
     pattern = f"{label}-*/checkpoints" if label else "*/checkpoints"
     runs = [folder.parent for folder in sorted(Path("runs").glob(pattern))]
     of = f"of {label} " if label else ""
@@ -176,7 +182,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
             if value is None:
                 continue  # in YAML, a name without a value
             if value == "" and TABLES[title][name].default is None:
-                continue  # as older files have what was not given
+                continue  # as older files write a setting without a value
             with reraising(path, UsageError, error=ConfigError):
                 TABLES[title][name].check(value)
             flat[name] = value
@@ -202,21 +208,24 @@ def _outside(path: Path, name: str, in_yaml: bool) -> UsageError:
 
 
 def _table_of(name: str) -> str:
-    """Return the table in which a setting belongs; "" for a name of none. The name of a recipe is a table's `name`."""
+    """Return the table in which a setting belongs; "" for a name that is no setting.
+
+    A recipe has a table of its own, in which its name is `name`.
+    """
     titles = (title for title, settings in TABLES.items() if name in settings and name != "recipe")
     return next(titles, "")
 
 
 def changed_settings(
-    saved: Mapping[str, object], given: Mapping[str, object]
+    saved: Mapping[str, object], user_options: Mapping[str, object]
 ) -> dict[str, tuple[object, object]]:
     """Return name -> (value then, value now) of the settings that a resumed run changes."""
     then = {**saved, **_recipe_values(saved)}
     changed: dict[str, tuple[object, object]] = {}
-    for name in given.keys() - {"out"}:
+    for name in user_options.keys() - {"out"}:
         one = SETTINGS[name]
         before = then.get(name, one.default)
-        now = resolved_path(given[name]) if one.path else given[name]
+        now = resolved_path(user_options[name]) if one.path else user_options[name]
         if before == now:
             continue
         # Settings of adapters change only in a run that has adapters.
@@ -241,36 +250,36 @@ def resolved_path(name: Any) -> Any:
     return name
 
 
-def _over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `saved` with the changes `given`; a new recipe or model replaces all fields of the old one.
+def _with_user_options(saved: Mapping[str, Any], user_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `saved` with the changes `user_options`; a new recipe or model replaces all fields of the old one.
 
-    The shape in a file that names no model changes the model given beside it.
+    The shape in a file that names no model changes the model named beside it.
     """
     flat = dict(saved)
-    gone: set[str] = {"epochs"} if "steps" in given else set()
-    if "parallel" in given and given["parallel"] != saved.get("parallel"):
-        gone |= set(DIVISIONS)
-    if "recipe" in given:
-        gone.add("recipe")
+    dropped: set[str] = {"epochs"} if "steps" in user_options else set()
+    if "parallel" in user_options and user_options["parallel"] != saved.get("parallel"):
+        dropped |= set(DIVISIONS)
+    if "recipe" in user_options:
+        dropped.add("recipe")
         if (
             flat.get("fp8_params")
-            and not given.get("fp8_params")
-            and not _keeps_fp8_weights(given["recipe"])
+            and not user_options.get("fp8_params")
+            and not _keeps_fp8_weights(user_options["recipe"])
         ):
-            gone.add("fp8_params")
+            dropped.add("fp8_params")
             warnings.warn(
-                f"recipe {given['recipe']!r} has no FP8 weights: the run goes on without",
+                f"recipe {user_options['recipe']!r} has no FP8 weights: the run goes on without",
                 stacklevel=2,
             )
-    if {"preset", "model"} & given.keys() and {"preset", "model"} & saved.keys():
-        gone |= {"preset", "model", *config_fields()}
+    if {"preset", "model"} & user_options.keys() and {"preset", "model"} & saved.keys():
+        dropped |= {"preset", "model", *config_fields()}
     if (
-        given.get("lora")
+        user_options.get("lora")
         and not flat.get("lora")
         and flat.get("learning_rate") == LEARNING_RATE["finetune"]
     ):
-        gone.add("learning_rate")  # the default for all weights; adapters have another
-    return {name: value for name, value in flat.items() if name not in gone} | dict(given)
+        dropped.add("learning_rate")  # the default for all weights; adapters have another
+    return {name: value for name, value in flat.items() if name not in dropped} | dict(user_options)
 
 
 def _keeps_fp8_weights(recipe: Any) -> bool:

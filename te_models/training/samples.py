@@ -273,7 +273,7 @@ def run_sampler(
         first_prompts = processes.ranks.from_first(lambda: prompts)
         prompts = [Prompt(tuple(ids), tuple(reference)) for ids, reference in first_prompts]
         agree = functools.partial(_first_answer, processes)
-    chosen = "sample_tokens" in settings.given or tokens != SETTINGS["sample_tokens"].default
+    chosen = "sample_tokens" in settings.set_by_user or tokens != SETTINGS["sample_tokens"].default
     return Sampler(model, data.tokenizer, prompts, tokens, options, agree=agree, bounded=not chosen)
 
 

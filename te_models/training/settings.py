@@ -199,9 +199,9 @@ class RunSettings(Settings):
     Attributes:
         build: keywords of CausalLM, recipe and config that are given.
         lora: adapters to train in place of the model's weights; None: none.
-        given: names of the settings given on the command line, which override `file`.
+        set_by_user: names of the settings given on the command line, which override `file`.
         file: the run.toml that the others come from.
-        called: the command line, for the record.
+        command_line: as the user wrote it, for the record.
     """
 
     command: str = setting(
@@ -246,9 +246,9 @@ class RunSettings(Settings):
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     lora: LoraSettings | None = None
-    given: frozenset[str] = frozenset()
+    set_by_user: frozenset[str] = frozenset()
     file: Path | None = None
-    called: str = ""
+    command_line: str = ""
 
     @property
     def label(self) -> str:

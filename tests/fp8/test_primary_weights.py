@@ -29,7 +29,7 @@ from te_models.fp8.scaling_state import fp8_state
 from te_models.model.te_modules import Factory
 from te_models.optim import build_optimizer
 from te_models.saving.folder import load_folder, save_folder
-from te_models.saving.load_model import opened, restore_model
+from te_models.saving.load_model import own_folder, restore_model
 from te_models.saving.pretrained import model_content
 
 RECIPES = ["delayed", "current", "blockwise", "mxfp8"]
@@ -524,6 +524,6 @@ def test_damaged_codes_and_scales_are_refused_before_the_model_changes(
         with pytest.raises(CheckpointError, match=name):
             CausalLM.from_pretrained(tmp_path / "m", device="cpu")
         with pytest.raises(CheckpointError, match=name):
-            restore_model(model, opened(load_folder(tmp_path / "m")))
+            restore_model(model, own_folder(load_folder(tmp_path / "m")))
     for name, tensor in quantized_weights(model).items():
         assert_same_bits(name, tensor, before[name])

@@ -66,7 +66,7 @@ def test_a_file_gives_what_the_command_does_not(tmp_path: Path) -> None:
     assert settings.train.optimizer_options == {"betas": [0.9, 0.99]}
     assert isinstance(settings.recipe, Recipe) and settings.recipe.fields["amax_history_len"] == 16
     assert settings.build == {"hidden_size": 64, "margin": 1}
-    assert settings.data.data == ("texts",) and settings.given == {"seed", "steps", "margin"}
+    assert settings.data.data == ("texts",) and settings.set_by_user == {"seed", "steps", "margin"}
 
 
 def test_another_recipe_or_shape_replaces_that_of_the_file_as_a_whole(tmp_path: Path) -> None:

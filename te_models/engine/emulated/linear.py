@@ -185,11 +185,17 @@ class Linear(TransformerEngineBaseModule):
             weight = self.weight
             added = bias if fused else None
             call = self._call(
-                parallel, inp, weight, added, is_first_microbatch, (fp8_output, fp8_grad)
+                parallel,
+                inp,
+                weight,
+                added,
+                is_first_microbatch,
+                quantize_output=fp8_output,
+                quantize_grad_input=fp8_grad,
             )
             if call.grad:
                 out = _Linear.apply(weight, inp, added, call)
-            else:  # without autograd's share, a tenth of a small layer's time
+            else:  # autograd.Function.apply would take a tenth of a small layer's time
                 values, _, _ = product(weight, inp, added, call, False, False)
                 out = _result(values, weight, inp, call)
         finally:
@@ -236,8 +242,9 @@ class Linear(TransformerEngineBaseModule):
         inp: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        first: bool | None,
-        results: tuple[bool, bool],
+        first_microbatch: bool | None,
+        quantize_output: bool,
+        quantize_grad_input: bool,
     ) -> Call:
         """Check and collect the arguments of one pass."""
         tracked = torch.is_grad_enabled() and any(
@@ -245,11 +252,18 @@ class Linear(TransformerEngineBaseModule):
         )
         parallel.check(self.tp_group_initialized, self.fp8_meta["recipe"] if self.fp8 else None)
         if self.fp8:
-            parallel.check_quantized_results(*results)
+            parallel.check_quantized_results(quantize_output, quantize_grad_input)
             # In each pass, since quantizers are made anew whenever the recipe changes.
             parallel.configure(self.quantizers["scaling_fwd"][0], self.quantizers["scaling_bwd"][0])
             _check_dims(inp.shape, weight.shape, tracked)
-        (call,) = new_calls(self, parallel, first, tracked, results)
+        (call,) = new_calls(
+            self,
+            parallel,
+            first_microbatch,
+            tracked,
+            quantize_output=quantize_output,
+            quantize_grad_input=quantize_grad_input,
+        )
         return call
 
     def extra_repr(self) -> str:

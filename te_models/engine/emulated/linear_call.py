@@ -27,7 +27,24 @@ class Quantizers(NamedTuple):
 
 @dataclass
 class Call:
-    """The arguments of one forward pass, beside the differentiable tensors."""
+    """The arguments of one GEMM's forward and backward, beside the differentiable tensors.
+
+    Attributes:
+        module: the te.Linear or te.GroupedLinear.
+        parallel: the split of its rows or columns over ranks, with the communication.
+        dtype: of activations, and so of the results that are not quantized.
+        grad: whether autograd was enabled in the forward.
+        first_microbatch: is_first_microbatch of te.Linear.
+        override: the recipe's backward_override: "high_precision" and "dequantized" run backward without FP8.
+        weight_name: of this GEMM's weight in `module`.
+        fp8: its quantizers; None: it runs in `dtype`.
+        updates: the scales that the backward of this module updates, if it is the first module of its region; else
+            None.
+        splits: whether fprop, dgrad and wgrad add their FP8 products in several runs, whose sums are added in full
+            FP32.
+        context: of the forward, in which an FP8 backward runs.
+        weight_cast: the cast of a stored weight, which backward repeats with the scale of the forward pass.
+    """
 
     module: TransformerEngineBaseModule
     parallel: Parallelism
@@ -37,21 +54,19 @@ class Call:
     override: str | None
     weight_name: str = "weight"
     fp8: Quantizers | None = None
-    # The scales that the backward of this module updates, if it is the first module of its region; else None.
     updates: ScaleRegistry | None = None
-    # Whether fprop, dgrad and wgrad add their FP8 products in several runs, whose sums are added in full FP32.
     splits: tuple[bool, bool, bool] = (False, True, True)
-    context: contextvars.Context | None = None  # of the forward, in which an FP8 backward runs
-    # The cast of a stored weight, which backward repeats: its scale is the one of the forward pass.
+    context: contextvars.Context | None = None
     weight_cast: Quantizer | None = None
 
 
 def new_calls(
     module: TransformerEngineBaseModule,
     parallel: Parallelism,
-    first: bool | None,
+    first_microbatch: bool | None,
     tracked: bool,
-    results: tuple[bool, bool] = (False, False),
+    quantize_output: bool = False,
+    quantize_grad_input: bool = False,
 ) -> list[Call]:
     """Return the arguments of the pass of each GEMM.
 
@@ -61,12 +76,13 @@ def new_calls(
     Args:
         module: the te.Linear or te.GroupedLinear.
         parallel: how its GEMMs are divided over ranks.
-        first: whether this is the first micro-batch; see te.Linear's is_first_microbatch.
+        first_microbatch: is_first_microbatch of te.Linear.
         tracked: whether autograd records the pass.
-        results: whether the output and the gradient of the input are quantized.
+        quantize_output: whether the next module takes FP8.
+        quantize_grad_input: whether the module before takes its gradient in FP8.
     """
     if not module.fp8:
-        return _calls_without_fp8(module, parallel, first)
+        return _calls_without_fp8(module, parallel, first_microbatch)
     dtype = module.activation_dtype
     assert dtype is not None
     recipe: Recipe = module.fp8_meta["recipe"]
@@ -90,15 +106,15 @@ def new_calls(
             parallel=parallel,
             dtype=dtype,
             grad=torch.is_grad_enabled(),
-            first_microbatch=first,
+            first_microbatch=first_microbatch,
             override=override,
             weight_name=name,
             fp8=Quantizers(
                 input=x,
                 weight=weight,
                 grad_output=dy,
-                output=y if results[0] else None,
-                grad_input=dx if results[1] else None,
+                output=y if quantize_output else None,
+                grad_input=dx if quantize_grad_input else None,
             ),
             updates=updates,
             splits=recipe.split_accumulators,
@@ -109,7 +125,7 @@ def new_calls(
 
 
 def _calls_without_fp8(
-    module: TransformerEngineBaseModule, parallel: Parallelism, first: bool | None
+    module: TransformerEngineBaseModule, parallel: Parallelism, first_microbatch: bool | None
 ) -> list[Call]:
     """Return the arguments of the pass of each GEMM in the module's own dtype."""
     dtype = module.activation_dtype
@@ -121,7 +137,7 @@ def _calls_without_fp8(
             parallel=parallel,
             dtype=dtype,
             grad=torch.is_grad_enabled(),
-            first_microbatch=first,
+            first_microbatch=first_microbatch,
             override=None,
             weight_name=name,
         )

@@ -26,7 +26,11 @@ from te_models.numerics.tensors import MaybeQuantized, QuantizedTensorStorage
 def product(
     weight: Tensor, inp: Tensor, bias: Tensor | None, call: Call, wgrad: bool, dgrad: bool
 ) -> tuple[Tensor, MaybeQuantized, MaybeQuantized]:
-    """Return this rank's product [T, O], and the input and the weight as they were multiplied."""
+    """Return x W^T + b of this rank's weight [O, I] and input [..., I], and both operands as they were multiplied.
+
+    The product is [T, O]; under sequence parallelism its T rows are those of all ranks. `wgrad` and `dgrad` say which
+    gradients will follow, and so which FP8 copies the operands need.
+    """
     parallel = call.parallel
     # A caller's torch.autocast must not cast the operands of a product that is FP32 on purpose.
     with no_autocast(inp):
@@ -43,20 +47,20 @@ def product(
                 )
                 return out, inp, w
             x, w = _fp8_operands(inp, weight, call, call.fp8, wgrad, dgrad)
-            total = parallel.gather_input(x, call.fp8.input)
+            all_rows = parallel.gather_input(x, call.fp8.input)  # [T, I]
             # Without the rows that `_fp8_operands` adds.
             rows = inp.shape[:-1].numel() if short else None
-            return gemm(total, w, (False, False), bias, call.dtype, call.splits[0], rows), x, w
+            return gemm(all_rows, w, (False, False), bias, call.dtype, call.splits[0], rows), x, w
         x = _high_precision(inp, call.dtype)
         w = _high_precision(weight, call.dtype)
         x = as_matrix(x)  # [T, I]
-        total = parallel.gather_input(x)  # the rows of all ranks under sequence parallelism
+        all_rows = parallel.gather_input(x)  # the rows of all ranks under sequence parallelism
         # Few rows are bound by reading the weight; oneDNN reads it faster in its own layout.
-        if w is weight and bias is None and not call.grad and total.shape[0] <= PACKED_ROWS:
+        if w is weight and bias is None and not call.grad and all_rows.shape[0] <= PACKED_ROWS:
             packed = call.module.packed_weight(call.weight_name, w, call.first_microbatch)
             if packed is not None:
-                return packed_matmul(total, packed), x, w
-        return multiply(total, w.t(), None if bias is None else bias.to(call.dtype)), x, w
+                return packed_matmul(all_rows, packed), x, w
+        return multiply(all_rows, w.t(), None if bias is None else bias.to(call.dtype)), x, w
 
 
 def fp8_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -66,6 +70,7 @@ def fp8_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _high_precision(value: MaybeQuantized, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in `dtype`, dequantized if it is FP8."""
     value = values_of(value)
     if isinstance(value, QuantizedTensorStorage):
         return value.dequantize(dtype=dtype)
@@ -73,56 +78,60 @@ def _high_precision(value: MaybeQuantized, dtype: torch.dtype) -> Tensor:
 
 
 def _fp8_operands(
-    inp: Tensor, weight: Tensor, call: Call, how: Quantizers, wgrad: bool, dgrad: bool
+    inp: Tensor, weight: Tensor, call: Call, quantizers: Quantizers, wgrad: bool, dgrad: bool
 ) -> tuple[QuantizedTensorStorage, QuantizedTensorStorage]:
     """Quantize the input, then the weight."""
     if isinstance(inp, QuantizedTensorStorage):
         # Quantized by the module before, which wrote the copies that this product needs.
         # It may have come with a columnwise copy alone, from a module that needed no other.
         inp.update_usage(rowwise_usage=True)
-        return inp, fp8_weight(weight, call, how, dgrad)
+        return inp, fp8_weight(weight, call, quantizers, dgrad)
     # Only a weight gradient reads the columnwise copy. Under sequence parallelism block scaling makes it from the
     # gathered rows.
-    columnwise = wgrad and call.override is None and not call.parallel.rowwise_only(how.input)
-    how.input.set_usage(rowwise=True, columnwise=columnwise)
+    columnwise = (
+        wgrad and call.override is None and not call.parallel.rowwise_only(quantizers.input)
+    )
+    quantizers.input.set_usage(rowwise=True, columnwise=columnwise)
     x = as_matrix(inp)
-    if are_short() and not how.input.is_quantizable(x):
-        x = pad_to(x, how.input._multiple, 1)
-    return how.input(x), fp8_weight(weight, call, how, dgrad)
+    if are_short() and not quantizers.input.is_quantizable(x):
+        x = pad_to(x, quantizers.input._multiple, 1)
+    return quantizers.input(x), fp8_weight(weight, call, quantizers, dgrad)
 
 
-def fp8_weight(weight: Tensor, call: Call, how: Quantizers, dgrad: bool) -> QuantizedTensorStorage:
+def fp8_weight(
+    weight: Tensor, call: Call, quantizers: Quantizers, dgrad: bool
+) -> QuantizedTensorStorage:
     """Return the weight in FP8, with the copy for an input gradient if one follows.
 
     Of a stored weight nothing is cached, and backward casts it again: its values are no longer there by then.
     """
     if isinstance(weight, StoredWeight):
-        how.weight.set_usage(rowwise=True, columnwise=False)
+        quantizers.weight.set_usage(rowwise=True, columnwise=False)
         if dgrad:
-            call.weight_cast = repeated_cast(how.weight)
-        return how.weight(weight.dequantize())
+            call.weight_cast = repeated_cast(quantizers.weight)
+        return quantizers.weight(weight.dequantize())
     state = FP8GlobalStateManager.quantization_state
     # The first pass of a checkpoint runs without grad, but its cached weight serves the recompute too.
     columnwise = (dgrad and call.override is None) or (
         state.recompute_frame is not None and not state.recompute_phase
     )
     return call.module.quantized_weight(
-        call.weight_name, weight, how.weight, call.first_microbatch, call.grad, columnwise
+        call.weight_name, weight, quantizers.weight, call.first_microbatch, call.grad, columnwise
     )
 
 
 def repeated_cast(quantizer: Quantizer) -> Quantizer:
-    """Return a quantizer that makes the same cast again: with the scale of now, and nobody who counts it."""
-    again = quantizer.copy()
-    again.observer = None
-    if isinstance(again, Float8Quantizer):
-        again.scale = again.scale.clone()
-        again.amax = torch.empty_like(again.amax)
-    return again
+    """Return a quantizer that makes the same cast again: with the present scale, and without its observer."""
+    repeated = quantizer.copy()
+    repeated.observer = None
+    if isinstance(repeated, Float8Quantizer):
+        repeated.scale = repeated.scale.clone()
+        repeated.amax = torch.empty_like(repeated.amax)
+    return repeated
 
 
-def again(weight: StoredWeight, call: Call) -> QuantizedTensorStorage:
-    """Return a stored weight in FP8 as the forward pass had it, with the copy for an input gradient."""
+def cast_again(weight: StoredWeight, call: Call) -> QuantizedTensorStorage:
+    """Return a stored weight in FP8 as the forward pass cast it, with the copy for an input gradient."""
     assert call.weight_cast is not None
     call.weight_cast.set_usage(rowwise=True, columnwise=True)
     return call.weight_cast(weight.dequantize())
@@ -195,7 +204,7 @@ def gradients(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | None, ..
 
 
 def _fp8_backward(
-    ctx: Context, call: Call, how: Quantizers, grad: Tensor
+    ctx: Context, call: Call, quantizers: Quantizers, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Compute both gradient GEMMs in FP8; the bias gradient comes from the unquantized dy."""
     x, w = _restore(ctx)
@@ -206,21 +215,21 @@ def _fp8_backward(
         values = as_matrix(_high_precision(grad, grad.dtype))
         db = values.sum(0, dtype=torch.float32).to(grad.dtype)  # [O]
     # As Transformer Engine does: it leaves the columnwise copy out only where there is neither a bias nor a wgrad.
-    how.grad_output.set_usage(rowwise=True, columnwise=ctx.bias or wgrad)
+    quantizers.grad_output.set_usage(rowwise=True, columnwise=ctx.bias or wgrad)
     flat = grad if isinstance(grad, QuantizedTensorStorage) else as_matrix(grad)  # [T, O]
-    dy = parallel.gather_gradient(flat, how.grad_output)
+    dy = parallel.gather_gradient(flat, quantizers.grad_output)
     if dgrad:
         if isinstance(w, StoredWeight):
-            w = again(w, call)
+            w = cast_again(w, call)
         elif not isinstance(w, QuantizedTensorStorage):
-            how.weight.set_usage(rowwise=True, columnwise=True)
-            w = how.weight(w)
+            quantizers.weight.set_usage(rowwise=True, columnwise=True)
+            w = quantizers.weight(w)
         w.update_usage(columnwise_usage=True)
         dx = parallel.reduce_input_gradient(
             gemm(dy, w, (False, True), None, call.dtype, call.splits[1])
         )
     if wgrad:
-        x = parallel.gather_input(x, how.input, columnwise=True)
+        x = parallel.gather_input(x, quantizers.input, columnwise=True)
         assert isinstance(x, QuantizedTensorStorage)
         for storage in (x, dy):
             storage.update_usage(columnwise_usage=True)
@@ -232,7 +241,7 @@ def _plain_backward(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | No
     """Compute the gradients in the activation dtype. A frozen weight's bias gets none (section 7.5)."""
     x, w = _restore(ctx)
     if isinstance(w, StoredWeight) and call.override == "dequantized":
-        w = again(w, call)
+        w = cast_again(w, call)
     parallel = call.parallel
     dy = parallel.gather_gradient(as_matrix(_high_precision(grad, call.dtype)))
     dx = dw = db = None

@@ -18,7 +18,8 @@ class Masks:
         past: the position of the first.
         window: keys that a query sees in layers with a window, itself included and padding left out.
         chunk: tokens of a chunk, in layers where a query sees the keys of its own; padding left out.
-        given: [B, M or fewer], 0 at keys that no query sees; or [B, 1, S, M], bool or added to the scores; None: none.
+        attention_mask: [B, M or fewer], 0 at keys that no query sees; or [B, 1, S, M], bool or added to the scores;
+            None: none.
         cached: whether the keys come from a cache.
         device: of the masks.
     """
@@ -29,7 +30,7 @@ class Masks:
         past: Any,
         window: int | None,
         chunk: int | None,
-        given: Tensor | None,
+        attention_mask: Tensor | None,
         cached: bool,
         device: torch.device,
     ) -> None:
@@ -37,20 +38,20 @@ class Masks:
         self.past = past
         self.window = window
         self.chunk = chunk
-        self.given = given
+        self.attention_mask = attention_mask
         self.cached = cached
         self.device = device
         # All layers of a kind have as many keys.
-        self.made: dict[tuple[bool, bool], Tensor | None] = {}
+        self._masks: dict[tuple[bool, bool], Tensor | None] = {}
 
     def __call__(self, sliding: bool, chunked: bool, keys: int) -> Tensor | None:
         """Return bool [1 or B, 1, S, M] for M keys, or a given mask of that shape; None: plain causal attention."""
         kind = (sliding, chunked)
-        if kind not in self.made:
+        if kind not in self._masks:
             window = self.window if sliding else None
             chunk = self.chunk if chunked else None
-            self.made[kind] = self.make(window, chunk, keys)
-        return self.made[kind]
+            self._masks[kind] = self.make(window, chunk, keys)
+        return self._masks[kind]
 
     def make(self, window: int | None, chunk: int | None, keys: int) -> Tensor | None:
         """As __call__."""
@@ -59,8 +60,8 @@ class Masks:
         near = None if window is None else key > query - window
         if chunk is not None:
             near = key // chunk == query // chunk
-        if self.given is not None and self.given.dim() == 4:
-            given_mask = self.given[..., :keys]
+        if self.attention_mask is not None and self.attention_mask.dim() == 4:
+            given_mask = self.attention_mask[..., :keys]
             if near is None:
                 return given_mask
             if given_mask.dtype == torch.bool:
@@ -68,11 +69,11 @@ class Masks:
             # The smallest number and not -inf: a row without any key would become NaN.
             return given_mask.masked_fill(~near, torch.finfo(given_mask.dtype).min)
         # SDPA then takes its own causal mask, and with it its fast kernels.
-        if self.given is None and not self.cached and near is None:
+        if self.attention_mask is None and not self.cached and near is None:
             return None
-        if self.given is None:
+        if self.attention_mask is None:
             return (key <= query if near is None else (key <= query) & near)[None, None]
-        real = self.given.to(self.device) != 0
+        real = self.attention_mask.to(self.device) != 0
         real = F.pad(real, (0, max(keys - real.shape[-1], 0)))[:, :keys]
         seen = (key <= query) & real[:, None, None]  # [B, 1, S, M]
         # Padding on the left moves the tokens of a row: distances count tokens, not slots.
