@@ -169,10 +169,18 @@ def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Findi
     beyond = far & (share > 0) & operands
     where = (share > SATURATED) & operands
     where |= _in_a_row(beyond) & facts.operand("grad_output")
-    # What overflows goes on to. A few tokens of an expert may saturate in one step of a healthy tensor, whose scale
-    # fits again in the next: it shows in no other step, and nothing begins there.
-    goes_on = _in_a_row(beyond, cut_off=True) | (beyond & where.any(0))
-    yield from over(facts, rule, where, share, say, origin=where | goes_on)
+    explained = list(facts.found)
+    where[:, explained] = False
+    origin = where | beyond
+    # A few tokens of an expert may saturate in a step of a healthy run, whose next scale fits again. So where anything
+    # goes on to saturate, nothing else is the cause.
+    goes_on = _in_a_row(origin, cut_off=True)
+    lasting = np.flatnonzero((where & goes_on).any(1))
+    if len(lasting):
+        origin = goes_on
+        facts.found.update(int(one) for one in np.flatnonzero(where.any(0) & ~goes_on.any(0)))
+        where[: lasting[0]] = False
+    yield from over(facts, rule, where, share, say, origin=origin)
 
 
 def _in_a_row(where: Mask, cut_off: bool = False) -> Mask:

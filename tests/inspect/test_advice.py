@@ -1,5 +1,6 @@
 """The advice about a run: healthy runs get none, and each planted failure is named, explained and healed."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -199,29 +200,27 @@ def test_values_are_lost_among_those_that_are_not_zero(tmp_path: Path) -> None:
     assert 0.5 < facts.lost()[8, place] < 0.6
 
 
-@pytest.mark.parametrize(("recorded", "steps"), [(14, 1), (14, 2), (14, 3), (7, 2)])
-def test_gradients_overflow_first_where_the_overflow_goes_on(
-    recorded: int, steps: int, tmp_path: Path
-) -> None:
-    """A gradient that few large values leave in one step alone began nothing; the end of a run may cut it off."""
-    facts = read_facts(run_planted(tmp_path, "current", None))
-    record = facts.record
-    facts = replace(
-        facts,
-        record=replace(record, steps=record.steps[:recorded], values=record.values[:recorded]),
-    )
-    names = [tensor.name for tensor in facts.tensors]
+def test_gradients_overflow_first_where_the_overflow_goes_on(tmp_path: Path) -> None:
+    """A gradient that saturates in one step alone began nothing; the end of a run may cut it off."""
+    run = read_facts(run_planted(tmp_path, "current", None))
+    names = [tensor.name for tensor in run.tensors]
     # Of the two, backward computes the gradient of down_proj first.
     first = names.index("layers.1.mlp.down_proj.grad_output")
     then = names.index("layers.1.mlp.gate_up_proj.grad_output")
-    values = facts.record.values
-    values[5:, then, INDEX["saturated"]] = 0.06 * values[5:, then, INDEX["elements"]]
-    beyond = values[5 : 5 + steps, first]  # a view
-    beyond[:, INDEX["saturated"]] = 0.006 * beyond[:, INDEX["elements"]]
-    beyond[:, INDEX["noise"]] = 0.2 * beyond[:, INDEX["signal"]]
-    found = [one for one in diagnose(facts).findings if one.rule == "gradient-overflow"]
-    goes_on = 5 + steps == recorded or steps >= 3
-    assert [(one.tensor, one.step) for one in found] == [(names[first if goes_on else then], 6)]
+    # How many steps are recorded, from which one on `first` saturates, and in how many.
+    cases = [(14, 3, 1), (14, 5, 1), (14, 5, 2), (14, 5, 3), (7, 5, 2)]
+    for share, (recorded, begin, steps) in itertools.product([0.006, 0.04], cases):
+        values = run.record.values[:recorded].copy()
+        values[5:, then, INDEX["saturated"]] = 0.06 * values[5:, then, INDEX["elements"]]
+        beyond = values[begin : begin + steps, first]  # a view
+        beyond[:, INDEX["saturated"]] = share * beyond[:, INDEX["elements"]]
+        beyond[:, INDEX["noise"]] = 0.2 * beyond[:, INDEX["signal"]]
+        record = replace(run.record, steps=run.record.steps[:recorded], values=values)
+        facts = replace(run, record=record, found=set())
+        found = [one for one in diagnose(facts).findings if one.rule == "gradient-overflow"]
+        goes_on = begin + steps == recorded or steps >= 3
+        named = [(one.tensor, one.step) for one in found]
+        assert named == [(names[first if goes_on else then], 6)], (share, recorded, begin, steps)
 
 
 def test_counts_that_nobody_could_make_say_nothing(tmp_path: Path) -> None:
