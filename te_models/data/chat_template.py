@@ -78,8 +78,12 @@ class ChatTemplate:
         self.marks_answers = _GENERATION.search(source) is not None
         self._process = _Process(source)
 
-    def render(self, messages: Sequence[Message], **variables: object) -> str:
+    def render(self, messages: Sequence[Message], /, **variables: object) -> str:
         """Return the prompt after which the assistant speaks; `variables` are the template's."""
+        if "messages" in variables:
+            raise DataError(
+                "messages is the conversation and no variable of the chat template: leave it out"
+            )
         request = {"messages": list(messages), "add_generation_prompt": True, **variables}
         rendered = self.render_all([request])[0]
         if isinstance(rendered, str):

@@ -243,7 +243,7 @@ class Tokenizer(ABC):
     def _template_tokens(self) -> dict[str, str]:
         return template_tokens(self._documents()["tokenizer_config"])
 
-    def apply_chat_template(self, messages: Sequence[Message], **variables: object) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Message], /, **variables: object) -> list[int]:
         """Return the ids of a conversation, up to where the assistant speaks next.
 
         Args:

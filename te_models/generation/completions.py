@@ -25,6 +25,9 @@ from te_models.model.decoder import Decoder
 # The default of OpenAI's API; a chat answer has all of the model's context.
 COMPLETION_TOKENS = 16
 MOST_CHOICES = 16
+LONGEST_STEP = (
+    30.0  # seconds to wait for a token; a client that reads nothing holds an answer up as well
+)
 # Similarity of a misspelled field; OpenAI's `store` and others, which are ignored, are less like the ones read here.
 CLOSE = 0.8
 # Fields that change an answer, with the values that leave it as it is: OpenAI's, and those that clients send vLLM.
@@ -94,6 +97,13 @@ class UnknownModel(UsageError):
     """The request names a model that is not served here."""
 
 
+class Ended(RuntimeError):
+    """The server ends, and the answer with it."""
+
+    def __init__(self) -> None:
+        super().__init__("the server has been stopped: start it again, and repeat the request")
+
+
 @dataclass(frozen=True)
 class Request:
     """A checked request.
@@ -134,6 +144,16 @@ class Completions:
         # One answer at a time: a model has one cache of FP8 weights, and a CPU or GPU serves one text as fast as it
         # can.
         self._busy = threading.Lock()
+        self._ending = threading.Event()
+
+    def end(self) -> None:
+        """End the answer that is being made at its next piece of text, and refuse the requests that wait.
+
+        Waits until the model is at rest: a thread inside PyTorch aborts the process when the interpreter goes.
+        """
+        self._ending.set()
+        if self._busy.acquire(timeout=LONGEST_STEP):
+            self._busy.release()
 
     def models(self) -> Fields:
         """Return the list of models."""
@@ -213,13 +233,14 @@ class Completions:
     def pieces(self, request: Request) -> Generator[Fields, None, None]:
         """Yield the answer as OpenAI's objects for streams: a piece of text each, then how each choice finished.
 
-        Other requests wait until this one is done, or its iterator is closed.
+        Other requests wait until this one is done, or its iterator is closed. Raises `Ended` after `end`.
         """
         with self._busy:
             # One id for all pieces of an answer.
             base = self._base(request, stream=True)
             prompt_tokens = sum(map(len, request.prompts))
             completion_tokens = 0
+            self._check_open()
             for index, prompt, seed in self._answers(request):
                 outcome = Outcome()
                 options = request.options if seed is None else {**request.options, "seed": seed}
@@ -234,6 +255,7 @@ class Completions:
                     opening = {"role": "assistant", "content": ""}
                     yield {**base, "choices": [_choice(index, None, delta=opening)]}
                 for text in itertools.chain([first], texts):
+                    self._check_open()
                     if text:
                         yield {**base, "choices": [_piece(request, index, text)]}
                 reason = "stop" if outcome.ended else "length"
@@ -246,6 +268,11 @@ class Completions:
             }
             # Always made: the whole answer needs it, and the server leaves it out of a stream that did not ask for it.
             yield {**base, "choices": [], "usage": usage}
+
+    def _check_open(self) -> None:
+        """Raise `Ended` once `end` was called."""
+        if self._ending.is_set():
+            raise Ended
 
     def whole(self, request: Request) -> Fields:
         """Return the answer as one of OpenAI's objects."""

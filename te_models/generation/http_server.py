@@ -21,7 +21,7 @@ from te_models.data.tokenizer_base import Tokenizer
 from te_models.errors import TeModelsError, UsageError, plural
 from te_models.files.atomic import first_line
 from te_models.files.formats import Fields, parse_json
-from te_models.generation.completions import Completions, UnknownModel
+from te_models.generation.completions import Completions, Ended, UnknownModel
 from te_models.model.decoder import Decoder
 
 HOST = "127.0.0.1"
@@ -70,6 +70,11 @@ class Server(ThreadingHTTPServer):
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, (ConnectionError, TimeoutError)):
             self.note(f"a request failed: {type(error).__name__}: {first_line(error)}")
+
+    def server_close(self) -> None:
+        """Close the socket, and end the answer that is being made."""
+        super().server_close()
+        self.completions.end()
 
     @property
     def url(self) -> str:
@@ -159,6 +164,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         except ConnectionError:  # the client has gone
             self.close_connection = True
+        except Ended as error:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error), "stopped")
         except RuntimeError as error:  # such as a lack of memory
             self.served.note(f"{path} failed: {first_line(error)}")
             self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, first_line(error))

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from te_models.config.recipe import Recipe, list_recipes, recipe_from_dict
 from te_models.config.toml import read_toml
-from te_models.errors import DataError
 from te_models.numerics.formats import FP8_MAX
 from te_models.recorder.layout import RecordedTensor
-from te_models.recorder.record import Floats, Record, has_record, read_record
+from te_models.recorder.record import Floats, Record, check_record, read_record
 from te_models.training.metrics import read_events, read_metrics
 from te_models.training.settings import RUN_FILE
 from te_models.training.timing import Row
@@ -141,11 +140,10 @@ def read_facts(run: str | Path) -> RunFacts:
     """Return what the rules look at in the folder of a run.
 
     Raises:
-        DataError: the run has no record.
+        DataError: there is no such folder, or the run has no record.
     """
     folder = Path(run)
-    if not has_record(folder):
-        raise DataError(f"{run} has no record: run it with --record")
+    check_record(folder)
     file = folder / RUN_FILE
     document = read_toml(file) if file.is_file() else {}
     recipe = recipe_from_dict(document.get("recipe", {"name": "bf16", "scheme": "none"}))

@@ -151,6 +151,14 @@ def has_record(run: str | os.PathLike[str]) -> bool:
     return (Path(run) / FOLDER / LAYOUT).is_file()
 
 
+def check_record(run: str | os.PathLike[str]) -> None:
+    """Raise a DataError for the folder of a run that has no record, or that is not there."""
+    if not Path(run).exists():
+        raise DataError(f"{run}: no such folder; give the folder of a run, its --out")
+    if not has_record(run):
+        raise DataError(f"{run} has no record: run it with --record")
+
+
 def read_record(run: str | os.PathLike[str]) -> Record:
     """Return what the run in a folder recorded.
 
@@ -158,8 +166,7 @@ def read_record(run: str | os.PathLike[str]) -> Record:
         DataError: it has no record, or one that cannot be read.
     """
     folder = Path(run) / FOLDER
-    if not has_record(run):
-        raise DataError(f"{run} has no record: run it with --record")
+    check_record(run)
     layout = read_json(folder / LAYOUT)
     try:
         version, fields, tensors = _parse_layout(layout)

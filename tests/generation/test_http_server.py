@@ -17,7 +17,7 @@ from chat_model import write_chat_model
 from te_models import CausalLM, load_tokenizer
 from te_models.data.tokenizer_base import Tokenizer
 from te_models.errors import TeModelsError, UsageError
-from te_models.generation.completions import Completions
+from te_models.generation.completions import Completions, Ended
 from te_models.generation.http_server import Server, is_local, make_server
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -205,6 +205,31 @@ def test_a_field_that_would_be_ignored_is_refused(
 ) -> None:
     with pytest.raises(TeModelsError, match=message):
         Completions(model, words, "mine").read({"prompt": "once", **fields}, chat=False)
+
+
+def test_the_messages_are_no_variable_of_the_template(model: CausalLM, words: Tokenizer) -> None:
+    fields = dict(messages=HELLO, chat_template_kwargs=dict(messages=[]))
+    with pytest.raises(TeModelsError, match="messages is the conversation and no variable"):
+        Completions(model, words, "mine").read(fields, chat=True)
+
+
+def test_the_end_of_a_server_ends_its_answer(model: CausalLM, words: Tokenizer) -> None:
+    with make_server(model, words, "mine", port=0) as server:
+        completions = server.completions
+        request = completions.read(dict(prompt="once", max_tokens=60, temperature=0), chat=False)
+        answer = completions.pieces(request)
+        next(answer)
+        closing = threading.Thread(target=server.server_close)
+        closing.start()
+        closing.join(timeout=0.1)
+        assert closing.is_alive()  # the model is in the middle of an answer
+        with pytest.raises(Ended):
+            for _ in answer:
+                pass
+        closing.join(timeout=10)
+        assert not closing.is_alive()
+        with pytest.raises(Ended):
+            next(completions.pieces(request))
 
 
 def test_fields_that_change_no_answer_are_taken(model: CausalLM, words: Tokenizer) -> None:

@@ -150,6 +150,8 @@ def test_fp8_that_does_not_pay_on_a_card(healthy: Path) -> None:
 def test_records_that_say_nothing(healthy: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the record is of another model: it has layers.2"):
         advise_recipe(healthy, get_preset("gated-nano", num_hidden_layers=2))
+    with pytest.raises(DataError, match="no such folder; give the folder of a run"):
+        advise_recipe(tmp_path / "misspelled")
     with pytest.raises(DataError, match="has no record: run it with --record"):
         advise_recipe(tmp_path)
     run_planted(tmp_path / "bf16", "bf16", None)
