@@ -102,9 +102,12 @@ def write_hugging_face(
     """
     # A link to the folder stays a link: the folder behind it is replaced.
     folder = Path(os.path.realpath(folder))
-    _refuse_strangers(folder)
-    family, aside, stored = _family_and_others(model, origin, folder, quantize is None)
-    places = tensor_places(stored, model.config, {name: p.shape for name, p in parameters.items()})
+    _refuse_other_files(folder)
+    # `folder_family` is `family` with the names and the order of experts in the folder that the model came from.
+    family, aside, folder_family = _family_and_others(model, origin, folder, quantize is None)
+    places = tensor_places(
+        folder_family, model.config, {name: p.shape for name, p in parameters.items()}
+    )
     config = _config_document(model, origin, family)
     if quantize is None:
         tensors = {name: place.save(parameters[place.name]) for name, place in places.items()}
@@ -112,7 +115,7 @@ def write_hugging_face(
         tensors, config = quantize(places, parameters, config)
     # Stacked after quantization, which works on single experts.
     if family.stacked:
-        stacks = stacked(tensors, stored.stacked)
+        stacks = stacked(tensors, folder_family.stacked)
         tensors = {family.as_stored(name): tensor for name, tensor in stacks.items()}
     files = {
         "config.json": render_json(config, "config.json"),
@@ -146,7 +149,7 @@ def _write(
             write_safetensors(temp / file, members)
 
 
-def _refuse_strangers(folder: Path) -> None:
+def _refuse_other_files(folder: Path) -> None:
     """Raise a UsageError if the folder has files that may be the user's work."""
     if folder.is_dir():
         present = sorted(os.listdir(folder))
