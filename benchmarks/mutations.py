@@ -86,12 +86,12 @@ ROUTER = {
     "weights always sum to one": Mutation("    if moe.norm_topk_prob:\n", "    if True:\n"),
     "no factor on weights": Mutation("scores * moe.routed_scaling_factor", "scores"),
     "balance counts the biased choice": Mutation(
-        "if moe.expert_bias or moe.n_group > 1:\n        named",
-        "if moe.n_group > 1:\n        named",
+        "if moe.expert_bias or moe.n_group > 1:\n        # Without",
+        "if moe.n_group > 1:\n        # Without",
     ),
     "balance counts the choice among groups": Mutation(
-        "if moe.expert_bias or moe.n_group > 1:\n        named",
-        "if moe.expert_bias:\n        named",
+        "if moe.expert_bias or moe.n_group > 1:\n        # Without",
+        "if moe.expert_bias:\n        # Without",
     ),
     "padding has probabilities": Mutation("probabilities = probabilities * real", "pass"),
     "padding has a z-loss": Mutation("squares = squares * real", "pass"),
@@ -110,10 +110,10 @@ ROUTER = {
 }
 AMONG = {
     "other processes are not asked": Mutation(
-        "shared if scaling.built.reduce_amax else own", "own"
+        "shared if scaling.built.reduce_amax else amax", "amax"
     ),
     "each process by itself without reduce_amax": Mutation(
-        "shared if scaling.built.reduce_amax else own", "shared"
+        "shared if scaling.built.reduce_amax else amax", "shared"
     ),
 }
 TOGETHER = {
@@ -123,10 +123,10 @@ TOGETHER = {
 }
 MOE = {
     "the shared expert has no jitter": Mutation(
-        "            routed = shared = x\n", "            routed = x\n"
+        "x = routed = shared = self._jittered(x)", "x = routed = self._jittered(x)"
     ),
     "jitter in evaluation": Mutation("if self.jitters and self.training:", "if self.jitters:"),
-    "jitter has one side": Mutation("1 - moe.router_jitter_noise, 1 + moe", "1.0, 1 + moe"),
+    "jitter has one side": Mutation("uniform_(1 - noise, 1 + noise)", "uniform_(1.0, 1 + noise)"),
     "padding of rows gets the bias": Mutation(
         "return out if real is None else out * real", "return out"
     ),
@@ -154,7 +154,7 @@ MOE = {
 }
 CONTEXT = {
     "padding of packs reaches experts": Mutation(
-        "routed = real if documents is None else documents.reshape(-1, 1) >= 0", "routed = real"
+        "return documents.reshape(-1, 1) >= 0", "return real"
     ),
     "the first document reaches no expert": Mutation(
         "documents.reshape(-1, 1) >= 0", "documents.reshape(-1, 1) > 0"
@@ -209,7 +209,9 @@ ELEMENTWISE = {
         "return total / (targets != -100).sum()",
     ),
     "a gate in BF16": Mutation(
-        "return (x.float() * F.silu(z.float())).to(x.dtype)", "return x * F.silu(z)"
+        """    z = z.float()
+    return (x.float() * F.silu(z if factor == 1 else z * factor)).to(x.dtype)""",
+        "    return x * F.silu(z if factor == 1 else z * factor)",
     ),
     "a factor that is not rounded": Mutation(
         "return torch.tensor(factor, dtype=dtype).item()", "return factor"
@@ -307,8 +309,8 @@ DELTANET = {
         "            None,\n            sizes=",
     ),
     "z of the next token": Mutation(
-        "out = context.kernels.silu_gate(out, z)",
-        "out = context.kernels.silu_gate(out, z.roll(-1, 0))",
+        "gated_heads(self.norm, out, z, consumer",
+        "gated_heads(self.norm, out, z.roll(-1, 0), consumer",
     ),
     "a norm with the model's epsilon shift": Mutation(
         "factory.norm(sizes.value_head_dim, zero_centered=False)",
@@ -332,7 +334,8 @@ LATENT = {
         "k_rope = context.rotated(k_rope, rope)", "k_rope = k_rope"
     ),
     "no norm of the latent": Mutation(
-        'self.get_submodule("kv_a_layernorm")(kv[:count].contiguous())', "kv[:count].contiguous()"
+        'self.get_submodule("kv_a_layernorm")(first_rows(kv, count).contiguous())',
+        "first_rows(kv, count).contiguous()",
     ),
     "no norm of the queries' latent": Mutation(
         'self.get_submodule("q_a_layernorm")(q.contiguous())', "q.contiguous()"
@@ -430,8 +433,10 @@ CALIBRATION = {
     "an amax so far is lost": Mutation(
         "torch.maximum(part.flatten(), state.amax_history[0])", "part.flatten()"
     ),
-    "a scale alone is no measurement": Mutation(" | (s.scale[inputs] != 1).any()", ""),
-    "a history alone is no measurement": Mutation("(s.amax_history[:, inputs] != 0).any() | ", ""),
+    "a scale alone is no measurement": Mutation(" | (state.scale[inputs] != 1).any()", ""),
+    "a history alone is no measurement": Mutation(
+        "(state.amax_history[:, inputs] != 0).any() | ", ""
+    ),
     "the newest batch only": Mutation(
         "amaxes[operand].clamp_(min=torch.linalg.vector_norm(tensor.detach(), torch.inf))",
         "amaxes[operand].copy_(torch.linalg.vector_norm(tensor.detach(), torch.inf))",
@@ -445,7 +450,7 @@ STATE = {
         'live[name].fill_(1.0 if name[-1] == "scale" else 0.0)', "live[name].fill_(0.0)"
     ),
     "frozen histories move": Mutation(
-        'found[place, direction, "amax_history"] = state.amax_history', "pass"
+        'tensors[place, direction, "amax_history"] = state.amax_history', "pass"
     ),
     "a margin is not converted": Mutation('* 2.0 ** -recipe.fields.get("margin", 0)', "* 1.0"),
     "a scale without an amax is converted": Mutation(
@@ -484,7 +489,7 @@ PRECISION = {
         "return recipe is not None and SCHEMES[recipe.scheme].stateful", "return recipe is not None"
     ),
     "scales stay those of the old recipe": Mutation(
-        "    if taken:\n        convert_scales(", "    if False:\n        convert_scales("
+        "    if accepted:\n        convert_scales(", "    if False:\n        convert_scales("
     ),
 }
 EXTRA = {

@@ -13,6 +13,7 @@ import yaml
 from click.testing import CliRunner
 
 import te_models
+from benchmarks.mutations import PLANTED
 from te_models.cli.commands import cli
 from te_models.config.toml import read_toml
 
@@ -159,3 +160,14 @@ def test_names_and_files_in_the_text_exist() -> None:
         wrong += [file for file in set(FILES.findall(text)) if not (ROOT / file).exists()]
         stale += [f"{name(path)}: {one}" for one in sorted(wrong)]
     assert not stale
+
+
+def test_every_planted_mistake_still_has_its_place() -> None:
+    """A mutation whose text has changed plants nothing, and no longer says that a test would notice."""
+    gone = []
+    for name, mutations, _ in PLANTED:
+        text = (ROOT / "te_models" / name).read_text()
+        for description, mutation in mutations.items():
+            if mutation.planted(text) is None:
+                gone.append(f"{name}: {description}")
+    assert not gone

@@ -162,7 +162,9 @@ def everything(run: Trainer) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:peft has no adapters on")  # of some families, in transformers
+@pytest.mark.filterwarnings(
+    "ignore:peft (has no|takes) adapters on"
+)  # of some families, in transformers
 @pytest.mark.parametrize("number", cases(4, 100))
 def test_a_random_life_ends_as_if_nothing_had_happened(number: int, tmp_path: Path) -> None:
     """A run that saves in the background, is killed after random steps and resumed each time, ends in the same bits as

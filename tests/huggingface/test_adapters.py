@@ -411,7 +411,7 @@ def test_adapters_of_experts_and_routers_are_those_of_transformers(
     assert set(merged.state_dict()) == set(load(tmp_path / "base").state_dict())
 
 
-@pytest.mark.filterwarnings("error:peft has no adapters")
+@pytest.mark.filterwarnings("error:peft (has no|takes) adapters")
 @pytest.mark.parametrize(
     "case",
     every(4, ["glm4_moe-groups", "kimi_linear-plain", "granitemoehybrid-one-key", "afmoe-odd"]),
