@@ -168,13 +168,13 @@ def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Findi
         far = (facts.headroom() < -UNUSED_BITS) | (facts.record.sqnr() < CLIPPED_SQNR)
     beyond = far & (share > 0) & operands
     where = (share > SATURATED) & operands
-    where |= _in_a_row(beyond) & facts.operand("grad_output")
+    where |= _in_a_row(facts, beyond) & facts.operand("grad_output")
     explained = list(facts.found)
     where[:, explained] = False
     origin = where | beyond
     # A few tokens of an expert may saturate in a step of a healthy run, whose next scale fits again. So where anything
     # goes on to saturate, nothing else is the cause.
-    goes_on = _in_a_row(origin, cut_off=True)
+    goes_on = _in_a_row(facts, origin, cut_off=True)
     lasting = np.flatnonzero((where & goes_on).any(1))
     if len(lasting):
         origin = goes_on
@@ -183,16 +183,22 @@ def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Findi
     yield from over(facts, rule, where, share, say, origin=origin)
 
 
-def _in_a_row(where: Mask, cut_off: bool = False) -> Mask:
+def _in_a_row(facts: RunFacts, where: Mask, cut_off: bool = False) -> Mask:
     """Return where tensors show something in LASTING recorded steps in a row, [steps, tensors].
 
-    With `cut_off` also in fewer steps that are the last ones: more may have followed.
+    Steps in which an expert had no tokens neither count nor end a row. With `cut_off` a row may also reach the last
+    step with fewer: more may have followed.
     """
     lasting = np.zeros_like(where)
-    for start in range(len(where)):
-        streak = where[start : start + LASTING]
-        if len(streak) == LASTING or cut_off:
-            lasting[start : start + LASTING] |= streak.all(0)
+    for tensor in np.flatnonzero(where.any(0)):
+        steps = np.flatnonzero(facts.record.counted[:, tensor])
+        shown = where[steps, tensor]
+        continued = np.append(shown, [cut_off] * (LASTING - 1))
+        begins = np.all(np.lib.stride_tricks.sliding_window_view(continued, LASTING), axis=1)
+        in_row = np.zeros_like(shown)
+        for later in range(LASTING):
+            in_row[later:] |= begins[: len(shown) - later]
+        lasting[steps, tensor] = in_row
     return lasting
 
 
