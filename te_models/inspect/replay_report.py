@@ -234,18 +234,12 @@ class Replay(Printable):
         if not outside:
             return
         table = Table(title="tensors outside the bounds", title_justify="left", box=None)
-        for column in ("tensor", "amax", "recorded", "scale", "recorded", "saturated", "recorded"):
+        for column in ("tensor", "statistic", "replayed", "recorded"):
             table.add_column(column, justify="left" if column == "tensor" else "right")
         for one in outside[:WORST]:
-            table.add_row(
-                one.tensor.name,
-                f"{one.replayed.amax:.4g}",
-                f"{one.recorded.amax:.4g}",
-                f"{one.replayed.scale:.4g}",
-                f"{one.recorded.scale:.4g}",
-                f"{100 * one.replayed.saturated:.3g} %",
-                f"{100 * one.recorded.saturated:.3g} %",
-            )
+            for name in outside_bounds(one.recorded, one.replayed):
+                replayed, recorded = getattr(one.replayed, name), getattr(one.recorded, name)
+                table.add_row(one.tensor.name, name, f"{replayed:.4g}", f"{recorded:.4g}")
         yield table
 
     def _what_if(self) -> Table:
@@ -274,14 +268,24 @@ class Replay(Printable):
 
 def within(then: TensorNumbers, now: TensorNumbers) -> bool:
     """Return whether two statistics of a tensor are as close as sums in another order leave them."""
-    close = relative(then.amax, now.amax) <= BOUND and relative(then.scale, now.scale) <= BOUND
-    shares = zip((then.saturated, then.flushed), (now.saturated, now.flushed), strict=True)
-    for one, other in shares:
-        close = close and not abs(one - other) > SHARE_BOUND
+    return not outside_bounds(then, now)
+
+
+def outside_bounds(then: TensorNumbers, now: TensorNumbers) -> list[str]:
+    """Return the names of the statistics that are further apart than sums in another order leave them."""
+    names = []
+    for name in ("amax", "scale"):
+        if not relative(getattr(then, name), getattr(now, name)) <= BOUND:
+            names.append(name)
+    for name in ("saturated", "flushed"):
+        if abs(getattr(then, name) - getattr(now, name)) > SHARE_BOUND:
+            names.append(name)
     if (then.nonfinite > 0) != (now.nonfinite > 0):
-        return False
-    exact = math.isnan(then.sqnr) or math.isnan(now.sqnr) or then.sqnr == now.sqnr
-    return close and (exact or abs(then.sqnr - now.sqnr) <= SQNR_BOUND)
+        names.append("nonfinite")
+    # Equal infinities have no difference, and a NaN was not counted.
+    if then.sqnr != now.sqnr and abs(then.sqnr - now.sqnr) > SQNR_BOUND:
+        names.append("sqnr")
+    return names
 
 
 def relative(then: float, now: float) -> float:

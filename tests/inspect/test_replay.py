@@ -13,6 +13,7 @@ from tiny_runs import losses, tiny_model, tiny_trainer
 from te_models.cli.commands import main
 from te_models.errors import CheckpointError, Diverged
 from te_models.inspect.replay import replay
+from te_models.inspect.replay_report import TensorNumbers, outside_bounds
 from te_models.recorder.record import FOLDER, STEPS, RecordWriter, read_record
 from te_models.training.captures import Marks, captured_steps, read_marks, write_marks
 from te_models.training.metrics import read_metrics
@@ -242,3 +243,11 @@ def test_marks_are_seen_while_a_run_goes_on(tmp_path: Path) -> None:
     assert captured_steps(tmp_path) == [5]
     with pytest.raises(CheckpointError, match="te-models capture"):
         replay(tmp_path, 3)
+
+
+def test_the_statistic_that_is_outside_the_bounds_is_named() -> None:
+    then = TensorNumbers(2.0, 100.0, 0.0, 0.0, 0.0, 32.0, 1)
+    assert outside_bounds(then, replace(then, amax=2.05, sqnr=32.9)) == []
+    assert outside_bounds(then, replace(then, amax=2.05, sqnr=30.9)) == ["sqnr"]
+    assert outside_bounds(then, replace(then, flushed=0.02, scale=90.0)) == ["scale", "flushed"]
+    assert outside_bounds(then, replace(then, sqnr=math.nan, nonfinite=0.1)) == ["nonfinite"]
