@@ -241,7 +241,7 @@ def work(runs: Mapping[str, SmallRun], names: Any, folder: Path, deadline: float
     torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     if torch.cuda.is_available():
-        torch.zeros(1, device="cuda")  # while the text is encoded
+        torch.zeros(1).cuda()  # makes the context while the text is encoded
     while not (folder / "train.npy").exists():
         time.sleep(PAUSE / 10)
     tokens = np.load(folder / "train.npy", mmap_mode="r")

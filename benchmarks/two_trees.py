@@ -140,10 +140,14 @@ def main() -> None:
         serve(arguments.serve)
         return
 
+    # Not at the top: a process that serves a tree imports its te_models alone.
+    from te_models.inspect.environment import environment, require_gpu
+
+    require_gpu()
+    result = {"environment": environment(), "rows": []}
     start = time.monotonic()
     # Imports take many seconds and run side by side.
     trees = {"before": Tree(arguments.before), "after": Tree(arguments.after)}
-    rows = []
     for words in CASES:
         case = " ".join(map(str, words))
         for tree in trees.values():
@@ -162,13 +166,13 @@ def main() -> None:
             low, middle, high = statistics.quantiles(times[name], n=4)
             row[name] = {"ms": middle, "ms_quartiles": [low, high], **built[name]}
         row["speed"] = row["before"]["ms"] / row["after"]["ms"]
-        rows.append(row)
+        result["rows"].append(row)
         print(
             f"{case}: speed of after {row['speed']:.4f} of before, {time.monotonic() - start:.0f} s"
         )
         for name in trees:
             print(f"  {name}: {json.dumps(row[name])}")
-        Path(arguments.out).write_text(json.dumps(rows, indent=1) + "\n")
+        Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")
     for tree in trees.values():
         tree.send("end")
 

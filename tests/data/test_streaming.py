@@ -530,7 +530,9 @@ def test_resuming_from_one_rank_of_several_is_an_error(corpus: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"seq_len": 1}, {"packing": "document"}])
 def test_bad_arguments(corpus: Path, options: dict) -> None:
-    with pytest.raises(ValueError, match="seq_len=1 and batch_size=1|did you mean 'documents'"):
+    with pytest.raises(
+        ValueError, match="seq_len=1 is out of range: give 2 or more|did you mean 'documents'"
+    ):
         stream(corpus, **options)
 
 

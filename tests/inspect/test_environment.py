@@ -24,6 +24,7 @@ ARGUMENTS = {
     "span_attention": OUT,
     "split_k": ["bits", *OUT],
     "stored_base": ["speed", *OUT],
+    "two_trees": ["--before", "elsewhere", *OUT],
     "whole_step": ["speed", "gated-nano", "bf16"],
 }
 
