@@ -11,6 +11,7 @@ import json
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 from http import HTTPStatus
@@ -27,6 +28,7 @@ from te_models.model.decoder import Decoder
 HOST = "127.0.0.1"
 PORT = 8000
 MAX_BODY = 2**24  # bytes of a request
+CLOSING_SECONDS = 5.0  # that a server waits for the threads of its connections to end
 ROUTES = {"/v1/chat/completions": True, "/v1/completions": False}  # path -> whether it is a chat
 
 
@@ -43,9 +45,6 @@ class Server(ThreadingHTTPServer):
         UsageError: the port is in use, or the address is not this machine's.
     """
 
-    # A connection that a client keeps open must not keep the program from ending.
-    daemon_threads = True
-
     def __init__(
         self,
         completions: Completions,
@@ -55,6 +54,7 @@ class Server(ThreadingHTTPServer):
     ) -> None:
         self.completions = completions
         self.note = note
+        self._connections: list[tuple[threading.Thread, socket.socket]] = []
         # An address of IPv6, which needs another kind of socket.
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -71,10 +71,28 @@ class Server(ThreadingHTTPServer):
         if error is not None and not isinstance(error, (ConnectionError, TimeoutError)):
             self.note(f"a request failed: {type(error).__name__}: {first_line(error)}")
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer the requests of a connection in a thread of its own."""
+        # A daemon: a connection that a client keeps open must not keep the program from ending.
+        thread = threading.Thread(
+            target=self.process_request_thread, args=(request, client_address), daemon=True
+        )
+        alive = [connection for connection in self._connections if connection[0].is_alive()]
+        self._connections = [*alive, (thread, request)]
+        thread.start()
+
     def server_close(self) -> None:
-        """Close the socket, and end the answer that is being made."""
+        """Close the socket, end the answer that is being made, and close the connections."""
         super().server_close()
         self.completions.end()
+        for _, connection in self._connections:
+            # The client may have closed it.
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        # A thread that still frees tensors while Python ends would abort the process.
+        deadline = time.monotonic() + CLOSING_SECONDS
+        for thread, _ in self._connections:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     @property
     def url(self) -> str:

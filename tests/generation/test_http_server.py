@@ -232,6 +232,22 @@ def test_the_end_of_a_server_ends_its_answer(model: CausalLM, words: Tokenizer) 
             next(completions.pieces(request))
 
 
+def test_the_end_of_a_server_ends_its_connections(model: CausalLM, words: Tokenizer) -> None:
+    """A client that keeps its connection open must not leave a thread that runs while Python ends."""
+    before = set(threading.enumerate())
+    with make_server(model, words, "mine", port=0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.01))
+        thread.start()
+        client = http.client.HTTPConnection("127.0.0.1", server.server_address[1])
+        client.request("GET", "/health")
+        client.getresponse().read()
+        assert len(set(threading.enumerate()) - before) == 2
+        server.shutdown()
+        thread.join()
+    assert set(threading.enumerate()) <= before
+    client.close()
+
+
 def test_fields_that_change_no_answer_are_taken(model: CausalLM, words: Tokenizer) -> None:
     neutral = dict(store=False, service_tier="auto", prompt_cache_key="a", repetition_penalty=1.0)
     read = Completions(model, words, "mine").read
