@@ -85,6 +85,7 @@ def test_a_way_to_run_reaches_the_model(way: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_bench_times_every_variant_as_often() -> None:
     sizes = dict(batch_size=1, seq_len=8, steps=3, warm_up=1, amax_history_len=4)
     variants = ["bf16", "delayed+fused", "auto"], ["torch"]

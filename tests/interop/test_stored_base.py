@@ -263,7 +263,11 @@ def test_an_export_gives_the_base_back_unchanged_with_adapters(
 
 
 @pytest.mark.parametrize(
-    ("preset", "form", "most"), [("gpt-oss-120b", "mxfp4", 72), ("qwen3.6-35b-a3b", "nvfp4", 30)]
+    ("preset", "form", "most"),
+    [
+        ("gpt-oss-120b", "mxfp4", 72),
+        pytest.param("qwen3.6-35b-a3b", "nvfp4", 30, marks=pytest.mark.slow),
+    ],
 )
 def test_large_shapes_fit_on_one_h100(preset: str, form: str, most: float) -> None:
     """With adapters on every expert and 4,096 tokens; the weights alone have the size of the releases' files."""

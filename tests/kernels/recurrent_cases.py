@@ -48,9 +48,9 @@ def by_definition(x: Tensor, taps: Tensor, bias: Tensor | None, documents: Tenso
 @pytest.mark.parametrize(
     ("batch", "seq", "sizes", "taps", "biased", "packed"),
     [
-        (2, 19, (24, 40), 4, False, False),
+        pytest.param(2, 19, (24, 40), 4, False, False, marks=pytest.mark.slow),
         (1, 135, (130, 8), 4, True, True),
-        (2, 21, (16, 16), 3, False, True),
+        pytest.param(2, 21, (16, 16), 3, False, True, marks=pytest.mark.slow),
         (1, 3, (8, 8, 8), 2, True, False),
         (1, 1, (8,), 1, True, True),
     ],
@@ -90,6 +90,7 @@ def test_convolution(
         assert error(one, two) < 2 * ROUNDING
 
 
+@pytest.mark.slow
 def test_gradients_of_any_strides() -> None:
     torch.manual_seed(0)
     x = random(2, 9, 24).requires_grad_()

@@ -144,6 +144,7 @@ def test_batches_keep_the_tokens_of_a_step() -> None:
     assert int(change.flags[1]) * int(change.flags[3]) == 64 * 2
 
 
+@pytest.mark.slow
 def test_adapters_only_where_they_may_be() -> None:
     plan = planner("gated-350m", "current")
     least = smallest_change(plan, {**OWN, "seq_len": 256}, int(1.2 * 2**30))

@@ -144,7 +144,7 @@ def test_replayed_micro_batches_are_the_eager_ones(
 
 @pytest.mark.parametrize(
     ("recipe", "kind", "count"),
-    every(5, list_recipes(), ["dense", "hybrid", "recompute"], [1, 3], rest=3),
+    every(6, list_recipes(), ["dense", "hybrid", "recompute"], [1, 3], rest=3),
 )
 def test_recorded_steps_have_graphs_of_their_own(
     recipe: str, kind: str, count: int, tapes: list[Any], tmp_path: Path
