@@ -24,8 +24,7 @@ import click
 import torch
 from torch import Tensor
 
-import te_models
-from benchmarks.small_runs import SmallRun, report, run_all, write_results, write_tokens
+from benchmarks.small_runs import SmallRun, run_study
 from te_models import CausalLM
 from te_models.inspect.environment import environment
 from te_models.model.attention import GatedAttention
@@ -34,8 +33,6 @@ GATES = ("none", "headwise", "elementwise")
 RECIPES = ("bf16", "delayed", "current")
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 SEEDS = (0, 1, 2)
-# Of the model that ships: pieces of Python and English.
-TOKENIZER = Path(te_models.__file__).parent / "pretrained" / "gated-nano" / "tokenizer.json"
 VOCABULARY = 4096
 CORPUS = 120_000_000  # bytes, more than 30 million tokens
 SHAPE_20M = dict(
@@ -177,16 +174,16 @@ def run(
         tiny=tiny,
     )
     about = dict(environment=environment(), size=size, settings=settings_of(size, tiny))
-    results = run_all(
+    run_study(
         asked,
         folder,
-        prepare=lambda: write_tokens(folder, TOKENIZER, 1_000_000 if tiny else CORPUS),
+        out,
+        about,
+        text_bytes=1_000_000 if tiny else CORPUS,
         per_gpu=per_gpu,
         seconds=seconds,
         mps=mps,
-        changed=lambda found: write_results(out, about, asked, found),
     )
-    report(results, folder)
 
 
 @main.command()

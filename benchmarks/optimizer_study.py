@@ -19,8 +19,7 @@ from typing import Any
 
 import click
 
-import te_models
-from benchmarks.small_runs import SmallRun, report, run_all, spread, write_results, write_tokens
+from benchmarks.small_runs import SmallRun, run_study, spread
 from benchmarks.tables.text import markdown
 from te_models.inspect.environment import environment
 
@@ -29,7 +28,6 @@ Runs = Mapping[str, Mapping[str, Any]]
 OPTIMIZERS = ("muon", "muon8bit", "galore", "adamw8bit", "adamw")
 RATES = (1e-3, 2e-3, 5e-4)
 SEEDS = (0, 1, 2)
-TOKENIZER = Path(te_models.__file__).parent / "pretrained" / "gated-nano" / "tokenizer.json"
 CORPUS = 40_000_000  # bytes, more than the 4.1 million tokens of a run
 PRESET = "gated-124m"
 STEPS = dict(steps=1000, batch_size=8, seq_len=512, warmup_steps=100, eval_every=0, eval_batches=16)
@@ -75,16 +73,16 @@ def run(
     """Train what is missing, and write the results of all finished runs whenever one ends."""
     asked = runs([float(rate) for rate in rates.split(",")], list(map(int, seeds.split(","))), tiny)
     about = dict(environment=environment(), preset=PRESET, settings=TINY if tiny else STEPS)
-    results = run_all(
+    results = run_study(
         asked,
         folder,
-        prepare=lambda: write_tokens(folder, TOKENIZER, 1_000_000 if tiny else CORPUS),
+        out,
+        about,
+        text_bytes=1_000_000 if tiny else CORPUS,
         per_gpu=per_gpu,
         seconds=seconds,
         mps=mps,
-        changed=lambda found: write_results(out, about, asked, found),
     )
-    report(results, folder)
     print(losses_table(results))
 
 

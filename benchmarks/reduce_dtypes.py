@@ -20,13 +20,11 @@ from typing import Any
 
 import click
 
-import te_models
-from benchmarks.small_runs import POINTS, write_corpus
+from benchmarks.small_runs import POINTS, TOKENIZER, write_corpus
 from te_models.inspect.environment import environment
 from te_models.training.metrics import read_metrics
 from te_models.training.plots import smooth
 
-TOKENIZER = Path(te_models.__file__).parent / "pretrained" / "gated-nano" / "tokenizer.json"
 RUNS = {"float32": "float32", "bfloat16": "bfloat16", "float8": "float8", "again": "float32"}
 CORPUS = 40_000_000  # bytes
 STEPS: dict[str, Any] = dict(

@@ -32,6 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+import te_models
 from te_models import CausalLM
 from te_models.config.training import TrainConfig
 from te_models.data.tokenizer import load_tokenizer
@@ -41,6 +42,8 @@ from te_models.files.atomic import replace_text
 from te_models.training.plots import smooth
 from te_models.training.trainer import Trainer
 
+# Of the model that ships: pieces of Python and English.
+TOKENIZER = Path(te_models.__file__).parent / "pretrained" / "gated-nano" / "tokenizer.json"
 FILE_BYTES = range(1_000, 200_000)
 POINTS = 100  # of each curve in the results
 HELD_OUT = 100  # one document of so many is not trained on
@@ -410,6 +413,40 @@ def finished(runs: Sequence[SmallRun], folder: Path) -> dict[str, Found]:
         if file.exists():
             found[run.name] = json.loads(file.read_text())
     return found
+
+
+def run_study(
+    asked: Sequence[SmallRun],
+    folder: Path,
+    out: Path,
+    about: Mapping[str, Any],
+    *,
+    text_bytes: int,
+    per_gpu: int,
+    seconds: float,
+    mps: bool,
+) -> dict[str, Found]:
+    """Train the runs of a study that `folder` does not have, write all results whenever one ends, and report.
+
+    Args:
+        asked: the runs, on text in the tokens of the model that ships.
+        folder: as in `run_all`; it gets the tokens, too.
+        out: gets the results as JSON.
+        about: what it says of the study beside them.
+        text_bytes: of text that becomes tokens.
+        per_gpu: as in `run_all`, like `seconds` and `mps`.
+    """
+    results = run_all(
+        asked,
+        folder,
+        prepare=lambda: write_tokens(folder, TOKENIZER, text_bytes),
+        per_gpu=per_gpu,
+        seconds=seconds,
+        mps=mps,
+        changed=lambda found: write_results(out, about, asked, found),
+    )
+    report(results, folder)
+    return results
 
 
 def write_results(

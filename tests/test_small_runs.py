@@ -10,9 +10,9 @@ import torch
 
 from benchmarks import small_runs
 from benchmarks.gated_learning_rates import RATES, RECIPES, look, runs, values_by_rate
-from benchmarks.optimizer_study import OPTIMIZERS, TOKENIZER, losses_table, mean_curve
+from benchmarks.optimizer_study import OPTIMIZERS, losses_table, mean_curve
 from benchmarks.optimizer_study import runs as optimizer_runs
-from benchmarks.small_runs import SmallRun, batch_of, finished, shuffled, train
+from benchmarks.small_runs import TOKENIZER, SmallRun, batch_of, finished, shuffled, train
 from benchmarks.tables.studies import interpolated_best
 from te_models import CausalLM, TrainConfig
 from te_models.data.tokenizer import load_tokenizer

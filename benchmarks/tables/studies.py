@@ -73,7 +73,7 @@ def gated_rates() -> str:
 
 @table
 def gated_stability() -> str:
-    """What happens inside the models of each gate and recipe."""
+    """Losses, largest activations and attention on the first token, for each gate and recipe."""
     runs = load(GATED)["runs"]
     lines = []
     for recipe in RECIPES:

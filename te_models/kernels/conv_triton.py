@@ -25,7 +25,7 @@ from te_models.kernels.gradient_room import Slot, empty
 
 
 class ConvTile(NamedTuple):
-    """What a program computes."""
+    """The part of a convolution that one program computes."""
 
     rows: int  # tokens at a time
     columns: int  # channels

@@ -66,7 +66,7 @@ class BadStep(Diverged):
 
     @property
     def reason(self) -> str:
-        """What of the step is not finite, in words."""
+        """The reason why the step is bad, in words: its loss, its gradient norm, or values of its FP8 tensors."""
         if not math.isfinite(self.loss):
             return f"the loss is {self.loss}"
         if not math.isfinite(self.grad_norm):
