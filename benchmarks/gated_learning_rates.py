@@ -2,11 +2,13 @@
 
     python benchmarks/gated_learning_rates.py run --folder lr --out gated_learning_rates.json     # on one GPU or more
     python benchmarks/gated_learning_rates.py run --tiny --folder lr --out lr.json       # anywhere: does it work?
+    python benchmarks/gated_learning_rates.py more --folder lr --out gated_learning_rates_more.json
     python benchmarks/gated_learning_rates.py draw lr.json --out lr.png
 
 About 20 million parameters and 30 million tokens for each run, or with --size 124m gated-124m and 16 million. Called
-again with the same folder, one for each size, it goes on with the runs that are missing. After training each model is
-looked at: the largest activation between its blocks, and the share of attention that goes to the first token of a text.
+again with the same folder it goes on with the runs that are missing. `more` trains what was chosen after the first
+study: gated-124m, qk_norm, and rates near the best one. After training each model is looked at: the largest activation
+between its blocks, and the share of attention that goes to the first token of a text.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks.small_runs import SmallRun, run_study
+from benchmarks.small_runs import CORPUS, SmallRun, run_study
 from te_models import CausalLM
 from te_models.inspect.environment import environment
 from te_models.model.attention import GatedAttention
@@ -34,7 +36,6 @@ RECIPES = ("bf16", "delayed", "current")
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 SEEDS = (0, 1, 2)
 VOCABULARY = 4096
-CORPUS = 120_000_000  # bytes, more than 30 million tokens
 SHAPE_20M = dict(
     hidden_size=384,
     intermediate_size=1024,
@@ -46,7 +47,21 @@ STEPS = dict(
     steps=1831, batch_size=32, seq_len=512, warmup_steps=100, eval_every=0, eval_batches=16
 )
 STEPS_124M = {**STEPS, "steps": 1000}
+# What `more` trains, in this order; the first run is one of the study again, to compare machines and texts by.
+FURTHER: tuple[dict[str, Any], ...] = (
+    dict(size="20m", norms=[False], recipes=["bf16"], rates=[2e-3], seeds=[0], gates=["none"]),
+    dict(size="124m", norms=[False], recipes=["delayed"], rates=[1e-3, 2e-3, 4e-3], seeds=[0]),
+    dict(size="20m", norms=[True], recipes=["bf16"], rates=RATES, seeds=[0]),
+    dict(size="20m", norms=[True], recipes=["delayed"], rates=[2e-3, 4e-3, 1.6e-2], seeds=[0]),
+    dict(size="124m", norms=[False], recipes=["delayed"], rates=[5e-4], seeds=[0]),
+    dict(size="20m", norms=[False], recipes=["bf16"], rates=[1.4e-3, 2.8e-3], seeds=[0]),
+    dict(size="20m", norms=[True], recipes=["bf16"], rates=[2e-3, 4e-3], seeds=[1, 2]),
+    dict(size="20m", norms=[True], recipes=["delayed"], rates=[1e-3, 8e-3], seeds=[0]),
+    dict(size="124m", norms=[False], recipes=["delayed"], rates=[8e-3, 1.6e-2], seeds=[0]),
+    dict(size="20m", norms=[False], recipes=["bf16"], rates=[1.4e-3, 2.8e-3], seeds=[1, 2]),
+)
 TINY = dict(steps=4, batch_size=2, seq_len=64, warmup_steps=1, eval_every=0, eval_batches=1)
+Runs = Mapping[str, Mapping[str, Any]]
 # Rows of the plot from the top: a value of a run, the name of its axis, and its scale; "near" shows the least losses.
 DRAWN = (
     ("held_out", "held-out loss", "linear"),
@@ -66,6 +81,7 @@ def runs(
     rates: Sequence[float],
     seeds: Sequence[int],
     tiny: bool,
+    gates: Sequence[str] = GATES,
 ) -> list[SmallRun]:
     """Return every run, all of a seed before those of the next, so that a study cut short has whole seeds."""
     made = []
@@ -74,13 +90,13 @@ def runs(
     if size == "124m":
         shape = {"name": "gated-124m"}
     if tiny:
-        rates = rates[:1]
         shape = {"name": "gated-nano", "num_hidden_layers": 3, "vocab_size": VOCABULARY}
-    for norm, seed, rate, recipe, gate in itertools.product(norms, seeds, rates, recipes, GATES):
+    for norm, seed, rate, recipe, gate in itertools.product(norms, seeds, rates, recipes, gates):
         model = {**shape, "recipe": recipe}
         model |= {"attention_gate": gate, "qk_norm": norm}
         config = {**settings, "learning_rate": rate, "seed": seed}
-        name = f"{gate}-{recipe}-{rate:g}-{seed}{'-qknorm' if norm else ''}"
+        kind = ("-qknorm" if norm else "") + ("-124m" if size == "124m" else "")
+        name = f"{gate}-{recipe}-{rate:g}-{seed}{kind}"
         made.append(SmallRun(name=name, model=model, config=config, look=look))
     return made
 
@@ -165,11 +181,12 @@ def run(
 ) -> None:
     """Train what is missing, and write the results of all finished runs whenever one ends."""
     norms = {"no": (False,), "yes": (True,), "both": (False, True)}[qk_norm]
+    tried = [float(rate) for rate in rates.split(",")]
     asked = runs(
         size,
         norms,
         recipes=recipes.split(","),
-        rates=[float(rate) for rate in rates.split(",")],
+        rates=tried[:1] if tiny else tried,
         seeds=[int(seed) for seed in seeds.split(",")],
         tiny=tiny,
     )
@@ -187,11 +204,47 @@ def run(
 
 
 @main.command()
+@click.option("--folder", required=True, type=click.Path(path_type=Path), help="Of all runs.")
+@click.option("--out", required=True, type=click.Path(path_type=Path))
+@click.option("--per-gpu", default=3, show_default=True, help="Worker processes on each GPU.")
+@click.option("--seconds", default=3600.0, show_default=True, help="Nothing runs after this time.")
+@click.option("--mps", is_flag=True, help="Let the workers of a GPU share it by NVIDIA's MPS.")
+@click.option("--tiny", is_flag=True, help="A few steps of a small shape: a test of this program.")
+def more(folder: Path, out: Path, per_gpu: int, seconds: float, mps: bool, tiny: bool) -> None:
+    """Train the runs of `FURTHER` that are missing, and write all that are finished whenever one ends."""
+    asked = []
+    for part in FURTHER:
+        asked += runs(**part, tiny=tiny)
+    settings = {size: settings_of(size, tiny) for size in ("20m", "124m")}
+    run_study(
+        asked,
+        folder,
+        out,
+        dict(environment=environment(), settings=settings),
+        text_bytes=1_000_000 if tiny else CORPUS,
+        per_gpu=per_gpu,
+        seconds=seconds,
+        mps=mps,
+    )
+
+
+@main.command()
 @click.argument("results", type=click.Path(exists=True, path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 def draw(results: Path, out: Path) -> None:
     """Draw what the runs found over the learning rate."""
     draw_results(json.loads(results.read_text()), out)
+
+
+def of_kind(runs: Runs, kind: str) -> Runs:
+    """Return the runs of a kind by the names of the study's: "qknorm" or "124m"; "" for those of neither."""
+    found = {}
+    for name, run in runs.items():
+        # A name is gate, recipe, rate and seed, and the kind after them.
+        parts = name.split("-")
+        if "-".join(parts[4:]) == kind:
+            found["-".join(parts[:4])] = run
+    return found
 
 
 def rates_of(runs: Iterable[str]) -> list[float]:
@@ -200,9 +253,7 @@ def rates_of(runs: Iterable[str]) -> list[float]:
     return sorted({float(name.split("-")[2]) for name in runs})
 
 
-def values_by_rate(
-    runs: Mapping[str, Mapping[str, Any]], gate: str, recipe: str, value: str
-) -> dict[float, list[float]]:
+def values_by_rate(runs: Runs, gate: str, recipe: str, value: str) -> dict[float, list[float]]:
     """Return a value of all seeds' finished runs by learning rate; of one that diverged it is infinite."""
     found: dict[float, list[float]] = {}
     for rate in rates_of(runs):

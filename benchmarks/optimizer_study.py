@@ -4,22 +4,24 @@
     python -m benchmarks.optimizer_study run --tiny --folder optimizers --out tiny.json       # anywhere: does it work?
     python -m benchmarks.optimizer_study draw optimizer_study.json --out optimizer_study.png
 
-Every optimizer has several learning rates, since they do not suit all alike, and each of those three seeds. Called
-again with the same folder it goes on with the runs that are missing.
+Every optimizer trains at several learning rates from one seed, since they do not suit all alike; where the best of them
+is the lowest or the highest, at the next one as well; and at its best rate from the other seeds. Called again with the
+same folder it goes on with the runs that are missing.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.small_runs import SmallRun, run_study, spread
+from benchmarks.small_runs import CORPUS, SmallRun, run_study, spread
 from benchmarks.tables.text import markdown
 from te_models.inspect.environment import environment
 
@@ -27,23 +29,64 @@ Runs = Mapping[str, Mapping[str, Any]]
 # The slowest first, so that none begins alone at the end.
 OPTIMIZERS = ("muon", "muon8bit", "galore", "adamw8bit", "adamw")
 RATES = (1e-3, 2e-3, 5e-4)
+RATE_LIMITS = (1.25e-4, 8e-3)  # none below or above is tried
 SEEDS = (0, 1, 2)
-CORPUS = 40_000_000  # bytes, more than the 4.1 million tokens of a run
 PRESET = "gated-124m"
 STEPS = dict(steps=1000, batch_size=8, seq_len=512, warmup_steps=100, eval_every=0, eval_batches=16)
 TINY_MODEL = dict(name="gated-nano", num_hidden_layers=3, vocab_size=4096)
 TINY = dict(steps=4, batch_size=2, seq_len=64, warmup_steps=1, eval_every=0, eval_batches=1)
 
 
-def runs(rates: list[float], seeds: list[int], tiny: bool) -> list[SmallRun]:
-    """Return every run: all seeds of the first rate, then of the next."""
-    made = []
-    for rate, seed, optimizer in itertools.product(rates, seeds, OPTIMIZERS):
-        model: dict[str, Any] = {**(TINY_MODEL if tiny else {"name": PRESET}), "recipe": "delayed"}
-        config = {**(TINY if tiny else STEPS)}
-        config |= {"optimizer": optimizer, "learning_rate": rate, "seed": seed}
-        made.append(SmallRun(name=f"{optimizer}-{rate:g}-{seed}", model=model, config=config))
-    return made
+def run_of(optimizer: str, rate: float, seed: int, tiny: bool) -> SmallRun:
+    """Return the run of an optimizer at a learning rate from a seed; `tiny`: a few steps of a small shape."""
+    model: dict[str, Any] = {**(TINY_MODEL if tiny else {"name": PRESET}), "recipe": "delayed"}
+    config: dict[str, Any] = {**(TINY if tiny else STEPS)}
+    config |= {"optimizer": optimizer, "learning_rate": rate, "seed": seed}
+    return SmallRun(name=f"{optimizer}-{rate:g}-{seed}", model=model, config=config)
+
+
+def first_runs(rates: Sequence[float], seed: int, tiny: bool) -> list[SmallRun]:
+    """Return the runs of every optimizer at every rate from one seed."""
+    pairs = itertools.product(OPTIMIZERS, rates)
+    return [run_of(optimizer, rate, seed, tiny) for optimizer, rate in pairs]
+
+
+def runs_that_follow(
+    results: Runs, rates: Sequence[float], seeds: Sequence[int], tiny: bool
+) -> list[SmallRun]:
+    """Return the runs that the results call for, for each optimizer that has run at all rates from the first seed.
+
+    Where its best rate is at an end of the rates that it has run at: the run at half or at twice that rate. Else the
+    runs from the other seeds at its best rate.
+    """
+    following = []
+    for optimizer in OPTIMIZERS:
+        losses = losses_of_seed(results, optimizer, seeds[0])
+        if not set(losses) >= set(rates):
+            continue
+        best = min(losses, key=lambda rate: losses[rate])
+        next_rate = best
+        if best == min(losses):
+            next_rate = best / 2
+        elif best == max(losses):
+            next_rate = best * 2
+        if next_rate != best and RATE_LIMITS[0] <= next_rate <= RATE_LIMITS[1]:
+            following.append(run_of(optimizer, next_rate, seeds[0], tiny))
+        else:
+            following += [run_of(optimizer, best, seed, tiny) for seed in seeds[1:]]
+    return following
+
+
+def losses_of_seed(results: Runs, optimizer: str, seed: int) -> dict[float, float]:
+    """Return an optimizer's held-out losses from one seed by learning rate, infinite where it diverged."""
+    losses = {}
+    for name, result in results.items():
+        # A rate such as 5e-4 is written 0.0005, without a dash.
+        own, rate, own_seed = name.split("-")
+        if own == optimizer and int(own_seed) == seed:
+            lost = result["diverged"] is not None
+            losses[float(rate)] = math.inf if lost else result["held_out"]
+    return losses
 
 
 @click.group()
@@ -71,10 +114,11 @@ def run(
     tiny: bool,
 ) -> None:
     """Train what is missing, and write the results of all finished runs whenever one ends."""
-    asked = runs([float(rate) for rate in rates.split(",")], list(map(int, seeds.split(","))), tiny)
+    tried = [float(rate) for rate in rates.split(",")]
+    all_seeds = [int(seed) for seed in seeds.split(",")]
     about = dict(environment=environment(), preset=PRESET, settings=TINY if tiny else STEPS)
     results = run_study(
-        asked,
+        first_runs(tried, all_seeds[0], tiny),
         folder,
         out,
         about,
@@ -82,6 +126,7 @@ def run(
         per_gpu=per_gpu,
         seconds=seconds,
         mps=mps,
+        follow=lambda found: runs_that_follow(found, tried, all_seeds, tiny),
     )
     print(losses_table(results))
 

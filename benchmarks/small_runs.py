@@ -11,16 +11,14 @@ import gc
 import json
 import math
 import os
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,6 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import te_models
+from benchmarks.shared_gpus import VISIBLE, gpus, shared_gpus, variables
 from te_models import CausalLM
 from te_models.config.training import TrainConfig
 from te_models.data.tokenizer import load_tokenizer
@@ -45,10 +44,10 @@ from te_models.training.trainer import Trainer
 # Of the model that ships: pieces of Python and English.
 TOKENIZER = Path(te_models.__file__).parent / "pretrained" / "gated-nano" / "tokenizer.json"
 FILE_BYTES = range(1_000, 200_000)
+CORPUS = 120_000_000  # bytes of text of every study, more than 30 million tokens
 POINTS = 100  # of each curve in the results
 HELD_OUT = 100  # one document of so many is not trained on
 RESTARTS = 3  # of a worker whose run failed
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 PAUSE = 0.5  # seconds between two looks at the workers
 Found = dict[str, Any]
 
@@ -238,8 +237,15 @@ def summary(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
     }
 
 
-def work(runs: Mapping[str, SmallRun], names: Any, folder: Path, deadline: float) -> None:
-    """Take names from a queue until there is none, and write what became of each run; a failure ends the process."""
+def work(runs: Any, complete: Any, folder: Path, deadline: float) -> None:
+    """Take runs from a queue and write what became of each; a failure ends the process.
+
+    Args:
+        runs: a queue of SmallRun.
+        complete: an event after which no more runs come: the process ends where the queue is empty.
+        folder: has the tokens, and gets the results.
+        deadline: of time.monotonic().
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
@@ -251,93 +257,27 @@ def work(runs: Mapping[str, SmallRun], names: Any, folder: Path, deadline: float
     held_out = np.load(folder / "held_out.npy", mmap_mode="r")
     while time.monotonic() < deadline:
         try:
-            name = names.get(timeout=PAUSE)
+            run = runs.get(timeout=PAUSE)
         except Empty:
-            return
+            if complete.is_set():
+                return
+            continue
         try:
-            found = train(runs[name], tokens, held_out, folder, deadline)
+            found = train(run, tokens, held_out, folder, deadline)
         except Exception:
-            (folder / f"{name}.error").write_text(traceback.format_exc())
+            (folder / f"{run.name}.error").write_text(traceback.format_exc())
             os._exit(1)  # a broken CUDA context may hang at an orderly end
         if found is not None:
             text = json.dumps(found) + "\n"
-            (folder / f"{name}.tmp").write_text(text)
-            (folder / f"{name}.tmp").rename(folder / f"{name}.json")
+            (folder / f"{run.name}.tmp").write_text(text)
+            (folder / f"{run.name}.tmp").rename(folder / f"{run.name}.json")
         gc.collect()  # the model, to which only circles of objects lead now
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
-@contextmanager
-def variables(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables of the environment in the block, for programs that start there; None: without it."""
-    before = {name: os.environ.get(name) for name in values}
-    _set(values)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-@contextmanager
-def shared_gpus(folder: Path) -> Iterator[dict[str, str]]:
-    """Start NVIDIA's MPS, by which kernels of several processes run on a GPU at once.
-
-    Yields the variables with which a process takes part; none where MPS is not there or does not work.
-    """
-    control = shutil.which("nvidia-cuda-mps-control")
-    if control is None:
-        yield {}
-        return
-    taking_part = {}
-    for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
-        directory = folder.absolute() / name.lower()
-        directory.mkdir(exist_ok=True)
-        taking_part[name] = str(directory)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # a daemon holds a pipe
-    # It numbers the GPUs of its clients by its own view, which has to be of all.
-    with variables({**taking_part, VISIBLE: None}):
-        started = subprocess.run([control, "-d"], timeout=20, **quiet).returncode == 0
-    try:
-        yield taking_part if started and _can_share(taking_part) else {}
-    finally:
-        with variables(taking_part), suppress(subprocess.SubprocessError):
-            subprocess.run([control], input=b"quit -t 5\n", timeout=20, **quiet)
-
-
-def _can_share(taking_part: Mapping[str, str]) -> bool:
-    """Return whether a process on each GPU can compute through MPS, all at the same time."""
-    probe = [sys.executable, "-c", "import torch; torch.ones(9, device='cuda').sum().item()"]
-    processes = []
-    for device in gpus():
-        with variables({**taking_part, VISIBLE: device}):
-            processes.append(subprocess.Popen(probe))
-    end = time.monotonic() + 60
-    try:
-        return not any(process.wait(max(0.1, end - time.monotonic())) for process in processes)
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def gpus() -> list[str]:
-    """Return the GPUs that this process may use; without any, one place on the CPU."""
-    numbers = [str(number) for number in range(max(1, torch.cuda.device_count()))]
-    return os.environ.get(VISIBLE, ",".join(numbers)).split(",")
-
-
 def run_all(
-    runs: Sequence[SmallRun],
+    runs: list[SmallRun],
     folder: Path,
     *,
     prepare: Callable[[], None],
@@ -345,27 +285,45 @@ def run_all(
     seconds: float,
     mps: bool = False,
     changed: Callable[[dict[str, Found]], None],
+    follow: Callable[[dict[str, Found]], list[SmallRun]] | None = None,
 ) -> dict[str, Found]:
     """Train the runs that `folder` does not have; return what became of each that is finished, by its name.
 
     Args:
-        runs: in the order in which they begin.
+        runs: in the order in which they begin; those that `follow` returns are added to the list.
         folder: has a file for each finished run, and for each that failed its traceback.
         prepare: writes the tokens (`write_tokens`), while the workers start.
         per_gpu: worker processes on each GPU.
         seconds: nothing runs after this time.
         mps: let processes share each GPU by NVIDIA's MPS where it can be started.
         changed: called with the results when there are new ones.
+        follow: called with the results, too: returns more runs that they call for, which may be in `runs` already.
     """
     deadline = time.monotonic() + seconds
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     context = get_context("spawn")
-    names = context.Queue()
+    queue = context.Queue()
+    complete = context.Event()
+    arguments = (queue, complete, folder, deadline)
     for run in runs:
         if not (folder / f"{run.name}.json").exists():
-            names.put(run.name)
-    arguments = ({run.name: run for run in runs}, names, folder, deadline)
+            queue.put(run)
+
+    def put_more(found: dict[str, Found]) -> None:
+        """Put the runs into the queue that the results call for; where all have ended, no more come."""
+        names = {run.name for run in runs}
+        more = [] if follow is None else follow(found)
+        for run in more:
+            if run.name in names:
+                continue
+            runs.append(run)
+            if not (folder / f"{run.name}.json").exists():
+                queue.put(run)
+        ended = {file.stem for kind in ("json", "error") for file in folder.glob(f"*.{kind}")}
+        if follow is None or {run.name for run in runs} <= ended:
+            complete.set()
+
     places = gpus() * per_gpu
     workers: list[Any] = []
 
@@ -381,7 +339,7 @@ def run_all(
     with shared_gpus(folder) if mps else nullcontext({}) as sharing:
         print(f"{len(places)} workers on {len(gpus())} devices, MPS: {bool(sharing)}", flush=True)
         try:
-            names.cancel_join_thread()  # names that are left do not keep the program
+            queue.cancel_join_thread()  # runs that are left do not keep the program
             workers += [start(device, sharing) for device in places]
             prepare()
             while any(worker.is_alive() for worker in workers) and time.monotonic() < deadline + 5:
@@ -395,6 +353,7 @@ def run_all(
                 if len(found) > len(known):
                     known = found
                     changed(known)
+                put_more(found)
         finally:
             for worker in workers:
                 worker.kill()
@@ -416,7 +375,7 @@ def finished(runs: Sequence[SmallRun], folder: Path) -> dict[str, Found]:
 
 
 def run_study(
-    asked: Sequence[SmallRun],
+    asked: list[SmallRun],
     folder: Path,
     out: Path,
     about: Mapping[str, Any],
@@ -425,6 +384,7 @@ def run_study(
     per_gpu: int,
     seconds: float,
     mps: bool,
+    follow: Callable[[dict[str, Found]], list[SmallRun]] | None = None,
 ) -> dict[str, Found]:
     """Train the runs of a study that `folder` does not have, write all results whenever one ends, and report.
 
@@ -434,7 +394,7 @@ def run_study(
         out: gets the results as JSON.
         about: what it says of the study beside them.
         text_bytes: of text that becomes tokens.
-        per_gpu: as in `run_all`, like `seconds` and `mps`.
+        per_gpu: as in `run_all`, like `seconds`, `mps` and `follow`.
     """
     results = run_all(
         asked,
@@ -444,6 +404,7 @@ def run_study(
         seconds=seconds,
         mps=mps,
         changed=lambda found: write_results(out, about, asked, found),
+        follow=follow,
     )
     report(results, folder)
     return results

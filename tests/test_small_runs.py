@@ -9,9 +9,22 @@ import pytest
 import torch
 
 from benchmarks import small_runs
-from benchmarks.gated_learning_rates import RATES, RECIPES, look, runs, values_by_rate
-from benchmarks.optimizer_study import OPTIMIZERS, losses_table, mean_curve
-from benchmarks.optimizer_study import runs as optimizer_runs
+from benchmarks.gated_learning_rates import (
+    FURTHER,
+    RATES,
+    RECIPES,
+    look,
+    of_kind,
+    runs,
+    values_by_rate,
+)
+from benchmarks.optimizer_study import (
+    OPTIMIZERS,
+    first_runs,
+    losses_table,
+    mean_curve,
+    runs_that_follow,
+)
 from benchmarks.small_runs import TOKENIZER, SmallRun, batch_of, finished, shuffled, train
 from benchmarks.tables.studies import interpolated_best
 from te_models import CausalLM, TrainConfig
@@ -80,11 +93,74 @@ def test_whole_seeds_come_first_and_every_combination_once():
     assert {run.config["seed"] for run in made[:45]} == {0}
 
 
-def test_optimizer_study_has_whole_rates_first():
-    made = optimizer_runs([1e-3, 2e-3], [0, 1, 2], tiny=False)
-    assert len({run.name for run in made}) == 5 * 2 * 3
-    assert {run.config["learning_rate"] for run in made[:15]} == {1e-3}
-    assert {run.config["optimizer"] for run in made[:5]} == set(OPTIMIZERS)
+def test_further_runs_are_of_each_kind_once():
+    made = []
+    for part in FURTHER:
+        made += runs(**part, tiny=False)
+    names = [run.name for run in made]
+    assert len(set(names)) == len(names)
+    results = {name: {} for name in names}
+    for run in made:
+        kind = "124m" if run.model["name"] == "gated-124m" else "qknorm" * run.model["qk_norm"]
+        gate, rate, seed = (
+            run.model["attention_gate"],
+            run.config["learning_rate"],
+            run.config["seed"],
+        )
+        assert f"{gate}-{run.model['recipe']}-{rate:g}-{seed}" in of_kind(results, kind)
+    kinds = [of_kind(results, kind) for kind in ("", "qknorm", "124m")]
+    assert sum(map(len, kinds)) == len(names)
+
+
+def test_optimizer_study_tries_every_rate_from_one_seed_first():
+    made = first_runs([1e-3, 2e-3], 7, tiny=False)
+    assert {run.name for run in made} == {
+        f"{name}-{rate}-7" for name in OPTIMIZERS for rate in ("0.001", "0.002")
+    }
+    assert {run.config["learning_rate"] for run in made} == {1e-3, 2e-3}
+
+
+def followed(losses):
+    """Return the names of the runs that follow losses of AdamW by learning rate, from seed 0."""
+    results = {}
+    for rate, loss in losses.items():
+        diverged = None if math.isfinite(loss) else 3
+        results[f"adamw-{rate:g}-0"] = {"held_out": loss, "diverged": diverged}
+    return [run.name for run in runs_that_follow(results, [5e-4, 1e-3, 2e-3], [0, 1, 2], False)]
+
+
+def test_optimizer_study_goes_on_from_the_best_rate():
+    inner = {5e-4: 3.0, 1e-3: 2.0, 2e-3: 2.5}
+    assert followed(inner) == ["adamw-0.001-1", "adamw-0.001-2"]
+    assert followed({**inner, 2e-3: 1.0}) == ["adamw-0.004-0"]
+    assert followed({**inner, 2e-3: 1.0, 4e-3: math.inf}) == ["adamw-0.002-1", "adamw-0.002-2"]
+    assert followed({**inner, 5e-4: 1.0}) == ["adamw-0.00025-0"]
+    # No rate is tried beyond the limits; a rate that has not run yet is waited for.
+    assert followed({**inner, 4e-3: 1.5, 8e-3: 1.0}) == ["adamw-0.008-1", "adamw-0.008-2"]
+    assert followed({5e-4: 3.0, 1e-3: 2.0}) == []
+
+
+@pytest.mark.slow
+def test_runs_that_results_call_for_are_trained(tmp_path, tokens):
+    """A run that `follow` asks for is trained after the others, and a failed one is not waited for."""
+    np.save(tmp_path / "train.npy", tokens)
+    np.save(tmp_path / "held_out.npy", tokens)
+    first = SmallRun("first", {**MODEL, "recipe": "bf16"}, CONFIG)
+    second = SmallRun("second", {**MODEL, "recipe": "bf16"}, CONFIG)
+    broken = SmallRun("broken", {**MODEL, "recipe": "bf16"}, {**CONFIG, "optimizer": "none"})
+    begun = time.monotonic()
+    found = small_runs.run_all(
+        [first, broken],
+        tmp_path,
+        prepare=lambda: None,
+        per_gpu=1,
+        seconds=240,
+        changed=lambda results: None,
+        follow=lambda results: [second] if "first" in results else [],
+    )
+    assert found.keys() == {"first", "second"}
+    assert (tmp_path / "broken.error").exists()
+    assert time.monotonic() - begun < 230
 
 
 def test_tokens_are_of_the_text_and_one_document_in_a_hundred_is_held_out(tmp_path, monkeypatch):
