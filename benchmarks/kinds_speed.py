@@ -40,7 +40,7 @@ from benchmarks.kinds_rivals import (
     tokens,
     with_torchao,
 )
-from benchmarks.shared_autotuning import compile_together
+from benchmarks.shared_autotuning import tune_together
 from te_models import CausalLM, ModelConfig, get_preset
 from te_models.config.deltanet import DeltaNetSpec
 from te_models.files.atomic import first_line
@@ -82,9 +82,9 @@ MIXERS: dict[str, tuple[str | dict[str, Any], dict[str, Any]]] = {
 MIXER_BATCH = (2, 4096)
 MIXER_RECIPES = ("bf16", "current", "delayed")
 TURN_SECONDS = 20.0
-COMPILERS = (
-    8  # processes that divide the variants of Kimi Delta Attention's kernels, several hundred
-)
+# Mixers whose kernels have hundreds of variants, and the processes that compile a share of them each.
+TUNED_MIXERS = ("kda", "mamba2", "mamba2_beside_attention")
+COMPILERS = 12
 RECIPES = ("bf16", "current", "delayed", "blockwise")
 NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
 TINY: dict[str, Any] = dict(
@@ -207,9 +207,12 @@ def in_turn(names: list[str], tiny: bool, ready_seconds: float) -> list[dict[str
     A variant that is not compiled after `ready_seconds` is left out.
     """
     begun = time.monotonic()
-    if not tiny and "kda" in names:
-        took = compile_together(one_step, ["kda"], COMPILERS, 0.6 * ready_seconds)
-        click.echo(f"kda: kernels of {COMPILERS} processes after {took:.0f} s")
+    for name in names if not tiny else ():
+        if name in TUNED_MIXERS:
+            tuned = tune_together(
+                one_step, name, COMPILERS, 0.4 * ready_seconds, 0.35 * ready_seconds
+            )
+            click.echo(json.dumps({"tuned": name, **tuned}))
     spawn = multiprocessing.get_context("spawn")
     waiting: dict[str, tuple[Any, Connection]] = {}
     for name in names:
