@@ -110,10 +110,10 @@ ROUTER = {
 }
 AMONG = {
     "other processes are not asked": Mutation(
-        "shared if scaling.built.reduce_amax else amax", "amax"
+        "reduced_amax if scaling.built.reduce_amax else amax", "amax"
     ),
     "each process by itself without reduce_amax": Mutation(
-        "shared if scaling.built.reduce_amax else amax", "shared"
+        "reduced_amax if scaling.built.reduce_amax else amax", "reduced_amax"
     ),
 }
 TOGETHER = {
@@ -123,7 +123,7 @@ TOGETHER = {
 }
 MOE = {
     "the shared expert has no jitter": Mutation(
-        "x = routed = shared = self._jittered(x)", "x = routed = self._jittered(x)"
+        "x = routed = shared_input = self._jittered(x)", "x = routed = self._jittered(x)"
     ),
     "jitter in evaluation": Mutation("if self.jitters and self.training:", "if self.jitters:"),
     "jitter has one side": Mutation("uniform_(1 - noise, 1 + noise)", "uniform_(1.0, 1 + noise)"),

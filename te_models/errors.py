@@ -340,16 +340,16 @@ def field_values(instance: DataclassInstance) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def needs(what: str, package: str, oldest: str, extra: str) -> Iterator[None]:
+def needs(feature: str, package: str, oldest: str, extra: str) -> Iterator[None]:
     """Turn a failed import of an optional package in the block into one line that says what to install.
 
-    Libraries of QUIET log no warning meanwhile. `what` is the feature that needs the package, `extra` the extra of
+    Libraries of QUIET log no warning meanwhile. `feature` needs the package, and `extra` is the extra of
     te-models that installs it, as in pyproject.toml.
 
     Raises:
         MissingPackage: the package is not installed, is older than `oldest`, or fails to import.
     """
-    install = f"{what} needs {package} {oldest} or newer%s: pip install -U 'te-models[{extra}]'"
+    install = f"{feature} needs {package} {oldest} or newer%s: pip install -U 'te-models[{extra}]'"
     try:
         installed = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -364,7 +364,7 @@ def needs(what: str, package: str, oldest: str, extra: str) -> Iterator[None]:
     except ImportError as error:
         reason = " ".join(str(error).split())
         raise MissingPackage(
-            f"{what} needs {package}, and the installed {installed} cannot be imported ({reason}): "
+            f"{feature} needs {package}, and the installed {installed} cannot be imported ({reason}): "
             f"pip install -U torch 'te-models[{extra}]'"
         ) from None
     finally:

@@ -85,11 +85,11 @@ def register_preset(name: str, fields: Mapping[str, Any]) -> None:
     PRESETS[name] = dict(fields)
 
 
-def _check_kind(what: str, name: str, known: Mapping[str, object]) -> None:
+def _check_kind(part: str, name: str, known: Mapping[str, object]) -> None:
     if name in known:
-        raise UsageError(f"there is a kind of {what} {name!r} already: choose another name")
+        raise UsageError(f"there is a kind of {part} {name!r} already: choose another name")
 
 
-def _check_class(what: str, found: object, base: type) -> None:
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise UsageError(f"{what}={found!r} is no subclass of {base.__name__}")
+def _check_class(argument: str, candidate: object, base: type) -> None:
+    if not (isinstance(candidate, type) and issubclass(candidate, base)):
+        raise UsageError(f"{argument}={candidate!r} is no subclass of {base.__name__}")

@@ -172,8 +172,8 @@ class AdaptedRows(nn.Module):
             assert isinstance(rows, NamedRows)
             columns = rows.columns()
 
-            def run(given: Tensor, columns: Tensor = columns) -> Tensor:
-                product_rows = base if given is x else product(given.to(x.dtype))
+            def run(inputs: Tensor, columns: Tensor = columns) -> Tensor:
+                product_rows = base if inputs is x else product(inputs.to(x.dtype))
                 return product_rows.index_select(-1, columns)
 
             rows.run = run

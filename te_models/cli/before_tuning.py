@@ -29,19 +29,19 @@ base_option = option(
 )
 
 
-def base_model(model: CausalLM, folder: str | None, given: str | None) -> CausalLM | None:
+def base_model(model: CausalLM, folder: str | None, base_option: str | None) -> CausalLM | None:
     """Return the model that `model`, read from `folder`, was tuned from, on the CPU; None if it is not known.
 
     Args:
         model: the tuned model.
         folder: where it was read from; None for a preset.
-        given: the value of --base.
+        base_option: the value of --base.
     """
     from te_models.causal_lm import CausalLM  # noqa: PLC0415  imports torch
 
-    if given == NONE:
+    if base_option == NONE:
         return None
-    path = given or _known(model, folder)
+    path = base_option or _known(model, folder)
     if path is None:
         return None
     try:
@@ -50,7 +50,7 @@ def base_model(model: CausalLM, folder: str | None, given: str | None) -> Causal
             return CausalLM.from_pretrained(path, device="cpu", recipe="bf16", dtype=model.dtype)
     except (TeModelsError, OSError) as error:
         # A base that the user named has to be readable; one that was only recorded may be gone by now.
-        if given is not None:
+        if base_option is not None:
             raise
         show_line(
             f"the base model cannot be read ({error}): nothing is said about the tuning", err=True

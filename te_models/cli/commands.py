@@ -42,7 +42,7 @@ SPINS = "2000"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    command_line = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:  # the process is the command's own
         collect_rarely()
     if "OMP_WAIT_POLICY" not in os.environ:  # a choice of the user's own
@@ -50,10 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _plain_warnings(), _interrupts_kept():
             code = cli.main(
-                words,
+                command_line,
                 prog_name="te-models",
                 standalone_mode=False,
-                obj=shlex.join(["te-models", *words]),
+                obj=shlex.join(["te-models", *command_line]),
             )
         return code if isinstance(code, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:

@@ -145,11 +145,11 @@ def split_names(text: str) -> list[str]:
     return [name for name in (part.strip() for part in text.split(",")) if name]
 
 
-def split_pair(what: str, text: str, form: str) -> tuple[str, str]:
+def split_pair(label: str, text: str, form: str) -> tuple[str, str]:
     """Return name and value of "name=value"; a ConfigError shows its `form` where one of them is missing."""
     name, _, value = (part.strip() for part in text.partition("="))
     if not (name and value):
-        raise ConfigError(f"{what} {text!r} has no value or no name: write {form}")
+        raise ConfigError(f"{label} {text!r} has no value or no name: write {form}")
     return name, value
 
 

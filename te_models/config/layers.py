@@ -102,12 +102,12 @@ def reuses_keys(config: ModelFields, layer: int) -> bool:
 
 def _lends_keys(config: ModelFields, layer: int) -> bool:
     """Return whether this layer is the last of its kind with keys of its own, before others that reuse them."""
-    shared = config.shared_key_layers
-    if shared is None or shared[layer]:
+    reuses_keys = config.shared_key_layers
+    if reuses_keys is None or reuses_keys[layer]:
         return False
     kinds = config.layer_types or ("",) * config.num_hidden_layers
     later = [n for n in range(layer + 1, len(kinds)) if kinds[n] == kinds[layer]]
-    return bool(later) and all(shared[n] for n in later)
+    return bool(later) and all(reuses_keys[n] for n in later)
 
 
 def layer_input(config: ModelFields) -> LayerInputSpec | None:

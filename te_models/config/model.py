@@ -294,10 +294,10 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
 def _mistakes(config: ModelConfig) -> Iterator[str]:
     """Yield lines about values that do not fit each other."""
     heads = config.num_attention_heads
-    shared = config.num_key_value_heads
+    key_value_heads = config.num_key_value_heads
     gate = config.attention_gate_activation
-    if heads % shared:
-        yield f"num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}"
+    if heads % key_value_heads:
+        yield f"num_attention_heads={heads} is not a multiple of num_key_value_heads={key_value_heads}"
     if config.latent_attention is not None:
         yield from _latent_mistakes(config, config.latent_attention)
     if config.head_dim % 2:
@@ -347,7 +347,7 @@ def _mistakes(config: ModelConfig) -> Iterator[str]:
         yield f"attention_gate_activation={gate!r} without a gate: give attention_gate"
 
 
-def _shared_key_mistakes(config: ModelConfig, shared: tuple[int, ...]) -> Iterator[str]:
+def _shared_key_mistakes(config: ModelConfig, flags: tuple[int, ...]) -> Iterator[str]:
     """Yield lines about layers that have no keys of their own."""
     if config.qk_norm_scope != "head":
         yield "shared_key_layers need norms of each head: leave out qk_norm_scope"
@@ -357,7 +357,7 @@ def _shared_key_mistakes(config: ModelConfig, shared: tuple[int, ...]) -> Iterat
     lenders: dict[str, int] = {}
     reused: set[str] = set()
     kinds = config.layer_types or ("full_attention",) * config.num_hidden_layers
-    for layer, (kind, flag) in enumerate(zip(kinds, shared, strict=True)):
+    for layer, (kind, flag) in enumerate(zip(kinds, flags, strict=True)):
         if flag and kind not in ("full_attention", "sliding_attention"):
             yield f"layer {layer} is {kind}, which has no keys: give 0 in shared_key_layers"
         elif flag and kind not in lenders:

@@ -189,14 +189,14 @@ class MoESpec(FeedforwardSpec):
 
     @property
     def features(self) -> Mapping[str, int]:
-        shared = self.experts.shared_expert_intermediate_size
+        shared_size = self.experts.shared_expert_intermediate_size
         features = {
             "hidden_size": self.hidden_size,
             "moe_intermediate_size": self.experts.moe_intermediate_size,
         }
         if self.experts.latent_size is not None:
             features["latent_size"] = self.experts.latent_size
-        return features | ({"shared_expert_intermediate_size": shared} if shared else {})
+        return features | ({"shared_expert_intermediate_size": shared_size} if shared_size else {})
 
     def parallel_obstacle(self, sequence: bool) -> str:
         return "tensor parallelism does not divide experts: use FSDP2 (--parallel fsdp), which shards them"

@@ -135,8 +135,8 @@ def shape_of(
 ) -> PresetFields:
     """Return a shape of these sizes and `fields`."""
     sizes = dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers)
-    shared = {} if kv_heads is None else dict(num_key_value_heads=kv_heads)
-    return {**sizes, **shared, "num_attention_heads": heads, **fields}
+    key_value_heads = {} if kv_heads is None else dict(num_key_value_heads=kv_heads)
+    return {**sizes, **key_value_heads, "num_attention_heads": heads, **fields}
 
 
 def windowed(count: int, period: int, first: int = 0) -> PresetFields:
@@ -257,14 +257,14 @@ def gemma4_small(
     kv_heads: int,
     *,
     period: int,
-    shared: int,
+    reusing_layers: int,
     wide: bool = False,
 ) -> PresetFields:
-    """Return a Gemma 4 with inputs per layer, whose last `shared` layers reuse keys.
+    """Return a Gemma 4 with inputs per layer, whose last `reusing_layers` layers reuse keys.
 
     With `wide` those have MLPs of twice the width.
     """
-    reuses_keys = [int(layer >= layers - shared) for layer in range(layers)]
+    reuses_keys = [int(layer >= layers - reusing_layers) for layer in range(layers)]
     widths = tuple(intermediate * (1 + flag) for flag in reuses_keys)
     # The large shape, with the differences below.
     large = gemma4(hidden, intermediate, layers, heads=(8, kv_heads, kv_heads))

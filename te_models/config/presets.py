@@ -239,8 +239,8 @@ PRESETS: dict[str, PresetFields] = {
     "gemma3-4b": gemma3(2560, 10240, 34, 8, 4),
     "gemma3-12b": gemma3(3840, 15360, 48, 16, 8),
     "gemma3-27b": gemma3(5376, 21504, 62, 32, 16, head_dim=128, attention_multiplier=168**-0.5),
-    "gemma4-e2b": gemma4_small(1536, 6144, 35, 1, period=5, shared=20, wide=True),
-    "gemma4-e4b": gemma4_small(2560, 10240, 42, 2, period=6, shared=18),
+    "gemma4-e2b": gemma4_small(1536, 6144, 35, 1, period=5, reusing_layers=20, wide=True),
+    "gemma4-e4b": gemma4_small(2560, 10240, 42, 2, period=6, reusing_layers=18),
     "gemma4-31b": gemma4(5376, 21504, 60, heads=(32, 16, 4)),
     "gemma4-26b-a4b": gemma4(
         2816, 2112, 30, heads=(16, 8, 2),

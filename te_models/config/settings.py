@@ -169,12 +169,12 @@ def settings_of(owner: type[Settings]) -> tuple[Setting, ...]:
         if "about" in field.metadata:
             kinds, members = kinds_of(hints[field.name])
             # A field may override what its dataclass says of all, such as the group in the help.
-            shared = {
+            group_defaults = {
                 "name": owner.prefix + field.name,
                 "default": field.default,
                 "group": owner.heading,
             }
-            about: dict[str, Any] = {**shared, **field.metadata["about"]}
+            about: dict[str, Any] = {**group_defaults, **field.metadata["about"]}
             settings.append(
                 Setting(
                     field=field.name,

@@ -94,9 +94,9 @@ def find_files(path: str) -> tuple[AbstractFileSystem | None, list[str]]:
     return system, files
 
 
-def check_text(source: str, found: object) -> None:
+def check_text(source: str, content: object) -> None:
     """Raise a DataError if nothing was found in a source."""
-    if not found:
+    if not content:
         raise DataError(f"{source}: there is no text in it; {HELP}")
 
 

@@ -40,7 +40,7 @@ class OwnBatches:
         batches: Iterable[Mapping[str, Tensor]],
         seed: int,
         ranks: Ranks,
-        said: Mapping[str, int] | None = None,
+        announced: Mapping[str, int] | None = None,
     ) -> None:
         if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str):
             advice = (
@@ -50,7 +50,7 @@ class OwnBatches:
         self.batches = batches
         self.seed = seed
         self.ranks = ranks
-        self.said = said or {}
+        self.said = announced or {}
         self.once = isinstance(batches, Iterator)
         self._epoch = 0
         self._position = 0  # the batches so far of this epoch

@@ -233,9 +233,9 @@ class StreamingDataset:
         positions = {str(lane): self._position(lane) for lane in self._own_lanes}
         return {"windows": self._next_window, "fingerprint": self.fingerprint, "lanes": positions}
 
-    def whole_state(self, own: dict[str, object]) -> dict[str, object]:
+    def whole_state(self, local_state: dict[str, object]) -> dict[str, object]:
         """Return `state_dict` as of the time when every rank took its `own_state`, which they exchange here."""
-        return merge_states(self.ranks.gather(own))
+        return merge_states(self.ranks.gather(local_state))
 
     def load_state_dict(self, state: Fields) -> None:
         """Continue with the batch that would have followed when `state` was taken, on any number of ranks.

@@ -62,12 +62,12 @@ def alpaca_messages(row: Mapping[str, object], place: str) -> list[dict[str, obj
             {"role": "assistant", "content": turn[1]},
         ]
     # Alpaca's own prompt has the input below the instruction, and no line for an empty one.
-    asked = "\n".join(
+    prompt = "\n".join(
         part for part in (texts["instruction"], extra.get("input", "")) if part.strip()
     )
     return [
         *messages,
-        {"role": "user", "content": asked},
+        {"role": "user", "content": prompt},
         {"role": "assistant", "content": texts["output"]},
     ]
 

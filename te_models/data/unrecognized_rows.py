@@ -46,9 +46,11 @@ def unrecognized(row: Mapping[str, object], place: str) -> str:
             return f"{place}: has {shown}: {renamed}"
     # No field resembles one of a format: name the two that sound most like a question and its answer.
     names = [name for name in row if name.isidentifier()]
-    asked = next((name for name in names if name.lower() in _ASKED), next(iter(names), "question"))
+    prompt_column = next(
+        (name for name in names if name.lower() in _ASKED), next(iter(names), "question")
+    )
     answered = next((name for name in names if name.lower() in _ANSWERED), "answer")
-    pairs = {"prompt": asked, "completion": answered}.items()
+    pairs = {"prompt": prompt_column, "completion": answered}.items()
     columns = ",".join(f"{ours}={theirs}" for ours, theirs in pairs if ours != theirs)
     return (
         f"{place}: has {shown or 'no fields'}, but needs one of the formats {_KNOWN}: "
@@ -60,18 +62,18 @@ def _preference_advice(row: Mapping[str, object]) -> str:
     """Return how to train on the better answer of a preference, with its prompt, wherever that stands."""
     train = "to train on the better answers give --columns"
     chosen = parsed(row["chosen"])
-    asked = next((name for name in row if name.lower() in _ASKED), None)
+    prompt_column = next((name for name in row if name.lower() in _ASKED), None)
     if is_turns(chosen) and chosen:
-        if asked is None or ROLES.get(written_role(chosen[0])) != "assistant":
+        if prompt_column is None or ROLES.get(written_role(chosen[0])) != "assistant":
             return f"{train} messages=chosen"  # the prompt is among the messages
-        if not is_turns(row[asked]):
+        if not is_turns(row[prompt_column]):
             return (
-                f"{asked!r} is a text and 'chosen' a list of messages: write {asked!r} as messages too, and give "
-                "--columns completion=chosen"
+                f"{prompt_column!r} is a text and 'chosen' a list of messages: write {prompt_column!r} as messages "
+                "too, and give --columns completion=chosen"
             )
-    if asked is None:
+    if prompt_column is None:
         return f"{train} text=chosen"
-    prompt = "" if asked == "prompt" else f"prompt={asked},"
+    prompt = "" if prompt_column == "prompt" else f"prompt={prompt_column},"
     return f"{train} {prompt}completion=chosen"
 
 

@@ -41,10 +41,10 @@ def all_reduce_max(x: Tensor, group: dist.ProcessGroup | None) -> None:
 def largest(values: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
     """Return the largest of all ranks' values, of tensors of one dimension, in one collective."""
     # One message for all tensors, whose latency counts more than their few bytes.
-    found = torch.cat(list(values))
+    largest_values = torch.cat(list(values))
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return list(found.split([len(one) for one in values]))
+        dist.all_reduce(largest_values, dist.ReduceOp.MAX, group=group)
+    return list(largest_values.split([len(one) for one in values]))
 
 
 def all_to_all(

@@ -19,12 +19,12 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def from_shard(own: Tensor, like: Tensor) -> Tensor:
-    """Return the DTensor that is split as `like` is and whose shard on this rank is `own`."""
+def from_shard(shard: Tensor, like: Tensor) -> Tensor:
+    """Return the DTensor that is split as `like` is and whose shard on this rank is `shard`."""
     if not isinstance(like, DTensor):
-        return own
+        return shard
     place: dict[str, Any] = dict(shape=like.shape, stride=like.stride(), run_check=False)
-    return DTensor.from_local(own, like.device_mesh, like.placements, **place)
+    return DTensor.from_local(shard, like.device_mesh, like.placements, **place)
 
 
 def whole(tensor: Tensor) -> Tensor:

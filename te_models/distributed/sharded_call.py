@@ -30,8 +30,8 @@ def call_inside(
     if not isinstance(module, FSDPModule):
         return call_inside(others, function, *inputs)
 
-    def forward(*given: Tensor | None) -> Tensor:
-        return call_inside(others, function, *given)
+    def forward(*tensors: Tensor | None) -> Tensor:
+        return call_inside(others, function, *tensors)
 
     # An attribute of the instance comes before the method of its class, and not among its parameters and modules.
     vars(module)["forward"] = forward

@@ -70,13 +70,13 @@ class StoredGroupedLinear(GroupedLinear):
     @property
     def stored(self) -> StoredExperts | None:
         """The experts' weights; None if adapters were merged into them."""
-        found = []
+        rows = []
         for expert in range(self.num_gemms):
             weight = self.get_parameter(f"weight{expert}")
             if not isinstance(weight, StoredWeight):
                 return None
-            found.append(weight.rows)
-        return StoredExperts(found, self.get_parameter("weight0").dtype)
+            rows.append(weight.rows)
+        return StoredExperts(rows, self.get_parameter("weight0").dtype)
 
     def forward(
         self, inp: Tensor, m_splits: Any, is_first_microbatch: bool | None = None, **options: Any
@@ -185,7 +185,7 @@ def _with_scales(module: GroupedLinear, casts: Casts, x: Tensor) -> Casts:
     if not isinstance(forward, DelayedScalingRecipeState):
         return casts
     # Slots repeat per expert: input, weight, output forward; dy, dx backward. A stride picks one kind of all experts.
-    own = [
+    delayed_scales = [
         Delayed(state.scale[slot::width], state.amax_history[0, slot::width])
         for state, slot, width in ((forward, 0, 3), (forward, 1, 3), (backward, 0, 2))
     ]
@@ -196,7 +196,9 @@ def _with_scales(module: GroupedLinear, casts: Casts, x: Tensor) -> Casts:
     # The joint kernels stand in for a module, so they take its duty to update the backward scales.
     if trained and FP8GlobalStateManager.is_first_fp8_module():
         after = partial(FP8GlobalStateManager.reduce_and_update_fp8_tensors, forward=False)
-    return casts._replace(of_x=own[0], of_weights=own[1], of_dy=own[2], after=after)
+    return casts._replace(
+        of_x=delayed_scales[0], of_weights=delayed_scales[1], of_dy=delayed_scales[2], after=after
+    )
 
 
 # Graphs read them where they are.
@@ -255,9 +257,9 @@ def grouped(
                 projection = _block_projection(module, weights, is_first_microbatch)
                 return in_blocks(x, groups, projection, route)
             casts = _with_scales(module, _one_by_one(te_recipe), x)
-            own = _cast_experts(module, weights, casts, is_first_microbatch)
-            trained = None if isinstance(own, Stored) else weights
-            return in_fp8(x, groups, casts, own, trained, bias, route)
+            fp8_weights = _cast_experts(module, weights, casts, is_first_microbatch)
+            trained = None if isinstance(fp8_weights, Stored) else weights
+            return in_fp8(x, groups, casts, fp8_weights, trained, bias, route)
 
     # Under FSDP2 the hooks of the module gather the weights around `run`.
     return call_inside([module], run, x)
@@ -327,13 +329,13 @@ def _cached(
     """
     cache = module._fp8_workspaces
     # FSDP2 gathers and casts again in backward.
-    kept = is_first_microbatch is not None and not module.is_fsdp2
-    own = cache.get("experts") if kept and not is_first_microbatch else None
-    if own is None:
-        own = cast(kept)
-    if kept:
-        cache["experts"] = own
-    return own
+    keeps = is_first_microbatch is not None and not module.is_fsdp2
+    fp8_weights = cache.get("experts") if keeps and not is_first_microbatch else None
+    if fp8_weights is None:
+        fp8_weights = cast(keeps)
+    if keeps:
+        cache["experts"] = fp8_weights
+    return fp8_weights
 
 
 def _block_projection(
@@ -342,11 +344,11 @@ def _block_projection(
     """Return a te.GroupedLinear under block scaling."""
     detached = [weight.detach() for weight in weights.tensors]
     seen = experts_observer(module, 1)
-    own = _cached(
+    fp8_weights = _cached(
         module, is_first_microbatch, lambda turn: cast_weights(detached, weights.at, turn, seen)
     )
     return BlockProjection(
-        own,
+        fp8_weights,
         weights.at,
         weights.tensors,
         _biases(module),
@@ -361,15 +363,15 @@ def _projection(
     """Return a te.GroupedLinear under a recipe with a scale per expert, for a pass over x."""
     weights = _read_weights(module)
     casts = _with_scales(module, _one_by_one(te_recipe), x)
-    own = _cast_experts(module, weights, casts, is_first_microbatch)
+    fp8_weights = _cast_experts(module, weights, casts, is_first_microbatch)
     return Projection(
         casts,
-        own,
+        fp8_weights,
         at=weights.at,
         inputs=module.in_features,
         outputs=module.out_features,
         # Frozen FP8 weights get no gradients.
-        weights=() if isinstance(own, Stored) else weights.tensors,
+        weights=() if isinstance(fp8_weights, Stored) else weights.tensors,
         bias=_biases(module),
     )
 

@@ -65,11 +65,11 @@ def observer_of(quantizer: Any) -> Observer | None:
     return None if quantizer is None else vars(quantizer).get(_OBSERVER)
 
 
-def observe(quantizer: Any, made: Any) -> None:
+def observe(quantizer: Any, quantized: Any) -> None:
     """Let the observer of a quantizer, if it has one, count data that a kernel cast from values not in memory."""
     observer = observer_of(quantizer)
     if observer is not None:
-        observer(None, made, known_scale(quantizer))
+        observer(None, quantized, known_scale(quantizer))
 
 
 def observe_quantizer(quantizer: Any, observer: Observer | None) -> None:

@@ -91,8 +91,8 @@ def grouped(
         return module(x, rows, is_first_microbatch=is_first_microbatch, run=grouped)
     if not joint:
         return module(x, rows, is_first_microbatch=is_first_microbatch)
-    own = _ExpertCopies(module, is_first_microbatch)
-    return _JointLinear.apply(x, own, _most(rows), route, *module.weights, *module.biases)
+    copies = _ExpertCopies(module, is_first_microbatch)
+    return _JointLinear.apply(x, copies, _most(rows), route, *module.weights, *module.biases)
 
 
 def _most(rows: Groups | list[int]) -> int:
@@ -142,14 +142,14 @@ class _JointLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, own: _ExpertCopies, rows: int, route: Route | None, *_: Tensor
+        ctx: Context, x: Tensor, copies: _ExpertCopies, rows: int, route: Route | None, *_: Tensor
     ) -> Tensor:
-        module = own.module
+        module = copies.module
         trained = ctx.needs_input_grad[4]
         # As the kernels allocate it, in this order: only then is the highest sum of bytes the one of a real run.
-        given = _bytes(rows * module.in_features)
+        fp8_x = _bytes(rows * module.in_features)
         turned = _bytes(rows * module.in_features) if trained and route is None else None
-        ctx.own = own
+        ctx.copies = copies
         ctx.rows = rows
         ctx.route = route
         ctx.biases = len(module.biases)
@@ -159,20 +159,20 @@ class _JointLinear(torch.autograd.Function):
         out = _wide(rows, module.out_features, x)
         count_flops(out, 2.0 * out.numel() * module.in_features)
         # A copy that no later micro-batch reads is freed at once, before backward.
-        own.straight = None if own.turned is None else own.straight
-        del given
+        copies.straight = None if copies.turned is None else copies.straight
+        del fp8_x
         return out
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0].contiguous()
-        module: GroupedLinear = ctx.own.module
+        module: GroupedLinear = ctx.copies.module
         (x,) = ctx.saved_tensors
         data = _bytes(dy.numel())
         turned = None if x is None else _bytes(dy.numel())
         dx = None
         if ctx.needs_input_grad[0]:
-            weights = ctx.own.in_backward()
+            weights = ctx.copies.in_backward()
             dx = _wide(ctx.rows, module.in_features, dy)
             if ctx.route is not None:
                 dx = ctx.route.kernels.total(dx, ctx.route.row, None)
@@ -199,38 +199,38 @@ class _UpOfExperts(torch.autograd.Function):
     def forward(
         ctx: Context,
         x: Tensor,
-        own: _ExpertCopies,
+        copies: _ExpertCopies,
         rows: int,
         route: Route | None,
         passed: Any,
         *_: Tensor,
     ) -> Tensor:
-        module = own.module
-        given = _bytes(rows * module.in_features)
+        module = copies.module
+        fp8_x = _bytes(rows * module.in_features)
         turned = None
-        if own.trained and route is None:
+        if copies.trained and route is None:
             turned = _bytes(rows * module.in_features)
-        ctx.own = own
+        ctx.copies = copies
         ctx.rows = rows
         ctx.route = route
         ctx.passed = passed
         ctx.biases = len(module.biases)
-        ctx.save_for_backward(x if own.trained and route is not None else turned)
+        ctx.save_for_backward(x if copies.trained and route is not None else turned)
         out = _wide(rows, module.out_features, x)
         count_flops(out, 2.0 * out.numel() * module.in_features)
-        own.straight = None if own.turned is None else own.straight
-        del given
+        copies.straight = None if copies.turned is None else copies.straight
+        del fp8_x
         return out
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dtype = grads[0].dtype
-        module: GroupedLinear = ctx.own.module
+        module: GroupedLinear = ctx.copies.module
         (x,) = ctx.saved_tensors
         slopes, turned = ctx.passed.pop()
         dx = None
         if ctx.needs_input_grad[0]:
-            weights = ctx.own.in_backward()
+            weights = ctx.copies.in_backward()
             dx = torch.empty(ctx.rows, module.in_features, dtype=dtype, device="meta")
             if ctx.route is not None:
                 dx = ctx.route.kernels.total(dx, ctx.route.row, None)
@@ -252,19 +252,19 @@ class _DownOfExperts(torch.autograd.Function):
         ctx: Context,
         gate_up: Tensor,
         gates: Tensor | None,
-        own: _ExpertCopies,
+        copies: _ExpertCopies,
         route: Route | None,
         passed: Any,
         trained_up: bool,
         *_: Tensor,
     ) -> Tensor:
-        module = own.module
+        module = copies.module
         hidden = _bytes(len(gate_up) * module.in_features)
         out = _wide(len(gate_up), module.out_features, gate_up)
         count_flops(out, 2.0 * out.numel() * module.in_features)
-        own.straight = None if own.turned is None else own.straight
+        copies.straight = None if copies.turned is None else copies.straight
         del hidden
-        ctx.own = own
+        ctx.copies = copies
         ctx.route = route
         ctx.passed = passed
         ctx.trained_up = trained_up
@@ -275,18 +275,18 @@ class _DownOfExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0].contiguous()
-        module: GroupedLinear = ctx.own.module
+        module: GroupedLinear = ctx.copies.module
         gate_up, gates, _ = ctx.saved_tensors
         dgates = None if gates is None else torch.empty_like(gates)
         size = len(gate_up) * module.out_features
         data = _bytes(size)
-        turned = _bytes(size) if ctx.own.trained else None
-        weights = ctx.own.in_backward()
+        turned = _bytes(size) if ctx.copies.trained else None
+        weights = ctx.copies.in_backward()
         dh = _wide(len(gate_up), module.in_features, dy)
         del data, weights
         slopes = _bytes(gate_up.numel())
         slopes_turned = _bytes(gate_up.numel()) if ctx.trained_up else None
-        hidden = _bytes(dh.numel()) if ctx.own.trained else None
+        hidden = _bytes(dh.numel()) if ctx.copies.trained else None
         del dh
         of_weights = expert_gradients(ctx, module, dy.dtype)
         del hidden, turned

@@ -175,10 +175,10 @@ class _Linear(torch.autograd.Function):
         elif call.fp8 is not None and call.override is None and call.module._is_fsdp2:
             w = weight  # FSDP2 gathers it again in backward, which quantizes it again
         if wgrad and x is not inp and isinstance(x, QuantizedTensorStorage):
-            kept = call.override is not None or (
+            keeps_rowwise = call.override is not None or (
                 call.fp8 is not None and parallel.rowwise_only(call.fp8.input)
             )
-            x.update_usage(rowwise_usage=kept, columnwise_usage=not kept)
+            x.update_usage(rowwise_usage=keeps_rowwise, columnwise_usage=not keeps_rowwise)
         if ctx.stored is not None:
             w = None  # backward makes it again
         _save(ctx, x if wgrad else None, w if dgrad else None)
@@ -419,17 +419,17 @@ class _Grouped(torch.autograd.Function):
         wgrad = call.grad and parameters[0].requires_grad
         dgrad = call.grad and inp.requires_grad
         sizes = (module.out_features, module.in_features)
-        kept: list[Tensor | None] = [inp if wgrad else None]
+        saved: list[Tensor | None] = [inp if wgrad else None]
         if call.fp8 is not None and call.override != "high_precision":
             straight, turned = _copies(call.fp8.input, inp.shape, experts)
             columnwise = wgrad and call.override is None
-            kept = [turned if columnwise else straight if wgrad else None]
-            kept += _expert_weights(module, call, sizes, dgrad)
+            saved = [turned if columnwise else straight if wgrad else None]
+            saved += _expert_weights(module, call, sizes, dgrad)
         out = torch.empty(len(inp), sizes[0], dtype=call.dtype, device=inp.device)
         count_flops(out, 2.0 * out.numel() * sizes[1])
         ctx.module = module
         ctx.call = call
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*saved)
         ctx.shape = inp.shape
         ctx.biases = len(parameters) - experts
         return out

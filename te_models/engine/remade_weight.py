@@ -32,8 +32,8 @@ def linear_with_remade_weight(
         same = tensor.data_ptr() == address and tensor.shape == stored.shape
         return stored if same else tensor
 
-    def unpack(kept: Tensor) -> Tensor:
-        return kept.dequantize() if isinstance(kept, StoredWeight) else kept
+    def unpack(saved: Tensor) -> Tensor:
+        return saved.dequantize() if isinstance(saved, StoredWeight) else saved
 
     module._parameters["weight"] = values
     try:

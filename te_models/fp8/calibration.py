@@ -168,11 +168,13 @@ class Measurement:
         for group, members in rows.items():
             # One collective for all modules of a group, in the order of the modules, which is the same on every rank.
             reduced = largest([amax for *_, amax in members], group)
-            for (state, direction, scaling, amax), shared in zip(members, reduced, strict=True):
+            for (state, direction, scaling, amax), reduced_amax in zip(
+                members, reduced, strict=True
+            ):
                 history, scale = delayed_update(
                     state.amax_history,
                     state.scale,
-                    shared if scaling.built.reduce_amax else amax,
+                    reduced_amax if scaling.built.reduce_amax else amax,
                     algorithm=scaling.built.amax_compute_algo,
                     margin=scaling.built.margin,
                     fp8_max=fp8_max(scaling.recipe, direction),

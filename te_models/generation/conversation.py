@@ -67,14 +67,14 @@ class Conversation:
 
     def undo(self) -> str | None:
         """Forget the last question and its answer; return the question, None if there is none."""
-        asked = []
+        questions = []
         for number, message in enumerate(self.messages):
             if message["role"] == "user":
-                asked.append(number)
-        if not asked:
+                questions.append(number)
+        if not questions:
             return None
-        question = self.messages[asked[-1]]["content"]
-        del self.messages[asked[-1] :]
+        question = self.messages[questions[-1]]["content"]
+        del self.messages[questions[-1] :]
         return question
 
     def answer(

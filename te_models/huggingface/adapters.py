@@ -64,8 +64,8 @@ class HiddenNames:
     def renamed(self, name: str) -> str:
         """Return the name of a module here."""
 
-        def new(found: re.Match[str]) -> str:
-            parent, _, leaf = found[0].rpartition(".")
+        def new(match: re.Match[str]) -> str:
+            parent, _, leaf = match[0].rpartition(".")
             return f"{parent}.te_{self.leaves.index(leaf)}"
 
         return self.pattern.sub(new, name, 1) if self.leaves else name
@@ -74,7 +74,7 @@ class HiddenNames:
         """Return the name that `renamed` had changed."""
         if not self.leaves:
             return name
-        return re.sub(r"\bte_(\d+)\b", lambda found: self.leaves[int(found[1])], name)
+        return re.sub(r"\bte_(\d+)\b", lambda match: self.leaves[int(match[1])], name)
 
 
 class StandIn(NamedTuple):
@@ -230,7 +230,7 @@ def _places(model: CausalLM) -> tuple[dict[str, Place], Family | None]:
     return module_places(family, model.config, shapes), family
 
 
-def _named_otherwise(model: CausalLM, wanted: list[str]) -> list[str]:
+def _named_otherwise(model: CausalLM, targets: list[str]) -> list[str]:
     """Return the modules with names that end so, in transformers or here, that are not the same in both."""
     places, family = _places(model)
     if family is None:
@@ -243,7 +243,7 @@ def _named_otherwise(model: CausalLM, wanted: list[str]) -> list[str]:
     named_alike = {"lm_head"}  # also where it is tied, and has no tensor in transformers' files
     other_modules = []
     for name in names:
-        if name.endswith(tuple(wanted)) and theirs.get(name) != name and name not in named_alike:
+        if name.endswith(tuple(targets)) and theirs.get(name) != name and name not in named_alike:
             other_modules.append(name)
     return other_modules
 

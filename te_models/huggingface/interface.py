@@ -93,13 +93,13 @@ class ModelInterface(PreTrainedModel):
             UsageError: it has another number of rows.
         """
         rows = self.model.config.vocab_size
-        asked = rows if new_num_tokens is None else new_num_tokens
+        new_rows = rows if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of:
-            asked += -asked % pad_to_multiple_of
-        if asked != rows:
-            advice = f": load it with vocab_size={asked}" if asked > rows else ""
+            new_rows += -new_rows % pad_to_multiple_of
+        if new_rows != rows:
+            advice = f": load it with vocab_size={new_rows}" if new_rows > rows else ""
             raise UsageError(
-                f"the vocabulary has {rows} tokens and cannot be resized to {asked}{advice}"
+                f"the vocabulary has {rows} tokens and cannot be resized to {new_rows}{advice}"
             )
         return self.model.embed_tokens
 

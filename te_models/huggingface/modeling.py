@@ -324,9 +324,9 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
             loss = loss + routing.loss(moe)
         return MoeCausalLMOutputWithPast(loss, routing.balance_loss, logits, cache, states)
 
-    def _chosen(self, name: str, given: bool | None) -> bool:
+    def _chosen(self, name: str, value: bool | None) -> bool:
         """Return the value of an option of `forward`, which the config has where it is None."""
-        return getattr(self.config, name) if given is None else given
+        return getattr(self.config, name) if value is None else value
 
     def calibrate(
         self, *batches: Mapping[str, Tensor], weights: Sequence[Tensor | float] | None = None

@@ -56,12 +56,12 @@ def _rise(facts: RunFacts, rule: Rule, losses: Floats) -> Finding | None:
         if rises[end] <= LOSS_LEAP * abs(smooth[lowest]):
             return None
     step = int(numbers[lowest])
-    said = f"the loss rose from {smooth[lowest]:.4g} after step {step} to {smooth[end]:.4g}"
+    rise = f"the loss rose from {smooth[lowest]:.4g} after step {step} to {smooth[end]:.4g}"
     if not facts.recipe.quantized:
         # Of a run in BF16 no weight is recorded. FP8 cannot be its cause, and a loss above the first one is no noise.
         if smooth[end] <= (1 + LOSS_LEAP) * smooth[0]:
             return None
-        return Finding(rule.key, "", step, f"{said}, without any FP8", rule.change)
+        return Finding(rule.key, "", step, f"{rise}, without any FP8", rule.change)
     if not facts.record.steps:
         return None
     if diverged:
@@ -71,7 +71,7 @@ def _rise(facts: RunFacts, rule: Rule, losses: Floats) -> Finding | None:
         sizes = _weight_sizes(facts, int(numbers[lowest]), int(numbers[end]))
     growth = _largest_growth(sizes)
     if growth >= WEIGHT_GROWTH:
-        message = f"{said}, while half of the weights grew by a factor of {growth:.2f} or more"
+        message = f"{rise}, while half of the weights grew by a factor of {growth:.2f} or more"
         return Finding(rule.key, "", step, message, rule.change)
     # Weights that grew before the first record do not show it, nor those that weight decay then shrank.
     rates = [float(row.get("learning_rate", 0)) for row in facts.rows[lowest : end + 1]]
@@ -79,7 +79,7 @@ def _rise(facts: RunFacts, rule: Rule, losses: Floats) -> Finding | None:
     # Over the whole record: the loss may leap and come back between two records.
     if share >= LARGE_STEP and _move(_weight_sizes(facts, 0, int(facts.steps[-1]))):
         message = (
-            f"{said}, while the learning rate, {max(rates):.3g}, was {share:.2g} times the root mean square of half of "
+            f"{rise}, while the learning rate, {max(rates):.3g}, was {share:.2g} times the root mean square of half of "
             "the weights or more"
         )
         return Finding(rule.key, "", step, message, rule.change)

@@ -96,8 +96,8 @@ class RecipeAdvice(Printable):
     def __rich__(self) -> Group:
         """Return the lines of the advice, and a table of what was tried."""
         parts: list[Text | Table] = [Text(self.headline, "bold")]
-        told = f"{self.steps} recorded steps of {self.tensors} tensors under {described(self.recorded)}"
-        parts.append(Text(told))
+        summary = f"{self.steps} recorded steps of {self.tensors} tensors under {described(self.recorded)}"
+        parts.append(Text(summary))
         parts += [Text(f"- {reason}") for reason in self.reasons]
         for one in self.linears:
             parts.append(

@@ -171,8 +171,8 @@ def _scales_of(model: CausalLM) -> None:
             continue
         # Row 0 is the maximum of the step that is under way.
         history = state.amax_history[1:]
-        newest = recipe.fields["amax_compute_algo"] == "most_recent"
-        used = history[-1] if newest else history.amax(0)
+        uses_newest = recipe.fields["amax_compute_algo"] == "most_recent"
+        used = history[-1] if uses_newest else history.amax(0)
         largest = fp8_max(recipe, direction) * 2.0 ** -recipe.fields["margin"]
         usable = (used > 0) & used.isfinite()
         state.scale.copy_(torch.where(usable, largest / used, state.scale))
@@ -180,7 +180,7 @@ def _scales_of(model: CausalLM) -> None:
 
 
 def _changes(
-    own: Recipe,
+    recorded: Recipe,
     recipes: Sequence[str],
     bf16: Sequence[str],
     margins: Sequence[int],
@@ -192,21 +192,21 @@ def _changes(
         names += list_recipes() if name == "all" else [name]
     # "all" may repeat names that were given.
     for name in dict.fromkeys(names):
-        yield f"recipe {name}", _tried(lambda name=name: _with_edges(get_recipe(name), own))
+        yield f"recipe {name}", _tried(lambda name=name: _with_edges(get_recipe(name), recorded))
     for pattern in bf16:
-        yield f"{pattern} in BF16", _tried(lambda pattern=pattern: in_bf16(own, [pattern]))
+        yield f"{pattern} in BF16", _tried(lambda pattern=pattern: in_bf16(recorded, [pattern]))
     for margin in margins:
-        yield f"margin {margin}", _tried(lambda margin=margin: own.replace(margin=margin))
+        yield f"margin {margin}", _tried(lambda margin=margin: recorded.replace(margin=margin))
     for length in histories:
         yield (
             f"amax_history_len {length}",
-            _tried(lambda length=length: own.replace(amax_history_len=length)),
+            _tried(lambda length=length: recorded.replace(amax_history_len=length)),
         )
 
 
-def _with_edges(recipe: Recipe, own: Recipe) -> Recipe:
+def _with_edges(recipe: Recipe, recorded: Recipe) -> Recipe:
     """Return a recipe with the BF16 layers of the run's own."""
-    return recipe if not recipe.quantized else own.followed_by(recipe.name)
+    return recipe if not recipe.quantized else recorded.followed_by(recipe.name)
 
 
 def _tried(make: Callable[[], Recipe]) -> Recipe | TeModelsError:

@@ -31,7 +31,7 @@ def experts(
     keys: Mapping[str, str],
     *,
     number: str = "num_experts",
-    shared: str = "",
+    shared_count: str = "",
     without: Values | None = None,
     **constants: object,
 ) -> ConfigKeys:
@@ -41,7 +41,7 @@ def experts(
         layout: which layers are dense.
         keys: field of MoEConfig -> their key, of those that differ between models.
         number: their key for the number of experts; transformers reads the keys of COUNTS as the same.
-        shared: their key for the number of experts that all tokens go through, each as wide as another; "": none.
+        shared_count: their key for the number of experts that all tokens go through, each as wide as another; "": none.
         without: what is written for a model without experts beside the layout; None: the family has none.
         constants: fields of MoEConfig that all models of the family share.
     """
@@ -61,8 +61,10 @@ def experts(
             "num_experts": count,
             **{ours: theirs[key] for ours, key in keys.items() if key in theirs},
         }
-        if shared:
-            moe["shared_expert_intermediate_size"] = theirs[shared] * moe["moe_intermediate_size"]
+        if shared_count:
+            moe["shared_expert_intermediate_size"] = (
+                theirs[shared_count] * moe["moe_intermediate_size"]
+            )
         types = ["dense" if one else "sparse" for one in dense]
         return {"moe": moe, "mlp_layer_types": types if any(dense) else None}
 
@@ -77,14 +79,20 @@ def experts(
             number: config.moe.num_experts,
             **{key: values[ours] for ours, key in keys.items()},
         }
-        if shared:
+        if shared_count:
             # They count shared experts of one expert's width; te-models has one, as wide as all of them.
-            theirs[shared] = (
+            theirs[shared_count] = (
                 config.moe.shared_expert_intermediate_size // config.moe.moe_intermediate_size
             )
         return theirs | layout.write([kind == "dense" for kind in kinds])
 
-    known = [number, *aliases, *keys.values(), *layout.keys, *([shared] if shared else [])]
+    known = [
+        number,
+        *aliases,
+        *keys.values(),
+        *layout.keys,
+        *([shared_count] if shared_count else []),
+    ]
     return ConfigKeys(tuple(dict.fromkeys(known)), read, write)
 
 
@@ -203,7 +211,7 @@ AXK1_EXPERTS = experts(AXK1_LAYOUT, _GROUPED, without={}, output_norm=True, **_D
 HY3_EXPERTS = experts(
     TYPES,
     {**_CHOSEN, **_SIZE, "routed_scaling_factor": "router_scaling_factor"},
-    shared="num_shared_experts",
+    shared_count="num_shared_experts",
     without={},
     router_fp32=True,
     router_aux_loss_coef=0.0,
@@ -250,8 +258,8 @@ def _read_granite_hybrid(theirs: Values) -> Fields:
 
 
 def _write_granite_hybrid(config: ModelConfig) -> Fields:
-    shared = {} if config.moe else {"shared_intermediate_size": config.intermediate_size}
-    return {**_GRANITE_HYBRID.write(config), **shared}
+    dense_size = {} if config.moe else {"shared_intermediate_size": config.intermediate_size}
+    return {**_GRANITE_HYBRID.write(config), **dense_size}
 
 
 GRANITE_HYBRID_EXPERTS = ConfigKeys(
@@ -279,7 +287,7 @@ KIMI_EXPERTS = aliased(
     experts(
         Layout(("mlp_layer_types", "first_k_dense_replace"), _kimi_types, TYPES.write),
         _KIMI,
-        shared="num_shared_experts",
+        shared_count="num_shared_experts",
         without={},
         router_fp32=True,
         router_aux_loss_coef=0.0,
@@ -347,7 +355,7 @@ _ERNIE = experts(
     ),
     {"num_experts_per_tok": "moe_k", **_LOSS, **_SIZE},
     number="moe_num_experts",
-    shared="moe_num_shared_experts",
+    shared_count="moe_num_shared_experts",
     without={},
     router_fp32=True,
     expert_bias=True,
@@ -443,7 +451,7 @@ ERNIE_EXPERTS = aliased(_ERNIE, num_experts_per_tok="moe_k")
 AFMOE_EXPERTS = experts(
     first_dense("num_dense_layers"),
     {**_CHOSEN, **_SIZE, "routed_scaling_factor": "route_scale"},
-    shared="num_shared_experts",
+    shared_count="num_shared_experts",
     without={},
     router_aux_loss_coef=0.0,
     **_SIGMOID,

@@ -11,9 +11,9 @@ def _read_gemma4_heads(theirs: Values) -> Fields:
     names = ("num_attention_heads", "num_key_value_heads", "head_dim")
     window = {name: theirs[name] for name in names}
     full = {**window, "head_dim": theirs["global_head_dim"]}
-    shared = theirs.get("num_global_key_value_heads")
-    if shared is not None and theirs["attention_k_eq_v"]:
-        full["num_key_value_heads"] = shared
+    global_heads = theirs.get("num_global_key_value_heads")
+    if global_heads is not None and theirs["attention_k_eq_v"]:
+        full["num_key_value_heads"] = global_heads
     # The newer form lists only the layers that differ, by number as a string; the older has one key for all of them.
     per_layer = theirs.get("per_layer_config")
     types = _gemma4_types(theirs)
@@ -70,11 +70,13 @@ def _write_gemma4_heads(config: ModelConfig) -> Fields:
 def _read_gemma4_small(theirs: Values) -> Fields:
     """Read inputs per layer, the last layers without keys of their own, and the width of their MLPs."""
     count = theirs["num_hidden_layers"]
-    shared = theirs.get("num_kv_shared_layers") or 0
+    reusing_layers = theirs.get("num_kv_shared_layers") or 0
     fields: Fields = {}
-    if shared:
-        fields["shared_key_layers"] = [int(layer >= count - shared) for layer in range(count)]
-    if shared and theirs.get("use_double_wide_mlp"):
+    if reusing_layers:
+        fields["shared_key_layers"] = [
+            int(layer >= count - reusing_layers) for layer in range(count)
+        ]
+    if reusing_layers and theirs.get("use_double_wide_mlp"):
         width = theirs["intermediate_size"]
         fields["intermediate_sizes"] = [width * (1 + flag) for flag in fields["shared_key_layers"]]
     # Only E2B and E4B have a second embedding.
@@ -97,9 +99,9 @@ def _write_gemma4_small(config: ModelConfig) -> Fields:
 def gemma4_unused(theirs: Values) -> tuple[str, ...]:
     """Return the prefixes of keys and values in a folder that nothing reads: their layers use another layer's."""
     count = theirs["num_hidden_layers"]
-    shared = theirs.get("num_kv_shared_layers") or 0
+    reusing_layers = theirs.get("num_kv_shared_layers") or 0
     names = ("k_proj", "v_proj", "k_norm", "v_norm")
-    layers = range(count - shared, count)
+    layers = range(count - reusing_layers, count)
     return tuple(f"layers.{layer}.self_attn.{name}." for layer in layers for name in names)
 
 

@@ -289,8 +289,8 @@ def _write_nemotron_layers(config: ModelConfig) -> Fields:
     sizes = config.mamba2 or Mamba2Config(time_step_min=1e-3)
     values = {key: vars(sizes)[ours] for ours, key in _NEMOTRON_MAMBA.items()}
     low = sizes.time_step_min or 0.0
-    kept = {**values, "time_step_min": low, "mamba_hidden_act": sizes.activation}
-    return {**kept, "layers_block_type": types}
+    keys = {**values, "time_step_min": low, "mamba_hidden_act": sizes.activation}
+    return {**keys, "layers_block_type": types}
 
 
 NEMOTRON_LAYERS = ConfigKeys(

@@ -154,7 +154,7 @@ OWN_LAYER = LAGUNA_LAYER | _alike("self_attn.sinks", "attention_output_norm", "m
 
 
 def _experts(
-    names: tuple[str, str, str, str], router: str = "mlp.gate", shared: str = ""
+    names: tuple[str, str, str, str], router: str = "mlp.gate", shared_expert: str = ""
 ) -> dict[str, Rows]:
     """Return the places of experts: the names of one of them, of its projections gate, up and down, and of the rest."""
     expert, gate, up, down = names
@@ -164,11 +164,11 @@ def _experts(
         f"{expert}.{up}": Rows("mlp.gate_up_proj", ("up",), experts=True),
         f"{expert}.{down}": Rows("mlp.down_proj", experts=True),
     }
-    if shared:
+    if shared_expert:
         places |= {
-            f"{shared}.gate_proj": Rows("mlp.shared_gate_up_proj", ("gate",)),
-            f"{shared}.up_proj": Rows("mlp.shared_gate_up_proj", ("up",)),
-            f"{shared}.down_proj": Rows("mlp.shared_down_proj"),
+            f"{shared_expert}.gate_proj": Rows("mlp.shared_gate_up_proj", ("gate",)),
+            f"{shared_expert}.up_proj": Rows("mlp.shared_gate_up_proj", ("up",)),
+            f"{shared_expert}.down_proj": Rows("mlp.shared_down_proj"),
         }
     return places
 
@@ -176,10 +176,10 @@ def _experts(
 _ONE_EXPERT = ("mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
 EXPERTS = _experts(_ONE_EXPERT)
 QWEN2_EXPERTS = {
-    **_experts(_ONE_EXPERT, shared="mlp.shared_expert"),
+    **_experts(_ONE_EXPERT, shared_expert="mlp.shared_expert"),
     "mlp.shared_expert_gate": Rows("mlp.shared_gate"),
 }
-DEEPSEEK_V2_EXPERTS = _experts(_ONE_EXPERT, shared="mlp.shared_experts")
+DEEPSEEK_V2_EXPERTS = _experts(_ONE_EXPERT, shared_expert="mlp.shared_experts")
 GLM_EXPERTS = {
     **DEEPSEEK_V2_EXPERTS,
     "mlp.gate.e_score_correction_bias": Rows("mlp.expert_bias"),
@@ -221,22 +221,24 @@ STEP_LAYER = {
     **NORMED_LAYER,
     "self_attn.g_proj": Rows("self_attn.qkvg_proj", ("g",)),
     **_experts(
-        ("moe.experts.{}", "gate_proj", "up_proj", "down_proj"), "moe.gate", shared="share_expert"
+        ("moe.experts.{}", "gate_proj", "up_proj", "down_proj"),
+        "moe.gate",
+        shared_expert="share_expert",
     ),
     "moe.router_bias": Rows("mlp.expert_bias"),
 }
-HUNYUAN_EXPERTS = _experts(_ONE_EXPERT, "mlp.gate.wg", shared="mlp.shared_mlp")
+HUNYUAN_EXPERTS = _experts(_ONE_EXPERT, "mlp.gate.wg", shared_expert="mlp.shared_mlp")
 ERNIE_EXPERTS = {
     **DEEPSEEK_V2_EXPERTS,
     "mlp.moe_statics.e_score_correction_bias": Rows("mlp.expert_bias", form=(1, -1)),
 }
 EXAONE_EXPERTS = {**DEEPSEEK_V2_EXPERTS, "mlp.e_score_correction_bias": Rows("mlp.expert_bias")}
 AFMOE_EXPERTS = {
-    **_experts(_ONE_EXPERT, "mlp.router.gate", shared="mlp.shared_experts"),
+    **_experts(_ONE_EXPERT, "mlp.router.gate", shared_expert="mlp.shared_experts"),
     "mlp.expert_bias": Rows("mlp.expert_bias"),
 }
 LAGUNA_EXPERTS = {
-    **_experts(_ONE_EXPERT, shared="mlp.shared_expert"),
+    **_experts(_ONE_EXPERT, shared_expert="mlp.shared_expert"),
     "mlp.experts.e_score_correction_bias": Rows("mlp.expert_bias"),
 }
 MIXTRAL_EXPERTS = _experts(
@@ -271,12 +273,12 @@ SARVAM_LAYER = {
     "attention.key_layernorm": Rows("self_attn.k_norm"),
 }
 HY3_EXPERTS = {
-    **_experts(_ONE_EXPERT, "mlp.router.gate", shared="mlp.shared_mlp"),
+    **_experts(_ONE_EXPERT, "mlp.router.gate", shared_expert="mlp.shared_mlp"),
     "mlp.expert_bias": Rows("mlp.expert_bias"),
 }
 FLINT_LAYER = {
     **NORMED_LAYER,
-    **_experts(_ONE_EXPERT, shared="mlp.shared_expert"),
+    **_experts(_ONE_EXPERT, shared_expert="mlp.shared_expert"),
     "self_attn.softmax_offset": Rows("self_attn.sinks"),
 }
 SINKS_LAYER = LAYER | _alike("self_attn.sinks")
@@ -440,7 +442,7 @@ KIMI_EXPERTS = {
     **_experts(
         ("block_sparse_moe.experts.{}", "w1", "w3", "w2"),
         "block_sparse_moe.gate",
-        shared="block_sparse_moe.shared_experts",
+        shared_expert="block_sparse_moe.shared_experts",
     ),
     "block_sparse_moe.gate.e_score_correction_bias": Rows("mlp.expert_bias"),
 }

@@ -55,8 +55,8 @@ def _ling(config: ModelConfig) -> bool:
 def _nemotron(config: ModelConfig) -> bool:
     """Return whether each layer has one part, and experts have one for all tokens beside them."""
     alone = all(len(layer.parts) == 1 for layer in config.layers)
-    shared = config.moe is None or config.moe.shared_expert_intermediate_size > 0
-    return alone and shared
+    has_shared_expert = config.moe is None or config.moe.shared_expert_intermediate_size > 0
+    return alone and has_shared_expert
 
 
 NEMOTRON_UNUSED = frozenset(

@@ -80,8 +80,8 @@ _STEP_KEYS = (
 def _read_step_layers(theirs: Values) -> Fields:
     """Read windows, RoPE and heads by kind of layer, and the bounds of SwiGLU by layer."""
     modern = modern_step(theirs)
-    shared = theirs.get("num_attention_groups", theirs["num_key_value_heads"])
-    theirs = {**theirs, "num_key_value_heads": shared}
+    key_value_heads = theirs.get("num_attention_groups", theirs["num_key_value_heads"])
+    theirs = {**theirs, "num_key_value_heads": key_value_heads}
     fields = _STEP_ROPE.read({"rope_theta": 10000.0, "rope_local_base_freq": 10000.0, **modern})
     names = ("num_attention_heads", "num_key_value_heads", "head_dim")
     sizes = {name: theirs[name] for name in names}
@@ -96,7 +96,7 @@ def _read_step_layers(theirs: Values) -> Fields:
             )
     if "sliding_attention" in modern["layer_types"] and heads != sizes["num_attention_heads"]:
         fields["sliding_heads"] = {**sizes, "num_attention_heads": heads}
-    fields["num_key_value_heads"] = shared
+    fields["num_key_value_heads"] = key_value_heads
     for ours, key in (("expert_limits", "swiglu_limits"), ("mlp_limits", "swiglu_limits_shared")):
         limits = [limit or 0.0 for limit in modern.get(key) or ()]
         if any(limits):

@@ -47,15 +47,15 @@ def chunked_decays(g: Tensor, documents: Tensor | None, padding: int) -> Decays:
     )
 
 
-def of_documents(own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def of_documents(document: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return which tokens see the state before their chunk and which write to the one after it, as factors 0 and 1.
 
     And through which chunks a state passes, [B, 1, n]. own [B, 1, n, C] is the document of each token.
     """
-    last = own[..., -1]
-    before = torch.cat((own[..., :1, 0], last[..., :-1]), dim=-1)
+    last = document[..., -1]
+    before = torch.cat((document[..., :1, 0], last[..., :-1]), dim=-1)
     return (
-        (own == before[..., None]).float(),
-        (own == last[..., None]).float(),
+        (document == before[..., None]).float(),
+        (document == last[..., None]).float(),
         (last == before).float(),
     )

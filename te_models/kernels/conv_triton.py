@@ -49,8 +49,8 @@ def _seen(documents, token, back: tl.constexpr, seq):
     """Return whether tokens see the one `back` places before, of the same row and document."""
     seen = _inside(token, seq) & _inside(token - back, seq)
     if documents is not None:
-        own = tl.load(documents + token, seen, 0)
-        seen = seen & (own == tl.load(documents + (token - back), seen, 0))
+        document = tl.load(documents + token, seen, 0)
+        seen = seen & (document == tl.load(documents + (token - back), seen, 0))
     return seen
 
 
@@ -176,29 +176,29 @@ def _conv_backward_kernel(
                 of_bias += of_total
                 for back in tl.static_range(TAPS):
                     seen = _seen(documents, token, back, seq)
-                    found = of_total * _channels(x, stride, token - back, column, seen, columns)
+                    product = of_total * _channels(x, stride, token - back, column, seen, columns)
                     if back == 0:
-                        of_first += found
+                        of_first += product
                     elif back == 1:
-                        of_second += found
+                        of_second += product
                     elif back == 2:
-                        of_third += found
+                        of_third += product
                     else:
-                        of_fourth += found
+                        of_fourth += product
         inside = (token < seq)[:, None] & (column < columns)[None, :]
         place = token.to(tl.int64)[:, None] * dx_stride + column[None, :]
         tl.store(dx + place, slope.to(dx.dtype.element_ty), inside)
-    own = column < columns
+    exists = column < columns
     place = dtaps + (parts + column) * TAPS + TAPS - 1
-    tl.store(place, tl.sum(of_first, 0), own)
+    tl.store(place, tl.sum(of_first, 0), exists)
     if TAPS > 1:
-        tl.store(place - 1, tl.sum(of_second, 0), own)
+        tl.store(place - 1, tl.sum(of_second, 0), exists)
     if TAPS > 2:
-        tl.store(place - 2, tl.sum(of_third, 0), own)
+        tl.store(place - 2, tl.sum(of_third, 0), exists)
     if TAPS > 3:
-        tl.store(place - 3, tl.sum(of_fourth, 0), own)
+        tl.store(place - 3, tl.sum(of_fourth, 0), exists)
     if dbias is not None:
-        tl.store(dbias + parts + column, tl.sum(of_bias, 0), own)
+        tl.store(dbias + parts + column, tl.sum(of_bias, 0), exists)
 
 
 def conv(
@@ -258,7 +258,7 @@ def conv_backward(
     batch, seq, _ = x.shape
     tile = TILES[documents is not None]
     high = triton.cdiv(seq, tile.rows * tile.steps)
-    made: dict[str, Any] = dict(dtype=torch.float32, device=x.device)
+    fp32: dict[str, Any] = dict(dtype=torch.float32, device=x.device)
     # Summed over programs at the end: atomic additions would come in another order each time.
     of_taps = []
     of_bias = []
@@ -267,8 +267,8 @@ def conv_backward(
         size = dy.shape[2]
         if dy.stride(2) != 1:
             dy = dy.contiguous()
-        own_taps = torch.empty(batch * high, size, taps.shape[2], **made)
-        own_bias = None if bias is None else torch.empty(batch * high, size, **made)
+        own_taps = torch.empty(batch * high, size, taps.shape[2], **fp32)
+        own_bias = None if bias is None else torch.empty(batch * high, size, **fp32)
         _conv_backward_kernel[(triton.cdiv(size, tile.columns) * high * batch,)](
             x[..., first:],
             taps[first:],
@@ -296,10 +296,10 @@ def conv_backward(
         if own_bias is not None:
             of_bias.append(own_bias.sum(0))
         first += size
-    found = torch.cat(of_taps)[:, None].to(taps.dtype)
+    dtaps = torch.cat(of_taps)[:, None].to(taps.dtype)
     if bias is None:
-        return found, None
-    return found, torch.cat(of_bias).to(bias.dtype)
+        return dtaps, None
+    return dtaps, torch.cat(of_bias).to(bias.dtype)
 
 
 class _MixedParts(torch.autograd.Function):

@@ -282,7 +282,7 @@ def count_cast_kernel(
     BLOCK_COLUMNS is 0 for a tensor with one scale. A unit has whole blocks: BLOCK_ROWS is 1, or HEIGHT.
     """
     # Programs add to different rows of the table, so that few atomics meet.
-    own = fields + (tl.program_id(0) % spread) * _WIDTH
+    program_fields = fields + (tl.program_id(0) % spread) * _WIDTH
     high = tl.cdiv(rows, HEIGHT)
     wide = tl.cdiv(columns, COLUMNS)
     zeros = tl.zeros((), tl.int64)
@@ -364,7 +364,7 @@ def count_cast_kernel(
                 lowest = tl.minimum(lowest, block_scale)
                 highest = tl.maximum(highest, block_scale)
     _add_counts(
-        fields=own,
+        fields=program_fields,
         codes=codes,
         zeros=zeros,
         saturated=saturated,
@@ -378,18 +378,18 @@ def count_cast_kernel(
         SOURCE=SOURCE,
     )
     if BLOCK_COLUMNS > 0:
-        _lower(own, _SCALE_MIN, lowest)
-        _raise(own, _SCALE_MAX, highest)
-        _add(own, _BLOCKS, blocks)
-        _add(own, _BLOCK_LOG2, logarithms)
-        _add(own, _BLOCK_LOG2_SQUARES, squares)
+        _lower(program_fields, _SCALE_MIN, lowest)
+        _raise(program_fields, _SCALE_MAX, highest)
+        _add(program_fields, _BLOCKS, blocks)
+        _add(program_fields, _BLOCK_LOG2, logarithms)
+        _add(program_fields, _BLOCK_LOG2_SQUARES, squares)
     if tl.program_id(0) == 0:
         if SCALED:
             factor = tl.load(scale)
         else:
             factor = tl.div_rn(tl.full((), 1.0, tl.float32), one_inverse)
         elements = tl.full((), 1.0, tl.float64) * rows * columns
-        _note_tensor(own, elements, factor, E5M2, SOURCE, BLOCK_COLUMNS > 0)
+        _note_tensor(program_fields, elements, factor, E5M2, SOURCE, BLOCK_COLUMNS > 0)
 
 
 def count_cast(

@@ -61,12 +61,12 @@ def count_experts_kernel(
     data,
     source,
     factor,
-    given,
+    tokens,
     places,
     # where each expert begins, int64 [E + 1]
     first,
     # the cast: uint8 [R, columns], and inverse scales and scales, FP32 [E]
-    made,
+    cast_codes,
     scales_inverse,
     scales,
     # ExpertCounts
@@ -86,7 +86,7 @@ def count_experts_kernel(
     rows = tl.load(first + e + 1) - begin
     # An expert without rows casts nothing, and its fields keep what they have.
     if rows > 0:
-        own = fields + (e * apart * spread + tl.program_id(1) % spread) * _WIDTH
+        program_fields = fields + (e * apart * spread + tl.program_id(1) % spread) * _WIDTH
         address = data
         if VALUES:
             if places is not None:
@@ -113,9 +113,9 @@ def count_experts_kernel(
             i = (unit // wide).to(tl.int64) * ROWS + tl.arange(0, ROWS)
             j = (unit % wide).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
             inside = (i < rows)[:, None] & (j < columns)[None, :]
-            code = tl.load(made + (begin + i)[:, None] * columns + j[None, :], inside, 0)
+            code = tl.load(cast_codes + (begin + i)[:, None] * columns + j[None, :], inside, 0)
             if VALUES:
-                x = load_rows(address, source, factor, given, i, j, rows, columns)
+                x = load_rows(address, source, factor, tokens, i, j, rows, columns)
             else:
                 x = tl.zeros((ROWS, COLUMNS), tl.float32)
             packed, exact, change, codes_of, magnitude = _count(
@@ -132,7 +132,7 @@ def count_experts_kernel(
             noise += tl.sum(tl.sum(change, 1), 0)
             largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
         _add_counts(
-            fields=own,
+            fields=program_fields,
             codes=codes + e * apart,
             zeros=zeros,
             saturated=saturated,
@@ -147,7 +147,7 @@ def count_experts_kernel(
         )
         if tl.program_id(1) == 0:
             elements = tl.full((), 1.0, tl.float64) * rows * columns
-            _note_tensor(own, elements, tl.load(scales + e), E5M2, VALUES, False)
+            _note_tensor(program_fields, elements, tl.load(scales + e), E5M2, VALUES, False)
 
 
 @triton.jit
@@ -156,12 +156,12 @@ def count_expert_blocks_kernel(
     data,
     source,
     factor,
-    given,
+    tokens,
     places,
     # where each expert begins, int64 [E + 1]
     first,
     # the cast: uint8 [R, columns], and inverse scales FP32
-    made,
+    cast_codes,
     scales_inverse,
     # from one expert's inverse scales to the next one's, and between blocks of an expert
     inverse_expert,
@@ -189,7 +189,7 @@ def count_expert_blocks_kernel(
     rows = tl.load(first + e + 1) - begin
     # An expert without rows casts nothing, and its fields keep what they have.
     if rows > 0:
-        own = fields + (e * apart * spread + tl.program_id(1) % spread) * _WIDTH
+        program_fields = fields + (e * apart * spread + tl.program_id(1) % spread) * _WIDTH
         address = data
         if VALUES:
             if places is not None:
@@ -226,9 +226,9 @@ def count_expert_blocks_kernel(
             for start in range(0, HEIGHT, ROWS):
                 i = (unit // wide).to(tl.int64) * HEIGHT + start + tl.arange(0, ROWS)
                 inside = (i < rows)[:, None] & (j < columns)[None, :]
-                code = tl.load(made + (begin + i)[:, None] * columns + j[None, :], inside, 0)
+                code = tl.load(cast_codes + (begin + i)[:, None] * columns + j[None, :], inside, 0)
                 if VALUES:
-                    x = load_rows(address, source, factor, given, i, j, rows, columns)
+                    x = load_rows(address, source, factor, tokens, i, j, rows, columns)
                 else:
                     x = tl.zeros((ROWS, COLUMNS), tl.float32)
                 scales = inverse + (i // BLOCK_ROWS) * inverse_row + across * inverse_column
@@ -271,7 +271,7 @@ def count_expert_blocks_kernel(
                     lowest = tl.minimum(lowest, block_scale)
                     highest = tl.maximum(highest, block_scale)
         _add_counts(
-            fields=own,
+            fields=program_fields,
             codes=codes + e * apart,
             zeros=zeros,
             saturated=saturated,
@@ -284,47 +284,47 @@ def count_expert_blocks_kernel(
             largest=largest,
             SOURCE=VALUES,
         )
-        _lower(own, _SCALE_MIN, lowest)
-        _raise(own, _SCALE_MAX, highest)
-        _add(own, _BLOCKS, blocks)
-        _add(own, _BLOCK_LOG2, logarithms)
-        _add(own, _BLOCK_LOG2_SQUARES, squares)
+        _lower(program_fields, _SCALE_MIN, lowest)
+        _raise(program_fields, _SCALE_MAX, highest)
+        _add(program_fields, _BLOCKS, blocks)
+        _add(program_fields, _BLOCK_LOG2, logarithms)
+        _add(program_fields, _BLOCK_LOG2_SQUARES, squares)
         if tl.program_id(1) == 0:
             elements = tl.full((), 1.0, tl.float64) * rows * columns
-            _note_tensor(own, elements, 1.0, False, VALUES, True)
+            _note_tensor(program_fields, elements, 1.0, False, VALUES, True)
 
 
 def count_experts(
-    given: Matrices | None,
+    matrices: Matrices | None,
     groups: Groups,
-    made: FP8Matrices,
+    quantized: FP8Matrices,
     form: torch.dtype,
     counts: ExpertCounts,
 ) -> None:
     """Add the counts of a cast of every expert's matrix to a table.
 
     Args:
-        given: the matrices before the cast; None: they are not in memory.
+        matrices: the matrices before the cast; None: they are not in memory.
         groups: the rows of each.
-        made: the result.
+        quantized: the result.
         form: torch.float8_e4m3fn or float8_e5m2.
         counts: where they go.
     """
-    columns = made.data.shape[1]
-    with torch.cuda.device_of(made.data):
+    columns = quantized.data.shape[1]
+    with torch.cuda.device_of(quantized.data):
         count_experts_kernel[_grid(groups, columns, ROWS)](
-            **_values(given, made.data),
+            **_values(matrices, quantized.data),
             first=groups.first,
-            made=made.data,
-            scales_inverse=made.scale_inv,
-            scales=made.scale,
+            cast_codes=quantized.data,
+            scales_inverse=quantized.scale_inv,
+            scales=quantized.scale,
             fields=counts.fields,
             codes=counts.codes,
             columns=columns,
             spread=counts.fields.shape[1],
             apart=counts.apart,
             E5M2=form == torch.float8_e5m2,
-            VALUES=given is not None,
+            VALUES=matrices is not None,
             ROWS=ROWS,
             COLUMNS=COLUMNS,
             num_warps=4,
@@ -332,21 +332,24 @@ def count_experts(
 
 
 def count_expert_blocks(
-    given: Matrices | None, groups: Groups, made: Blocks | WeightBlocks, counts: ExpertCounts
+    matrices: Matrices | None,
+    groups: Groups,
+    quantized: Blocks | WeightBlocks,
+    counts: ExpertCounts,
 ) -> None:
     """Add the counts of a cast of every expert's matrix to E4M3 with a scale per block to a table.
 
     Args:
-        given: the matrices before the cast; None: they are not in memory.
+        matrices: the matrices before the cast; None: they are not in memory.
         groups: the rows of each.
-        made: the result, whose straight copy is counted: rows with a scale per 1 x 128, or weights per 128 x 128.
+        quantized: the result, whose straight copy is counted: rows with a scale per 1 x 128, or weights per 128 x 128.
         counts: where they go.
     """
-    data = made.data
-    inverse = made.scale_inv
+    data = quantized.data
+    inverse = quantized.scale_inv
     assert data is not None and inverse is not None
     columns = data.shape[1]
-    if isinstance(made, WeightBlocks):
+    if isinstance(quantized, WeightBlocks):
         block_rows = height = SQUARE
         inverse_expert, inverse_row, inverse_column = inverse.stride()
     else:
@@ -356,9 +359,9 @@ def count_expert_blocks(
         inverse_column, inverse_row = inverse.stride()
     with torch.cuda.device_of(data):
         count_expert_blocks_kernel[_grid(groups, columns, height)](
-            **_values(given, data),
+            **_values(matrices, data),
             first=groups.first,
-            made=data,
+            cast_codes=data,
             scales_inverse=inverse,
             inverse_expert=inverse_expert,
             inverse_row=inverse_row,
@@ -368,7 +371,7 @@ def count_expert_blocks(
             columns=columns,
             spread=counts.fields.shape[1],
             apart=counts.apart,
-            VALUES=given is not None,
+            VALUES=matrices is not None,
             BLOCK_ROWS=block_rows,
             ROWS=ROWS,
             COLUMNS=COLUMNS,
@@ -377,16 +380,16 @@ def count_expert_blocks(
         )
 
 
-def _values(given: Matrices | None, made: Tensor) -> dict[str, Any]:
+def _values(matrices: Matrices | None, codes: Tensor) -> dict[str, Any]:
     """Return the arguments of a kernel for the values before a cast; without them it reads none."""
-    if given is None:
-        return dict(data=made, source=None, factor=None, given=0, places=None)
+    if matrices is None:
+        return dict(data=codes, source=None, factor=None, tokens=0, places=None)
     return dict(
-        data=given.data,
-        source=given.source,
-        factor=given.factor,
-        given=len(given.data),
-        places=given.places,
+        data=matrices.data,
+        source=matrices.source,
+        factor=matrices.factor,
+        tokens=len(matrices.data),
+        places=matrices.places,
     )
 
 

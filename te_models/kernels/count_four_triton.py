@@ -203,14 +203,14 @@ def add_state(fields, codes, spread, state, scale, inverse, elements, E5M2: tl.c
 
     `scale` and `inverse` are the tensor's, and `elements` how many it has. What `needs_care` is left out.
     """
-    own = fields + (tl.program_id(0) % spread) * _WIDTH
+    program_fields = fields + (tl.program_id(0) % spread) * _WIDTH
     signal, noise, filled, normal, zeros, largest, hashed, marks, outsides, places = state
     not_empty = flags_sum(filled)
     all_zeros = tl.sum(zeros).to(tl.int64)
     known = needs_care(state, inverse) == 0
     nothing = tl.zeros((), tl.int64)
     _add_counts(
-        fields=own,
+        fields=program_fields,
         codes=codes,
         zeros=tl.where(known, all_zeros - outsides, 0),
         saturated=nothing,
@@ -224,7 +224,7 @@ def add_state(fields, codes, spread, state, scale, inverse, elements, E5M2: tl.c
         SOURCE=True,
     )
     if tl.program_id(0) == 0:
-        _note_tensor(own, elements, scale, E5M2, True, False)
+        _note_tensor(program_fields, elements, scale, E5M2, True, False)
 
 
 @triton.jit

@@ -228,11 +228,11 @@ def count_codes_kernel(
         wrong = flags_sum(of_wrong)
         clipped = flags_sum(of_clipped) - wrong
         amax = tl.max(sizes_of)
-    own = fields + (tl.program_id(0) % spread) * _WIDTH
+    program_fields = fields + (tl.program_id(0) % spread) * _WIDTH
     nothing = tl.zeros((), tl.int64)
     one_inverse = tl.load(inverse)
     _add_counts(
-        fields=own,
+        fields=program_fields,
         codes=codes,
         zeros=nothing,
         saturated=clipped,
@@ -251,7 +251,7 @@ def count_codes_kernel(
         else:
             factor = tl.div_rn(tl.full((), 1.0, tl.float32), one_inverse)
         elements = tl.full((), 4.0, tl.float64) * rows * words
-        _note_tensor(own, elements, factor, E5M2, False, False)
+        _note_tensor(program_fields, elements, factor, E5M2, False, False)
 
 
 def are_words(source: Tensor | None, data: Tensor) -> bool:
@@ -294,7 +294,7 @@ def count_words(
     words = columns // 4
     tiles = triton.cdiv(rows, ROWS) * triton.cdiv(words, WORDS)
     programs = min(tiles, max(PROGRAMS, triton.cdiv(tiles, MOST_TILES)))
-    shared: dict[str, Any] = dict(
+    arguments: dict[str, Any] = dict(
         data=data,
         inverse=inverse,
         scale=inverse if scale is None else scale,
@@ -312,6 +312,8 @@ def count_words(
     )
     with torch.cuda.device_of(data):
         if source is None:
-            count_codes_kernel[(programs,)](**shared)
+            count_codes_kernel[(programs,)](**arguments)
         else:
-            count_words_kernel[(programs,)](source=source, source_stride=source.stride(0), **shared)
+            count_words_kernel[(programs,)](
+                source=source, source_stride=source.stride(0), **arguments
+            )

@@ -129,9 +129,9 @@ def chunked(
     # One triangular solve gives what every token of a chunk writes, both the part from its own values and the part that
     # depends on the state before the chunk, which is not known yet.
     system = (beta[..., None] * k) @ k.mT * between  # [B, heads, chunks, C, C]
-    given = torch.cat((values, k * since[..., None]), dim=-1) * beta[..., None]
+    right_side = torch.cat((values, k * since[..., None]), dim=-1) * beta[..., None]
     written, read = torch.linalg.solve_triangular(
-        system, given, upper=False, unitriangular=True
+        system, right_side, upper=False, unitriangular=True
     ).split((values.shape[-1], k.shape[-1]), dim=-1)
     scores = q @ k.mT * between  # [B, heads, chunks, C, C]
     # Decays from the start of the chunk to the query, and from the key to the end of the chunk.
@@ -139,7 +139,7 @@ def chunked(
     k = k * until[..., None]
     outputs = []
     # unbind, since backward of an index would write all chunks once per chunk.
-    for query, key, own, seen_before, score, decay in zip(
+    for query, key, from_values, seen_before, score, decay in zip(
         q.unbind(2),
         k.unbind(2),
         written.unbind(2),
@@ -149,7 +149,7 @@ def chunked(
         strict=True,
     ):
         # What the tokens write, now that the state before them is known.
-        new = own - seen_before @ state  # [B, heads, C, d_v]
+        new = from_values - seen_before @ state  # [B, heads, C, d_v]
         outputs.append(query @ state + score @ new)
         state = state * decay + key.mT @ new  # [B, heads, d_k, d_v]
     out = torch.cat(outputs, dim=2)[:, :, :seq]  # [B, heads, S, d_v]
@@ -251,9 +251,9 @@ class _KernelsWithoutData(torch.autograd.Function):
         values = [torch.empty_like(v) for _ in "123"]
         keys = [v.new_empty(batch, seq, heads, k.shape[3]) for _ in "1234"]
         others = (torch.empty_like(k), torch.empty_like(g), torch.empty_like(beta))
-        found = tuple(torch.empty_like(x) for x in (q, k, v, g, beta))
+        gradients = tuple(torch.empty_like(x) for x in (q, k, v, g, beta))
         del states, values, keys, others
-        return found
+        return gradients
 
 
 def _by_kernels(
@@ -270,14 +270,14 @@ def _by_kernels(
     Documents end by a decay that leaves nothing, not by their cumulative lengths: those have to be read by the host,
     and differ in number from batch to batch, which no CUDA graph can follow.
     """
-    found = _kernels()
-    assert found is not None
+    library = _kernels()
+    assert library is not None
     if documents is not None:
         # True at the first token of each document but the first, whose state is zero anyway.
         begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=False)
         g = g.masked_fill(begins[..., None], FORGET)
     # The recurrent kernel has no backward; for one token it skips the work of a chunk.
-    function = found[1] if q.shape[1] == 1 and not torch.is_grad_enabled() else found[0]
+    function = library[1] if q.shape[1] == 1 and not torch.is_grad_enabled() else library[0]
     # By name: the two functions have other orders of arguments.
     return function(
         q,

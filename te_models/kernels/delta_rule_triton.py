@@ -99,7 +99,7 @@ def _gradients_kernel(
 
     token = tl.arange(0, size)
     # Rows of the gradients that this program writes; it reads all tokens of the chunk.
-    own = part * rows + tl.arange(0, rows)
+    own_row = part * rows + tl.arange(0, rows)
     channel = block * block_k + tl.arange(0, block_k)
     # Summed over the value heads that share these keys.
     of_queries = tl.zeros([rows, block_k], tl.float32)
@@ -117,8 +117,8 @@ def _gradients_kernel(
             value = start + tl.arange(0, block_v)
             at_v = v + of_values * d_v
             at_do = do + of_values * d_v
-            own_v = _tile(at_v, own, heads * d_v, value, count, d_v)
-            own_do = _tile(at_do, own, heads * d_v, value, count, d_v)
+            own_v = _tile(at_v, own_row, heads * d_v, value, count, d_v)
+            own_do = _tile(at_do, own_row, heads * d_v, value, count, d_v)
             scores += tl.dot(own_do, tl.trans(_tile(at_v, token, heads * d_v, value, count, d_v)))
             transposed += tl.dot(
                 own_v, tl.trans(_tile(at_do, token, heads * d_v, value, count, d_v))
@@ -127,42 +127,44 @@ def _gradients_kernel(
             slope = _tile(dh + of_state * d_k * d_v, channel, d_v, value, d_k, d_v)
             from_state += tl.dot(own_do, tl.trans(state))
             to_state += tl.dot(own_v, tl.trans(slope))
-            own_dv = _tile(dv + of_values * d_v, own, heads * d_v, value, count, d_v)
+            own_dv = _tile(dv + of_values * d_v, own_row, heads * d_v, value, count, d_v)
             written += tl.dot(own_dv, tl.trans(state))
             # Once per chunk: the sum over state and gradient is the same for every part.
             if part == 0:
                 at_end += tl.sum(state.to(tl.float32) * slope.to(tl.float32))
-        _store_tile(dw + of_values * d_k, own, heads * d_k, channel, count, d_k, -written)
+        _store_tile(dw + of_values * d_k, own_row, heads * d_k, channel, count, d_k, -written)
 
         gate = tl.load(g + of_values + token * heads, token < count, 0.0)
-        own_gate = tl.load(g + of_values + own * heads, own < count, 0.0)
+        own_gate = tl.load(g + of_values + own_row * heads, own_row < count, 0.0)
         last = tl.load(g + of_values + (count - 1) * heads)
         # Only differences of tokens that see each other: others may be beyond FP32's exponents, and infinity * 0 is
         # NaN.
-        inside = (token < count)[None, :] & (own < count)[:, None]
+        inside = (token < count)[None, :] & (own_row < count)[:, None]
         between = own_gate[:, None] - gate[None, :]
-        seen = inside & (token[None, :] <= own[:, None])
+        seen = inside & (token[None, :] <= own_row[:, None])
         scores *= tl.exp2(tl.where(seen, between, float("-inf"))) * scale
-        seen = inside & (token[None, :] >= own[:, None])
+        seen = inside & (token[None, :] >= own_row[:, None])
         transposed *= tl.exp2(tl.where(seen, -between, float("-inf"))) * scale
 
         keys = _tile(k, token, key_heads * d_k, channel, count, d_k)
-        made = from_state * (tl.exp2(own_gate) * scale)[:, None]
-        made += tl.dot(scores.to(keys.dtype), keys)
-        of_queries += made
-        of_gate = tl.sum(made * _tile(q, own, key_heads * d_k, channel, count, d_k), 1)
+        gradient = from_state * (tl.exp2(own_gate) * scale)[:, None]
+        gradient += tl.dot(scores.to(keys.dtype), keys)
+        of_queries += gradient
+        of_gate = tl.sum(gradient * _tile(q, own_row, key_heads * d_k, channel, count, d_k), 1)
 
-        own_keys = _tile(k, own, key_heads * d_k, channel, count, d_k)
+        own_keys = _tile(k, own_row, key_heads * d_k, channel, count, d_k)
         queries = _tile(q, token, key_heads * d_k, channel, count, d_k)
-        to_state *= tl.where(own < count, tl.exp2(last - own_gate), 0.0)[:, None]
-        made = to_state + tl.dot(transposed.to(queries.dtype), queries)
-        of_own_keys += made
-        of_gate -= tl.sum(made * own_keys, 1)
-        tl.store(dg + block * batch * seq * heads + of_values + own * heads, of_gate, own < count)
+        to_state *= tl.where(own_row < count, tl.exp2(last - own_gate), 0.0)[:, None]
+        gradient = to_state + tl.dot(transposed.to(queries.dtype), queries)
+        of_own_keys += gradient
+        of_gate -= tl.sum(gradient * own_keys, 1)
+        tl.store(
+            dg + block * batch * seq * heads + of_values + own_row * heads, of_gate, own_row < count
+        )
         at_end = at_end * tl.exp2(last) + tl.sum(to_state * own_keys)
         tl.store(ends + piece * batch * chunks * heads + of_state, at_end)
-    _store_tile(dq, own, key_heads * d_k, channel, count, d_k, of_queries)
-    _store_tile(dk, own, key_heads * d_k, channel, count, d_k, of_own_keys)
+    _store_tile(dq, own_row, key_heads * d_k, channel, count, d_k, of_queries)
+    _store_tile(dk, own_row, key_heads * d_k, channel, count, d_k, of_own_keys)
 
 
 def gradients(
@@ -251,10 +253,10 @@ def register() -> None:
         def is_available(cls) -> bool:
             return IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1
 
-        def chunk_bwd_dqkwg_verifier(self, **given: Any) -> tuple[bool, str | None]:
-            needed = all(given.get(name) is not None for name in ("g", "w", "dv", "scale"))
-            other = any(given.get(name) is not None for name in ("g_gamma", "cu_seqlens"))
-            return needed and not other and not given.get(
+        def chunk_bwd_dqkwg_verifier(self, **arguments: Any) -> tuple[bool, str | None]:
+            needed = all(arguments.get(name) is not None for name in ("g", "w", "dv", "scale"))
+            other = any(arguments.get(name) is not None for name in ("g_gamma", "cu_seqlens"))
+            return needed and not other and not arguments.get(
                 "state_v_first"
             ), "it computes the gated delta rule only"
 
@@ -264,9 +266,9 @@ def register() -> None:
             cu_seqlens: None = None,
             chunk_indices: None = None,
             state_v_first: bool = False,
-            **given: Any,
+            **arguments: Any,
         ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            return gradients(**given)
+            return gradients(**arguments)
 
     register_backend("common")(Backend)
     if IS_NVIDIA_HOPPER:
@@ -320,8 +322,8 @@ def fix_configurations() -> None:
 
 
 def _fixed(
-    fastest: triton.Config, configs: list[triton.Config], named: dict[str, Any], **given: Any
+    fastest: triton.Config, configs: list[triton.Config], named: dict[str, Any], **arguments: Any
 ) -> list[Any]:
     """Return the configurations to time for a call with these arguments."""
-    widths = [size for name, size in (named | given).items() if name in ("D", "K", "V")]
+    widths = [size for name, size in (named | arguments).items() if name in ("D", "K", "V")]
     return [fastest] if max(widths, default=0) <= WIDEST else configs

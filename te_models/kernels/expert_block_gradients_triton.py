@@ -187,7 +187,7 @@ def gradient_blocks(
     device = dy.device
     apart = columns % SIZE != 0
     plain = torch.empty_like(gate_up) if apart else None
-    made = (
+    blocks = (
         Blocks(None, None, None, None)
         if apart
         else room_for_blocks(groups, 2 * columns, device, True, turn)
@@ -196,7 +196,7 @@ def gradient_blocks(
     nothing = Blocks(None, None, None, None)
 
     def launch(
-        plain: Tensor | None, made: Blocks, again: Blocks, tile: CastTile, summed: bool
+        plain: Tensor | None, blocks: Blocks, again: Blocks, tile: CastTile, summed: bool
     ) -> Tensor | None:
         tiles = groups.tiles(tile.rows)
         grid = grid_of_tiles(groups, columns, tile)
@@ -210,7 +210,7 @@ def gradient_blocks(
             tiles,
             groups.apart.first,
             plain,
-            *made,
+            *blocks,
             again.transposed,
             again.turned_inv,
             groups.apart.most,
@@ -224,13 +224,13 @@ def gradient_blocks(
         )
         return None if sums is None else total_sums(sums, tiles, dy.dtype)
 
-    turned = made._replace(data=None)
+    turned = blocks._replace(data=None)
     again_needed = hidden or turned.transposed is not None
     with torch.cuda.device_of(dy):
-        straight = made._replace(transposed=None)
+        straight = blocks._replace(transposed=None)
         total = launch(plain, straight, nothing, STRAIGHT, summed and not again_needed)
         if again_needed:
             total = launch(None, turned, again, TURNED, summed)
     if plain is not None:
-        made, _ = cast_blocks(Matrices(plain, groups), turn=turn)
-    return BlockGradients(made, again, total)
+        blocks, _ = cast_blocks(Matrices(plain, groups), turn=turn)
+    return BlockGradients(blocks, again, total)

@@ -157,11 +157,11 @@ def store_blocks(
 
 @triton.jit
 def _cast_kernel(
-    # rows of all experts: `x` or tokens of it by `source` and `factor` (see Matrices); `given` tokens there are
+    # rows of all experts: `x` or tokens of it by `source` and `factor` (see Matrices); there are `tokens` tokens
     x,
     source,
     factor,
-    given,
+    tokens,
     # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
@@ -193,10 +193,10 @@ def _cast_kernel(
     group += tl.arange(0, ROWS // 4)
     i = 4 * group
     j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    a = load_rows(address, source, factor, given, i, j, rows, columns)
-    b = load_rows(address, source, factor, given, i + 1, j, rows, columns)
-    c = load_rows(address, source, factor, given, i + 2, j, rows, columns)
-    d = load_rows(address, source, factor, given, i + 3, j, rows, columns)
+    a = load_rows(address, source, factor, tokens, i, j, rows, columns)
+    b = load_rows(address, source, factor, tokens, i + 1, j, rows, columns)
+    c = load_rows(address, source, factor, tokens, i + 2, j, rows, columns)
+    d = load_rows(address, source, factor, tokens, i + 3, j, rows, columns)
     if sums is not None:
         at = sums + tl.program_id(0).to(tl.int64) * columns + j
         tl.store(at, tl.sum((a + b) + (c + d), 0), j < columns)
@@ -335,38 +335,38 @@ def room_for_blocks(
 
 
 def cast_blocks(
-    given: Matrices, *, straight: bool = True, turn: bool = True, summed: bool = False
+    matrices: Matrices, *, straight: bool = True, turn: bool = True, summed: bool = False
 ) -> tuple[Blocks, Tensor | None]:
     """Cast rows, with `turn` transposed too, and with `summed` sum each expert's: [E, K]."""
-    groups = given.groups
-    columns = given.data.shape[1]
-    device = given.data.device
-    made = room_for_blocks(groups, columns, device, straight, turn)
+    groups = matrices.groups
+    columns = matrices.data.shape[1]
+    device = matrices.data.device
+    blocks = room_for_blocks(groups, columns, device, straight, turn)
     if straight:
         # With both copies the other one's launch sums.
-        sums = _cast(given, made._replace(transposed=None), STRAIGHT, summed and not turn)
+        sums = _cast(matrices, blocks._replace(transposed=None), STRAIGHT, summed and not turn)
     if turn:
-        sums = _cast(given, made._replace(data=None), TURNED, summed)
-    return made, sums
+        sums = _cast(matrices, blocks._replace(data=None), TURNED, summed)
+    return blocks, sums
 
 
-def _cast(given: Matrices, made: Blocks, tile: CastTile, summed: bool) -> Tensor | None:
+def _cast(matrices: Matrices, blocks: Blocks, tile: CastTile, summed: bool) -> Tensor | None:
     """Write one copy; with `summed` return the sums of each expert's rows, [E, K]."""
-    groups = given.groups
-    columns = given.data.shape[1]
+    groups = matrices.groups
+    columns = matrices.data.shape[1]
     tiles = groups.tiles(tile.rows)
     grid = grid_of_tiles(groups, columns, tile)
-    sums = torch.empty(grid[0], columns, device=given.data.device) if summed else None
-    with torch.cuda.device_of(given.data):
+    sums = torch.empty(grid[0], columns, device=matrices.data.device) if summed else None
+    with torch.cuda.device_of(matrices.data):
         _cast_kernel[grid](
-            given.data,
-            given.source,
-            given.factor,
-            len(given.data),
+            matrices.data,
+            matrices.source,
+            matrices.factor,
+            len(matrices.data),
             groups.first,
             tiles,
             groups.apart.first,
-            *made,
+            *blocks,
             groups.apart.most,
             sums,
             columns,
@@ -374,13 +374,13 @@ def _cast(given: Matrices, made: Blocks, tile: CastTile, summed: bool) -> Tensor
             groups.most,
             **sizes_of_tile(groups, tile),
         )
-    return None if sums is None else total_sums(sums, tiles, given.data.dtype)
+    return None if sums is None else total_sums(sums, tiles, matrices.data.dtype)
 
 
 def hidden_blocks(gate_up: Tensor, groups: Groups, activation: Activation) -> Blocks:
     """Cast the activation of gate_up [R, 2F], without a transposed copy."""
     columns = gate_up.shape[1] // 2
-    made = room_for_blocks(groups, columns, gate_up.device, True, False)
+    blocks = room_for_blocks(groups, columns, gate_up.device, True, False)
     with torch.cuda.device_of(gate_up):
         _hidden_kernel[grid_of_tiles(groups, columns, STRAIGHT)](
             gate_up=gate_up,
@@ -388,8 +388,8 @@ def hidden_blocks(gate_up: Tensor, groups: Groups, activation: Activation) -> Bl
             tokens=activation.tokens,
             first=groups.first,
             tiles=groups.tiles(STRAIGHT.rows),
-            data=made.data,
-            scale_inv=made.scale_inv,
+            data=blocks.data,
+            scale_inv=blocks.scale_inv,
             columns=columns,
             count=groups.experts,
             most=groups.most,
@@ -397,7 +397,7 @@ def hidden_blocks(gate_up: Tensor, groups: Groups, activation: Activation) -> Bl
             LIMIT=activation.limit,
             **sizes_of_tile(groups, STRAIGHT),
         )
-    return made
+    return blocks
 
 
 def cast_weight_blocks(

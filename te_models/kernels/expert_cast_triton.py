@@ -44,7 +44,7 @@ class Matrices(NamedTuple):
 
 @triton.jit
 def find_matrix(
-    own,
+    tile,
     data,
     source,
     first,
@@ -55,32 +55,32 @@ def find_matrix(
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Return the matrix of tile `own`: its number, address, first row among all, rows, and the first group of the tile.
+    """Return the matrix of a tile: its number, address, first row among all, rows, and the first group of the tile.
 
     A tile behind the last gets no rows of the last matrix.
     """
     number = tl.arange(0, EXPERTS)
     ends = tl.load(tiles + number, number < count, 2**40)
-    found = tl.sum((ends <= own).to(tl.int32), 0)
-    e = tl.minimum(found, count - 1)
+    passed = tl.sum((ends <= tile).to(tl.int32), 0)
+    e = tl.minimum(passed, count - 1)
     begin = tl.load(first + e)
-    rows = tl.where(found < count, tl.load(first + e + 1) - begin, 0)
+    rows = tl.where(passed < count, tl.load(first + e + 1) - begin, 0)
     before = tl.load(tiles + tl.maximum(e - 1, 0), e > 0, 0)
     if places is not None:
         data += tl.multiple_of(tl.load(places + e), 8)
     elif source is None:
         data += begin * columns
-    return e, data, begin, rows, (own - before) * (ROWS // 4)
+    return e, data, begin, rows, (tile - before) * (ROWS // 4)
 
 
 @triton.jit
-def load_rows(address, source, factor, given, i, j, rows, columns):
+def load_rows(address, source, factor, tokens, i, j, rows, columns):
     """Return rows i of a matrix, as `Matrices` describes them, at columns j, in FP32."""
     inside = (i < rows)[:, None] & (j < columns)[None, :]
     row = i
     if source is not None:
         row = tl.load(source + i, i < rows, 0)
-        inside = inside & (row < given)[:, None]
+        inside = inside & (row < tokens)[:, None]
     values = tl.load(address + row[:, None] * columns + j[None, :], inside, 0.0).to(tl.float32)
     if factor is not None:
         by = tl.load(factor + i, i < rows, 0.0)
@@ -100,7 +100,7 @@ def _row_amax_kernel(x, out, columns, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _group_amax_kernel(of_rows, data, source, factor, given, first, amax, ROWS: tl.constexpr):
+def _group_amax_kernel(of_rows, data, source, factor, tokens, first, amax, ROWS: tl.constexpr):
     """Raise an expert's amax to the amax of its rows of `data`, from the amaxes of the rows that these copy.
 
     The largest of rounded products is the product of the largest, rounded.
@@ -111,8 +111,8 @@ def _group_amax_kernel(of_rows, data, source, factor, given, first, amax, ROWS: 
     largest = tl.zeros([ROWS], tl.float32)
     for start in range(begin + tl.program_id(1) * ROWS, end, ROWS * tl.num_programs(1)):
         i = start + tl.arange(0, ROWS)
-        row = tl.load(source + i, i < end, given)
-        value = tl.load(of_rows + row, row < given, 0.0)
+        row = tl.load(source + i, i < end, tokens)
+        value = tl.load(of_rows + row, row < tokens, 0.0)
         if factor is not None:
             by = tl.load(factor + i, i < end, 0.0)
             value = tl.abs((value * by).to(data.dtype.element_ty).to(tl.float32))
@@ -123,11 +123,11 @@ def _group_amax_kernel(of_rows, data, source, factor, given, first, amax, ROWS: 
 
 @triton.jit
 def _cast_kernel(
-    # rows of all experts: `data` or tokens of it by `source` and `factor` (see Matrices); `given` tokens there are
+    # rows of all experts: `data` or tokens of it by `source` and `factor` (see Matrices); there are `tokens` tokens
     data,
     source,
     factor,
-    given,
+    tokens,
     # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
@@ -155,10 +155,10 @@ def _cast_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    own = tl.program_id(0)
+    tile = tl.program_id(0)
     place = tl.program_id(1)
     e, address, begin, rows, group = find_matrix(
-        own, data, source, first, tiles, places, columns, count, EXPERTS, ROWS
+        tile, data, source, first, tiles, places, columns, count, EXPERTS, ROWS
     )
     j = place.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     if source is not None:
@@ -167,19 +167,19 @@ def _cast_kernel(
         factor += begin
     if MEASURES:
         i = group * 4 + tl.arange(0, ROWS)
-        values = load_rows(address, source, factor, given, i, j, rows, columns)
+        values = load_rows(address, source, factor, tokens, i, j, rows, columns)
         raise_amax(amax + e, tl.abs(values))
         return
     scale = scale_of(e, scales, amax, stride, E5M2)
     note_scale(factors, e, count, scale, group, rows, place)
     group += tl.arange(0, ROWS // 4)
     i = 4 * group
-    a = load_rows(address, source, factor, given, i, j, rows, columns)
-    b = load_rows(address, source, factor, given, i + 1, j, rows, columns)
-    c = load_rows(address, source, factor, given, i + 2, j, rows, columns)
-    d = load_rows(address, source, factor, given, i + 3, j, rows, columns)
+    a = load_rows(address, source, factor, tokens, i, j, rows, columns)
+    b = load_rows(address, source, factor, tokens, i + 1, j, rows, columns)
+    c = load_rows(address, source, factor, tokens, i + 2, j, rows, columns)
+    d = load_rows(address, source, factor, tokens, i + 3, j, rows, columns)
     if sums is not None:
-        at = sums + own.to(tl.int64) * columns + j
+        at = sums + tile.to(tl.int64) * columns + j
         tl.store(at, tl.sum((a + b) + (c + d), 0), (j < columns) & (rows > 0))
     here = tl.multiple_of(tl.load(turned + e), 4)
     lines = tl.multiple_of(
@@ -249,7 +249,7 @@ class FP8Matrices(NamedTuple):
 
 
 def cast(
-    given: Matrices,
+    matrices: Matrices,
     form: torch.dtype,
     delayed: Delayed | None = None,
     turn: bool = True,
@@ -264,43 +264,43 @@ def cast(
         sums: gets the sums of the values of each tile's rows (`room_for_sums`).
     """
     data = torch.empty(
-        given.groups.most, given.data.shape[1], dtype=torch.uint8, device=given.data.device
+        matrices.groups.most, matrices.data.shape[1], dtype=torch.uint8, device=matrices.data.device
     )
-    transposed = _room_for_transposed(given) if turn else None
+    transposed = _room_for_transposed(matrices) if turn else None
     return FP8Matrices(
-        data, transposed, *_launch(given, form, delayed, data, transposed, amax, sums)
+        data, transposed, *_launch(matrices, form, delayed, data, transposed, amax, sums)
     )
 
 
-def cast_transposed(given: Matrices, form: torch.dtype, scale: Tensor) -> Tensor:
+def cast_transposed(matrices: Matrices, form: torch.dtype, scale: Tensor) -> Tensor:
     """Return FP8Matrices.transposed of an earlier cast by these scales FP32 [E], alone and anew."""
-    transposed = _room_for_transposed(given)
-    _launch(given, form, Delayed(scale, torch.empty_like(scale)), None, transposed)
+    transposed = _room_for_transposed(matrices)
+    _launch(matrices, form, Delayed(scale, torch.empty_like(scale)), None, transposed)
     return transposed
 
 
 def row_amax(x: Tensor) -> Tensor:
     """Return the largest magnitude of each row of x [T, K], contiguous: FP32 [T]."""
-    found = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    amaxes = torch.empty(len(x), dtype=torch.float32, device=x.device)
     if len(x):
         columns = x.shape[1]
         width = min(ROW_COLUMNS, triton.next_power_of_2(columns))
         with torch.cuda.device_of(x):
-            _row_amax_kernel[(len(x),)](x, found, columns, COLUMNS=width, num_warps=4)
-    return found
+            _row_amax_kernel[(len(x),)](x, amaxes, columns, COLUMNS=width, num_warps=4)
+    return amaxes
 
 
-def amax_of_copies(given: Matrices, of_rows: Tensor) -> Tensor:
+def amax_of_copies(matrices: Matrices, of_rows: Tensor) -> Tensor:
     """Return the amax of each matrix, FP32 [E], whose rows are `source` of `data`, from the amaxes of these [T]."""
-    amax = torch.zeros(given.groups.experts, device=of_rows.device)
+    amax = torch.zeros(matrices.groups.experts, device=of_rows.device)
     with torch.cuda.device_of(of_rows):
-        _group_amax_kernel[(given.groups.experts, SPLIT)](
+        _group_amax_kernel[(matrices.groups.experts, SPLIT)](
             of_rows,
-            given.data,
-            given.source,
-            given.factor,
-            len(given.data),
-            given.groups.first,
+            matrices.data,
+            matrices.source,
+            matrices.factor,
+            len(matrices.data),
+            matrices.groups.first,
             amax,
             ROWS=GROUP_ROWS,
             num_warps=4,
@@ -336,11 +336,13 @@ def total_sums(sums: Tensor, tiles: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _room_for_transposed(given: Matrices) -> Tensor:
-    columns = given.data.shape[1]
-    if given.places is None:
-        return room_for_rows_turned(given.groups, columns, given.data.device)
-    return torch.empty(given.groups.most, columns, dtype=torch.uint8, device=given.data.device)
+def _room_for_transposed(matrices: Matrices) -> Tensor:
+    columns = matrices.data.shape[1]
+    if matrices.places is None:
+        return room_for_rows_turned(matrices.groups, columns, matrices.data.device)
+    return torch.empty(
+        matrices.groups.most, columns, dtype=torch.uint8, device=matrices.data.device
+    )
 
 
 def room_for_rows_turned(groups: Groups, columns: int, device: torch.device) -> Tensor:
@@ -349,7 +351,7 @@ def room_for_rows_turned(groups: Groups, columns: int, device: torch.device) -> 
 
 
 def _launch(
-    given: Matrices,
+    matrices: Matrices,
     form: torch.dtype,
     delayed: Delayed | None,
     data: Tensor | None,
@@ -358,34 +360,34 @@ def _launch(
     sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Write `data` and `transposed`, those that there are. Return FP8Matrices.scale_inv and FP8Matrices.scale."""
-    groups = given.groups
-    columns = given.data.shape[1]
+    groups = matrices.groups
+    columns = matrices.data.shape[1]
     count = groups.experts
-    device = given.data.device
+    device = matrices.data.device
     scales, amax, measured = amaxes(delayed, known, count, device)
     factors = torch.ones(2, count, device=device)
     sizes: dict[str, Any] = dict(
         EXPERTS=triton.next_power_of_2(count), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4
     )
-    tiles, high = tiles_of(groups, turn=transposed is not None and given.places is None)
+    tiles, high = tiles_of(groups, turn=transposed is not None and matrices.places is None)
     # Transposed matrices at `places` follow each other; transposed rows lie side by side, each expert's from a
     # multiple of 128 bytes on.
     turned = groups
     pitch = None
-    if given.places is None:
+    if matrices.places is None:
         turned = groups.apart
         pitch = groups.apart.most
     across = triton.cdiv(columns, COLUMNS)
-    with torch.cuda.device_of(given.data):
+    with torch.cuda.device_of(matrices.data):
         for measures in (True, False) if measured else (False,):
             _cast_kernel[high, across](
-                data=given.data,
-                source=given.source,
-                factor=given.factor,
-                given=len(given.data),
+                data=matrices.data,
+                source=matrices.source,
+                factor=matrices.factor,
+                tokens=len(matrices.data),
                 first=groups.first,
                 tiles=tiles,
-                places=given.places,
+                places=matrices.places,
                 amax=amax,
                 scales=scales,
                 factors=factors,

@@ -129,10 +129,10 @@ def _hidden_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    own = tl.program_id(0)
+    tile = tl.program_id(0)
     place = tl.program_id(1)
     e, address, begin, rows, group = find_matrix(
-        own, gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
+        tile, gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
     )
     if token is not None:
         token += begin
@@ -195,10 +195,10 @@ def _gradient_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    own = tl.program_id(0)
+    tile = tl.program_id(0)
     place = tl.program_id(1)
     e, address, begin, rows, group = find_matrix(
-        own, gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
+        tile, gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
     )
     if token is not None:
         token += begin
@@ -220,7 +220,7 @@ def _gradient_kernel(
     c, r, u = gradient_values(slope, address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
     d, o, v = gradient_values(slope, address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT)
     if sums is not None:
-        at = sums + own.to(tl.int64) * 2 * columns + j
+        at = sums + tile.to(tl.int64) * 2 * columns + j
         there = (j < columns) & (rows > 0)
         tl.store(at, tl.sum((a + b) + (c + d), 0), there)
         tl.store(at + columns, tl.sum((p + q) + (r + o), 0), there)
@@ -241,10 +241,10 @@ def _gradient_kernel(
         p, q, r, o, scale, group, j, rows, columns, out, half, 2 * columns, E5M2, pitch, lines
     )
     if hidden is not None:
-        own = tl.load(hidden_scale + e)
+        h_scale = tl.load(hidden_scale + e)
         matrix = hidden + here
         store_fp8(
-            s, t, u, v, own, group, j, rows, columns, None, matrix, columns, False, pitch, lines
+            s, t, u, v, h_scale, group, j, rows, columns, None, matrix, columns, False, pitch, lines
         )
     if scales is not None:
         raise_amax(amax + e * stride, tl.maximum(of_gate, of_up))

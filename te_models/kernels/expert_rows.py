@@ -46,12 +46,12 @@ def total(rows: Tensor, row: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the sum of each token's rows of `rows` [R, D], by FP32 `weights` [T, k] if there are any: [T, D]."""
     padded = _with_zeros(rows)
     # Summed in FP32 and rounded once, as the kernel does.
-    found = torch.zeros(len(row), rows.shape[1], device=rows.device)
+    sums = torch.zeros(len(row), rows.shape[1], device=rows.device)
     # One of the k rows of each token at a time: [T, k, D] in FP32 would be k times the tokens.
     for j in range(row.shape[1]):
         part = padded.index_select(0, row[:, j]).float()  # [T, D]
-        found += part if weights is None else part * weights[:, j, None]
-    return found.to(rows.dtype)
+        sums += part if weights is None else part * weights[:, j, None]
+    return sums.to(rows.dtype)
 
 
 def _with_zeros(x: Tensor) -> Tensor:

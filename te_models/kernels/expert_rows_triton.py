@@ -54,14 +54,14 @@ def _total_kernel(
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     inside = column < width
-    found = tl.zeros([columns], tl.float32)
+    sums = tl.zeros([columns], tl.float32)
     # In the order of the token's experts, as the plain version adds them: no atomics, so the sum is reproducible.
     for j in range(k):
         source = tl.load(row + t * k + j)
         present = tl.where(source < count, width, 0)
         part = tl.load(rows + source * width + column, column < present, 0.0).to(tl.float32)
-        found += part * tl.load(weights + t * k + j) if weighted else part
-    tl.store(out + t * width + column, found.to(out.dtype.element_ty), inside)
+        sums += part * tl.load(weights + t * k + j) if weighted else part
+    tl.store(out + t * width + column, sums.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def dots(x: Tensor, rows: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
 
     All contiguous; FP32 [T, k], where `row` [T, k] names no row 0, and [T].
     """
-    found = torch.empty(row.shape, dtype=torch.float32, device=x.device)
+    products = torch.empty(row.shape, dtype=torch.float32, device=x.device)
     amax = torch.empty(len(x), dtype=torch.float32, device=x.device)
     if len(x):
         abreast = triton.next_power_of_2(row.shape[1])
@@ -101,7 +101,7 @@ def dots(x: Tensor, rows: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
                 x=x,
                 rows=rows,
                 row=row,
-                dots=found,
+                dots=products,
                 amax=amax,
                 count=rows.shape[0],
                 width=rows.shape[1],
@@ -110,7 +110,7 @@ def dots(x: Tensor, rows: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
                 ABREAST=abreast,
                 num_warps=4,
             )
-    return found, amax
+    return products, amax
 
 
 def gather(

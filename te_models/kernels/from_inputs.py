@@ -47,10 +47,10 @@ def gradients(
     """Return the gradients of the `inputs` of the function that are `needed`, from the gradients of its outputs."""
 
     def of_needed(*leaves: Tensor) -> Result:
-        given = iter(leaves)
+        needed_leaves = iter(leaves)
         arguments: list[Tensor | None] = []
         for x, need in zip(inputs, needed, strict=True):
-            arguments.append(next(given) if need else x)
+            arguments.append(next(needed_leaves) if need else x)
         return function(*arguments, **options)
 
     # vjp differentiates by all of its arguments, so the others are bound outside of it.

@@ -326,7 +326,7 @@ def _attention_backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    kept: list[Any],
+    saved: list[Any],
     sinks: Tensor | None,
     setting: AttentionSetting,
 ) -> tuple[Any, ...]:
@@ -334,10 +334,10 @@ def _attention_backward(
     scale = setting.scale
     if setting.spans is not None:
         return setting.spans.backward(
-            dy, q, k, v, out, *kept, scale=scale, sinks=sinks, cap=setting.cap
+            dy, q, k, v, out, *saved, scale=scale, sinks=sinks, cap=setting.cap
         )
     if on_gpu(q):
-        log_sum, cum_q, cum_k, max_q, max_k, seed, offset, _ = kept
+        log_sum, cum_q, cum_k, max_q, max_k, seed, offset, _ = saved
         lengths = (cum_q, cum_k, max_q, max_k)
         workspace = backward_workspace(q)
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -348,7 +348,7 @@ def _attention_backward(
     group = q.shape[1] // k.shape[1]
     wide = [t.float().repeat_interleave(group, 1) for t in (k, v)]
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dy.float(), q.float(), *wide, out.float(), kept[0], 0.0, True, scale=scale
+        dy.float(), q.float(), *wide, out.float(), saved[0], 0.0, True, scale=scale
     )
     return dq, *(t.unflatten(1, (-1, group)).sum(2) for t in (dk, dv)), None
 

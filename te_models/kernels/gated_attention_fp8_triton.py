@@ -72,7 +72,7 @@ def _store_pairs(
     # groups of four rows; the columns of the output where the head begins and where its first members end; its rows
     # and columns
     group,
-    own,
+    begin,
     end,
     rows,
     columns,
@@ -85,7 +85,7 @@ def _store_pairs(
     a, b, c, d = firsts
     e, f, g, h = seconds
     one = store_fp8(
-        a, b, c, d, scale, group, own + first, rows, end, data, transposed, columns, E5M2
+        a, b, c, d, scale, group, begin + first, rows, end, data, transposed, columns, E5M2
     )
     two = store_fp8(
         a=e,
@@ -94,9 +94,9 @@ def _store_pairs(
         d=h,
         scale=scale,
         group=group,
-        j=own + second,
+        j=begin + second,
         rows=rows,
-        columns=own + 2 * half,
+        columns=begin + 2 * half,
         data=data,
         transposed=transposed,
         stride=columns,
@@ -164,9 +164,9 @@ def _rotate_fp8_kernel(
         b, f = _rotated(x_at, i + 1, head, seq, cb, sb, first, second, inside)
         c, g = _rotated(x_at, i + 2, head, seq, cc, sc, first, second, inside)
         d, h = _rotated(x_at, i + 3, head, seq, cd, sd, first, second, inside)
-        own = start + head * dim
+        begin = start + head * dim
         # Beyond the last pair there are no columns: the bound of a half is where the other begins.
-        end = own + 2 * half if interleaved else own + half
+        end = begin + 2 * half if interleaved else begin + half
         stored = _store_pairs(
             (a, b, c, d),
             (e, f, g, h),
@@ -174,7 +174,7 @@ def _rotate_fp8_kernel(
             second,
             s,
             group,
-            own,
+            begin,
             end,
             rows,
             columns,
@@ -190,7 +190,19 @@ def _rotate_fp8_kernel(
             c = read_head(token_rows(x_at, i + 2, head, seq), other, beside)
             d = read_head(token_rows(x_at, i + 3, head, seq), other, beside)
             three = store_fp8(
-                a, b, c, d, s, group, own + other, rows, own + dim, data, transposed, columns, E5M2
+                a,
+                b,
+                c,
+                d,
+                s,
+                group,
+                begin + other,
+                rows,
+                begin + dim,
+                data,
+                transposed,
+                columns,
+                E5M2,
             )
             raise_amax(amax, three)
     raise_amax(amax, largest)
@@ -321,8 +333,8 @@ def _norm_backward_fp8_kernel(
     sum_c = tl.zeros((rest,), tl.float32)
     for step in range(tl.minimum(turned, heads - part * turned)):
         head = part * turned + step
-        own = start + head * dim
-        end = own + 2 * half if interleaved else own + half
+        begin = start + head * dim
+        end = begin + 2 * half if interleaved else begin + half
         a, e, k, wa, wb, wc = _norm_slopes(
             dy_at, x_at, i, head, seq, ca, sa, channels, exist, factors, eps, dim
         )
@@ -354,7 +366,7 @@ def _norm_backward_fp8_kernel(
             second,
             s,
             group,
-            own,
+            begin,
             end,
             rows,
             columns,
@@ -366,7 +378,19 @@ def _norm_backward_fp8_kernel(
         largest = tl.maximum(largest, stored)
         if 2 * half < dim:
             three = store_fp8(
-                k, m, n, o, s, group, own + other, rows, own + dim, data, transposed, columns, E5M2
+                k,
+                m,
+                n,
+                o,
+                s,
+                group,
+                begin + other,
+                rows,
+                begin + dim,
+                data,
+                transposed,
+                columns,
+                E5M2,
             )
             raise_amax(amax, three)
     raise_amax(amax, largest)

@@ -148,7 +148,7 @@ def _norm_backward_kernel(
     width: tl.constexpr,
     rest: tl.constexpr,
     block: tl.constexpr,
-    own: tl.constexpr,
+    program_tokens: tl.constexpr,
 ):
     """Undo RoPE, then differentiate the norm: dx, and this program's part of the gradient of the weight."""
     head = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)[:, None]
@@ -165,8 +165,8 @@ def _norm_backward_kernel(
     if 2 * half < dim:
         factor_c = factor(weight, offset, other[None, :], beside, zero_centered)
         sum_c = tl.zeros((block, rest), tl.float32)
-    begin = tl.program_id(0).to(tl.int64) * own
-    for token in range(begin, tl.minimum(begin + own, tokens)):
+    begin = tl.program_id(0).to(tl.int64) * program_tokens
+    for token in range(begin, tl.minimum(begin + program_tokens, tokens)):
         batch = token // seq
         place = token % seq
         source = x + batch * x_batch + place * x_seq + head * x_head
@@ -392,7 +392,7 @@ def norm_backward(
         together=together,
         zero_centered=norm.zero_centered,
         block=block,
-        own=NORMED,
+        program_tokens=NORMED,
     )
     return parts.sum(0)
 

@@ -22,7 +22,7 @@ class GradientRoom:
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)
         self.whole: Tensor | None = None
-        self.given: set[int] = set()
+        self.handed_out: set[int] = set()
 
     def part(self, number: int, like: Tensor) -> Tensor:
         """Return part `number` without values, in the shape [..., columns], dtype and device of `like`.
@@ -34,10 +34,10 @@ class GradientRoom:
             return torch.empty(like.shape, dtype=like.dtype, device=like.device)
         shape = (rows.numel(), sum(self.sizes))
         # An operation whose backward runs again must not write over a gradient that somebody may still hold.
-        if self.whole is None or number in self.given or self.whole.shape != shape:
+        if self.whole is None or number in self.handed_out or self.whole.shape != shape:
             self.whole = torch.empty(shape, dtype=like.dtype, device=like.device)
-            self.given = set()
-        self.given.add(number)
+            self.handed_out = set()
+        self.handed_out.add(number)
         return self.whole.view(*rows, -1).split(self.sizes, dim=-1)[number]
 
     def take(self, parts: Sequence[Tensor]) -> Tensor | None:
@@ -47,17 +47,17 @@ class GradientRoom:
         """
         whole = self.whole
         self.whole = None
-        self.given = set()
+        self.handed_out = set()
         if whole is None:
             return None
-        own = whole.split(self.sizes, dim=-1)
-        there = [_is_same(given, place) for given, place in zip(parts, own, strict=True)]
-        alike = all(part.shape == place.shape for part, place in zip(parts, own, strict=True))
+        places = whole.split(self.sizes, dim=-1)
+        there = [_is_same(part, place) for part, place in zip(parts, places, strict=True)]
+        alike = all(part.shape == place.shape for part, place in zip(parts, places, strict=True))
         if not any(there) or not alike:
             return None
-        for given, place, is_there in zip(parts, own, there, strict=True):
+        for part, place, is_there in zip(parts, places, there, strict=True):
             if not is_there:
-                place.copy_(given)
+                place.copy_(part)
         return whole
 
 

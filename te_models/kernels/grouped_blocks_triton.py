@@ -38,7 +38,7 @@ class BlockProjection(NamedTuple):
     The last two count the casts of a recorded run, as in grouped_linear_triton.Casts.
     """
 
-    own: WeightBlocks
+    fp8_weights: WeightBlocks
     at: Locations
     tensors: Sequence[Tensor]
     bias: Tensor | None = None  # [E, O]
@@ -60,28 +60,28 @@ def cast_weights(
     weights: Sequence[Tensor], at: Locations, turn: bool, seen: Seen | None
 ) -> WeightBlocks:
     """Return the experts' weights in FP8, with `turn` transposed too; `seen` counts the cast."""
-    made = cast_weight_blocks(weights[0], at.places, turn=turn)
+    quantized = cast_weight_blocks(weights[0], at.places, turn=turn)
     if seen is not None:
-        given = matrices_of(weights, at.places)
-        count_blocks_if_seen(seen, given, given.groups, made)
-    return made
+        matrices = matrices_of(weights, at.places)
+        count_blocks_if_seen(seen, matrices, matrices.groups, quantized)
+    return quantized
 
 
 def count_blocks_if_seen(
-    seen: Seen | None, given: Matrices | None, groups: Groups, made: Blocks | WeightBlocks
+    seen: Seen | None, matrices: Matrices | None, groups: Groups, quantized: Blocks | WeightBlocks
 ) -> None:
     """Count a cast of all experts if an observer wants it; arguments are as in `count_expert_blocks`."""
     counts = None if seen is None else seen.counts
     if counts is not None:
-        count_expert_blocks(given, groups, made, counts)
+        count_expert_blocks(matrices, groups, quantized, counts)
 
 
 def _turned(
-    own: Tensor | None, scale_inv: Tensor, at: Locations, weights: Sequence[Tensor]
+    transposed: Tensor | None, scale_inv: Tensor, at: Locations, weights: Sequence[Tensor]
 ) -> WeightBlocks:
     """Return transposed weights in backward, cast again where the forward made none."""
-    if own is not None:
-        return WeightBlocks(None, own, scale_inv)
+    if transposed is not None:
+        return WeightBlocks(None, transposed, scale_inv)
     return cast_weight_blocks(weights[0], at.again(weights), straight=False)
 
 
@@ -105,7 +105,7 @@ class _Blocks(torch.autograd.Function):
     ) -> Tensor:
         x = x.contiguous()
         token, row, ctx.kernels = (None, None, None) if route is None else route
-        own = projection.own
+        fp8_weights = projection.fp8_weights
         ctx.groups = groups
         ctx.at = projection.at
         ctx.seen_dy = projection.seen_dy
@@ -113,15 +113,21 @@ class _Blocks(torch.autograd.Function):
         # With a route x are tokens [T, I], fewer than their rows [R, I]: they are kept, and backward casts them again.
         turn = trained and route is None
         rows = Matrices(x, groups, source=token)
-        given, _ = cast_blocks(rows, turn=turn)
-        count_blocks_if_seen(projection.seen_x, rows, groups, given)
-        kept = (x if route is not None else given.transposed) if trained else None
-        again = weights if own.transposed is None else ()
+        fp8_x, _ = cast_blocks(rows, turn=turn)
+        count_blocks_if_seen(projection.seen_x, rows, groups, fp8_x)
+        saved_x = (x if route is not None else fp8_x.transposed) if trained else None
+        again = weights if fp8_weights.transposed is None else ()
         ctx.save_for_backward(
-            kept, given.turned_inv, token, row, own.transposed, own.scale_inv, *again
+            saved_x,
+            fp8_x.turned_inv,
+            token,
+            row,
+            fp8_weights.transposed,
+            fp8_weights.scale_inv,
+            *again,
         )
         ctx.count = len(weights)
-        return block_rows_times(given, own, groups, bias, backward=False, dtype=x.dtype)
+        return block_rows_times(fp8_x, fp8_weights, groups, bias, backward=False, dtype=x.dtype)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -140,8 +146,8 @@ class _Blocks(torch.autograd.Function):
             del b
         of_weights: Sequence[Tensor | None] = [None] * ctx.count
         if x is not None:
-            given = Blocks(None, None, x, x_inverse) if token is None else _again(x, groups, token)
-            of_weights = block_weights_from(slopes, given, groups, dy.dtype).unbind()
+            fp8_x = Blocks(None, None, x, x_inverse) if token is None else _again(x, groups, token)
+            of_weights = block_weights_from(slopes, fp8_x, groups, dy.dtype).unbind()
         return dx, db, None, None, None, *of_weights
 
 
@@ -153,29 +159,35 @@ class _Up(torch.autograd.Function):
         ctx: Context,
         x: Tensor,
         bias: Tensor | None,
-        how: BlockExperts,
+        experts: BlockExperts,
         passed: Passed[BlockGradients],
         *weights: Tensor,
     ) -> Tensor:
-        groups = how.groups
-        route = how.route
-        up = how.up
+        groups = experts.groups
+        route = experts.route
+        up = experts.up
         trained = any(ctx.needs_input_grad[4:])
         x = x.contiguous()
         token, row = (None, None) if route is None else (route.token, route.row)
         rows = Matrices(x, groups, source=token)
-        given, _ = cast_blocks(rows, turn=trained and route is None)
-        count_blocks_if_seen(up.seen_x, rows, groups, given)
-        kept = (x if route is not None else given.transposed) if trained else None
+        fp8_x, _ = cast_blocks(rows, turn=trained and route is None)
+        count_blocks_if_seen(up.seen_x, rows, groups, fp8_x)
+        saved_x = (x if route is not None else fp8_x.transposed) if trained else None
         ctx.groups = groups
         ctx.passed = passed
         ctx.at = up.at
         ctx.count = len(weights)
-        again = weights if up.own.transposed is None else ()
+        again = weights if up.fp8_weights.transposed is None else ()
         ctx.save_for_backward(
-            kept, given.turned_inv, token, row, up.own.transposed, up.own.scale_inv, *again
+            saved_x,
+            fp8_x.turned_inv,
+            token,
+            row,
+            up.fp8_weights.transposed,
+            up.fp8_weights.scale_inv,
+            *again,
         )
-        return block_rows_times(given, up.own, groups, bias, backward=False, dtype=x.dtype)
+        return block_rows_times(fp8_x, up.fp8_weights, groups, bias, backward=False, dtype=x.dtype)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -183,21 +195,21 @@ class _Up(torch.autograd.Function):
         groups = ctx.groups
         x, x_inverse, token, row, turned, scale_inv, *weights = ctx.saved_tensors
         # _Down's backward has written the gradient of gate_up in FP8; what autograd passes on has no data.
-        found = ctx.passed.take()
-        slopes = found.of_gate_up
+        passed = ctx.passed.take()
+        slopes = passed.of_gate_up
         dx = None
         if ctx.needs_input_grad[0]:
             b = _turned(turned, scale_inv, ctx.at, weights)
             dx = block_rows_times(slopes, b, groups, backward=True, dtype=dtype)
             dx = dx if row is None else total(dx, row, None)
             del b
-        bias = found.sums
+        bias = passed.sums
         slopes = slopes._replace(data=None)  # before the larger gradients of weights
-        del found
+        del passed
         of_weights: Sequence[Tensor | None] = [None] * ctx.count
         if x is not None:
-            given = Blocks(None, None, x, x_inverse) if token is None else _again(x, groups, token)
-            of_weights = block_weights_from(slopes, given, groups, dtype).unbind()
+            fp8_x = Blocks(None, None, x, x_inverse) if token is None else _again(x, groups, token)
+            of_weights = block_weights_from(slopes, fp8_x, groups, dtype).unbind()
         return dx, bias, None, None, *of_weights
 
 
@@ -210,39 +222,41 @@ class _Down(torch.autograd.Function):
         gate_up: Tensor,
         gates: Tensor | None,
         bias: Tensor | None,
-        how: BlockExperts,
+        experts: BlockExperts,
         passed: Passed[BlockGradients],
         trained_up: bool,
         summed_up: bool,
         *weights: Tensor,
     ) -> Tensor:
-        groups = how.groups
-        route = how.route
-        activation = how.activation
-        down = how.down
+        groups = experts.groups
+        route = experts.route
+        activation = experts.activation
+        down = experts.down
         # [R, F] in FP8: the activation is never stored in 16 bits.
         of_hidden = hidden_blocks(gate_up, groups, activation)
         count_blocks_if_seen(down.seen_x, None, groups, of_hidden)
         dtype = gate_up.dtype
-        out = block_rows_times(of_hidden, down.own, groups, bias, backward=False, dtype=dtype)
+        out = block_rows_times(
+            of_hidden, down.fp8_weights, groups, bias, backward=False, dtype=dtype
+        )
         ctx.groups = groups
         ctx.activation = activation
         ctx.passed = passed
         ctx.at = down.at
-        ctx.seen = (how.up.seen_dy, down.seen_dy)
+        ctx.seen = (experts.up.seen_dy, down.seen_dy)
         ctx.count = len(weights)
         ctx.trained = any(ctx.needs_input_grad[7:])
         ctx.up = (trained_up, summed_up)
         token, row = (None, None) if route is None else (route.token, route.row)
-        again = weights if down.own.transposed is None else ()
+        again = weights if down.fp8_weights.transposed is None else ()
         ctx.save_for_backward(
             token,
             row,
             gates,
             gate_up,
             None if route is None else out,
-            down.own.transposed,
-            down.own.scale_inv,
+            down.fp8_weights.transposed,
+            down.fp8_weights.scale_inv,
             *again,
         )
         if route is None:
@@ -258,22 +272,24 @@ class _Down(torch.autograd.Function):
         token, row, gates, gate_up, out, turned, scale_inv, *weights = ctx.saved_tensors
         dtype = dy.dtype
         dgates = None
-        given = Matrices(dy, groups)
+        gradient_rows = Matrices(dy, groups)
         if token is not None:
             # The gradient of a gate [T, k] is the product of dy and the row's output.
             dgates, _ = dots(dy, out, row)
             # The gate of each row [R]; what padding writes lands in the entry behind the last, which is cut off.
             factor = gates.new_zeros(len(out) + 1).scatter(0, row.flatten(), gates.flatten())[:-1]
-            given = Matrices(dy, groups, source=token, factor=factor)
-        slopes, of_bias = cast_blocks(given, turn=ctx.trained, summed=ctx.needs_input_grad[2])
+            gradient_rows = Matrices(dy, groups, source=token, factor=factor)
+        slopes, of_bias = cast_blocks(
+            gradient_rows, turn=ctx.trained, summed=ctx.needs_input_grad[2]
+        )
         seen_up, seen_down = ctx.seen
-        count_blocks_if_seen(seen_down, given, groups, slopes)
+        count_blocks_if_seen(seen_down, gradient_rows, groups, slopes)
         b = _turned(turned, scale_inv, ctx.at, weights)
         dh = block_rows_times(slopes, b, groups, backward=True, dtype=dtype)
         del b
         slopes = slopes._replace(data=None)
         trained_up, summed_up = ctx.up
-        found = gradient_blocks(
+        activation_gradients = gradient_blocks(
             dh,
             gate_up,
             groups,
@@ -283,13 +299,15 @@ class _Down(torch.autograd.Function):
             summed=summed_up,
         )
         del dh
-        count_blocks_if_seen(seen_up, None, groups, found.of_gate_up)
+        count_blocks_if_seen(seen_up, None, groups, activation_gradients.of_gate_up)
         of_weights: Sequence[Tensor | None] = [None] * ctx.count
         if ctx.trained:
-            of_weights = block_weights_from(slopes, found.hidden, groups, dtype).unbind()
+            of_weights = block_weights_from(
+                slopes, activation_gradients.hidden, groups, dtype
+            ).unbind()
         # The hidden rows have served the weight gradient above, and are freed before _Up runs.
         nothing = Blocks(None, None, None, None)
-        passed = ctx.passed.put(found._replace(hidden=nothing), gate_up)
+        passed = ctx.passed.put(activation_gradients._replace(hidden=nothing), gate_up)
         return passed, dgates, of_bias, None, None, None, None, *of_weights
 
 
@@ -303,15 +321,15 @@ def in_blocks(
     return _Blocks.apply(x, projection.bias, groups, route, projection, *projection.tensors)
 
 
-def experts_in_blocks(x: Tensor, gates: Tensor | None, how: BlockExperts) -> Tensor:
+def experts_in_blocks(x: Tensor, gates: Tensor | None, experts: BlockExperts) -> Tensor:
     """Return the sum of the experts' outputs by `gates` FP32 [T, k], of tokens x [T, D]: [T, D].
 
     Without a route x are the experts' rows [R, D], `gates` is None, and so the result is [R, D].
     """
-    up = how.up
-    down = how.down
+    up = experts.up
+    down = experts.down
     passed: Passed[BlockGradients] = Passed()
-    gate_up = _Up.apply(x, up.bias, how, passed, *up.tensors)
+    gate_up = _Up.apply(x, up.bias, experts, passed, *up.tensors)
     trained = any(weight.requires_grad for weight in up.tensors)
     summed = up.bias is not None and up.bias.requires_grad
-    return _Down.apply(gate_up, gates, down.bias, how, passed, trained, summed, *down.tensors)
+    return _Down.apply(gate_up, gates, down.bias, experts, passed, trained, summed, *down.tensors)

@@ -80,16 +80,16 @@ def own_tile(
 
     A program behind the last tile gets expert `count`.
     """
-    own = tl.program_id(0)
+    tile = tl.program_id(0)
     across = tl.cdiv(width, WIDE)
     number = tl.arange(0, EXPERTS)
     ends = tl.load(tiles + number, number < count, 2**40) * across
-    e = tl.sum((ends <= own).to(tl.int32), 0)
+    e = tl.sum((ends <= tile).to(tl.int32), 0)
     there = tl.minimum(e, count - 1)
     begin = tl.load(first + there)
     rows = (tl.load(first + there + 1) - begin).to(tl.int32)
     before = tl.load(tiles + tl.maximum(e - 1, 0), e > 0, 0).to(tl.int32)
-    m, n = _corner(own - before * across, tl.cdiv(rows, HIGH), across, ABREAST)
+    m, n = _corner(tile - before * across, tl.cdiv(rows, HIGH), across, ABREAST)
     return e, begin, rows, m, n
 
 
@@ -134,7 +134,7 @@ def _rows_kernel(
     places,
     source,
     # number of tokens: whoever points behind them reads zeros
-    given,
+    tokens,
     # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
@@ -169,8 +169,8 @@ def _rows_kernel(
         x = a + begin * depth + row.to(tl.int64)[:, None] * depth + k[None, :]
     else:
         token = tl.load(source + begin + row)
-        there = (token < given)[:, None]
-        x = a + tl.where(token < given, token, 0)[:, None] * depth + k[None, :]
+        there = (token < tokens)[:, None]
+        x = a + tl.where(token < tokens, token, 0)[:, None] * depth + k[None, :]
     at = (
         e.to(tl.int64) * width * depth if places is None else tl.multiple_of(tl.load(places + e), 8)
     )
@@ -259,7 +259,7 @@ def _weights_kernel(
     b,
     # tokens of the inputs for each row, or None, and how many there are
     source,
-    given,
+    tokens,
     # where each expert begins, in rows and in the transposed copies, whose rows are `pitch` long
     first,
     turned,
@@ -308,7 +308,7 @@ def _weights_kernel(
             y += right
         else:
             token = tl.load(source + begin + start + k)
-            other = tl.load(y + token[:, None] * width, (token < given)[:, None], 0.0)
+            other = tl.load(y + token[:, None] * width, (token < tokens)[:, None], 0.0)
         total = tl.dot(tl.load(x), other, total, max_num_imprecise_acc=DEEP if PRECISE else None)
         x += down
     if whole < rows:
@@ -316,8 +316,8 @@ def _weights_kernel(
         if source is None:
             other = tl.load(y, k[:, None] < rows - whole, 0.0)
         else:
-            token = tl.load(source + begin + whole + k, k < rows - whole, given)
-            other = tl.load(y + token[:, None] * width, (token < given)[:, None], 0.0)
+            token = tl.load(source + begin + whole + k, k < rows - whole, tokens)
+            other = tl.load(y + token[:, None] * width, (token < tokens)[:, None], 0.0)
         total = tl.dot(one, other, total, max_num_imprecise_acc=DEEP if PRECISE else None)
     _store_weights(total, a_scale, b_scale, out, e, m, n, height, width, HIGH, WIDE)
 
@@ -426,7 +426,7 @@ def weights_from(
             a=a.data,
             b=b.data,
             source=source,
-            given=len(b.data),
+            tokens=len(b.data),
             first=groups.first,
             turned=turned,
             pitch=pitch,

@@ -41,12 +41,16 @@ class Seen(Protocol):
 
 
 def count_if_seen(
-    seen: Seen | None, given: Matrices | None, groups: Groups, made: FP8Matrices, form: torch.dtype
+    seen: Seen | None,
+    matrices: Matrices | None,
+    groups: Groups,
+    quantized: FP8Matrices,
+    form: torch.dtype,
 ) -> None:
     """Count a cast of all experts if an observer wants it; arguments are as in `count_experts`."""
     counts = None if seen is None else seen.counts
     if counts is not None:
-        count_experts(given, groups, made, form, counts)
+        count_experts(matrices, groups, quantized, form, counts)
 
 
 class Casts(NamedTuple):
@@ -165,10 +169,10 @@ class Weights(NamedTuple):
         self, delayed: Delayed | None = None, turn: bool = True, seen: Seen | None = None
     ) -> FP8Matrices:
         """Return the weights in FP8, with `turn` transposed too; `seen` counts the cast."""
-        given = matrices_of(self.tensors, self.at.places)
-        made = cast(given, E4M3, delayed, turn)
-        count_if_seen(seen, given, given.groups, made, E4M3)
-        return made
+        matrices = matrices_of(self.tensors, self.at.places)
+        quantized = cast(matrices, E4M3, delayed, turn)
+        count_if_seen(seen, matrices, matrices.groups, quantized, E4M3)
+        return quantized
 
 
 def matrices_of(weights: Sequence[Tensor], places: Tensor) -> Matrices:
@@ -251,7 +255,7 @@ class _FP8(torch.autograd.Function):
         bias: Tensor | None,
         groups: Groups,
         casts: Casts,
-        own: FP8Matrices | Stored,
+        fp8_weights: FP8Matrices | Stored,
         route: Route | None,
         at: Locations,
         *weights: Tensor,
@@ -266,20 +270,28 @@ class _FP8(torch.autograd.Function):
         token, row, ctx.kernels = (None, None, None) if route is None else route
         # With a route the cast gathers the rows itself, so that they are never in memory in 16 bits.
         rows = Matrices(x, groups, source=token)
-        given = cast(rows, E4M3, casts.of_x, turn=trained and route is None)
-        count_if_seen(casts.seen_x, rows, groups, given, E4M3)
+        fp8_x = cast(rows, E4M3, casts.of_x, turn=trained and route is None)
+        count_if_seen(casts.seen_x, rows, groups, fp8_x, E4M3)
         # Tokens [T, I] where rows repeat them, else the transposed FP8 rows [I, P].
-        kept = x if trained and route is not None else given.transposed
-        ctx.stored = own.data if isinstance(own, Stored) else ()
-        turned = None if isinstance(own, Stored) else own.transposed
+        saved_x = x if trained and route is not None else fp8_x.transposed
+        ctx.stored = fp8_weights.data if isinstance(fp8_weights, Stored) else ()
+        turned = None if isinstance(fp8_weights, Stored) else fp8_weights.transposed
         # Without a transposed copy backward makes one of the weights by the scales of the forward.
-        again = () if turned is not None or isinstance(own, Stored) else (own.scale, *weights)
-        ctx.save_for_backward(
-            kept, given.scale_inv, given.scale, token, row, turned, own.scale_inv, *again
+        again = (
+            ()
+            if turned is not None or isinstance(fp8_weights, Stored)
+            else (fp8_weights.scale, *weights)
         )
-        data, places = (own.data[0], at.places) if isinstance(own, Stored) else (own.data, None)
-        a = ExpertMatrices(given.data.view(E4M3), given.scale_inv)
-        b = ExpertMatrices(data.view(E4M3), own.scale_inv, places)
+        ctx.save_for_backward(
+            saved_x, fp8_x.scale_inv, fp8_x.scale, token, row, turned, fp8_weights.scale_inv, *again
+        )
+        data, places = (
+            (fp8_weights.data[0], at.places)
+            if isinstance(fp8_weights, Stored)
+            else (fp8_weights.data, None)
+        )
+        a = ExpertMatrices(fp8_x.data.view(E4M3), fp8_x.scale_inv)
+        b = ExpertMatrices(data.view(E4M3), fp8_weights.scale_inv, places)
         width = len(weights[0] if weights else data)
         return rows_times(
             a, b, groups, width, bias, down=False, precise=casts.output, dtype=x.dtype
@@ -293,8 +305,8 @@ class _FP8(torch.autograd.Function):
         dx = None
         x, x_inverse, x_scale, token, row, turned, weights_scale, *again = ctx.saved_tensors
         slopes = Matrices(dy, groups)
-        given = cast(slopes, casts.gradient, casts.of_dy, turn=x is not None)
-        count_if_seen(casts.seen_dy, slopes, groups, given, casts.gradient)
+        fp8_dy = cast(slopes, casts.gradient, casts.of_dy, turn=x is not None)
+        count_if_seen(casts.seen_dy, slopes, groups, fp8_dy, casts.gradient)
         db = sums_of_rows(dy, groups) if ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
             if again:
@@ -302,7 +314,7 @@ class _FP8(torch.autograd.Function):
                 turned = cast_transposed(matrices_of(weights, ctx.at.again(weights)), E4M3, scale)
             elif ctx.stored:
                 turned = transposed(ctx.stored[0], ctx.at.again(ctx.stored))
-            a = ExpertMatrices(given.data.view(casts.gradient), given.scale_inv)
+            a = ExpertMatrices(fp8_dy.data.view(casts.gradient), fp8_dy.scale_inv)
             b = ExpertMatrices(turned.view(E4M3), weights_scale)
             dx = rows_times(
                 a, b, groups, ctx.inputs, down=False, precise=casts.input_gradient, dtype=dy.dtype
@@ -310,10 +322,10 @@ class _FP8(torch.autograd.Function):
             dx = dx if row is None else ctx.kernels.total(dx, row, None)
             del turned, a, b  # before the larger gradients of weights
         of_weights: Sequence[Tensor | None] = [None] * ctx.weights
-        # Kept apart from `given`, whose straight copy is freed before the gradients of weights.
-        dy_turned = given.transposed
-        dy_scale = given.scale_inv
-        del given
+        # Kept apart from `fp8_dy`, whose straight copy is freed before the gradients of weights.
+        dy_turned = fp8_dy.transposed
+        dy_scale = fp8_dy.scale_inv
+        del fp8_dy
         if x is not None and dy_turned is not None:
             x = (
                 x
@@ -345,16 +357,16 @@ def in_fp8(
     x: Tensor,
     groups: Groups,
     casts: Casts,
-    own: FP8Matrices | Stored,
+    fp8_weights: FP8Matrices | Stored,
     weights: Weights | None = None,
     bias: Tensor | None = None,
     route: Route | None = None,
 ) -> Tensor:
-    """Return `in_bf16` with FP8 weights `own`: the casts of `weights`, which get gradients, or frozen ones.
+    """Return `in_bf16` with FP8 weights `fp8_weights`: the casts of `weights`, which get gradients, or frozen ones.
 
     With `route`, x [T, I] are tokens, and their rows are never stored in x's dtype.
     """
-    if isinstance(own, Stored):
-        return _FP8.apply(x, bias, groups, casts, own, route, own.at)
+    if isinstance(fp8_weights, Stored):
+        return _FP8.apply(x, bias, groups, casts, fp8_weights, route, fp8_weights.at)
     assert weights is not None
-    return _FP8.apply(x, bias, groups, casts, own, route, weights.at, *weights.tensors)
+    return _FP8.apply(x, bias, groups, casts, fp8_weights, route, weights.at, *weights.tensors)

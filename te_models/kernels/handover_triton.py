@@ -261,8 +261,8 @@ def _cast_kernel(
                     marks_here |= mark_of(counted + 1)
                 if (marks & marks_here) != 0:
                     group, j, _, _ = _place(number, rows, columns, ROWS, COLUMNS, BAND)
-                    own, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
-                    saturated += saturated_of(own, inverse, E5M2)
+                    first, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
+                    saturated += saturated_of(first, inverse, E5M2)
                     if HALVES:
                         saturated += saturated_of(second, inverse, E5M2)
             add_saturated(counts, spread, saturated)

@@ -98,9 +98,9 @@ def _head_norm_fp8_kernel(
     group = tl.program_id(0) // heads * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
     i = 4 * group
     channel = tl.arange(0, WIDTH)
-    own = head * dim
-    x += own
-    z += own
+    begin = head * dim
+    x += begin
+    z += begin
     a = _gated(x, z, weight, stride, z_stride, i, channel, rows, dim, eps)
     b = _gated(x, z, weight, stride, z_stride, i + 1, channel, rows, dim, eps)
     c = _gated(x, z, weight, stride, z_stride, i + 2, channel, rows, dim, eps)
@@ -108,7 +108,19 @@ def _head_norm_fp8_kernel(
     s = tl.load(scale)
     columns = heads * dim
     largest = store_fp8(
-        a, b, c, d, s, group, own + channel, rows, own + dim, data, transposed, columns, E5M2
+        a,
+        b,
+        c,
+        d,
+        s,
+        group,
+        begin + channel,
+        rows,
+        begin + dim,
+        data,
+        transposed,
+        columns,
+        E5M2,
     )
     raise_amax(amax, largest)
     note_inverse(s, scale_inv)
@@ -162,9 +174,9 @@ def _head_norm_backward_kernel(
     )
     of_unit = of_norm * gamma
     share = tl.sum(of_unit * unit, 1) / dim
-    found = inverse[:, None] * (of_unit - unit * share[:, None])
+    gradient = inverse[:, None] * (of_unit - unit * share[:, None])
     place = at * (heads * dim) + first + channel[None, :]
-    tl.store(dx + place, found.to(dx.dtype.element_ty), inside)
+    tl.store(dx + place, gradient.to(dx.dtype.element_ty), inside)
 
 
 def _grid(x: Tensor, dim: int) -> tuple[int]:

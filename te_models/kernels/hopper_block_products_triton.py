@@ -61,14 +61,14 @@ def _copy_rows(
     SIZE: gl.constexpr = PARTS * (a.block_type.nbytes + a_inv.block_type.nbytes)
     across = gl.cdiv(width, WIDE)
     last = gl.load(tiles + count - 1).to(gl.int32) * across
-    own = gl.program_id(0)
+    tile = gl.program_id(0)
     e = 0
     before = 0
     end = gl.load(tiles).to(gl.int32) * across
     step = 0
-    while own < last:
-        e, before, end = next_expert(own, e, before, end, tiles, across)
-        m, n = place_of_tile(own - before, (end - before) // across, across)
+    while tile < last:
+        e, before, end = next_expert(tile, e, before, end, tiles, across)
+        m, n = place_of_tile(tile - before, (end - before) // across, across)
         row = gl.load(first + e).to(gl.int32) + m * (PARTS * ROWS)
         column = e * width + n * WIDE
         for start in range(0, depth, DEEP):
@@ -84,7 +84,7 @@ def _copy_rows(
                 line = a_inv_room.index(own_room)
                 tma.async_copy_global_to_shared(a_inv, [start // DEEP, i], there, line)
             step += 1
-        own += gl.num_programs(0)
+        tile += gl.num_programs(0)
 
 
 @gluon.jit
@@ -114,15 +114,15 @@ def _multiply_rows(
     SUM: gl.constexpr = layout_of_sums(WIDE)
     across = gl.cdiv(width, WIDE)
     last = gl.load(tiles + count - 1).to(gl.int32) * across
-    own = gl.program_id(0)
+    tile = gl.program_id(0)
     e = 0
     before = 0
     end = gl.load(tiles).to(gl.int32) * across
     step = 0
     zero = gl.zeros([ROWS, WIDE], gl.float32, SUM)
-    while own < last:
-        e, before, end = next_expert(own, e, before, end, tiles, across)
-        m, n = place_of_tile(own - before, (end - before) // across, across)
+    while tile < last:
+        e, before, end = next_expert(tile, e, before, end, tiles, across)
+        m, n = place_of_tile(tile - before, (end - before) // across, across)
         total = gl.zeros([ROWS, WIDE], gl.float32, SUM)
         right_inv = b_inv + e * steps[0] + n * WIDE // DEEP * steps[1]
         for _ in range(0, depth, DEEP):
@@ -143,7 +143,7 @@ def _multiply_rows(
         rows = (gl.load(first + e + 1) - begin).to(gl.int32)
         i = (m * PARTS + part) * ROWS
         store_sum(total, None, bias, e, out + begin * width, rows, i, n * WIDE, width)
-        own += gl.num_programs(0)
+        tile += gl.num_programs(0)
 
 
 @gluon.jit
@@ -220,9 +220,9 @@ def _copy_turned(
     high = gl.cdiv(height, PARTS * ROWS)
     across = gl.cdiv(width, WIDE)
     step = 0
-    for own in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
-        e = own // (high * across)
-        m, n = place_of_tile(own % (high * across), high, across)
+    for tile in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
+        e = tile // (high * across)
+        m, n = place_of_tile(tile % (high * across), high, across)
         rows = (gl.load(first + e + 1) - gl.load(first + e)).to(gl.int32)
         here = gl.load(turned + e).to(gl.int32)
         for start in range(0, rows, DEEP):
@@ -256,9 +256,9 @@ def _multiply_turned(part, first, out, height, width, count, x, y, a_line, b_lin
     across = gl.cdiv(width, WIDE)
     step = 0
     zero = gl.zeros([ROWS, WIDE], gl.float32, SUM)
-    for own in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
-        e = own // (high * across)
-        m, n = place_of_tile(own % (high * across), high, across)
+    for tile in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
+        e = tile // (high * across)
+        m, n = place_of_tile(tile % (high * across), high, across)
         rows = (gl.load(first + e + 1) - gl.load(first + e)).to(gl.int32)
         total = gl.zeros([ROWS, WIDE], gl.float32, SUM)
         for _ in range(0, rows, DEEP):

@@ -44,9 +44,9 @@ def place_of_tile(t, high, across):
 
 
 @gluon.jit
-def next_expert(own, e, before, end, tiles, across):
-    """Return the expert of tile `own` from expert e on, the first of its tiles, and the first behind them."""
-    while end <= own:
+def next_expert(tile, e, before, end, tiles, across):
+    """Return the expert of tile `tile` from expert e on, the first of its tiles, and the first behind them."""
+    while end <= tile:
         e += 1
         before = end
         end = gl.load(tiles + e).to(gl.int32) * across
@@ -126,20 +126,20 @@ def _copy_rows(a, b, first, tiles, width, depth, count, a_room, b_room, full, em
     DEEP: gl.constexpr = a_room.shape[2]
     across = gl.cdiv(width, WIDE)
     last = gl.load(tiles + count - 1).to(gl.int32) * across
-    own = gl.program_id(0)
+    tile = gl.program_id(0)
     e = 0
     before = 0
     end = gl.load(tiles).to(gl.int32) * across
     step = 0
-    while own < last:
-        e, before, end = next_expert(own, e, before, end, tiles, across)
-        m, n = place_of_tile(own - before, (end - before) // across, across)
+    while tile < last:
+        e, before, end = next_expert(tile, e, before, end, tiles, across)
+        m, n = place_of_tile(tile - before, (end - before) // across, across)
         row = gl.load(first + e).to(gl.int32) + m * HIGH
         column = e * width + n * WIDE
         for start in range(0, depth, DEEP):
             _copy(a, row, b, column, start, a_room, b_room, full, empty, step)
             step += 1
-        own += gl.num_programs(0)
+        tile += gl.num_programs(0)
 
 
 @gluon.jit
@@ -167,14 +167,14 @@ def _multiply_rows(
     SUM: gl.constexpr = layout_of_sums(WIDE // 2)
     across = gl.cdiv(width, WIDE)
     last = gl.load(tiles + count - 1).to(gl.int32) * across
-    own = gl.program_id(0)
+    tile = gl.program_id(0)
     e = 0
     before = 0
     end = gl.load(tiles).to(gl.int32) * across
     step = 0
-    while own < last:
-        e, before, end = next_expert(own, e, before, end, tiles, across)
-        m, n = place_of_tile(own - before, (end - before) // across, across)
+    while tile < last:
+        e, before, end = next_expert(tile, e, before, end, tiles, across)
+        m, n = place_of_tile(tile - before, (end - before) // across, across)
         top = gl.zeros([HIGH // 2, WIDE // 2], gl.float32, SUM)
         low = gl.zeros([HIGH // 2, WIDE // 2], gl.float32, SUM)
         for _ in range(0, depth, DEEP):
@@ -188,7 +188,7 @@ def _multiply_rows(
         j = n * WIDE + part * (WIDE // 2)
         store_sum(top, scale, bias, e, y, rows, i, j, width)
         store_sum(low, scale, bias, e, y, rows, i + HIGH // 2, j, width)
-        own += gl.num_programs(0)
+        tile += gl.num_programs(0)
 
 
 @gluon.jit
@@ -251,9 +251,9 @@ def _copy_turned(a, b, first, turned, height, width, count, a_room, b_room, full
     high = gl.cdiv(height, HIGH)
     across = gl.cdiv(width, WIDE)
     step = 0
-    for own in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
-        e = own // (high * across)
-        m, n = place_of_tile(own % (high * across), high, across)
+    for tile in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
+        e = tile // (high * across)
+        m, n = place_of_tile(tile % (high * across), high, across)
         rows = (gl.load(first + e + 1) - gl.load(first + e)).to(gl.int32)
         here = gl.load(turned + e).to(gl.int32)
         for start in range(0, rows, DEEP):
@@ -285,9 +285,9 @@ def _multiply_turned(
     high = gl.cdiv(height, HIGH)
     across = gl.cdiv(width, WIDE)
     step = 0
-    for own in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
-        e = own // (high * across)
-        m, n = place_of_tile(own % (high * across), high, across)
+    for tile in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
+        e = tile // (high * across)
+        m, n = place_of_tile(tile % (high * across), high, across)
         rows = (gl.load(first + e + 1) - gl.load(first + e)).to(gl.int32)
         top = gl.zeros([HIGH // 2, WIDE // 2], gl.float32, SUM)
         low = gl.zeros([HIGH // 2, WIDE // 2], gl.float32, SUM)

@@ -48,7 +48,9 @@ class Projection(NamedTuple):
     """One of the two linears of all experts."""
 
     casts: Casts
-    own: FP8Matrices | Stored  # the weights in FP8, cast for this pass or as a release stores them
+    fp8_weights: (
+        FP8Matrices | Stored
+    )  # the weights in FP8, cast for this pass or as a release stores them
     at: Locations  # the addresses of the weights, for kernels that read all of them
     inputs: int
     outputs: int
@@ -79,11 +81,11 @@ class _Half(NamedTuple):
 
 
 def _half(projection: Projection, trained: bool) -> _Half:
-    own = projection.own
+    fp8_weights = projection.fp8_weights
     return _Half(
         casts=projection.casts,
         at=projection.at,
-        stored=own.data if isinstance(own, Stored) else (),
+        stored=fp8_weights.data if isinstance(fp8_weights, Stored) else (),
         inputs=projection.inputs,
         outputs=projection.outputs,
         count=len(projection.weights),
@@ -96,24 +98,26 @@ def _kept(projection: Projection) -> list[Tensor | None]:
 
     Backward needs transposed weights. They are None where it makes them anew, from stored weights or those in BF16.
     """
-    own = projection.own
-    if isinstance(own, Stored):
-        return [own.scale_inv, None, None]
-    if own.transposed is not None:
-        return [own.scale_inv, own.transposed, None]
-    return [own.scale_inv, None, own.scale, *projection.weights]
+    fp8_weights = projection.fp8_weights
+    if isinstance(fp8_weights, Stored):
+        return [fp8_weights.scale_inv, None, None]
+    if fp8_weights.transposed is not None:
+        return [fp8_weights.scale_inv, fp8_weights.transposed, None]
+    return [fp8_weights.scale_inv, None, fp8_weights.scale, *projection.weights]
 
 
 def _forward_operand(projection: Projection) -> ExpertMatrices:
-    own = projection.own
-    if isinstance(own, Stored):
-        return ExpertMatrices(own.data[0].view(E4M3), own.scale_inv, projection.at.places)
-    return ExpertMatrices(own.data.view(E4M3), own.scale_inv)
+    fp8_weights = projection.fp8_weights
+    if isinstance(fp8_weights, Stored):
+        return ExpertMatrices(
+            fp8_weights.data[0].view(E4M3), fp8_weights.scale_inv, projection.at.places
+        )
+    return ExpertMatrices(fp8_weights.data.view(E4M3), fp8_weights.scale_inv)
 
 
-def _backward_operand(half: _Half, kept: Sequence[Tensor]) -> ExpertMatrices:
+def _backward_operand(half: _Half, saved: Sequence[Tensor]) -> ExpertMatrices:
     """Return the transposed weights, made anew where none are there: all layers' would take half of BF16 weights."""
-    scale_inv, turned, scale, *weights = kept
+    scale_inv, turned, scale, *weights = saved
     if half.stored:
         turned = transposed(half.stored[0], half.at.again(half.stored))
     elif turned is None:
@@ -175,11 +179,11 @@ class _Up(torch.autograd.Function):
         of_x = cast(rows, E4M3, up.casts.of_x, turn=turn, amax=known_amax)
         count_if_seen(up.casts.seen_x, rows, groups, of_x, E4M3)
         # Tokens in high precision are smaller than the rows of all experts in FP8.
-        kept = (x if route is not None else of_x.transposed) if trained else None
+        saved_x = (x if route is not None else of_x.transposed) if trained else None
         ctx.groups = groups
         ctx.passed = passed
         ctx.half = _half(up, trained)
-        ctx.save_for_backward(kept, of_x.scale_inv, of_x.scale, token, row, *_kept(up))
+        ctx.save_for_backward(saved_x, of_x.scale_inv, of_x.scale, token, row, *_kept(up))
         a = ExpertMatrices(of_x.data.view(E4M3), of_x.scale_inv)
         return rows_times(
             a,
@@ -198,14 +202,14 @@ class _Up(torch.autograd.Function):
         groups = ctx.groups
         half = ctx.half
         casts = half.casts
-        x, x_inverse, x_scale, token, row, *kept = ctx.saved_tensors
+        x, x_inverse, x_scale, token, row, *saved_weights = ctx.saved_tensors
         # From backward of the second function, beside the gradient that autograd passes, which holds nothing.
-        found = ctx.passed.take()
-        slopes = found.of_gate_up
+        passed = ctx.passed.take()
+        slopes = passed.of_gate_up
         dx = None
         if ctx.needs_input_grad[0]:
             a = ExpertMatrices(slopes.data.view(casts.gradient), slopes.scale_inv)
-            b = _backward_operand(half, kept)
+            b = _backward_operand(half, saved_weights)
             dx = rows_times(
                 a,
                 b,
@@ -218,9 +222,9 @@ class _Up(torch.autograd.Function):
             # Back from rows to tokens: the gradients of the k rows of a token add up.
             dx = dx if row is None else total(dx, row, None)
             del a, b  # before the larger gradients of weights
-        bias = found.sums
+        bias = passed.sums
         of_rows, inverse = slopes.transposed, slopes.scale_inv
-        del found, slopes
+        del passed, slopes
         of_weights: Sequence[Tensor | None] = [None] * half.count
         if half.trained:
             turned = x
@@ -305,31 +309,33 @@ class _Down(torch.autograd.Function):
         groups = ctx.groups
         half = ctx.half
         casts = half.casts
-        token, row, gates, gate_up, h_inverse, h_scale, out, *kept = ctx.saved_tensors
+        token, row, gates, gate_up, h_inverse, h_scale, out, *saved_weights = ctx.saved_tensors
         dtype = dy.dtype
         dgates = None
         known = None
-        given = Matrices(dy, groups)
+        gradient_rows = Matrices(dy, groups)
         if token is not None:
             # The gradient of a gate is dy times the output of the row; the same pass finds the amax of each token of
             # dy.
             dgates, of_tokens = dots(dy, out, row)
             # The gate of each row; padding of tokens points to the row behind the last.
             factor = gates.new_zeros(len(out) + 1).scatter(0, row.flatten(), gates.flatten())[:-1]
-            given = Matrices(dy, groups, source=token, factor=factor)
+            gradient_rows = Matrices(dy, groups, source=token, factor=factor)
             if casts.of_dy is None:
-                known = amax_of_copies(given, of_tokens)
+                known = amax_of_copies(gradient_rows, of_tokens)
         sums = None
         if ctx.needs_input_grad[2]:
             sums = room_for_sums(groups, dy.shape[1], dy.device)
-        slopes = cast(given, casts.gradient, casts.of_dy, turn=half.trained, amax=known, sums=sums)
-        count_if_seen(casts.seen_dy, given, groups, slopes, casts.gradient)
+        slopes = cast(
+            gradient_rows, casts.gradient, casts.of_dy, turn=half.trained, amax=known, sums=sums
+        )
+        count_if_seen(casts.seen_dy, gradient_rows, groups, slopes, casts.gradient)
         tiles, _ = tiles_of(groups, turn=half.trained)
         of_bias = None if sums is None else total_sums(sums, tiles, dtype)
         a = ExpertMatrices(slopes.data.view(casts.gradient), slopes.scale_inv)
         of_rows, inverse = slopes.transposed, slopes.scale_inv
         del slopes
-        b = _backward_operand(half, kept)
+        b = _backward_operand(half, saved_weights)
         dh = rows_times(
             a,
             b,
@@ -340,7 +346,7 @@ class _Down(torch.autograd.Function):
             dtype=dtype,
         )
         del a, b
-        found = gradients(
+        activation_gradients = gradients(
             dh,
             gate_up,
             groups,
@@ -353,12 +359,12 @@ class _Down(torch.autograd.Function):
         )
         del dh
         up = ctx.up.casts
-        count_if_seen(up.seen_dy, None, groups, found.of_gate_up, up.gradient)
+        count_if_seen(up.seen_dy, None, groups, activation_gradients.of_gate_up, up.gradient)
         of_weights: Sequence[Tensor | None] = [None] * half.count
         if half.trained:
-            assert of_rows is not None and found.hidden is not None
+            assert of_rows is not None and activation_gradients.hidden is not None
             a = ExpertMatrices(of_rows.view(casts.gradient), inverse)
-            b = ExpertMatrices(found.hidden.view(E4M3), h_inverse)
+            b = ExpertMatrices(activation_gradients.hidden.view(E4M3), h_inverse)
             of_weights = weights_from(
                 a,
                 b,
@@ -368,7 +374,7 @@ class _Down(torch.autograd.Function):
                 precise=casts.weight_gradient,
                 dtype=dtype,
             ).unbind()
-        passed = ctx.passed.put(found._replace(hidden=None), gate_up)
+        passed = ctx.passed.put(activation_gradients._replace(hidden=None), gate_up)
         if casts.after is not None:
             casts.after()
         return passed, dgates, of_bias, None, None, None, None, *of_weights

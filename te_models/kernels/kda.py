@@ -126,9 +126,11 @@ def chunked(
     until = (total[..., -1:, :] - total).exp()
     passed = total[..., -1, :].exp()
     if documents is not None:
-        own = F.pad(documents.double(), (0, padding), mode="replicate").unflatten(1, (1, -1, size))
-        seen = seen & (own[..., :, None] == own[..., None, :])  # [B, 1, n, C, C]
-        of_before, of_last, passes = of_documents(own)
+        document = F.pad(documents.double(), (0, padding), mode="replicate").unflatten(
+            1, (1, -1, size)
+        )
+        seen = seen & (document[..., :, None] == document[..., None, :])  # [B, 1, n, C, C]
+        of_before, of_last, passes = of_documents(document)
         since = since * of_before[..., None]
         until = until * of_last[..., None]
         passed = passed * passes[..., None]
@@ -137,9 +139,9 @@ def chunked(
     system = beta * torch.einsum("...id,...jd,...ijd->...ij", k, k, between)
     scores = torch.einsum("...id,...jd,...ijd->...ij", q, k, between)
     # One solve for what the tokens write from their values, and for what they read of the state before the chunk.
-    given = torch.cat((values, k * since), dim=-1) * beta
+    right_side = torch.cat((values, k * since), dim=-1) * beta
     written, read = torch.linalg.solve_triangular(
-        system, given, upper=False, unitriangular=True
+        system, right_side, upper=False, unitriangular=True
     ).split((values.shape[-1], k.shape[-1]), dim=-1)
     # The decay from before the chunk to the query, per channel of the keys.
     q = q * since
@@ -165,7 +167,7 @@ def _through_chunks(
     """
     outputs = []
     # unbind, since backward of an index would write all chunks once per chunk.
-    for query, key, own, seen_before, score, decay in zip(
+    for query, key, from_values, seen_before, score, decay in zip(
         q.unbind(2),
         k.unbind(2),
         written.unbind(2),
@@ -175,7 +177,7 @@ def _through_chunks(
         strict=True,
     ):
         # Values that the tokens write, without what the state already answers for their keys.
-        new = own - seen_before @ state  # [B, H, C, d_v]
+        new = from_values - seen_before @ state  # [B, H, C, d_v]
         outputs.append(query @ state + score @ new)
         state = state * decay + key.mT @ new  # [B, H, d, d_v]
     return torch.cat(outputs, dim=2), state

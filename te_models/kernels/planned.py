@@ -50,9 +50,9 @@ class _Opaque(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, function: Callable[..., Any], kept: tuple[bool, ...], *inputs: Any
+        ctx: Context, function: Callable[..., Any], saved: tuple[bool, ...], *inputs: Any
     ) -> Any:
-        tensors = [x for x, keep in zip(inputs, kept, strict=True) if keep]
+        tensors = [x for x, keep in zip(inputs, saved, strict=True) if keep]
         ctx.save_for_backward(*tensors)
         ctx.sizes = []
         for x in inputs:
@@ -79,8 +79,8 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
         if not (tracked and torch.is_grad_enabled()):
             return results_of(function)(*args, **kwargs)
 
-        def flat(*given: Any) -> Any:
-            own_args, own_kwargs = tree_unflatten(list(given), form)
+        def flat(*values: Any) -> Any:
+            own_args, own_kwargs = tree_unflatten(list(values), form)
             return function(*own_args, **own_kwargs)
 
         return _Opaque.apply(flat, _kept(flat, leaves), *leaves)
@@ -217,11 +217,11 @@ class SpanMemory(NamedTuple):
 class _Spans(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, own: SpanMemory
+        ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spans: SpanMemory
     ) -> Tensor:
         q, k, v = map(adjacent_channels, (q, k, v))
-        out, log_sum = own.forward(q)
-        ctx.own = own
+        out, log_sum = spans.forward(q)
+        ctx.spans = spans
         ctx.save_for_backward(q, k, v, out, sinks, log_sum)
         return out
 
@@ -229,7 +229,7 @@ class _Spans(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         q, k, v, out, sinks, _ = ctx.saved_tensors
-        return *ctx.own.backward(dy, q, k, v, out, sinks=sinks), None
+        return *ctx.spans.backward(dy, q, k, v, out, sinks=sinks), None
 
 
 def _spans(seq: int, window: int | None, documents: Tensor | None, device: torch.device) -> Any:

@@ -88,8 +88,8 @@ def gradient_like(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
     strides of the output's gradient at the first call are part of it (up to torch 2.11 at least): a later gradient with
     other strides would be read at wrong places.
     """
-    for size, own, wanted in zip(gradient.shape, gradient.stride(), strides, strict=True):
-        if size > 1 and own != wanted:
+    for size, stride, wanted_stride in zip(gradient.shape, gradient.stride(), strides, strict=True):
+        if size > 1 and stride != wanted_stride:
             return torch.empty_strided(
                 gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
             ).copy_(gradient)

@@ -111,18 +111,18 @@ class Spans(NamedTuple):
         k: Tensor,
         v: Tensor,
         out: Tensor,
-        *kept: Tensor,
+        *saved: Tensor,
         scale: float | None = None,
         sinks: Tensor | None = None,
         cap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of q, k, v and sinks.
 
-        `dy` is the gradient of `out` [B, N, S, H], and `kept` what `forward` returned beside it.
+        `dy` is the gradient of `out` [B, N, S, H], and `saved` what `forward` returned beside it.
         """
         if self._suits_flash(q, sinks, cap):
-            return *self._flash_backward(dy, q, k, v, out, kept, scale), None
-        (log_sum,) = kept
+            return *self._flash_backward(dy, q, k, v, out, saved, scale), None
+        (log_sum,) = saved
         dq, dk, dv = (
             torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(
                 1, 2
@@ -167,7 +167,7 @@ class Spans(NamedTuple):
         )
         factor, cap_2 = _factors(scale, dim, cap)
         # The arguments that both kernels of gradients have.
-        shared = dict(
+        arguments = dict(
             q=q,
             k=k,
             v=v,
@@ -186,11 +186,11 @@ class Spans(NamedTuple):
         )
         block, options = _options(GRAD_QUERY, dim)
         _grad_query_kernel[(triton.cdiv(seq, block[0]) * batch * heads,)](
-            **shared, dq=dq, **_strides(d=dq), **options
+            **arguments, dq=dq, **_strides(d=dq), **options
         )
         block, options = _options(GRAD_KEY, dim)
         _grad_key_kernel[(triton.cdiv(seq, block[1]) * batch * key_heads,)](
-            **shared, last=self.last, dk=dk, dv=dv, **_strides(d=dk), **options
+            **arguments, last=self.last, dk=dk, dv=dv, **_strides(d=dk), **options
         )
         return dots
 
@@ -247,11 +247,11 @@ class Spans(NamedTuple):
         k: Tensor,
         v: Tensor,
         out: Tensor,
-        kept: tuple[Tensor, ...],
+        saved: tuple[Tensor, ...],
         scale: float | None,
     ) -> list[Tensor]:
         bounds, window = self._flash_arguments(q)
-        log_sum, seed, offset = kept
+        log_sum, seed, offset = saved
         dy, *rows = (t.transpose(1, 2).flatten(0, 1) for t in (dy, q, k, v, out))
         grads = torch.ops.aten._flash_attention_backward(
             dy, *rows, log_sum, *bounds, 0.0, True, seed, offset, scale=scale, **window
@@ -269,14 +269,14 @@ class _SpanAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        own: Spans,
+        spans: Spans,
         scale: float | None,
         cap: float | None,
     ) -> Tensor:
         q, k, v = map(adjacent_channels, (q, k, v))
-        out, *saved = own.forward(q, k, v, scale, sinks, cap)
-        ctx.save_for_backward(q, k, v, out, sinks, own.first, own.last, *saved)
-        ctx.options = (own.window, scale, cap)
+        out, *saved = spans.forward(q, k, v, scale, sinks, cap)
+        ctx.save_for_backward(q, k, v, out, sinks, spans.first, spans.last, *saved)
+        ctx.options = (spans.window, scale, cap)
         return out
 
     @staticmethod

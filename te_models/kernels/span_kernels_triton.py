@@ -286,18 +286,18 @@ def _grad_key_kernel(
     keys: tl.constexpr,
 ):
     """Compute the gradients of one block of keys and values, over all heads of queries that share them."""
-    block, batch, shared, _ = _place(tl.cdiv(seq, keys), heads // group)
+    block, batch, kv_head, _ = _place(tl.cdiv(seq, keys), heads // group)
     begin = block * keys
     key = begin + tl.arange(0, keys)
     channel = tl.arange(0, width)
-    keyed = _rows(k + batch * k_batch + shared * k_head, key, k_seq, channel, seq, dim)
-    value = _rows(v + batch * v_batch + shared * v_head, key, v_seq, channel, seq, dim)
+    keyed = _rows(k + batch * k_batch + kv_head * k_head, key, k_seq, channel, seq, dim)
+    value = _rows(v + batch * v_batch + kv_head * v_head, key, v_seq, channel, seq, dim)
     first += batch * first_batch
     end = tl.load(last + batch * first_batch + tl.minimum(begin + keys, seq) - 1) + 1
     grad_key = tl.zeros([keys, width], tl.float32)
     grad_value = tl.zeros([keys, width], tl.float32)
     for member in range(group):
-        head = shared * group + member
+        head = kv_head * group + member
         sums = (batch * heads + head) * seq
         for place in range(begin // queries * queries, end, queries):
             query = place + tl.arange(0, queries)
@@ -313,6 +313,6 @@ def _grad_key_kernel(
             if cap is not None:
                 change *= 1 - bend * bend
             grad_key += tl.dot(tl.trans(change.to(rows.dtype)), rows)
-    d = batch * d_batch + shared * d_head
+    d = batch * d_batch + kv_head * d_head
     _store_rows(dk + d, key, d_seq, channel, seq, grad_key * scale, dim)
     _store_rows(dv + d, key, d_seq, channel, seq, grad_value, dim)

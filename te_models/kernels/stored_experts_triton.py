@@ -36,8 +36,8 @@ class Chunk(NamedTuple):
     groups: Groups
 
     @property
-    def own(self) -> slice:
-        """The experts among all."""
+    def experts(self) -> slice:
+        """Their places among all experts."""
         return slice(self.start, self.stop)
 
 
@@ -63,7 +63,7 @@ class StoredExperts(NamedTuple):
 
     def values(self, chunk: Chunk) -> Tensor:
         """Return the values of some experts, one below the other: [n * O, I]."""
-        return joined(self.weights[chunk.own]).dequantize(self.dtype)
+        return joined(self.weights[chunk.experts]).dequantize(self.dtype)
 
     def matrices(self, chunk: Chunk) -> Matrices:
         """Return the values of some experts as the operand of a cast."""
@@ -92,7 +92,7 @@ class _BF16(torch.autograd.Function):
                 ExpertMatrices(stored.values(chunk)),
                 chunk.groups,
                 outputs,
-                None if bias is None else bias[chunk.own],
+                None if bias is None else bias[chunk.experts],
                 down=False,
                 precise=False,
                 dtype=x.dtype,
@@ -138,7 +138,7 @@ class _FP8(torch.autograd.Function):
         x = x.contiguous()
         token, row, ctx.kernels = (None, None, None) if route is None else route
         # Frozen weights need no transposed rows: there is no weight gradient.
-        given = cast(Matrices(x, groups, source=token), E4M3, casts.of_x, turn=False)
+        fp8_x = cast(Matrices(x, groups, source=token), E4M3, casts.of_x, turn=False)
         outputs, _ = stored.sizes
         out = torch.empty(groups.most, outputs, dtype=x.dtype, device=x.device)
         scales = []  # of the weights, from values to data
@@ -147,14 +147,14 @@ class _FP8(torch.autograd.Function):
             delayed = casts.of_weights
             if delayed is not None:
                 # Views, so that the cast raises the amaxes of these experts in place.
-                delayed = Delayed(delayed.scale[chunk.own], delayed.amax[chunk.own])
+                delayed = Delayed(delayed.scale[chunk.experts], delayed.amax[chunk.experts])
             weights = cast(stored.matrices(chunk), E4M3, delayed, turn=False)
             rows_times(
-                ExpertMatrices(given.data.view(E4M3), given.scale_inv[chunk.own]),
+                ExpertMatrices(fp8_x.data.view(E4M3), fp8_x.scale_inv[chunk.experts]),
                 ExpertMatrices(weights.data.view(E4M3), weights.scale_inv),
                 chunk.groups,
                 outputs,
-                None if bias is None else bias[chunk.own],
+                None if bias is None else bias[chunk.experts],
                 down=False,
                 precise=casts.output,
                 dtype=x.dtype,
@@ -175,14 +175,14 @@ class _FP8(torch.autograd.Function):
         row, scales, inverses = ctx.saved_tensors
         _, inputs = stored.sizes
         db = sums_of_rows(dy, groups) if ctx.needs_input_grad[1] else None
-        given = cast(Matrices(dy, groups), casts.gradient, casts.of_dy, turn=False)
+        fp8_dy = cast(Matrices(dy, groups), casts.gradient, casts.of_dy, turn=False)
         dx = torch.empty(groups.most, inputs, dtype=dy.dtype, device=dy.device)
         for chunk in stored.chunks(groups):
             # dx = dy W contracts over O, and FP8 products only over the last dimension of both.
-            turned = cast_transposed(stored.matrices(chunk), E4M3, scales[chunk.own])
+            turned = cast_transposed(stored.matrices(chunk), E4M3, scales[chunk.experts])
             rows_times(
-                ExpertMatrices(given.data.view(casts.gradient), given.scale_inv[chunk.own]),
-                ExpertMatrices(turned.view(E4M3), inverses[chunk.own]),
+                ExpertMatrices(fp8_dy.data.view(casts.gradient), fp8_dy.scale_inv[chunk.experts]),
+                ExpertMatrices(turned.view(E4M3), inverses[chunk.experts]),
                 chunk.groups,
                 inputs,
                 down=False,

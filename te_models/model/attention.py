@@ -121,8 +121,10 @@ class GatedAttention(Mixer[AttentionSpec]):
         """Return whether attention may run as one operation: the model asks for it and these tokens need no mask."""
         mask = context.masks.get(self.spec.seen)
         masked = context.real is not None or isinstance(mask, Tensor) or context.share is not None
-        asked = context.kernels.attention is not None and context.cache is None and not masked
-        return asked and can_fuse(self.spec, context.seq, qkvg.device, qkvg.dtype, mask is not None)
+        may_fuse = context.kernels.attention is not None and context.cache is None and not masked
+        return may_fuse and can_fuse(
+            self.spec, context.seq, qkvg.device, qkvg.dtype, mask is not None
+        )
 
     def _fused(self, qkvg: Tensor, context: ForwardContext) -> Tensor:
         """Compute the same as `_composed` in one operation."""

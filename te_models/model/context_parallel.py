@@ -209,11 +209,11 @@ class RowsAgain:
             return tensor.detach()
         return _View(number, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def unpack(self, kept: Tensor | _View) -> Tensor:
+    def unpack(self, packed: Tensor | _View) -> Tensor:
         """Return the tensor that `pack` was given."""
-        if isinstance(kept, Tensor):
-            return kept
-        return self.rows[kept.number].as_strided(kept.size, kept.stride, kept.offset)
+        if isinstance(packed, Tensor):
+            return packed
+        return self.rows[packed.number].as_strided(packed.size, packed.stride, packed.offset)
 
     def after(self, out: Tensor) -> Tensor:
         """Return the output of the attention; its backward gathers first."""

@@ -93,9 +93,9 @@ class Experts(Feedforward[MoESpec]):
 
     def hidden_with_residual(self, x: Tensor, residual: Tensor, context: ForwardContext) -> Routed:
         """Return the input of down_proj; with `separate_norms` x is for the shared expert, `residual` for others."""
-        shared = x
+        shared_input = x
         x, routed = self._inputs(x, residual)
-        return self._hidden(x, routed, shared, context)
+        return self._hidden(x, routed, shared_input, context)
 
     def _inputs(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs [N, D] of the chosen experts and of the router."""
@@ -104,7 +104,9 @@ class Experts(Feedforward[MoESpec]):
         routed = unit_norm(residual, self.eps) * self.router_scale
         return self.get_submodule("expert_input_norm")(residual), routed * x.shape[1] ** -0.5
 
-    def _hidden(self, x: Tensor, routed: Tensor, shared: Tensor, context: ForwardContext) -> Routed:
+    def _hidden(
+        self, x: Tensor, routed: Tensor, shared_input: Tensor, context: ForwardContext
+    ) -> Routed:
         """Return the input of down_proj from the inputs of experts, router and shared expert, each [N, D]."""
         moe = self.spec.experts
         # The rows after them pad x to the alignment of the recipe: no expert gets those.
@@ -112,7 +114,7 @@ class Experts(Feedforward[MoESpec]):
         # Before everything else: transformers multiplies the hidden states themselves.
         if self.jitters and self.training:
             # Router, experts and shared expert read the same noise.
-            x = routed = shared = self._jittered(x)
+            x = routed = shared_input = self._jittered(x)
         tokens = first_rows(self._latent(x, context), count)  # [T, D or L]
         # Padding is cut off before the choice, or experts would get rows of zeros, and the balance would count them.
         logits = first_rows(self._logits(routed, context), count)
@@ -157,7 +159,7 @@ class Experts(Feedforward[MoESpec]):
             )
         else:
             rows = self._separate(tokens, local_places, exchange, route, context)
-        shared_hidden, shared_gate = self._shared(shared, context)
+        shared_hidden, shared_gate = self._shared(shared_input, context)
         return Routed(
             hidden=rows,
             joint=joint,
@@ -261,7 +263,7 @@ class Experts(Feedforward[MoESpec]):
 
     def output(self, hidden: Routed, context: ForwardContext) -> Tensor:
         """Return [N, D]."""
-        rows, joint, weights, choice, count, shared, gate = hidden
+        rows, joint, weights, choice, count, shared_hidden, gate = hidden
         where = choice.places
         exchange = choice.exchange
         local_places = exchange.places if exchange else where
@@ -295,8 +297,8 @@ class Experts(Feedforward[MoESpec]):
         out = pad_rows(out, count)
         if self.spec.experts.latent_size is not None:
             out = context.linear(self.get_submodule("latent_out_proj"), out)
-        if shared is not None:
-            shared_out = context.linear(self.get_submodule("shared_down_proj"), shared)
+        if shared_hidden is not None:
+            shared_out = context.linear(self.get_submodule("shared_down_proj"), shared_hidden)
             if self.spec.experts.separate_norms:
                 out = self.get_submodule("expert_output_norm")(out)
                 shared_out = self.get_submodule("shared_output_norm")(shared_out)

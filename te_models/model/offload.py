@@ -174,11 +174,11 @@ class _Block:
     def __del__(self) -> None:
         self.memory.take_back(self.pages, self.device)
 
-    def move(self, kept: list[_Kept], stay: set[int]) -> None:
+    def move(self, packed: list[_Kept], stay: set[int]) -> None:
         """Start to copy the saved tensors to the host, except small storages and those at the addresses `stay`."""
         storages: dict[int, _Storage] = {}
         size = 0
-        for saved in kept:
+        for saved in packed:
             tensor = saved.tensor
             if (
                 type(tensor) is not Tensor
@@ -258,32 +258,32 @@ class Offload:
         self.below: _Block | None = None
 
     @contextlib.contextmanager
-    def block(self, layer: int, module: nn.Module, shared: object) -> Iterator[None]:
-        """Offload what block number `layer` saves inside; all blocks use the tensors in its arguments `shared`."""
+    def block(self, layer: int, module: nn.Module, arguments: object) -> Iterator[None]:
+        """Offload what block number `layer` saves inside; all blocks use the tensors in their `arguments`."""
         block = _Block(self.memory, self.below)
-        kept = []
+        packed = []
 
         def pack(tensor: Tensor) -> _Kept:
-            kept.append(_Kept(block, tensor))
-            return kept[-1]
+            packed.append(_Kept(block, tensor))
+            return packed[-1]
 
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, _Kept.unpack):
                 yield
             if layer < self.last:
-                block.move(kept, _addresses(module, shared))
+                block.move(packed, _addresses(module, arguments))
         finally:
-            kept.clear()  # autograd references `pack` as long as anything that it packed
+            packed.clear()  # autograd references `pack` as long as anything that it packed
         if self.below is not None:
             self.below.release()
         self.below = block
 
 
 @torch.no_grad()
-def _addresses(module: nn.Module, shared: object) -> set[int]:
+def _addresses(module: nn.Module, arguments: object) -> set[int]:
     """Return the addresses of storages that outlive the block's: parameters, FP8 weights kept between micro-batches."""
     tensors: list[Any] = [*module.parameters(), *module.buffers()]
-    tensors += [leaf for leaf in tree_leaves(shared) if isinstance(leaf, Tensor)]
+    tensors += [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
     for child in module.modules():
         # The te layers of either engine have such attributes.
         tensors += getattr(child, "_fp8_workspaces", {}).values()

@@ -114,8 +114,8 @@ def _tiles(x: Tensor) -> tuple[int, int]:
     return -(-rows // _TILE), -(-cols // _TILE)
 
 
-def _empty_data(x: Tensor, wanted: bool = True) -> Tensor:
-    return torch.empty_like(x, dtype=torch.uint8) if wanted else x.new_empty(0, dtype=torch.uint8)
+def _empty_data(x: Tensor, needed: bool = True) -> Tensor:
+    return torch.empty_like(x, dtype=torch.uint8) if needed else x.new_empty(0, dtype=torch.uint8)
 
 
 def amax(x: Tensor, y: Tensor | None = None, nan: bool = False) -> Tensor:

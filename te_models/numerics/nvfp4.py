@@ -266,22 +266,22 @@ class NVFP4Quantizer(Quantizer):
 
     def _plain(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
         """Return data, scale bytes and amax of x `[M, K]`, rowwise, data `[M, K/2]`, and columnwise, `[M/2, K]`."""
-        shared = BLOCK if self.with_2d_quantization else 1
+        block_rows = BLOCK if self.with_2d_quantization else 1
         row = column = (x,) * 3  # a copy that was not asked for may be anything
-        rowwise_parts = self._cast_blocks(x, (shared, BLOCK)) if rowwise else None
+        rowwise_parts = self._cast_blocks(x, (block_rows, BLOCK)) if rowwise else None
         if rowwise_parts is not None:
             data, scale, amax = rowwise_parts
-            row = pack(data), pad_to(scale.repeat_interleave(shared, 0), 128, 4), amax
+            row = pack(data), pad_to(scale.repeat_interleave(block_rows, 0), 128, 4), amax
         if columnwise:
             # Whether both copies hold the same values.
             same = self.with_2d_quantization and not (self.with_rht or self.stochastic_rounding)
             data, scale, amax = (same and rowwise_parts) or self._cast_blocks(
-                self._transformed(x), (BLOCK, shared)
+                self._transformed(x), (BLOCK, block_rows)
             )
             # The amax is a tensor of its own, as in Transformer Engine.
             column = (
                 pack_rows(data),
-                pad_to(scale.repeat_interleave(shared, 1).t(), 128, 4),
+                pad_to(scale.repeat_interleave(block_rows, 1).t(), 128, 4),
                 amax.clone(),
             )
         return *row, *column

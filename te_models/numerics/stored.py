@@ -197,11 +197,11 @@ def joined(parts: Sequence[StoredRows]) -> StoredRows:
     if len(parts) == 1:
         return first
     # Experts of one release tensor have its scales together, which are then kept once.
-    shared = all(part.scales.data_ptr() == first.scales.data_ptr() for part in parts)
+    same_scales = all(part.scales.data_ptr() == first.scales.data_ptr() for part in parts)
     if first.scale_rows is None:
         scales = _below([part.scales for part in parts])
         scale_rows = None
-    elif shared:
+    elif same_scales:
         scales = first.scales
         scale_rows = _below([_given(part.scale_rows) for part in parts])
     else:

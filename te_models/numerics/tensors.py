@@ -465,19 +465,19 @@ def _written(
 ) -> list[tuple[QuantizedTensor, Tensor]]:
     """Return the quantized arguments that an in-place operation wrote to, with their new high-precision values."""
     arguments = func._schema.arguments
-    given = {}
+    values = {}
     # Not strict: the schema goes on with the arguments that are given by name.
     for argument, value, plain in zip(arguments, args, plain_args, strict=False):
-        given[argument.name] = (value, plain)
-    given |= {name: (value, plain_kwargs[name]) for name, value in kwargs.items()}
+        values[argument.name] = (value, plain)
+    values |= {name: (value, plain_kwargs[name]) for name, value in kwargs.items()}
     written = []
     for argument in arguments:
         if (
-            argument.name in given
+            argument.name in values
             and argument.alias_info is not None
             and argument.alias_info.is_write
         ):
-            original, plain = given[argument.name]
+            original, plain = values[argument.name]
             if isinstance(original, (list, tuple)):
                 items = zip(original, plain, strict=True)
             else:

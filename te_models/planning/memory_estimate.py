@@ -121,8 +121,8 @@ class _Walk:
 
     def __init__(self, training: Training) -> None:
         # Under FSDP2 the shard of a gradient stays; whole ones are in buffers that `_standing` counts.
-        shared = {"gradients": training.data_ranks, "expert_gradients": training.expert_replicas}
-        self.divisor = torch.tensor([shared.get(name, 1) for name in PARTS])
+        shards = {"gradients": training.data_ranks, "expert_gradients": training.expert_replicas}
+        self.divisor = torch.tensor([shards.get(name, 1) for name in PARTS])
         self.now = torch.zeros(len(PARTS), dtype=torch.int64)
         self.worst: dict[str, Tensor] = {}
 

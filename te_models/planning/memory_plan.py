@@ -156,7 +156,7 @@ class MemoryPlan(Printable):
         t = self.training
         name, unit = unit_for(self.peak.total)
         each = " per GPU" if t.gpus > 1 or t.context_parallel_size > 1 else ""
-        shared = each if t.context_parallel_size == 1 else f" per {t.context_parallel_size} GPUs"
+        per_row = each if t.context_parallel_size == 1 else f" per {t.context_parallel_size} GPUs"
         lora = (
             f", LoRA of rank {t.lora_rank}{' on experts too' * t.lora_experts}"
             if t.lora_rank
@@ -166,7 +166,7 @@ class MemoryPlan(Printable):
         host = f", {self.host / unit:.2f} {name} on the host" if self.host else ""
         about = (
             f"{self.config.num_parameters:,} parameters{lora}{stored}, recipe {self.recipe.name}, {t.batch_size} x "
-            f"{t.seq_len:,} tokens{shared}, {t.optimizer or 'no optimizer'}, activation "
+            f"{t.seq_len:,} tokens{per_row}, {t.optimizer or 'no optimizer'}, activation "
             f"checkpointing {t.activation_checkpointing}, {self._gpus()}{host}"
         )
         lines: list[RenderableType] = [about, ""]
@@ -174,7 +174,7 @@ class MemoryPlan(Printable):
         for title, table in (
             (f"memory of a training step{each}, {name}", self._parts_table(unit)),
             (
-                f"largest batch{shared or ' per GPU'}, in sequences of {t.seq_len:,} tokens",
+                f"largest batch{per_row or ' per GPU'}, in sequences of {t.seq_len:,} tokens",
                 self._fit_table(),
             ),
             (

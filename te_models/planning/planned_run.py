@@ -157,9 +157,9 @@ def _check_shares(training: Training, batch_size: int) -> None:
         )
     if batch_size % training.batch_shares:
         whole = tensor == 1 and context == 1
-        shared = f"gpus={gpus}" if whole else f"the {training.batch_shares} shares of a batch"
+        sharers = f"gpus={gpus}" if whole else f"the {training.batch_shares} shares of a batch"
         raise UsageError(
-            f"batch_size={batch_size} cannot be shared by {shared}: give a multiple of it"
+            f"batch_size={batch_size} cannot be shared by {sharers}: give a multiple of it"
         )
     if experts > 1 and training.data_ranks % experts:
         raise UsageError(

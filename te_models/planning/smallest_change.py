@@ -109,10 +109,10 @@ def _levers(
             current = dict(
                 batch_size=size * shares, gradient_accumulation=parts * (batch // shares // size)
             )
-            shared = str(current["batch_size"] * processes), str(current["gradient_accumulation"])
-            values.append(
-                (("--batch-size", shared[0], "--gradient-accumulation", shared[1]), current)
-            )
+            all_rows = str(current["batch_size"] * processes)
+            accumulation = str(current["gradient_accumulation"])
+            arguments = ("--batch-size", all_rows, "--gradient-accumulation", accumulation)
+            values.append((arguments, current))
         yield values
     masters = has_masters(options["optimizer_options"])
     if not options["fp8_params"] and quantized and (masters or options["lora_rank"]):

@@ -38,13 +38,13 @@ class StoredForm(NamedTuple):
             width = self.width or inputs
             heights = -(-outputs // self.height)
             # Blocks of several rows need the number of the scale for each row, since fused weights are cut elsewhere.
-            shared = self.height > 1
+            has_shared_scales = self.height > 1
             return StoredRows(
                 data=torch.empty(outputs, inputs // (2 if self.packed else 1), dtype=torch.uint8),
                 scales=torch.empty(heights, -(-inputs // width), dtype=self.scale),
                 width=width,
                 packed=self.packed,
-                scale_rows=torch.empty(outputs, dtype=torch.int32) if shared else None,
+                scale_rows=torch.empty(outputs, dtype=torch.int32) if has_shared_scales else None,
                 factors=torch.empty(outputs) if self.factor else None,
             )
 

@@ -66,9 +66,9 @@ class RecordWriter:
         """Drop the entries after `step`, and one that was cut short."""
         with reraising(self.path, OSError, error=SaveError):
             entries = _read_entries(self.path, self.type)
-            kept = int((entries["step"] <= step).sum())
+            remaining = int((entries["step"] <= step).sum())
             del entries
-            os.truncate(self.path, kept * self.type.itemsize)
+            os.truncate(self.path, remaining * self.type.itemsize)
 
     def write(self, step: int, values: Floats, codes: NDArray[np.int64]) -> None:
         """Append the entry of a step: values float64 [tensors, fields], codes int64 [tensors]."""

@@ -84,8 +84,8 @@ def count_cast(source: Tensor | None, cast: Cast) -> tuple[Tensor, Tensor]:
     for part in row_tiles(rows, columns, math.lcm(cast.block[0], 4)):  # 4: of the hash
         values = decode(cast.codes[part], cast.format)
         inverse = _spread(cast.inverse, cast.block, part, columns)
-        own = None if source is None else source[part]
-        _count_tile(counts, own, values, inverse, LIMITS[cast.format])
+        tile_source = None if source is None else source[part]
+        _count_tile(counts, tile_source, values, inverse, LIMITS[cast.format])
         codes += hash_codes(cast.codes[part], first_row=part.start)
         occupied.append(block_largest(values.abs(), cast.block) > 0)
     if source is None:
@@ -149,9 +149,9 @@ def _spread(inverse: Tensor, block: tuple[int, int], part: slice, columns: int) 
     """Return the inverse scale of each element of some rows, [rows, columns] or what broadcasts to it."""
     if inverse.numel() == 1:
         return inverse.reshape(1, 1)
-    own = inverse[part.start // block[0] : -(-part.stop // block[0])]
-    own = own.repeat_interleave(block[0], 0)[: part.stop - part.start]
-    return own.repeat_interleave(block[1], 1)[:, :columns]
+    row_scales = inverse[part.start // block[0] : -(-part.stop // block[0])]
+    row_scales = row_scales.repeat_interleave(block[0], 0)[: part.stop - part.start]
+    return row_scales.repeat_interleave(block[1], 1)[:, :columns]
 
 
 def _count_tile(

@@ -375,8 +375,8 @@ def _is_file(name: str, document: object) -> bool:
 def _load(source: _Source, names: Iterable[str] | None, optional: Iterable[str]) -> Folder:
     groups, documents = source.names()
     known = groups | documents
-    asked = sorted(known) if names is None else list(names)
-    to_read = dict.fromkeys([*asked, *known.intersection(optional)])
+    requested = sorted(known) if names is None else list(names)
+    to_read = dict.fromkeys([*requested, *known.intersection(optional)])
     for name in to_read:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, 1)

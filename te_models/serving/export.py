@@ -325,7 +325,7 @@ class _Writer:
         ours = places[names[0]].name
         static = {self.format.static: self.inputs[self.weights[ours]]} if self.format.static else {}
         values = {name: places[name].save(parameter) for name in names}
-        parts_of_weights = self._parts(names, places, parameter, own=True)
+        parts_of_weights = self._parts(names, places, parameter, is_own=True)
         if self.base is not None:
             base = self._base_of(ours, parameter)
             if base is not None:
@@ -339,26 +339,26 @@ class _Writer:
         return tensors
 
     def _parts(
-        self, names: list[str], places: Mapping[str, Place], parameter: Tensor, own: bool
+        self, names: list[str], places: Mapping[str, Place], parameter: Tensor, is_own: bool
     ) -> list[Parts]:
         """Return the stored tensors of the weights `names`, which together are one of our parameters.
 
-        `own` is False for the base's, whose weights are no FP8 ones and which are rounded to the nearest.
+        `is_own` is False for the base's, whose weights are no FP8 ones and which are rounded to the nearest.
         """
         ours = places[names[0]].name
         # A scale for the whole of our weight comes first: their parts of it share that scale.
-        shared = self._shared_parts(ours, names, places, parameter, own)
+        scaled_together = self._shared_parts(ours, names, places, parameter, is_own)
         values = {name: places[name].save(parameter) for name in names}
         encoded = []
         for name, weight in values.items():
-            if shared is None:
-                encoded.append(self._block_parts(ours, places[name], weight, own))
+            if scaled_together is None:
+                encoded.append(self._block_parts(ours, places[name], weight, is_own))
             else:
-                encoded.append(_rows(shared, places[name]))
+                encoded.append(_rows(scaled_together, places[name]))
         stored = kept_parts(self.source, values, encoded)
         # What a release has stored so stays as it is, to the byte, and is not rounded once more.
         is_from_base = stored[0] is not encoded[0]
-        if is_from_base or self.rounding == "nearest" or not own:
+        if is_from_base or self.rounding == "nearest" or not is_own:
             return stored
         storage = self.format.storage
         assert storage is not None
@@ -372,14 +372,14 @@ class _Writer:
         names: list[str],
         places: Mapping[str, Place],
         values: Mapping[str, Tensor],
-        made: list[Parts],
+        encoded: list[Parts],
         base: Tensor,
     ) -> None:
         """Note how much of the weights' change since `base` is left in the export, for the weights `names`."""
         storage = self.format.storage
         assert storage is not None
-        base_made = self._parts(names, places, base, own=False)
-        for name, parts, base_parts in zip(names, made, base_made, strict=True):
+        base_encoded = self._parts(names, places, base, is_own=False)
+        for name, parts, base_parts in zip(names, encoded, base_encoded, strict=True):
             change = change_of(
                 name.removesuffix(".weight"),
                 base=places[name].save(base),
@@ -400,13 +400,13 @@ class _Writer:
         names: list[str],
         places: Mapping[str, Place],
         parameter: Tensor,
-        own: bool,
+        is_own: bool,
     ) -> Parts | None:
         """Return one of our weights quantized as a whole; None for a format with blocks of several rows."""
         if self.format.encode is None:
             return None
         # The FP8 weight itself, as it was trained: a second cast could round it otherwise.
-        if own and self.name == "fp8-tensor" and f"{ours}.data" in self.fp8_weights:
+        if is_own and self.name == "fp8-tensor" and f"{ours}.data" in self.fp8_weights:
             scale = self.fp8_weights[f"{ours}.scale_inv"]
             return {
                 "weight": self.fp8_weights[f"{ours}.data"].view(E4M3),
@@ -418,11 +418,11 @@ class _Writer:
             places[name].load(whole, places[name].save(parameter))
         return self.format.encode(whole, self._options(ours))
 
-    def _block_parts(self, ours: str, place: Place, values: Tensor, own: bool) -> Parts:
+    def _block_parts(self, ours: str, place: Place, values: Tensor, is_own: bool) -> Parts:
         """Return one of their weights in 128 x 128 blocks: the blocks of an FP8 primary weight where they coincide."""
         rows, columns = values.shape
         aligned = not (rows % BLOCK.block[0] or columns % BLOCK.block[1])
-        scale_inv = self.fp8_weights.get(f"{ours}.rowwise_scale_inv") if own else None
+        scale_inv = self.fp8_weights.get(f"{ours}.rowwise_scale_inv") if is_own else None
         # The format has FP32 scales; E8M0 bytes are MXFP8's.
         if aligned and scale_inv is not None and scale_inv.is_floating_point():
             data = self.fp8_weights[f"{ours}.rowwise_data"]

@@ -58,27 +58,27 @@ def stored_inputs(
 
 
 def kept_parts(
-    folder: HuggingFaceFolder | None, values: dict[str, Tensor], made: Sequence[Parts]
+    folder: HuggingFaceFolder | None, values: dict[str, Tensor], encoded: Sequence[Parts]
 ) -> list[Parts]:
-    """Return the parts of weights as the folder has them, or those `made` if any value differs from the stored one.
+    """Return the parts of weights as the folder has them, or those `encoded` if any value differs from the stored one.
 
     `values` are the weights [out, in] by their names, which servers fuse: one scale of all is one number.
     """
     if folder is None or folder.stored.storage is None:
-        return list(made)
+        return list(encoded)
     original_parts: list[Parts] = []
-    for (name, weight), parts in zip(values.items(), made, strict=True):
+    for (name, weight), parts in zip(values.items(), encoded, strict=True):
         stored = {part: f"{name.removesuffix('.weight')}.{part}" for part in parts}
         # One weight that the folder lacks, and none is kept: a server fuses them, with one scale.
         if name not in folder.stored.scales or not all(map(folder.has, stored.values())):
-            return list(made)
+            return list(encoded)
         tensors = {part: folder.read(tensor) for part, tensor in stored.items()}
         data = tensors[folder.stored.storage.data]
         stored_values = dequantize(folder.stored.storage, data, folder.stored.scales[name]).to(
             weight.dtype
         )
         if not torch.equal(stored_values, weight.to(stored_values.device)):
-            return list(made)
+            return list(encoded)
         for part, tensor in parts.items():
             # A scale per tensor is one number of all weights that a server fuses.
             if (
@@ -86,6 +86,6 @@ def kept_parts(
                 and tensor.dim() < 2
                 and not torch.equal(original_parts[0][part], tensors[part])
             ):
-                return list(made)
+                return list(encoded)
         original_parts.append(tensors)
     return original_parts

@@ -31,20 +31,20 @@ def _split(source: Tensor, sizes: list[int], dim: int = 0, *, out: list[Tensor])
     """Copy the pieces of `source` [n, ...] of these sizes along dimension 1 into the tensors `out`."""
     assert dim == 1
     # Row by row, since the kernel for many copies takes contiguous tensors.
-    given = []
-    made = []
+    sources = []
+    targets = []
     for piece, tensor in zip(source.split(sizes, dim), out, strict=True):
-        given += piece.unbind()
-        made += tensor.unbind()
-    torch._foreach_copy_(made, given)
+        sources += piece.unbind()
+        targets += tensor.unbind()
+    torch._foreach_copy_(targets, sources)
 
 
 def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
     """Split the rows of each tensor into `num_chunks` chunks, padded with zeros; row i of `out` gets all chunks i."""
     assert dim == 0
     first = 0
-    given = []
-    made = []
+    sources = []
+    targets = []
     for tensor in tensors:
         # Rounded up, as torch.chunk does it: the last chunk may be shorter, and some may be missing.
         rows = -(-tensor.shape[0] // num_chunks)
@@ -54,7 +54,7 @@ def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor)
             out[:, first : first + size].zero_()
         # Not strict: a tensor of few rows has fewer chunks than `out` has rows, and those stay zeros.
         for row, chunk in zip(out, tensor.split(rows), strict=False):
-            given.append(chunk.flatten())
-            made.append(row[first : first + chunk.numel()])
+            sources.append(chunk.flatten())
+            targets.append(row[first : first + chunk.numel()])
         first += size
-    torch._foreach_copy_(made, given)
+    torch._foreach_copy_(targets, sources)

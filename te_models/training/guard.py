@@ -461,10 +461,14 @@ def weight_rms(model: CausalLM, ranks: Ranks) -> float | None:
             if not name.startswith("weight") or not parameter.requires_grad:
                 continue
             fp8 = quantized(parameter)
-            own = local(parameter.detach()) if fp8 is None else fp8.dequantize(dtype=torch.float32)
-            if own.numel():
+            values = (
+                local(parameter.detach()) if fp8 is None else fp8.dequantize(dtype=torch.float32)
+            )
+            if values.numel():
                 # Of an FP32 sum, without a copy of the weight in FP32.
-                size = torch.linalg.vector_norm(own, dtype=torch.float32) / math.sqrt(own.numel())
+                size = torch.linalg.vector_norm(values, dtype=torch.float32) / math.sqrt(
+                    values.numel()
+                )
                 sizes.append(size)
     own_sizes = torch.stack(sizes).tolist() if sizes else []
     known = []

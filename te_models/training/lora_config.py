@@ -183,18 +183,18 @@ def _targeted_modules(
     return targeted
 
 
-def _without_whole(found: Mapping[Place, str], modules: Modules) -> dict[Place, str]:
+def _without_whole(names: Mapping[Place, str], modules: Modules) -> dict[Place, str]:
     """Return the places without fused modules of ours of which it has parts too.
 
     An expression for transformers' names, such as one for q_proj, may fit our name for the fused linear as well; it
     would then have two adapters.
     """
     divided = set()
-    for place in found:
+    for place in names:
         if place != modules.ours[module_of(place)]:
             divided.add(module_of(place))
     parts = {}
-    for place, name in found.items():
+    for place, name in names.items():
         if module_of(place) not in divided or place != modules.ours[module_of(place)]:
             parts[place] = name
     return parts

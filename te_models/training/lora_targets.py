@@ -299,7 +299,7 @@ def share_a(
     for name, one in layers.items():
         if one.place != modules.ours[module_of(one.place)]:
             parts.setdefault(module_of(one.place), []).append(name)
-    shared = dict(layers)
+    replaced = dict(layers)
     for module, names in parts.items():
         places = {layers[name].place for name in names}
         first = layers[names[0]]
@@ -311,6 +311,6 @@ def share_a(
         )
         if same:
             for name in names:
-                del shared[name]
-            shared[module] = dataclasses.replace(first, place=modules.ours[module])
-    return shared
+                del replaced[name]
+            replaced[module] = dataclasses.replace(first, place=modules.ours[module])
+    return replaced

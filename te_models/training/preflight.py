@@ -135,8 +135,10 @@ def available_memory(device: torch.device) -> int:
     return max(0, free)
 
 
-def check_disk(folder: Path, size: int, kept: int) -> None:
-    """Raise UsageError if a checkpoint of `size` bytes cannot fit where `folder` is or will be; warn if `kept` do not.
+def check_disk(folder: Path, size: int, kept_checkpoints: int) -> None:
+    """Raise UsageError if a checkpoint of `size` bytes cannot fit where `folder` is or will be.
+
+    Warn if `kept_checkpoints` of them do not fit.
 
     A run writes a checkpoint before it deletes an older one.
     """
@@ -148,10 +150,10 @@ def check_disk(folder: Path, size: int, kept: int) -> None:
             f"a checkpoint takes {_gib(size)}, and {folder} has {_gib(free)} of disk space free: make room, or give "
             "another folder"
         )
-    if size * (kept + 1) > free:
+    if size * (kept_checkpoints + 1) > free:
         warnings.warn(
             f"a checkpoint takes {_gib(size)}, and {folder} has {_gib(free)} of disk space free, too little for "
-            f"{plural(kept + 1, 'checkpoint')}: make room, or lower keep_last",
+            f"{plural(kept_checkpoints + 1, 'checkpoint')}: make room, or lower keep_last",
             stacklevel=2,
         )
 

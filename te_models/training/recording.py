@@ -228,10 +228,10 @@ def _fp8_weights(module: Any) -> list[Any]:
     return [quantized(getattr(module, name)) for name in names]
 
 
-def _of_all_ranks(own: list[RecordedTensor], parallel: Parallel) -> list[RecordedTensor]:
+def _of_all_ranks(local_tensors: list[RecordedTensor], parallel: Parallel) -> list[RecordedTensor]:
     """Return the tensors of all ranks in the order of the model; ranks differ only in their experts."""
     by_module: dict[str, set[RecordedTensor]] = {}
-    for rank in parallel.ranks.gather([tensor.to_dict() for tensor in own]):
+    for rank in parallel.ranks.gather([tensor.to_dict() for tensor in local_tensors]):
         for entry in rank:
             tensor = RecordedTensor.from_dict(entry)
             by_module.setdefault(tensor.linear, set()).add(tensor)

@@ -355,8 +355,8 @@ class Trainer(NamedFields):
         router_losses, shares = over_micro_batches(self.passes.routed, loss)
         bad_values = torch.zeros_like(loss) if recorder is None else recorder.bad_values().to(loss)
         # One collective for the loss, counts, the router losses and the two questions whether to stop and to save.
-        own = torch.cat([torch.stack([loss, bad_values]), router_losses])
-        sums = self.parallel.sum_and_any(own, self.stop_requested() != 0, self._wants_save())
+        local_sums = torch.cat([torch.stack([loss, bad_values]), router_losses])
+        sums = self.parallel.sum_and_any(local_sums, self.stop_requested() != 0, self._wants_save())
         loss = sums[0]
         bad_values = sums[1]
         norm = self.optimizer.take_gradients(config.clip_grad_norm)

@@ -50,9 +50,9 @@ def drop_cached_weights(module: TransformerEngineBaseModule) -> None:
 
 def take_cached_weights(module: TransformerEngineBaseModule) -> dict[str, Any]:
     """Take the weights that a te.Linear keeps for is_first_microbatch=False out of it; {}: it has none."""
-    kept = {"quantized": dict(module._fp8_workspaces), "packed": dict(module._packed)}
+    cached = {"quantized": dict(module._fp8_workspaces), "packed": dict(module._packed)}
     drop_cached_weights(module)
-    return kept if any(kept.values()) else {}
+    return cached if any(cached.values()) else {}
 
 
 def give_cached_weights(module: TransformerEngineBaseModule, weights: dict[str, Any]) -> None:
