@@ -167,7 +167,7 @@ _GROUPED = {
     **_SIZE,
     **{key: key for key in ("routed_scaling_factor", "n_group", "topk_group")},
 }
-_DEEPSEEK: Fields = dict(number="n_routed_experts", shared="n_shared_experts", **_SIGMOID)
+_DEEPSEEK: Fields = dict(number="n_routed_experts", shared_count="n_shared_experts", **_SIGMOID)
 _DEEPSEEK |= dict(router_fp32=True, router_aux_loss_coef=0.0)
 DEEPSEEK_EXPERTS = experts(FIRST_DENSE, _GROUPED, without={}, **_DEEPSEEK)
 _MISTRAL4: Fields = {
@@ -205,7 +205,7 @@ def _write_v2(config: ModelConfig) -> Fields:
 
 DEEPSEEK_V2_EXPERTS = ConfigKeys((*_V2_EXPERTS.keys, "topk_method"), _read_v2, _write_v2)
 SOLAR_EXPERTS = experts(ALL_SPARSE, _GROUPED, **_DEEPSEEK)
-_EXAONE: Fields = {**_DEEPSEEK, "number": "num_experts", "shared": "num_shared_experts"}
+_EXAONE: Fields = {**_DEEPSEEK, "number": "num_experts", "shared_count": "num_shared_experts"}
 EXAONE_EXPERTS = experts(TYPES_OR_FIRST, _GROUPED, without={}, **_EXAONE)
 AXK1_EXPERTS = experts(AXK1_LAYOUT, _GROUPED, without={}, output_norm=True, **_DEEPSEEK)
 HY3_EXPERTS = experts(
