@@ -360,6 +360,26 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
                 {**YARN, "partial_rotary_factor": 0.5}, {**DEFAULT, "partial_rotary_factor": 1.0}
             ),
         ),
+        # The published ones have more heads in layers with a window.
+        "heads": dict(
+            **ROUTED,
+            mlp_layer_types=["dense", "sparse", "sparse"],
+            shared_expert_intermediate_size=28,
+            gating="per-head",
+            sliding_window=5,
+            layer_types=[FULL, SLIDING, SLIDING],
+            num_attention_heads=4,
+            num_attention_heads_per_layer=[4, 6, 6],
+            rope_parameters=_laguna({**YARN, "partial_rotary_factor": 0.5}),
+        ),
+        "heads-elements": dict(
+            **DENSE_LAGUNA,
+            gating="per-element",
+            sliding_window=4,
+            layer_types=[SLIDING, FULL, SLIDING],
+            num_attention_heads=8,
+            num_attention_heads_per_layer=[2, 8, 2],
+        ),
         "all-slide": dict(
             **DENSE_LAGUNA,
             **WINDOWS["all-slide"],

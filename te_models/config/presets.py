@@ -1,17 +1,19 @@
 """Named model shapes: a preset is a row of ModelConfig fields. No torch.
 
-To add a model, add a row to `PRESETS`; what several models of a family share is in te_models.config.preset_shapes.
+To add a model, add a row to `PRESETS`; what several models of a family share is in te_models.config.preset_shapes
+and te_models.config.preset_gemma.
 """
 
 from typing import Any
 
 from te_models.config.fields import PER_LAYER
 from te_models.config.model import ModelConfig
+from te_models.config.preset_gemma import GEMMA, GEMMA_1, gemma2, gemma3, gemma4, gemma4_small
 from te_models.config.preset_shapes import (
     EXAONE4,
     EXAONE35,
-    GEMMA,
     GRANITE,
+    HUNYUAN,
     LFM2_ATTENTION,
     LLAMA3,
     MINISTRAL3,
@@ -23,10 +25,6 @@ from te_models.config.preset_shapes import (
     PresetFields,
     command_r,
     falcon_h1,
-    gemma2,
-    gemma3,
-    gemma4,
-    gemma4_small,
     gpt_oss,
     granite3_moe,
     granite4,
@@ -36,15 +34,11 @@ from te_models.config.preset_shapes import (
     nemotron,
     qwen_hybrid,
     shape_of,
+    trinity,
     windowed,
 )
+from te_models.config.preset_towers import TEXT_TOWERS
 from te_models.errors import check_known
-
-GEMMA_1: PresetFields = dict(
-    vocab_size=256000, head_dim=256, max_position_embeddings=8192, rms_norm_eps=1e-6, zero_centered_norm=True,
-    hidden_act="gelu_pytorch_tanh", attention_gate="none", tie_word_embeddings=True, bos_token_id=2, eos_token_id=1,
-    pad_token_id=0,
-)  # fmt: skip
 
 # One row per model. The numbers of `shape_of` are: width, channels of the MLP, layers, query heads, key/value heads.
 # Fields left out have ModelConfig's defaults (elementwise gate, one KV head per query head).
@@ -394,6 +388,52 @@ PRESETS: dict[str, PresetFields] = {
                  shared_expert_intermediate_size=3712, expert_bias=True, router_fp32=True, routed_scaling_factor=2.5,
                  router_aux_loss_coef=0.0),
     ),
+    "hunyuan-0.5b": shape_of(
+        1024, 3584, 24, 16, 8, vocab_size=120818, bos_token_id=120000, eos_token_id=120020, **HUNYUAN
+    ),
+    "hunyuan-1.8b": shape_of(
+        2048, 6144, 32, 16, 4, vocab_size=120818, bos_token_id=120000, eos_token_id=120020, **HUNYUAN
+    ),
+    "hunyuan-7b": shape_of(
+        4096, 14336, 32, 32, 8, vocab_size=128167, bos_token_id=127958, eos_token_id=127960, pad_token_id=127961,
+        **HUNYUAN,
+    ),
+    "trinity-nano-6b-a1b": trinity(1024, 3072, 56, 8, 2, 256),
+    "trinity-mini-26b-a3b": trinity(2048, 6144, 32, 32, 4, 1024),
+    "laguna-xs-2.1": dict(
+        vocab_size=100352, hidden_size=2048, intermediate_size=8192, **windowed(40, 4), num_attention_heads=48,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=262144, rms_norm_eps=1e-6,
+        sliding_heads=dict(num_attention_heads=64, num_key_value_heads=8, head_dim=128), sliding_window=512,
+        sliding_rope=dict(rope_theta=10000.0), rope_theta=500000.0, partial_rotary_factor=0.5,
+        rope_scaling=dict(rope_type="yarn", factor=32.0, original_max_position_embeddings=8192,
+                          attention_factor=1.3465735902799727, beta_fast=64.0, beta_slow=1.0),
+        attention_gate="headwise", attention_gate_activation="softplus", qk_norm=True, bos_token_id=2,
+        eos_token_id=(2, 24), mlp_layer_types=("dense", *["sparse"] * 39),
+        moe=dict(num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, router_scores="sigmoid",
+                 shared_expert_intermediate_size=512, routed_scaling_factor=2.5, expert_bias=True,
+                 router_aux_loss_coef=0.001),
+    ),
+    "moonlight-16b-a3b": shape_of(
+        2048, 11264, 27, 16, 16, vocab_size=163840, head_dim=64, max_position_embeddings=8192, rope_theta=50000.0,
+        rope_interleaved=True, attention_gate="none",
+        latent_attention=dict(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+                              v_head_dim=128),
+        mlp_layer_types=("dense", *["sparse"] * 26),
+        moe=dict(num_experts=64, num_experts_per_tok=6, moe_intermediate_size=1408, router_scores="sigmoid",
+                 shared_expert_intermediate_size=2816, router_fp32=True, routed_scaling_factor=2.446, expert_bias=True,
+                 router_aux_loss_coef=0.0),
+    ),
+    "granite-swash-3b-a600m": shape_of(
+        1280, 512, 28, 20, 4, vocab_size=100352, max_position_embeddings=8192, sliding_window=128,
+        layer_types=("full_attention", "sliding_attention", "sliding_attention")
+        + ("full_attention", "sliding_attention", "sliding_attention", "sliding_attention") * 6 + ("full_attention",),
+        attention_gate="none", attention_multiplier=0.015625, attention_sinks=True, embedding_multiplier=12.0,
+        residual_multiplier=0.26, logits_scaling=5.0, tie_word_embeddings=True, bos_token_id=100257,
+        eos_token_id=100257,
+        moe=dict(num_experts=48, num_experts_per_tok=4, moe_intermediate_size=512,
+                 shared_expert_intermediate_size=1280, router_aux_loss_coef=0.001),
+    ),
+    **TEXT_TOWERS,
     "qwen-gated-1b-elementwise": dict(**QWEN_GATED, intermediate_size=5504, attention_gate="elementwise"),
     "qwen-gated-1b-headwise": dict(**QWEN_GATED, intermediate_size=6144, attention_gate="headwise"),
     "qwen-gated-1b-baseline": dict(**QWEN_GATED, intermediate_size=6144, attention_gate="none"),

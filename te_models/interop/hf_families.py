@@ -387,7 +387,7 @@ FAMILIES = [
              "other tensors are kept aside and written back",
     ),
     Family(
-        model_type="laguna", architecture="LagunaForCausalLM", models="Laguna",
+        model_type="laguna", architecture="LagunaForCausalLM", models="Laguna XS 2.1, S 2.1",
         layer={**places.LAGUNA_LAYER, **places.LAGUNA_EXPERTS},
         parts=(windows.LAGUNA_ROPE, ACT, parts.LAGUNA, experts.LAGUNA_EXPERTS),
         renamed={".mlp.shared_expert.": ".mlp.shared_experts."},
@@ -400,7 +400,7 @@ FAMILIES = [
         only={**NO_DROPOUT, **_NO_BIAS, "moe_apply_router_weight_on_input": (False,),
               "moe_router_logit_softcapping": (0.0,)},
         ignored=experts.IGNORED,
-        note="a projection for the gate, which is a softplus; one RoPE for each kind of layer",
+        note="a projection for the gate, which is a softplus; heads and RoPE by kind of layer",
     ),
     *RECURRENT_FAMILIES,
     *EXPERT_FAMILIES,

@@ -8,6 +8,7 @@ import dataclasses
 from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.latent import LatentConfig
 from te_models.config.model import ModelConfig
+from te_models.config.rope import ROPE_SCALINGS
 from te_models.errors import ConfigError
 from te_models.interop.hf_parts import ConfigKeys, Fields, Values
 from te_models.interop.hf_rope_parts import PARTIAL_ROPE, ROPE, read_rope, rope_parameters
@@ -85,6 +86,15 @@ WHOLE_MROPE = ConfigKeys(
 
 
 def _read_latent(theirs: Values) -> Fields:
+    """Read the sizes; refuse a factor of the logits that te-models computes under YaRN alone."""
+    rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    # Their latent attention takes it from any scaling. One without a type is refused with the other fields of RoPE.
+    if rope.get("mscale_all_dim") and kind in ROPE_SCALINGS and kind != "yarn":
+        raise ConfigError(
+            f"rope_scaling of type {kind!r} with mscale_all_dim={rope['mscale_all_dim']} is not supported for this "
+            "model type: te-models reads it with type 'yarn'"
+        )
     sizes = {name: theirs[name] for name in LATENT_SIZES}
     return {"latent_attention": sizes, "rope_interleaved": theirs["rope_interleave"]}
 

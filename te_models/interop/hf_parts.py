@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from te_models.config.attention import AttentionSpec
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, check_known
 
@@ -119,26 +120,50 @@ def _write_multiplier(config: ModelConfig) -> float:
 
 
 def _read_laguna(theirs: Values) -> Fields:
-    """Read the gate; refuse layers with different numbers of heads."""
-    heads = theirs["num_attention_heads"]
+    """Read the gate, and the heads of each kind of layer; refuse layers of one kind with different heads."""
     gates = {True: "headwise", "per-head": "headwise", "per-element": "elementwise"}
-    if any(
-        layer_heads != heads for layer_heads in theirs.get("num_attention_heads_per_layer") or ()
-    ):
-        raise ConfigError("num_attention_heads_per_layer with different numbers is not supported")
     if theirs["gating"] not in gates:
         raise ConfigError(
             f"gating={theirs['gating']!r} is not supported: te-models reads 'per-head' or 'per-element'"
         )
-    return {"attention_gate": gates[theirs["gating"]]}
+    fields: Fields = {"attention_gate": gates[theirs["gating"]]}
+    count = theirs["num_hidden_layers"]
+    kinds = theirs.get("layer_types") or ["full_attention"] * count
+    numbers = theirs.get("num_attention_heads_per_layer") or [theirs["num_attention_heads"]] * count
+    if len(numbers) != count:
+        raise ConfigError(
+            f"num_attention_heads_per_layer has {len(numbers)} entries for {count} layers"
+        )
+    heads_by_kind: dict[str, int] = {}
+    for kind, heads in zip(kinds, numbers, strict=False):
+        if heads_by_kind.setdefault(kind, heads) != heads:
+            raise ConfigError(
+                f"num_attention_heads_per_layer with different numbers in layers of {kind} is not supported"
+            )
+    sliding = heads_by_kind.get("sliding_attention")
+    # Without layers that see all keys, the others' heads are the model's.
+    fields["num_attention_heads"] = heads_by_kind.get("full_attention", sliding)
+    if sliding is not None and sliding != fields["num_attention_heads"]:
+        fields["sliding_heads"] = {
+            "num_attention_heads": sliding,
+            "num_key_value_heads": theirs["num_key_value_heads"],
+            "head_dim": theirs["head_dim"],
+        }
+    return fields
 
 
 def _write_laguna(config: ModelConfig) -> Fields:
     gates = {"headwise": "per-head", "elementwise": "per-element"}
-    heads = [config.num_attention_heads] * config.num_hidden_layers
+    numbers = []
+    for layer in config.layers:
+        if isinstance(layer.mixer, AttentionSpec):
+            numbers.append(layer.mixer.heads.query)
+        else:
+            # Any config is written, to see what the family lacks.
+            numbers.append(config.num_attention_heads)
     return {
         "gating": gates.get(config.attention_gate, False),
-        "num_attention_heads_per_layer": heads,
+        "num_attention_heads_per_layer": numbers,
     }
 
 

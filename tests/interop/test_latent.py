@@ -64,6 +64,11 @@ def test_the_published_config_is_the_published_model() -> None:
         (dict(num_key_value_heads=64), "give num_key_value_heads=128"),
         (dict(q_lora_rank=None, attention_bias=True), "without q_lora_rank has no attention_bias"),
         (dict(kv_lora_rank=0), "latent_attention.kv_lora_rank=0 is out of range"),
+        # transformers sharpens attention by it under any scaling.
+        (
+            dict(rope_scaling=dict(rope_type="dynamic", factor=2.0, mscale_all_dim=1.0)),
+            "type 'dynamic' with mscale_all_dim=1.0 is not supported",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused(changes: dict[str, Any], line: str) -> None:

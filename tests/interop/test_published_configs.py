@@ -38,6 +38,22 @@ GEMMA3 = dict(
     attn_logit_softcapping=None, cache_implementation="hybrid", final_logit_softcapping=None, head_dim=256,
     hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, rms_norm_eps=1e-6,
 )  # fmt: skip
+HUNYUAN = dict(
+    model_type="hunyuan_v1_dense", architectures=["HunYuanDenseV1ForCausalLM"], **SILU, attention_bias=False,
+    head_dim=128, rms_norm_eps=1e-5, rope_theta=10000.0, use_qk_norm=True, use_cla=False, tie_word_embeddings=True,
+    rope_scaling=dict(type="dynamic", alpha=1000.0, factor=1.0, mscale=1.0),
+)  # fmt: skip
+TRINITY = dict(
+    model_type="afmoe", architectures=["AfmoeForCausalLM"], **SILU, **tokens(None, None, None), head_dim=128,
+    global_attn_every_n_layers=4, mup_enabled=True, n_group=1, num_dense_layers=2, num_expert_groups=1,
+    num_experts=128, num_experts_per_tok=8, num_limited_groups=1, num_shared_experts=1, rms_norm_eps=1e-5,
+    rope_scaling=None, rope_theta=10000, route_norm=True, route_scale=2.826, score_func="sigmoid",
+    sliding_window=2048, tie_word_embeddings=False, topk_group=1, use_grouped_mm=True,
+)  # fmt: skip
+QWEN3_VL = dict(
+    **SILU, **tokens(151643, 151645, None), attention_bias=False, head_dim=128, rms_norm_eps=1e-6, rope_theta=5000000,
+    rope_scaling=dict(mrope_interleaved=True, mrope_section=[24, 20, 20], rope_type="default"),
+)  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
     "command-r7b": dict(
         model_type="cohere2", architectures=["Cohere2ForCausalLM"], **SILU, attention_bias=False, head_dim=128,
@@ -163,6 +179,80 @@ PUBLISHED: dict[str, dict[str, Any]] = {
                              beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
                              original_max_position_embeddings=16384),
     ),
+    "hunyuan-1.8b": dict(
+        **HUNYUAN, **sizes(2048, 6144, 32, 16, 4, 120818, 262144), **tokens(120000, 120020, None),
+    ),
+    "hunyuan-7b": dict(
+        **HUNYUAN, **sizes(4096, 14336, 32, 32, 8, 128167, 262144), **tokens(127958, 127960, 127961),
+    ),
+    "trinity-nano-6b-a1b": dict(
+        **TRINITY, **sizes(1024, 3072, 56, 8, 2, 200192, 131072), moe_intermediate_size=256,
+    ),
+    "trinity-mini-26b-a3b": dict(
+        **TRINITY, **sizes(2048, 6144, 32, 32, 4, 200192, 131072), moe_intermediate_size=1024,
+    ),
+    "laguna-xs-2.1": dict(
+        model_type="laguna", architectures=["LagunaForCausalLM"], **SILU, head_dim=128, attention_bias=False,
+        **sizes(2048, 8192, 40, 48, 8, 100352, 262144), **tokens(2, [2, 24], None), rms_norm_eps=1e-6,
+        num_attention_heads_per_layer=[48, 64, 64, 64] * 10, layer_types=[FULL, SLIDING, SLIDING, SLIDING] * 10,
+        sliding_window=512, gating="per-head", num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512,
+        shared_expert_intermediate_size=512, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[0],
+        mlp_layer_types=["dense"] + ["sparse"] * 39, moe_routed_scaling_factor=2.5, moe_router_logit_softcapping=0.0,
+        tie_word_embeddings=False,
+        rope_parameters={FULL: dict(rope_theta=500000.0, rope_type="yarn", factor=32.0, beta_slow=1.0, beta_fast=64.0,
+                                    original_max_position_embeddings=8192, attention_factor=1.3465735902799727,
+                                    partial_rotary_factor=0.5),
+                         SLIDING: dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=1.0)},
+    ),
+    "granite-swash-3b-a600m": dict(
+        model_type="granitemoe_swa", architectures=["GraniteMoeSWAForCausalLM"], **SILU, attention_bias=False,
+        **sizes(1280, 512, 28, 20, 4, 100352, 8192), **tokens(100257, 100257, None), rms_norm_eps=1e-5,
+        num_local_experts=48, num_experts_per_tok=4, shared_intermediate_size=1280, sliding_window=128,
+        layer_types=[FULL if n == 0 or n % 4 == 3 else SLIDING for n in range(28)], embedding_multiplier=12,
+        attention_multiplier=0.015625, residual_multiplier=0.26, logits_scaling=5, rope_theta=10000.0,
+        tie_word_embeddings=True,
+    ),
+    "gemma4-12b": dict(
+        model_type="gemma4_unified",
+        text_config=dict(
+            model_type="gemma4_unified_text", **sizes(3840, 15360, 48, 16, 8, 262144, 262144), head_dim=256,
+            global_head_dim=512, num_global_key_value_heads=1, sliding_window=1024, hidden_size_per_layer_input=0,
+            attention_k_eq_v=True, num_kv_shared_layers=0, final_logit_softcapping=30.0, tie_word_embeddings=True,
+        ),
+    ),
+    "moonlight-16b-a3b": dict(
+        model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"], **SILU, q_lora_rank=None, kv_lora_rank=512,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rope_theta=50000.0, rms_norm_eps=1e-5,
+        **sizes(2048, 11264, 27, 16, 16, 163840, 8192), **tokens(None, None, None), n_routed_experts=64,
+        num_experts_per_tok=6, n_shared_experts=2, moe_intermediate_size=1408, first_k_dense_replace=1, n_group=1,
+        topk_group=1, routed_scaling_factor=2.446, norm_topk_prob=True, scoring_func="sigmoid",
+        topk_method="noaux_tc", tie_word_embeddings=False, num_nextn_predict_layers=0,
+    ),
+    "qwen2.5-vl-7b": dict(
+        model_type="qwen2_5_vl", architectures=["Qwen2_5_VLForConditionalGeneration"], **SILU,
+        **sizes(3584, 18944, 28, 28, 4, 152064, 128000), **tokens(151643, 151645, None), max_window_layers=28,
+        rms_norm_eps=1e-6, rope_scaling=dict(mrope_section=[16, 24, 24], rope_type="default", type="default"),
+        rope_theta=1000000.0, sliding_window=32768, use_sliding_window=False, tie_word_embeddings=False,
+    ),
+    "qwen3-vl-4b": dict(
+        model_type="qwen3_vl", tie_word_embeddings=True,
+        text_config=dict(
+            **QWEN3_VL, model_type="qwen3_vl_text", **sizes(2560, 9728, 36, 32, 8, 151936, 262144),
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen3-vl-32b": dict(
+        model_type="qwen3_vl", tie_word_embeddings=False,
+        text_config=dict(**QWEN3_VL, model_type="qwen3_vl_text", **sizes(5120, 25600, 64, 64, 8, 151936, 262144)),
+    ),
+    "qwen3-vl-30b-a3b": dict(
+        model_type="qwen3_vl_moe", tie_word_embeddings=False,
+        text_config=dict(
+            **QWEN3_VL, model_type="qwen3_vl_moe_text", **sizes(2048, 6144, 48, 32, 4, 151936, 262144),
+            decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True,
+            num_experts=128, num_experts_per_tok=8,
+        ),
+    ),
 }  # fmt: skip
 
 
@@ -274,6 +364,16 @@ def test_gpt_oss_has_the_parameters_that_its_paper_counts(
             "phi-4",
             dict(model_type="laguna", moe_router_logit_softcapping=3.0),
             "moe_router_logit_softcapping=3.0",
+        ),
+        (
+            "laguna-xs-2.1",
+            dict(num_attention_heads_per_layer=[48, 64, 64, 48] * 10),
+            "num_attention_heads_per_layer with different numbers in layers of sliding_attention",
+        ),
+        (
+            "laguna-xs-2.1",
+            dict(num_attention_heads_per_layer=[48, 64]),
+            "num_attention_heads_per_layer has 2 entries for 40 layers",
         ),
         ("phi-4", dict(model_type="gemma3"), "it lacks text_config"),
         ("phi-4", dict(model_type="mistral3"), "it lacks text_config"),
