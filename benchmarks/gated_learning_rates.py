@@ -61,6 +61,11 @@ FURTHER: tuple[dict[str, Any], ...] = (
     dict(size="20m", norms=[False], recipes=["bf16"], rates=[1.4e-3, 2.8e-3], seeds=[1, 2]),
 )
 TINY = dict(steps=4, batch_size=2, seq_len=64, warmup_steps=1, eval_every=0, eval_batches=1)
+KINDS = (
+    "",
+    "qknorm",
+    "124m",
+)  # at the end of a run's name: 20M without qk_norm, 20M with it, gated-124m without it
 Runs = Mapping[str, Mapping[str, Any]]
 # Rows of the plot from the top: a value of a run, the name of its axis, and its scale; "near" shows the least losses.
 DRAWN = (
@@ -237,7 +242,7 @@ def draw(results: Path, out: Path) -> None:
 
 
 def of_kind(runs: Runs, kind: str) -> Runs:
-    """Return the runs of a kind by the names of the study's: "qknorm" or "124m"; "" for those of neither."""
+    """Return the runs of one of `KINDS` by the names that runs of the first kind have."""
     found = {}
     for name, run in runs.items():
         # A name is gate, recipe, rate and seed, and the kind after them.
@@ -271,19 +276,37 @@ def uniform_share() -> float:
 
 
 def draw_results(document: Mapping[str, Any], out: Path) -> None:
-    """Draw the values of `DRAWN` over the learning rate: a column for each recipe, a line for the mean of each gate.
+    """Draw the runs of a study, a column for each kind and recipe that it has."""
+    columns = {}
+    for kind in KINDS:
+        runs = of_kind(document["runs"], kind)
+        for recipe in RECIPES:
+            if any(f"-{recipe}-" in name for name in runs):
+                columns[f"{recipe}, {kind}" if kind else recipe] = (runs, recipe)
+    draw_columns(columns, out)
 
-    Points are seeds. Crosses at the top edge are runs that diverged. Runs that are missing are left out.
+
+def draw_columns(columns: Mapping[str, tuple[Runs, str]], out: Path) -> None:
+    """Draw the values of `DRAWN` over the learning rate: a column for each title, a line for the mean of each gate.
+
+    Points are seeds. Crosses at the top edge are runs that diverged. Runs that are missing are left out. A single
+    column is drawn as a row.
+
+    Args:
+        columns: title -> runs by name, and the recipe whose runs are drawn.
+        out: file of the plot.
     """
     from te_models.training.plots import new_figure, save_figure
 
-    runs = document["runs"]
-    rates = rates_of(runs)
-    recipes = [recipe for recipe in RECIPES if any(f"-{recipe}-" in name for name in runs)]
-    figure = new_figure((3.4 * len(recipes) + 0.6, 2.2 * len(DRAWN) + 0.4))
-    panels = figure.subplots(len(DRAWN), len(recipes), sharex=True, sharey="row", squeeze=False)
+    if len(columns) > 1:
+        figure = new_figure((3.4 * len(columns) + 0.6, 2.2 * len(DRAWN) + 0.4))
+        panels = figure.subplots(len(DRAWN), len(columns), sharex=True, sharey="row", squeeze=False)
+    else:
+        figure = new_figure((3.1 * len(DRAWN), 2.9))
+        panels = figure.subplots(1, len(DRAWN), squeeze=False).T
+    rates = sorted({rate for runs, _ in columns.values() for rate in rates_of(runs)})
     for row, (value, label, scale) in zip(panels, DRAWN, strict=True):
-        for axes, recipe in zip(row, recipes, strict=True):
+        for axes, (runs, recipe) in zip(row, columns.values(), strict=True):
             for number, gate in enumerate(GATES):
                 found = values_by_rate(runs, gate, recipe, value)
                 _draw_gate(axes, found, f"C{number}", f"gate: {gate}")
@@ -296,17 +319,28 @@ def draw_results(document: Mapping[str, Any], out: Path) -> None:
                 axes.axhline(uniform_share(), color="gray", linestyle=":")
         row[0].set_ylabel(label)
         if scale == "near":
-            least = min(run[value] for run in runs.values() if run["diverged"] is None)
+            least = min(_finite_values(columns, value))
             row[0].set_ylim(least - 0.03, least + NEAR)
-    for axes, recipe in zip(panels[0], recipes, strict=True):
-        axes.set_title(recipe)
-    for axes in panels[-1]:
+    for axes, title in zip(panels[0], columns, strict=True):
+        axes.set_title(title)
+    for axes in panels[-1] if len(columns) > 1 else panels[:, 0]:
         axes.set_xlabel("learning rate, in thousandths")
     panels[0, 0].legend(frameon=False, fontsize=8)
-    panels[-1, 0].set_ylim(bottom=0)
-    panels[-1, 0].text(rates[0], 1.08 * uniform_share(), "equal shares", color="gray", fontsize=8)
+    shares = panels[-1, 0]
+    shares.set_ylim(0, max(shares.get_ylim()[1], 1.25 * uniform_share()))
+    shares.text(rates[0], 1.08 * uniform_share(), "equal shares", color="gray", fontsize=8)
     figure.align_ylabels()
     save_figure(figure, out)
+
+
+def _finite_values(columns: Mapping[str, tuple[Runs, str]], value: str) -> list[float]:
+    """Return a value of all drawn runs that did not diverge."""
+    found = []
+    for runs, recipe in columns.values():
+        for gate in GATES:
+            for values in values_by_rate(runs, gate, recipe, value).values():
+                found += [number for number in values if math.isfinite(number)]
+    return found
 
 
 def _draw_gate(axes: Any, found: Mapping[float, list[float]], color: str, label: str) -> None:

@@ -116,7 +116,13 @@ def run(
     """Train what is missing, and write the results of all finished runs whenever one ends."""
     tried = [float(rate) for rate in rates.split(",")]
     all_seeds = [int(seed) for seed in seeds.split(",")]
-    about = dict(environment=environment(), preset=PRESET, settings=TINY if tiny else STEPS)
+    about = dict(
+        environment=environment(),
+        preset=PRESET,
+        settings=TINY if tiny else STEPS,
+        rates=tried,
+        seeds=all_seeds,
+    )
     results = run_study(
         first_runs(tried, all_seeds[0], tiny),
         folder,
@@ -163,14 +169,29 @@ def losses_table(runs: Runs) -> str:
     return markdown(f"optimizer | {columns} | best rate", lines)
 
 
+def missing_runs(document: Mapping[str, Any]) -> list[str]:
+    """Return the names of the runs that a study lacks, also those that its results call for and that never began."""
+    runs = document["runs"]
+    missing = list(document["missing"])
+    following = runs_that_follow(runs, document["rates"], document["seeds"], tiny=False)
+    for run in following:
+        if run.name not in runs and run.name not in missing:
+            missing.append(run.name)
+    return missing
+
+
 @main.command()
 @click.argument("results", type=click.Path(exists=True, path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 def draw(results: Path, out: Path) -> None:
     """Draw held-out loss over the learning rate, and the training loss over steps at each optimizer's best rate."""
+    draw_results(json.loads(results.read_text()), out)
+
+
+def draw_results(document: Mapping[str, Any], out: Path) -> None:
+    """Draw a study as the command `draw` says."""
     from te_models.training.plots import new_figure, save_figure
 
-    document = json.loads(results.read_text())
     runs = document["runs"]
     figure = new_figure((10, 4))
     left, right = figure.subplots(1, 2)

@@ -403,7 +403,7 @@ def run_study(
         per_gpu=per_gpu,
         seconds=seconds,
         mps=mps,
-        changed=lambda found: write_results(out, about, asked, found),
+        changed=lambda found: write_results(out, {**about, "gpus": len(gpus())}, asked, found),
         follow=follow,
     )
     report(results, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from benchmarks.gated_learning_rates import (
     GATES,
     RATES,
     RECIPES,
+    Runs,
     rates_of,
     uniform_share,
     values_by_rate,
@@ -17,7 +19,6 @@ from benchmarks.gated_learning_rates import (
 from benchmarks.small_runs import spread
 from benchmarks.tables.text import load, markdown, measured_on, prose, table
 
-Runs = Mapping[str, Mapping[str, Any]]
 GATED = "gated_learning_rates_h200"
 BEST = 2e-3  # the best rate of all gates and recipes, which the tables are about
 
@@ -37,8 +38,15 @@ def interpolated_best(losses: Mapping[float, float]) -> float:
     at = min(range(len(rates)), key=lambda number: losses[rates[number]])
     if at in (0, len(rates) - 1):
         return rates[at]
-    below, best, above = (losses[rate] for rate in rates[at - 1 : at + 2])
-    return rates[at] * 2 ** ((below - above) / (2 * (below - 2 * best + above)))
+    below, best, above = rates[at - 1 : at + 2]
+    down = math.log(below / best)  # negative
+    up = math.log(above / best)
+    rise_down = losses[below] - losses[best]
+    rise_up = losses[above] - losses[best]
+    # The bottom of a x^2 + b x through (down, rise_down), (0, 0) and (up, rise_up) is at -b / 2a.
+    slope = rise_up * down**2 - rise_down * up**2
+    curvature = rise_down * up - rise_up * down
+    return best * math.exp(-slope / (2 * curvature))
 
 
 def rates_table(result: Mapping[str, Any], seeds: str) -> str:
@@ -60,7 +68,7 @@ def rates_table(result: Mapping[str, Any], seeds: str) -> str:
     tokens = settings["steps"] * settings["batch_size"] * settings["seq_len"]
     about = prose(
         f"Held-out loss in nats per token at each learning rate, {seeds}; {len(runs)} runs of {tokens:,} tokens. "
-        f"{measured_on(result).replace('on one ', 'on four ', 1)}"
+        f"{measured_on(result)}"
     )
     return f"{about}\n\n{markdown(f'recipe | gate | {rates} | best rate, interpolated', lines)}"
 

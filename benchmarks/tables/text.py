@@ -10,6 +10,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results"
 GIB = 2**30
+COUNTS = {1: "one", 2: "two", 4: "four", 8: "eight"}
 TABLES: dict[str, Callable[[], str]] = {}
 
 
@@ -39,7 +40,11 @@ def prose(text: str) -> str:
 def measured_on(result: dict[str, Any]) -> str:
     """Return one sentence with the machine, versions and date of a result."""
     where = result["environment"]
-    parts = [where.get("gpu") and f"one {where['gpu']}", f"torch {where['torch'].split('+')[0]}"]
+    count = COUNTS[result.get("gpus", 1)]
+    parts = [
+        where.get("gpu") and f"{count} {where['gpu']}",
+        f"torch {where['torch'].split('+')[0]}",
+    ]
     if "gpu" in where:
         parts.append(f"Transformer Engine {where['transformer-engine']}")
     return f"Measured on {', '.join(filter(None, parts))}, {where['date']}."
