@@ -165,6 +165,7 @@ def _rotate_fp8_kernel(
         c, g = _rotated(x_at, i + 2, head, seq, cc, sc, first, second, inside)
         d, h = _rotated(x_at, i + 3, head, seq, cd, sd, first, second, inside)
         begin = start + head * dim
+        stop = begin + dim
         # Beyond the last pair there are no columns: the bound of a half is where the other begins.
         end = begin + 2 * half if interleaved else begin + half
         stored = _store_pairs(
@@ -190,19 +191,7 @@ def _rotate_fp8_kernel(
             c = read_head(token_rows(x_at, i + 2, head, seq), other, beside)
             d = read_head(token_rows(x_at, i + 3, head, seq), other, beside)
             three = store_fp8(
-                a,
-                b,
-                c,
-                d,
-                s,
-                group,
-                begin + other,
-                rows,
-                begin + dim,
-                data,
-                transposed,
-                columns,
-                E5M2,
+                a, b, c, d, s, group, begin + other, rows, stop, data, transposed, columns, E5M2
             )
             raise_amax(amax, three)
     raise_amax(amax, largest)
@@ -334,6 +323,7 @@ def _norm_backward_fp8_kernel(
     for step in range(tl.minimum(turned, heads - part * turned)):
         head = part * turned + step
         begin = start + head * dim
+        stop = begin + dim
         end = begin + 2 * half if interleaved else begin + half
         a, e, k, wa, wb, wc = _norm_slopes(
             dy_at, x_at, i, head, seq, ca, sa, channels, exist, factors, eps, dim
@@ -378,19 +368,7 @@ def _norm_backward_fp8_kernel(
         largest = tl.maximum(largest, stored)
         if 2 * half < dim:
             three = store_fp8(
-                k,
-                m,
-                n,
-                o,
-                s,
-                group,
-                begin + other,
-                rows,
-                begin + dim,
-                data,
-                transposed,
-                columns,
-                E5M2,
+                k, m, n, o, s, group, begin + other, rows, stop, data, transposed, columns, E5M2
             )
             raise_amax(amax, three)
     raise_amax(amax, largest)

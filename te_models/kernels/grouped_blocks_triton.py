@@ -26,10 +26,10 @@ from te_models.kernels.expert_blocks_triton import (
 from te_models.kernels.expert_cast_triton import Matrices
 from te_models.kernels.expert_hidden_triton import Activation
 from te_models.kernels.expert_rows import Route
-from te_models.kernels.expert_rows_triton import dots, total
+from te_models.kernels.expert_rows_triton import total
 from te_models.kernels.grouped_linear_triton import Locations, Seen, matrices_of
 from te_models.kernels.groups import Groups
-from te_models.kernels.joint_experts_triton import Passed
+from te_models.kernels.joint_experts_triton import Passed, rows_of_tokens
 
 
 class BlockProjection(NamedTuple):
@@ -76,7 +76,7 @@ def count_blocks_if_seen(
         count_expert_blocks(matrices, groups, quantized, counts)
 
 
-def _turned(
+def _transposed_weights(
     transposed: Tensor | None, scale_inv: Tensor, at: Locations, weights: Sequence[Tensor]
 ) -> WeightBlocks:
     """Return transposed weights in backward, cast again where the forward made none."""
@@ -85,7 +85,7 @@ def _turned(
     return cast_weight_blocks(weights[0], at.again(weights), straight=False)
 
 
-def _again(x: Tensor, groups: Groups, token: Tensor | None) -> Blocks:
+def _transposed_rows(x: Tensor, groups: Groups, token: Tensor | None) -> Blocks:
     """Return transposed rows of x in backward."""
     return cast_blocks(Matrices(x, groups, source=token), straight=False)[0]
 
@@ -115,8 +115,10 @@ class _Blocks(torch.autograd.Function):
         rows = Matrices(x, groups, source=token)
         fp8_x, _ = cast_blocks(rows, turn=turn)
         count_blocks_if_seen(projection.seen_x, rows, groups, fp8_x)
-        saved_x = (x if route is not None else fp8_x.transposed) if trained else None
-        again = weights if fp8_weights.transposed is None else ()
+        saved_x = None
+        if trained:
+            saved_x = fp8_x.transposed if route is None else x
+        to_cast_again = weights if fp8_weights.transposed is None else ()
         ctx.save_for_backward(
             saved_x,
             fp8_x.turned_inv,
@@ -124,7 +126,7 @@ class _Blocks(torch.autograd.Function):
             row,
             fp8_weights.transposed,
             fp8_weights.scale_inv,
-            *again,
+            *to_cast_again,
         )
         ctx.count = len(weights)
         return block_rows_times(fp8_x, fp8_weights, groups, bias, backward=False, dtype=x.dtype)
@@ -133,22 +135,27 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0].contiguous()
         groups = ctx.groups
-        x, x_inverse, token, row, turned, scale_inv, *weights = ctx.saved_tensors
+        x, x_inverse, token, row, w_transposed, scale_inv, *weights = ctx.saved_tensors
         # One pass over dy: both copies, and the sum of its rows for the bias.
         rows = Matrices(dy, groups)
-        slopes, db = cast_blocks(rows, turn=x is not None, summed=ctx.needs_input_grad[1])
-        count_blocks_if_seen(ctx.seen_dy, rows, groups, slopes)
+        fp8_dy, db = cast_blocks(rows, turn=x is not None, summed=ctx.needs_input_grad[1])
+        count_blocks_if_seen(ctx.seen_dy, rows, groups, fp8_dy)
         dx = None
         if ctx.needs_input_grad[0]:
-            b = _turned(turned, scale_inv, ctx.at, weights)
-            dx = block_rows_times(slopes, b, groups, backward=True, dtype=dy.dtype)
-            dx = dx if row is None else ctx.kernels.total(dx, row, None)
+            b = _transposed_weights(w_transposed, scale_inv, ctx.at, weights)
+            dx = block_rows_times(fp8_dy, b, groups, backward=True, dtype=dy.dtype)
+            if row is not None:
+                dx = ctx.kernels.total(dx, row, None)
             del b
-        of_weights: Sequence[Tensor | None] = [None] * ctx.count
+        dweights: Sequence[Tensor | None] = [None] * ctx.count
         if x is not None:
-            fp8_x = Blocks(None, None, x, x_inverse) if token is None else _again(x, groups, token)
-            of_weights = block_weights_from(slopes, fp8_x, groups, dy.dtype).unbind()
-        return dx, db, None, None, None, *of_weights
+            fp8_x = (
+                Blocks(None, None, x, x_inverse)
+                if token is None
+                else _transposed_rows(x, groups, token)
+            )
+            dweights = block_weights_from(fp8_dy, fp8_x, groups, dy.dtype).unbind()
+        return dx, db, None, None, None, *dweights
 
 
 class _Up(torch.autograd.Function):
@@ -172,12 +179,14 @@ class _Up(torch.autograd.Function):
         rows = Matrices(x, groups, source=token)
         fp8_x, _ = cast_blocks(rows, turn=trained and route is None)
         count_blocks_if_seen(up.seen_x, rows, groups, fp8_x)
-        saved_x = (x if route is not None else fp8_x.transposed) if trained else None
+        saved_x = None
+        if trained:
+            saved_x = fp8_x.transposed if route is None else x
         ctx.groups = groups
         ctx.passed = passed
         ctx.at = up.at
         ctx.count = len(weights)
-        again = weights if up.fp8_weights.transposed is None else ()
+        to_cast_again = weights if up.fp8_weights.transposed is None else ()
         ctx.save_for_backward(
             saved_x,
             fp8_x.turned_inv,
@@ -185,7 +194,7 @@ class _Up(torch.autograd.Function):
             row,
             up.fp8_weights.transposed,
             up.fp8_weights.scale_inv,
-            *again,
+            *to_cast_again,
         )
         return block_rows_times(fp8_x, up.fp8_weights, groups, bias, backward=False, dtype=x.dtype)
 
@@ -193,24 +202,29 @@ class _Up(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dtype = grads[0].dtype
         groups = ctx.groups
-        x, x_inverse, token, row, turned, scale_inv, *weights = ctx.saved_tensors
+        x, x_inverse, token, row, w_transposed, scale_inv, *weights = ctx.saved_tensors
         # _Down's backward has written the gradient of gate_up in FP8; what autograd passes on has no data.
         passed = ctx.passed.take()
-        slopes = passed.of_gate_up
+        fp8_dy = passed.of_gate_up
         dx = None
         if ctx.needs_input_grad[0]:
-            b = _turned(turned, scale_inv, ctx.at, weights)
-            dx = block_rows_times(slopes, b, groups, backward=True, dtype=dtype)
-            dx = dx if row is None else total(dx, row, None)
+            b = _transposed_weights(w_transposed, scale_inv, ctx.at, weights)
+            dx = block_rows_times(fp8_dy, b, groups, backward=True, dtype=dtype)
+            if row is not None:
+                dx = total(dx, row, None)
             del b
-        bias = passed.sums
-        slopes = slopes._replace(data=None)  # before the larger gradients of weights
+        dbias = passed.sums
+        fp8_dy = fp8_dy._replace(data=None)  # before the larger gradients of weights
         del passed
-        of_weights: Sequence[Tensor | None] = [None] * ctx.count
+        dweights: Sequence[Tensor | None] = [None] * ctx.count
         if x is not None:
-            fp8_x = Blocks(None, None, x, x_inverse) if token is None else _again(x, groups, token)
-            of_weights = block_weights_from(slopes, fp8_x, groups, dtype).unbind()
-        return dx, bias, None, None, *of_weights
+            fp8_x = (
+                Blocks(None, None, x, x_inverse)
+                if token is None
+                else _transposed_rows(x, groups, token)
+            )
+            dweights = block_weights_from(fp8_dy, fp8_x, groups, dtype).unbind()
+        return dx, dbias, None, None, *dweights
 
 
 class _Down(torch.autograd.Function):
@@ -233,11 +247,11 @@ class _Down(torch.autograd.Function):
         activation = experts.activation
         down = experts.down
         # [R, F] in FP8: the activation is never stored in 16 bits.
-        of_hidden = hidden_blocks(gate_up, groups, activation)
-        count_blocks_if_seen(down.seen_x, None, groups, of_hidden)
+        fp8_hidden = hidden_blocks(gate_up, groups, activation)
+        count_blocks_if_seen(down.seen_x, None, groups, fp8_hidden)
         dtype = gate_up.dtype
         out = block_rows_times(
-            of_hidden, down.fp8_weights, groups, bias, backward=False, dtype=dtype
+            fp8_hidden, down.fp8_weights, groups, bias, backward=False, dtype=dtype
         )
         ctx.groups = groups
         ctx.activation = activation
@@ -248,7 +262,7 @@ class _Down(torch.autograd.Function):
         ctx.trained = any(ctx.needs_input_grad[7:])
         ctx.up = (trained_up, summed_up)
         token, row = (None, None) if route is None else (route.token, route.row)
-        again = weights if down.fp8_weights.transposed is None else ()
+        to_cast_again = weights if down.fp8_weights.transposed is None else ()
         ctx.save_for_backward(
             token,
             row,
@@ -257,7 +271,7 @@ class _Down(torch.autograd.Function):
             None if route is None else out,
             down.fp8_weights.transposed,
             down.fp8_weights.scale_inv,
-            *again,
+            *to_cast_again,
         )
         if route is None:
             return out
@@ -269,25 +283,22 @@ class _Down(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0].contiguous()
         groups = ctx.groups
-        token, row, gates, gate_up, out, turned, scale_inv, *weights = ctx.saved_tensors
+        token, row, gates, gate_up, out, w_transposed, scale_inv, *weights = ctx.saved_tensors
         dtype = dy.dtype
         dgates = None
-        gradient_rows = Matrices(dy, groups)
-        if token is not None:
-            # The gradient of a gate [T, k] is the product of dy and the row's output.
-            dgates, _ = dots(dy, out, row)
-            # The gate of each row [R]; what padding writes lands in the entry behind the last, which is cut off.
-            factor = gates.new_zeros(len(out) + 1).scatter(0, row.flatten(), gates.flatten())[:-1]
-            gradient_rows = Matrices(dy, groups, source=token, factor=factor)
-        slopes, of_bias = cast_blocks(
-            gradient_rows, turn=ctx.trained, summed=ctx.needs_input_grad[2]
-        )
+        if token is None:
+            gradient_rows = Matrices(dy, groups)
+        else:
+            gradient_rows, dgates, _ = rows_of_tokens(
+                dy, groups, token=token, row=row, gates=gates, out=out
+            )
+        fp8_dy, dbias = cast_blocks(gradient_rows, turn=ctx.trained, summed=ctx.needs_input_grad[2])
         seen_up, seen_down = ctx.seen
-        count_blocks_if_seen(seen_down, gradient_rows, groups, slopes)
-        b = _turned(turned, scale_inv, ctx.at, weights)
-        dh = block_rows_times(slopes, b, groups, backward=True, dtype=dtype)
+        count_blocks_if_seen(seen_down, gradient_rows, groups, fp8_dy)
+        b = _transposed_weights(w_transposed, scale_inv, ctx.at, weights)
+        dh = block_rows_times(fp8_dy, b, groups, backward=True, dtype=dtype)
         del b
-        slopes = slopes._replace(data=None)
+        fp8_dy = fp8_dy._replace(data=None)
         trained_up, summed_up = ctx.up
         activation_gradients = gradient_blocks(
             dh,
@@ -300,15 +311,15 @@ class _Down(torch.autograd.Function):
         )
         del dh
         count_blocks_if_seen(seen_up, None, groups, activation_gradients.of_gate_up)
-        of_weights: Sequence[Tensor | None] = [None] * ctx.count
+        dweights: Sequence[Tensor | None] = [None] * ctx.count
         if ctx.trained:
-            of_weights = block_weights_from(
-                slopes, activation_gradients.hidden, groups, dtype
+            dweights = block_weights_from(
+                fp8_dy, activation_gradients.hidden, groups, dtype
             ).unbind()
         # The hidden rows have served the weight gradient above, and are freed before _Up runs.
         nothing = Blocks(None, None, None, None)
         passed = ctx.passed.put(activation_gradients._replace(hidden=nothing), gate_up)
-        return passed, dgates, of_bias, None, None, None, None, *of_weights
+        return passed, dgates, dbias, None, None, None, None, *dweights
 
 
 def in_blocks(

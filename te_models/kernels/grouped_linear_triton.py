@@ -107,9 +107,9 @@ def on_device(numbers: list[int], device: torch.device) -> Tensor:
     out = torch.empty(len(numbers), dtype=torch.int64, device=device)
     with torch.cuda.device_of(out):
         for first in range(0, len(numbers), FILLED):
-            part = numbers[first : first + FILLED]
-            rest = [0] * (FILLED - len(part))
-            _fill_kernel[(1,)](out[first:], len(part), *part, *rest)
+            chunk = numbers[first : first + FILLED]
+            unused = [0] * (FILLED - len(chunk))
+            _fill_kernel[(1,)](out[first:], len(chunk), *chunk, *unused)
     return out
 
 
@@ -133,14 +133,14 @@ class Locations(NamedTuple):
         if before is not None and before.addresses == addresses:
             return before
         # Kernels add these to the first address, since Triton passes one pointer.
-        behind = [address - addresses[0] for address in addresses]
+        distances = [address - addresses[0] for address in addresses]
         # Kernels read 16 bytes at a time.
-        if any(distance % 16 for distance in behind):
+        if any(distance % 16 for distance in distances):
             return None
         size = tensors[0].element_size()
-        places = on_device([distance // size for distance in behind], tensors[0].device)
+        places = on_device([distance // size for distance in distances], tensors[0].device)
         bytes_each = tensors[0].numel() * size
-        together = behind == [bytes_each * number for number in range(len(behind))]
+        together = distances == [bytes_each * number for number in range(len(distances))]
         return cls(addresses, places, together)
 
     @property
@@ -191,6 +191,8 @@ class Stored(NamedTuple):
 
 
 class _BF16(torch.autograd.Function):
+    """The products of all experts in BF16: x [R, I] times weights [O, I] each is [R, O]."""
+
     @staticmethod
     def forward(
         ctx: Context,
@@ -210,7 +212,7 @@ class _BF16(torch.autograd.Function):
             b,
             groups,
             len(weights[0]),
-            bias,
+            bias=bias,
             down=False,
             precise=False,
             dtype=x.dtype,
@@ -231,7 +233,7 @@ class _BF16(torch.autograd.Function):
             return dx, None, None, None, *[None] * len(weights)
         # [E, O], from BF16: the bias gradient is not an FP8 product.
         db = sums_of_rows(dy, ctx.groups) if ctx.needs_input_grad[1] else None
-        of_weights = weights_from(
+        dweights = weights_from(
             a,
             ExpertMatrices(x),
             ctx.groups,
@@ -240,13 +242,16 @@ class _BF16(torch.autograd.Function):
             precise=False,
             dtype=dy.dtype,
         )
-        return dx, db, None, None, *of_weights.unbind()
+        return dx, db, None, None, *dweights.unbind()
 
 
 class _FP8(torch.autograd.Function):
-    """Backward makes transposed copies of weights that came without any: from bytes that are stored anyway, or by the
-    same cast again of weights in high precision, which has the same bits. All layers' copies together would take half
-    as much memory as weights in BF16. So it does with rows of tokens, of which each is there once per expert."""
+    """The products of all experts in FP8.
+
+    Backward makes the transposed copies that the forward did not: of stored weights from their bytes, of weights in
+    high precision by the same cast again, which has the same bits. All layers' copies together would take half as much
+    memory as weights in BF16. Rows that a route repeats (each token once per expert) are cast again too.
+    """
 
     @staticmethod
     def forward(
@@ -274,27 +279,36 @@ class _FP8(torch.autograd.Function):
         count_if_seen(casts.seen_x, rows, groups, fp8_x, E4M3)
         # Tokens [T, I] where rows repeat them, else the transposed FP8 rows [I, P].
         saved_x = x if trained and route is not None else fp8_x.transposed
-        ctx.stored = fp8_weights.data if isinstance(fp8_weights, Stored) else ()
-        turned = None if isinstance(fp8_weights, Stored) else fp8_weights.transposed
-        # Without a transposed copy backward makes one of the weights by the scales of the forward.
-        again = (
-            ()
-            if turned is not None or isinstance(fp8_weights, Stored)
-            else (fp8_weights.scale, *weights)
-        )
+        transposed_weights = None
+        to_cast_again: tuple[Tensor, ...] = ()
+        if isinstance(fp8_weights, Stored):
+            # Backward transposes the stored bytes [O, I] of all experts, which are where `places` says.
+            ctx.stored = fp8_weights.data
+            data = fp8_weights.data[0]
+            places = at.places
+        else:
+            ctx.stored = ()
+            data = fp8_weights.data
+            places = None
+            transposed_weights = fp8_weights.transposed
+            # Without a transposed copy backward makes one of the weights by the scales of the forward.
+            if transposed_weights is None:
+                to_cast_again = (fp8_weights.scale, *weights)
         ctx.save_for_backward(
-            saved_x, fp8_x.scale_inv, fp8_x.scale, token, row, turned, fp8_weights.scale_inv, *again
-        )
-        data, places = (
-            (fp8_weights.data[0], at.places)
-            if isinstance(fp8_weights, Stored)
-            else (fp8_weights.data, None)
+            saved_x,
+            fp8_x.scale_inv,
+            fp8_x.scale,
+            token,
+            row,
+            transposed_weights,
+            fp8_weights.scale_inv,
+            *to_cast_again,
         )
         a = ExpertMatrices(fp8_x.data.view(E4M3), fp8_x.scale_inv)
         b = ExpertMatrices(data.view(E4M3), fp8_weights.scale_inv, places)
         width = len(weights[0] if weights else data)
         return rows_times(
-            a, b, groups, width, bias, down=False, precise=casts.output, dtype=x.dtype
+            a, b, groups, width, bias=bias, down=False, precise=casts.output, dtype=x.dtype
         )
 
     @staticmethod
@@ -303,38 +317,40 @@ class _FP8(torch.autograd.Function):
         groups = ctx.groups
         casts = ctx.casts
         dx = None
-        x, x_inverse, x_scale, token, row, turned, weights_scale, *again = ctx.saved_tensors
-        slopes = Matrices(dy, groups)
-        fp8_dy = cast(slopes, casts.gradient, casts.of_dy, turn=x is not None)
-        count_if_seen(casts.seen_dy, slopes, groups, fp8_dy, casts.gradient)
+        x, x_inverse, x_scale, token, row, w_transposed, w_inverse, *to_cast_again = (
+            ctx.saved_tensors
+        )
+        dy_matrices = Matrices(dy, groups)
+        fp8_dy = cast(dy_matrices, casts.gradient, casts.of_dy, turn=x is not None)
+        count_if_seen(casts.seen_dy, dy_matrices, groups, fp8_dy, casts.gradient)
         db = sums_of_rows(dy, groups) if ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
-            if again:
-                scale, *weights = again
-                turned = cast_transposed(matrices_of(weights, ctx.at.again(weights)), E4M3, scale)
+            if to_cast_again:
+                scale, *weights = to_cast_again
+                w_matrices = matrices_of(weights, ctx.at.again(weights))
+                w_transposed = cast_transposed(w_matrices, E4M3, scale)
             elif ctx.stored:
-                turned = transposed(ctx.stored[0], ctx.at.again(ctx.stored))
+                w_transposed = transposed(ctx.stored[0], ctx.at.again(ctx.stored))
             a = ExpertMatrices(fp8_dy.data.view(casts.gradient), fp8_dy.scale_inv)
-            b = ExpertMatrices(turned.view(E4M3), weights_scale)
+            b = ExpertMatrices(w_transposed.view(E4M3), w_inverse)
             dx = rows_times(
                 a, b, groups, ctx.inputs, down=False, precise=casts.input_gradient, dtype=dy.dtype
             )
-            dx = dx if row is None else ctx.kernels.total(dx, row, None)
-            del turned, a, b  # before the larger gradients of weights
-        of_weights: Sequence[Tensor | None] = [None] * ctx.weights
+            # [P, I]; where rows repeat tokens their gradients are summed: [T, I].
+            if row is not None:
+                dx = ctx.kernels.total(dx, row, None)
+            del w_transposed, a, b  # before the larger gradients of weights
+        dweights: Sequence[Tensor | None] = [None] * ctx.weights
         # Kept apart from `fp8_dy`, whose straight copy is freed before the gradients of weights.
         dy_turned = fp8_dy.transposed
         dy_scale = fp8_dy.scale_inv
         del fp8_dy
         if x is not None and dy_turned is not None:
-            x = (
-                x
-                if token is None
-                else cast_transposed(Matrices(x, groups, source=token), E4M3, x_scale)
-            )
+            if token is not None:
+                x = cast_transposed(Matrices(x, groups, source=token), E4M3, x_scale)
             a = ExpertMatrices(dy_turned.view(casts.gradient), dy_scale)
             b = ExpertMatrices(x.view(E4M3), x_inverse)
-            of_weights = weights_from(
+            dweights = weights_from(
                 a,
                 b,
                 groups,
@@ -345,7 +361,7 @@ class _FP8(torch.autograd.Function):
             ).unbind()
         if casts.after is not None:
             casts.after()
-        return dx, db, None, None, None, None, None, *of_weights
+        return dx, db, None, None, None, None, None, *dweights
 
 
 def in_bf16(x: Tensor, groups: Groups, weights: Weights, bias: Tensor | None = None) -> Tensor:

@@ -69,7 +69,7 @@ class JointExperts(NamedTuple):
 
 
 class _Half(NamedTuple):
-    """The part of a projection, one half of the MLP, that backward needs beside the saved tensors (`_kept`)."""
+    """The part of a projection, one half of the MLP, that backward needs beside the saved tensors (`_saved_of`)."""
 
     casts: Casts
     at: Locations
@@ -93,7 +93,7 @@ def _half(projection: Projection, trained: bool) -> _Half:
     )
 
 
-def _kept(projection: Projection) -> list[Tensor | None]:
+def _saved_of(projection: Projection) -> list[Tensor | None]:
     """Return the tensors of a projection to save: inverse scale, transposed weights, scale, weights in BF16.
 
     Backward needs transposed weights. They are None where it makes them anew, from stored weights or those in BF16.
@@ -117,12 +117,12 @@ def _forward_operand(projection: Projection) -> ExpertMatrices:
 
 def _backward_operand(half: _Half, saved: Sequence[Tensor]) -> ExpertMatrices:
     """Return the transposed weights, made anew where none are there: all layers' would take half of BF16 weights."""
-    scale_inv, turned, scale, *weights = saved
+    scale_inv, w_transposed, scale, *weights = saved
     if half.stored:
-        turned = transposed(half.stored[0], half.at.again(half.stored))
-    elif turned is None:
-        turned = cast_transposed(matrices_of(weights, half.at.again(weights)), E4M3, scale)
-    return ExpertMatrices(turned.view(E4M3), scale_inv)
+        w_transposed = transposed(half.stored[0], half.at.again(half.stored))
+    elif w_transposed is None:
+        w_transposed = cast_transposed(matrices_of(weights, half.at.again(weights)), E4M3, scale)
+    return ExpertMatrices(w_transposed.view(E4M3), scale_inv)
 
 
 class Passed(Generic[T]):
@@ -176,15 +176,17 @@ class _Up(torch.autograd.Function):
             known_amax = amax_of_copies(rows, row_amax(x))
         # With a route backward casts the rows again from the tokens, instead of keeping k transposed copies of each.
         turn = trained and route is None
-        of_x = cast(rows, E4M3, up.casts.of_x, turn=turn, amax=known_amax)
-        count_if_seen(up.casts.seen_x, rows, groups, of_x, E4M3)
-        # Tokens in high precision are smaller than the rows of all experts in FP8.
-        saved_x = (x if route is not None else of_x.transposed) if trained else None
+        fp8_x = cast(rows, E4M3, up.casts.of_x, turn=turn, amax=known_amax)
+        count_if_seen(up.casts.seen_x, rows, groups, fp8_x, E4M3)
+        saved_x = None
+        if trained:
+            # Tokens in high precision are smaller than the rows of all experts in FP8.
+            saved_x = fp8_x.transposed if route is None else x
         ctx.groups = groups
         ctx.passed = passed
         ctx.half = _half(up, trained)
-        ctx.save_for_backward(saved_x, of_x.scale_inv, of_x.scale, token, row, *_kept(up))
-        a = ExpertMatrices(of_x.data.view(E4M3), of_x.scale_inv)
+        ctx.save_for_backward(saved_x, fp8_x.scale_inv, fp8_x.scale, token, row, *_saved_of(up))
+        a = ExpertMatrices(fp8_x.data.view(E4M3), fp8_x.scale_inv)
         return rows_times(
             a,
             _forward_operand(up),
@@ -205,10 +207,10 @@ class _Up(torch.autograd.Function):
         x, x_inverse, x_scale, token, row, *saved_weights = ctx.saved_tensors
         # From backward of the second function, beside the gradient that autograd passes, which holds nothing.
         passed = ctx.passed.take()
-        slopes = passed.of_gate_up
+        fp8_dy = passed.of_gate_up
         dx = None
         if ctx.needs_input_grad[0]:
-            a = ExpertMatrices(slopes.data.view(casts.gradient), slopes.scale_inv)
+            a = ExpertMatrices(fp8_dy.data.view(casts.gradient), fp8_dy.scale_inv)
             b = _backward_operand(half, saved_weights)
             dx = rows_times(
                 a,
@@ -219,21 +221,23 @@ class _Up(torch.autograd.Function):
                 precise=casts.input_gradient,
                 dtype=dtype,
             )
-            # Back from rows to tokens: the gradients of the k rows of a token add up.
-            dx = dx if row is None else total(dx, row, None)
+            # Back from rows [R, D] to tokens [T, D]: the gradients of the k rows of a token add up.
+            if row is not None:
+                dx = total(dx, row, None)
             del a, b  # before the larger gradients of weights
-        bias = passed.sums
-        of_rows, inverse = slopes.transposed, slopes.scale_inv
-        del passed, slopes
-        of_weights: Sequence[Tensor | None] = [None] * half.count
+        dbias = passed.sums
+        dy_transposed = fp8_dy.transposed
+        dy_inverse = fp8_dy.scale_inv
+        del passed, fp8_dy
+        dweights: Sequence[Tensor | None] = [None] * half.count
         if half.trained:
-            turned = x
+            x_transposed = x
             if token is not None:
-                turned = cast_transposed(Matrices(x, groups, source=token), E4M3, x_scale)
-            assert of_rows is not None
-            a = ExpertMatrices(of_rows.view(casts.gradient), inverse)
-            b = ExpertMatrices(turned.view(E4M3), x_inverse)
-            of_weights = weights_from(
+                x_transposed = cast_transposed(Matrices(x, groups, source=token), E4M3, x_scale)
+            assert dy_transposed is not None
+            a = ExpertMatrices(dy_transposed.view(casts.gradient), dy_inverse)
+            b = ExpertMatrices(x_transposed.view(E4M3), x_inverse)
+            dweights = weights_from(
                 a,
                 b,
                 groups,
@@ -244,7 +248,7 @@ class _Up(torch.autograd.Function):
             ).unbind()
         if casts.after is not None:
             casts.after()
-        return dx, bias, None, None, *of_weights
+        return dx, dbias, None, None, *dweights
 
 
 class _Down(torch.autograd.Function):
@@ -268,9 +272,9 @@ class _Down(torch.autograd.Function):
         up = experts.up
         down = experts.down
         del weights  # see _Up
-        of_hidden = hidden(gate_up, groups, activation, down.casts.of_x)
-        count_if_seen(down.casts.seen_x, None, groups, of_hidden, E4M3)
-        a = ExpertMatrices(of_hidden.data.view(E4M3), of_hidden.scale_inv)
+        fp8_hidden = hidden(gate_up, groups, activation, down.casts.of_x)
+        count_if_seen(down.casts.seen_x, None, groups, fp8_hidden, E4M3)
+        a = ExpertMatrices(fp8_hidden.data.view(E4M3), fp8_hidden.scale_inv)
         out = rows_times(
             a,
             _forward_operand(down),
@@ -293,10 +297,10 @@ class _Down(torch.autograd.Function):
             row,
             gates,
             gate_up,
-            of_hidden.scale_inv,
-            of_hidden.scale,
+            fp8_hidden.scale_inv,
+            fp8_hidden.scale,
             None if route is None else out,
-            *_kept(down),
+            *_saved_of(down),
         )
         if route is None:
             return out
@@ -312,29 +316,34 @@ class _Down(torch.autograd.Function):
         token, row, gates, gate_up, h_inverse, h_scale, out, *saved_weights = ctx.saved_tensors
         dtype = dy.dtype
         dgates = None
-        known = None
-        gradient_rows = Matrices(dy, groups)
-        if token is not None:
-            # The gradient of a gate is dy times the output of the row; the same pass finds the amax of each token of
-            # dy.
-            dgates, of_tokens = dots(dy, out, row)
-            # The gate of each row; padding of tokens points to the row behind the last.
-            factor = gates.new_zeros(len(out) + 1).scatter(0, row.flatten(), gates.flatten())[:-1]
-            gradient_rows = Matrices(dy, groups, source=token, factor=factor)
+        known_amax = None
+        if token is None:
+            gradient_rows = Matrices(dy, groups)
+        else:
+            gradient_rows, dgates, amax_of_tokens = rows_of_tokens(
+                dy, groups, token=token, row=row, gates=gates, out=out
+            )
             if casts.of_dy is None:
-                known = amax_of_copies(gradient_rows, of_tokens)
+                known_amax = amax_of_copies(gradient_rows, amax_of_tokens)
         sums = None
         if ctx.needs_input_grad[2]:
             sums = room_for_sums(groups, dy.shape[1], dy.device)
-        slopes = cast(
-            gradient_rows, casts.gradient, casts.of_dy, turn=half.trained, amax=known, sums=sums
+        fp8_dy = cast(
+            gradient_rows,
+            casts.gradient,
+            casts.of_dy,
+            turn=half.trained,
+            amax=known_amax,
+            sums=sums,
         )
-        count_if_seen(casts.seen_dy, gradient_rows, groups, slopes, casts.gradient)
+        count_if_seen(casts.seen_dy, gradient_rows, groups, fp8_dy, casts.gradient)
         tiles, _ = tiles_of(groups, turn=half.trained)
-        of_bias = None if sums is None else total_sums(sums, tiles, dtype)
-        a = ExpertMatrices(slopes.data.view(casts.gradient), slopes.scale_inv)
-        of_rows, inverse = slopes.transposed, slopes.scale_inv
-        del slopes
+        dbias = None if sums is None else total_sums(sums, tiles, dtype)
+        a = ExpertMatrices(fp8_dy.data.view(casts.gradient), fp8_dy.scale_inv)
+        # Kept apart from `fp8_dy`, whose straight copy is freed after the first product.
+        dy_transposed = fp8_dy.transposed
+        dy_inverse = fp8_dy.scale_inv
+        del fp8_dy
         b = _backward_operand(half, saved_weights)
         dh = rows_times(
             a,
@@ -346,26 +355,26 @@ class _Down(torch.autograd.Function):
             dtype=dtype,
         )
         del a, b
+        up = ctx.up.casts
         activation_gradients = gradients(
             dh,
             gate_up,
             groups,
             ctx.activation,
-            ctx.up.casts.gradient,
-            ctx.up.casts.of_dy,
+            up.gradient,
+            up.of_dy,
             h_scale if half.trained else None,
             turn=ctx.up.trained,
             summed=ctx.summed_up,
         )
         del dh
-        up = ctx.up.casts
         count_if_seen(up.seen_dy, None, groups, activation_gradients.of_gate_up, up.gradient)
-        of_weights: Sequence[Tensor | None] = [None] * half.count
+        dweights: Sequence[Tensor | None] = [None] * half.count
         if half.trained:
-            assert of_rows is not None and activation_gradients.hidden is not None
-            a = ExpertMatrices(of_rows.view(casts.gradient), inverse)
+            assert dy_transposed is not None and activation_gradients.hidden is not None
+            a = ExpertMatrices(dy_transposed.view(casts.gradient), dy_inverse)
             b = ExpertMatrices(activation_gradients.hidden.view(E4M3), h_inverse)
-            of_weights = weights_from(
+            dweights = weights_from(
                 a,
                 b,
                 groups,
@@ -377,7 +386,22 @@ class _Down(torch.autograd.Function):
         passed = ctx.passed.put(activation_gradients._replace(hidden=None), gate_up)
         if casts.after is not None:
             casts.after()
-        return passed, dgates, of_bias, None, None, None, None, *of_weights
+        return passed, dgates, dbias, None, None, None, None, *dweights
+
+
+def rows_of_tokens(
+    dy: Tensor, groups: Groups, *, token: Tensor, row: Tensor, gates: Tensor, out: Tensor
+) -> tuple[Matrices, Tensor, Tensor]:
+    """Return the gradient of the experts' outputs `out` [R, D], of the gates [T, k], and dy's amax of each token [T].
+
+    dy [T, D] is the gradient of the sum of each token's rows; a row's is dy of its token times its gate, which the cast
+    multiplies.
+    """
+    # The gradient of a gate is dy times the output of the row; the same pass finds the amax of each token of dy.
+    dgates, amax_of_tokens = dots(dy, out, row)
+    # The gate of each row; padding of tokens points to the row behind the last.
+    factor = gates.new_zeros(len(out) + 1).scatter(0, row.flatten(), gates.flatten())[:-1]
+    return Matrices(dy, groups, source=token, factor=factor), dgates, amax_of_tokens
 
 
 def experts_in_fp8(x: Tensor, gates: Tensor | None, experts: JointExperts) -> Tensor:
