@@ -5,7 +5,7 @@
     python benchmarks/gated_learning_rates.py more --folder lr --out gated_learning_rates_more.json
     python benchmarks/gated_learning_rates.py draw lr.json --out lr.png
 
-About 20 million parameters and 30 million tokens for each run, or with --size 124m gated-124m and 16 million. Called
+About 20 million parameters and 30 million tokens for each run, or with --size 124m gated-124m and 10 million. Called
 again with the same folder it goes on with the runs that are missing. `more` trains what was chosen after the first
 study: gated-124m, qk_norm, and rates near the best one. After training each model is looked at: the largest activation
 between its blocks, and the share of attention that goes to the first token of a text.
@@ -46,7 +46,7 @@ SHAPE_20M = dict(
 STEPS = dict(
     steps=1831, batch_size=32, seq_len=512, warmup_steps=100, eval_every=0, eval_batches=16
 )
-STEPS_124M = {**STEPS, "steps": 1000}
+STEPS_124M = {**STEPS, "steps": 600}
 # What `more` trains, in this order; the first run is one of the study again, to compare machines and texts by.
 FURTHER: tuple[dict[str, Any], ...] = (
     dict(size="20m", norms=[False], recipes=["bf16"], rates=[2e-3], seeds=[0], gates=["none"]),

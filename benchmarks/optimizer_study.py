@@ -5,8 +5,9 @@
     python -m benchmarks.optimizer_study draw optimizer_study.json --out optimizer_study.png
 
 Every optimizer trains at several learning rates from one seed, since they do not suit all alike; where the best of them
-is the lowest or the highest, at the next one as well; and at its best rate from the other seeds. Called again with the
-same folder it goes on with the runs that are missing.
+is the lowest or the highest, at the next one as well; and at its best rate from the other seeds. One with 8-bit state
+trains at the best rate of the same optimizer in FP32. Called again with the same folder it goes on with the runs that
+are missing.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from te_models.inspect.environment import environment
 Runs = Mapping[str, Mapping[str, Any]]
 # The slowest first, so that none begins alone at the end.
 OPTIMIZERS = ("muon", "muon8bit", "galore", "adamw8bit", "adamw")
+# With 8-bit state -> the same in FP32.
+TWINS = {"muon8bit": "muon", "adamw8bit": "adamw"}
 RATES = (1e-3, 2e-3, 5e-4)
 RATE_LIMITS = (1.25e-4, 8e-3)  # none below or above is tried
 SEEDS = (0, 1, 2)
@@ -46,8 +49,9 @@ def run_of(optimizer: str, rate: float, seed: int, tiny: bool) -> SmallRun:
 
 
 def first_runs(rates: Sequence[float], seed: int, tiny: bool) -> list[SmallRun]:
-    """Return the runs of every optimizer at every rate from one seed."""
-    pairs = itertools.product(OPTIMIZERS, rates)
+    """Return the runs at every rate from one seed, of every optimizer but those with 8-bit state."""
+    searched = [name for name in OPTIMIZERS if name not in TWINS]
+    pairs = itertools.product(searched, rates)
     return [run_of(optimizer, rate, seed, tiny) for optimizer, rate in pairs]
 
 
@@ -57,10 +61,12 @@ def runs_that_follow(
     """Return the runs that the results call for, for each optimizer that has run at all rates from the first seed.
 
     Where its best rate is at an end of the rates that it has run at: the run at half or at twice that rate. Else the
-    runs from the other seeds at its best rate.
+    runs from the other seeds at its best rate, and there from all seeds of its twin with 8-bit state.
     """
     following = []
     for optimizer in OPTIMIZERS:
+        if optimizer in TWINS:
+            continue
         losses = losses_of_seed(results, optimizer, seeds[0])
         if not set(losses) >= set(rates):
             continue
@@ -74,6 +80,9 @@ def runs_that_follow(
             following.append(run_of(optimizer, next_rate, seeds[0], tiny))
         else:
             following += [run_of(optimizer, best, seed, tiny) for seed in seeds[1:]]
+            for twin, name in TWINS.items():
+                if name == optimizer:
+                    following += [run_of(twin, best, seed, tiny) for seed in seeds]
     return following
 
 

@@ -19,7 +19,6 @@ from benchmarks.gated_learning_rates import (
     values_by_rate,
 )
 from benchmarks.optimizer_study import (
-    OPTIMIZERS,
     first_runs,
     losses_table,
     mean_curve,
@@ -115,7 +114,7 @@ def test_further_runs_are_of_each_kind_once():
 def test_optimizer_study_tries_every_rate_from_one_seed_first():
     made = first_runs([1e-3, 2e-3], 7, tiny=False)
     assert {run.name for run in made} == {
-        f"{name}-{rate}-7" for name in OPTIMIZERS for rate in ("0.001", "0.002")
+        f"{name}-{rate}-7" for name in ("muon", "galore", "adamw") for rate in ("0.001", "0.002")
     }
     assert {run.config["learning_rate"] for run in made} == {1e-3, 2e-3}
 
@@ -129,14 +128,26 @@ def followed(losses):
     return [run.name for run in runs_that_follow(results, [5e-4, 1e-3, 2e-3], [0, 1, 2], False)]
 
 
+def twins(rate):
+    return [f"adamw8bit-{rate}-{seed}" for seed in range(3)]
+
+
 def test_optimizer_study_goes_on_from_the_best_rate():
     inner = {5e-4: 3.0, 1e-3: 2.0, 2e-3: 2.5}
-    assert followed(inner) == ["adamw-0.001-1", "adamw-0.001-2"]
+    assert followed(inner) == ["adamw-0.001-1", "adamw-0.001-2", *twins(0.001)]
     assert followed({**inner, 2e-3: 1.0}) == ["adamw-0.004-0"]
-    assert followed({**inner, 2e-3: 1.0, 4e-3: math.inf}) == ["adamw-0.002-1", "adamw-0.002-2"]
+    assert followed({**inner, 2e-3: 1.0, 4e-3: math.inf}) == [
+        "adamw-0.002-1",
+        "adamw-0.002-2",
+        *twins(0.002),
+    ]
     assert followed({**inner, 5e-4: 1.0}) == ["adamw-0.00025-0"]
     # No rate is tried beyond the limits; a rate that has not run yet is waited for.
-    assert followed({**inner, 4e-3: 1.5, 8e-3: 1.0}) == ["adamw-0.008-1", "adamw-0.008-2"]
+    assert followed({**inner, 4e-3: 1.5, 8e-3: 1.0}) == [
+        "adamw-0.008-1",
+        "adamw-0.008-2",
+        *twins(0.008),
+    ]
     assert followed({5e-4: 3.0, 1e-3: 2.0}) == []
 
 
