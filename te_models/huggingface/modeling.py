@@ -55,7 +55,7 @@ from te_models.huggingface.stated_outputs import OUTPUTS, note_outputs, stated_o
 from te_models.interop.hf import hugging_face_documents
 from te_models.interop.hub import local_folder, split_options
 from te_models.interop.remote_code.cache_name_te_models import CACHE, CACHES, cache_by_either_name
-from te_models.model.inputs import check_inputs, checked_tokens
+from te_models.model.inputs import check_labels, checked_tokens
 from te_models.model.router import RoutingReport
 from te_models.model.targets import IGNORED
 from te_models.saving.pretrained import refuse_pickle
@@ -346,7 +346,7 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
         ids = input_ids if inputs_embeds is None else None
         tokens = checked_tokens(self.model.config, ids, inputs_embeds, self.model.device)
         for targets in labels:
-            check_inputs(self.model.config, tokens, targets, None, None, None)
+            check_labels(tokens, targets)
         return tokens
 
     def _past(self, past: Cache | None, use_cache: bool | None, wants_loss: bool) -> Cache | None:

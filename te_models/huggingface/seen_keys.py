@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 from te_models.config.model import ModelConfig
 from te_models.files.formats import Fields
 from te_models.huggingface.cache import CacheView
+from te_models.model.inputs import positions_in_documents
 
 
 def seen_keys(
@@ -38,7 +39,7 @@ def seen_keys(
             return dict(attention_mask=mask)
         if mask is None:
             documents = _documents(positions)  # [B, S]
-            usual = _positions_in_documents(documents)  # [B, S]
+            usual = positions_in_documents(documents)  # [B, S]
             if not traced and torch.equal(positions, usual):
                 # Bins of one document each need no ids.
                 return dict(document_ids=documents) if bool(documents[:, -1].any()) else {}
@@ -54,14 +55,6 @@ def _documents(positions: Tensor) -> Tensor:
     """Return the number of each token's document, int64 [B, S]: one begins where positions [B, S] do not go on."""
     # With the position before the first one in front, so that documents count from 0.
     return (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
-
-
-def _positions_in_documents(documents: Tensor) -> Tensor:
-    """Return the positions of tokens that count from the start of their documents [B, S]."""
-    started = documents.diff(prepend=documents[:, :1] - 1) != 0
-    place = torch.arange(documents.shape[1], device=documents.device)
-    # The largest start up to a token is the start of its own document.
-    return place - torch.where(started, place, 0).cummax(-1).values
 
 
 def _count_tokens(positions: Tensor, mask: Tensor) -> bool:

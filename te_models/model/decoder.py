@@ -271,8 +271,9 @@ class Decoder(DecoderRecipe):
                 the largest tensor of a step, are never stored as a whole.
             logits_to_keep: compute the logits of this many of the newest positions only; not with labels.
             document_ids: int [B, S], the document that each token of a row belongs to, each in one piece: attention
-                stays inside it and positions count from its start, as if it had a row to itself. Below 0: padding.
-                None: each row is one document. Not with a cache or an attention_mask.
+                stays inside it and positions count from its start, as if it had a row to itself, so that a row may be
+                longer than max_position_embeddings where no document is. Below 0: padding. None: each row is one
+                document. Not with a cache or an attention_mask.
             is_first_microbatch: under gradient accumulation, True in the first micro-batch of a step, which quantizes
                 the weights and caches the result, False in the others, which use it (unless the weights have changed
                 since); None quantizes them every time and caches nothing.

@@ -53,6 +53,7 @@ class DecoderFacts(nn.Module):
         config: the shape.
         engine: "native" or "emulated".
         precision: the precision of each te.Linear.
+        fp8_params: the weights of the FP8 layers are stored in FP8.
         embed_tokens: the embedding.
         layers: the blocks.
         kernels: the operations between its GEMMs.
@@ -61,6 +62,7 @@ class DecoderFacts(nn.Module):
     config: ModelConfig
     engine: str
     precision: ModelPrecision
+    fp8_params: bool
     embed_tokens: nn.Embedding
     layers: nn.ModuleList
     kernels: Kernels
@@ -86,11 +88,20 @@ class DecoderFacts(nn.Module):
         relink(self, self.precision.te_recipe_of)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Raise a UsageError for conversions to FP64 or FP16: `to`, `type`, `double` and `half` all call this."""
+        """Raise a UsageError for conversions to FP64 or FP16, and with FP8 weights to any other dtype.
+
+        `to`, `type`, `float`, `double` and `half` all call this.
+        """
         # `fn` says nothing about itself: an empty tensor shows the dtype that it makes.
         dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         if dtype in REFUSED_DTYPES and dtype != self.dtype:
             raise UsageError(REFUSED_DTYPES[dtype])
+        if self.fp8_params and dtype != self.dtype:
+            # A conversion passes over weights in FP8, and leaves a model of two dtypes.
+            raise UsageError(
+                f"a live model with FP8 weights does not change its dtype: build or load it with dtype={dtype}, or "
+                "without fp8_params"
+            )
         # They would stay where the model was.
         forget_kept_weights(self)
         return super()._apply(fn, recurse)

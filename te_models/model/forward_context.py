@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from te_models.kernels.expert_rows import Route
 from te_models.kernels.groups import Groups
 from te_models.kernels.sdpa import attention_mask, chunk_numbers, masks_nothing
 from te_models.model.context_parallel import SharedRows, TokenShare
+from te_models.model.inputs import positions_in_documents
 from te_models.model.kv_cache import Cache, DecodingCache
 from te_models.model.recompute import Recompute
 from te_models.model.rope import rotary_tables
@@ -441,8 +441,7 @@ def _positions(
     seq: int, token_mask: Tensor | None, documents: Tensor | None, device: torch.device
 ) -> Tensor:
     """Return how many tokens of its row, or of its document, come before each token: int64 [S] or [B, S]."""
-    place = torch.arange(seq, device=device)
     if documents is not None:
-        first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=False)
-        return place - torch.where(first, place, 0).cummax(dim=1).values
+        return positions_in_documents(documents)
+    place = torch.arange(seq, device=device)
     return place if token_mask is None else (token_mask.cumsum(-1) - 1).clamp(min=0)

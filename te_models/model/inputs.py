@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.config.model import ModelConfig
@@ -103,27 +104,65 @@ def check_inputs(
     document_ids: Tensor | None,
 ) -> None:
     """Raise a UsageError for other arguments of Decoder.forward that do not fit `tokens` [B, S, ...] or each other."""
+    documents = document_ids
+    if documents is None and cache is not None:
+        documents = cache.documents
     length = tokens.shape[1] + (cache.length if cache else 0)
-    others = {"attention_mask": attention_mask, "document_ids": document_ids, "labels": labels}
-    unfit = []
-    for name, t in others.items():
+    if documents is None and length > config.longest_sequence:
+        raise UsageError(_too_long("a sequence", length, config))
+    check_labels(tokens, labels)
+    for name, t in {"attention_mask": attention_mask, "document_ids": document_ids}.items():
         if t is not None and (why := _unfit(name, t, tokens)):
-            unfit.append(why)
-    mistake = ""
-    if length > config.longest_sequence:
-        mistake = f"a sequence of {length} tokens is longer than {config.length_limit}: shorten it or raise that field"
-    elif unfit:
-        mistake = unfit[0]
-    elif document_ids is not None and (
-        document_ids.is_floating_point() or document_ids.is_complex()
-    ):
-        mistake = f"document_ids is of {document_ids.dtype}: give whole numbers, such as an int64 tensor [B, S]"
-    elif labels is not None and labels.dtype != torch.int64:
-        mistake = f"labels is of {labels.dtype}: give an int64 tensor [B, S]"
-    elif document_ids is not None and not (cache is None and attention_mask is None):
-        mistake = "document_ids goes with neither a cache nor an attention_mask: give padding the document -1"
-    if mistake:
-        raise UsageError(mistake)
+            raise UsageError(why)
+    if document_ids is not None:
+        if document_ids.is_floating_point() or document_ids.is_complex():
+            raise UsageError(
+                f"document_ids is of {document_ids.dtype}: give whole numbers, such as an int64 tensor [B, S]"
+            )
+        if cache is not None or attention_mask is not None:
+            raise UsageError(
+                "document_ids goes with neither a cache nor an attention_mask: give padding the document -1"
+            )
+    # Positions restart in each document, so a row of many may be longer than the model allows for one.
+    if documents is not None and length > config.longest_sequence and _is_readable(documents):
+        longest = longest_document(documents)
+        if longest > config.longest_sequence:
+            raise UsageError(_too_long("a document", longest, config))
+
+
+def check_labels(tokens: Tensor, labels: Tensor | None) -> None:
+    """Raise a UsageError for labels that do not fit `tokens` [B, S, ...]."""
+    if labels is None:
+        return
+    if why := _unfit("labels", labels, tokens):
+        raise UsageError(why)
+    if labels.dtype != torch.int64:
+        raise UsageError(f"labels is of {labels.dtype}: give an int64 tensor [B, S]")
+
+
+def positions_in_documents(documents: Tensor) -> Tensor:
+    """Return how many tokens of its document come before each token, int64 [B, S]; `documents` [B, S] has their ids."""
+    place = torch.arange(documents.shape[1], device=documents.device)
+    first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=False)
+    # The largest start up to a token is the start of its own document.
+    return place - torch.where(first, place, 0).cummax(dim=1).values
+
+
+def longest_document(documents: Tensor) -> int:
+    """Return the number of tokens of the longest document of ids [B, S], of which those below 0 are padding."""
+    positions = positions_in_documents(documents)
+    return int((positions + 1).where(documents >= 0, 0).max())
+
+
+def _too_long(text: str, length: int, config: ModelConfig) -> str:
+    return f"{text} of {length} tokens is longer than {config.length_limit}: shorten it or raise that field"
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Return whether the values of a tensor can be read: not in a trace, in a capture, nor on the meta device."""
+    if torch.compiler.is_compiling() or tensor.device.type == "meta":
+        return False
+    return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def _unfit(name: str, value: object, tokens: Tensor) -> str:

@@ -13,7 +13,7 @@ from places import PLACE
 
 from te_models import CausalLM
 from te_models.config.recipe import FP8_WEIGHTS, get_recipe
-from te_models.errors import CheckpointError
+from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import (
     is_quantized,
     load_quantized_weights,
@@ -458,6 +458,19 @@ def test_a_weight_from_transposed_values_gets_its_own_gradients(recipe: str) -> 
     optimizer.step()
     master = optimizer.masters_by_id()[id(parameter)]
     torch.testing.assert_close(master, value - 1e-2 * gradient.sign(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_another_dtype_is_refused_before_anything_changes(recipe: str) -> None:
+    """Module.float converts the other parameters alone, and the first product has two dtypes."""
+    model = build(recipe)
+    wrapped = torch.nn.Sequential(model)
+    for change in (torch.nn.Module.float, lambda module: module.to(torch.float32)):
+        with pytest.raises(UsageError, match="^a live model with FP8 weights does not change"):
+            change(wrapped)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    model.bfloat16()
+    model(batch(0), labels=batch(0)).loss.backward()
 
 
 def test_a_swap_that_needs_other_codes_is_refused() -> None:

@@ -248,6 +248,26 @@ def test_a_forward_pass_is_that_of_transformers(
         torch.testing.assert_close(ours.loss, theirs.loss, **CLOSE)
 
 
+@pytest.mark.parametrize("case", ["llama", "qwen2-mixed-window"])
+@torch.no_grad()
+def test_a_row_of_documents_may_be_longer_than_a_text_of_the_model(
+    case: str, pair: Callable[..., Any]
+) -> None:
+    """As collators without padding make of a batch (DataCollatorWithFlattening, TRL's padding_free)."""
+    models = pair(case)
+    longest = models.ours.model.config.longest_sequence
+    lengths = [longest, longest - 3, 5]
+    ids = torch.randint(3, 60, (1, sum(lengths)), generator=torch.Generator().manual_seed(2))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    found = models.ours(ids, position_ids=positions, labels=ids, use_cache=False)
+    expected = models.theirs(ids, position_ids=positions, use_cache=False)
+    torch.testing.assert_close(found.logits, expected.logits, **CLOSE)
+    # Two documents, the first of which is too long.
+    positions = torch.cat([torch.arange(longest + 1), torch.arange(longest + 1)])[None]
+    with pytest.raises(UsageError, match=f"^a document of {longest + 1} tokens is longer"):
+        models.ours(torch.zeros_like(positions), position_ids=positions, use_cache=False)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_predicts_nothing(side: str, pair: Callable[..., Any]) -> None:
     """transformers counts the first token of a row after padding, from logits that mean nothing."""

@@ -37,6 +37,11 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a mask of one row": (IDS, {"attention_mask": IDS[:1] >= 0}, r"attention_mask has shape \[1, 3\], "),
     "a mask of scores": (IDS, {"attention_mask": torch.zeros(2, 1, 3, 3)}, r"attention_mask has shape \[2, 1, 3, 3\]"),
     "documents of one dimension": (IDS, {"document_ids": IDS[0]}, r"document_ids has shape \[3\], "),
+    "a document of too many tokens": (
+        torch.zeros(1, 2060, dtype=torch.long),
+        {"document_ids": (torch.arange(2060)[None] > 10).long()},
+        "a document of 2049 tokens is longer than max_",
+    ),
     "documents beside a mask": (
         IDS, {"document_ids": IDS, "attention_mask": IDS >= 0}, "document_ids goes with neither a cache nor an attentio"
     ),
@@ -90,6 +95,29 @@ def test_labels_outside_the_vocabulary_of_the_model_of_transformers(model: Causa
     modeling = pytest.importorskip("te_models.huggingface.modeling")
     with pytest.raises(UsageError, match="^a label is 64: give 0 to 63"):
         modeling.TEModelsForCausalLM.wrap(model)(IDS, labels=IDS.clone().fill_(64))
+
+
+@torch.no_grad()
+def test_a_row_of_documents_may_be_longer_than_the_longest_of_them() -> None:
+    """Positions restart in each, so that a row of 40 tokens has no position that a model of 16 lacks."""
+    model = CausalLM.from_preset(
+        "gated-nano",
+        device="cpu",
+        dtype=torch.float32,
+        max_position_embeddings=16,
+        num_key_value_heads=1,
+        **SHAPE,
+    ).eval()
+    ids = torch.randint(0, 64, (1, 40), generator=torch.Generator().manual_seed(1))
+    # Documents of 16, 13, and 10 tokens, and one of padding at the end, which is no document's.
+    lengths = [16, 13, 10]
+    documents = torch.tensor([0] * 16 + [1] * 13 + [2] * 10 + [-1])[None]
+    packed = model(ids, labels=ids.clone(), document_ids=documents)
+    start = 0
+    for length in lengths:
+        alone = model(ids[:, start : start + length]).logits
+        torch.testing.assert_close(packed.logits[:, start : start + length], alone)
+        start += length
 
 
 def test_ids_of_int32_are_those_of_int64(model: CausalLM) -> None:
