@@ -4,7 +4,8 @@
     python benchmarks/expert_profile.py --shapes olmoe --recipes bf16,delayed --profile
 
 Slices of published models with a vocabulary of 32,000 and no BF16 edges. All recipes of a shape exist side by side and
-take turns, each as the CUDA graph that `Trainer` runs where its layers allow one; times are medians of CUDA events.
+take turns, each as the CUDA graph that `Trainer` runs where its layers allow one. Times are medians of CUDA events
+around several steps (`--together`), which a training loop queues without waiting in between.
 """
 
 from __future__ import annotations
@@ -70,13 +71,15 @@ WARM_UP = 5
 
 # The first row of which a word is in a kernel's name says of what kind it is.
 KINDS: list[tuple[str, tuple[str, ...]]] = [
-    ("products of experts", ("_rows_kernel", "_weights_kernel", "grouped_mm", "groupproblem")),
-    ("casts of experts", ("expert_cast", "_amax_kernel", "_cast_kernel", "_transpose_kernel")),
-    ("rows to experts and back", ("_gather_kernel", "_total_kernel")),
+    ("products of experts", ("_rows_kernel", "_rows_by_tma", "_weights_kernel", "grouped_mm", "groupproblem")),
+    ("casts of experts", ("expert_cast", "_amax_kernel", "_cast_kernel", "_transpose_kernel", "_flat_kernel")),
+    ("casts of experts", ("_turned_kernel", "_hidden_kernel", "_gradient_kernel")),
+    ("rows to experts and back", ("_gather_kernel", "_total_kernel", "_dots_kernel")),
+    ("router", ("_choose_kernel", "_count_kernel", "_before_kernel", "_padding_kernel", "_place_kernel", "_ends_")),
     ("attention", ("cudnn_generated", "flash", "_span_", "_attention", "fmha")),
     ("other products", ("nvjet", "gemm", "cutlass", "splitk")),
     ("SwiGLU", ("swiglu", "gated_act", "dgated", "silu")),
-    ("norms", ("rmsnorm", "_norm_kernel", "rms_norm")),
+    ("norms", ("rmsnorm", "_norm_kernel", "_norm_backward", "rms_norm")),
     ("RoPE and gate", ("_rotate", "rope", "_gate")),
     ("router", ("sort", "radix", "searchsorted", "topk", "scan", "softmax", "gather", "scatter", "index")),
     ("casts", ("cast_transpose", "cast", "amax", "quantize", "transpose")),
@@ -116,14 +119,15 @@ def step_of(
     return eager, reason
 
 
-def milliseconds(step: Callable[[], Tensor]) -> float:
-    """Return the time of a step on the GPU."""
+def milliseconds(step: Callable[[], Tensor], steps: int = 1) -> float:
+    """Return the time of a step on the GPU, of so many that the host queues one after the other, as training does."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    step()
+    for _ in range(steps):
+        step()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end)
+    return start.elapsed_time(end) / steps
 
 
 def kernels(step: Callable[[], Tensor], steps: int = 3) -> list[dict[str, Any]]:
@@ -155,13 +159,21 @@ def by_kind(rows: list[dict[str, Any]]) -> dict[str, float]:
 @click.command()
 @click.option("--shapes", default=",".join(SHAPES), show_default=True)
 @click.option("--recipes", default="bf16,current,delayed,blockwise", show_default=True)
-@click.option("--steps", default=15, show_default=True)
+@click.option("--steps", default=15, show_default=True, help="Measurements of each recipe.")
+@click.option("--together", default=4, show_default=True, help="Steps of a measurement.")
 @click.option("--profile/--no-profile", "profiled", default=False, help="Print kernels by kind.")
 @click.option("--top", default=40, show_default=True, help="Kernels to print.")
 @click.option("--tiny", is_flag=True, help="Shrunken shapes anywhere: a test of this program.")
 @click.option("--out", type=click.Path(path_type=Path))
 def main(
-    shapes: str, recipes: str, steps: int, profiled: bool, top: int, tiny: bool, out: Path | None
+    shapes: str,
+    recipes: str,
+    steps: int,
+    together: int,
+    profiled: bool,
+    top: int,
+    tiny: bool,
+    out: Path | None,
 ) -> None:
     """Measure every recipe on every shape."""
     if not tiny:
@@ -198,11 +210,12 @@ def main(
         times: dict[str, list[float]] = defaultdict(list)
         for _ in range(steps if ids.is_cuda else 0):
             for recipe, step in steps_of.items():
-                times[recipe].append(milliseconds(step))
+                times[recipe].append(milliseconds(step, together))
         for recipe, row in rows.items():
             if ids.is_cuda:
                 row["ms"] = statistics.median(times[recipe])
                 row["all_ms"] = times[recipe]
+                row["steps_together"] = together
             if "bf16" in rows and ids.is_cuda:
                 row["speed_over_bf16"] = rows["bf16"]["ms"] / row["ms"]
             shown = {key: value for key, value in row.items() if key != "all_ms"}

@@ -43,7 +43,7 @@ from transformer_engine.pytorch.quantization import (
     get_align_size_for_quantization,
 )
 
-from te_models.engine import native_experts
+from te_models.engine import native_experts, native_scales
 from te_models.engine.native_handover import handover
 from te_models.engine.native_norm import LayerNormWithoutBias
 from te_models.engine.native_observers import (
@@ -83,6 +83,7 @@ class StoredLinear(Linear):
         return linear_with_remade_weight(super().forward, self, inp, **options)
 
 
+native_scales.install()
 StoredGroupedLinear = native_experts.StoredGroupedLinear
 runs_stored_experts = native_experts.runs_stored_experts
 STORED_RECIPES = native_experts.STORED_RECIPES

@@ -75,7 +75,7 @@ def _gradient_kernel(
     COLUMNS: tl.constexpr,
 ):
     e, address, begin, rows, group = find_matrix(
-        tl.program_id(0), gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
+        tl.program_id(0), gate_up, None, first, tiles, 2 * columns, count, EXPERTS, ROWS
     )
     if token is not None:
         token += begin

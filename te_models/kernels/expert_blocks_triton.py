@@ -184,7 +184,7 @@ def _cast_kernel(
     COLUMNS: tl.constexpr,
 ):
     e, address, begin, rows, group = find_matrix(
-        tl.program_id(0), x, source, first, tiles, None, columns, count, EXPERTS, ROWS
+        tl.program_id(0), x, source, first, tiles, columns, count, EXPERTS, ROWS
     )
     if source is not None:
         source += begin
@@ -247,7 +247,7 @@ def _hidden_kernel(
     COLUMNS: tl.constexpr,
 ):
     e, address, begin, rows, group = find_matrix(
-        tl.program_id(0), gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
+        tl.program_id(0), gate_up, None, first, tiles, 2 * columns, count, EXPERTS, ROWS
     )
     if token is not None:
         token += begin

@@ -22,7 +22,7 @@ from te_models.kernels.expert_scales_triton import (
 from te_models.kernels.fp8_tiles_triton import raise_amax, store_fp8
 from te_models.kernels.groups import LINE, Groups
 
-ROWS, COLUMNS = 64, 64  # of a tile
+ROWS, COLUMNS, WARPS = 64, 64, 4  # of a tile
 ROW_COLUMNS = 2048  # of a row, that one program reads at a time
 GROUP_ROWS, SPLIT = 256, 8  # rows whose amaxes a program reads at a time, and programs per expert
 
@@ -30,9 +30,10 @@ GROUP_ROWS, SPLIT = 256, 8  # rows whose amaxes a program reads at a time, and p
 class Matrices(NamedTuple):
     """A matrix per expert, with as many columns as `data`, in which they lie below each other.
 
-    With `places`, int64 [E], `data` is one of them, and matrix e begins places[e] elements behind it, a multiple of 8.
-    With `source`, int64 [R], row r of them all is row source[r] of `data`, or zeros if that is not one of its rows, and
-    with `factor` too, FP32 [R], that row times factor[r], rounded to the dtype of `data`.
+    With `places`, int64 [E], `data` is one of them, and matrix e begins places[e] elements behind it, a multiple of 8;
+    such matrices are counted alone, and cast as expert_weights_triton.EqualMatrices. With `source`, int64 [R], row r of
+    them all is row source[r] of `data`, or zeros if that is not one of its rows, and with `factor` too, FP32 [R], that
+    row times factor[r], rounded to the dtype of `data`.
     """
 
     data: Tensor
@@ -49,7 +50,6 @@ def find_matrix(
     source,
     first,
     tiles,
-    places,
     columns,
     count,
     EXPERTS: tl.constexpr,
@@ -66,9 +66,7 @@ def find_matrix(
     begin = tl.load(first + e)
     rows = tl.where(passed < count, tl.load(first + e + 1) - begin, 0)
     before = tl.load(tiles + tl.maximum(e - 1, 0), e > 0, 0)
-    if places is not None:
-        data += tl.multiple_of(tl.load(places + e), 8)
-    elif source is None:
+    if source is None:
         data += begin * columns
     return e, data, begin, rows, (tile - before) * (ROWS // 4)
 
@@ -131,7 +129,6 @@ def _cast_kernel(
     # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
-    places,
     # measured amaxes, FP32 [E], or delayed `scales`; `factors` [2, E] get inverse scale and scale
     amax,
     scales,
@@ -158,7 +155,7 @@ def _cast_kernel(
     tile = tl.program_id(0)
     place = tl.program_id(1)
     e, address, begin, rows, group = find_matrix(
-        tile, data, source, first, tiles, places, columns, count, EXPERTS, ROWS
+        tile, data, source, first, tiles, columns, count, EXPERTS, ROWS
     )
     j = place.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     if source is not None:
@@ -171,7 +168,7 @@ def _cast_kernel(
         raise_amax(amax + e, tl.abs(values))
         return
     scale = scale_of(e, scales, amax, stride, E5M2)
-    note_scale(factors, e, count, scale, group, rows, place)
+    note_scale(factors, first, e, count, scale, group, rows, place)
     group += tl.arange(0, ROWS // 4)
     i = 4 * group
     a = load_rows(address, source, factor, tokens, i, j, rows, columns)
@@ -185,13 +182,12 @@ def _cast_kernel(
     lines = tl.multiple_of(
         tl.load(turned + e + 1) - here, 4
     )  # of the transposed copy, zeros behind the last row
-    apart = lines if pitch is None else pitch
     if out is not None:
         out += begin * columns
     if transposed is not None:
-        transposed += here * columns if pitch is None else here
+        transposed += here
     largest = store_fp8(
-        a, b, c, d, scale, group, j, rows, columns, out, transposed, columns, E5M2, apart, lines
+        a, b, c, d, scale, group, j, rows, columns, out, transposed, columns, E5M2, pitch, lines
     )
     if scales is not None:
         raise_amax(amax + e * stride, largest)
@@ -211,34 +207,11 @@ def _total_sums_kernel(sums, tiles, out, columns, TILES: tl.constexpr, COLUMNS: 
     tl.store(out + e * columns + j, tl.sum(total, 0).to(out.dtype.element_ty), j < columns)
 
 
-@triton.jit
-def _transpose_kernel(data, places, out, rows, columns, SIZE: tl.constexpr):
-    e = tl.program_id(2).to(tl.int64)
-    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    j = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    inside = (i < rows)[:, None] & (j < columns)[None, :]
-    matrix = data + tl.multiple_of(tl.load(places + e), 8)
-    values = tl.load(matrix + i[:, None] * columns + j[None, :], inside)
-    at = out + e * rows * columns + j[:, None] * rows + i[None, :]
-    tl.store(at, tl.trans(values), (j < columns)[:, None] & (i < rows)[None, :])
-
-
-def transposed(data: Tensor, places: Tensor) -> Tensor:
-    """Return bytes of equal matrices [O, K], the first of which is `data`, transposed: uint8 [E, K, O]."""
-    rows, columns = data.shape
-    count = len(places)
-    out = torch.empty(count, columns, rows, dtype=torch.uint8, device=data.device)
-    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, ROWS), count)
-    with torch.cuda.device_of(data):
-        _transpose_kernel[grid](data, places, out, rows, columns, SIZE=ROWS)
-    return out
-
-
 class FP8Matrices(NamedTuple):
     """FP8 of `Matrices`, uint8: data [R, K], and `transposed` or None.
 
-    With places, matrices [K, rows] follow each other in it. Otherwise it is [K, Groups.apart.most], whose columns are
-    the rows of `Groups.apart`, zeros where an expert has no row.
+    `transposed` is [K, Groups.apart.most], whose columns are the rows of `Groups.apart`, zeros where an expert has no
+    row. Of weights it holds the matrices [K, rows] one after the other.
     scale_inv FP32 [E] are the factors from data to values, and scale [E] those from values to data.
     """
 
@@ -337,12 +310,8 @@ def total_sums(sums: Tensor, tiles: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _room_for_transposed(matrices: Matrices) -> Tensor:
-    columns = matrices.data.shape[1]
-    if matrices.places is None:
-        return room_for_rows_turned(matrices.groups, columns, matrices.data.device)
-    return torch.empty(
-        matrices.groups.most, columns, dtype=torch.uint8, device=matrices.data.device
-    )
+    data = matrices.data
+    return room_for_rows_turned(matrices.groups, data.shape[1], data.device)
 
 
 def room_for_rows_turned(groups: Groups, columns: int, device: torch.device) -> Tensor:
@@ -360,23 +329,17 @@ def _launch(
     sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Write `data` and `transposed`, those that there are. Return FP8Matrices.scale_inv and FP8Matrices.scale."""
+    assert matrices.places is None
     groups = matrices.groups
     columns = matrices.data.shape[1]
     count = groups.experts
     device = matrices.data.device
     scales, amax, measured = amaxes(delayed, known, count, device)
-    factors = torch.ones(2, count, device=device)
+    factors = torch.empty(2, count, device=device)
     sizes: dict[str, Any] = dict(
-        EXPERTS=triton.next_power_of_2(count), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4
+        EXPERTS=triton.next_power_of_2(count), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS
     )
-    tiles, high = tiles_of(groups, turn=transposed is not None and matrices.places is None)
-    # Transposed matrices at `places` follow each other; transposed rows lie side by side, each expert's from a
-    # multiple of 128 bytes on.
-    turned = groups
-    pitch = None
-    if matrices.places is None:
-        turned = groups.apart
-        pitch = groups.apart.most
+    tiles, high = tiles_of(groups, turn=transposed is not None)
     across = triton.cdiv(columns, COLUMNS)
     with torch.cuda.device_of(matrices.data):
         for measures in (True, False) if measured else (False,):
@@ -387,14 +350,13 @@ def _launch(
                 tokens=len(matrices.data),
                 first=groups.first,
                 tiles=tiles,
-                places=matrices.places,
                 amax=amax,
                 scales=scales,
                 factors=factors,
                 out=data,
                 transposed=transposed,
-                turned=turned.first,
-                pitch=pitch,
+                turned=groups.apart.first,
+                pitch=groups.apart.most,
                 sums=sums,
                 columns=columns,
                 count=count,

@@ -14,6 +14,7 @@ from torch import Tensor
 from te_models.kernels.expert_cast_triton import (
     COLUMNS,
     ROWS,
+    WARPS,
     FP8Matrices,
     find_matrix,
     room_for_rows_turned,
@@ -132,7 +133,7 @@ def _hidden_kernel(
     tile = tl.program_id(0)
     place = tl.program_id(1)
     e, address, begin, rows, group = find_matrix(
-        tile, gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
+        tile, gate_up, None, first, tiles, 2 * columns, count, EXPERTS, ROWS
     )
     if token is not None:
         token += begin
@@ -143,7 +144,7 @@ def _hidden_kernel(
         raise_amax(amax + e, tl.abs(value))
         return
     scale = scale_of(e, scales, amax, stride, E5M2)
-    note_scale(factors, e, count, scale, group, rows, place)
+    note_scale(factors, first, e, count, scale, group, rows, place)
     group += tl.arange(0, ROWS // 4)
     i = 4 * group
     a = hidden_values(address, token, tokens, i, j, rows, columns, alpha, LIMIT)
@@ -198,7 +199,7 @@ def _gradient_kernel(
     tile = tl.program_id(0)
     place = tl.program_id(1)
     e, address, begin, rows, group = find_matrix(
-        tile, gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
+        tile, gate_up, None, first, tiles, 2 * columns, count, EXPERTS, ROWS
     )
     if token is not None:
         token += begin
@@ -212,7 +213,7 @@ def _gradient_kernel(
         raise_amax(amax + e, tl.maximum(tl.abs(of_gate), tl.abs(of_up)))
         return
     scale = scale_of(e, scales, amax, stride, E5M2)
-    note_scale(factors, e, count, scale, group, rows, place)
+    note_scale(factors, first, e, count, scale, group, rows, place)
     group += tl.arange(0, ROWS // 4)
     i = 4 * group
     a, p, s = gradient_values(slope, address, token, tokens, i, j, rows, columns, alpha, LIMIT)
@@ -252,7 +253,10 @@ def _gradient_kernel(
 
 def _sizes(groups: Groups) -> dict[str, Any]:
     return dict(
-        EXPERTS=triton.next_power_of_2(groups.experts), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4
+        EXPERTS=triton.next_power_of_2(groups.experts),
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        num_warps=WARPS,
     )
 
 
@@ -266,7 +270,7 @@ def hidden(
     columns = gate_up.shape[1] // 2
     count = groups.experts
     out = torch.empty(groups.most, columns, dtype=torch.uint8, device=gate_up.device)
-    factors = torch.ones(2, count, device=gate_up.device)
+    factors = torch.empty(2, count, device=gate_up.device)
     tiles = groups.tiles(ROWS)
     scales, amax, measured = amaxes(delayed, None, count, gate_up.device)
     across = triton.cdiv(columns, COLUMNS)
@@ -333,7 +337,7 @@ def gradients(
     transposed = room_for_rows_turned(groups, 2 * columns, device) if turn else None
     again = None if hidden_scale is None else room_for_rows_turned(groups, columns, device)
     sums = room_for_sums(groups, 2 * columns, device) if summed else None
-    factors = torch.ones(2, count, device=device)
+    factors = torch.empty(2, count, device=device)
     tiles, high = tiles_of(groups, turn=turn or again is not None)
     scales, amax, measured = amaxes(delayed, None, count, device)
     across = triton.cdiv(columns, COLUMNS)

@@ -37,8 +37,16 @@ def scale_of(e, scales, amax, stride, E5M2: tl.constexpr):
 
 
 @triton.jit
-def note_scale(factors, e, count, scale, group, rows, place):
-    """Write the scale and its inverse, from one program per matrix with rows."""
+def note_scale(factors, first, e, count, scale, group, rows, place):
+    """Write the scale and its inverse, from one program per matrix; they are 1 where it has no rows.
+
+    Matrix e begins at row first[e]. The grid has at least as many programs as there are matrices.
+    """
+    own = tl.program_id(0)
+    writes = (place == 0) & (own < count)
+    empty = writes & (tl.load(first + own, writes, 0) == tl.load(first + own + 1, writes, 1))
+    tl.store(factors + own, 1.0, empty)
+    tl.store(factors + count + own, 1.0, empty)
     if (group == 0) & (rows > 0) & (place == 0):
         tl.store(factors + e, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
         tl.store(factors + count + e, scale)

@@ -21,10 +21,15 @@ from te_models.kernels.expert_cast_triton import (
     Matrices,
     cast,
     cast_transposed,
-    transposed,
 )
 from te_models.kernels.expert_rows import Route
 from te_models.kernels.expert_scales_triton import Delayed
+from te_models.kernels.expert_weights_triton import (
+    EqualMatrices,
+    cast_equal,
+    transposed,
+    turned_equal,
+)
 from te_models.kernels.grouped_gemm_triton import ExpertMatrices, rows_times, weights_from
 from te_models.kernels.groups import Groups
 from te_models.kernels.row_sums_triton import sums_of_rows
@@ -169,14 +174,17 @@ class Weights(NamedTuple):
         self, delayed: Delayed | None = None, turn: bool = True, seen: Seen | None = None
     ) -> FP8Matrices:
         """Return the weights in FP8, with `turn` transposed too; `seen` counts the cast."""
-        matrices = matrices_of(self.tensors, self.at.places)
-        quantized = cast(matrices, E4M3, delayed, turn)
-        count_if_seen(seen, matrices, matrices.groups, quantized, E4M3)
+        places = self.at.places
+        equal = EqualMatrices(self.tensors[0], places)
+        quantized = FP8Matrices(*cast_equal(equal, delayed, turn=turn))
+        if seen is not None and seen.counts is not None:
+            matrices = matrices_of(self.tensors, places)
+            count_if_seen(seen, matrices, matrices.groups, quantized, E4M3)
         return quantized
 
 
 def matrices_of(weights: Sequence[Tensor], places: Tensor) -> Matrices:
-    """Return the operand of a cast."""
+    """Return weights as the matrices that `count_experts` counts."""
     return Matrices(
         weights[0], Groups.equal(len(weights), len(weights[0]), weights[0].device), places
     )
@@ -327,8 +335,8 @@ class _FP8(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             if to_cast_again:
                 scale, *weights = to_cast_again
-                w_matrices = matrices_of(weights, ctx.at.again(weights))
-                w_transposed = cast_transposed(w_matrices, E4M3, scale)
+                w_matrices = EqualMatrices(weights[0], ctx.at.again(weights))
+                w_transposed = turned_equal(w_matrices, scale)
             elif ctx.stored:
                 w_transposed = transposed(ctx.stored[0], ctx.at.again(ctx.stored))
             a = ExpertMatrices(fp8_dy.data.view(casts.gradient), fp8_dy.scale_inv)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,18 +63,30 @@ class Groups:
         """
         most = self.most + self.experts * (LINE - 1)
         # -(-a // b) rounds a / b up.
-        return Groups(_ends(-(-self.first.diff() // LINE) * LINE), -(-most // LINE) * LINE)
+        if self.first.is_cuda:
+            first = _kernels().apart(self.first, LINE)
+        else:
+            first = _ends(-(-self.first.diff() // LINE) * LINE)
+        return Groups(first, -(-most // LINE) * LINE)
 
     def tiles(self, height: int) -> Tensor:
         """Return how many tiles of `height` rows each expert and all before it have together, int64 [E]."""
         if height not in self._tiles:
-            self._tiles[height] = (-(-self.first.diff() // height)).cumsum(0)
+            if self.first.is_cuda:
+                self._tiles[height] = _kernels().tiles(self.first, height)
+            else:
+                self._tiles[height] = (-(-self.first.diff() // height)).cumsum(0)
         return self._tiles[height]
 
     def high(self, height: int) -> int:
         """Return the most tiles of `height` rows that all experts together may have, as the host knows it."""
         # Each expert has at most one tile that is not full.
         return -(-self.most // height) + self.experts
+
+
+def _kernels() -> Any:
+    """Return te_models.kernels.groups_triton, which only GPUs need: Triton is not everywhere."""
+    return importlib.import_module("te_models.kernels.groups_triton")
 
 
 def _ends(rows: Tensor) -> Tensor:

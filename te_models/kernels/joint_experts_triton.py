@@ -25,11 +25,11 @@ from te_models.kernels.expert_cast_triton import (
     row_amax,
     tiles_of,
     total_sums,
-    transposed,
 )
 from te_models.kernels.expert_hidden_triton import Activation, HiddenGradients, gradients, hidden
 from te_models.kernels.expert_rows import Route
 from te_models.kernels.expert_rows_triton import dots, total
+from te_models.kernels.expert_weights_triton import EqualMatrices, transposed, turned_equal
 from te_models.kernels.grouped_gemm_triton import ExpertMatrices, rows_times, weights_from
 from te_models.kernels.grouped_linear_triton import (
     E4M3,
@@ -37,7 +37,6 @@ from te_models.kernels.grouped_linear_triton import (
     Locations,
     Stored,
     count_if_seen,
-    matrices_of,
 )
 from te_models.kernels.groups import Groups
 
@@ -121,7 +120,8 @@ def _backward_operand(half: _Half, saved: Sequence[Tensor]) -> ExpertMatrices:
     if half.stored:
         w_transposed = transposed(half.stored[0], half.at.again(half.stored))
     elif w_transposed is None:
-        w_transposed = cast_transposed(matrices_of(weights, half.at.again(weights)), E4M3, scale)
+        w_matrices = EqualMatrices(weights[0], half.at.again(weights))
+        w_transposed = turned_equal(w_matrices, scale)
     return ExpertMatrices(w_transposed.view(E4M3), scale_inv)
 
 

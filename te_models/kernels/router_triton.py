@@ -1,4 +1,4 @@
-"""The choice of experts and the places of their rows in Triton: three small kernels in place of three sorts."""
+"""The choice of experts and the places of their rows in Triton: five small kernels in place of three sorts."""
 
 import torch
 import triton
@@ -8,6 +8,8 @@ from torch import Tensor
 from te_models.kernels.groups import Groups
 
 TOKENS = 32  # of a program
+# Of a program that sums up: blocks of tokens at a time, and experts; and rows of one that fills.
+BLOCKS, ABREAST, ROWS = 128, 8, 1024
 
 
 @triton.jit
@@ -46,6 +48,54 @@ def _count_kernel(chosen, counts, tokens, count, k, EXPERTS: tl.constexpr, TOKEN
         one = tl.load(chosen + t * k + j, t < tokens, count)
         per_token += (one[:, None] == e[None, :]).to(tl.int32)
     tl.store(counts + tl.program_id(0) * count + e, tl.sum(per_token, 0), e < count)
+
+
+@triton.jit
+def _before_kernel(
+    # of each block of tokens, int32 [blocks, E]: becomes the rows of the blocks before it
+    counts,
+    # of all blocks, int64 [E]
+    total,
+    blocks,
+    count,
+    BLOCKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    e = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    before = tl.zeros([EXPERTS], tl.int32)
+    for start in range(0, blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)
+        inside = (block < blocks)[:, None] & (e < count)[None, :]
+        at = counts + block[:, None] * count + e[None, :]
+        own = tl.load(at, inside, 0)
+        tl.store(at, before[None, :] + tl.cumsum(own, 0) - own, inside)
+        before += tl.sum(own, 0)
+    tl.store(total + e, before.to(tl.int64), e < count)
+
+
+@triton.jit
+def _padding_kernel(
+    # tokens of each expert, int64 [E], and where its rows begin, int64 [E + 1]
+    counts,
+    first,
+    token,
+    tokens,
+    count,
+    most,
+    alignment,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Let all rows be padding: token T of those of experts, and a number more behind the last expert's."""
+    e = tl.arange(0, EXPERTS)
+    own = tl.load(counts + e, e < count, 0)
+    ends = tl.cumsum((own + alignment - 1) // alignment * alignment, 0)
+    if tl.program_id(0) == 0:
+        tl.store(first + e, tl.zeros_like(ends), e == 0)
+        tl.store(first + 1 + e, ends, e < count)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    behind = (row >= tl.max(ends, 0)).to(tl.int64)
+    tl.store(token + row, tokens + behind, row < most)
 
 
 @triton.jit
@@ -112,21 +162,32 @@ def places(
     blocks = max(1, triton.cdiv(tokens, TOKENS))
     size = triton.next_power_of_2(experts)
     sizes = dict(EXPERTS=size, TOKENS=TOKENS, num_warps=4)
+    # Rows of each expert in each block, then in all blocks before it.
     of_blocks = torch.empty(blocks, experts, dtype=torch.int32, device=device)
+    counts = torch.empty(experts, dtype=torch.int64, device=device)
+    first = torch.empty(experts + 1, dtype=torch.int64, device=device)
     row = torch.empty(tokens, k, dtype=torch.int64, device=device)
-    token = torch.full((most,), tokens, device=device)
+    token = torch.empty(most, dtype=torch.int64, device=device)
     chosen = chosen.contiguous()
+    abreast = min(ABREAST, size)
     with torch.cuda.device_of(row):
         _count_kernel[(blocks,)](chosen, of_blocks, tokens, experts, k, **sizes)
-        # Rows of an expert in all blocks up to each: a kernel for counts, one for places, and this sum between them.
-        up_to = of_blocks.cumsum(0)  # int64
-        counts = up_to[-1].clone()
-        first = torch.zeros(experts + 1, dtype=torch.int64, device=device)
-        padded = (counts + alignment - 1) // alignment * alignment
-        torch.cumsum(padded, 0, out=first[1:])
-        # Behind the last expert's rows a number more.
-        token += torch.arange(most, device=device) >= first[-1]
+        _before_kernel[(triton.cdiv(experts, abreast),)](
+            of_blocks, counts, blocks, experts, BLOCKS=BLOCKS, EXPERTS=abreast, num_warps=4
+        )
+        _padding_kernel[(max(1, triton.cdiv(most, ROWS)),)](
+            counts,
+            first,
+            token,
+            tokens,
+            experts,
+            most,
+            alignment,
+            EXPERTS=size,
+            ROWS=ROWS,
+            num_warps=4,
+        )
         _place_kernel[(blocks,)](
-            chosen, up_to - of_blocks, first, token, row, tokens, experts, k, most, **sizes
+            chosen, of_blocks, first, token, row, tokens, experts, k, most, **sizes
         )
     return token, row, Groups(first, most), counts

@@ -15,12 +15,13 @@ from torch import Tensor
 from te_models.config.chunk_sizes import experts_at_a_time
 from te_models.device.autograd import Context
 from te_models.kernels.expert_cast_triton import (
+    FP8Matrices,
     Matrices,
     cast,
-    cast_transposed,
 )
 from te_models.kernels.expert_rows import Route
 from te_models.kernels.expert_scales_triton import Delayed
+from te_models.kernels.expert_weights_triton import EqualMatrices, cast_equal, turned_equal
 from te_models.kernels.grouped_gemm_triton import ExpertMatrices, rows_times
 from te_models.kernels.grouped_linear_triton import E4M3, Casts
 from te_models.kernels.groups import Groups
@@ -65,15 +66,14 @@ class StoredExperts(NamedTuple):
         """Return the values of some experts, one below the other: [n * O, I]."""
         return joined(self.weights[chunk.experts]).dequantize(self.dtype)
 
-    def matrices(self, chunk: Chunk) -> Matrices:
+    def matrices(self, chunk: Chunk) -> EqualMatrices:
         """Return the values of some experts as the operand of a cast."""
         outputs, inputs = self.sizes
         values = self.values(chunk)
         count = chunk.stop - chunk.start
         # Casts read experts through places, as addresses may lie anywhere; here they follow each other.
         places = torch.arange(count, device=values.device) * (outputs * inputs)
-        equal = Groups.equal(count, outputs, values.device)
-        return Matrices(values[:outputs], equal, places)
+        return EqualMatrices(values[:outputs], places)
 
 
 class _BF16(torch.autograd.Function):
@@ -148,7 +148,7 @@ class _FP8(torch.autograd.Function):
             if delayed is not None:
                 # Views, so that the cast raises the amaxes of these experts in place.
                 delayed = Delayed(delayed.scale[chunk.experts], delayed.amax[chunk.experts])
-            weights = cast(stored.matrices(chunk), E4M3, delayed, turn=False)
+            weights = FP8Matrices(*cast_equal(stored.matrices(chunk), delayed, turn=False))
             rows_times(
                 ExpertMatrices(fp8_x.data.view(E4M3), fp8_x.scale_inv[chunk.experts]),
                 ExpertMatrices(weights.data.view(E4M3), weights.scale_inv),
@@ -179,7 +179,7 @@ class _FP8(torch.autograd.Function):
         dx = torch.empty(groups.most, inputs, dtype=dy.dtype, device=dy.device)
         for chunk in stored.chunks(groups):
             # dx = dy W contracts over O, and FP8 products only over the last dimension of both.
-            turned = cast_transposed(stored.matrices(chunk), E4M3, scales[chunk.experts])
+            turned = turned_equal(stored.matrices(chunk), scales[chunk.experts])
             rows_times(
                 ExpertMatrices(fp8_dy.data.view(casts.gradient), fp8_dy.scale_inv[chunk.experts]),
                 ExpertMatrices(turned.view(E4M3), inverses[chunk.experts]),

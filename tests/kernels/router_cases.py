@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from te_models.config.moe import MoEConfig
+from te_models.kernels import groups_triton, router_triton
 from te_models.kernels.expert_rows_triton import TRITON
+from te_models.kernels.groups import Groups
 from te_models.model.router import Places, choose, places
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,3 +71,26 @@ def test_nan_chooses_other_experts_each_time() -> None:
     moe = MoEConfig(num_experts=6, num_experts_per_tok=4, moe_intermediate_size=8)
     logits = torch.full((3, 6), torch.nan, device=DEVICE)
     assert choose(logits, None, None, moe, TRITON).tolist() == [[3, 2, 1, 0]] * 3
+
+
+def test_more_blocks_of_tokens_than_a_program_sums_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And more experts than one program has, and rows than one fills."""
+    monkeypatch.setattr(router_triton, "BLOCKS", 2)
+    monkeypatch.setattr(router_triton, "ABREAST", 4)
+    monkeypatch.setattr(router_triton, "ROWS", 128)
+    g = torch.Generator().manual_seed(0)
+    chosen = torch.stack([torch.randperm(9, generator=g)[:3] for _ in range(300)])
+    chosen[200:] = 9  # padding
+    chosen = chosen.sort(1, descending=True).values.to(DEVICE)
+    same(places(chosen, 9, 16, True, TRITON), places(chosen, 9, 16, True))
+
+
+@pytest.mark.parametrize("rows", [[3], [16, 0, 80, 1], [0, 0, 128], [129] * 33])
+def test_ends_of_tiles(rows: list[int]) -> None:
+    groups = Groups.of(rows, torch.device("cpu"))
+    first = groups.first.to(DEVICE)
+    for height in (1, 32, 128):
+        assert torch.equal(groups_triton.tiles(first, height).cpu(), groups.tiles(height))
+    assert torch.equal(groups_triton.apart(first, 128).cpu(), groups.apart.first)

@@ -1,0 +1,193 @@
+"""FP8 of the weights of all experts: equal matrices, one launch for each copy and for their largest magnitudes.
+
+The straight copy reads and writes memory in order. The transposed one goes through tiles whose rows and columns are
+whole lines of memory on both sides.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_models.kernels.expert_scales_triton import Delayed, amaxes, scale_of
+from te_models.kernels.fp8_tiles_triton import raise_amax, store_fp8
+from te_models.numerics.fp8_triton import encode_four
+
+# Values of a program that casts in order, and warps of it; rows and columns of a tile, and warps.
+VALUES, FLAT_WARPS = 4096, 4
+ROWS, COLUMNS, TILE_WARPS = 128, 64, 4
+SIDE = 64  # of a tile of bytes
+
+
+class EqualMatrices(NamedTuple):
+    """Matrices [O, K] of which `data` is one; matrix e begins places[e] elements behind it, a multiple of 8.
+
+    places are int64 [E], and O * K is a multiple of 16.
+    """
+
+    data: Tensor
+    places: Tensor
+
+
+@triton.jit
+def _flat_kernel(
+    # the first matrix, and where each is
+    data,
+    places,
+    # delayed scales, or measured amaxes, with one stride; `factors` [2, E] get inverse scale and scale
+    scales,
+    amax,
+    stride,
+    factors,
+    # FP8 of all matrices as words of four bytes
+    out,
+    # values of a matrix, and E
+    size,
+    count,
+    # whether amaxes are raised, and nothing else is done
+    MEASURES: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    e = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0)
+    begin = place * VALUES
+    at = data + tl.multiple_of(tl.load(places + e), 8) + begin + tl.arange(0, VALUES)
+    values = tl.load(at, begin + tl.arange(0, VALUES) < size, 0.0)
+    if MEASURES:
+        raise_amax(amax + e, tl.abs(tl.reshape(values, [1, VALUES]).to(tl.float32)))
+        return
+    scale = scale_of(e, scales, amax, stride, False)
+    if place == 0:
+        tl.store(factors + e, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+        tl.store(factors + count + e, scale)
+    # Of four values that follow each other: first and third, second and fourth.
+    even, odd = tl.split(tl.reshape(values, [VALUES // 4, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    c, d = c.to(tl.float32), d.to(tl.float32)
+    word = encode_four(a * scale, b * scale, c * scale, d * scale, False)
+    n = begin // 4 + tl.arange(0, VALUES // 4)
+    tl.store(out + e * (size // 4) + n, word, n < size // 4)
+    if scales is not None:
+        largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+        raise_amax(amax + e * stride, tl.reshape(largest, [1, VALUES // 4]))
+
+
+@triton.jit
+def _load(address, i, j, rows, columns):
+    inside = (i < rows)[:, None] & (j < columns)[None, :]
+    return tl.load(address + i[:, None] * columns + j[None, :], inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _turned_kernel(
+    # the first matrix [rows, columns], and where each is
+    data,
+    places,
+    # FP32 [E]
+    scales,
+    # uint8: matrices [rows, columns] or None, and [columns, rows]
+    out,
+    transposed,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    e = tl.program_id(2).to(tl.int64)
+    address = data + tl.multiple_of(tl.load(places + e), 8)
+    scale = tl.load(scales + e)
+    group = tl.program_id(1) * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    i = 4 * group
+    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    a = _load(address, i, j, rows, columns)
+    b = _load(address, i + 1, j, rows, columns)
+    c = _load(address, i + 2, j, rows, columns)
+    d = _load(address, i + 3, j, rows, columns)
+    size = rows.to(tl.int64) * columns
+    if out is not None:
+        out += e * size
+    transposed += e * size
+    store_fp8(a, b, c, d, scale, group, j, rows, columns, out, transposed, columns, False)
+
+
+@triton.jit
+def _transpose_kernel(data, places, out, rows, columns, SIZE: tl.constexpr):
+    e = tl.program_id(2).to(tl.int64)
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    j = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = (i < rows)[:, None] & (j < columns)[None, :]
+    matrix = data + tl.multiple_of(tl.load(places + e), 8)
+    values = tl.load(matrix + i[:, None] * columns + j[None, :], inside)
+    at = out + e * rows * columns + j[:, None] * rows + i[None, :]
+    tl.store(at, tl.trans(values), (j < columns)[:, None] & (i < rows)[None, :])
+
+
+def cast_equal(
+    given: EqualMatrices, delayed: Delayed | None = None, *, turn: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Return FP8 of matrices in E4M3, by `delayed` scales, else each by its largest magnitude.
+
+    Returns the fields of expert_cast_triton.FP8Matrices: data uint8 [E * O, K], with `turn` the transposed matrices
+    [K, O] in as many bytes, else None, and the inverse scales and the scales FP32 [E].
+    """
+    rows, columns = given.data.shape
+    count = len(given.places)
+    device = given.data.device
+    data = torch.empty(count * rows, columns, dtype=torch.uint8, device=device)
+    factors = torch.empty(2, count, device=device)
+    scales, amax, measured = amaxes(delayed, None, count, device)
+    with torch.cuda.device_of(data):
+        for measures in (True, False) if measured else (False,):
+            _flat_kernel[(triton.cdiv(rows * columns, VALUES), count)](
+                data=given.data,
+                places=given.places,
+                scales=scales,
+                amax=amax,
+                stride=amax.stride(0),
+                factors=factors,
+                out=data.view(torch.int32),
+                size=rows * columns,
+                count=count,
+                MEASURES=measures,
+                VALUES=VALUES,
+                num_warps=FLAT_WARPS,
+            )
+    inverse, scale = factors.unbind()
+    return data, turned_equal(given, scale) if turn else None, inverse, scale
+
+
+def turned_equal(given: EqualMatrices, scale: Tensor) -> Tensor:
+    """Return the transposed matrices of `cast_equal`, uint8, of a cast by these scales FP32 [E]."""
+    rows, columns = given.data.shape
+    count = len(given.places)
+    out = torch.empty(count * rows, columns, dtype=torch.uint8, device=given.data.device)
+    grid = (triton.cdiv(columns, COLUMNS), triton.cdiv(rows, ROWS), count)
+    with torch.cuda.device_of(out):
+        _turned_kernel[grid](
+            given.data,
+            given.places,
+            scale,
+            None,
+            out,
+            rows,
+            columns,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            num_warps=TILE_WARPS,
+        )
+    return out
+
+
+def transposed(data: Tensor, places: Tensor) -> Tensor:
+    """Return bytes of equal matrices [O, K], the first of which is `data`, transposed: uint8 [E, K, O]."""
+    rows, columns = data.shape
+    count = len(places)
+    out = torch.empty(count, columns, rows, dtype=torch.uint8, device=data.device)
+    grid = (triton.cdiv(rows, SIDE), triton.cdiv(columns, SIDE), count)
+    with torch.cuda.device_of(data):
+        _transpose_kernel[grid](data, places, out, rows, columns, SIZE=SIDE)
+    return out
