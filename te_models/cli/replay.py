@@ -48,6 +48,11 @@ def capture(run: str, steps: tuple[int, ...], every: int) -> None:
     show_line(
         f"{run} keeps {' and '.join(steps_to_keep)} when it gets there; then `te-models replay {run} --step N`"
     )
+    # Steps may be marked before the run starts; a name that was mistyped looks the same.
+    if not (folder / "metrics.jsonl").exists():
+        show_line(
+            f"there is no run in {run} yet: the one that is started with --out {run} keeps them"
+        )
 
 
 @click.command(cls=Command)
@@ -61,6 +66,11 @@ def capture(run: str, steps: tuple[int, ...], every: int) -> None:
     type=click.Choice(["emulated", "native"]),
     default="emulated",
     help="Transformer Engine's numbers anywhere, or itself on a GPU.",
+)
+@option(
+    "--one-process",
+    is_flag=True,
+    help="Run a step of several processes in one, whose scales and sums are others; default: in as many.",
 )
 @option("--once", is_flag=True, help="Run the step once instead of twice.")
 @option(
@@ -90,6 +100,7 @@ def replay(
     step: int,
     device: str | None,
     engine: str,
+    one_process: bool,
     once: bool,
     recipes: tuple[str, ...],
     bf16: tuple[str, ...],
@@ -109,6 +120,7 @@ def replay(
         device=device,
         engine=engine,
         twice=not once,
+        one_process=one_process,
         recipes=recipes,
         bf16=bf16,
         margins=margins,

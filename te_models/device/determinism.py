@@ -9,8 +9,14 @@ import torch
 
 
 @contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Give the same bits for the same inputs on the same GPU, without cuDNN's attention, which is not deterministic."""
+def deterministic(wanted: bool = True) -> Iterator[None]:
+    """Give the same bits for the same inputs on the same GPU, without cuDNN's attention, which is not deterministic.
+
+    Changes nothing if that is not `wanted`.
+    """
+    if not wanted:
+        yield
+        return
     fills: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), fills.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it PyTorch refuses cuBLAS

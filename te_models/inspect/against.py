@@ -22,6 +22,7 @@ from torch import Tensor
 
 from te_models.causal_lm import CausalLM
 from te_models.config.recipe import SCHEMES, Recipe
+from te_models.device.determinism import deterministic
 from te_models.engine import engine_module, get_engine
 from te_models.errors import UsageError
 from te_models.inspect.replay_report import plain
@@ -312,7 +313,8 @@ def loss_here(
         model = CausalLM.from_pretrained(folder, **place)
     except UsageError as error:
         return None, str(error)
-    return evaluate(model, [card.batch]), ""
+    with deterministic(card.deterministic):
+        return evaluate(model, [card.batch]), ""
 
 
 def common(names: Iterator[tuple[str, ...]]) -> tuple[str, ...]:

@@ -7,9 +7,7 @@ the software, which will do the same again.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,29 +15,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from te_models.causal_lm import CausalLM
-from te_models.config.recipe import SCHEMES, Recipe, get_recipe, list_recipes
-from te_models.config.training import TrainConfig
-from te_models.errors import CheckpointError, DataError, TeModelsError, UsageError
-from te_models.fp8.scaling_state import WIDTHS, delayed_states, fp8_max
+from te_models.config.recipe import Recipe, get_recipe, list_recipes
+from te_models.errors import DataError, TeModelsError, UsageError
+from te_models.inspect.replay_processes import processes_here, run_steps
 from te_models.inspect.replay_report import (
     Replay,
     StepRun,
     TensorComparison,
     TensorNumbers,
     Variant,
+    place_name,
     within,
 )
 from te_models.recorder.layout import RecordedTensor
-from te_models.recorder.record import Record, has_record, read_record
+from te_models.recorder.record import Record, check_folder, has_record, read_record
 from te_models.training.captures import Capture, device_name, read_capture
 from te_models.training.metrics import read_events, read_metrics
-from te_models.training.parallel import Parallel
 from te_models.training.recipe_schedule import in_bf16
-from te_models.training.recording import Recorder
 from te_models.training.resume import saved_choices
-from te_models.training.routers import weigh_losses
-from te_models.training.step_passes import StepPasses
 from te_models.training.timing import Row
 
 
@@ -54,8 +47,12 @@ def replay(
     bf16: Sequence[str] = (),
     margins: Sequence[int] = (),
     histories: Sequence[int] = (),
+    one_process: bool = False,
 ) -> Replay:
     """Run a captured step of a run again, compare it with the record, and try changes.
+
+    A step of several processes runs in as many, which are started for it, so that each casts the share that it cast;
+    on GPUs where there is one for each.
 
     Args:
         run: the folder of the run.
@@ -67,37 +64,44 @@ def replay(
         bf16: patterns of te.Linears to try in BF16, such as "layers.3.*", beside the run's own.
         margins: of DelayedScaling, to try.
         histories: amax_history_len of DelayedScaling, to try.
+        one_process: start no processes; one takes the whole batch, with other scales and sums than the run's.
 
     Raises:
+        DataError: there is no such folder.
         CheckpointError: the step was not captured.
+        TeModelsError: the processes failed.
     """
     folder = Path(run)
-    if not folder.is_dir():
-        raise CheckpointError(f"{run} is no folder of a run")
+    check_folder(folder)
     capture = read_capture(folder, step)
     if device is None:
         device = "cpu" if engine == "emulated" else "cuda"
     run_recipe = saved_choices(capture.state)["recipe"]
+    # The same twice: two runs that differ cannot tell anything about a third.
+    same = [run_recipe, run_recipe] if twice else [run_recipe]
+    changes = list(_changes(run_recipe, recipes, bf16, margins, histories))
+    changed = [recipe for _, recipe in changes if isinstance(recipe, Recipe)]
+    processes = 1 if one_process else processes_here(capture, device)
     place: dict[str, Any] = {"device": device, "engine": engine}
-    first = run_step(capture, run_recipe, place)
-    # The same again: two runs that differ cannot tell anything about a third.
-    second = run_step(capture, run_recipe, place) if twice else None
-    variants = [
-        _variant(name, capture, recipe, place)
-        for name, recipe in _changes(run_recipe, recipes, bf16, margins, histories)
-    ]
-    name = device_name(torch.device(device))
+    results = run_steps(folder, capture, [*same, *changed], place, processes)
+    repeated = []
+    for result in results[: len(same)]:
+        if isinstance(result, TeModelsError):
+            raise result
+        repeated.append(result)
+    first, *again = repeated
     return Replay(
         run=str(run),
         step=step,
-        device=name,
+        device=device_name(torch.device(device)),
         engine=engine,
+        processes=processes,
         recorded_on=_recorded_on(capture),
         recorded_loss=_recorded_loss(folder, capture),
         first=first,
-        second=second,
+        second=again[0] if again else None,
         tensors=_compared(folder, capture, first.record),
-        variants=variants,
+        variants=_variants(changes, results[len(same) :]),
     )
 
 
@@ -109,74 +113,9 @@ def try_recipes(run: str | Path, step: int, recipes: Mapping[str, Recipe]) -> li
     """
     capture = read_capture(Path(run), step)
     place = {"device": "cpu", "engine": "emulated"}
-    return [_variant(name, capture, recipe, place) for name, recipe in recipes.items()]
-
-
-def run_step(capture: Capture, recipe: Recipe, place: dict[str, Any]) -> StepRun:
-    """Run a captured step under a recipe, on a model that is loaded anew, without an update."""
-    known = {field.name for field in dataclasses.fields(TrainConfig)}
-    # A capture of another version may have settings that this one does not know.
-    fields = {name: value for name, value in capture.about["config"].items() if name in known}
-    choices = saved_choices(capture.state)
-    saved: Recipe = choices["recipe"]
-    same = saved.to_dict() == recipe.to_dict()
-    # One process computes the whole batch, with no graph; scales are the saved ones if the recipe is the run's own.
-    fields |= dict(parallel="none", cuda_graph=False, calibrate=not same, recipe_schedule="")
-    fields |= dict(tensor_parallel_size=0, expert_parallel_size=0, fp8_dispatch=False)
-    config = TrainConfig(**fields | {"sequence_parallel": False})
-    # Anew for each run: a pass changes scales and histories.
-    model = CausalLM.from_pretrained(
-        capture.state, recipe=recipe, fp8_params=bool(choices["fp8_params"]) and same, **place
-    )
-    # Under another recipe the saved scales would be the wrong ones, or for a format that it does not use.
-    if not same:
-        _scales_of(model)
-    # A model with adapters is loaded to be used, and its run trains them alone.
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            parameter.requires_grad_(True)
-    weigh_losses(model, config)
-    parallel = Parallel()
-    count = len(capture.micro_batches)
-    gradients = parallel.gradients(model, count)
-    recorder = Recorder(model, parallel, every=0, micro_batches=count)
-    passes = StepPasses(model, gradients, parallel, config, recorder)
-    recorder.begin()
-    # Stochastic rounding draws the numbers that the run drew.
-    # The caller's random numbers go on as if nothing had run.
-    with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(capture.random)
-        loss = passes.run(capture.micro_batches, eager=True)
-    entry = recorder.end(capture.step)
-    entry.wait()
-    recorder.detach()
-    trained = [p for p in model.parameters() if gradients.of(p) is not None]
-    norm = parallel.norm(trained, [gradients.of(p) for p in trained])  # type: ignore[misc]
-    record = Record(
-        tensors=recorder.tensors,
-        steps=[capture.step],
-        values=entry.values.numpy()[None],
-        codes=entry.codes.numpy().view(np.uint64)[None],
-    )
-    return StepRun(loss=float(loss), grad_norm=float(norm), record=record)
-
-
-@torch.no_grad()
-def _scales_of(model: CausalLM) -> None:
-    """Make delayed scales anew from the histories that the model has, by the rules of its own recipe."""
-    for name, state in delayed_states(model).items():
-        owner, _, direction = name.rpartition(".")
-        recipe = model.precision.recipe_of(owner)
-        if recipe is None or not SCHEMES[recipe.scheme].stateful or len(state.amax_history) < 2:
-            continue
-        # Row 0 is the maximum of the step that is under way.
-        history = state.amax_history[1:]
-        uses_newest = recipe.fields["amax_compute_algo"] == "most_recent"
-        used = history[-1] if uses_newest else history.amax(0)
-        largest = fp8_max(recipe, direction) * 2.0 ** -recipe.fields["margin"]
-        usable = (used > 0) & used.isfinite()
-        state.scale.copy_(torch.where(usable, largest / used, state.scale))
-        assert len(state.scale) % WIDTHS[direction] == 0
+    processes = processes_here(capture, "cpu")
+    results = run_steps(Path(run), capture, list(recipes.values()), place, processes)
+    return _variants(list(recipes.items()), results)
 
 
 def _changes(
@@ -216,19 +155,23 @@ def _tried(make: Callable[[], Recipe]) -> Recipe | TeModelsError:
         return error
 
 
-def _variant(
-    name: str, capture: Capture, recipe: Recipe | TeModelsError, place: dict[str, Any]
-) -> Variant:
-    """Run the step under another recipe."""
-    if not isinstance(recipe, Recipe):
-        return Variant(name, reason=str(recipe))
-    try:
-        # A recipe is tried to see what it does: its warnings are not about the run.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            result = run_step(capture, recipe, place)
-    except (TeModelsError, ValueError) as error:
-        return Variant(name, reason=str(error))
+def _variants(
+    changes: Sequence[tuple[str, Recipe | TeModelsError]],
+    results: Sequence[StepRun | TeModelsError],
+) -> list[Variant]:
+    """Return what came of changes, of which those that are recipes have a result each, in their order."""
+    left = iter(results)
+    variants = []
+    for name, change in changes:
+        result = next(left) if isinstance(change, Recipe) else change
+        variants.append(_variant(name, result))
+    return variants
+
+
+def _variant(name: str, result: StepRun | TeModelsError) -> Variant:
+    """Return what came of the step under another recipe."""
+    if isinstance(result, TeModelsError):
+        return Variant(name, reason=str(result))
     record = result.record
     bad = np.nan_to_num(record.field("nonfinite")[0]) > 0
     tensors = [tensor.name for tensor, one in zip(record.tensors, bad, strict=True) if one]
@@ -278,9 +221,7 @@ def _compared(run: Path, capture: Capture, replayed: Record) -> list[TensorCompa
 def _recorded_on(capture: Capture) -> str:
     """Return the device and the engine of a captured step, and its processes if there were several."""
     about = capture.about
-    place = f"{about['device']}, {about['engine']}"
-    processes = about.get("processes", 1)
-    return place if processes == 1 else f"{place}, {processes} processes"
+    return place_name(about["device"], about["engine"], about.get("processes", 1))
 
 
 def _recorded_place(run: Path, capture: Capture, record: Record) -> int | None:

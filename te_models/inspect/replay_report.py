@@ -95,7 +95,7 @@ class Replay(Printable):
     Attributes:
         run: the folder of the run.
         step: the step.
-        device, engine: of the replay.
+        device, engine, processes: of the replay.
         recorded_on: device and engine of the run, and its processes if there were several.
         recorded_loss: of the run's metrics; NaN if it was not finite, None for a step that has none there.
         first, second: the two runs here; `second` None: it was left out.
@@ -108,12 +108,18 @@ class Replay(Printable):
     step: int
     device: str
     engine: str
+    processes: int
     recorded_on: str
     recorded_loss: float | None
     first: StepRun
     second: StepRun | None
     tensors: list[TensorComparison]
     variants: list[Variant]
+
+    @property
+    def place(self) -> str:
+        """Device and engine of the replay, and its processes if there were several."""
+        return place_name(self.device, self.engine, self.processes)
 
     @property
     def repeatable(self) -> bool | None:
@@ -143,7 +149,7 @@ class Replay(Printable):
             )
         # Other devices add in another order, and so do several processes: only with one of the same kind does a
         # difference point to a fault.
-        same_kind = self.recorded_on == f"{self.device}, {self.engine}"
+        same_kind = self.recorded_on == self.place
         if same_kind and self.repeatable:
             return (
                 f"two runs of the step here are equal, and {len(different)} of {len(self.tensors)} tensors differ from "
@@ -169,6 +175,7 @@ class Replay(Printable):
                 "step": self.step,
                 "device": self.device,
                 "engine": self.engine,
+                "processes": self.processes,
                 "recorded_on": self.recorded_on,
                 "recorded_loss": self.recorded_loss,
                 "runs": [{"loss": one.loss, "grad_norm": one.grad_norm} for one in runs],
@@ -191,9 +198,7 @@ class Replay(Printable):
 
     def __rich__(self) -> Group:
         """Return the tables."""
-        parts: list[Any] = [
-            Text(f"step {self.step} of {self.run}, on {self.device}, {self.engine}")
-        ]
+        parts: list[Any] = [Text(f"step {self.step} of {self.run}, on {self.place}")]
         recorded = "" if self.recorded_loss is None else f" (recorded {self.recorded_loss:.6g})"
         parts.append(
             Text(f"loss {self.first.loss:.6g}{recorded}, gradient norm {self.first.grad_norm:.4g}")
@@ -264,6 +269,12 @@ class Replay(Printable):
                 lowest if one.finite else ", ".join(one.bad_tensors[:2]),
             )
         return table
+
+
+def place_name(device: str, engine: str, processes: int) -> str:
+    """Return a device and an engine in words, and how many processes shared a step if there were several."""
+    place = f"{device}, {engine}"
+    return place if processes == 1 else f"{place}, {processes} processes"
 
 
 def within(then: TensorNumbers, now: TensorNumbers) -> bool:

@@ -151,10 +151,15 @@ def has_record(run: str | os.PathLike[str]) -> bool:
     return (Path(run) / FOLDER / LAYOUT).is_file()
 
 
+def check_folder(run: str | os.PathLike[str]) -> None:
+    """Raise a DataError if there is no such folder."""
+    if not Path(run).is_dir():
+        raise DataError(f"{run}: no such folder; give the folder of a run, its --out")
+
+
 def check_record(run: str | os.PathLike[str]) -> None:
     """Raise a DataError for the folder of a run that has no record, or that is not there."""
-    if not Path(run).exists():
-        raise DataError(f"{run}: no such folder; give the folder of a run, its --out")
+    check_folder(run)
     if not has_record(run):
         raise DataError(f"{run} has no record: run it with --record")
 

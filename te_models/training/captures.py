@@ -189,13 +189,15 @@ class Captures:
             "engine": trainer.model.engine,
             "device": device_name(trainer.device),
             "processes": trainer.parallel.ranks.world,
+            "shares": trainer.parallel.data_world,
             "config": config,
         }
 
     def _whole_batch(self, micro_batches: list[Batch]) -> dict[str, Tensor]:
-        """Return the micro-batches of all shares of the data, "<number>.<name>" -> [B, S], and "random".
+        """Return the micro-batches of all shares of the data, "<number>.<share>.<name>" -> [B, S], and "random".
 
-        That is the state of the first process's random numbers, uint8, which stochastic rounding draws from.
+        That is the state of each process's random numbers, uint8 [processes, length], which stochastic rounding draws
+        from.
         """
         parallel = self.trainer.parallel
         local_share: list[Any] = [parallel.data_rank]
@@ -203,21 +205,20 @@ class Captures:
             local_share.append({name: tensor.tolist() for name, tensor in batch.items()})
         # Of processes that share a model (tensor parallelism) all have the same rows: one of each share counts.
         shares = {gathered[0]: gathered[1:] for gathered in parallel.ranks.gather(local_share)}
-        whole = {RANDOM: self._random_state()}
+        whole = {RANDOM: self._random_states()}
         for number, batch in enumerate(micro_batches):
             for name, tensor in batch.items():
-                rows: list[Any] = []
-                for share in sorted(shares):
-                    rows += shares[share][number][name]
-                whole[f"{number}.{name}"] = torch.tensor(rows, dtype=tensor.dtype)
+                for share, rows in shares.items():
+                    values = torch.tensor(rows[number][name], dtype=tensor.dtype)
+                    whole[f"{number}.{share}.{name}"] = values
         return whole
 
-    def _random_state(self) -> Tensor:
-        """Return the state of the first process's random numbers when the step began."""
+    def _random_states(self) -> Tensor:
+        """Return the state of each process's random numbers when the step began, uint8 [processes, length]."""
         begun = self.trainer.begun
         random_state = torch.get_rng_state() if begun is None else begun.random
-        state: list[int] = self.trainer.parallel.ranks.gather(random_state.tolist())[0]
-        return torch.tensor(state, dtype=torch.uint8)
+        states = self.trainer.parallel.ranks.gather(random_state.tolist())
+        return torch.tensor(states, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -227,16 +228,36 @@ class Capture:
     Attributes:
         step: its number.
         state: the folder of the model before it.
-        micro_batches: its micro-batches, of all processes together.
-        random: the state of the random numbers on the CPU, uint8.
+        shares: the micro-batches of each share of the data.
+        random: the states of the random numbers of each process on the CPU, uint8 [processes, length].
         about: the document "capture".
     """
 
     step: int
     state: Path
-    micro_batches: list[Batch]
+    shares: list[list[Batch]]
     random: Tensor
     about: Fields
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that took the step; 1 for a capture that has not kept their shares apart."""
+        return int(self.about.get("processes", 1)) if "shares" in self.about else 1
+
+    def of_one_process(self, joined: bool) -> list[Batch]:
+        """Return all micro-batches for one process: those of the shares joined by rows, or one share after another."""
+        count = len(self.shares[0])
+        micro_batches = []
+        for number in range(count):
+            of_shares = [share[number] for share in self.shares]
+            shapes = [{name: tensor.shape[1:] for name, tensor in one.items()} for one in of_shares]
+            # Rows of different lengths cannot be joined.
+            if joined and all(other == shapes[0] for other in shapes):
+                rows = {name: torch.cat([one[name] for one in of_shares]) for name in shapes[0]}
+                micro_batches.append(rows)
+            else:
+                micro_batches += of_shares
+        return micro_batches
 
 
 def capture_folder(run: Path, step: int) -> Path:
@@ -295,16 +316,22 @@ def read_capture(run: Path, step: int) -> Capture:
     about = folder.documents["capture"]
     if not isinstance(about, dict) or not isinstance(about.get("config"), dict):
         raise ConfigError(f"{capture_folder(run, step)} is no capture of this version")
-    micro_batches: list[Batch] = [{} for _ in range(int(about["micro_batches"]))]
+    count = int(about["micro_batches"])
+    shares: list[list[Batch]] = []
+    for _ in range(int(about.get("shares", 1))):
+        shares.append([{} for _ in range(count)])
     tensors = dict(folder.tensors["batch"])
     random = tensors.pop(RANDOM, None)
     if random is None:
         raise CheckpointError(f"{capture_folder(run, step)} has no state of random numbers")
-    # Names are "0.input_ids": the number of the micro-batch, and the argument of the model.
+    # Names are "0.1.input_ids": the numbers of the micro-batch and of the share, and the argument of the model.
     for name, tensor in tensors.items():
-        number, _, part = name.partition(".")
-        micro_batches[int(number)][part] = tensor
-    return Capture(step, _state_of(run, step), micro_batches, random, about)
+        number, _, rest = name.partition(".")
+        share, _, part = rest.partition(".") if "shares" in about else ("0", ".", rest)
+        shares[int(share)][int(number)][part] = tensor
+    # Captures of earlier versions have the first process's state alone.
+    states = random.reshape(-1, random.shape[-1])
+    return Capture(step, _state_of(run, step), shares, states, about)
 
 
 def device_name(device: torch.device) -> str:

@@ -29,6 +29,7 @@ from te_models.fp8.primary_weights import quantized
 from te_models.fp8.region import evaluating
 from te_models.fp8.scaling_state import frozen_fp8_state
 from te_models.recorder.record import FOLDER as RECORD
+from te_models.recorder.record import check_folder
 from te_models.saving.folder import load_folder, save_folder
 from te_models.training.captures import device_name
 from te_models.training.evaluation import Batch, evaluate, to_device
@@ -76,6 +77,7 @@ class Card:
         step: the step after which it was recorded, when the run ended.
         batch: the first sequences of the last micro-batch.
         loss: of the model on it after that step; NaN if it is not finite.
+        deterministic: whether the run was, and the loss therefore: its attention adds in another order.
         linears: samples of te.Linears.
     """
 
@@ -86,6 +88,7 @@ class Card:
     step: int
     batch: Batch
     loss: float
+    deterministic: bool
     linears: list[LinearSample]
 
 
@@ -123,6 +126,7 @@ def keep_card(trainer: Trainer) -> None:
         step=trainer.result.step,
         batch=batch,
         loss=loss,
+        deterministic=trainer.config.deterministic,
         linears=samples,
     )
     write_card(trainer.out, card)
@@ -144,6 +148,7 @@ def write_card(run: Path, card: Card) -> None:
         "versions": card.versions,
         "step": card.step,
         "loss": card.loss if math.isfinite(card.loss) else None,
+        "deterministic": card.deterministic,
         "linears": linears,
     }
     save_folder(run / RECORD / CARD, {"gemms": tensors, "batch": card.batch}, {CARD: document})
@@ -153,8 +158,9 @@ def read_card(run: str | Path) -> Card:
     """Return the card that a run recorded.
 
     Raises:
-        DataError: it recorded none.
+        DataError: it recorded none, or there is no such folder.
     """
+    check_folder(run)
     folder = Path(run) / RECORD / CARD
     if not folder.is_dir():
         raise DataError(
@@ -176,7 +182,15 @@ def read_card(run: str | Path) -> Card:
     batch = dict(opened.tensors["batch"])
     about = {name: document[name] for name in ("device", "engine", "capability", "versions")}
     loss = math.nan if document["loss"] is None else document["loss"]
-    return Card(**about, step=document["step"], batch=batch, loss=loss, linears=linears)
+    return Card(
+        **about,
+        step=document["step"],
+        batch=batch,
+        loss=loss,
+        # Cards of earlier versions do not say it.
+        deterministic=document.get("deterministic", False),
+        linears=linears,
+    )
 
 
 @torch.enable_grad()

@@ -218,9 +218,8 @@ class Trainer(NamedFields):
         metrics = MetricsLog(
             self.out / "metrics.jsonl" if first else None, after_step=self.result.step
         )
-        exact = deterministic() if self.config.deterministic else contextlib.nullcontext()
         with (
-            exact,
+            deterministic(self.config.deterministic),
             contextlib.closing(metrics),
             RecordLog(self.recorder, self.out if first else None, self.result.step) as record,
             background_saves(self.checkpoints, self.best),

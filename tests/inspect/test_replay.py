@@ -211,18 +211,21 @@ def test_a_history_of_one_step_takes_the_newest_amax(tmp_path: Path) -> None:
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(tmp_path / "run")
     assert main(["capture", run, "--step", f"{MARKED}", "--step", "2"]) == 0
-    assert main(["capture", run, "--every", "3"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(
         f"{run} keeps steps 2, {MARKED} when it gets there; then `te-models replay"
     )
-    assert said[1].startswith(
+    assert said[1].startswith(f"there is no run in {run} yet")
+    assert main(["capture", run, "--every", "3"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(
         f"{run} keeps steps 2, {MARKED} and each 3-th step when it gets there"
     )
     assert read_marks(Path(run)) == Marks((2, MARKED), 3)
     trainer(Path(run), "current").run()
     assert captured_steps(Path(run)) == [2, 3, MARKED, 6]
-    capsys.readouterr()
+    assert main(["capture", run, "--step", "99"]) == 0
+    assert "no run" not in capsys.readouterr().out
     assert main(["replay", run, "--step", "2", "--what-if", "bf16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["step"] == 2 and found["repeatable"] and all(t["equal"] for t in found["tensors"])

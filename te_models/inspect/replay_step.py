@@ -1,0 +1,131 @@
+"""A captured step, run once more under a recipe: in one process, or in this process's share of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from te_models.causal_lm import CausalLM
+from te_models.config.recipe import SCHEMES, Recipe
+from te_models.config.training import TrainConfig
+from te_models.device.determinism import deterministic
+from te_models.fp8.scaling_state import WIDTHS, delayed_states, fp8_max
+from te_models.inspect.replay_report import StepRun
+from te_models.recorder.record import Record
+from te_models.training.captures import Capture
+from te_models.training.parallel import Parallel
+from te_models.training.recording import Recorder
+from te_models.training.resume import saved_choices
+from te_models.training.routers import weigh_losses
+from te_models.training.step_passes import StepPasses
+
+ALONE = Parallel()
+
+
+def run_config(capture: Capture) -> TrainConfig:
+    """Return the options of a captured run; those that this version does not know are left out."""
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    fields = {name: value for name, value in capture.about["config"].items() if name in known}
+    return TrainConfig(**fields)
+
+
+def run_step(
+    capture: Capture, recipe: Recipe, place: dict[str, Any], shared: Parallel = ALONE
+) -> StepRun:
+    """Run a captured step under a recipe, on a model that is loaded anew, without an update.
+
+    Args:
+        capture: the step.
+        recipe: under which it runs.
+        place: keywords of CausalLM: device and engine.
+        shared: this process's place among those that share the step, all of which call this; by default there is one.
+    """
+    choices = saved_choices(capture.state)
+    saved: Recipe = choices["recipe"]
+    same = saved.to_dict() == recipe.to_dict()
+    alone = shared.ranks.world == 1
+    config = run_config(capture)
+    if alone:
+        # One process computes the whole batch, and has no other to share layers with.
+        undivided: dict[str, Any] = dict(parallel="none", cuda_graph=False, fp8_dispatch=False)
+        undivided |= dict(tensor_parallel_size=0, expert_parallel_size=0, context_parallel_size=0)
+        config = dataclasses.replace(config, **undivided, sequence_parallel=False)
+    # Scales are the saved ones if the recipe is the run's own.
+    config = dataclasses.replace(config, calibrate=not same, recipe_schedule="")
+    # Anew for each run: a pass changes scales and histories.
+    model = CausalLM.from_pretrained(
+        capture.state,
+        build=None if alone else shared.build,
+        recipe=recipe,
+        fp8_params=bool(choices["fp8_params"]) and same,
+        **place,
+    )
+    # Under another recipe the saved scales would be the wrong ones, or for a format that it does not use.
+    if not same:
+        _scales_of(model)
+    # A model with adapters is loaded to be used, and its run trains them alone.
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.requires_grad_(True)
+    weigh_losses(model, config)
+    shared.prepare(model)
+    count = int(capture.about["micro_batches"])
+    gradients = shared.gradients(model, count)
+    recorder = Recorder(model, shared, every=0, micro_batches=count)
+    passes = StepPasses(model, gradients, shared, config, recorder)
+    if alone:
+        micro_batches = capture.of_one_process(joined=_joins_shares(capture, recipe))
+    else:
+        micro_batches = capture.shares[shared.data_rank]
+    recorder.begin()
+    # Stochastic rounding draws the numbers that the run drew.
+    # The caller's random numbers go on as if nothing had run.
+    with torch.random.fork_rng(devices=[]), deterministic(config.deterministic):
+        # A copy: torch 2.13 crashes on a row of a larger tensor.
+        torch.set_rng_state(capture.random[shared.ranks.rank].clone())
+        loss = passes.run(micro_batches, eager=True)
+    loss = shared.sum_and_any(loss.reshape(1))[0]
+    entry = recorder.end(capture.step)
+    entry.wait()
+    recorder.detach()
+    trained = [p for p in model.parameters() if gradients.of(p) is not None]
+    norm = shared.norm(trained, [gradients.of(p) for p in trained])  # type: ignore[misc]
+    passes.close()
+    record = Record(
+        tensors=recorder.tensors,
+        steps=[capture.step],
+        values=entry.values.numpy()[None],
+        codes=entry.codes.numpy().view(np.uint64)[None],
+    )
+    return StepRun(loss=float(loss), grad_norm=float(norm), record=record)
+
+
+def _joins_shares(capture: Capture, recipe: Recipe) -> bool:
+    """Return whether one process takes the shares of several as one batch, and not one after another.
+
+    The recipes without a state scale each process's activations by themselves, so that shares apart have the scales of
+    the run. Scales of `delayed` serve all processes until the end of a micro-batch, and experts that processes divide
+    get the tokens of all of them.
+    """
+    return recipe.stateful or capture.about["config"].get("parallel") == "fsdp+ep"
+
+
+@torch.no_grad()
+def _scales_of(model: CausalLM) -> None:
+    """Make delayed scales anew from the histories that the model has, by the rules of its own recipe."""
+    for name, state in delayed_states(model).items():
+        owner, _, direction = name.rpartition(".")
+        recipe = model.precision.recipe_of(owner)
+        if recipe is None or not SCHEMES[recipe.scheme].stateful or len(state.amax_history) < 2:
+            continue
+        # Row 0 is the maximum of the step that is under way.
+        history = state.amax_history[1:]
+        uses_newest = recipe.fields["amax_compute_algo"] == "most_recent"
+        used = history[-1] if uses_newest else history.amax(0)
+        largest = fp8_max(recipe, direction) * 2.0 ** -recipe.fields["margin"]
+        usable = (used > 0) & used.isfinite()
+        state.scale.copy_(torch.where(usable, largest / used, state.scale))
+        assert len(state.scale) % WIDTHS[direction] == 0
