@@ -26,8 +26,10 @@ python3 -m benchmarks.checkpoint_grid run --peers torch,torchao --out "$out/chec
 python3 -m benchmarks.recompute_detection --out "$out/recompute_detection.json"
 for shape in 350m 454m; do python3 -m benchmarks.compiled_fp8 --shape $shape --out "$out/compiled_fp8_$shape.json"; done
 for shape in 124m 1b; do python3 -m benchmarks.optimizer_speed --shape $shape --out "$out/optimizer_speed_$shape.json"; done
+python3 -m benchmarks.no_speed_up --out "$out/no_speed_up.json"
 python3 -m benchmarks.optimizer_study run --folder "$out/optimizer_study" --out "$out/optimizer_study.json" --per-gpu 4 --mps
 python3 -m benchmarks.gated_learning_rates run --folder "$out/gated" --out "$out/gated_learning_rates.json" --per-gpu 4 --mps
+python3 -m benchmarks.gated_learning_rates more --folder "$out/gated" --out "$out/gated_learning_rates_more.json" --per-gpu 4 --mps
 python3 benchmarks/generate.py run --out "$out/generate.json"
 python3 benchmarks/finetune_against_trl.py run --out "$out/finetune_against_trl.json"
 python3 benchmarks/span_attention.py --out "$out/span_attention.json"
