@@ -5,6 +5,7 @@ torch when they run, so that `--help` is fast.
 """
 
 import contextlib
+import io
 import os
 import shlex
 import signal
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command_line = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:  # the process is the command's own
         collect_rarely()
+        _print_any_text()
     if "OMP_WAIT_POLICY" not in os.environ:  # a choice of the user's own
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # OpenMP reads it when torch is imported
     try:
@@ -78,6 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.filename is not None and error.strerror:
             return _fail(error, f"{error.filename}: {error.strerror}")
         return _fail(error, str(error))
+
+
+def _print_any_text() -> None:
+    """Let standard output write a character that its encoding lacks as an escape, as standard error does.
+
+    Files and pipes have the encoding of the system's locale, on Windows one of 256 characters: an answer of a model
+    with another one would end a run that has trained for hours.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _fail(error: BaseException | None, message: str, code: int = 2) -> int:

@@ -26,7 +26,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     if _DEEP_KEY.search(data.decode(errors="replace")):
         raise ConfigError(f"{path} has a key of 50 parts or more: settings have one or two")
     try:
-        values = tomllib.loads(data.decode())
+        # Editors on Windows put a mark of three bytes in front, which TOML does not have.
+        values = tomllib.loads(data.decode("utf-8-sig"))
     # A number with thousands of digits is a ValueError.
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {' '.join(str(error).split())}") from None

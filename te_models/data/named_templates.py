@@ -121,7 +121,7 @@ def use_template(tokenizer: Tokenizer, chosen: str) -> list[str]:
     ChatML begins with the bos token if the tokenizer begins texts with it.
 
     Raises:
-        DataError: there is no such name or file, or the file is no valid Jinja.
+        DataError: there is no such name or file, or the file is not UTF-8 or no valid Jinja.
     """
     if chosen not in NAMED_TEMPLATES:
         content = read_file(Path(chosen))
@@ -130,7 +130,14 @@ def use_template(tokenizer: Tokenizer, chosen: str) -> list[str]:
             raise DataError(
                 f"{chosen}: no such file; give a Jinja chat template, or one of {names}"
             )
-        tokenizer.set_chat_template(content.decode(errors="replace"))
+        try:
+            # Without the mark that editors on Windows put in front, which every prompt would begin with.
+            template = content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{chosen} is not UTF-8 text: {error.reason}; save it as UTF-8"
+            ) from None
+        tokenizer.set_chat_template(template)
         return []
     source = NAMED_TEMPLATES[chosen]
     if chosen == "chatml" and tokenizer.begins_with_bos():

@@ -91,7 +91,7 @@ def run_document(
 
 def rewrite_recipe(path: Path, recipe: Recipe) -> None:
     """Replace the recipe in a run.toml by another one; everything else stays."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     comment = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
     sections = {**read_toml(path), "recipe": recipe.to_dict()}
     replace_text(path, render_toml(sections, "\n".join(comment)))

@@ -29,6 +29,7 @@ from te_models.config.model import ModelConfig
 from te_models.config.presets import PRESETS
 from te_models.config.toml import read_toml
 
+ROOT = Path(__file__).parents[2]
 TINY = [
     "--hidden-size",
     "64",
@@ -621,6 +622,28 @@ def test_help_and_import_need_no_heavy_package() -> None:
     code += "print(sorted({'transformer_engine', 'transformers', 'matplotlib', 'torch._dynamo'} & set(sys.modules)))"
     out = run_process([sys.executable, "-c", code])
     assert out.stdout.splitlines()[-2:] == ["[]", "[]"]
+
+
+def test_characters_that_the_locale_lacks_end_nothing(tmp_path: Path) -> None:
+    """A pipe has the locale's encoding, on Windows one of 256 characters: in it others are escapes."""
+    record = {"prompt": "caf\u00e9 ", "completion": "\U0001f44d"}
+    (tmp_path / "r.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    run_toml = tmp_path / "run.toml"
+    run_toml.write_text('# caf\u00e9\n[run]\nout = "caf\u00e9"\n', encoding="utf-8")
+    code = (
+        "import pathlib, sys, te_models; from te_models.training.run_file import rewrite_recipe; "
+    )
+    code += "rewrite_recipe(pathlib.Path('run.toml'), te_models.get_recipe('current')); "
+    code += "from te_models.cli import main; sys.argv = ['te-models', 'data', 'preview', '--data', 'r.jsonl']; main()"
+    plain = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="ascii")
+    out = run_process(
+        [sys.executable, "-c", code],
+        env={**os.environ, **plain, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+    )
+    assert "caf\\xe9" in out.stdout and "\\U0001f44d" in out.stdout, out
+    text = run_toml.read_text(encoding="utf-8")
+    assert text.startswith("# caf\u00e9\n") and 'out = "caf\u00e9"' in text
 
 
 @pytest.mark.skipif(

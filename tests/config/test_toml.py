@@ -58,6 +58,13 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
             read_toml(path)
 
 
+def test_a_file_of_an_editor_on_windows_is_read(tmp_path: Path) -> None:
+    """Its lines end in two characters, and a mark of three bytes may be in front."""
+    path = tmp_path / "run.toml"
+    path.write_bytes('\ufeffa = "\u00e9"\r\n[b]\r\nc = 1\r\n'.encode())
+    assert read_toml(path) == {"a": "\u00e9", "b": {"c": 1}}
+
+
 @pytest.mark.parametrize(
     "content, message",
     [(b"a = ", "is not TOML"), (b"\xff", "is not TOML"), (b"#" * (MAX_BYTES + 1), "is larger than"),

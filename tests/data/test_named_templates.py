@@ -116,3 +116,17 @@ def test_other_names_are_files() -> None:
         match="chatml2: no such file; give a Jinja chat template, or one of chatml, llama3",
     ):
         use_template(ByteTokenizer(), "chatml2")
+
+
+def test_a_file_of_an_editor_on_windows_is_read(tmp_path: Path) -> None:
+    """UTF-8 with a mark in front reads as without it; UTF-16, as PowerShell writes it, is refused."""
+    path = tmp_path / "mine.jinja"
+    source = "{% for m in messages %}\u00ab{{ m.content }}\u00bb\r\n{% endfor %}"
+    tokenizer = ByteTokenizer()
+    path.write_bytes(("\ufeff" + source).encode())
+    use_template(tokenizer, str(path))
+    (text,) = tokenizer.chat_template().render_all([{"messages": [USER]}])
+    assert text.text == f"\u00ab{USER['content']}\u00bb\n"  # type: ignore[union-attr]
+    path.write_bytes(source.encode("utf-16"))
+    with pytest.raises(DataError, match=r"mine.jinja is not UTF-8 text: .*; save it as UTF-8$"):
+        use_template(tokenizer, str(path))
