@@ -153,7 +153,7 @@ RECURRENT_FAMILIES = (
         note="Kimi Delta Attention in most layers, latent attention without RoPE in the others; experts as DeepSeek-V3",
     ),
     Family(
-        model_type="bailing_hybrid", architecture="BailingHybridForCausalLM", models="Ling 3.0 Flash",
+        model_type="bailing_hybrid", architecture="BailingHybridForCausalLM", models="Ling 3.0 Flash, Tiny",
         layer=places.LING_LAYER, embedding="word_embeddings",
         modules=dict(layer=places.LING_MODULES, embedding="embed_tokens"),
         renamed={"model.word_embeddings.": "model.embed_tokens.", ".attention.dense.": ".self_attn.o_proj.",

@@ -220,6 +220,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             attention_k_eq_v=True, num_kv_shared_layers=0, final_logit_softcapping=30.0, tie_word_embeddings=True,
         ),
     ),
+    "ling-3.0-tiny": dict(
+        model_type="bailing_hybrid", architectures=["BailingMoeV3ForCausalLM"], **SILU, **tokens(None, 156895, 156892),
+        **sizes(1536, 4608, 24, 16, 16, 157184, 131072), head_dim=128, rms_norm_eps=1e-6, rope_theta=6000000,
+        rope_scaling=None, rope_interleave=True, tie_word_embeddings=False, layer_group_size=4,
+        short_conv_kernel_size=4, no_kda_lora=True, kda_safe_gate=True, kda_lower_bound=-5.0,
+        gated_attention_proj_granularity_type="head_wise", qk_head_dim=192, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, q_lora_rank=256, kv_lora_rank=512, use_qk_norm=True, first_k_dense_replace=1, num_experts=128,
+        num_experts_per_tok=8, num_shared_experts=1, moe_intermediate_size=512,
+        moe_shared_expert_intermediate_size=512, n_group=8, topk_group=4, norm_topk_prob=True,
+        routed_scaling_factor=2.5, moe_router_enable_expert_bias=True, num_nextn_predict_layers=0,
+    ),
     "moonlight-16b-a3b": dict(
         model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"], **SILU, q_lora_rank=None, kv_lora_rank=512,
         qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rope_theta=50000.0, rms_norm_eps=1e-5,
