@@ -59,7 +59,9 @@ def transformers_presets() -> list[str]:
     """Return the presets of which transformers has a class for the text model alone."""
     names = []
     for name in list_presets():
-        if get_preset(name).attention_gate == "none" or name.startswith(("trinity", "laguna", "ling")):
+        if get_preset(name).attention_gate == "none" or name.startswith(
+            ("trinity", "laguna", "ling")
+        ):
             names.append(name)
     return names
 
