@@ -40,7 +40,7 @@ class ExactMerges:
     active_adapters: list[str]
 
     def merged_weight(self) -> MergedWeight:
-        """Return what puts adapters into the weight of the te module, shared by all layers that are on it."""
+        """Return the MergedWeight of the te module, which all layers on that module share."""
         raise NotImplementedError
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -82,8 +82,8 @@ class LoraLinear(ExactMerges, peft_layer.Linear):
     ) -> None:
         """Wrap `base_layer`; peft calls this."""
         with warnings.catch_warnings():
-            # The emulated engine's te.Linear, which has both sizes.
-            # peft reads the sizes of layers by their class, and warns of one that it does not know.
+            # peft reads the sizes of a layer by its class, and warns of classes that it does not know, such as the
+            # emulated engine's te.Linear. `_get_in_out_features` below reads them.
             warnings.filterwarnings("ignore", "Unsupported layer type")
             super().__init__(base_layer, adapter_name, config, r, lora_alpha, **options)
 
@@ -146,15 +146,15 @@ class LoraLinear(ExactMerges, peft_layer.Linear):
         return self.scaling[adapter] * (b @ a)
 
     def length_factors(self, adapter: str, weight: Tensor | None = None) -> Tensor:
-        """Return by what DoRA multiplies each row of the updated weight, FP32 [out].
+        """Return the factor of each row of the updated weight under DoRA, FP32 [out]: its magnitude by its length.
 
         Only its magnitude gets a gradient, as in peft: the present length of a row counts as a constant. `weight` is
         the weight without adapters, FP32 [out, in]; None: the base layer's.
         """
         magnitude = self.lora_magnitude_vector[adapter].get_parameter("weight")
         lengths = self.lengths(adapter, weight)
-        # A row of zeros has no direction, and a division by its length would be NaN.
-        lengths = torch.where(lengths > 0, lengths, torch.ones_like(lengths))  # rows of padding
+        # Rows of padding are zeros: they have no direction, and a division by their length would be NaN.
+        lengths = torch.where(lengths > 0, lengths, torch.ones_like(lengths))
         return magnitude.float() / lengths
 
     @torch.no_grad()
@@ -165,12 +165,13 @@ class LoraLinear(ExactMerges, peft_layer.Linear):
 
     def original_weight(self) -> Tensor:
         """Return the weight without adapters, FP32 [out, in]."""
-        whole = self.merged_weight().original()
+        fused = self.merged_weight().original()
         base = self.get_base_layer()
-        return base.place.save(whole) if isinstance(base, NamedRows) else whole
+        # A layer on some rows of a fused weight, such as q of qkvg_proj, has those rows alone.
+        return base.place.save(fused) if isinstance(base, NamedRows) else fused
 
     def merged_weight(self) -> MergedWeight:
-        """Return what puts adapters into the weight of the te.Linear, shared by all layers of its rows."""
+        """Return the MergedWeight of the te.Linear, which the layers of all its rows share."""
         base = self.get_base_layer()
         return merged_weight(base.linear if isinstance(base, NamedRows) else base)
 
@@ -201,7 +202,7 @@ class LoraLinear(ExactMerges, peft_layer.Linear):
         if place is None:
             values.copy_(merged)
         else:
-            place.load(values, merged)
+            place.load(values, merged)  # into its rows of the fused weight
 
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
@@ -219,9 +220,8 @@ class LoraWeight(LoraLinear):
     """The layer of an adapter on the weight of a linear, which `target_parameters` names: it computes the same."""
 
 
-LoraWeight.__name__ = (
-    "ParamWrapper"  # by which peft knows layers of parameters, for a second adapter
-)
+# The name by which peft knows layers of parameters when a second adapter is added.
+LoraWeight.__name__ = "ParamWrapper"
 
 
 class _Dora(DoraLinearVariant):
@@ -229,6 +229,7 @@ class _Dora(DoraLinearVariant):
 
     @staticmethod
     def init(module: Any, adapter_name: str, **options: object) -> None:
+        """Give `module` the trained lengths of an adapter; peft calls it in place of its own."""
         if not module.lora_magnitude_vector:
             module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
         magnitude = DoraLinearLayer(fan_in_fan_out=False)
@@ -302,7 +303,7 @@ class ParamWrapper(ExactMerges, peft_layer.ParamWrapper):
         return cast(Shown, self.get_base_layer()).stacks[self.parameter_name]
 
     def merged_weight(self) -> MergedWeight:
-        """Return what puts adapters into the weights of the te module."""
+        """Return the MergedWeight of the te module."""
         return merged_weight(self.stack.owner)
 
     def add_to(self, values: Tensor, gemm: int, adapters: Sequence[str]) -> None:
@@ -346,9 +347,9 @@ def adopt(model: nn.Module) -> None:
             kind = LoraWeight
         else:
             continue
-        # A merge of peft's rounds otherwise, and only peft's layer can undo it.
+        # peft has merged it already: its merge rounds otherwise than ours, and only peft's layer can undo it.
         if module.merged:
-            continue  # by peft, which has to take it back
+            continue
         # Another class for the same attributes: optimizers and wrappers hold the parameters, which must stay these
         # objects.
         adopted: Any = object.__new__(kind)

@@ -24,6 +24,7 @@ COLUMNS = (
     "completion",
     "text",
 )
+# A path and its weight: "a.jsonl:2", "a.jsonl:.5" or "a.jsonl:1e-2". "nan" and "inf" match so that they are refused.
 _WEIGHTED = re.compile(
     r"(.+):([-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|inf))", re.DOTALL | re.IGNORECASE
 )
@@ -111,10 +112,9 @@ class DataConfig(Settings):
 
     def __post_init__(self) -> None:
         for name in ("data", "eval_data"):
-            setting_value = field_values(self)[name] or ()
-            paths = (
-                [setting_value] if isinstance(setting_value, (str, os.PathLike)) else setting_value
-            )
+            paths = field_values(self)[name] or ()
+            if isinstance(paths, (str, os.PathLike)):
+                paths = [paths]
             object.__setattr__(self, name, tuple(os.fspath(path) for path in paths))
         super().__post_init__()
         if self.eval_split and self.eval_data:
@@ -142,11 +142,16 @@ def parse_columns(text: str) -> Mapping[str, str]:
 
 def split_names(text: str) -> list[str]:
     """Return the names in "name, name"."""
-    return [name for name in (part.strip() for part in text.split(",")) if name]
+    names = [name.strip() for name in text.split(",")]
+    return [name for name in names if name]
 
 
 def split_pair(label: str, text: str, form: str) -> tuple[str, str]:
-    """Return name and value of "name=value"; a ConfigError shows its `form` where one of them is missing."""
+    """Return name and value of "name=value".
+
+    Raises:
+        ConfigError: one of them is missing; the message begins with `label` and shows the `form` to write.
+    """
     name, _, value = (part.strip() for part in text.partition("="))
     if not (name and value):
         raise ConfigError(f"{label} {text!r} has no value or no name: write {form}")

@@ -102,10 +102,9 @@ class LinearSpec:
     @property
     def num_parameters(self) -> int:
         """Parameters that outputs depend on: without padding."""
-        return (
-            # A bias is one more input per row.
-            self.gemms * sum(section.used for section in self.sections) * (self.inputs + self.bias)
-        )
+        rows = sum(section.used for section in self.sections)
+        # A bias is one more input per row.
+        return self.gemms * rows * (self.inputs + self.bias)
 
     @property
     def num_padding_parameters(self) -> int:
@@ -345,18 +344,16 @@ class LayerSpec:
     @property
     def num_parameters(self) -> int:
         """Parameters that outputs depend on."""
-        return (
-            sum(part.num_parameters for part in self.parts)
-            + self.num_norms * self.hidden_size
-            + self.scaled
-        )
+        in_parts = sum(part.num_parameters for part in self.parts)
+        in_norms = self.num_norms * self.hidden_size
+        return in_parts + in_norms + self.scaled  # `scaled`: one number
 
     @property
     def num_active_parameters(self) -> int:
         """Parameters that one token goes through."""
-        return self.num_parameters - sum(
-            part.num_parameters - part.num_active_parameters for part in self.parts
-        )
+        # Of experts only those that a token is sent to.
+        idle = sum(part.num_parameters - part.num_active_parameters for part in self.parts)
+        return self.num_parameters - idle
 
     @property
     def num_padding_parameters(self) -> int:

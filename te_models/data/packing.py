@@ -98,8 +98,8 @@ class CutEpoch(Epoch):
         place = int(self.windows[index])
         # Positions in the stream, [seq_len].
         positions = np.arange(place * self.seq_len, (place + 1) * self.seq_len)
-        # Numbers of the pieces in the order of the epoch, [seq_len].
-        # A binary search per token needs no list of the stream's tokens, which may not fit into memory.
+        # The document of each position, as its number in the order of the epoch, [seq_len]. A binary search per token
+        # needs no list of the stream's tokens, which may not fit into memory.
         slots = np.searchsorted(self.starts, positions, side="right") - 1
         document = self.order[slots]
         offset = positions - self.starts[slots]
@@ -256,6 +256,6 @@ def repeats(weights: NDArray[np.float64], epoch: int) -> NDArray[np.int64]:
     # Spreads neighbors evenly over [0, 1).
     phase = np.arange(len(weights)) * 0.6180339887498949 % 1
     # Over all epochs the differences add up to floor(weight * epochs + phase): nothing is lost by rounding.
-    return (np.floor(weights * (epoch + 1) + phase) - np.floor(weights * epoch + phase)).astype(
-        np.int64
-    )
+    before = np.floor(weights * epoch + phase)
+    after = np.floor(weights * (epoch + 1) + phase)
+    return (after - before).astype(np.int64)

@@ -74,9 +74,8 @@ def python_docstrings() -> tuple[list[Document], list[Document]]:
     documents: dict[str, Document] = {}
     for file in _source_files(root):
         module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        for name, prompt, docstring in read_pairs(
-            file.read_text(encoding="utf-8-sig", errors="replace")
-        ):
+        source_text = file.read_text(encoding="utf-8-sig", errors="replace")
+        for name, prompt, docstring in read_pairs(source_text):
             # By docstring, so that the first function of several with the same one remains.
             documents.setdefault(docstring, Document(docstring, prompt, f"{module}.{name}", source))
     if not documents:
@@ -90,10 +89,8 @@ def read_pairs(source: str) -> Iterator[tuple[str, str, str]]:
     """Yield (qualified name, source without docstring, docstring) of the functions of a module that qualify."""
     try:
         tree = ast.parse(source)
-    except (
-        SyntaxError,
-        ValueError,
-    ):  # some files of the library are templates, or wrong on purpose for a test
+    except (SyntaxError, ValueError):
+        # Some files of the library are templates, or wrong on purpose for a test.
         return
     lines = source.splitlines()
     for name, function in _functions(tree, ""):
@@ -165,11 +162,11 @@ def _top_level(pair: Document) -> str:
 
 def _source_files(root: Path) -> list[Path]:
     """Return the modules of the standard library that are read, sorted."""
-    files = [Path(file) for file in walk(str(root), _NOT_READ) if file.endswith(".py")]
-    names = ((file, file.relative_to(root).as_posix()) for file in files)
     modules = []
-    for file, name in names:
-        # These differ by platform, and the data is to be the same on all of them.
-        if not name.startswith(("config-", "ctypes/macholib/")):
+    for path in walk(str(root), _NOT_READ):
+        file = Path(path)
+        name = file.relative_to(root).as_posix()
+        # The two folders differ by platform, and the data is to be the same on all of them.
+        if name.endswith(".py") and not name.startswith(("config-", "ctypes/macholib/")):
             modules.append(file)
     return sorted(modules)

@@ -6,7 +6,8 @@ from torch import Tensor
 from te_models.device.allocations import on_gpu
 from te_models.device.measured import once
 
-# Rows that a packed weight multiplies at most, as a step of generation has. Of 33 AMX sums in another order.
+# The most rows that are multiplied by a packed weight: a step of generation has a few. From 33 rows on, Intel's matrix
+# units (AMX) sum in another order than `matmul`, and the bits would differ.
 PACKED_ROWS = 16
 
 
@@ -23,7 +24,9 @@ def matmul(
     """
     dtype = dtype or a.dtype
     if out is not None:
-        return torch.mm(a, b, out=out) if on_gpu(a) else out.copy_(matmul(a, b, bias, dtype))
+        if on_gpu(a):
+            return torch.mm(a, b, out=out)
+        return out.copy_(matmul(a, b, bias, dtype))
     if (
         a.dtype in (torch.bfloat16, torch.float16)
         and a.device.type == "cpu"
@@ -69,9 +72,8 @@ def _packing_is_exact() -> bool:
     generator = torch.Generator().manual_seed(0)
     equal = []
     for rows, inputs, outputs in ((1, 192, 512), (4, 512, 192), (PACKED_ROWS, 2048, 40)):
-        x, weight = (
-            torch.randn(n, inputs, generator=generator).bfloat16() for n in (rows, outputs)
-        )
+        x = torch.randn(rows, inputs, generator=generator).bfloat16()
+        weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
         product = packed_matmul(x, torch.ops.mkldnn._reorder_linear_weight(weight, 1))
         equal.append(torch.equal(product, matmul(x, weight.t())))
     return all(equal)

@@ -177,17 +177,15 @@ def check_finite(tensors: Mapping[str, Tensor], source: Path | str) -> None:
 def check_savable(name: str, tensor: Tensor) -> None:
     """Raise UsageError unless a safetensors file can hold the tensor under this name exactly."""
     name.encode()
-    kind = type(tensor)
-    unable = (
-        tensor.dtype not in _DTYPES.values() or tensor.layout != torch.strided or tensor.is_meta
-    )
     if name == METADATA:
         raise UsageError(f"a tensor cannot be named {METADATA}: safetensors reserves it")
+    # Of a subclass, such as an FP8 tensor, the file would lose the scales.
+    kind = type(tensor)
     if kind not in (Tensor, torch.nn.Parameter):
         raise UsageError(
             f"{name} is a {kind.__name__}; save its dequantized value or the tensors that it consists of"
         )
-    if unable:
+    if tensor.dtype not in _DTYPES.values() or tensor.layout != torch.strided or tensor.is_meta:
         raise UsageError(
             f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}, which cannot be saved"
         )

@@ -28,9 +28,8 @@ def _read_steps(theirs: Values) -> list[bool]:
     """Read Qwen's keys: one layer of each step has experts, except those listed."""
     step = theirs.get("decoder_sparse_step", 1)
     listed = theirs.get("mlp_only_layers") or ()
-    return [
-        bool((layer + 1) % step) or layer in listed for layer in range(theirs["num_hidden_layers"])
-    ]
+    layers = range(theirs["num_hidden_layers"])
+    return [(layer + 1) % step != 0 or layer in listed for layer in layers]
 
 
 def _write_steps(dense: list[bool]) -> Fields:
@@ -95,7 +94,7 @@ def _ernie_layout(theirs: Values) -> list[bool]:
     if end == -1:
         end = count - 1
     interval = theirs["moe_layer_interval"]
-    return [bool((layer + 1) % interval) or not start <= layer <= end for layer in range(count)]
+    return [(layer + 1) % interval != 0 or not start <= layer <= end for layer in range(count)]
 
 
 def _write_ernie_layout(dense: list[bool]) -> Fields:
@@ -104,7 +103,8 @@ def _write_ernie_layout(dense: list[bool]) -> Fields:
     for layer, is_dense in enumerate(dense):
         if not is_dense:
             sparse.append(layer)
-    sparse = sparse or [len(dense)]  # beyond the last layer: none has experts
+    if not sparse:
+        sparse = [len(dense)]  # beyond the last layer: none has experts
     return {
         "moe_layer_start_index": sparse[0],
         "moe_layer_end_index": sparse[-1],
@@ -112,21 +112,22 @@ def _write_ernie_layout(dense: list[bool]) -> Fields:
     }
 
 
+def _sparse_types(theirs: Values) -> list[bool]:
+    """Read the kind of each MLP; by default all layers have experts."""
+    types = theirs.get("mlp_layer_types")
+    if not types:
+        return [False] * theirs["num_hidden_layers"]
+    return [kind == "dense" for kind in types]
+
+
 # The layouts that several families share; a family's own stands beside its experts.
 STEPS = Layout(("decoder_sparse_step", "mlp_only_layers"), _read_steps, _write_steps)
 TYPES = Layout(
     ("mlp_layer_types",),
     lambda theirs: [kind == "dense" for kind in _types(theirs)],
-    lambda dense: {"mlp_layer_types": ["dense" if one else "sparse" for one in dense]},
+    lambda dense: {"mlp_layer_types": ["dense" if is_dense else "sparse" for is_dense in dense]},
 )
-SPARSE_TYPES = Layout(  # the default is experts in all layers
-    TYPES.keys,
-    lambda theirs: (
-        [kind == "dense" for kind in theirs.get("mlp_layer_types") or ()]
-        or [False] * theirs["num_hidden_layers"]
-    ),
-    TYPES.write,
-)
+SPARSE_TYPES = Layout(TYPES.keys, _sparse_types, TYPES.write)
 ALL_SPARSE = Layout((), lambda theirs: [False] * theirs["num_hidden_layers"], lambda dense: {})
 
 

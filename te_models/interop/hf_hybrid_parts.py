@@ -26,10 +26,12 @@ _LINEAR = "linear_"  # the prefix of the sizes of Gated DeltaNet
 def _read_hybrid(theirs: Values) -> Fields:
     """Read the kinds of layers, by default one of full_attention after three of linear_attention, and their sizes."""
     interval = theirs.get("full_attention_interval", 4)
-    types = theirs.get("layer_types") or [
-        "linear_attention" if (layer + 1) % interval else "full_attention"
-        for layer in range(theirs["num_hidden_layers"])
-    ]
+    types = theirs.get("layer_types")
+    if not types:
+        layers = range(1, theirs["num_hidden_layers"] + 1)
+        types = [
+            "full_attention" if layer % interval == 0 else "linear_attention" for layer in layers
+        ]
     for layer, kind in enumerate(types):
         if kind not in ("linear_attention", "full_attention"):
             raise ConfigError(
@@ -44,6 +46,7 @@ def _read_hybrid(theirs: Values) -> Fields:
 
 
 def _write_hybrid(config: ModelConfig) -> Fields:
+    """Write the kinds of layers, and the sizes of Gated DeltaNet if there are any."""
     sizes = {} if config.linear_attention is None else vars(config.linear_attention)
     types = list(config.layer_types or ["full_attention"] * config.num_hidden_layers)
     return {"layer_types": types, **{_LINEAR + name: size for name, size in sizes.items()}}
@@ -65,6 +68,7 @@ def _without_mrope(theirs: Values) -> Values:
 
 
 def _read_whole_mrope(theirs: Values) -> Fields:
+    """Read RoPE of all channels of a head; of text its three positions are one."""
     return ROPE.read(_without_mrope(theirs))
 
 
@@ -86,6 +90,7 @@ WHOLE_MROPE = ConfigKeys(
 
 
 def _read_latent(theirs: Values) -> Fields:
+    """Read the sizes of latent attention, and whether RoPE turns pairs of neighboring channels."""
     """Read the sizes; refuse a factor of the logits that te-models computes under YaRN alone."""
     rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type"))
@@ -100,9 +105,14 @@ def _read_latent(theirs: Values) -> Fields:
 
 
 def _write_latent(config: ModelConfig) -> Fields:
+    """Write what `_read_latent` reads."""
+    return {**_write_latent_sizes(config), "rope_interleave": config.rope_interleaved}
+
+
+def _write_latent_sizes(config: ModelConfig) -> Fields:
+    """Write the sizes of latent attention, for a family without the key `rope_interleave`."""
     sizes = {} if config.latent_attention is None else vars(config.latent_attention)
-    keys = {name: size for name, size in sizes.items() if name in LATENT_SIZES}
-    return {**keys, "rope_interleave": config.rope_interleaved}
+    return {name: size for name, size in sizes.items() if name in LATENT_SIZES}
 
 
 LATENT = ConfigKeys((*LATENT_SIZES, "rope_interleave"), _read_latent, _write_latent)
@@ -118,17 +128,13 @@ def _read_latent_halves(theirs: Values) -> Fields:
 LATENT_PAIRS = ConfigKeys(
     LATENT_SIZES,
     lambda theirs: _read_latent({**theirs, "rope_interleave": True}),
-    lambda config: {
-        key: value for key, value in _write_latent(config).items() if key != "rope_interleave"
-    },
+    _write_latent_sizes,
 )
 # For a family without the key `rope_interleave`, and with no other width of heads.
 LATENT_HALVES = ConfigKeys(
     (*LATENT_SIZES, "head_dim"),
     lambda theirs: {**_read_latent_halves(theirs), "head_dim": theirs["qk_rope_head_dim"]},
-    lambda config: {
-        key: value for key, value in _write_latent(config).items() if key != "rope_interleave"
-    },
+    _write_latent_sizes,
 )
 # Files that state the width of a head otherwise, or not: our field counts its rotated channels.
 ROTATED_HEAD_DIM = ConfigKeys(

@@ -194,12 +194,12 @@ def check_sizes(
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{path} is not an object of names and values")
     # A config.json of a few bytes could ask for a model of any size.
-    table = tensors.get(f"{embedding}.weight")
     numbers = set()
     for name in tensors:
         if name.startswith(layers):
             numbers.add(name.removeprefix(layers).split(".")[0])
     actual: dict[str, int] = {"num_hidden_layers": len(numbers)}
+    table = tensors.get(f"{embedding}.weight")  # [vocab_size, hidden_size]
     if table is not None and table.dim() == 2:
         actual["vocab_size"], actual["hidden_size"] = table.shape
     for name, size in actual.items():

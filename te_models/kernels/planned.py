@@ -40,9 +40,10 @@ class FP8Memory(NamedTuple):
 
 def new_fp8(rows: int, columns: int, device: torch.device) -> Any:
     """Return room for a matrix in FP8 and its transposed copy."""
-    data, turned = (torch.empty(rows * columns, dtype=torch.uint8, device=device) for _ in "12")
-    scale = torch.empty(1, dtype=torch.float32, device=device)
-    return FP8Memory(data.view(rows, columns), turned.view(columns, rows), scale)
+    data = torch.empty(rows, columns, dtype=torch.uint8, device=device)
+    transposed = torch.empty(columns, rows, dtype=torch.uint8, device=device)
+    scale_inv = torch.empty(1, dtype=torch.float32, device=device)
+    return FP8Memory(data, transposed, scale_inv)
 
 
 class _Opaque(torch.autograd.Function):
@@ -79,16 +80,17 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
         if not (tracked and torch.is_grad_enabled()):
             return results_of(function)(*args, **kwargs)
 
-        def flat(*values: Any) -> Any:
-            own_args, own_kwargs = tree_unflatten(list(values), form)
-            return function(*own_args, **own_kwargs)
+        # Autograd sees only tensors that are arguments themselves, not those in dicts and tuples.
+        def flat(*flat_leaves: Any) -> Any:
+            flat_args, flat_kwargs = tree_unflatten(list(flat_leaves), form)
+            return function(*flat_args, **flat_kwargs)
 
-        return _Opaque.apply(flat, _kept(flat, leaves), *leaves)
+        return _Opaque.apply(flat, _read_in_backward(flat, leaves), *leaves)
 
     return call
 
 
-def _kept(function: Callable[..., Any], leaves: list[Any]) -> tuple[bool, ...]:
+def _read_in_backward(function: Callable[..., Any], leaves: list[Any]) -> tuple[bool, ...]:
     """Return which inputs backward reads: those that autograd saves, and all that an intermediate is made of.
 
     The compiler makes a saved intermediate again in backward, from the inputs.
@@ -103,6 +105,7 @@ def _kept(function: Callable[..., Any], leaves: list[Any]) -> tuple[bool, ...]:
                 addresses[leaf.untyped_storage()._cdata] = number
             inputs.append(leaf)
         saved: set[int] = set()
+        # Storages that are freed could have their addresses used again.
         alive = []
         intermediate = False
 
@@ -126,7 +129,7 @@ def _kept(function: Callable[..., Any], leaves: list[Any]) -> tuple[bool, ...]:
 
 
 # Attention as one operation: the wrappers of gated_attention_triton.py, gated_attention_fp8_triton.py and
-# gate_fp8_triton.py.
+# gate_fp8_triton.py. Each returns empty tensors of the shapes and dtypes of the kernel's results.
 
 
 def _rotate(x: Tensor, out: Tensor, rotation: Rotation, inverse: bool) -> None:

@@ -14,14 +14,24 @@ BLOCKS, ABREAST, ROWS = 128, 8, 1024
 
 @triton.jit
 def _choose_kernel(
-    scores, real, out, tokens, count, k, EXPERTS: tl.constexpr, TOKENS: tl.constexpr
+    # FP32 [tokens, count]; bool [tokens] or None; int64 [tokens, k]
+    scores,
+    real,
+    out,
+    # sizes: tokens, experts, and experts of a token
+    tokens,
+    count,
+    k,
+    EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
+    """Write the k experts of the highest scores of each token to `out`, in descending order."""
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
     inside = (t < tokens)[:, None] & (e < count)[None, :]
     value = tl.load(scores + t[:, None] * count + e[None, :], inside, float("-inf"))
     value = tl.where(value == value, value, float("inf"))  # NaN comes first
-    # [TOKENS, EXPERTS], of both: experts that no token has chosen yet.
+    # [TOKENS, EXPERTS]: the experts that a token has not chosen yet.
     free = (e < count)[None, :] & (t[:, None] >= 0)
     for _ in range(k):
         left = tl.where(free, value, float("-inf"))
@@ -41,6 +51,7 @@ def _choose_kernel(
 
 @triton.jit
 def _count_kernel(chosen, counts, tokens, count, k, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
+    """Write the rows of each expert in each block of TOKENS tokens to `counts`, int32 [blocks, count]."""
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
     per_token = tl.zeros([TOKENS, EXPERTS], tl.int32)
@@ -100,11 +111,15 @@ def _padding_kernel(
 
 @triton.jit
 def _place_kernel(
+    # experts of the tokens, int64 [tokens, k]; an expert's rows in earlier blocks, int64 [blocks, count]
     chosen,
     before,
+    # where each expert begins, int64 [count + 1]
     first,
+    # results: the token of each row [most], and the rows of each token [tokens, k]
     token,
     row,
+    # sizes: tokens, experts, experts of a token, and rows
     tokens,
     count,
     k,
@@ -112,6 +127,7 @@ def _place_kernel(
     EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
+    """Give each token a row of each of its experts, in the order of the tokens."""
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
     counts = tl.zeros([TOKENS, EXPERTS], tl.int32)

@@ -167,6 +167,9 @@ def _mistake(saved: object, expected: Any, negative: bool) -> str:
 
 
 def _has_negative(values: Tensor) -> bool:
+    """Return whether a number is below zero; of FP8, whether one has the sign bit."""
     if not values.is_floating_point() or not values.numel():
         return False
-    return bool((values.view(torch.int8) if values.itemsize == 1 else values).amin() < 0)
+    # FP8 has no minimum; as int8, its numbers with the sign bit are the negative ones.
+    comparable = values.view(torch.int8) if values.itemsize == 1 else values
+    return bool(comparable.amin() < 0)

@@ -40,9 +40,8 @@ from te_models.planning.parameter_bytes import (
 )
 from te_models.planning.training import Training
 
-CUBLAS_WORKSPACE = (
-    2**25 + 1024
-)  # bytes; Transformer Engine on Hopper and newer (get_cublas_workspace_size_bytes)
+# Bytes; Transformer Engine on Hopper and newer (get_cublas_workspace_size_bytes).
+CUBLAS_WORKSPACE = 2**25 + 1024
 
 
 @dataclass(frozen=True)
@@ -122,13 +121,13 @@ class _Walk:
     def __init__(self, training: Training) -> None:
         # Under FSDP2 the shard of a gradient stays; whole ones are in buffers that `_standing` counts.
         shards = {"gradients": training.data_ranks, "expert_gradients": training.expert_replicas}
-        self.divisor = torch.tensor([shards.get(name, 1) for name in PARTS])
+        self.divisor = torch.tensor([shards.get(name, 1) for name in PARTS])  # int64 [PARTS]
         self.now = torch.zeros(len(PARTS), dtype=torch.int64)
         self.worst: dict[str, Tensor] = {}
 
     def through(self, name: str, profile: Profile) -> None:
         """Go through a stretch."""
-        moments = profile.moments // self.divisor + self.now
+        moments = profile.moments // self.divisor + self.now  # [moments, PARTS]
         highest = moments[int(moments.sum(1).argmax())]
         if name not in self.worst or highest.sum() > self.worst[name].sum():
             self.worst[name] = highest
@@ -155,16 +154,20 @@ def _moved(measured: MeasuredStep, run: Stretches, training: Training) -> dict[i
 def _standing(
     training: Training, measured: MeasuredStep, standing: Standing, tensors: Counter[HeldTensor]
 ) -> Memory:
-    """Return the memory before the forward."""
+    """Return the memory before the forward: weights, optimizer state, sums and buffers that stay during the step."""
     element = training.dtype_bytes
     ranks = training.data_ranks
     layers = measured.same
+    # Bytes of weights: of the experts of all layers, of the rest of the layers, and of this rank's shard of all.
     experts = sum(standing.expert_weights[layer] for layer in layers)
     blocks = sum(standing.weights[layer] for layer in layers) - experts
-    share = -(-(blocks + standing.weights[REST]) // ranks) - (-experts // training.expert_replicas)
-    gathered = 0
-    whole = 0
-    if ranks > 1:  # FSDP2 gathers the running unit and the next; embedding, norm and head stay
+    dense_shard = -(-(blocks + standing.weights[REST]) // ranks)
+    expert_shard = -(-experts // training.expert_replicas)
+    # Buffers of FSDP2, which gathers the weights of the running block and the next, and has whole gradients of as many.
+    # Embedding, last norm and head stay gathered.
+    gathered_weights = 0
+    whole_gradients = 0
+    if ranks > 1:
         depth = len(layers)
         tables = matrix_elements(standing.tensors[REST]) * element
         matrices = 0
@@ -173,9 +176,9 @@ def _standing(
                 # Experts that only this rank has lie there whole.
                 if tensor.is_matrix and not (tensor.expert and training.expert_replicas == 1):
                     matrices += count * tensor.numel * element
-        whole = tables + 2 * (matrices // depth)
-        moved = blocks + (experts if training.expert_replicas > 1 else 0)
-        gathered = tables + 2 * (moved // depth)
+        whole_gradients = tables + 2 * (matrices // depth)
+        sharded = blocks + (experts if training.expert_replicas > 1 else 0)
+        gathered_weights = tables + 2 * (sharded // depth)
     trained = trained_elements(tensors)
     adapter_bytes = trained * element if training.lora_rank else 0
     state = 0
@@ -186,8 +189,8 @@ def _standing(
     sums = summed * FP32 * (trained - projected + projections)
     scales = standing.states.get(REST, 0) + sum(standing.states.get(n, 0) for n in layers)
     return Memory(
-        weights=share + gathered + adapter_bytes,
-        gradients=(adapter_bytes if training.lora_rank else whole) + sums,
+        weights=dense_shard + expert_shard + gathered_weights + adapter_bytes,
+        gradients=(adapter_bytes if training.lora_rank else whole_gradients) + sums,
         optimizer=state,
         fp8_weight_copies=scales,
         workspace=CUBLAS_WORKSPACE if training.cuda else 0,
@@ -218,13 +221,10 @@ def _updated(training: Training, tensors: Counter[HeldTensor]) -> int:
     share = -(-dense // ranks) - (-experts // training.expert_replicas)
     if ranks > 1 and not OPTIMIZERS[training.optimizer].elementwise:
         largest = max(tensor.numel for tensor in trained)
-        held = max(largest, min(share, UPDATE_CHUNK // ranks))
-        whole = held * (FP32 if masters else training.dtype_bytes)
-        return (
-            share * training.dtype_bytes
-            + whole
-            + 3 * min(EXCHANGE_CHUNK, held * training.dtype_bytes)
-        )
+        owned = max(largest, min(share, UPDATE_CHUNK // ranks))  # elements of a chunk at its owner
+        chunk_bytes = owned * (FP32 if masters else training.dtype_bytes)
+        exchange_bytes = 3 * min(EXCHANGE_CHUNK, owned * training.dtype_bytes)
+        return share * training.dtype_bytes + chunk_bytes + exchange_bytes
     rank = training.projected_rank
     projected, projections = projected_sums(trained, rank)
     share -= projected

@@ -90,10 +90,10 @@ class MemoryPlan(Printable):
             below = above
             most = further
             above = spare(further)
+        # `least` fits and `most` does not; the line between them is zero at `middle`, which has to lie inside.
         while most - least > 1:
-            middle = least + min(
-                max(1, int(below * (most - least) / (below - above))), most - least - 1
-            )
+            step = int(below * (most - least) / (below - above))
+            middle = least + min(max(1, step), most - least - 1)
             free = spare(middle)
             if free >= 0:
                 least = middle
@@ -107,10 +107,8 @@ class MemoryPlan(Printable):
         """Yield this plan under every mode of activation checkpointing, its own included."""
         current = self.training.activation_checkpointing
         for mode in dict.fromkeys((*MODES, current)):
-            yield (
-                mode,
-                replace(self, training=replace(self.training, activation_checkpointing=mode)),
-            )
+            training = replace(self.training, activation_checkpointing=mode)
+            yield mode, replace(self, training=training)
 
     def optimizers(self) -> dict[str, int]:
         """Return name -> bytes of optimizer state and FP32 masters per GPU; the plan's own with its options.
@@ -134,6 +132,9 @@ class MemoryPlan(Printable):
     def to_dict(self) -> dict[str, object]:
         """Return the content of the tables as plain JSON values, in bytes."""
         modes = dict(self.by_mode())
+        largest_batches = {}
+        for name, size in GPUS.items():
+            largest_batches[name] = {str(mode): p.largest_batch(size) for mode, p in modes.items()}
         return {
             "parameters": self.config.num_parameters,
             "recipe": self.recipe.to_dict(),
@@ -145,10 +146,7 @@ class MemoryPlan(Printable):
             "host": self.host,
             "peak": {"moment": self.peak.moment, "total": self.peak.total},
             "fits": {name: self.fits(size) for name, size in GPUS.items()},
-            "largest_batch": {
-                n: {str(m): p.largest_batch(size) for m, p in modes.items()}
-                for n, size in GPUS.items()
-            },
+            "largest_batch": largest_batches,
             "optimizers": self.optimizers(),
         }
 
@@ -157,11 +155,11 @@ class MemoryPlan(Printable):
         name, unit = unit_for(self.peak.total)
         each = " per GPU" if t.gpus > 1 or t.context_parallel_size > 1 else ""
         per_row = each if t.context_parallel_size == 1 else f" per {t.context_parallel_size} GPUs"
-        lora = (
-            f", LoRA of rank {t.lora_rank}{' on experts too' * t.lora_experts}"
-            if t.lora_rank
-            else ""
-        )
+        lora = ""
+        if t.lora_rank:
+            lora = f", LoRA of rank {t.lora_rank}"
+            if t.lora_experts:
+                lora += " on experts too"
         stored = ", weights of the base as they are stored" if t.stored is not None else ""
         host = f", {self.host / unit:.2f} {name} on the host" if self.host else ""
         about = (
@@ -171,17 +169,12 @@ class MemoryPlan(Printable):
         )
         lines: list[RenderableType] = [about, ""]
         # A line above each table: rich would wrap a title of its own to the width of the table.
-        for title, table in (
-            (f"memory of a training step{each}, {name}", self._parts_table(unit)),
-            (
-                f"largest batch{per_row or ' per GPU'}, in sequences of {t.seq_len:,} tokens",
-                self._fit_table(),
-            ),
-            (
-                f"optimizer state, with FP32 masters where there are any{each}",
-                self._optimizer_table(),
-            ),
-        ):
+        tables = {
+            f"memory of a training step{each}, {name}": self._parts_table(unit),
+            f"largest batch{per_row or ' per GPU'}, in sequences of {t.seq_len:,} tokens": self._fit_table(),
+            f"optimizer state, with FP32 masters where there are any{each}": self._optimizer_table(),
+        }
+        for title, table in tables.items():
             lines += [Text(title, style="bold"), table, ""]
         return Group(*lines[:-1])
 

@@ -58,17 +58,24 @@ def resumed_options(settings: RunSettings, saved: Document) -> Fields:
 
     The engine is the one that was asked for, so that "auto" is native on a GPU wherever the run began.
     """
-    chosen = {name: value for name, value in settings.build.items() if name in settings.set_by_user}
+    # Later ones count: the settings, then the checkpoint, then what the user gave.
     options = {name: value for name, value in settings.build.items() if name not in RECIPE_FIELDS}
-    options |= {**{name: value for name, value in saved.items() if name != "engine"}, **chosen}
-    if settings.recipe != AUTO and "recipe" in settings.set_by_user:
-        if saved["recipe"].to_dict() in [
-            recipe.to_dict() for recipe in scheduled_recipes(settings)[1:]
-        ]:
-            return {name: value for name, value in options.items() if name not in RECIPE_FIELDS}
-        options["recipe"] = settings.recipe
-        # Another recipe may have no such weights.
-        options["fp8_params"] = settings.build.get("fp8_params", False)
+    for name, value in saved.items():
+        if name != "engine":
+            options[name] = value
+    for name, value in settings.build.items():
+        if name in settings.set_by_user:
+            options[name] = value
+    if settings.recipe == AUTO or "recipe" not in settings.set_by_user:
+        return options
+    # The recipe that the user gave is the one of the first step. A run that has passed a change of recipe goes on under
+    # the one of its checkpoint.
+    later_recipes = [recipe.to_dict() for recipe in scheduled_recipes(settings)[1:]]
+    if saved["recipe"].to_dict() in later_recipes:
+        return {name: value for name, value in options.items() if name not in RECIPE_FIELDS}
+    options["recipe"] = settings.recipe
+    # Another recipe may have no such weights.
+    options["fp8_params"] = settings.build.get("fp8_params", False)
     return options
 
 
@@ -96,9 +103,9 @@ def saved_choices(checkpoint: Path) -> Fields:
     """
     with offering_older(checkpoint):
         saved = load_folder(checkpoint, ["recipe"], optional=["config", "run", BASE_CONFIG])
-    # Checkpoints before "run" was part of them.
+    # For checkpoints before "run" was part of them; its own value comes later, and counts.
     fp8_params = any(readable(checkpoint).glob("fp8_weights*"))
-    trained = saved.documents.get(BASE_CONFIG)  # older checkpoints of adapters have neither
+    base_config = saved.documents.get(BASE_CONFIG)  # of adapters, but for older ones
     config = saved.documents.get("config", {})
     run = saved.documents.get("run", {})
     if (
@@ -112,11 +119,13 @@ def saved_choices(checkpoint: Path) -> Fields:
     # A checkpoint of adapters has no config, and one of an earlier version no dtype: their model is loaded in its own.
     # The dtype is checked with the weights.
     name = config.get("dtype") or run.get(DTYPE)
-    dtype = {DTYPE: DTYPES.get(str(name), torch.bfloat16)} if config or name else {}
+    dtype: Fields = {}
+    if config or name:
+        dtype[DTYPE] = DTYPES.get(str(name), torch.bfloat16)
     run = {choice: value for choice, value in run.items() if choice != DTYPE}
     shape: Fields = {}
-    if trained is not None:
-        model, dtype[DTYPE] = read_own_config(checkpoint / f"{BASE_CONFIG}.json", trained)
+    if base_config is not None:
+        model, dtype[DTYPE] = read_own_config(checkpoint / f"{BASE_CONFIG}.json", base_config)
         shape = {name: getattr(model, name) for name in config_fields()}
     return {"recipe": read_recipe(saved), "fp8_params": fp8_params, **shape, **run, **dtype}
 

@@ -89,8 +89,15 @@ def gemm(
 ) -> Tensor:
     """Return the product [M, N] of two quantized matrices, plus `bias` [N], rounded to `dtype`.
 
-    A rowwise copy is contracted over its last dimension, a columnwise one over its first, as `columnwise` says of both.
-    `rows` asks for the first of them only.
+    Args:
+        a: the left matrix [M, K], quantized.
+        b: the right one [N, K], quantized.
+        columnwise: for a and b, whether the columnwise copy is used, which is contracted over its first dimension; the
+            rowwise one is contracted over its last.
+        bias: FP32 or BF16 [N], or None.
+        dtype: of the result.
+        split_accumulator: add to an FP32 accumulator every 128 elements of K, as Transformer Engine asks cuBLAS.
+        rows: return the first of the M rows only; None: all.
     """
     # torch._scaled_mm has one scale per tensor; block scales are applied by the paths below.
     per_tensor = isinstance(a, Float8TensorStorage) and isinstance(b, Float8TensorStorage)
@@ -106,8 +113,9 @@ def gemm(
             )
             m, k = left.data.shape
             splits = runs_of_k(full_rows(m), k, len(right.data), tensor_core())
-            used = left.first(_rows_before_padding(left.data))
-            out = _exact(used, right, factor, split_accumulator, splits)
+            # Rows of zeros at the end cost as much as others, and are filled in afterwards.
+            nonzero = left.first(_rows_before_padding(left.data))
+            out = _exact(nonzero, right, factor, split_accumulator, splits)
             return finish(pad_to(out, len(left.data), 1), None, bias, dtype)
     x, y = _operands(a, b, columnwise, bf16=bias is None and dtype == torch.bfloat16)
     # The rows after them are the zeros that filled a block; their results are not wanted.
@@ -172,6 +180,7 @@ def _tensor_cores(device: torch.device) -> bool:
 def _on_tensor_cores(
     a: FP8Matrix, b: FP8Matrix, bias: Tensor | None, dtype: torch.dtype, split_accumulator: bool
 ) -> Tensor:
+    """Return the product [M, N] of a [M, K] and b [N, K] by the GPU's own FP8 units."""
     # cuBLAS takes FP8 as [M, K] and [N, K], both row by row (the TN layout) on Hopper.
     left = a.data.contiguous()
     right = b.data.contiguous()
@@ -199,10 +208,11 @@ def _exact(
         return product * (a.scale * b.scale)
     total = a.scale.new_zeros(len(a.data), len(b.data))
     for block, start in enumerate(range(0, a.data.shape[1], PROMOTION_K)):
-        part = slice(start, start + PROMOTION_K)
+        columns = slice(start, start + PROMOTION_K)
         product = tensor_core_matmul(
-            left.of_columns(part), right.of_columns(part), False, tensor_core()
+            left.of_columns(columns), right.of_columns(columns), False, tensor_core()
         )
+        # One scale per row of a, and one per row of b, for these 128 elements.
         total += product * (a.scale[:, block, None] * b.scale[None, :, block])
     return total
 

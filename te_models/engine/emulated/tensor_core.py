@@ -41,8 +41,10 @@ _PRODUCTS = 1 << 19  # products that are made at a time, at least one instructio
 _ONE = 1 << 23
 _EXPONENT_BITS = 255 * _ONE
 _BIAS = 127 * _ONE
-_NONE = -120 * _ONE  # the exponent of zero: with any other below _LOWEST
-_NOTHING = -60  # the same as a small integer: with any other below the exponent of every product
+_ZERO = -120 * _ONE  # the exponent of zero: its sum with any other is below _LOWEST
+_SMALL_ZERO = (
+    -60
+)  # the same in an int8: its sum with any other is below the exponent of every product
 _LOWEST = -100 * _ONE  # of a largest term; nothing that counts is smaller
 _INFINITE = 63 * _ONE  # the exponent of infinity and NaN, of which two can still be added
 
@@ -71,15 +73,15 @@ class Factor(NamedTuple):
         exponents = (
             (x.view(torch.int32) & _EXPONENT_BITS).sub_(_BIAS).clamp_(floor * _ONE, _INFINITE)
         )
-        return cls(x, exponents.masked_fill_(x == 0, _NONE))
+        return cls(x, exponents.masked_fill_(x == 0, _ZERO))
 
-    def of_rows(self, part: slice) -> Factor:
+    def of_rows(self, rows: slice) -> Factor:
         """Return the factor of some of the rows R."""
-        return Factor(self.values[:, part], self.exponents[:, part])
+        return Factor(self.values[:, rows], self.exponents[:, rows])
 
-    def of_columns(self, part: slice) -> Factor:
+    def of_columns(self, columns: slice) -> Factor:
         """Return the factor of some of the columns K, whole instructions."""
-        return Factor(self.values[part], self.exponents[part])
+        return Factor(self.values[columns], self.exponents[columns])
 
 
 def tensor_core_matmul(
@@ -113,15 +115,14 @@ def _matmul(a: Factor, b: Factor, promote: bool, core: TensorCore) -> Tensor:
     rows = a.values.shape[1]
     columns = b.values.shape[1]
     step = max(1, _OUTPUTS // max(1, columns))
-    parts = [
-        _tile(a.of_rows(slice(start, start + step)), b, promote, core)
-        for start in range(0, rows, step)
-    ]
-    return torch.cat(parts) if parts else a.values.new_zeros(0, columns)
+    tiles = []
+    for start in range(0, rows, step):
+        tiles.append(_tile(a.of_rows(slice(start, start + step)), b, promote, core))
+    return torch.cat(tiles) if tiles else a.values.new_zeros(0, columns)
 
 
 class HostFactor(NamedTuple):
-    """A Factor for `row_product`: values FP32 and exponents int8, [K, R] in NumPy, the exponent of zero `_NOTHING`."""
+    """A Factor for `row_product` in NumPy: values FP32 and exponents int8, [K, R]; zero's exponent is `_SMALL_ZERO`."""
 
     values: Array
     exponents: Array
@@ -130,11 +131,11 @@ class HostFactor(NamedTuple):
     def of(cls, x: Tensor, floor: int) -> HostFactor:
         """Return the factor of x [R, K]; arguments as in `Factor.of`."""
         values, exponents = Factor.of(x, floor)
-        return cls(values.numpy(), (exponents >> 23).clamp_(min=_NOTHING).to(torch.int8).numpy())
+        return cls(values.numpy(), (exponents >> 23).clamp_(min=_SMALL_ZERO).to(torch.int8).numpy())
 
-    def of_columns(self, part: slice) -> HostFactor:
+    def of_columns(self, columns: slice) -> HostFactor:
         """Return the factor of some of the columns K, whole instructions."""
-        return HostFactor(self.values[part], self.exponents[part])
+        return HostFactor(self.values[columns], self.exponents[columns])
 
 
 def row_product(
@@ -184,15 +185,16 @@ def _whole_row_product(a: HostFactor, b: HostFactor, promote: bool, core: Tensor
 
 
 def _tile(a: Factor, b: Factor, promote: bool, core: TensorCore) -> Tensor:
+    """Multiply some rows of a by all of b, instruction by instruction along K: FP32 [M, N]."""
     total = a.values.new_zeros(a.values.shape[1], b.values.shape[1])
     accumulator = torch.zeros_like(total)
     width = core.instruction_k
     step = width * max(1, _PRODUCTS // (width * max(1, total.numel())))
     done = 0
     for start in range(0, len(a.values), step):
-        part = slice(start, start + step)
-        terms_of, tops_of = _instructions(a.of_columns(part), b.of_columns(part), width)
-        for terms, top in zip(terms_of, tops_of, strict=True):
+        columns = slice(start, start + step)
+        all_terms, all_tops = _instructions(a.of_columns(columns), b.of_columns(columns), width)
+        for terms, top in zip(all_terms, all_tops, strict=True):
             accumulator = _add_products(accumulator, terms, top)
             done += width
             if promote and done % PROMOTION_K == 0:
