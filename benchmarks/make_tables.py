@@ -27,6 +27,8 @@ from benchmarks.tables import (  # noqa: F401  they register their tables
     guide,
     heads,
     kinds,
+    optimizers,
+    readme_claims,
     several_gpus,
     speed,
     speed_map,
@@ -67,6 +69,8 @@ def draw_plots(folder: Path) -> None:
         claims.draw_compiled_fp8(folder / f"compiled_fp8_{shape}_{measured}.png", shape)
     for shape in claims.OPTIMIZED:
         claims.draw_optimizers(folder / f"optimizers_{shape}_h100.png", shape)
+    claims.draw_divergence(folder / "divergence.png")
+    optimizers.draw_memory_breakdown(folder / "memory_breakdown_h200.png")
     claims.draw_speedup(folder / "fp8_speedup_1b_h100.png")
     stored.draw_stored_bases(folder / "quantized_bases_h100.png")
     claims.draw_recomputation(folder / "recomputation_h100.png")

@@ -3,7 +3,7 @@
     python -m benchmarks.memory_breakdown --out benchmarks/results/memory_breakdown_h100.json
     python -m benchmarks.memory_breakdown --tiny --out tiny.json                       # anywhere: does it work?
 
-The plan of the same steps is the table "memory-breakdown" of benchmarks/tables/checks.py, which has their names.
+The plan of the same steps is the table "memory-breakdown" of benchmarks/tables/optimizers.py, which has their names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.tables.checks import PLANS
+from benchmarks.tables.optimizers import PLANS
 from benchmarks.timed_steps import DEVICE, TINY, attempt, build_run, time_steps
 from te_models import ModelConfig, get_preset
 from te_models.inspect.environment import environment

@@ -1,4 +1,4 @@
-"""Tables of what training, saving and serving change, and of memory and optimizers."""
+"""Tables of what training, saving and serving change."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from typing import Any
 
 from benchmarks.planned_memory import planned_and_measured
 from benchmarks.tables.text import GIB, load, markdown, measured_on, prose, table
-from te_models.config.presets import get_preset
-from te_models.config.recipe import get_recipe
 from te_models.interop.hf_families import FAMILIES
-from te_models.optim import OPTIMIZERS
-from te_models.planning.memory_plan import plan_memory
 
 
 @table
@@ -254,85 +250,6 @@ def _served_by_vllm(result: dict[str, Any]) -> str:
         f"divergence in nats per token, and in brackets its floor. {measured_on(result)}"
     )
     return f"{prose(about)}\n\n{markdown(header, rows)}"
-
-
-@table
-def optimizer_bytes() -> str:
-    """Bytes per parameter of every optimizer, from the table of optimizers."""
-    rows = ([f"`{name}`", optimizer.description] for name, optimizer in OPTIMIZERS.items())
-    return markdown("optimizer | state", rows)
-
-
-@table
-def optimizer_memory() -> str:
-    """Measured bytes of optimizer state."""
-    result = load("optimizer_memory_cpu")
-    base = result["rows"]["adamw"]["total_bytes"]
-    rows = (
-        [f"`{name.split(',')[0]}`{name[len(name.split(',')[0]):]}", f"{r['masters_bytes'] / GIB:.2f} GiB",
-         f"{r['state_bytes'] / GIB:.2f} GiB", f"{r['state_bytes'] / result['parameters']:.2f}",
-         f"{r['total_bytes'] / GIB:.2f} GiB", f"{1 - r['total_bytes'] / base:.0%}" if name != "adamw" else ""]
-        for name, r in result["rows"].items()
-    )  # fmt: skip
-    header = "optimizer | masters | state | state, bytes per parameter | total with weights and gradients | saved"
-    about = f"{result['parameters']:,} parameters with BF16 weights and gradients, on a CPU."
-    return f"{about}\n\n{markdown(header, rows)}"
-
-
-# GB that the report of this run gives for each part of a step of 4 sequences, with FP32 everywhere.
-REPORTED = {"weights": "1.1", "optimizer": "2.2", "gradients": "1.1", "activations": "4 to 8"}
-PLANS: dict[str, dict[str, Any]] = {
-    "FP32, `adamw`": dict(recipe="bf16", dtype_bytes=4, optimizer="adamw"),
-    "BF16, `adamw`": dict(recipe="bf16", optimizer="adamw"),
-    "BF16, `muon8bit`": dict(
-        recipe="bf16", optimizer="muon8bit", optimizer_options={"rest": "adamw8bit"}
-    ),
-    "`delayed`, `muon8bit`": dict(
-        recipe="delayed", optimizer="muon8bit", optimizer_options={"rest": "adamw8bit"}
-    ),
-}
-
-
-@table
-def memory_breakdown() -> str:
-    """Memory of the run d20-e3-full beside the breakdown in its report."""
-    config = get_preset("d20-e3-full")
-    plans = []
-    for options in PLANS.values():
-        rest = dict(options)
-        recipe = get_recipe(rest.pop("recipe"))
-        plans.append(plan_memory(config, recipe, batch_size=4, seq_len=2048, **rest).peak)
-    rows = []
-    names = ("weights", "fp8_weight_copies", "optimizer", "gradients", "activations", "logits",
-             "activation_gradients", "workspace")  # fmt: skip
-    for name in names:
-        sizes = [f"{peak.parts()[name] / 1e9:.2f}" for peak in plans]
-        label = name.replace("_", " ").replace("fp8", "FP8")
-        rows.append([label, REPORTED.get(name, ""), *sizes])
-    rows.append(["**peak, planned**", "", *(f"**{peak.total / 1e9:.2f}**" for peak in plans)])
-    result = load("memory_breakdown_h200")
-    measured = [result["rows"][name]["peak_bytes"] for name in PLANS]
-    rows.append(["**peak, measured**", "20 to 30", *(f"**{peak / 1e9:.2f}**" for peak in measured)])
-    errors = [peak.total / found - 1 for peak, found in zip(plans, measured, strict=True)]
-    rows.append(["plan to measurement", "", *(f"{error:+.1%}" for error in errors)])
-    speeds = [result["rows"][name]["tokens_per_second"] for name in PLANS]
-    rows.append(["tokens/s", "", *(f"{speed:,.0f}" for speed in speeds)])
-    return f"{measured_on(result)}\n\n" + markdown(" | ".join(["GB", "report, FP32", *PLANS]), rows)
-
-
-@table
-def optimizer_loss() -> str:
-    """Loss of short runs per optimizer."""
-    found = load("optimizer_loss_cpu")["optimizers"]
-    rows = (
-        [
-            f"`{name}`",
-            f"{r['eval_loss']:.4f}",
-            f"{100 * (r['eval_loss'] / found['adamw']['eval_loss'] - 1):+.2f} %",
-        ]
-        for name, r in found.items()
-    )
-    return markdown("optimizer | eval loss (nats per byte) | relative to `adamw`", rows)
 
 
 @table

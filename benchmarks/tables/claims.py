@@ -149,7 +149,7 @@ def _optimizer(row: str) -> str:
     return f"`{name}`{comma}{rest}"
 
 
-def _grid_peaks(shape: str, gpu: str = "h100") -> dict[tuple[str, bool, str], int]:
+def recomputation_peaks_of(shape: str, gpu: str = "h100") -> dict[tuple[str, bool, str], int]:
     """Return the measured peaks of a shape by recipe or peer, whether weights are FP8, and mode of recomputation."""
     rows = load(f"checkpoint_grid_{gpu}")["rows"][shape]
     return {(row["recipe"], row["fp8_params"], row["mode"]): row["peak"] for row in rows}
@@ -163,7 +163,7 @@ def recomputation_peaks() -> str:
         (row["recipe"], row["fp8_params"], row["mode"]): row["ms"]
         for row in result["rows"]["gated-1b"]
     }
-    peaks = _grid_peaks("gated-1b")
+    peaks = recomputation_peaks_of("gated-1b")
     lines = []
     for recipe, fp8_params in dict.fromkeys((key[0], key[1]) for key in peaks):
         name = PEERS.get(recipe, f"te-models `{recipe}`")
@@ -192,7 +192,7 @@ def recomputation_peaks() -> str:
 @table
 def recomputation_result() -> str:
     """Results of recomputation with FP8, in words."""
-    peaks = _grid_peaks("gated-1b")
+    peaks = recomputation_peaks_of("gated-1b")
     theirs = peaks["torchao", False, "full"] / peaks["torch", False, "full"]
     lines = [
         f"- The report is right about torchao: with full recomputation float8 takes {theirs:.3f} of BF16's peak, "
@@ -208,7 +208,7 @@ def recomputation_result() -> str:
             f"{ours / peaks['torch', False, 'full']:.3f} of PyTorch's in BF16 and "
             f"{ours / peaks['torchao', False, 'full']:.3f} of torchao's in float8."
         )
-    wide = _grid_peaks("8B width, 4 layers", "h200")
+    wide = recomputation_peaks_of("8B width, 4 layers", "h200")
     shares = [
         f"{wide[recipe, fp8, 'full'] / wide['bf16', False, 'full']:.3f}"
         for fp8 in (True, False)
@@ -285,7 +285,7 @@ def _equal(rows: list[dict[str, Any]]) -> str:
 
 def draw_recomputation(path: Path) -> None:
     """Draw the peaks of BF16 and FP8 without and with full recomputation, here and in torchao."""
-    peaks = _grid_peaks("gated-1b")
+    peaks = recomputation_peaks_of("gated-1b")
     runs = list(dict.fromkeys((key[0], key[1]) for key in peaks))
     names = []
     for recipe, fp8_params in runs:
@@ -399,6 +399,31 @@ def optimizer_speed_result() -> str:
             parts.append(f"projecting in backward changes GaLore's peak by {change:+.2f} GiB")
         lines.append(f"- `{result['preset']}`: {'; '.join(parts)}.")
     return "\n".join(lines)
+
+
+def draw_divergence(path: Path) -> None:
+    """Draw the loss above BF16's with each planted cause: without a change, with the advised one, with another."""
+    rows = load("divergence_advice_cpu")["rows"]
+    changes = {
+        "healthy": "without the cause",
+        "planted": "with the cause",
+        "advised": "with the advised change",
+        "other": "with another change",
+    }
+    figure = new_figure((8, 4))
+    axes = figure.subplots()
+    width = 0.8 / len(changes)
+    for number, (key, label) in enumerate(changes.items()):
+        heights = [statistics.mean(row["distances"][key]) for row in rows.values()]
+        places = [place + (number - 1.5) * width for place in range(len(rows))]
+        bars = axes.bar(places, heights, width, label=label)
+        axes.bar_label(bars, fmt="{:+.3f}", fontsize=7, padding=2)
+    axes.set_xticks(range(len(rows)), [f"advice:\n{advice}" for advice in rows])
+    axes.set(yscale="log", ylabel="loss above BF16's, nats per token")
+    axes.margins(y=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    save_figure(figure, path)
 
 
 def draw_compiled_fp8(path: Path, shape: str) -> None:

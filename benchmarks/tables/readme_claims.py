@@ -1,0 +1,106 @@
+"""README's table of what other reports claim of FP8 training and what came out here, from the results of the pages."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from benchmarks.tables.claims import compiled_rows, recomputation_peaks_of
+from benchmarks.tables.speed import step_rows
+from benchmarks.tables.speed_map import ratios
+from benchmarks.tables.studies import GATED, interpolated_best, means
+from benchmarks.tables.text import load, markdown, table
+
+PAGES = "docs/results"
+
+
+@table
+def readme_claims() -> str:
+    """Claims of other reports, and what came out."""
+    rows = [
+        ["FP8 must be compiled to pay", _compilation(), _page("compilation", "compiled_fp8")],
+        ["1.5 to 2 times BF16's speed", _speed_up(), _page("speed", "fp8_speedup")],
+        ["small batches may be slower", _small(), _page("small batches", "small_models")],
+        ["torchao's float8 needs more memory under full recomputation", _recomputation(),
+         _page("recomputation", "recomputation")],
+        ["another recipe, first and last layers in BF16 and a longer history help where FP8 diverges",
+         _divergence(), _page("divergence", "divergence")],
+        ["8-bit Muon: 74.2 % less state, 2.7 % slower", _muon(), _page("optimizers", "optimizers")],
+        ["gated attention allows a higher learning rate", _gates(), _page("gates", "learning_rates")],
+    ]  # fmt: skip
+    return markdown("claim | what came out here | page", rows)
+
+
+def _page(name: str, file: str) -> str:
+    return f"[{name}]({PAGES}/{file}.md)"
+
+
+def _compilation() -> str:
+    rows = compiled_rows("350m")
+    base = rows["bf16"]["tokens_per_second"]
+    compiled = rows["delayed"]["tokens_per_second"] / base
+    plain = rows["delayed, plain operations, no graph"]["tokens_per_second"] / base
+    return f"yes: {compiled:.2f} of BF16's speed compiled, {plain:.2f} without"
+
+
+def _speed_up() -> str:
+    theirs, ours = [], []
+    for shape, key in (("gated-1b", "1b"), ("8B width, 4 layers", "8b-width")):
+        _, rows, _ = step_rows(key)
+        theirs.append(f"{rows['te-models delayed+no_edges+graph']['speed']:.2f}")
+        times = {}
+        for row in load("checkpoint_grid_h200")["rows"][shape]:
+            if row["mode"] == "none" and not row["fp8_params"]:
+                times[row["recipe"]] = row["ms"]
+        ours.append(f"{times['bf16'] / times['delayed']:.2f}")
+    return f"at 1B and 8B width {' and '.join(theirs)} times compiled PyTorch, {' and '.join(ours)} times our own BF16"
+
+
+def _small() -> str:
+    found = ratios("speed_map_h200", "delayed")
+    few = [ratio for (_, experts, tokens), ratio in found.items() if tokens == 512 and not experts]
+    widest = max(width for width, experts, _ in found if not experts)
+    return (
+        f"yes: {min(few):.2f} to {max(few):.2f} of BF16's speed at 512 tokens, "
+        f"{found[widest, 0, 8192]:.2f} at 8,192 and width {widest:,}"
+    )
+
+
+def _recomputation() -> str:
+    peaks = recomputation_peaks_of("gated-1b")
+    theirs = peaks["torchao", False, "full"] / peaks["torch", False, "full"]
+    ours = peaks["delayed", True, "full"] / peaks["bf16", False, "full"]
+    return f"yes: {theirs:.2f} of BF16's peak; {ours:.2f} here, with FP8 weights"
+
+
+def _divergence() -> str:
+    rows: dict[str, dict[str, Any]] = load("divergence_advice_cpu")["rows"]
+    healed = 0
+    for row in rows.values():
+        distances = {name: statistics.mean(each) for name, each in row["distances"].items()}
+        # At least nine tenths of what the planted cause added to the loss is gone.
+        added = distances["planted"] - distances["healthy"]
+        healed += distances["advised"] - distances["healthy"] < 0.1 * added
+    return f"each heals the cause that asks for it: {healed} of {len(rows)}"
+
+
+def _muon() -> str:
+    rows = load("optimizer_speed_1b_h100")["rows"]
+    small, muon = rows["muon8bit, rest adamw8bit"], rows["muon"]
+    saved = 1 - small["state_bytes"] / muon["state_bytes"]
+    speed = small["tokens_per_second"] / muon["tokens_per_second"] - 1
+    return f"{saved:.1%} less state, {speed:+.1%} tokens/s at 1B"
+
+
+def _gates() -> str:
+    runs = load(GATED)["runs"]
+    best = {}
+    for gate in ("none", "headwise", "elementwise"):
+        best[gate] = interpolated_best(means(runs, gate, "bf16", "held_out"))
+    ratios_of = [best[gate] / best["none"] - 1 for gate in ("headwise", "elementwise")]
+    worst = {gate: means(runs, gate, "bf16", "held_out")[1.6e-2] for gate in best}
+    gained = [worst["none"] - worst[gate] for gate in ("headwise", "elementwise")]
+    return (
+        f"the best rate is {max(ratios_of):.0%} higher at most; at eight times it the loss is {min(gained):.1f} to "
+        f"{max(gained):.1f} nats lower"
+    )
