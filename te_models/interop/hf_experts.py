@@ -3,10 +3,9 @@
 Facts: the configuration and modeling files of transformers 5.23.
 """
 
-from collections.abc import Mapping
-
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, field_values
+from te_models.interop.hf_expert_keys import experts
 from te_models.interop.hf_expert_layouts import (
     ALL_SPARSE,
     AXK1_LAYOUT,
@@ -22,78 +21,6 @@ from te_models.interop.hf_expert_layouts import (
 )
 from te_models.interop.hf_parts import ConfigKeys, Fields, Values, renamed
 from te_models.interop.hf_step_parts import modern_step
-
-COUNTS = ("num_local_experts", "num_experts")
-
-
-def experts(
-    layout: Layout,
-    keys: Mapping[str, str],
-    *,
-    number: str = "num_experts",
-    shared_count: str = "",
-    without: Values | None = None,
-    **constants: object,
-) -> ConfigKeys:
-    """Return the part of a family with experts.
-
-    Args:
-        layout: which layers are dense.
-        keys: field of MoEConfig -> their key, of those that differ between models.
-        number: their key for the number of experts; transformers reads the keys of COUNTS as the same.
-        shared_count: their key for the number of experts that all tokens go through, each as wide as another; "": none.
-        without: what is written for a model without experts beside the layout; None: the family has none.
-        constants: fields of MoEConfig that all models of the family share.
-    """
-
-    aliases = [name for name in COUNTS if name != number]
-
-    def read(theirs: Values) -> Fields:
-        dense = layout.read(theirs)
-        count = next((theirs[name] for name in (*aliases, number) if name in theirs), None)
-        # Such a file still has sizes of experts, which must not make a config that differs from a dense model's.
-        if all(dense) or (count == 0 and without is not None):
-            return {}
-        if not isinstance(count, int):
-            raise ConfigError(f"it lacks {number}")
-        moe = {
-            **constants,
-            "num_experts": count,
-            **{ours: theirs[key] for ours, key in keys.items() if key in theirs},
-        }
-        if shared_count:
-            moe["shared_expert_intermediate_size"] = (
-                theirs[shared_count] * moe["moe_intermediate_size"]
-            )
-        types = ["dense" if one else "sparse" for one in dense]
-        return {"moe": moe, "mlp_layer_types": types if any(dense) else None}
-
-    def write(config: ModelConfig) -> Fields:
-        if config.moe is None:
-            if without is None:
-                raise ConfigError("a family with experts writes no model without them")
-            return {**without, **layout.write([True] * config.num_hidden_layers)}
-        values = field_values(config.moe)
-        kinds = config.mlp_layer_types or ["sparse"] * config.num_hidden_layers
-        theirs = {
-            number: config.moe.num_experts,
-            **{key: values[ours] for ours, key in keys.items()},
-        }
-        if shared_count:
-            # They count shared experts of one expert's width; te-models has one, as wide as all of them.
-            theirs[shared_count] = (
-                config.moe.shared_expert_intermediate_size // config.moe.moe_intermediate_size
-            )
-        return theirs | layout.write([kind == "dense" for kind in kinds])
-
-    known = [
-        number,
-        *aliases,
-        *keys.values(),
-        *layout.keys,
-        *([shared_count] if shared_count else []),
-    ]
-    return ConfigKeys(tuple(dict.fromkeys(known)), read, write)
 
 
 def aliased(part: ConfigKeys, **aliases: str) -> ConfigKeys:

@@ -117,16 +117,13 @@ def write_hugging_face(
     if family.stacked:
         stacks = stacked(tensors, folder_family.stacked)
         tensors = {family.as_stored(name): tensor for name, tensor in stacks.items()}
+    shards = split_by_size("model", {**tensors, **aside}, max_shard_bytes)
     files = {
         "config.json": render_json(config, "config.json"),
         "generation_config.json": render_json(_generation(model, origin), "generation_config.json"),
         **tokenizer,
+        **_index(shards),
     }
-    tensors |= aside
-    shards = split_by_size("model", tensors, max_shard_bytes)
-    if len(shards) > 1:
-        weight_map = {name: file for file, members in shards.items() for name in members}
-        files[INDEX] = render_index(weight_map, sum(tensor.nbytes for tensor in tensors.values()))
     if family.code:
         files |= {path.name: path.read_bytes() for path in sorted(CODE.glob("*.py"))}
     # A card that somebody wrote is kept.
@@ -135,6 +132,19 @@ def write_hugging_face(
         files[CARD] = card
     _write(folder, files, shards)
     _say_what_loads(model, family, str(name or folder))
+
+
+def _index(shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str, bytes]:
+    """Return the file that says which tensor is in which shard; none where all are in one."""
+    if len(shards) == 1:
+        return {}
+    weight_map = {}
+    size = 0
+    for file, tensors in shards.items():
+        for name, tensor in tensors.items():
+            weight_map[name] = file
+            size += tensor.nbytes
+    return {INDEX: render_index(weight_map, size)}
 
 
 def _write(

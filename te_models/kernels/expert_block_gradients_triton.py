@@ -185,52 +185,89 @@ def gradient_blocks(
     """
     columns = dy.shape[1]
     device = dy.device
-    apart = columns % SIZE != 0
-    plain = torch.empty_like(gate_up) if apart else None
-    blocks = (
-        Blocks(None, None, None, None)
-        if apart
-        else room_for_blocks(groups, 2 * columns, device, True, turn)
-    )
-    again = room_for_blocks(groups, columns, device, False, hidden)
     nothing = Blocks(None, None, None, None)
-
-    def launch(
-        plain: Tensor | None, blocks: Blocks, again: Blocks, tile: CastTile, summed: bool
-    ) -> Tensor | None:
-        tiles = groups.tiles(tile.rows)
-        grid = grid_of_tiles(groups, columns, tile)
-        sums = torch.empty(grid[0], 2 * columns, device=device) if summed else None
-        _gradient_kernel[grid](
+    if columns % SIZE == 0:
+        plain = None
+        blocks = room_for_blocks(groups, 2 * columns, device, True, turn)
+    else:
+        plain = torch.empty_like(gate_up)
+        blocks = nothing
+    recomputed = room_for_blocks(groups, columns, device, False, hidden)
+    turned = blocks._replace(data=None)
+    straight = blocks._replace(transposed=None)
+    # Transposed copies take a second launch, with tiles of another shape; the last launch sums the rows.
+    has_second = hidden or turned.transposed is not None
+    with torch.cuda.device_of(dy):
+        total = _launch_gradients(
             dy,
             gate_up,
-            activation.token,
-            activation.tokens,
-            groups.first,
-            tiles,
-            groups.apart.first,
-            plain,
-            *blocks,
-            again.transposed,
-            again.turned_inv,
-            groups.apart.most,
-            sums,
-            columns,
-            groups.experts,
-            groups.most,
-            activation.alpha,
-            LIMIT=activation.limit,
-            **sizes_of_tile(groups, tile),
+            groups,
+            activation,
+            plain=plain,
+            blocks=straight,
+            recomputed=nothing,
+            tile=STRAIGHT,
+            summed=summed and not has_second,
         )
-        return None if sums is None else total_sums(sums, tiles, dy.dtype)
-
-    turned = blocks._replace(data=None)
-    again_needed = hidden or turned.transposed is not None
-    with torch.cuda.device_of(dy):
-        straight = blocks._replace(transposed=None)
-        total = launch(plain, straight, nothing, STRAIGHT, summed and not again_needed)
-        if again_needed:
-            total = launch(None, turned, again, TURNED, summed)
+        if has_second:
+            total = _launch_gradients(
+                dy,
+                gate_up,
+                groups,
+                activation,
+                plain=None,
+                blocks=turned,
+                recomputed=recomputed,
+                tile=TURNED,
+                summed=summed,
+            )
     if plain is not None:
         blocks, _ = cast_blocks(Matrices(plain, groups), turn=turn)
-    return BlockGradients(blocks, again, total)
+    return BlockGradients(blocks, recomputed, total)
+
+
+def _launch_gradients(
+    dy: Tensor,
+    gate_up: Tensor,
+    groups: Groups,
+    activation: Activation,
+    *,
+    plain: Tensor | None,
+    blocks: Blocks,
+    recomputed: Blocks,
+    tile: CastTile,
+    summed: bool,
+) -> Tensor | None:
+    """Write the copies that there is room for; return the sums of each expert's rows [E, 2F] if they are asked for.
+
+    Args:
+        plain: for the gradient in the dtype of dy, [R, 2F].
+        blocks: for the gradient in FP8.
+        recomputed: for the activation in FP8.
+    """
+    columns = dy.shape[1]
+    tiles = groups.tiles(tile.rows)
+    grid = grid_of_tiles(groups, columns, tile)
+    sums = torch.empty(grid[0], 2 * columns, device=dy.device) if summed else None
+    _gradient_kernel[grid](
+        dy,
+        gate_up,
+        activation.token,
+        activation.tokens,
+        groups.first,
+        tiles,
+        groups.apart.first,
+        plain,
+        *blocks,
+        recomputed.transposed,
+        recomputed.turned_inv,
+        groups.apart.most,
+        sums,
+        columns,
+        groups.experts,
+        groups.most,
+        activation.alpha,
+        LIMIT=activation.limit,
+        **sizes_of_tile(groups, tile),
+    )
+    return None if sums is None else total_sums(sums, tiles, dy.dtype)

@@ -357,7 +357,7 @@ def rows_times(
         return out
     tiles = tiles or _tiles_of_rows(a, width, precise)
     grid = (groups.high(tiles.height) * triton.cdiv(width, tiles.width),)
-    rest = (
+    last_arguments = (
         groups.first,
         groups.tiles(tiles.height),
         a.scale_inv,
@@ -369,15 +369,16 @@ def rows_times(
         count,
     )
     options = dict(DOWN=down, EXPERTS=triton.next_power_of_2(count), **_options(tiles, a, precise))
-    whole = not down or depth % tiles.depth == 0  # a tile of b with rows of two experts
+    one_expert = not down or depth % tiles.depth == 0  # in each tile of b
+    in_place = source is None and b.places is None
     with torch.cuda.device_of(out):
-        if tiles.tma and whole and source is None and b.places is None and by_tma(a.data, b.data):
+        if tiles.tma and one_expert and in_place and by_tma(a.data, b.data):
             rows, columns = (count * depth, width) if down else (count * width, depth)
             shape = [tiles.depth, tiles.width] if down else [tiles.width, tiles.depth]
             _rows_by_tma_kernel[grid](
                 _described(a.data, len(a.data), depth, [tiles.height, tiles.depth]),
                 _described(b.data, rows, columns, shape),
-                *rest,
+                *last_arguments,
                 **options,
             )
         else:
@@ -387,7 +388,7 @@ def rows_times(
                 b.places,
                 source,
                 len(a.data),
-                *rest,
+                *last_arguments,
                 EVEN=depth % tiles.depth == 0,
                 **options,
             )

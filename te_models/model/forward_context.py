@@ -258,10 +258,10 @@ def forward_context(
     documents = None if documents is None else documents.to(ids.device)
     attentions = _attentions(layers)
     positions = cache.extend(seq, token_mask) if cache else None
+    masks: dict[SeenKeys, Visible]
     if cache and positions is not None:
         # A cache with tokens knows which of its slots the new ones see.
-        kinds = distinct(spec.seen for spec in attentions)
-        masks: dict[SeenKeys, Visible] = {seen: cache.visible(seen) for seen in kinds}
+        masks = {seen: cache.visible(seen) for seen in distinct(spec.seen for spec in attentions)}
     else:
         positions = _positions(seq, token_mask, documents, ids.device)
         masks = _masks(

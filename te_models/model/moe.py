@@ -145,20 +145,17 @@ class Experts(Feedforward[MoESpec]):
             tokens = gathered.to_all(tokens)
             weights = gathered.weights_to_all(weights)
         if moe.scale_inputs:
-            factors = weights
             # Llama 4 multiplies the inputs of experts by their weights, not the outputs: then the sum has weights of 1.
-            rows = self._separate(
-                _scaled(tokens, factors, route), local_places, exchange, None, context
-            )
-            weights = torch.ones_like(factors)
-        elif joint:
-            rows = (
-                tokens
-                if exchange is None
-                else exchange.to_experts(dispatch(tokens, route.token, route.row, route.kernels))
-            )
-        else:
+            scaled = _scaled(tokens, weights, route)  # [R, D]
+            rows = self._separate(scaled, local_places, exchange, None, context)
+            weights = torch.ones_like(weights)
+        elif not joint:
             rows = self._separate(tokens, local_places, exchange, route, context)
+        elif exchange is None:
+            # The joint kernels gather the rows of the experts from the tokens themselves.
+            rows = tokens
+        else:
+            rows = exchange.to_experts(dispatch(tokens, route.token, route.row, route.kernels))
         shared_hidden, shared_gate = self._shared(shared_input, context)
         return Routed(
             hidden=rows,

@@ -96,11 +96,7 @@ def new_calls(
     for i, name in enumerate(module.weight_names):
         x, weight, y = forward[3 * i : 3 * i + 3]
         dy, dx = backward[2 * i : 2 * i + 2]
-        for quantizer in (x, weight, dy):
-            # A bare storage is enough within a layer; autograd needs a tensor subclass only for results.
-            quantizer.internal = True
-        if module.observers is not None:
-            x.observer, weight.observer, dy.observer = module.observers[i]
+        _prepare_quantizers(module, i, x, weight, dy)
         call = Call(
             module=module,
             parallel=parallel,
@@ -122,6 +118,17 @@ def new_calls(
         )
         calls.append(call)
     return calls
+
+
+def _prepare_quantizers(
+    module: TransformerEngineBaseModule, gemm: int, x: Quantizer, weight: Quantizer, dy: Quantizer
+) -> None:
+    """Have the quantizers of a GEMM return what its pass needs, and tell the observers of a recorded run."""
+    for quantizer in (x, weight, dy):
+        # A bare storage is enough within a layer; autograd needs a tensor subclass only for results.
+        quantizer.internal = True
+    if module.observers is not None:
+        x.observer, weight.observer, dy.observer = module.observers[gemm]
 
 
 def _calls_without_fp8(
