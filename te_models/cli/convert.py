@@ -1,10 +1,16 @@
 """`te-models convert`: rewrite a model in another format."""
 
-from pathlib import Path
-
 import click
 
-from te_models.cli.options import Command, build_model, option, out_option, show_line
+from te_models.cli.options import (
+    Command,
+    build_model,
+    option,
+    out_option,
+    overwrite_option,
+    refuse_to_replace,
+    show_line,
+)
 from te_models.config.presets import get_preset
 from te_models.errors import check_known
 
@@ -12,6 +18,7 @@ from te_models.errors import check_known
 @click.command(cls=Command)
 @option("--model", metavar="DIR", help="Saved model, Hugging Face folder, or name on the hub.")
 @out_option("Folder to write.", required=True)
+@overwrite_option
 @option("--format", default="hf", help="hf: for transformers; te: with recipe and FP8 state.")
 @option("--recipe", metavar="NAME|FILE", help="Recipe to save with the model (te).")
 @option("--dtype", help="bfloat16, float16 or float32; default: as saved.")
@@ -35,6 +42,7 @@ def convert(
     preset: str | None,
     te_checkpoint: str | None,
     out: str,
+    overwrite: bool,
     format: str,
     dtype: str | None,
     beside: str | None,
@@ -50,8 +58,7 @@ def convert(
     from te_models.saving.pretrained import FORMATS  # noqa: PLC0415
 
     check_known("format", format, FORMATS)
-    if model is not None and Path(model).resolve() == Path(out).resolve():
-        raise click.UsageError(f"--out {out} is the folder of --model: give another one")
+    refuse_to_replace(out, overwrite, model)
     if dtype is not None:
         check_known("dtype", dtype, DTYPES)
     if (preset is None) != (te_checkpoint is None):

@@ -10,6 +10,8 @@ from te_models.cli.options import (
     one_source_option,
     option,
     out_option,
+    overwrite_option,
+    refuse_to_replace,
     setting_option,
     setting_options,
     show_choice,
@@ -21,6 +23,7 @@ from te_models.errors import check_known
 
 @click.command(cls=Command)
 @out_option("Folder to write.", required=True)
+@overwrite_option
 @option(
     "--format",
     help="Format: fp8-block, fp8-tensor, fp8-channel, mxfp8, nvfp4, bf16, or stored, which copies a run's base "
@@ -39,6 +42,7 @@ def export(
     preset: str | None,
     model: str | None,
     out: str,
+    overwrite: bool,
     format: str | None,
     data: str | None,
     batches: int,
@@ -74,6 +78,7 @@ def export(
         files = export_unchanged(adapter_folder(local_folder(model)), out)
         show_line(f"{out}: {len(files)} files of the base, unchanged; adapters in {out}/{ADAPTER}")
         return
+    refuse_to_replace(out, overwrite, model)
     built = build_trained_model(preset, model, options)
     if format is None:
         format = default_format(built, built.origin)

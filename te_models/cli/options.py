@@ -338,6 +338,17 @@ def _refuse_file(ctx: click.Context, parameter: click.Parameter, value: str | No
     return value
 
 
+overwrite_option = option("--overwrite", is_flag=True, help="Replace a model that --out holds.")
+
+
+def refuse_to_replace(out: str, overwrite: bool, model: str | None) -> None:
+    """Raise a UsageError if `out` is the folder of `model`, or holds a model that the user did not give up."""
+    if model is not None and Path(model).resolve() == Path(out).resolve():
+        raise click.UsageError(f"--out {out} is the folder of --model: give another one")
+    if not overwrite and Path(out, "config.json").exists():
+        raise UsageError(f"{out} already holds a model: add --overwrite or give another --out")
+
+
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 
 

@@ -26,7 +26,7 @@ from te_models.cli import main
 from te_models.cli.commands import cli
 from te_models.cli.options import console, setting_option
 from te_models.config.model import ModelConfig
-from te_models.config.presets import PRESETS
+from te_models.config.presets import PRESETS, get_preset
 from te_models.config.toml import read_toml
 
 ROOT = Path(__file__).parents[2]
@@ -717,6 +717,31 @@ def test_commands_take_the_data_that_every_machine_has(
     data += ["--seq-len", "640"]  # as long as the longest record
     assert main(["export", *data, "--format", "fp8-tensor", "--out", "e"]) == 0
     assert main(["parity", *data, "--export", "fp8-tensor"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["convert"], ["convert", "--format", "te"], ["export", "--format", "bf16"]]
+)
+def test_a_model_in_the_folder_to_write_is_replaced_only_when_asked(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    config = get_preset("gated-nano", num_hidden_layers=1, vocab_size=256)
+    CausalLM(config, device="cpu").save_pretrained(model)
+    command = [*words, "--model", str(model)]
+    assert main([*command, "--out", str(out)]) == 0
+    before = (out / "config.json").stat().st_mtime_ns
+    assert main([*command, "--out", str(out)]) == 2
+    line = f"te-models: {out} already holds a model: add --overwrite or give another --out\n"
+    assert capsys.readouterr().err.endswith(line)
+    assert (out / "config.json").stat().st_mtime_ns == before
+    assert main([*command, "--out", str(out), "--overwrite"]) == 0
+    assert (out / "config.json").stat().st_mtime_ns != before
+    (out / "notes.txt").write_text("mine")
+    assert main([*command, "--out", str(out), "--overwrite"]) != 0
+    assert "notes.txt" in capsys.readouterr().err and (out / "notes.txt").exists()
+    assert main([*command, "--out", str(model), "--overwrite"]) == 2
+    assert "is the folder of --model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["-h", "list -h", "finetune -h", "chat -h"])

@@ -145,7 +145,8 @@ def test_the_card_names_the_kind_of_adapters(base: Path, tmp_path: Path) -> None
 def test_a_resumed_run_and_one_after_it(base: Path, tmp_path: Path) -> None:
     finetune(base, tmp_path, "--steps", "2", "--recipe", "bf16")
     assert main(["finetune", "--resume", str(tmp_path / "run"), "--steps", "4"]) == 0
-    assert main(["convert", "--model", str(tmp_path / "run"), "--out", str(tmp_path / "hf")]) == 0
+    words = ["convert", "--model", str(tmp_path / "run"), "--out", str(tmp_path / "hf")]
+    assert main([*words, "--overwrite"]) == 0
     card = card_of(tmp_path / "hf")
     assert row(card, "steps") == "4" and "trained before" not in card.content
     assert row(card, "base model") == "Owner/Base-1"

@@ -70,8 +70,8 @@ def test_a_run_that_became_worse(more: list[str], tmp_path: Path, capsys: Any) -
     commands = {
         "evaluate": ["--data", data],
         "generate": asked,
-        "export": ["--format", "bf16", "--out", str(tmp_path / "export")],
-        "convert": ["--out", str(tmp_path / "convert")],
+        "export": ["--format", "bf16", "--overwrite", "--out", str(tmp_path / "export")],
+        "convert": ["--overwrite", "--out", str(tmp_path / "convert")],
         "parity": ["--data", data, "--export", "bf16", "--seq-len", "64"],
         "plan": [],
     }

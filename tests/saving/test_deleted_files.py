@@ -56,7 +56,7 @@ def spoken(run: str, capsys: Any) -> list[str]:
     commands = [
         ["generate", "--prompt", "hello", "--greedy", "--max-new-tokens", "4", "--device", "cpu"],
         ["evaluate", "--data", "texts", "--seq-len", "16", "--device", "cpu"],
-        ["export", "--format", "bf16", "--out", "exported", "--device", "cpu"],
+        ["export", "--format", "bf16", "--out", "exported", "--overwrite", "--device", "cpu"],
     ]
     said = []
     for command, *options in commands:

@@ -249,7 +249,7 @@ def test_a_run_knows_what_it_was_tuned_from(
         out = ["--out", str(tmp_path / f"{name}-export"), "--format", "fp8-channel"]
         assert main(["export", *common, *out]) == 0
         assert "of the tuning's change of" in capsys.readouterr().out
-    assert main(["export", *common, *out, "--base", "none"]) == 0
+    assert main(["export", *common, *out, "--overwrite", "--base", "none"]) == 0
     assert "tuning" not in capsys.readouterr().out
     compare = ["parity", *common, "--export", "fp8-channel", "--data", str(tmp_path / "texts")]
     compare += ["--seq-len", "16", "--batches", "1", "--json"]
