@@ -163,6 +163,8 @@ CONTEXT = {
         "rotary_tables(rope, positions, dtype, documents)",
         "rotary_tables(rope, positions, dtype)",
     ),
+}
+INPUTS = {
     "positions count across documents": Mutation(
         "return place - torch.where(first, place, 0).cummax(dim=1).values",
         "return place.expand(len(documents), -1)",
@@ -575,6 +577,7 @@ PLANTED: list[tuple[str, dict[str, Mutation], str]] = [
     ("model/latent.py", LATENT, "tests/model/test_latent.py tests/model/test_kinds.py -k latent"),
     ("model/router.py", ROUTER, "tests/model/test_router.py tests/model/test_experts.py"),
     ("model/forward_context.py", CONTEXT, "tests/model/test_rope.py tests/model/test_experts.py"),
+    ("model/inputs.py", INPUTS, "tests/model/test_rope.py tests/model/test_inputs.py"),
     ("fp8/scaling_state.py", STATE, "tests/fp8/test_scaling_state.py"),
     ("fp8/precision.py", PRECISION, "tests/fp8/test_scaling_state.py"),
     ("fp8/extra_state.py", EXTRA, "tests/fp8/test_extra_state.py"),
