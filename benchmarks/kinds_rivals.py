@@ -86,12 +86,14 @@ def theirs(config: ModelConfig, batch: int, seq: int, device: torch.device) -> d
     """Measure transformers, compiled, or layer by layer where 24 layers at once take more than six minutes.
 
     Where PyTorch cannot compile a state space (2.11 fails at its cumulative sums), everything around it is compiled,
-    and it runs as it is, on the packages that transformers uses.
+    and it runs as it is, on the packages that transformers uses. So does Kimi Delta Attention, whose kernels PyTorch's
+    compiler would tune again, for longer than three minutes.
     """
     before = held()
     model = their_model(config, device).train()
     model.config.use_cache = False
     few = config.num_hidden_layers <= 4
+    tuned = {} if device.type == "cpu" else leave_out(model, is_delta_attention)
     for part in [] if device.type == "cpu" else [model] if few else model.model.layers:
         part.compile()
     ids = tokens(config, batch, seq, device)
@@ -111,7 +113,21 @@ def theirs(config: ModelConfig, batch: int, seq: int, device: torch.device) -> d
         return measured(step, device, before) | dict(
             not_compiled=mixers, because=f"{type(error).__name__}: {error}"[:300]
         )
-    return measured(step, device, before)
+    found = measured(step, device, before)
+    return found | (dict(not_compiled=tuned) if tuned else {})
+
+
+def is_delta_attention(module: nn.Module) -> bool:
+    """Return whether it is transformers' module of a Kimi Delta Attention."""
+    return type(module).__name__.endswith("LinearDeltaAttention")
+
+
+def leave_out(model: Any, chosen: Callable[[nn.Module], bool]) -> dict[str, str]:
+    """Keep the chosen modules from being compiled; return what computes them, by the names of their classes."""
+    classes = {type(module) for module in model.modules() if chosen(module)}
+    for cls in classes:
+        cls.forward = torch.compiler.disable(cls.forward)
+    return {cls.__name__: "the packages that transformers uses" for cls in classes}
 
 
 def is_state_space(module: nn.Module) -> bool:
@@ -126,9 +142,8 @@ def leave_out_mixers(model: Any) -> dict[str, str]:
     transformers takes mamba-ssm's kernels only with the package causal-conv1d beside them, which has to be compiled for
     each GPU; flash-linear-attention's convolution takes its place here.
     """
-    found = {}
+    found = leave_out(model, is_state_space)
     for cls in {type(module) for module in model.modules() if is_state_space(module)}:
-        cls.forward = torch.compiler.disable(cls.forward)
         module = sys.modules[cls.__module__]
         found[cls.__name__] = "plain PyTorch"
         with contextlib.suppress(ImportError):

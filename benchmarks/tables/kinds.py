@@ -256,4 +256,9 @@ def _mixers(file: str) -> str:
         "mixer | variant | ms | peak memory | speed to transformers | memory to transformers | "
         "speed to own BF16"
     )
-    return f"{measured_on(result)}\n\n{markdown(header, lines)}"
+    text = f"{measured_on(result)}\n\n{markdown(header, lines)}"
+    failed = [row for row in result["rows"] if "error" in row and row["name"].split()[0] in MIXERS]
+    if failed:
+        said = ", ".join(f"`{row['name']}` ({row['error']})" for row in failed)
+        text += "\n\n" + prose(f"Without a figure: {said}.")
+    return text

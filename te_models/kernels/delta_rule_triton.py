@@ -275,8 +275,9 @@ def register() -> None:
         fix_configurations()
 
 
-# The package compiles and times some eighty configurations for every number of heads, which takes two minutes of a
-# first step. These were the fastest on an H100, for 16 and 32 heads of 128 channels (benchmarks/delta_rule_tuning.py).
+# The package compiles and times some eighty configurations for every number of heads, two hundred of Kimi Delta
+# Attention, which takes minutes of a first step. These were the fastest for heads of 128 channels: 16 and 32 of them on
+# an H100 (benchmarks/delta_rule_tuning.py); of Kimi Delta Attention 32 on an H200 (benchmarks/kinds_speed.py --mixers).
 FASTEST = {
     "modules.norm.l2norm.l2norm_fwd_kernel": triton.Config({"BT": 16}, num_warps=4),
     "modules.norm.l2norm.l2norm_bwd_kernel": triton.Config({"BT": 16}, num_warps=8),
@@ -300,6 +301,22 @@ FASTEST = {
     "ops.gated_delta_rule.wy_fast.prepare_wy_repr_bwd_kernel": triton.Config(
         {}, num_warps=4, num_stages=3
     ),
+    "ops.utils.cumsum.chunk_local_cumsum_vector_kernel": triton.Config({"BS": 32}, num_warps=2),
+    "ops.gla.chunk.chunk_gla_fwd_kernel_o": triton.Config(
+        {"BK": 64, "BV": 128}, num_warps=4, num_stages=3
+    ),
+    "ops.kda.chunk_intra_token_parallel.chunk_kda_fwd_kernel_intra_token_parallel": triton.Config(
+        {"BH": 2}, num_warps=1
+    ),
+    "ops.kda.chunk_intra.chunk_kda_fwd_kernel_inter_solve_fused": triton.Config(
+        {"BK": 32}, num_warps=1
+    ),
+    "ops.kda.chunk_intra.chunk_kda_bwd_kernel_intra": triton.Config({}, num_warps=2, num_stages=2),
+    "ops.kda.wy_fast.recompute_w_u_fwd_kda_kernel": triton.Config({}, num_warps=4, num_stages=3),
+    "ops.kda.chunk_bwd.chunk_kda_bwd_kernel_dAv": triton.Config({}, num_warps=4, num_stages=4),
+    "ops.kda.chunk_bwd.chunk_kda_bwd_kernel_wy_dqkg_fused": triton.Config(
+        {"BK": 64, "BV": 64}, num_warps=4, num_stages=2
+    ),
 }
 WIDEST = 128  # channels per head that FASTEST is for: wider ones may not fit into shared memory
 
@@ -315,7 +332,7 @@ def autotuned() -> Iterator[tuple[str, Autotuner]]:
 
 
 def fix_configurations() -> None:
-    """Have the package run FASTEST, without timing other configurations."""
+    """Have the kernels of the package that are imported run as FASTEST says, without timing other configurations."""
     for name, kernel in autotuned():
         if name in FASTEST:
             kernel.early_config_prune = functools.partial(_fixed, FASTEST[name])
@@ -324,6 +341,10 @@ def fix_configurations() -> None:
 def _fixed(
     fastest: triton.Config, configs: list[triton.Config], named: dict[str, Any], **arguments: Any
 ) -> list[Any]:
-    """Return the configurations to time for a call with these arguments."""
+    """Return the configurations to time for a call with these arguments.
+
+    Where the package does not offer the fastest one, on a GPU with less shared memory, or for wide heads, it chooses.
+    """
     widths = [size for name, size in (named | arguments).items() if name in ("D", "K", "V")]
-    return [fastest] if max(widths, default=0) <= WIDEST else configs
+    offered = str(fastest) in map(str, configs)
+    return [fastest] if offered and max(widths, default=0) <= WIDEST else configs

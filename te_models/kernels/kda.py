@@ -205,9 +205,14 @@ def packaged() -> tuple[Rule, Rule] | None:
                 chunk_kda,
                 fused_recurrent_kda,
             )
+            from fla.utils import IS_NVIDIA_HOPPER  # noqa: PLC0415
     except ImportError:
         log.warning(HINT)
         return None
+    if IS_NVIDIA_HOPPER:
+        from te_models.kernels.delta_rule_triton import fix_configurations  # noqa: PLC0415  needs Triton
+
+        fix_configurations()
     return chunk_kda, fused_recurrent_kda
 
 

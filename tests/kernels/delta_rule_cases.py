@@ -101,18 +101,26 @@ def test_kernels_of_common_widths_are_not_timed(monkeypatch: pytest.MonkeyPatch)
     module = ModuleType("fla.ops.common.chunk_o")
     module.chunk_bwd_kernel_dv_local = made("chunk_bwd_kernel_dv_local", module.__name__)
     module.other = made("other", module.__name__)
+    module.chunk_fwd_kernel_o = made("chunk_fwd_kernel_o", module.__name__)
     module.imported = made(
         "chunk_fwd_kernel_o", "fla.ops.gla.chunk"
     )  # another kernel of the same name
     monkeypatch.setitem(sys.modules, module.__name__, module)
     fix_configurations()
     tuners = {name: tuner for name, tuner in autotuned() if name.startswith("ops.common.chunk_o.")}
-    assert {name.rpartition(".")[2] for name in tuners} == {"chunk_bwd_kernel_dv_local", "other"}
+    assert {name.rpartition(".")[2] for name in tuners} == {
+        "chunk_bwd_kernel_dv_local",
+        "chunk_fwd_kernel_o",
+        "other",
+    }
     name = "ops.common.chunk_o.chunk_bwd_kernel_dv_local"
     for width, wanted in ((64, [FASTEST[name]]), (128, [FASTEST[name]]), (256, every)):
         tuners[name].nargs = dict(K=width)
         assert tuners[name].prune_configs(dict(num_warps=4)) == wanted
     assert tuners["ops.common.chunk_o.other"].prune_configs({}) == every
+    not_offered = tuners["ops.common.chunk_o.chunk_fwd_kernel_o"]  # as on a GPU with less memory
+    not_offered.nargs = dict(K=64)
+    assert not_offered.prune_configs({}) == every
 
 
 @pytest.mark.skipif(
@@ -120,6 +128,7 @@ def test_kernels_of_common_widths_are_not_timed(monkeypatch: pytest.MonkeyPatch)
 )
 def test_fixed_configurations_are_of_kernels_that_there_are() -> None:
     pytest.importorskip("fla.ops.gated_delta_rule")
+    pytest.importorskip("fla.ops.kda")
     names = dict(autotuned())
     assert names.keys() >= FASTEST.keys()
     for name, config in FASTEST.items():
