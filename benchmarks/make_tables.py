@@ -14,7 +14,9 @@ from pathlib import Path
 
 import click
 
+from benchmarks.gated_learning_rates import draw_columns
 from benchmarks.gated_learning_rates import draw_results as draw_gated
+from benchmarks.optimizer_study import draw_results as draw_optimizers
 from benchmarks.soak import draw as draw_soak
 from benchmarks.tables import (  # noqa: F401  they register their tables
     buffers,
@@ -27,6 +29,7 @@ from benchmarks.tables import (  # noqa: F401  they register their tables
     guide,
     heads,
     kinds,
+    optimizer_losses,
     optimizers,
     readme_claims,
     several_gpus,
@@ -78,6 +81,10 @@ def draw_plots(folder: Path) -> None:
     formats.draw_formats(folder / "format_loss.png")
     speed_map.draw_speed_map(folder / "small_models_h200.png")
     draw_gated(load(studies.GATED), folder / f"{studies.GATED}.png")
+    draw_columns(studies.qk_norm_columns(), folder / "gated_qk_norm_h200.png")
+    draw_columns(studies.columns_124m(), folder / "gated_124m_h200.png")
+    draw_optimizers(load(optimizer_losses.STUDY), folder / f"{optimizer_losses.STUDY}.png")
+    failures.draw_no_speed_up(folder / "no_speed_up_h200.png")
     draw_grid(folder / "checkpoint_grid_h200.png")
     draw_soak(folder / "soak_h200.png", load("soak_h200"))
     draw_twins(folder / "twin_curves_h100.png", load("twin_curves_h100"))

@@ -1,11 +1,13 @@
-"""Tables of the advice about recorded runs: its rules, and the failures that were planted to try them."""
+"""Tables of advice: the rules about recorded runs, and failures that were planted to try them and others'."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from benchmarks.tables.text import load, markdown, prose, table
+from benchmarks.tables.text import load, markdown, measured_on, prose, table
 from te_models.inspect.advice import RULES
+from te_models.training.plots import new_figure, save_figure
 
 
 @table
@@ -93,3 +95,62 @@ def _change(row: dict[str, Any]) -> str:
         return ""
     change = ", ".join(f"`{name}={value}`" for name, value in row["change"].items())
     return f"{change}: {'healed' if row['healed'] else 'not healed'}"
+
+
+# What takes FP8's gain away: the rows in FP8 and in BF16, the change that brings it back, and what a run says of it.
+NO_SPEED_UP = (
+    ("Transformer Engine is not used", "delayed, without Transformer Engine", "bf16", "Transformer Engine", "engine"),
+    ("plain operations, no CUDA graph", "delayed, plain operations", "bf16", "the defaults", "compiled"),
+    ("512 tokens per micro-batch", "delayed, few tokens", "bf16, few tokens", "8 x 2,048 tokens", ""),
+)  # fmt: skip
+
+
+def _no_speed_up() -> dict[str, tuple[float, float]]:
+    """Return the speed of FP8 relative to BF16 with each cause, and with the change that heals it."""
+    rows = load("no_speed_up_h200")["rows"]
+    speeds = {name: row["tokens_per_second"] for name, row in rows.items()}
+    found = {}
+    for cause, fp8, bf16, _, _ in NO_SPEED_UP:
+        found[cause] = (speeds[fp8] / speeds[bf16], speeds["delayed"] / speeds["bf16"])
+    return found
+
+
+@table
+def no_speed_up() -> str:
+    """Planted causes that take FP8's gain away, and the change that brings it back."""
+    result = load("no_speed_up_h200")
+    ratios = _no_speed_up()
+    lines = []
+    for cause, fp8, _, change, said in NO_SPEED_UP:
+        planted, healed = ratios[cause]
+        printed = (
+            f"`{said}`: {result['rows'][fp8]['said'][said]}"
+            if said
+            else "`speed`: as measured near this size"
+        )
+        lines.append([cause, f"{planted:.2f}", change, f"{healed:.2f}", printed])
+    about = prose(
+        f"Whole steps of {result['layers']} layers of `gated-1b`'s width, all in the recipe `delayed`, "
+        f"{result['size']['batch_size']} x {result['size']['seq_len']:,} tokens: speed relative to `bf16` without the "
+        f"cause, of few tokens to `bf16` with as few. {measured_on(result)}"
+    )
+    header = "planted | FP8's speed with it | change | FP8's speed with the change | what a run prints with it"
+    return f"{about}\n\n{markdown(header, lines)}"
+
+
+def draw_no_speed_up(path: Path) -> None:
+    """Draw the speed of FP8 relative to BF16 with each cause, and with the change that heals it."""
+    ratios = _no_speed_up()
+    figure = new_figure((8, 2.6))
+    axes = figure.subplots()
+    for number, label in enumerate(("with the cause", "with the change")):
+        places = [place + 0.4 * number for place in range(len(ratios))]
+        bars = axes.barh(places, [pair[number] for pair in ratios.values()], 0.36, label=label)
+        axes.bar_label(bars, fmt="{:.2f}", fontsize=8, padding=3)
+    axes.set_yticks([place + 0.2 for place in range(len(ratios))], list(ratios))
+    axes.axvline(1, color="gray", linestyle=":")
+    axes.invert_yaxis()
+    axes.set(xlabel="speed of `delayed` relative to `bf16`", xlim=(0, 1.6))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    save_figure(figure, path)
