@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048  # elements of a tensor that a program updates
-WARPS = 8
+# Elements of a tensor that a program updates, and its warps: of seven choices the fastest on an H200, where 2^27
+# parameters take 912 microseconds (940 with 2048 and 8).
+BLOCK = 1024
+WARPS = 4
 # Bytes that a thread loads at a time, where all tensors of a launch are aligned to them.
 VECTOR = 16
 

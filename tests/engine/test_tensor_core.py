@@ -116,3 +116,14 @@ def test_the_limit_decides_and_both_ways_are_close(recipe: type) -> None:
         torch.equal(exact, at_limit) and torch.equal(fp32, below) and not torch.equal(fp32, exact)
     )
     assert (fp32 - exact).norm() / exact.norm() < 1.5e-3
+
+
+def test_a_small_product_in_one_run_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of all rows and columns would take as long as the arithmetic of a small product."""
+    a, b = values((16, 64), "e4m3", 2.0, 0), values((24, 64), "e4m3", 2.0, 1)
+    wanted = hopper_matmul(a, b, (-6, -6), True)
+    seen = []
+    monkeypatch.setattr(Factor, "of_rows", lambda *_: seen.append("rows"))
+    monkeypatch.setattr(tensor_core, "_runs", lambda *_: seen.append("runs"))
+    assert torch.equal(hopper_matmul(a, b, (-6, -6), True), wanted)
+    assert not seen

@@ -96,6 +96,8 @@ def tensor_core_matmul(
         core: the tensor core that computes it.
         splits: number of runs of 128-wide tiles of K, each summed by itself; the last may be shorter, or empty.
     """
+    if splits == 1:  # nearly always, and slices of all columns take time
+        return _matmul(a, b, promote, core)
     first, *others = _runs(len(a.values), splits)
     total = _matmul(a.of_columns(first), b.of_columns(first), promote, core)
     for run in others:
@@ -115,6 +117,8 @@ def _matmul(a: Factor, b: Factor, promote: bool, core: TensorCore) -> Tensor:
     rows = a.values.shape[1]
     columns = b.values.shape[1]
     step = max(1, _OUTPUTS // max(1, columns))
+    if 0 < rows <= step:
+        return _tile(a, b, promote, core)
     tiles = []
     for start in range(0, rows, step):
         tiles.append(_tile(a.of_rows(slice(start, start + step)), b, promote, core))
@@ -145,6 +149,8 @@ def row_product(
 
     Arguments as of `tensor_core_matmul`.
     """
+    if splits == 1:
+        return _whole_row_product(a, b, promote, core)
     first, *others = _runs(len(a.values), splits)
     total = _whole_row_product(a.of_columns(first), b.of_columns(first), promote, core)
     for run in others:
