@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 from te_models.data.tokenizer_base import Tokenizer
 from te_models.errors import TeModelsError, UsageError, plural
@@ -138,7 +139,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer a request for the models, or for whether the server is up."""
         completions = self.served.completions
-        path = self.path.partition("?")[0].rstrip("/")
+        # Clients escape what a path cannot hold, such as a space or a slash in the model's name.
+        path = unquote(self.path.partition("?")[0].rstrip("/"))
         if not self._from_here():
             return
         # The paths of OpenAI's API, and the one that load balancers ask.

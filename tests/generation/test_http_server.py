@@ -71,6 +71,22 @@ def test_models(client: Any) -> None:
     assert client.models.retrieve("mine").owned_by == "te-models"
 
 
+@pytest.mark.parametrize("name", ["my run", "owner/model", "mod\u00e8le", "50%"])
+def test_models_whose_names_a_path_cannot_hold(
+    name: str, model: CausalLM, words: Tokenizer
+) -> None:
+    openai = pytest.importorskip("openai")
+    with make_server(model, words, name, port=0) as made:
+        thread = threading.Thread(target=made.serve_forever, kwargs=dict(poll_interval=0.01))
+        thread.start()
+        try:
+            client = openai.OpenAI(base_url=made.url, api_key="none", max_retries=0)
+            assert client.models.retrieve(client.models.list().data[0].id).id == name
+        finally:
+            made.shutdown()
+            thread.join()
+
+
 @pytest.mark.parametrize("count", [1, 7, 20])
 def test_a_chat_answer_is_the_models(
     count: int, client: Any, model: CausalLM, words: Tokenizer, notes: list[str]
