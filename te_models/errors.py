@@ -46,6 +46,7 @@ SYNONYMS = {
     "lora_targets": "lora_target_modules target_modules",
     "activation_checkpointing": "gradient_checkpointing no_gradient_checkpointing ac",
     "compile": "compile_model torch_compile",
+    "dtype": "torch_dtype",
     "max_new_tokens": "max_tokens",
     "hidden_size": "dim d_model n_embd hidden_dim",
     "intermediate_size": "ffn_dim ffn_hidden_size",
@@ -75,6 +76,23 @@ ELSEWHERE = {
     "use_galore": "give optimizer='galore'",
     "layer_precision": 'give precision, such as {"layers.2.*": "bf16"}',
     "first_last_layers_bf16": "give num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16, which are 1 by default",
+}
+# What takes an argument in Python -> its arguments, for those that another constructor or function was given.
+PLACES = {
+    "open_data": (
+        "data eval_data eval_split columns truncate on_bad_record packing chat_template special_tokens streaming "
+        "num_workers"
+    ),
+    "CausalLM.from_pretrained or from_preset": (
+        "recipe engine device dtype fp8_params activation_checkpointing activation_offload compile fused precision "
+        "amax_history_len amax_compute_algo margin fp8_format lm_head attention_gate"
+    ),
+    "add_lora(model, r=...)": "lora lora_alpha lora_dropout",
+    "TrainConfig": (
+        "steps epochs batch_size seq_len gradient_accumulation calibrate cuda_graph deterministic optimizer "
+        "optimizer_options optimizer_offload learning_rate schedule warmup_steps weight_decay clip_grad_norm "
+        "eval_every eval_batches patience save_every keep_last record on_nan recipe_schedule parallel"
+    ),
 }
 # Characters that reorder the text around them.
 _DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -205,10 +223,12 @@ def unknown(
     line = f"unknown {noun} {value!r}{of}{owner}: "
     if noun in ("option", "keyword", "field"):
         advice = advice or ELSEWHERE.get(_bare(str(value)), "")
-    if advice:
-        return UsageError(line + advice)
     names = sorted(choices)
     bare = {_bare(name): name for name in names}
+    if noun in ("keyword", "field"):
+        advice = advice or _place(_bare(str(value)), bare)
+    if advice:
+        return UsageError(line + advice)
     near = _nearest(_bare(str(value)), bare)
     hint = f"did you mean {bare[near]!r}? " if near else ""
     if listed and len(names) > MANY:
@@ -221,6 +241,18 @@ def unknown(
 def _bare(name: str) -> str:
     """Return an option, a field or a value without what only spells it: dashes and capitals."""
     return name.lstrip("-").replace("-", "_").lower()
+
+
+def _place(name: str, known: Collection[str]) -> str:
+    """Return where to give `name`, or our argument of the same meaning; "" if that is among those `known` here."""
+    ours = [mine for mine, others in SYNONYMS.items() if name in others.split()]
+    if not known or any(mine in known for mine in ours):
+        return ""
+    for place, arguments in PLACES.items():
+        for argument in [name, *ours]:
+            if argument in arguments.split():
+                return f"give {'it' if argument == name else argument} to {place}"
+    return ""
 
 
 def _nearest(misspelled: str, names: Collection[str]) -> str:

@@ -13,7 +13,10 @@ import pytest
 
 from te_models import errors
 from te_models.cli import commands
+from te_models.config.data import DataConfig
+from te_models.config.training import TrainConfig
 from te_models.errors import (
+    PLACES,
     SYNONYMS,
     CheckpointError,
     DataError,
@@ -30,6 +33,7 @@ from te_models.errors import (
     unknown,
 )
 from te_models.huggingface.registration import OLDEST
+from te_models.model.options import ModelOptions
 from te_models.training import loggers
 from te_models.training.settings import SETTINGS
 
@@ -191,6 +195,32 @@ def test_names_of_other_libraries_lead_to_ours() -> None:
         unknown("format", "fp8", ["fp8-block", "fp8-tensor", "mxfp8"])
     )
     assert "did you mean '--batch-size'?" in str(unknown("option", "--bs", flags))
+
+
+def test_an_argument_of_another_constructor_is_told_where_it_goes() -> None:
+    """The command line has one list of options; in Python they are divided, and each has its place."""
+    places = {
+        "open_data": DataConfig.__dataclass_fields__,
+        "CausalLM.from_pretrained or from_preset": ModelOptions.__annotations__,
+        "add_lora(model, r=...)": ["lora", "lora_alpha", "lora_dropout"],
+        "TrainConfig": TrainConfig.__dataclass_fields__,
+    }
+    assert places.keys() == PLACES.keys()
+    for place, arguments in PLACES.items():
+        assert not set(arguments.split()) - set(places[place])
+    for owner in (TrainConfig, DataConfig):
+        known = owner.__dataclass_fields__
+        for place, arguments in PLACES.items():
+            for name in set(arguments.split()) - set(known):
+                line = re.escape(f"{name!r} of {owner.__name__}: give it to {place}")
+                with pytest.raises(UsageError, match=f"{line}$"):
+                    owner(**{name: 1})
+    with pytest.raises(
+        UsageError, match="'max_length' of DataConfig: give seq_len to TrainConfig$"
+    ):
+        DataConfig(max_length=512)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="'max_length' of TrainConfig: did you mean 'seq_len'"):
+        TrainConfig(max_length=512)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
