@@ -135,8 +135,13 @@ def _gradient_target(producer: Module | None) -> QuantizerTarget | None:
     if isinstance(producer, Linear) and producer.use_bias:  # the bias gradient is summed from BF16
         return None
     quantizer = _quantizer(producer, "scaling_bwd")
+    return _target(quantizer) or _current_target(quantizer)
+
+
+def _current_target(quantizer: PerTensorQuantizer | None) -> QuantizerTarget | None:
+    """Return the target of our own kernels under current scaling, which measure values before they write them."""
     if not isinstance(quantizer, Float8CurrentScalingQuantizer):
-        return _target(quantizer)
+        return None
     # Another rule of scales, or one scale for several processes, is left to Transformer Engine.
     usual = not quantizer.force_pow_2_scales and quantizer.amax_epsilon == 0
     if usual and quantizer.columnwise_usage and not quantizer.with_amax_reduction:
@@ -173,6 +178,16 @@ class _Norm(torch.autograd.Function):
                 counts=target.counts,
             )
             y = target.tensor(fp8, x.dtype, counted=True)
+        elif (target := _current_target(quantizer)) is not None and x.shape[0] % 4 == 0:
+            fp8, total, inverse = norm_fp8_triton.norm_measured(
+                x,
+                delta,
+                weight=weight,
+                eps=module.eps,
+                zero_centered=ctx.zero_centered,
+                e5m2=target.quantizer.dtype == DType.kFloat8E5M2,
+            )
+            y = target.tensor(fp8, x.dtype)
         else:
             # Without a scale that is known before, or under BF16: the sum in PyTorch, the norm by Transformer Engine.
             total = (x if delta is None else x + delta).contiguous()  # rmsnorm_fwd reads no strides

@@ -21,17 +21,26 @@ from te_models.kernels.count_four_triton import (
     saturated_of,
 )
 from te_models.kernels.fp8_tiles_triton import (
+    BAND,
+    COLUMNS,
+    ROWS,
     FP8Data,
     new_fp8,
     note_inverse,
     raise_amax,
     store_fp8,
+    tile,
+    write_current_scale,
 )
+from te_models.kernels.handover import CastScale
 from te_models.kernels.handover_triton import load_tile, table_of
 
 NORM_ROWS = 32  # of which a program goes through all columns
 NORM_COLUMNS = 128  # at a time
 REGISTERS = 128  # of a program that counts: four per multiprocessor, as many as without counts
+# Elements of a program that holds whole rows, and its warps.
+WHOLE_ROWS = 8192
+WHOLE_WARPS = 4
 
 
 @triton.jit
@@ -202,4 +211,175 @@ def norm(
         num_warps=4,
         maxnreg=None if counts is None else REGISTERS,
     )
+    return out, total, rstd
+
+
+@triton.jit
+def whole_rows_normed(
+    x,
+    delta,
+    total,
+    weight,
+    rstd,
+    i,
+    j,
+    rows,
+    columns,
+    eps,
+    ADD: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):
+    """Return the norm of rows i, of which j are all channels, rounded to the dtype of x, in FP32.
+
+    Their 1 / RMS is written, and if ADD their sum with what the block before adds.
+    """
+    inside = (i < rows)[:, None] & (j < columns)[None, :]
+    at = i[:, None] * columns + j[None, :]
+    value = tl.load(x + at, inside, 0.0)
+    if ADD:
+        value = value.to(tl.float32) + tl.load(delta + at, inside, 0.0).to(tl.float32)
+        value = value.to(x.dtype.element_ty)
+        tl.store(total + at, value, inside)
+    value = value.to(tl.float32)
+    factor = 1 / tl.sqrt_rn(tl.sum(value * value, 1) / columns + eps)
+    tl.store(rstd + i, factor, i < rows)
+    gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)
+    gamma = 1 + gamma if ZERO_CENTERED else gamma
+    value = value * factor[:, None] * gamma[None, :]
+    return value.to(x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def rounded_norm(total, weight, rstd, i, j, rows, columns, ZERO_CENTERED: tl.constexpr):
+    """Return channels j of rows i, normed with the 1 / RMS that was written, rounded to the dtype of `total`."""
+    gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)
+    gamma = 1 + gamma if ZERO_CENTERED else gamma
+    factor = tl.load(rstd + i, i < rows, 0.0)
+    value = load_tile(total, i, j, rows, columns, columns)
+    value = value * factor[:, None] * gamma[None, :]
+    return value.to(total.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _amax_kernel(
+    # as of _norm_kernel
+    x,
+    delta,
+    total,
+    weight,
+    rstd,
+    amax,
+    rows,
+    columns,
+    eps,
+    ADD: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    # rows of a program, and columns, a power of two
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    j = tl.arange(0, WIDTH)
+    value = whole_rows_normed(
+        x, delta, total, weight, rstd, i, j, rows, columns, eps, ADD, ZERO_CENTERED
+    )
+    raise_amax(amax, tl.abs(value))
+
+
+@triton.jit
+def _rounded_cast_kernel(
+    # the sum [N, D], weight [D] and 1 / RMS [N]
+    total,
+    weight,
+    rstd,
+    # as of _norm_kernel
+    data,
+    transposed,
+    scale,
+    scale_inv,
+    rows,
+    columns,
+    ZERO_CENTERED: tl.constexpr,
+    E5M2: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    row, column = tile(tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS), BAND)
+    group = row.to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    j = column.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    i = 4 * group
+    s = tl.load(scale)
+    a = rounded_norm(total, weight, rstd, i, j, rows, columns, ZERO_CENTERED)
+    b = rounded_norm(total, weight, rstd, i + 1, j, rows, columns, ZERO_CENTERED)
+    c = rounded_norm(total, weight, rstd, i + 2, j, rows, columns, ZERO_CENTERED)
+    d = rounded_norm(total, weight, rstd, i + 3, j, rows, columns, ZERO_CENTERED)
+    store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, columns, E5M2)
+    note_inverse(s, scale_inv)
+
+
+def whole_rows(columns: int) -> dict[str, int]:
+    """Return the keywords of a kernel whose programs hold whole rows of this width."""
+    width = max(128, triton.next_power_of_2(columns))
+    warps = WHOLE_WARPS if width <= WHOLE_ROWS else 4 * WHOLE_WARPS
+    return dict(ROWS=max(1, WHOLE_ROWS // width), WIDTH=width, num_warps=warps)
+
+
+def norm_measured(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    zero_centered: bool,
+    e5m2: bool,
+) -> tuple[FP8Data, Tensor, Tensor]:
+    """Compute what `norm` does, with the scale by which the amax of the norm becomes the format's largest number.
+
+    Values are rounded to the dtype of x before they are measured and cast, as by a norm that is stored.
+    """
+    rows, columns = x.shape
+    x = x.contiguous()
+    delta = None if delta is None else delta.contiguous()
+    out = new_fp8(rows, columns, x.device)
+    total = x if delta is None else torch.empty_like(x)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    cast_scale = CastScale(
+        scale=torch.empty(1, dtype=torch.float32, device=x.device),
+        amax=torch.zeros(1, dtype=torch.float32, device=x.device),
+        e5m2=e5m2,
+    )
+    options = whole_rows(columns)
+    with torch.cuda.device_of(x):
+        _amax_kernel[(triton.cdiv(rows, options["ROWS"]),)](
+            x,
+            delta,
+            total,
+            weight,
+            rstd,
+            cast_scale.amax,
+            rows,
+            columns,
+            eps,
+            ADD=delta is not None,
+            ZERO_CENTERED=zero_centered,
+            **options,
+        )
+        write_current_scale(cast_scale)
+        _rounded_cast_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](
+            total,
+            weight,
+            rstd,
+            out.data,
+            out.transposed,
+            cast_scale.scale,
+            out.scale_inv,
+            rows,
+            columns,
+            ZERO_CENTERED=zero_centered,
+            E5M2=e5m2,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            BAND=BAND,
+            num_warps=4,
+        )
     return out, total, rstd

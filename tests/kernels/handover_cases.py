@@ -18,6 +18,7 @@ from te_models.kernels.count_cast_triton import Counts
 from te_models.kernels.fp8_tiles_triton import write_current_scale
 from te_models.kernels.handover import CastScale
 from te_models.numerics.formats import FP8_MAX, DType
+from te_models.numerics.quantizers import Float8CurrentScalingQuantizer
 from te_models.numerics.scale_rules import scale_from_amax
 from te_models.recorder.layout import FIELDS, INDEX
 from te_models.recorder.statistics import Cast, count_cast
@@ -127,6 +128,32 @@ def test_norm(shape: tuple[int, int], add: bool, zero_centered: bool) -> None:
     check(found, size * inverse[:, None] * gamma, 3.0, amax, False)
     assert torch.equal(summed, total)
     torch.testing.assert_close(rstd, inverse, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "add", "e5m2"), every(2, [*SHAPES, (20, 5120)], [False, True], [False, True])
+)
+def test_a_norm_is_measured_and_then_cast_with_its_current_scale(
+    shape: tuple[int, int], add: bool, e5m2: bool
+) -> None:
+    """The bits are those of a cast of the norm as it would be stored."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # see test_norm
+    x = random(*shape).to(dtype)
+    delta = random(*shape).to(dtype).flip(1).contiguous()
+    weight = torch.linspace(0.5, 1.5, shape[1]).to(dtype).to(DEVICE)
+    found, total, rstd = norm_fp8_triton.norm_measured(
+        x, delta if add else None, weight, 1e-5, add, e5m2
+    )
+    assert torch.equal(total, x + delta if add else x)
+    inverse = (total.double().square().mean(-1) + 1e-5).rsqrt()
+    torch.testing.assert_close(rstd.double(), inverse, rtol=1e-6, atol=0)
+    gamma = weight.float() + 1 if add else weight.float()
+    stored = (total.float() * rstd[:, None] * gamma).to(dtype)
+    form = DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3
+    cast = Float8CurrentScalingQuantizer(form, rowwise=True, columnwise=True)(stored)
+    assert torch.equal(found.data, cast._data.view(torch.uint8))
+    assert torch.equal(found.transposed, found.data.t())
+    assert torch.equal(found.scale_inv, cast._scale_inv.view(1))
 
 
 @pytest.mark.parametrize("e5m2", [False, True])
