@@ -34,7 +34,8 @@ def test_rows_go_to_experts_and_back(tokens: int, k: int, width: int, dtype: tor
 
     for by in (None, factor):
         found, wanted = (
-            made.gather(x, token, by)[0] for made in (expert_rows_triton.TRITON, expert_rows.PLAIN)
+            made.gather(x, token, by, None)[0]
+            for made in (expert_rows_triton.TRITON, expert_rows.PLAIN)
         )
         assert torch.equal(found, wanted)
         assert (found[token == tokens] == 0).all()

@@ -232,7 +232,7 @@ COUNTED = {
         x[:, : x.shape[1] // 2].contiguous(), x, *place, **how
     ),
     "plain slope": lambda x, *place, **how: handover_triton.activate_backward(
-        x, x, *place, "relu2", False, **how
+        x, x, *place, activation="relu2", gated=False, **how
     ),
     "norm": lambda x, *place, **how: norm_fp8_triton.norm(
         x, None, torch.ones_like(x[0]), 1e-5, False, *place, **how

@@ -370,7 +370,7 @@ def test_amaxes_of_copies_are_those_of_rows() -> None:
     where = places()
     x = torch.randn(TOKENS, WIDTH, device=DEVICE).to(DTYPE)
     factor = torch.rand(len(where.token), device=DEVICE)
-    rows, _ = PLAIN.gather(x, where.token, factor)
+    rows, _ = PLAIN.gather(x, where.token, factor, None)
     wanted = cast(Matrices(rows, where.groups), E4M3)
     given = Matrices(x, where.groups, source=where.token, factor=factor)
     found = cast(given, E4M3)

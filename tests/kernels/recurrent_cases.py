@@ -123,7 +123,7 @@ def test_gated_norm(rows: int, heads: int, dim: int) -> None:
     dz = torch.empty_like(random(rows, heads * dim + 16))[:, 16:]
     dx, dweight = head_norm_triton.head_norm_backward(dy, x, z, weight, 1e-3, dz)
     exact = [leaf.detach().double().requires_grad_() for leaf in (x, z, weight)]
-    wanted = gated(*exact, heads, 1e-3)
+    wanted = gated(*exact, heads=heads, eps=1e-3)
     gradients = torch.autograd.grad(wanted, exact, dy.double())
     assert error(y, wanted) < 2 * ROUNDING
     for one, two in zip((dx, dz, dweight), gradients, strict=True):

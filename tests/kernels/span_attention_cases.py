@@ -87,7 +87,9 @@ def test_output_and_gradients_are_those_by_definition(
     )  # a sink's gradient is then a sum of one sign
     found = (out, *torch.autograd.grad(out, leaves, dy))
     exact = [t.detach().double().requires_grad_() for t in inputs]
-    wanted = by_definition(*exact[:3], mask, dim**-0.5, cap, exact[3] if sunk else None)
+    wanted = by_definition(
+        *exact[:3], mask=mask, scale=dim**-0.5, cap=cap, sinks=exact[3] if sunk else None
+    )
     expected = (wanted, *torch.autograd.grad(wanted, exact, dy.double()))
     for name, one, other in zip(
         ("output", "dq", "dk", "dv", "dsinks"), found, expected, strict=False
@@ -119,7 +121,7 @@ def test_heads_of_512_channels(
     dy = out.detach()
     found = (out, *torch.autograd.grad(out, leaves, dy))
     exact = [t.detach().double().requires_grad_() for t in inputs]
-    wanted = by_definition(*exact[:3], mask, 0.05, None, exact[3])
+    wanted = by_definition(*exact[:3], mask=mask, scale=0.05, cap=None, sinks=exact[3])
     expected = (wanted, *torch.autograd.grad(wanted, exact, dy.double()))
     for name, one, other in zip(
         ("output", "dq", "dk", "dv", "dsinks"), found, expected, strict=True
@@ -162,7 +164,7 @@ def test_attention_as_one_operation() -> None:
     mask = attention_mask(seq, 7, None, ids, DEVICE)
     turned = [t.transpose(1, 2) for t in (q, k, v)]
     exact = sinks.detach().double().requires_grad_()
-    mixed = by_definition(*turned, mask, 16**-0.5, None, exact)
+    mixed = by_definition(*turned, mask=mask, scale=16**-0.5, cap=None, sinks=exact)
     theirs = (mixed.transpose(1, 2) * torch.sigmoid(gate)).reshape(2 * seq, -1)
     dy = (
         mine.detach()

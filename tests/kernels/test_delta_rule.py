@@ -85,7 +85,7 @@ def test_outputs_and_states_are_those_of_the_recurrence(
         out, last = function(*given)
         close(out, wanted)
         close(last, state)
-        wanted, last = reference(*given, last)
+        wanted, last = reference(*given, state=last)
         close(function(*given, state.float())[0], wanted)
 
 
@@ -213,7 +213,7 @@ def test_no_other_package_takes_the_place_of_the_kernels(monkeypatch: pytest.Mon
     kernels._kernels.cache_clear()
     try:
         given = inputs(9, (2, 4, 8, 8))
-        found, _ = kernels._by_kernels(*given, None, None)
+        found, _ = kernels._by_kernels(*given, state=None, documents=None)
         torch.testing.assert_close(found, recurrent(*given)[0], atol=1e-5, rtol=1e-5)
     finally:
         kernels._kernels.cache_clear()
@@ -227,7 +227,9 @@ def test_kernels_get_each_argument_at_its_place(monkeypatch: pytest.MonkeyPatch)
         for length in (1, 9):
             own = [x[:, :length] for x in given]
             for found, wanted in zip(
-                kernels._by_kernels(*own, state, None), recurrent(*own, state), strict=True
+                kernels._by_kernels(*own, state=state, documents=None),
+                recurrent(*own, state=state),
+                strict=True,
             ):
                 assert found is not None
                 torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
@@ -260,10 +262,10 @@ def test_kernels_compute_the_same(heads: tuple[int, ...], packed: bool) -> None:
         return
     with torch.no_grad():
         state = torch.zeros(2, heads[1], *heads[2:], device=DEVICE)
-        whole, last = chunked(*given, state)
-        first, state = delta_rule(*(x[:, :301] for x in given), state)
-        second, state = delta_rule(*(x[:, 301:499] for x in given), state)
-        third, state = delta_rule(*(x[:, 499:] for x in given), state)
+        whole, last = chunked(*given, state=state)
+        first, state = delta_rule(*(x[:, :301] for x in given), state=state)
+        second, state = delta_rule(*(x[:, 301:499] for x in given), state=state)
+        third, state = delta_rule(*(x[:, 499:] for x in given), state=state)
     near(torch.cat((first, second, third), dim=1), whole)
     near(state, last)
 

@@ -178,13 +178,14 @@ def test_the_gated_convolution_is_that_of_pytorch(taps: int, biased: bool, told:
         return (c * F.conv1d(padded, weight, bias, groups=5)).mT
 
     expected = torch.cat([judge(part) for part in parts.split(lengths, 1)], 1)
-    single = [None if t is None else t.float() for t in (parts, None, weight, bias)]
-    found = gated_conv(*single, documents if told else None)
+    taps_32 = weight.float()
+    bias_32 = None if bias is None else bias.float()
+    found = gated_conv(parts.float(), None, taps_32, bias_32, documents if told else None)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     if told or taps == 1:
         return
     b, _, x = parts[:, :5].float().chunk(3, dim=-1)
-    later = gated_conv(parts[:, 5:].float(), (b * x)[:, 1 - taps :], *single[2:], None)
+    later = gated_conv(parts[:, 5:].float(), (b * x)[:, 1 - taps :], taps_32, bias_32, None)
     torch.testing.assert_close(later.double(), expected[:, 5:], atol=1e-5, rtol=1e-5)
 
 

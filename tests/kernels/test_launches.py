@@ -105,7 +105,8 @@ def recur(batch: int, seq: int, heads: int) -> None:
     head_norm_triton.head_norm(rows, rows, weight, 1e-6)
     head_norm_triton.head_norm_backward(rows, rows, rows, weight, 1e-6, rows)
     one = torch.empty(1, dtype=torch.float32, device=device)
-    fp8, cast_scale = new_fp8(*rows.shape, device), CastScale(scale=one, amax=one, e5m2=False)
+    fp8 = new_fp8(*rows.shape, device=device)
+    cast_scale = CastScale(scale=one, amax=one, e5m2=False)
     head_norm_triton.head_norm_fp8(rows, rows, weight, 1e-6, fp8, cast_scale)
 
 

@@ -154,7 +154,7 @@ def test_one_chunk_of_logits_exists_at_a_time(kernel: LossKernel) -> None:
         alive.extend(weakref.ref(tensor) for tensor in (logits, slope) if tensor is not None)
         return loss, slope
 
-    linear_cross_entropy(*inputs(torch.float32), 8, watched)
+    linear_cross_entropy(*inputs(torch.float32), chunk=8, kernel=watched)
     assert len(alive) == 2 * 5
 
 

@@ -67,7 +67,7 @@ def test_on_a_gpu_in_bf16(
     q, k, v = made(batch, heads, key_heads, keys, size, "cuda", torch.bfloat16)
     exact = [x.cpu().double() for x in (q, k, v)]
     found = [x.cpu() for x in results(q, k, v, queries)]
-    assert max(errors(found, results(*exact, queries))) < 2**-7
+    assert max(errors(found, results(*exact, queries=queries))) < 2**-7
 
 
 def of_pieces(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

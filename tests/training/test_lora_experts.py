@@ -426,7 +426,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
 def products(x: Tensor, weights: Tensor, dy: Tensor, rows: Any) -> list[Tensor]:
     """The product, and the gradients of both, in FP32."""
     leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
-    y = grouped_product(*leaves, rows)
+    y = grouped_product(*leaves, rows=rows)
     return [part.float() for part in (y, *torch.autograd.grad(y, leaves, dy))]
 
 
@@ -437,9 +437,9 @@ def test_the_product_in_one_launch(on_device: bool) -> None:
     rows = [5, 0, 33, 128, 0, 7, 0]
     x, dy = (torch.randn(sum(rows), width).bfloat16() for width in (256, 16))
     weights = torch.randn(len(rows), 16, 256).bfloat16()
-    wanted = products(*(tensor.float() for tensor in (x, weights, dy)), rows)
+    wanted = products(*(tensor.float() for tensor in (x, weights, dy)), rows=rows)
     cuda = [tensor.cuda() for tensor in (x, weights, dy)]
-    found = products(*cuda, Groups.of(rows, cuda[0].device) if on_device else rows)
+    found = products(*cuda, rows=Groups.of(rows, cuda[0].device) if on_device else rows)
     for one, other in zip(found, wanted, strict=True):
         assert (one.cpu() - other).norm() < 2**-8 * other.norm()
 
