@@ -347,28 +347,25 @@ class Parallel:
 def shard(model: CausalLM, parallel: Parallel) -> None:
     """Shard `model` over the data-parallel processes: each block is a unit of FSDP2, and the rest another."""
     config = parallel.config
-    # FP8 is for sending alone: micro-batches and processes are added in FP32.
     sent_in_fp8 = config.reduce_dtype == "float8"
     if sent_in_fp8 and parallel.frozen:
         raise UsageError(
             "--reduce-dtype float8 is for gradients that FSDP2 sums, which adapters' are not: leave it out"
         )
-    summed = torch.float32 if sent_in_fp8 else DTYPES[config.reduce_dtype]
-    policy = MixedPrecisionPolicy(reduce_dtype=summed)
     mesh: Any = parallel.dp
+    policy = sum_policy(model, parallel, mesh.size())
     resharded = config.reshard_after_forward
     blocks: list[Any] = list(model.layers)
     grouped = [module for module in model.modules() if isinstance(module, model.te.GroupedLinear)]
-    of_experts = policy
-    alone = parallel.replicas is not None and parallel.replicas.size() == 1
-    if alone and config.gradient_accumulation == 1:
-        of_experts = MixedPrecisionPolicy()  # nothing is added up, so FP32 would only be copied
-    for experts in grouped if parallel.replicas is not None else []:
-        unit = fully_shard(
-            experts, mesh=parallel.replicas, mp_policy=of_experts, reshard_after_forward=resharded
-        )
-        # They have the gradients of the tokens of all processes, which are to be averaged like all others.
-        unit.set_gradient_divide_factor(float(parallel.parts))
+    replicas = parallel.replicas
+    if replicas is not None:
+        of_experts = sum_policy(model, parallel, replicas.size())
+        for experts in grouped:
+            unit = fully_shard(
+                experts, mesh=replicas, mp_policy=of_experts, reshard_after_forward=resharded
+            )
+            # They have the gradients of the tokens of all processes, which are to be averaged like all others.
+            unit.set_gradient_divide_factor(float(parallel.parts))
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=resharded)
     # What is left, embeddings and head: backward begins with the head, so it would be gathered again at once.
@@ -400,6 +397,24 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
                 # gloo has no average; of a unit on one rank FSDP2 would divide twice.
                 module.set_force_sum_reduction_for_comms(True)
     requantize_in_backward(model, resharded)
+
+
+def sum_policy(model: CausalLM, parallel: Parallel, processes: int) -> MixedPrecisionPolicy:
+    """Return the dtype in which FSDP2 sums the gradients of a model's unit over so many processes."""
+    config = parallel.config
+    if config.gradient_accumulation == 1:
+        if processes == 1:
+            return MixedPrecisionPolicy()  # nothing is added up, so FP32 would only be copied
+        halves = all(p.dtype == torch.bfloat16 for p in model.parameters() if p.requires_grad)
+        assert parallel.device is not None
+        # The sum of two BF16 gradients, which is rounded to BF16 in the end, has the same bits whether it is rounded to
+        # FP32 before. Two bytes are half as many to send. A CPU's gloo adds no BF16.
+        nccl = parallel.device.type == "cuda"
+        if processes == 2 and halves and nccl and config.reduce_dtype == "float32":
+            return MixedPrecisionPolicy()
+    # FP8 is for sending alone: micro-batches and processes are added in FP32.
+    name = "float32" if config.reduce_dtype == "float8" else config.reduce_dtype
+    return MixedPrecisionPolicy(reduce_dtype=DTYPES[name])
 
 
 def _sent_to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
