@@ -9,7 +9,6 @@ from torch import Tensor
 
 from te_models.kernels.expert_blocks_triton import (
     SIZE,
-    STRAIGHT,
     TURNED,
     Blocks,
     CastTile,
@@ -26,6 +25,8 @@ from te_models.kernels.expert_cast_triton import (
 )
 from te_models.kernels.expert_hidden_triton import Activation, gradient_values
 from te_models.kernels.groups import Groups
+
+GRADIENT = CastTile(16, SIZE, 2)  # of the straight copies
 
 
 @triton.jit
@@ -206,7 +207,7 @@ def gradient_blocks(
             plain=plain,
             blocks=straight,
             recomputed=nothing,
-            tile=STRAIGHT,
+            tile=GRADIENT,
             summed=summed and not has_second,
         )
         if has_second:

@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_models.kernels.expert_block_rows_triton import (
+    SIZE,
+    block_scale,
+    copied_blocks,
+    inverse_of,
+)
 from te_models.kernels.expert_cast_triton import (
+    CastTile,
     Matrices,
     find_matrix,
     load_rows,
@@ -24,22 +31,11 @@ from te_models.kernels.expert_hidden_triton import Activation, hidden_values
 from te_models.kernels.fp8_tiles_triton import store_fp8
 from te_models.kernels.groups import Groups
 
-SIZE = 128  # of a block
 WARPS = 16  # of a cast of weights: with 8, registers leave room for one program per multiprocessor
-
-
-class CastTile(NamedTuple):
-    """The rows and columns that a program casts, whole blocks of the copy that it writes, and its warps.
-
-    Small programs hide each other's wait for memory, which is why each copy has a launch of its own.
-    """
-
-    rows: int
-    columns: int
-    warps: int
-
-
-STRAIGHT = CastTile(32, SIZE, 4)
+# Rows and columns are whole blocks of the copy that a tile writes. Small programs hide each other's wait for memory,
+# which is why each copy has a launch of its own.
+CAST = CastTile(64, SIZE, 4)
+STRAIGHT = CastTile(32, SIZE, 4)  # of the activation
 TURNED = CastTile(SIZE, 64, 4)
 
 
@@ -68,27 +64,11 @@ class WeightBlocks(NamedTuple):
 
 
 @triton.jit
-def _block_scale(amax):
-    """Return the power of two that brings amax to E4M3's largest number or less: 1 for 0 and infinity."""
-    counts = (amax > 0) & (amax < float("inf"))
-    largest: tl.constexpr = 448.0
-    quotient = tl.div_rn(tl.full(amax.shape, largest, tl.float32), tl.where(counts, amax, largest))
-    quotient = tl.minimum(quotient, 1.7014118346046923e38)  # 2^127
-    bits = quotient.to(tl.int32, bitcast=True) & -0x800000
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _inverse(scale):
-    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-
-
-@triton.jit
 def _along(values, group, part: tl.constexpr, first, rows, factors, stride, column):
     """Return values by their scales of 1 x 128, whose inverse is noted for row 4 * group + part."""
-    scale = _block_scale(tl.max(tl.abs(values), 1))
+    scale = block_scale(tl.max(tl.abs(values), 1))
     row = 4 * group + part
-    tl.store(factors + column * stride + first + row, _inverse(scale), row < rows)
+    tl.store(factors + column * stride + first + row, inverse_of(scale), row < rows)
     return values * scale[:, None]
 
 
@@ -130,10 +110,10 @@ def store_blocks(
         store_fp8(e, f, g, h, 1.0, group, j, rows, columns, out, None, width, False)
     if transposed is not None:
         largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
-        scale = _block_scale(tl.max(largest, 0))
+        scale = block_scale(tl.max(largest, 0))
         block = (here + 4 * tl.min(group, 0)) // 128
         at = turned_inv + block * width + offset + j
-        tl.store(at, _inverse(scale), (j < columns) & (tl.min(group, 0) * 4 < rows))
+        tl.store(at, inverse_of(scale), (j < columns) & (tl.min(group, 0) * 4 < rows))
         by = scale[None, :]
         out = transposed + here + offset.to(tl.int64) * pitch
         store_fp8(
@@ -293,9 +273,9 @@ def _weights_cast_kernel(x, places, data, transposed, scale_inv, rows, columns, 
     c = load_rows(address, None, None, 0, i + 2, j, rows, columns)
     d = load_rows(address, None, None, 0, i + 3, j, rows, columns)
     largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
-    scale = _block_scale(tl.max(largest))
+    scale = block_scale(tl.max(largest))
     block = (e * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(scale_inv + block, _inverse(scale))
+    tl.store(scale_inv + block, inverse_of(scale))
     size = rows.to(tl.int64) * columns
     if data is not None:
         data += e * size
@@ -339,12 +319,19 @@ def cast_blocks(
 ) -> tuple[Blocks, Tensor | None]:
     """Cast rows, with `turn` transposed too, and with `summed` sum each expert's: [E, K]."""
     groups = matrices.groups
+    source = matrices.source
     columns = matrices.data.shape[1]
-    device = matrices.data.device
-    blocks = room_for_blocks(groups, columns, device, straight, turn)
-    if straight:
+    # A factor of each row makes its blocks' scales its own.
+    copied = straight and not summed and source is not None and matrices.factor is None
+    blocks = room_for_blocks(groups, columns, matrices.data.device, straight and not copied, turn)
+    sums = None
+    if copied:
+        assert source is not None
+        data, scale_inv = copied_blocks(matrices.data, source)
+        blocks = blocks._replace(data=data, scale_inv=scale_inv)
+    elif straight:
         # With both copies the other one's launch sums.
-        sums = _cast(matrices, blocks._replace(transposed=None), STRAIGHT, summed and not turn)
+        sums = _cast(matrices, blocks._replace(transposed=None), CAST, summed and not turn)
     if turn:
         sums = _cast(matrices, blocks._replace(data=None), TURNED, summed)
     return blocks, sums

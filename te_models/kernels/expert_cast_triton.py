@@ -22,7 +22,18 @@ from te_models.kernels.expert_scales_triton import (
 from te_models.kernels.fp8_tiles_triton import raise_amax, store_fp8
 from te_models.kernels.groups import LINE, Groups
 
-ROWS, COLUMNS, WARPS = 64, 64, 4  # of a tile
+
+class CastTile(NamedTuple):
+    """The rows and columns that a program casts, and its warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+# A transposed copy writes as many rows of bytes as a tile has columns: square tiles are the fastest then.
+ROWS, COLUMNS, WARPS = 64, 64, 4
+STRAIGHT = CastTile(32, 256, 4)  # of a cast without one
 ROW_COLUMNS = 2048  # of a row, that one program reads at a time
 GROUP_ROWS, SPLIT = 256, 8  # rows whose amaxes a program reads at a time, and programs per expert
 
@@ -336,11 +347,19 @@ def _launch(
     device = matrices.data.device
     scales, amax, measured = amaxes(delayed, known, count, device)
     factors = torch.empty(2, count, device=device)
-    sizes: dict[str, Any] = dict(
-        EXPERTS=triton.next_power_of_2(count), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS
-    )
+    tile = CastTile(ROWS, COLUMNS, WARPS)
     tiles, high = tiles_of(groups, turn=transposed is not None)
-    across = triton.cdiv(columns, COLUMNS)
+    if transposed is None and sums is None:
+        tile = STRAIGHT
+        tiles = groups.tiles(tile.rows)
+        high = groups.high(tile.rows)
+    sizes: dict[str, Any] = dict(
+        EXPERTS=triton.next_power_of_2(count),
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.warps,
+    )
+    across = triton.cdiv(columns, tile.columns)
     with torch.cuda.device_of(matrices.data):
         for measures in (True, False) if measured else (False,):
             _cast_kernel[high, across](

@@ -14,7 +14,7 @@ from torch import Tensor
 from te_models.kernels.expert_cast_triton import (
     COLUMNS,
     ROWS,
-    WARPS,
+    CastTile,
     FP8Matrices,
     find_matrix,
     room_for_rows_turned,
@@ -251,12 +251,17 @@ def _gradient_kernel(
         raise_amax(amax + e * stride, tl.maximum(of_gate, of_up))
 
 
-def _sizes(groups: Groups) -> dict[str, Any]:
+# Of the activation, and of its gradient, whose transposed copies want square tiles.
+HIDDEN = CastTile(32, 128, 4)
+GRADIENT = CastTile(ROWS, COLUMNS, 8)
+
+
+def _sizes(groups: Groups, tile: CastTile) -> dict[str, Any]:
     return dict(
         EXPERTS=triton.next_power_of_2(groups.experts),
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-        num_warps=WARPS,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.warps,
     )
 
 
@@ -271,12 +276,12 @@ def hidden(
     count = groups.experts
     out = torch.empty(groups.most, columns, dtype=torch.uint8, device=gate_up.device)
     factors = torch.empty(2, count, device=gate_up.device)
-    tiles = groups.tiles(ROWS)
+    tiles = groups.tiles(HIDDEN.rows)
     scales, amax, measured = amaxes(delayed, None, count, gate_up.device)
-    across = triton.cdiv(columns, COLUMNS)
+    across = triton.cdiv(columns, HIDDEN.columns)
     with torch.cuda.device_of(gate_up):
         for measures in (True, False) if measured else (False,):
-            _hidden_kernel[groups.high(ROWS), across](
+            _hidden_kernel[groups.high(HIDDEN.rows), across](
                 gate_up=gate_up,
                 token=activation.token,
                 tokens=activation.tokens,
@@ -293,7 +298,7 @@ def hidden(
                 E5M2=False,
                 LIMIT=activation.limit,
                 MEASURES=measures,
-                **_sizes(groups),
+                **_sizes(groups, HIDDEN),
             )
     return FP8Matrices(out, None, *factors.unbind())
 
@@ -340,7 +345,7 @@ def gradients(
     factors = torch.empty(2, count, device=device)
     tiles, high = tiles_of(groups, turn=turn or again is not None)
     scales, amax, measured = amaxes(delayed, None, count, device)
-    across = triton.cdiv(columns, COLUMNS)
+    across = triton.cdiv(columns, GRADIENT.columns)
     with torch.cuda.device_of(dy):
         for measures in (True, False) if measured else (False,):
             _gradient_kernel[high, across](
@@ -367,7 +372,7 @@ def gradients(
                 E5M2=form == torch.float8_e5m2,
                 LIMIT=activation.limit,
                 MEASURES=measures,
-                **_sizes(groups),
+                **_sizes(groups, GRADIENT),
             )
     total = None if sums is None else total_sums(sums, tiles, dy.dtype)
     inverse, scale = factors.unbind()

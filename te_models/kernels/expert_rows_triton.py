@@ -9,6 +9,7 @@ from te_models.kernels import router_triton
 from te_models.kernels.expert_rows import RowKernels
 
 COLUMNS = 2048  # read at a time
+PRODUCTS = 2048  # of a token's row with its experts' rows, that a program computes at a time
 
 
 @triton.jit
@@ -95,7 +96,7 @@ def dots(x: Tensor, rows: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
     amax = torch.empty(len(x), dtype=torch.float32, device=x.device)
     if len(x):
         abreast = triton.next_power_of_2(row.shape[1])
-        columns = min(triton.next_power_of_2(x.shape[1]), max(128, COLUMNS * 2 // abreast))
+        columns = min(triton.next_power_of_2(x.shape[1]), max(128, PRODUCTS // abreast))
         with torch.cuda.device_of(x):
             _dots_kernel[(len(x),)](
                 x=x,

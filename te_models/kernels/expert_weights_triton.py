@@ -15,8 +15,8 @@ from te_models.kernels.expert_scales_triton import Delayed, amaxes, scale_of
 from te_models.kernels.fp8_tiles_triton import raise_amax, store_fp8
 from te_models.numerics.fp8_triton import encode_four
 
-# Values of a program that casts in order, and warps of it; rows and columns of a tile, and warps.
-VALUES, FLAT_WARPS = 4096, 4
+# Values of a program that casts in order, or only measures, and its warps; rows and columns of a tile, and warps.
+VALUES, MEASURED, FLAT_WARPS = 8192, 16384, 8
 ROWS, COLUMNS, TILE_WARPS = 128, 64, 4
 SIDE = 64  # of a tile of bytes
 
@@ -142,7 +142,8 @@ def cast_equal(
     scales, amax, measured = amaxes(delayed, None, count, device)
     with torch.cuda.device_of(data):
         for measures in (True, False) if measured else (False,):
-            _flat_kernel[(triton.cdiv(rows * columns, VALUES), count)](
+            values = MEASURED if measures else VALUES
+            _flat_kernel[(triton.cdiv(rows * columns, values), count)](
                 data=given.data,
                 places=given.places,
                 scales=scales,
@@ -153,7 +154,7 @@ def cast_equal(
                 size=rows * columns,
                 count=count,
                 MEASURES=measures,
-                VALUES=VALUES,
+                VALUES=values,
                 num_warps=FLAT_WARPS,
             )
     inverse, scale = factors.unbind()

@@ -110,6 +110,29 @@ def test_rows_have_the_bits_of_the_emulated_engine(monkeypatch: pytest.MonkeyPat
         at += -(-count // 128) * 128
 
 
+@pytest.mark.parametrize(("tokens", "columns"), [(40, 48), (33, 272)])
+def test_copies_of_tokens_have_the_bits_of_rows(tokens: int, columns: int) -> None:
+    """Tokens of every magnitude, zeros and infinity among them; padding and what lies behind gets zeros."""
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, columns) * 10.0 ** torch.randint(-20, 20, (tokens, 1))
+    x[3] = 0.0
+    x[5, 1] = torch.inf
+    x = x.to(DTYPE).to(DEVICE)
+    source = torch.randint(0, tokens, (sum(ROWS) + BEHIND,), device=DEVICE)
+    source[7] = tokens
+    source[sum(ROWS) :] = tokens + 1
+    where = groups()
+    found, _ = cast_blocks(Matrices(x, where, source=source), turn=False)
+    ones = torch.ones(len(source), device=DEVICE)
+    wanted, _ = cast_blocks(Matrices(x, where, source=source, factor=ones), turn=False)
+    assert found.data is not None and wanted.data is not None
+    assert found.scale_inv is not None and wanted.scale_inv is not None
+    own = slice(0, sum(ROWS))
+    assert torch.equal(found.data[own], wanted.data[own])
+    assert torch.equal(found.scale_inv[:, own], wanted.scale_inv[:, own])
+    assert not found.data[sum(ROWS) :].any() and not found.data[7].any()
+
+
 def weights_of(inputs: int, outputs: int) -> tuple[list[Tensor], Locations]:
     """Weights of other magnitudes for each expert, in memory of their own."""
     made = [
