@@ -22,6 +22,7 @@ from benchmarks.tables import (  # noqa: F401  they register their tables
     buffers,
     checks,
     claims,
+    expert_account,
     failures,
     formats,
     gpus,
