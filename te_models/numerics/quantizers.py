@@ -136,9 +136,11 @@ class Quantizer:
         device: torch.device | str | None = None,
         requires_grad: bool = False,
     ) -> QuantizedTensorStorage:
-        """Return a quantized tensor of zeros, whose amax of 0 raises none."""
+        """Return a quantized tensor of zeros, whose amax of 0 raises none and which no observer counts."""
+        quantizer = self.copy()
+        quantizer.observer = None
         # Zeros and not uninitialized memory: the cast would raise an amax by whatever is there.
-        empty = self._build(torch.zeros(tuple(shape), dtype=dtype, device=device), None)
+        empty = quantizer._build(torch.zeros(tuple(shape), dtype=dtype, device=device), None)
         if isinstance(empty, Tensor):
             empty.requires_grad_(requires_grad)
         return empty

@@ -144,6 +144,15 @@ class TestTensor:
         q, x = MAKE[name](E4M3), torch.randn(shape).to(BF16)
         return q, q(x), x
 
+    def test_an_empty_one_is_not_counted(self, name: str) -> None:
+        q, _, x = self.make(name)
+        counted: list[Tensor] = []
+        q.observer = lambda values, quantized, scale: counted.append(values)
+        q.make_empty(x.shape, dtype=BF16)
+        assert counted == []
+        q(x)
+        assert len(counted) == 1 and counted[0] is x
+
     def test_is_a_tensor_of_the_nominal_dtype(self, name: str) -> None:
         _, t, x = self.make(name)
         assert (
