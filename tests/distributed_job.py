@@ -103,7 +103,8 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     sizes: dict[str, Any] = dict(batch_size=shared.rows(config.batch_size), seed=0, **share)
     data = TokenDataset(documents[:30], words, config.seq_len, **sizes)
     held_out = TokenDataset(documents[30:], words, config.seq_len, shuffle=False, **sizes)
-    saved = None if lora is None else LoraRun(model, LoraSettings(**lora))
+    base = str(out / "base") if from_folder else None
+    saved = None if lora is None else LoraRun(model, LoraSettings(**lora), base)
     run = Trainer(model, data, held_out.eval_batches(2), config, out, parallel=shared, saved=saved)
     if (
         not config.save_every

@@ -97,6 +97,7 @@ def replay(
         engine=engine,
         processes=processes,
         recorded_on=_recorded_on(capture),
+        recorded_processes=capture.about.get("processes", 1),
         recorded_loss=_recorded_loss(folder, capture),
         first=first,
         second=again[0] if again else None,

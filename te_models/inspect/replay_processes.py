@@ -34,9 +34,8 @@ from te_models.training.parallel import Parallel
 from te_models.training.resume import saved_choices
 
 MOST = 16  # processes on one machine; each needs memory for Python and PyTorch
-PATIENCE = (
-    24 * 3600
-)  # seconds that processes wait for each other, which emulate FP8 on a slow machine
+# Seconds that processes wait for each other, which emulate FP8 on a slow machine.
+PATIENCE = 24 * 3600
 JOB = "job.json"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from te_models.causal_lm import CausalLM
 from te_models.config.recipe import SCHEMES, Recipe
@@ -14,7 +15,9 @@ from te_models.config.training import TrainConfig
 from te_models.device.determinism import deterministic
 from te_models.fp8.scaling_state import WIDTHS, delayed_states, fp8_max
 from te_models.inspect.replay_report import StepRun
+from te_models.interop.origin import TRAINED
 from te_models.recorder.record import Record
+from te_models.saving.folder import load_folder
 from te_models.training.captures import Capture
 from te_models.training.parallel import Parallel
 from te_models.training.recording import Recorder
@@ -66,10 +69,7 @@ def run_step(
     # Under another recipe the saved scales would be the wrong ones, or for a format that it does not use.
     if not same:
         _scales_of(model)
-    # A model with adapters is loaded to be used, and its run trains them alone.
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            parameter.requires_grad_(True)
+    _train_adapters(model, capture)
     weigh_losses(model, config)
     shared.prepare(model)
     count = int(capture.about["micro_batches"])
@@ -91,7 +91,11 @@ def run_step(
     entry = recorder.end(capture.step)
     entry.wait()
     recorder.detach()
-    trained = [p for p in model.parameters() if gradients.of(p) is not None]
+    trained = []
+    for parameter in model.parameters():
+        # Sums of several micro-batches, or processes, know nothing of frozen parameters.
+        if parameter.requires_grad and gradients.of(parameter) is not None:
+            trained.append(parameter)
     norm = shared.norm(trained, [gradients.of(p) for p in trained])  # type: ignore[misc]
     passes.close()
     record = Record(
@@ -111,6 +115,22 @@ def _joins_shares(capture: Capture, recipe: Recipe) -> bool:
     get the tokens of all of them.
     """
     return recipe.stateful or capture.about["config"].get("parallel") == "fsdp+ep"
+
+
+def _train_adapters(model: CausalLM, capture: Capture) -> None:
+    """Let adapters, which are loaded to be used, train with the run's dropout, which their file may not have."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.requires_grad_(True)
+    trained = load_folder(capture.state, [], optional=[TRAINED]).documents.get(TRAINED)
+    facts = trained.get("lora") if isinstance(trained, dict) else None
+    dropout = facts["dropout"] if isinstance(facts, dict) else 0.0
+    if not dropout:
+        return
+    for module in model.modules():
+        layers = getattr(module, "lora_dropout", {})
+        for name in layers:
+            layers[name] = nn.Dropout(dropout)
 
 
 @torch.no_grad()

@@ -183,6 +183,8 @@ class Captures:
                 config[name] = value
             else:
                 config[name] = dict(value)
+        # "auto" was resolved where the processes met.
+        config["parallel"] = trainer.parallel.kind
         return {
             "step": step,
             "micro_batches": micro_batches,

@@ -75,7 +75,10 @@ def test_a_step_comes_out_bit_for_bit(case: str, tmp_path: Path) -> None:
         )
 
 
-def test_a_step_of_a_run_with_adapters_comes_out_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_step_of_a_run_with_adapters_comes_out_bit_for_bit(
+    micro_batches: int, tmp_path: Path
+) -> None:
     pytest.importorskip("peft")
     from te_models.training.lora_run import LoraRun  # noqa: PLC0415  needs peft
     from te_models.training.settings import LoraSettings  # noqa: PLC0415
@@ -87,9 +90,12 @@ def test_a_step_of_a_run_with_adapters_comes_out_bit_for_bit(tmp_path: Path) -> 
     run = tmp_path / "run"
     write_marks(run, Marks((MARKED,)))
     sizes = dict(steps=MARKED, batch_size=2, seq_len=32, eval_every=0)
+    sizes |= dict(gradient_accumulation=micro_batches)
     tiny_trainer(model, run, saved=adapters, **sizes).run()
     found = replay(run, MARKED, twice=False)
     assert found.first.loss == losses(run)[-1]
+    norm = read_metrics(run / "metrics.jsonl")[-1]["grad_norm"]
+    assert found.first.grad_norm == pytest.approx(norm, rel=1e-6)
     assert found.tensors and all(one.equal for one in found.tensors)
 
 
