@@ -35,6 +35,11 @@ class Gpu:
         """Where the facts about this card come from."""
         return MEASURED if self.name in ("H100", "H200") else FROM_SOURCE
 
+    def has_chip_of(self, other: Gpu) -> bool:
+        """Return whether this is another card with the same chip, as fast in products; their memories may differ."""
+        same = (self.capability, self.bf16_tflops) == (other.capability, other.bf16_tflops)
+        return same and self.bf16_tflops > 0 and self.name != other.name
+
 
 GENERATIONS = ("Ampere", "Ada", "Hopper", "data-centre Blackwell", "consumer Blackwell")
 GPUS = (

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from te_models.config.gpus import get_gpu
+from te_models.config.gpus import GPUS, get_gpu
 from te_models.config.model import ModelConfig
 from te_models.errors import UsageError
 
@@ -20,6 +20,9 @@ NEAR = 1.25  # factor up to which a width counts as measured
 NEAR_TOKENS = 4.0  # the same for tokens per step
 # A recipe pays where it is faster than this: ratios of two runs vary by about a percent.
 PAYS = 1.01
+# The same ratio on two cards with one chip, an H100 and an H200, differed by up to 4 %: between this and its inverse a
+# figure from the other card decides nothing.
+PAYS_ELSEWHERE = 1.05
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,8 @@ def gain(
 ) -> Gain:
     """Return whether a quantized recipe saves time for a model on a GPU, by what was measured near its sizes.
 
+    Where nothing was measured on this card, one with the same chip answers if its answer is clear: an H200 for an H100.
+
     Args:
         gpu: its name.
         config: the shape.
@@ -155,8 +160,30 @@ def gain(
             assert row.over_bf16 is not None
             pays = row.over_bf16 > PAYS
             return Gain(pays, f"{recipe} has {row.over_bf16:.2f} of BF16's speed in {row}")
+    for row in _on_cards_with_the_chip(card, config, recipe, tokens, lora):
+        if row.is_near(width, experts, tokens):
+            assert row.over_bf16 is not None
+            text = f"{recipe} has {row.over_bf16:.2f} of BF16's speed in {row}"
+            clear = row.over_bf16 > PAYS_ELSEWHERE or row.over_bf16 < 1 / PAYS_ELSEWHERE
+            pays = row.over_bf16 > 1 if clear else None
+            return Gain(pays, f"{text}; {card} has the chip of {row.gpu}")
     reason = f"{recipe} on {card} is not measured near this size"
     if not rows:
         return Gain(None, f"{recipe} on {card} is not measured for models of this kind")
     nearest = rows[0]
     return Gain(None, f"{reason}; nearest: {nearest.over_bf16:.2f} of BF16's speed in {nearest}")
+
+
+def _on_cards_with_the_chip(
+    card: str, config: ModelConfig, recipe: str, tokens: int | None, lora: bool
+) -> list[MeasuredSpeed]:
+    """Return the rows that have a ratio to BF16 of other cards with the chip of `card`; else as `like`."""
+    try:
+        own = get_gpu(card)
+    except UsageError:  # a card that nobody has described
+        return []
+    rows = []
+    for other in GPUS:
+        if other.has_chip_of(own):
+            rows += like(other.name, config, recipe, tokens, lora)
+    return [row for row in rows if row.over_bf16 is not None]

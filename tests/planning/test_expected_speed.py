@@ -6,7 +6,7 @@ import pytest
 
 from te_models import CausalLM
 from te_models.config.gpus import peak_bf16
-from te_models.config.measured_speed import measured_speeds
+from te_models.config.measured_speed import gain, measured_speeds
 from te_models.config.presets import get_preset
 from te_models.config.training import TrainConfig
 from te_models.planning.expected_speed import expected_speed
@@ -87,3 +87,30 @@ def test_the_line_of_a_run() -> None:
     cpu = line("gated-nano", None, steps=100, start=20)
     assert cpu.endswith("estimated after step 30") and "no figure for the emulated engine" in cpu
     assert line("gated-nano", None, steps=5).endswith("too few steps to estimate")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tokens", "ratio", "pays"),
+    [
+        ("delayed", 32768, "1.18", True),
+        ("current", 512, "0.78", False),
+        ("blockwise", 32768, "1.03", None),
+    ],
+)
+def test_an_h200_answers_for_an_h100_where_its_answer_is_clear(
+    recipe: str, tokens: int, ratio: str, pays: bool | None
+) -> None:
+    """Of a width of 1,024, which no H100 has measured; a ratio near 1 may be on the other side of it on an H100."""
+    found = gain("H100", get_preset("gated-350m"), recipe, tokens)
+    assert found.pays is pays
+    assert f"{recipe} has {ratio} of BF16's speed in 4 layers" in found.text
+    assert "H100 has the chip of H200" in found.text
+
+
+def test_other_chips_answer_for_no_card() -> None:
+    wide = get_preset("gated-350m")
+    for card in ("H100 PCIe", "B200", "RTX 5090", "some card"):
+        assert gain(card, wide, "delayed", 32768).pays is None
+    # What was measured on the card itself comes first.
+    own = gain("H100", get_preset("gated-1b"), "delayed", 16384)
+    assert own.pays is True and "chip" not in own.text
