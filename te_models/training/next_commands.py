@@ -11,6 +11,7 @@ from rich.text import Text
 from te_models.data.tokenizer_base import Tokenizer
 from te_models.errors import DataError
 from te_models.saving.checkpoint_choice import best_checkpoint
+from te_models.serving.unchanged_base import UNCHANGED
 from te_models.training.result import Result
 from te_models.training.samples import Prompt
 from te_models.training.settings import RUN_FILE, RunSettings
@@ -109,7 +110,10 @@ def _uses(
         export = ["te-models", "export", "--model", str(model), "--out", str(folder / "export")]
         export += ["--format", format]
         number = "BF16" if format == "bf16" else "FP8"
-        commands.append((export, f"write it for vLLM, SGLang or transformers, in {number}"))
+        purpose = f"write it for vLLM, SGLang or transformers, in {number}"
+        if format == UNCHANGED:
+            purpose = "write the base as it is, and the adapters beside it, for a server"
+        commands.append((export, purpose))
     return commands
 
 

@@ -13,6 +13,7 @@ from te_models.config.training import TrainConfig
 from te_models.errors import ConfigError
 from te_models.saving.checkpoint_choice import describe_choice
 from te_models.serving.export import default_format
+from te_models.serving.unchanged_base import UNCHANGED
 from te_models.training.next_commands import print_next
 from te_models.training.report import draw_run, print_outcome, print_table, run_console
 from te_models.training.resume import saved_choices
@@ -67,10 +68,13 @@ class Report:
             )
         else:
             prompts = sampler.prompts
-        try:
-            format = default_format(model, model.origin)
-        except ConfigError:  # no server has this architecture
-            format = ""
+        if model.stored_linears:
+            format = UNCHANGED
+        else:
+            try:
+                format = default_format(model, model.origin)
+            except ConfigError:  # no server has this architecture
+                format = ""
         print_next(
             self.console,
             self.folder,

@@ -300,8 +300,11 @@ def test_a_run_resumes_and_its_folder_is_read(
     line = "finetune --model m --batch-size 2 --sample-tokens 4 --lora 4 --recipe delayed --steps"
     line = [*line.split(), "4", "--lora-targets", "all-linear,experts", *data]
     line += [f"--{name.replace('_', '-')}={value}" for name, value in INSIDE.items()]
-    for name in ("stored", "dequantized"):
+    for name in ("dequantized", "stored"):
         assert main([*line, "--base-weights", name, "--out", name]) == 0
+    suggested = capsys.readouterr().out.splitlines()[-1].partition("#")[0].split()
+    assert suggested[:2] == ["te-models", "export"] and suggested[-2:] == ["--format", "stored"]
+    assert main(suggested[1:]) == 0
     adapters = [
         load_file(f"{name}/adapter/adapter_model.safetensors") for name in ("stored", "dequantized")
     ]
