@@ -8,10 +8,11 @@ from typing import Any
 from benchmarks.gated_learning_rates import GATES, of_kind
 from benchmarks.tables.claims import compiled_rows, recomputation_peaks_of
 from benchmarks.tables.optimizer_losses import STUDY, best_losses
+from benchmarks.tables.optimizers import PLANS
 from benchmarks.tables.speed import step_rows
 from benchmarks.tables.speed_map import ratios
 from benchmarks.tables.studies import FURTHER, GATED, best_said, interpolated_best, means
-from benchmarks.tables.text import load, markdown, table
+from benchmarks.tables.text import load, markdown, prose, table
 
 PAGES = "docs/results"
 
@@ -28,6 +29,8 @@ def readme_claims() -> str:
         ["another recipe, first and last layers in BF16 and a longer history help where FP8 diverges",
          _divergence(), _page("divergence", "divergence")],
         ["8-bit Muon: 74.2 % less state, 2.7 % slower", _muon(), _page("optimizers", "optimizers")],
+        ["optimizer state in CPU memory: 10 to 20 % slower", _offload(), _page("optimizers", "optimizers")],
+        ["20 to 30 GB for 282M parameters in FP32", _memory(), _page("optimizers", "optimizers")],
         ["gated attention allows a higher learning rate", _gates(), _page("gates", "learning_rates")],
     ]  # fmt: skip
     return markdown("claim | what came out here | page", rows)
@@ -94,6 +97,32 @@ def _muon() -> str:
     losses = {name: statistics.mean(each) for name, each in best_losses(load(STUDY)).items()}
     change = losses["muon8bit"] - losses["muon"]
     return f"{saved:.1%} less state, {speed:+.1%} tokens/s at 1B; {change:+.3f} nats after 1,000 steps at 124M"
+
+
+def _offload() -> str:
+    result = load("optimizer_speed_124m_h100")
+    rows, size = result["rows"], result["size"]
+    change = rows["adamw, in CPU memory"]["tokens_per_second"] / rows["adamw"]["tokens_per_second"]
+    return f"{1 - change:.0%} slower at 124M and {size['batch_size']} x {size['seq_len']:,} tokens"
+
+
+def _memory() -> str:
+    peak = load("memory_breakdown_h200")["rows"][next(iter(PLANS))]["peak_bytes"]
+    return f"{peak / 1e9:.1f} GB, as planned within 1 %"
+
+
+@table
+def readme_small() -> str:
+    """The speed and the loss of a small model in FP8."""
+    recipes = dict(load("first_light_h200")["recipes"])
+    base = recipes.pop("bf16")
+    speeds = [row["tokens_per_second"] / base["tokens_per_second"] for row in recipes.values()]
+    changes = [row["eval_loss"] / base["eval_loss"] - 1 for row in recipes.values()]
+    return prose(
+        f"FP8 does not pay for small models, nor [for few tokens]({PAGES}/small_models.md): `gated-124m` trains at "
+        f"{min(speeds):.2f} to {max(speeds):.2f} of BF16's speed, to a loss [within {max(map(abs, changes)):.1%}]"
+        f"({PAGES}/accuracy.md) of BF16's."
+    )
 
 
 def _gates() -> str:
