@@ -36,6 +36,7 @@ from benchmarks.tables import (  # noqa: F401  they register their tables
     several_gpus,
     speed,
     speed_map,
+    split_sums,
     stored,
     studies,
 )
@@ -80,6 +81,7 @@ def draw_plots(folder: Path) -> None:
     claims.draw_recomputation(folder / "recomputation_h100.png")
     gradients.draw_gradient_losses(folder / "gradient_losses.png")
     formats.draw_formats(folder / "format_loss.png")
+    split_sums.draw_split_sums(folder / "split_sums.png")
     speed_map.draw_speed_map(folder / "small_models_h200.png")
     draw_gated(load(studies.GATED), folder / f"{studies.GATED}.png")
     draw_columns(studies.qk_norm_columns(), folder / "gated_qk_norm_h200.png")
