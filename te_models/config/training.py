@@ -29,10 +29,11 @@ TRAINING = "Training"
 OPTIMIZER = "Optimizer"
 EVALUATION = "Evaluation and checkpoints"
 PROCESSES = "Several processes"
-_training, _optimizer, _evaluation, _processes = (
-    functools.partial(setting, group=group)
-    for group in (TRAINING, OPTIMIZER, EVALUATION, PROCESSES)
-)
+# A setting under one of these headings.
+_training = functools.partial(setting, group=TRAINING)
+_optimizer = functools.partial(setting, group=OPTIMIZER)
+_evaluation = functools.partial(setting, group=EVALUATION)
+_processes = functools.partial(setting, group=PROCESSES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,8 +70,7 @@ def adamw(lr: float, options: Options, parameters: Groups) -> Built:
 
 def _lowbit(name: str, lr: float, options: Options, parameters: Groups) -> Built:
     with needs(f"optimizer {name!r}", "torchao", "0.17", "optim"):
-        # torchao takes two seconds to import.
-        # And it is an extra, which most runs do without.
+        # torchao is an extra, which most runs do without, and takes two seconds to import.
         lowbit = importlib.import_module("te_models.optim.lowbit")
     return lowbit.lowbit_adamw(name, parameters, lr, {"stochastic_rounding": False, **options})
 
