@@ -11,6 +11,7 @@ import torch
 from benchmarks import small_runs
 from benchmarks.gated_learning_rates import (
     FURTHER,
+    GATES,
     RATES,
     RECIPES,
     look,
@@ -22,10 +23,12 @@ from benchmarks.optimizer_study import (
     first_runs,
     losses_table,
     mean_curve,
+    missing_runs,
     runs_that_follow,
 )
 from benchmarks.small_runs import TOKENIZER, SmallRun, batch_of, finished, shuffled, train
-from benchmarks.tables.studies import interpolated_best
+from benchmarks.tables.optimizer_losses import best_losses
+from benchmarks.tables.studies import best_said, interpolated_best, not_trained
 from te_models import CausalLM, TrainConfig
 from te_models.data.tokenizer import load_tokenizer
 from te_models.training.trainer import Trainer
@@ -224,3 +227,41 @@ def test_optimizer_table_has_the_means_of_seeds_and_leaves_out_diverged_runs():
     ]
     assert mean_curve(found, "muon-0.001-") == [4.5, 2.5]
     assert mean_curve(found, "adamw-0.001-") == [4.0, 2.0]
+
+
+def test_a_page_names_the_runs_that_a_study_lacks():
+    missing = [f"{gate}-bf16-{rate}-1-qknorm" for rate in ("0.002", "0.004") for gate in GATES]
+    missing += ["headwise-bf16-0.0014-0", "none-delayed-0.008-0-124m"]
+    text = not_trained({"missing": missing})
+    assert "20M with `qk_norm`, `bf16`, seed 1: 0.002 and 0.004" in text
+    assert "20M without `qk_norm`, `bf16`, headwise, seed 0: 0.0014" in text
+    assert "`gated-124m`, `delayed`, none, seed 0: 0.008" in text
+    assert not_trained({"missing": []}) == ""
+
+
+def test_a_study_of_optimizers_lacks_what_its_results_call_for():
+    runs = {}
+    for rate, loss in {"0.0005": 3.0, "0.001": 2.0, "0.002": 2.5}.items():
+        runs[f"adamw-{rate}-0"] = {"held_out": loss, "diverged": None}
+    runs["muon-0.001-0"] = {"held_out": 1.0, "diverged": None}
+    document = {
+        "runs": runs, "missing": ["muon-0.002-0"], "rates": [5e-4, 1e-3, 2e-3], "seeds": [0, 1, 2],
+    }  # fmt: skip
+    assert missing_runs(document) == [
+        "muon-0.002-0", "adamw-0.001-1", "adamw-0.001-2", *twins(0.001),
+    ]  # fmt: skip
+    # One that has not run at all rates has no best one yet.
+    assert best_losses(document) == {"adamw": [2.0]}
+
+
+def test_the_best_rate_at_an_end_of_those_that_were_tried_is_called_so():
+    def runs_of(losses):
+        found = {}
+        for rate, loss in losses.items():
+            found[f"none-bf16-{rate:g}-0"] = {"held_out": loss, "diverged": None}
+        return found
+
+    assert best_said(runs_of({1e-3: 1.0, 2e-3: 2.0}), "none", "bf16") == "0.001 (the lowest tried)"
+    assert best_said(runs_of({1e-3: 2.0, 2e-3: 1.0}), "none", "bf16") == "0.002 (the highest tried)"
+    inner = runs_of({1e-3: 2.0, 2e-3: 1.0, 4e-3: 2.0})
+    assert best_said(inner, "none", "bf16") == "2.00e-3"
