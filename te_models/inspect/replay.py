@@ -29,7 +29,7 @@ from te_models.inspect.replay_report import (
 )
 from te_models.recorder.layout import RecordedTensor
 from te_models.recorder.record import Record, check_folder, has_record, read_record
-from te_models.training.captures import Capture, device_name, read_capture
+from te_models.training.captures import Capture, capture_folder, device_name, read_capture
 from te_models.training.metrics import read_events, read_metrics
 from te_models.training.recipe_schedule import in_bf16
 from te_models.training.resume import saved_choices
@@ -197,17 +197,19 @@ def _variant(name: str, result: StepRun | TeModelsError) -> Variant:
 
 def _compared(run: Path, capture: Capture, replayed: Record) -> list[TensorComparison]:
     """Compare each tensor that both the record and the replay have."""
-    if not has_record(run):
+    # A bad step's capture has the entry; the run may have taken another step of this number.
+    folder = capture_folder(run, capture.step) if capture.about.get("bad", False) else run
+    if not has_record(folder):
         return []
-    record = read_record(run)
-    place = _recorded_place(run, capture, record)
-    if place is None:
+    record = read_record(folder)
+    places = [place for place, step in enumerate(record.steps) if step == capture.step]
+    if not places:
         return []
     if record.version != replayed.version:
         raise DataError(
             f"{run} was recorded by an older te-models, whose hashes of FP8 data are others: replay it with that one"
         )
-    recorded = numbers(record, place)
+    recorded = numbers(record, places[-1])
     replayed_numbers = numbers(replayed, 0)
     compared = []
     for tensor, then in recorded.items():
@@ -223,23 +225,6 @@ def _recorded_on(capture: Capture) -> str:
     """Return the device and the engine of a captured step, and its processes if there were several."""
     about = capture.about
     return place_name(about["device"], about["engine"], about.get("processes", 1))
-
-
-def _recorded_place(run: Path, capture: Capture, record: Record) -> int | None:
-    """Return the place of a captured step in the record; None if it has none.
-
-    A guard that demotes a layer takes the step again, so that it has two entries. One that rewinds takes another step
-    of this number, and records that alone.
-    """
-    places = [place for place, step in enumerate(record.steps) if step == capture.step]
-    if not places:
-        return None
-    if not capture.about.get("bad", False):
-        return places[-1]
-    event = _bad_event(run, capture.step)
-    if event is not None and event["action"] == "rewind":
-        return None
-    return places[0]
 
 
 def _bad_event(run: Path, step: int) -> Row | None:

@@ -23,7 +23,7 @@ from te_models.fp8.region import saving
 from te_models.saving.folder import load_folder, save_folder
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.evaluation import Batch
-from te_models.training.recording import Recorder
+from te_models.training.recording import RecordedStep, Recorder, RecordLog
 from te_models.training.resume import run_choices
 
 if TYPE_CHECKING:
@@ -159,11 +159,23 @@ class Captures:
         path = capture_folder(self.trainer.out, step)
         save_folder(path, {"batch": batch}, {"capture": self._document(step, len(micro_batches))})
 
-    def save_bad_step(self, step: int, micro_batches: list[Batch]) -> None:
-        """Write the capture of the first bad step of a run that goes on; further ones would fill the disk."""
-        if self.bad_step is None:
-            self.bad_step = step
-            self.save(step, micro_batches, bad=True)
+    def save_bad_step(
+        self, step: int, micro_batches: list[Batch], recorded: RecordedStep | None
+    ) -> None:
+        """Write the capture of the first bad step of a run that goes on; further ones would fill the disk.
+
+        What the recorder saw of it goes into the capture, since the run may take another step of this number.
+        """
+        if self.bad_step is not None:
+            return
+        self.bad_step = step
+        self.save(step, micro_batches, bad=True)
+        recorder = self.trainer.recorder
+        if recorder is None or recorded is None or not self.trainer.parallel.ranks.first:
+            return
+        log = RecordLog(recorder, capture_folder(self.trainer.out, step), after_step=0)
+        log.write(recorded)
+        log.close()
 
     def _drop_stale(self, root: Path) -> None:
         """Delete batches whose checkpoint is gone."""

@@ -193,14 +193,14 @@ class Guard:
         trainer.pending = None
         trainer.begun = begun
         # Before the search, which stops the recorder.
-        self._keep_entry(bad, finished=later is not None)
+        entry = self._keep_entry(bad, finished=later is not None)
         # The run ends here, so its folder gets what a replay needs, whatever else was kept.
         if self.policy == "stop":
             trainer.captures.save_batch(bad.step, bad.queued.micro_batches)
             # The batch is written first: finding the tensor runs the step again, and that may fail.
             raise self.stopped(bad) from None
         self._forget(begun)
-        trainer.captures.save_bad_step(bad.step, bad.queued.micro_batches)
+        trainer.captures.save_bad_step(bad.step, bad.queued.micro_batches, entry)
         tensor, reproduced = self._search(bad)
         self._forget(begun)
         # Counted under any policy: a model whose every step is bad would skip all its data, or rewind for ever.
@@ -252,14 +252,15 @@ class Guard:
         place = self._place(bad, tensor)
         return Diverged(line.replace(f". {KEPT}", f"{place}. {KEPT}", 1))
 
-    def _keep_entry(self, bad: BadStep, finished: bool) -> None:
-        """Write what the recorder saw of a bad step; `finished`: the next step has begun since."""
+    def _keep_entry(self, bad: BadStep, finished: bool) -> RecordedStep | None:
+        """Write what the recorder saw of a bad step, and return it; `finished`: the next step has begun since."""
         recorder = self.trainer.recorder
         entry = bad.queued.recorded
         if recorder is not None and recorder.recording and not finished and entry is None:
             entry = recorder.end(bad.step)
         if entry is not None and self.policy != "rewind":  # which takes the step again
             self.record(entry)
+        return entry
 
     def _forget(self, begun: StepStart) -> None:
         """Give the model the scales from before a step, and drop its gradients."""

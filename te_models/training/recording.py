@@ -182,6 +182,10 @@ class RecordLog:
     def __exit__(self, *error: object) -> None:
         if self.recorder is not None:
             self.recorder.detach()
+        self.close()
+
+    def close(self) -> None:
+        """Close the record's file; the recorder stays attached."""
         if self.writer is not None:
             self.writer.close()
 
