@@ -82,18 +82,22 @@ class KDASpec(MixerSpec):
         # Decays and writing strengths are kept in high precision: their error grows with the length.
         padding = -(rank + heads) % FEATURE_ALIGNMENT
         gates = (Section("f", rank, rank), Section("b", heads, heads + padding, "gate"))
-        # f_up_proj makes decays, and stays in high precision as above; g_up_proj makes output gates.
-        up = () if self.sizes.gate_rank is None else (("f_up_proj", False), ("g_up_proj", True))
-        out = (Section("o", self.hidden_size, self.hidden_size),)
-        return (
+        linears = [
             LinearSpec("qkvg_proj", self.hidden_size, into),
             LinearSpec("fb_proj", self.hidden_size, gates, fp8=False),
-            *(LinearSpec(name, rank, (Section("up", inner, inner),), fp8=fp8) for name, fp8 in up),
-            LinearSpec("o_proj", inner, out, residual=True),
-        )
+        ]
+        if self.sizes.gate_rank is not None:
+            up = (Section("up", inner, inner),)
+            # The first makes decays, which stay in high precision as above, and the second output gates.
+            linears.append(LinearSpec("f_up_proj", rank, up, fp8=False))
+            linears.append(LinearSpec("g_up_proj", rank, up))
+        out = (Section("o", self.hidden_size, self.hidden_size),)
+        linears.append(LinearSpec("o_proj", inner, out, residual=True))
+        return tuple(linears)
 
     @property
     def _mixed(self) -> tuple[Section, ...]:
+        """The rows of q, k and v, which the convolution mixes with earlier tokens."""
         inner = self.sizes.inner_size
         return tuple(Section(name, inner, inner) for name in ("q", "k", "v"))
 

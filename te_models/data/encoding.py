@@ -115,7 +115,8 @@ class Fit(NamedTuple):
                 f"{self.cut:,} of {plural(total, 'prompt')} {are} cut from the left to seq_len={seq_len} ({longest})"
             )
         if self.unanswered:
-            have, are = ("has", "is") if self.unanswered == 1 else ("have", "are")
+            have = "has" if self.unanswered == 1 else "have"
+            are = "is" if self.unanswered == 1 else "are"
             lines.append(
                 f"{self.unanswered:,} of {plural(total, 'record')} {have} no answer to learn and {are} left out: "
                 "give each an assistant's message, or a completion, with text, and no mark that it is not to be learned"
@@ -229,7 +230,10 @@ def fit_records(
     starts = encoded.starts.copy()
     lengths = encoded.lengths.copy()
     keep = np.ones(len(encoded), dtype=np.bool_)
-    too_long = cut = unanswered = longest = 0
+    too_long = 0
+    cut = 0
+    unanswered = 0
+    longest = 0  # tokens of the longest record that does not fit
     for i in np.flatnonzero(encoded.records).tolist():
         start = int(starts[i])
         length = int(lengths[i])
@@ -241,32 +245,27 @@ def fit_records(
             continue
         if not len(answers):
             keep[i] = False
-            unanswered = unanswered + 1
+            unanswered += 1
             continue
         if over > 0:
             longest = max(longest, length)
         begins = bos is not None and encoded.tokens[start] == bos
-        if (
-            over > 0
-            and truncate == "prompt"
-            and over <= answers[0] - begins
-            and not encoded.counted[start]
-        ):
+        # What is cut off has to lie before the first answer, and the token that begins the text stays.
+        can_cut = over <= answers[0] - begins and not encoded.counted[start]
+        if over > 0 and truncate == "prompt" and can_cut:
             if begins:
                 encoded.tokens[start + over] = encoded.tokens[start]
             starts[i] = start + over
             lengths[i] = seq_len
-            cut = cut + 1
+            cut += 1
         elif over > 0:
             keep[i] = False
-            too_long = too_long + 1
+            too_long += 1
     fitted = replace(encoded, starts=starts, lengths=lengths)
     fitting = np.flatnonzero(keep)
-    return (
-        fitting,
-        fitted if keep.all() and not cut else fitted.select(fitting),
-        Fit(too_long, longest, cut, unanswered),
-    )
+    if cut or not keep.all():
+        fitted = fitted.select(fitting)
+    return fitting, fitted, Fit(too_long, longest, cut, unanswered)
 
 
 def keep_fitting(
@@ -296,16 +295,16 @@ def _encode_conversations(
         )
     conversations = render_conversations(documents, tokenizer)
     while batch := list(itertools.islice(conversations, _BATCH)):
-        whole = []
+        texts = []
         for rendered in batch:
             if isinstance(rendered, DataError):
                 # An empty text keeps the place of the record, so that ids and records stay in step.
                 bad.meet(rendered)
                 rendered = Rendered("", [])
-            whole.append(rendered)
+            texts.append(rendered)
         # Many at once: the tokenizers library encodes a batch on several threads.
-        encoded = tokenizer.encode_rendered([rendered.text for rendered in whole])
-        for rendered, (ids, places) in zip(whole, encoded, strict=True):
+        encoded = tokenizer.encode_rendered([rendered.text for rendered in texts])
+        for rendered, (ids, places) in zip(texts, encoded, strict=True):
             yield ids, _answer_tokens(rendered, places)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -102,9 +103,8 @@ def keep_card(trainer: Trainer) -> None:
     if trainer.recorder is None or drawn is None:
         return
     micro_batch = drawn.micro_batches[-1]
-    sequences = -(
-        -ROWS // micro_batch["input_ids"].shape[1]
-    )  # whole ones with ROWS tokens together
+    # As many whole sequences as have ROWS tokens together.
+    sequences = math.ceil(ROWS / micro_batch["input_ids"].shape[1])
     batch = {name: tensor[:sequences] for name, tensor in micro_batch.items()}
     samples = []
     # Under delayed scaling an autocast that ends updates the scales of all te modules.
@@ -233,7 +233,8 @@ def _operands(model: CausalLM, batch: Batch) -> dict[str, tuple[dict[str, Tensor
     chosen = dict(_chosen(model))
     operands: dict[str, tuple[dict[str, Tensor], Recipe]] = {}
 
-    def sample(name: str, module: nn.Module, x: Tensor) -> None:
+    def sample(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
+        (x, *_) = inputs
         recipe = chosen[name]
         weight = module.get_parameter("weight")
         fp8_weight = quantized(weight)
@@ -255,7 +256,7 @@ def _operands(model: CausalLM, batch: Batch) -> dict[str, tuple[dict[str, Tensor
     modules = dict(quantizing_modules(model))
     hooks = []
     for name in chosen:
-        hook = lambda module, inputs, output, name=name: sample(name, module, inputs[0])  # noqa: E731
+        hook = functools.partial(sample, name)
         hooks.append(modules[name].register_forward_hook(hook))
     try:
         # With fused kernels the input of a te.Linear may be quantized already.

@@ -82,8 +82,7 @@ def _fp8_operands(
 ) -> tuple[QuantizedTensorStorage, QuantizedTensorStorage]:
     """Quantize the input, then the weight."""
     if isinstance(inp, QuantizedTensorStorage):
-        # Quantized by the module before, which wrote the copies that this product needs.
-        # It may have come with a columnwise copy alone, from a module that needed no other.
+        # Quantized by the module before, which may have left a columnwise copy alone.
         inp.update_usage(rowwise_usage=True)
         return inp, fp8_weight(weight, call, quantizers, dgrad)
     # Only a weight gradient reads the columnwise copy. Under sequence parallelism block scaling makes it from the
@@ -170,11 +169,14 @@ def save(
         quantized = isinstance(value, QuantizedTensorStorage)
         # Autograd saves tensors: the storage is kept empty beside them, so that offload and recompute hooks see the
         # data.
-        parts = value.get_data_tensors() if quantized else (value,)
-        ctx.saved.append(
-            (value.with_data_tensors((None,) * len(parts)) if quantized else None, len(parts))
-        )
-        tensors += parts
+        if quantized:
+            data_tensors = value.get_data_tensors()
+            empty_storage = value.with_data_tensors((None,) * len(data_tensors))
+        else:
+            data_tensors = (value,)
+            empty_storage = None
+        ctx.saved.append((empty_storage, len(data_tensors)))
+        tensors += data_tensors
     ctx.save_for_backward(*tensors)
 
 
