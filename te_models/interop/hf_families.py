@@ -305,7 +305,6 @@ FAMILIES = [
         only={**NO_DROPOUT, "mlp_bias": (False,)}, ignored=frozenset(("auto_map", "qk_head_dim", "logits_scaling")),
         note="multi-head latent attention and Granite's multipliers",
     ),
-    VAULT_GEMMA,
     Family(
         model_type="olmo2", architecture="Olmo2ForCausalLM", models="OLMo 2", layer=places.POST_NORMED_LAYER,
         parts=(ropes.ROPE, ACT, parts.biases()), constants={**POST_NORM, "qk_norm_scope": "all_heads"},
@@ -356,6 +355,7 @@ FAMILIES = [
         only=NO_DROPOUT, ignored=frozenset(("eod_token_id",)), note="norms of q and k after RoPE",
     ),
     *GEMMA_FAMILIES,
+    VAULT_GEMMA,
     Family(
         model_type="afmoe", architecture="AfmoeForCausalLM", models="Trinity (AFMoE)",
         layer={**places.AFMOE_LAYER, **places.AFMOE_EXPERTS},
