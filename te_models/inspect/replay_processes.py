@@ -113,24 +113,29 @@ def start_processes(folder: Path, processes: int) -> None:
     root = str(Path(te_models.__file__).parents[1])
     paths = [root, os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
-    )  # fmt: skip
-    if done.returncode:
+    quiet: Any = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, env=environment, **quiet) as torchrun:
+        try:
+            _, said = torchrun.communicate()
+        except BaseException:
+            # torchrun ends its processes when it is asked to; killed, it would leave them behind.
+            torchrun.terminate()
+            raise
+    if torchrun.returncode:
         raise TeModelsError(
             f"the {processes} processes that replay the step, as many as its run had, failed "
-            f"({_reason(folder, done)}): --one-process runs it in one, whose scales are then not the recorded ones"
+            f"({_reason(folder, said)}): --one-process runs it in one, whose scales are then not the recorded ones"
         )
 
 
-def _reason(folder: Path, done: subprocess.CompletedProcess[str]) -> str:
+def _reason(folder: Path, said: str) -> str:
     """Return why processes failed: what the first one said that did not only lose another; else torchrun's last line.
 
     Of a process that is killed by a signal nothing else is known.
     """
     reasons = [path.read_text() for path in sorted(folder.glob("failed-*"))]
     reasons.sort(key=lambda reason: reason.startswith(LostPeer.__name__))
-    return reasons[0] if reasons else done.stderr.strip().rpartition("\n")[2]
+    return reasons[0] if reasons else said.strip().rpartition("\n")[2]
 
 
 def _write(folder: Path, number: int, result: StepRun | TeModelsError) -> None:
