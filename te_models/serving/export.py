@@ -39,7 +39,6 @@ from te_models.serving.formats import (
     encode_blocks,
 )
 from te_models.serving.input_scales import input_scales
-from te_models.serving.kept import kept_parts, source_in
 from te_models.serving.other_readers import not_read
 from te_models.serving.rounding import (
     ROUNDINGS,
@@ -48,6 +47,7 @@ from te_models.serving.rounding import (
     scales_of,
     to_bfloat16,
 )
+from te_models.serving.stored_parts import parts_as_stored, source_in
 from te_models.serving.survival import Survival, WeightChange, change_of
 from te_models.serving.unchanged_base import ADAPTER, UNCHANGED, export_unchanged
 
@@ -355,7 +355,7 @@ class _Writer:
                 encoded.append(self._block_parts(ours, places[name], weight, is_own))
             else:
                 encoded.append(_rows(scaled_together, places[name]))
-        stored = kept_parts(self.source, values, encoded)
+        stored = parts_as_stored(self.source, values, encoded)
         # What a release has stored so stays as it is, to the byte, and is not rounded once more.
         is_from_base = stored[0] is not encoded[0]
         if is_from_base or self.rounding == "nearest" or not is_own:

@@ -18,7 +18,7 @@ from te_models.serving.formats import (
     ExportFormat,
     static_scale,
 )
-from te_models.serving.kept import stored_inputs
+from te_models.serving.stored_parts import stored_inputs
 
 # Without data, NVFP4's divisor comes from random tokens, with this much room for larger inputs.
 RANDOM_TOKENS = (4, 256)

@@ -57,7 +57,7 @@ def stored_inputs(
     return scales
 
 
-def kept_parts(
+def parts_as_stored(
     folder: HuggingFaceFolder | None, values: dict[str, Tensor], encoded: Sequence[Parts]
 ) -> list[Parts]:
     """Return the parts of weights as the folder has them, or those `encoded` if any value differs from the stored one.
