@@ -55,7 +55,7 @@ def small(preset: str, engine: str, recipe: str = "bf16", **options: Any) -> Cau
     config = get_preset(preset)
     per_layer = three_layers(config)
     if config.moe is not None:  # all of them chosen, so that each has tokens
-        few = dict(num_experts=4, num_experts_per_tok=4)
+        few = dict(num_experts=4, num_experts_per_tok=4, n_group=1, topk_group=1)
         options.setdefault("moe", dataclasses.replace(config.moe, **few))
     sizes = dict(SMALL)
     if config.latent_attention is not None:  # a key per query head, of which some channels rotate
