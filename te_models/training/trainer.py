@@ -230,8 +230,9 @@ class Trainer(NamedFields):
         ):
             batches = iter(self.data)
             if not self.result.step:
-                # First scales of delayed scaling; a resumed run has them in its checkpoint. They come before the first
-                # evaluation, which under the initial scales of 1 would saturate or underflow.
+                # A checkpoint of step 0 begins again before the batches and random numbers that calibration draws.
+                self.begun = self.starts.take()
+                # First scales of delayed scaling: under scales of 1 the first evaluation would saturate or underflow.
                 batches = self.passes.calibrated(batches)
                 if self.evaluates:
                     self.result.first_eval_loss = self._evaluate()

@@ -191,6 +191,31 @@ def terminal() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("terminal")
+class Killed(Callback):
+    def on_step(self, trainer: Any, row: Any) -> None:
+        if row["step"] == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "nvfp4"])
+def test_a_run_that_begins_again_begins_with_its_first_batches(recipe: str, tmp_path: Path) -> None:
+    """The checkpoint of step 0 is written once calibration and the first evaluation have drawn from the data."""
+    options: dict[str, Any] = dict(on_nan="rewind", gradient_accumulation=2, eval_every=3)
+    whole, killed, resumed = (
+        trainer(tmp_path / name, recipe, False, **options) for name in ("whole", "killed", "killed")
+    )
+    whole.run()
+    killed.callbacks = (Killed(),)
+    with pytest.raises(KeyboardInterrupt):
+        killed.run()
+    assert killed.checkpoints.to_resume().name == "step-00000000"
+    resumed.run(resume=True)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert_same_tensors(
+        dict(resumed.model.named_parameters()), dict(whole.model.named_parameters())
+    )
+
+
 def test_a_closed_terminal_ends_a_run_with_a_checkpoint(tmp_path: Path) -> None:
     run = trainer(tmp_path, "bf16", False)
     run.on_step = lambda row: signal.raise_signal(signal.SIGHUP) if row["step"] == GOOD else None
