@@ -263,8 +263,8 @@ def _switch_or_mode(one: Setting, name: str, keywords: dict[str, Any]) -> Decora
     """Add the option of a setting that is on or off or a mode: `--NAME`, `--NAME MODE` and `--no-NAME`."""
     off = f"te_models.cli.no_{name}"  # in a context's meta: whether --no-NAME is given
 
-    def switch_off(ctx: click.Context, parameter: click.Parameter, given: bool) -> None:
-        if given:
+    def switch_off(ctx: click.Context, parameter: click.Parameter, switched_off: bool) -> None:
+        if switched_off:
             ctx.meta[off] = True
             ctx.params[name] = False  # also where a mode came before it
 

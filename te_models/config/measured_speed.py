@@ -179,11 +179,11 @@ def _on_cards_with_the_chip(
 ) -> list[MeasuredSpeed]:
     """Return the rows that have a ratio to BF16 of other cards with the chip of `card`; else as `like`."""
     try:
-        own = get_gpu(card)
+        gpu = get_gpu(card)
     except UsageError:  # a card that nobody has described
         return []
     rows = []
     for other in GPUS:
-        if other.has_chip_of(own):
+        if other.has_chip_of(gpu):
             rows += like(other.name, config, recipe, tokens, lora)
     return [row for row in rows if row.over_bf16 is not None]

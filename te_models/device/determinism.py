@@ -9,12 +9,12 @@ import torch
 
 
 @contextlib.contextmanager
-def deterministic(wanted: bool = True) -> Iterator[None]:
+def deterministic(enabled: bool = True) -> Iterator[None]:
     """Give the same bits for the same inputs on the same GPU, without cuDNN's attention, which is not deterministic.
 
-    Changes nothing if that is not `wanted`.
+    Changes nothing if that is not `enabled`.
     """
-    if not wanted:
+    if not enabled:
         yield
         return
     fills: Any = torch.utils.deterministic

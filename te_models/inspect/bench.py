@@ -118,7 +118,7 @@ def builders(
         recipe, ways = parse(text)
         recipe_options = {name: value for name, value in options.items() if _applies(name, recipe)}
         keywords: Fields = {**recipe_options, **ways, "device": ids.device, "recipe": recipe}
-        steps[f"te-models {text}"] = lambda given=keywords: model_step(ids, config, **given)
+        steps[f"te-models {text}"] = lambda keywords=keywords: model_step(ids, config, **keywords)
     return steps
 
 
