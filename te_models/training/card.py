@@ -105,7 +105,7 @@ def keep_card(trainer: Trainer) -> None:
     micro_batch = drawn.micro_batches[-1]
     # As many whole sequences as have ROWS tokens together.
     sequences = math.ceil(ROWS / micro_batch["input_ids"].shape[1])
-    batch = {name: tensor[:sequences] for name, tensor in micro_batch.items()}
+    batch = _of_first({name: tensor[:sequences] for name, tensor in micro_batch.items()}, trainer)
     samples = []
     # Under delayed scaling an autocast that ends updates the scales of all te modules.
     with frozen_fp8_state(model):
@@ -284,6 +284,16 @@ def _chosen(model: CausalLM) -> Iterator[tuple[str, Recipe]]:
     by_length = sorted(lengths, key=lambda key: -key[1])
     for key in by_length[:LINEARS]:
         yield lengths[key]
+
+
+def _of_first(batch: Batch, trainer: Trainer) -> Batch:
+    """Return the first process's batch: operands, which processes share, would have other sizes from other batches."""
+    ranks = trainer.parallel.ranks
+    if ranks.world == 1:
+        return batch
+    of_first = ranks.from_first(lambda: {name: tensor.tolist() for name, tensor in batch.items()})
+    # All of them have the same names and dtypes, as the model takes them.
+    return {name: torch.tensor(rows, dtype=batch[name].dtype) for name, rows in of_first.items()}
 
 
 def _same_on_all_ranks(tensor: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from distributed_job import alone, digest, make_trainer, solo, start
 from ranks import run_process
 from tiny_runs import PRETRAIN
@@ -23,6 +24,7 @@ from te_models.recorder.record import read_record
 from te_models.training.captures import Marks, captured_steps, write_marks
 from te_models.training.metrics import read_events, read_metrics
 from te_models.training.parallel import Parallel
+from te_models.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow  # sixteen runs in two processes
 
@@ -53,6 +55,7 @@ CAPTURED: dict[str, dict[str, Any]] = {
     ),
     "replay-tokens": dict(parallel="fsdp", recipe="blockwise", context_parallel_size=2),
     "replay-layers": dict(parallel="tp", recipe="current", sequence_parallel=True),
+    "replay-lengths": dict(parallel="ddp", recipe="current", gradient_accumulation=2),
     "replay-experts": dict(parallel="fsdp+ep", recipe="current", experts=True),
 }  # fmt: skip
 
@@ -79,6 +82,17 @@ def guarded(shared: Parallel, root: Path, name: str) -> list[str]:
     return shared.ranks.gather(digest(run.model))
 
 
+def of_any_length(rank: int) -> list[dict[str, torch.Tensor]]:
+    """Batches of a process, whose lengths are others in the other process."""
+    generator = torch.Generator().manual_seed(rank)
+    batches = []
+    for number in range(8):
+        length = 16 * (1 + (number + rank) % 2)
+        ids = torch.randint(0, 250, (2, length), generator=generator)
+        batches.append(dict(input_ids=ids, labels=ids.clone()))
+    return batches
+
+
 def captured(shared: Parallel, root: Path, name: str) -> list[str]:
     """A run whose third step is captured, and that step again, twice and in BF16, in the same processes."""
     out = root / name
@@ -86,6 +100,9 @@ def captured(shared: Parallel, root: Path, name: str) -> list[str]:
         write_marks(out, Marks((3,)))
     shared.ranks.gather(None)
     run = make_trainer(shared, out, {**CAPTURED[name], "steps": 4})
+    if name == "replay-lengths":
+        batches = of_any_length(shared.ranks.rank)
+        run = Trainer(run.model, batches, None, run.config, out, parallel=run.parallel)
     run.run()
     job = root / f"{name}-job"
     if shared.ranks.first:
@@ -193,7 +210,7 @@ def test_a_step_of_two_processes_is_replayed_by_one(name: str, root: Path) -> No
     if name not in ("replay-layers", "replay-fp8"):
         assert weights and all(one.equal for one in weights)
     # Shares one after another have the scales of the run.
-    if name in ("replay-ddp", "replay-fp8"):
+    if name in ("replay-ddp", "replay-fp8", "replay-lengths"):
         assert all(one.equal for one in found.tensors)
     # Elsewhere one process adds in another order than two: no difference speaks for a fault of the hardware.
     else:
