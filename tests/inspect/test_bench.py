@@ -140,7 +140,7 @@ def test_the_plot_says_what_it_ran_on(tmp_path: Path, monkeypatch: pytest.Monkey
         assert said.startswith("a title\nbatch 8 x 2048 tokens") and place in said
 
 
-@pytest.mark.parametrize("matplotlib", [True, False])
+@pytest.mark.parametrize("matplotlib", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_command_writes_figures(
     matplotlib: bool, tmp_path: Path, pretend: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

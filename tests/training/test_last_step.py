@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_tensors
+from fewer import every
 from tiny_runs import losses, tiny_model, tiny_trainer
 
 from te_models import CausalLM, load_tokenizer
@@ -66,9 +67,18 @@ def content(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return tensors, state
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
-@pytest.mark.parametrize("failure, error", [(spoil, Diverged), (lose_data, DataUnavailable)])
+@pytest.mark.parametrize(
+    ("failure", "error", "recipe", "ahead"),
+    [
+        pytest.param(*case.values[0], *case.values[1:], marks=case.marks)
+        for case in every(
+            2,
+            [(spoil, Diverged), (lose_data, DataUnavailable)],
+            ["bf16", "delayed", "current"],
+            [False, True],
+        )
+    ],
+)
 def test_the_step_before_is_saved_to_the_bit(
     failure: Any, error: type[Exception], recipe: str, ahead: bool, tmp_path: Path
 ) -> None:

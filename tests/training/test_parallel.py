@@ -218,6 +218,8 @@ RARER = (
 )
 RARER += ("first-fsdp", "first-fsdp-fp8", "ddp-beside", "fsdp-beside")
 RARER += ("experts-current", "tp-answers", "rows-current", "rows-beside", "rows-hybrid")
+RARER += ("fsdp-selective", "fsdp-current", "rows-ddp-answers", "experts-answers", "first-tp")
+RARER += ("first-fsdp-kept", "ddp-delayed")
 
 
 def named(cases: Iterable[str]) -> list[Any]:
