@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from bases import CHATML, write_chats, write_model, write_tokenizer
+from fewer import every
 
 from te_models import CausalLM, TrainConfig, load_tokenizer, open_data
 from te_models.cli import main
@@ -68,8 +69,7 @@ def test_texts_end_with_the_end_of_text_token(tmp_path: Path) -> None:
     assert dataset.ends == (ByteTokenizer.eos_token_id,)
 
 
-@pytest.mark.parametrize("lora", [[], ["--lora", "4"]])
-@pytest.mark.parametrize("eos", [END, [END, 7], None])
+@pytest.mark.parametrize(("eos", "lora"), every(2, [END, [END, 7], None], [[], ["--lora", "4"]]))
 def test_the_run_stops_there(eos: Any, lora: list[str], tmp_path: Path) -> None:
     if lora:
         pytest.importorskip("peft")

@@ -141,7 +141,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every(2, CASES))
 @torch.no_grad()
 def test_the_text_of_a_folder_with_images(
     case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

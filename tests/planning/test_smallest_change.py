@@ -37,9 +37,18 @@ def keywords(flags: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "current"])
 @pytest.mark.parametrize(
-    ("preset", "gib"), [("gated-1b", 30), ("gated-1b", 12), ("gated-350m", 10), ("gated-8b", 80)]
+    ("recipe", "preset", "gib"),
+    [
+        ("bf16", "gated-1b", 30),
+        ("current", "gated-1b", 12),
+        ("current", "gated-350m", 10),
+        ("bf16", "gated-8b", 80),
+        pytest.param("current", "gated-1b", 30, marks=pytest.mark.slow),
+        pytest.param("bf16", "gated-1b", 12, marks=pytest.mark.slow),
+        pytest.param("bf16", "gated-350m", 10, marks=pytest.mark.slow),
+        pytest.param("current", "gated-8b", 80, marks=pytest.mark.slow),
+    ],
 )
 def test_the_change_is_enough_and_no_single_one_is_if_it_has_several(
     preset: str, gib: float, recipe: str
