@@ -8,7 +8,7 @@ The plan of the same steps is the table "memory-breakdown" of benchmarks/tables/
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ import click
 import torch
 
 from benchmarks.tables.optimizers import PLANS
-from benchmarks.timed_steps import DEVICE, TINY, attempt, build_run, time_steps
+from benchmarks.timed_steps import TINY, build_run, time_steps, write_rows
 from te_models import ModelConfig, get_preset
-from te_models.inspect.environment import environment
+from te_models.inspect.environment import environment, require_gpu
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
@@ -40,16 +40,14 @@ def measure(options: dict[str, Any], config: ModelConfig, size: dict[str, int]) 
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 def main(tiny: bool, out: Path) -> None:
     """Measure each, and write the results after each."""
-    if DEVICE.type == "cpu" and not tiny:
-        raise click.UsageError("there is no CUDA device here: use --tiny to try the program")
+    if not tiny:
+        require_gpu()
     config = get_preset("d20-e3-full", **(TINY if tiny else {}))
     size = dict(batch_size=2, seq_len=64) if tiny else dict(batch_size=4, seq_len=2048)
-    rows: dict[str, Any] = {}
-    document = dict(environment=environment(), size=size, rows=rows)
-    for name, options in PLANS.items():
-        rows[name] = attempt(lambda options=options: measure(options, config, size))
-        out.write_text(json.dumps(document, indent=1) + "\n")
-        print(name, rows[name].get("peak_bytes"), rows[name].get("error"), flush=True)
+    about = dict(environment=environment(), size=size)
+    measures = {name: partial(measure, options, config, size) for name, options in PLANS.items()}
+    for name, row in write_rows(measures, about, out):
+        print(name, row.get("peak_bytes"), row.get("error"), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,15 @@ and what it prints about these things in its first lines.
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.timed_steps import DEVICE, TINY, attempt, build_run, time_steps
+from benchmarks.timed_steps import TINY, build_run, time_steps, write_rows
 from te_models import ModelConfig, get_preset
-from te_models.inspect.environment import environment
+from te_models.inspect.environment import environment, require_gpu
 from te_models.training.report import speed_rows
 
 LAYERS = 6
@@ -60,20 +60,15 @@ def measure(name: str, config: ModelConfig, tiny: bool) -> dict[str, Any]:
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 def main(tiny: bool, out: Path) -> None:
     """Measure every row, and write the results after each."""
-    if DEVICE.type == "cpu" and not tiny:
-        raise click.UsageError("there is no CUDA device here: use --tiny to try the program")
+    if not tiny:
+        require_gpu()
     shape: dict[str, Any] = TINY if tiny else dict(num_hidden_layers=LAYERS)
     config = get_preset("gated-1b", **shape)
-    rows: dict[str, Any] = {}
-    document = dict(environment=environment(), layers=LAYERS, size=SIZE, few=FEW, rows=rows)
-    for name in ROWS:
-        rows[name] = attempt(lambda name=name: measure(name, config, tiny))
-        out.write_text(json.dumps(document, indent=1) + "\n")
-        row = rows[name]
-        said = row.get("said")
-        print(
-            name, row.get("error") or f"{row['tokens_per_second']:,.0f} tokens/s", said, flush=True
-        )
+    about = dict(environment=environment(), layers=LAYERS, size=SIZE, few=FEW)
+    measures = {name: partial(measure, name, config, tiny) for name in ROWS}
+    for name, row in write_rows(measures, about, out):
+        speed = row.get("error") or f"{row['tokens_per_second']:,.0f} tokens/s"
+        print(name, speed, row.get("said"), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,17 @@ def time_steps(run: Run, warm_up: int, rounds: int, steps: int) -> dict[str, Any
     if DEVICE.type == "cuda":
         found["peak_bytes"] = torch.cuda.max_memory_allocated() - run.start_bytes
     return found
+
+
+def write_rows(
+    measures: Mapping[str, Callable[[], dict[str, Any]]], about: dict[str, Any], out: Path
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Measure the rows one after the other, write `about` and the rows so far after each, and yield its name and it."""
+    rows: dict[str, Any] = {}
+    for name, measure in measures.items():
+        rows[name] = attempt(measure)
+        out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        yield name, rows[name]
 
 
 def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def _rows_kernel(
     # where each expert begins, int64 [E + 1], and how many tiles end with it, int64 [E]
     first,
     tiles,
-    # inverse scales of the matrices, and how far those of experts, rows and columns are apart
+    # inverse scales of the matrices, and their strides over experts, rows and columns
     b_inv,
     step_e,
     step_n,
@@ -334,7 +334,7 @@ def hopper_block_rows_times(
 
     Args:
         a_inv: the inverse scales of the rows, FP32 [D / 128, R].
-        b_inv: those of the weights [E, O / 128, K / 128], whichever of the two the sum runs along.
+        b_inv: the inverse scales of the weights [E, O / 128, K / 128], whichever of the two the sum runs along.
         bias: [E, width] or None.
         backward: whether the sum runs along O.
     """

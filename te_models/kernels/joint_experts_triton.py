@@ -2,8 +2,8 @@
 
 One kernel computes and casts where separate operations would store BF16 first and read it again for the cast: the
 activation, its backward, and the copy of the output's gradient to the rows of the experts write FP8. The amax of that
-copy follows from the tokens, so no pass over the rows is needed to find it. The numbers equal those of separate
-operations (grouped_linear_triton.py): values are rounded to BF16 where they would be stored in between.
+copy follows from the tokens, so no pass over the rows is needed to find it. The numbers equal the results of
+separate operations (grouped_linear_triton.py): values are rounded to BF16 where they would be stored in between.
 """
 
 from __future__ import annotations

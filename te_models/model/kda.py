@@ -86,7 +86,7 @@ class KimiDeltaAttention(Mixer[KDASpec]):
         fb = context.linear(self.get_submodule("fb_proj"), x)  # [N, R + n, and padding]
         # The decay and the strength come from a projection outside FP8: they multiply the state at every token, and
         # errors add up.
-        # The convolution writes its gradient where that of the projection will be.
+        # The convolution writes its gradient into the memory of the projection's gradient.
         room = GradientRoom((3 * sizes.inner_size, rank))
         mixed, g = split(qkvg, room)
         f, b = fb[:, : rank + sizes.num_heads].split([rank, sizes.num_heads], dim=-1)

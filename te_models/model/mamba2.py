@@ -95,7 +95,7 @@ class Mamba2(Mixer[Mamba2Spec]):
         # [B*S, H P + C + H, and padding]
         projected = first_rows(context.linear(self.zxbcdt_proj, x), count)
         used = [sizes.inner_size, sizes.mixed_size, sizes.num_heads]
-        # The convolution writes its gradient where that of the projection will be.
+        # The convolution writes its gradient into the memory of the projection's gradient.
         room = GradientRoom([*used, projected.shape[1] - sum(used)])
         # z [B*S, H P], mixed [B*S, C] and steps [B*S, H]; the projection's last channels may be padding.
         z, mixed, steps, _ = split(projected, room)

@@ -259,7 +259,7 @@ class Capture:
         return int(self.about.get("processes", 1)) if "shares" in self.about else 1
 
     def of_one_process(self, joined: bool) -> list[Batch]:
-        """Return all micro-batches for one process: those of the shares joined by rows, or one share after another."""
+        """Return all micro-batches for one process, with the rows of the shares joined, or one share after another."""
         count = len(self.shares[0])
         micro_batches = []
         for number in range(count):

@@ -339,7 +339,7 @@ class GraphedStep:
     def _capture(self, unit: Unit) -> None:
         """Capture micro-batches. A failure changes only `failures`, since a capture executes nothing."""
         graph = torch.cuda.CUDAGraph()
-        # Graphs of a step are replayed in the order of their capture, and those of recorded steps never between the
+        # Graphs of a step are replayed in the order of their capture, and graphs of recorded steps never between the
         # others, so all of them may share memory.
         others = list(self.graphs.values())
         pool = {"pool": others[0].replayed.pool()} if others else {}

@@ -13,7 +13,7 @@ def no_host_copies() -> Iterator[None]:
     """Inside, FSDP2 copies between one buffer and many tensors by kernels that a graph can hold, in place of its own.
 
     FSDP2's kernels read the tensors' addresses from host memory that has been reused by the time of a replay. The ones
-    here have them among their arguments, those of many tensors each. FSDP2 finds its kernels in torch.ops.fsdp at each
+    here take the addresses of many tensors as arguments. FSDP2 finds its kernels in torch.ops.fsdp at each
     call. A TorchDispatchMode could replace them, too, but inside one TorchDynamo gives up each compiled function that
     is called, for the rest of the process.
     """

@@ -28,7 +28,7 @@ def product(
 ) -> tuple[Tensor, MaybeQuantized, MaybeQuantized]:
     """Return x W^T + b of this rank's weight [O, I] and input [..., I], and both operands as they were multiplied.
 
-    The product is [T, O]; under sequence parallelism its T rows are those of all ranks. `wgrad` and `dgrad` say which
+    The product is [T, O]; under sequence parallelism it has the rows of all ranks. `wgrad` and `dgrad` say which
     gradients will follow, and so which FP8 copies the operands need.
     """
     parallel = call.parallel
