@@ -19,6 +19,8 @@ ARGUMENTS = {
     "expert_products": [],
     "expert_profile": [],
     "fused_families": OUT,
+    "memory_breakdown": OUT,
+    "no_speed_up": OUT,
     "profile_step": ["gated-nano", "delayed"],
     "recorder_cost": ["gated-nano", "delayed"],
     "span_attention": OUT,
