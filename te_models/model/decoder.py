@@ -22,6 +22,7 @@ from te_models.config.model import ModelConfig
 from te_models.config.options import RecipeOptions
 from te_models.config.recipe import AUTO, RecipeLike
 from te_models.config.recompute_modes import check_mode, offload_allows_fused
+from te_models.device.autograd import refuse_second_derivatives
 from te_models.device.choice import choose_device
 from te_models.engine import get_engine
 from te_models.fp8.primary_weights import check_recipe, clear_states
@@ -338,6 +339,7 @@ class Decoder(DecoderRecipe):
         if self.recipe.stateful and evaluated:
             # Its backward, if there is one, may not count into the histories either.
             preserve_scales_in_backward(self, output.tensors)
+        refuse_second_derivatives(output.tensors)
         return output
 
     def _context(
@@ -437,6 +439,7 @@ class Decoder(DecoderRecipe):
         """Return norm, head and loss of the last hidden states x [N, D]."""
         batch = context.batch
         seq = context.seq
+        refuse_second_derivatives([x])  # here too: a caller may begin at the hidden states
         # [N, D]; sequence parallelism divides the rows up to here, but the head needs all of them.
         h = self.tp.gather(self.tp.norm(self.norm, x, self.tp.scatters))  # the rows of all ranks
         if request.labels is None:

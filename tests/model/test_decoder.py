@@ -1,5 +1,7 @@
 """The decoder's pass: all parameters train, any size works, scales move once per step, both ways to the loss agree."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from bits import assert_same_bits
@@ -9,9 +11,11 @@ from kinds import build as build_kind
 from kinds import tokens as tokens_of
 from small_model import RECIPES, SHAPE, Build, registry, same, snapshot, step, tokens
 
-from te_models import list_recipes
+from te_models import CausalLM, list_recipes
+from te_models.errors import UsageError
 from te_models.fp8.region import Autocasts
 from te_models.fp8.scaling_state import fp8_state
+from te_models.huggingface.modeling import TEModelsForCausalLM
 from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.recompute import Recompute
 
@@ -104,3 +108,31 @@ def test_positions_count_from_the_start_of_each_document() -> None:
     for own, table in zip(ids.split(lengths, 1), tables, strict=True):
         assert_same_bits("cos of RoPE", table, described(own).rotary[model.config.rope][0])
     assert list(described(ids).masks.values()) == [None], "without documents: the causal kernel"
+
+
+def _loss(model: CausalLM, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids, labels=ids).loss
+
+
+def _logits(model: CausalLM, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids).logits.float().square().mean()
+
+
+def _hidden_states(model: CausalLM, ids: torch.Tensor) -> torch.Tensor:
+    wrapped = TEModelsForCausalLM.wrap(model)
+    return wrapped(ids, output_hidden_states=True).hidden_states[-1].float().square().mean()
+
+
+@pytest.mark.parametrize("start", [_loss, _logits, _hidden_states])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_second_derivatives_are_refused_in_a_line(
+    small: Build, mode: str, start: Callable[[CausalLM, torch.Tensor], torch.Tensor]
+) -> None:
+    model = small("delayed", activation_checkpointing=mode)
+    ids = tokens().to(model.device)
+    # Autograd's own message would be about views that were changed in place.
+    with pytest.raises(UsageError, match=r"^create_graph=True asks for derivatives of the grad"):
+        torch.autograd.grad(
+            start(model, ids), list(model.parameters()), create_graph=True, allow_unused=True
+        )
+    start(model, ids).backward()  # the error leaves the model as it was
