@@ -63,17 +63,16 @@ class ModelConfig(ModelFields):
         take_settings(self, ModelConfig)  # a subclass checks its own fields
         # First what the defaults below depend on, such as a width that the heads divide.
         refuse(_layer_mistakes(self), ConfigError)
-        # Equal models have equal configs: whoever compares them should not see a factor of 1.
+        # Equal models have equal configs, so factors of 1 are stored as no factors.
         if self.mlp_multipliers == (1.0, 1.0):
             object.__setattr__(self, "mlp_multipliers", None)
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.head_dim is None:
-            latent = self.latent_attention
-            filled = self.hidden_size // self.num_attention_heads
-            object.__setattr__(
-                self, "head_dim", filled if latent is None else latent.qk_rope_head_dim
-            )
+            head_dim = self.hidden_size // self.num_attention_heads
+            if self.latent_attention is not None:
+                head_dim = self.latent_attention.qk_rope_head_dim
+            object.__setattr__(self, "head_dim", head_dim)
         # After the defaults, which these compare with each other.
         refuse(_mistakes(self), ConfigError)
         if self.rope_scaling is not None:
@@ -150,8 +149,9 @@ class ModelConfig(ModelFields):
     def length_limit(self) -> str:
         """`longest_sequence` by the name of what sets it, for messages."""
         longest = self.longest_sequence
-        is_longest = longest == self.max_position_embeddings
-        return f"{'max_position_embeddings' if is_longest else 'the stretched limit of RoPE'}={longest}"
+        if longest == self.max_position_embeddings:
+            return f"max_position_embeddings={longest}"
+        return f"the stretched limit of RoPE={longest}"
 
     @property
     def num_padding_parameters(self) -> int:
@@ -169,11 +169,11 @@ class ModelConfig(ModelFields):
         inputs = 0
         if self.layer_inputs is not None:
             width = self.layer_inputs.width
-            # Of the table, and of the projection from the embedding.
-            # The table is [vocab_size, layers * width], hence `width` per layer and row.
+            # A table [vocab_size, layers * width], a projection [layers * width, hidden_size] and a norm [width].
             rows = self.layer_inputs.vocab_size + self.hidden_size
             inputs = self.num_hidden_layers * width * rows + width
-        return tables + blocks + inputs + self.hidden_size
+        final_norm = self.hidden_size
+        return tables + blocks + inputs + final_norm
 
     @property
     def num_active_parameters(self) -> int:
@@ -245,9 +245,12 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
     for name in PER_LAYER:
         if values[name] is not None and len(values[name]) != layers:
             yield f"{name} has {len(values[name])} entries for num_hidden_layers={layers}"
-    field_names = ("linear_attention", "latent_attention", "mamba2", "kda")
     # Kind of layer -> the field, or the group of fields, without which it has no sizes.
-    needs = {kind: kind for kind in field_names} | {
+    needs = {
+        "linear_attention": "linear_attention",
+        "latent_attention": "latent_attention",
+        "mamba2": "mamba2",
+        "kda": "kda",
         "sliding_attention": "sliding_window",
         "chunked_attention": "attention_chunk_size",
         "conv": "short_conv",
@@ -262,8 +265,8 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
     factors = config.mlp_multipliers
     if factors is not None and len(factors) != 2:
         yield f"mlp_multipliers has {len(factors)} entries: give one for the gate and one for the output"
-    unscaled = config.moe is not None or not config.mlp_gate or any(config.mlp_limits or ())
-    if factors is not None and unscaled:
+    cannot_scale = config.moe is not None or not config.mlp_gate or any(config.mlp_limits or ())
+    if factors is not None and cannot_scale:
         yield "mlp_multipliers scale MLPs with a gate: leave them out with moe, mlp_gate=False and mlp_limits"
     if "sparse" in (config.mlp_layer_types or ()) and config.moe is None:
         yield "mlp_layer_types asks for sparse layers: give moe, their experts"
@@ -282,9 +285,9 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
         and config.hidden_act != "silu"
     ):
         yield f"moe.swiglu_limit clamps SwiGLU: leave out hidden_act={config.hidden_act!r}"
-    # Only where head_dim follows from the two.
-    ragged = config.hidden_size % config.num_attention_heads and config.latent_attention is None
-    if config.head_dim is None and ragged:
+    # Only where head_dim follows from the two: with latent attention it is qk_rope_head_dim.
+    divides = config.hidden_size % config.num_attention_heads == 0
+    if config.head_dim is None and config.latent_attention is None and not divides:
         yield (
             f"hidden_size={config.hidden_size} is not a multiple of num_attention_heads={config.num_attention_heads}: "
             "change one of them or give head_dim"

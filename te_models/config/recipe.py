@@ -79,7 +79,7 @@ class Scheme:
     available: str = "is_fp8_available"  # the engine's function that returns whether it runs here, else the reason
     # Scales and amax histories persist over steps and belong in a checkpoint.
     stateful: bool = False
-    forward: str = "E4M3"
+    forward: str = "E4M3"  # the format of inputs and weights
 
 
 # By the names of Transformer Engine's recipe classes. To add one: docs/internals/design.md, "Add a scheme".
@@ -112,6 +112,7 @@ AUTO = "auto"  # in place of a recipe's name: the model's own, else what te_mode
 # The schemes under which weights can be stored in FP8.
 FP8_WEIGHTS = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")
 
+# Names that other libraries use, in lower case -> advice for the error.
 RECIPES_ELSEWHERE = {
     "fp8": "give 'current', or 'delayed' for speed on Hopper",
     "float8": "give 'current', or 'delayed' for speed on Hopper",
@@ -209,12 +210,14 @@ class Recipe:
     @property
     def edges(self) -> dict[str, Any]:
         """The fields of EDGES, by name; without `precision` if it is empty."""
-        start = self.num_layers_at_start_in_bf16
-        end = self.num_layers_at_end_in_bf16
-        edges = dict(
-            num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end, lm_head=self.lm_head
-        )
-        return edges | ({"precision": dict(self.precision)} if self.precision else {})
+        edges: dict[str, Any] = {
+            "num_layers_at_start_in_bf16": self.num_layers_at_start_in_bf16,
+            "num_layers_at_end_in_bf16": self.num_layers_at_end_in_bf16,
+            "lm_head": self.lm_head,
+        }
+        if self.precision:
+            edges["precision"] = dict(self.precision)
+        return edges
 
     def called(self, name: str) -> Recipe | None:
         """Return the recipe that `precision` calls by this name: this one by its own; None for BF16."""
@@ -300,9 +303,9 @@ class Recipe:
         if values.get("backward_override") == "none":
             values["backward_override"] = None
         built = getattr(te.recipe, self.scheme)(**values)  # a scheme has the name of its class
-        # Transformer Engine sets these three from the environment, ignoring the constructor's arguments.
-        power_of_two = values.get("use_power_2_scales", not values.get("use_f32_scales", True))
+        # Of these two, Transformer Engine sets the three attributes from the environment, ignoring the arguments.
         if self.scheme in ("Float8CurrentScaling", "Float8BlockScaling"):
+            power_of_two = _has_power_of_two_scales(values)
             for operand in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
                 setattr(built, operand, te.recipe.QParams(power_2_scale=power_of_two))
         return built
@@ -368,12 +371,13 @@ def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
         )
     # Everything else is a field of the scheme, which Recipe checks.
     about: dict[str, Any] = {"name": "custom"}
-    about |= {
-        k: v
-        for k, v in values.items()
-        if k in ("name", "scheme", "description", "hardware", *EDGES)
-    }
-    return Recipe(fields={k: v for k, v in values.items() if k not in about}, **about)
+    fields = {}
+    for name, value in values.items():
+        if name in ("name", "scheme", "description", "hardware", *EDGES):
+            about[name] = value
+        else:
+            fields[name] = value
+    return Recipe(fields=fields, **about)
 
 
 def recipes_folder() -> Path:
@@ -417,10 +421,17 @@ def _from_object(recipe: EngineRecipe) -> Recipe:
     return Recipe(name=scheme, scheme=scheme, fields=values)
 
 
+def _has_power_of_two_scales(fields: Mapping[str, Any]) -> bool:
+    """Return whether scales are powers of two; the two schemes that can choose say it by opposite fields."""
+    if "use_power_2_scales" in fields:
+        return fields["use_power_2_scales"]
+    return not fields.get("use_f32_scales", True)
+
+
 def _other_fields(recipe: object, taken: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each field of Transformer Engine's object that is not `taken` and not at its default."""
     plain = type(recipe)(**taken)
-    power_of_two = taken.get("use_power_2_scales", not taken.get("use_f32_scales", True))
+    power_of_two = _has_power_of_two_scales(taken)
     for name, value in vars(recipe).items():
         if name in taken:
             continue

@@ -69,10 +69,10 @@ def get_engine(
 def engine_module(name: str) -> ModuleType:
     """Return the namespace of "native" or "emulated", imported on first use: Transformer Engine is slow to import."""
     full = f"te_models.engine.{name}"
-    # torch.compile can trace the table, but no import.
-    known = sys.modules.get(full)
-    if known is not None:
-        return known
+    # torch.compile can trace a look-up in sys.modules, but no import.
+    imported = sys.modules.get(full)
+    if imported is not None:
+        return imported
     with collecting_later():
         return importlib.import_module(full)
 
@@ -82,7 +82,7 @@ def check_support(te: ModuleType, engine: str, recipe: Recipe) -> None:
     for used in recipe.in_use:
         possible, reason = getattr(te, SCHEMES[used.scheme].available)(return_reason=True)
         if possible and engine == "native":
-            reason = _fails_here(used)
+            reason = _known_failure(used)
         if not possible or reason:
             raise UsageError(
                 f"recipe {used.name!r} does not run on the {engine} engine here: {reason} "
@@ -90,11 +90,11 @@ def check_support(te: ModuleType, engine: str, recipe: Recipe) -> None:
             )
 
 
-def _fails_here(recipe: Recipe) -> str:
+def _known_failure(recipe: Recipe) -> str:
     """Return why a recipe fails on this GPU although Transformer Engine's check says that it runs; empty if it does.
 
-    That is NVFP4 on compute capability 12, with the random Hadamard transform or with stochastic rounding (section 1.3
-    of docs/internals/transformer_engine.md).
+    One case is known: NVFP4 on compute capability 12, with the random Hadamard transform or with stochastic rounding
+    (section 1.3 of docs/internals/transformer_engine.md).
     """
     needed = missing_switches(recipe, torch.cuda.get_device_capability())
     if not needed:

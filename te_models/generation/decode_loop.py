@@ -44,10 +44,10 @@ def cached_tokens(
     `graph` captures the steps after the first in a CUDA graph; `pick` draws from `generator`. The weights must not
     change before the last token, since an FP8 recipe reuses their quantized values.
     """
-    # On a GPU there is nothing to keep under BF16. A training run needs the memory for its next step, which changes the
-    # weights anyway.
-    quantizes = model.recipe.quantized or ids.device.type == "cpu"
-    with reused_weights(model, model.te, keep=quantizes and not is_trained(model)) as weights:
+    # Copies of the weights, quantized or laid out for a CPU's products, are kept for the next generation. On a GPU
+    # there are none under BF16. A training run needs the memory for its next step, which changes the weights anyway.
+    has_copies = model.recipe.quantized or ids.device.type == "cpu"
+    with reused_weights(model, model.te, keep=has_copies and not is_trained(model)) as weights:
         loop = DecodeLoop(model, ids, mask, count, pick, generator, graph, weights)
         # One step ahead of the reader: the device computes it while the host handles the token before.
         ahead = int(ids.is_cuda)
@@ -79,6 +79,8 @@ class DecodeLoop:
         last_token: int64 [B, 1], the input of the next step.
         generated: int64 [count, B], all tokens so far.
         done: int64 [1], number of steps so far.
+        restart_step: the step before which all keys are computed once more; 0: none.
+        eager: number of steps after the prompt that ran without the graph.
     """
 
     def __init__(
@@ -105,8 +107,8 @@ class DecodeLoop:
         # [count, B]: a step writes one row, whose place is a tensor, so that a graph can replay it.
         self.generated = ids.new_zeros(count, batch)
         self.done = ids.new_zeros(1)
-        self.anew = _step_of_new_angles(model, ids, mask)
-        self.eager = 0  # steps without the graph so far
+        self.restart_step = _restart_step(model, ids, mask)
+        self.eager = 0
         self.graph: Any = torch.cuda.CUDAGraph() if graph else None
         self.stream: Any = torch.cuda.Stream(ids.device) if graph else None
         if ids.is_cuda:
@@ -121,17 +123,17 @@ class DecodeLoop:
         if step == 0:
             self._forward(self.ids, self.mask)
             self.weights.note_pass()
-        elif step == self.anew:
-            self._start_anew(step)
+        elif step == self.restart_step:
+            self._restart(step)
         else:
-            self._next()
+            self._replay_or_step()
         if self.generated.is_cuda:
             self.host[step].copy_(self.generated[step], non_blocking=True)
             self.events.append(torch.cuda.Event())
             self.events[-1].record()
 
-    def _next(self) -> None:
-        """Run a step, from the graph once it is captured."""
+    def _replay_or_step(self) -> None:
+        """Run a step after the prompt: with a graph the first warms up, the second is captured, later ones replay."""
         self.eager += 1
         if self.graph is None:
             self.step()
@@ -144,10 +146,10 @@ class DecodeLoop:
             self.cache.length += 1
             self.graph.replay()
 
-    def _start_anew(self, step: int) -> None:
+    def _restart(self, step: int) -> None:
         """Compute all keys and values once more, with the angles that apply from this token on."""
         self.cache.clear()
-        new_ids = self.generated[:step].T  # [B, step]
+        new_ids = self.generated[:step].T  # [step, B] -> [B, step]
         # New tokens are never padding.
         mask = None if self.mask is None else torch.nn.functional.pad(self.mask, (0, step), value=1)
         self._forward(torch.cat((self.ids, new_ids), dim=1), mask)
@@ -183,6 +185,7 @@ class DecodeLoop:
         self.graph.replay()
 
     def _forward(self, ids: Tensor, mask: Tensor | None) -> None:
+        """Feed ids [B, S] to the model, and write the token that follows each row to `generated` and `last_token`."""
         # The prompt quantizes the weights unless they are kept from the generation before, and on a CPU lays out those
         # in BF16 for its products; the steps reuse them.
         first = None
@@ -212,7 +215,7 @@ class DecodeLoop:
         self.graph.register_generator_state(self.generator)
 
 
-def _step_of_new_angles(model: Decoder, ids: Tensor, mask: Tensor | None) -> int:
+def _restart_step(model: Decoder, ids: Tensor, mask: Tensor | None) -> int:
     """Return the step at which the longest row exceeds LongRoPE's original context; 0 if none does.
 
     All angles change there. transformers also recomputes all of a Phi-3's text at that point.

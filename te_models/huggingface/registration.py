@@ -21,7 +21,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 TABLE = "transformers.models.auto.configuration_auto"
-# Transformers that TEModelsForCausalLM runs in, as te_models.huggingface.config says.
+# The oldest transformers that TEModelsForCausalLM runs with; te_models.huggingface.config refuses older ones too.
 OLDEST = (5, 14)
 
 
@@ -36,7 +36,7 @@ def register_with_transformers() -> None:
 def _register() -> None:
     version = importlib.metadata.version("transformers").split(".")
     if (int(version[0]), int(version[1])) < OLDEST:
-        return  # its caches have other methods
+        return  # the caches of older ones have other methods
     table = importlib.import_module(TABLE)
     config = importlib.import_module("te_models.huggingface.config")
     config.TEModelsConfig.on_first_use[:] = [_import_model]
@@ -56,15 +56,16 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != TABLE:
             return None
-        # Before the search goes on, which asks all finders and would ask this one again.
+        # First, since the search below asks all finders, and would ask this one again.
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def then_register(module: ModuleType) -> None:
+            def execute_and_register(module: ModuleType) -> None:
                 execute(module)
                 _register()
 
-            spec.loader.exec_module = then_register  # of this loader alone
+            # The search made this loader for this one module, so that no other is affected.
+            spec.loader.exec_module = execute_and_register
         return spec

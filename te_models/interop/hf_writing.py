@@ -66,7 +66,7 @@ REPLACEABLE = (
     *(path.name for path in CODE.glob("*.py")),
     MODELOPT_FILE,
 )
-# From the places and values of all parameters and config.json to the tensors and the config.json to write.
+# (places of their tensors, our parameters, config.json) -> (the tensors to write, the config.json to write).
 Quantize = Callable[
     [Mapping[str, Place], Mapping[str, Tensor], Document], tuple[dict[str, Tensor], Fields]
 ]
@@ -103,10 +103,11 @@ def write_hugging_face(
     # A link to the folder stays a link: the folder behind it is replaced.
     folder = Path(os.path.realpath(folder))
     _refuse_other_files(folder)
-    # `folder_family` is `family` with the names and the order of experts in the folder that the model came from.
-    family, aside, folder_family = _family_and_others(model, origin, folder, quantize is None)
+    # A quantized export is of the text model alone.
+    form = _choose_form(model, origin, folder, with_others=quantize is None)
+    family = form.family
     places = tensor_places(
-        folder_family, model.config, {name: p.shape for name, p in parameters.items()}
+        form.stored_as, model.config, {name: p.shape for name, p in parameters.items()}
     )
     config = _config_document(model, origin, family)
     if quantize is None:
@@ -115,9 +116,9 @@ def write_hugging_face(
         tensors, config = quantize(places, parameters, config)
     # Stacked after quantization, which works on single experts.
     if family.stacked:
-        stacks = stacked(tensors, folder_family.stacked)
+        stacks = stacked(tensors, form.stored_as.stacked)
         tensors = {family.as_stored(name): tensor for name, tensor in stacks.items()}
-    shards = split_by_size("model", {**tensors, **aside}, max_shard_bytes)
+    shards = split_by_size("model", {**tensors, **form.other_tensors}, max_shard_bytes)
     files = {
         "config.json": render_json(config, "config.json"),
         "generation_config.json": render_json(_generation(model, origin), "generation_config.json"),
@@ -131,7 +132,7 @@ def write_hugging_face(
     if card is not None:
         files[CARD] = card
     _write(folder, files, shards)
-    _say_what_loads(model, family, str(name or folder))
+    _warn_of_own_code(model, family, str(name or folder))
 
 
 def _index(shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str, bytes]:
@@ -173,32 +174,45 @@ def _refuse_other_files(folder: Path) -> None:
         )
 
 
-def _family_and_others(
-    model: Decoder, origin: Origin, folder: Path, whole: bool
-) -> tuple[Family, Mapping[str, Tensor], Family]:
-    """Return the family that the model is written as, and the tensors of other models to write with it, if `whole`.
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """How a model is written.
 
-    The last is the family with the order of stacked experts, and the names in a layer, that the model's own folder has.
+    Attributes:
+        family: the family whose config.json it gets.
+        stored_as: this family with the order of stacked experts, and the names in a layer, that the folder which the
+            model came from has.
+        other_tensors: tensors of the release that are not the text model's (of images, say), to write beside it.
     """
+
+    family: Family
+    stored_as: Family
+    other_tensors: Mapping[str, Tensor]
+
+
+def _choose_form(model: Decoder, origin: Origin, folder: Path, with_others: bool) -> _Form:
+    """Return how the model is written; `with_others` includes the tensors of its release's other models."""
     if not origin.config:
         family = family_for(model.config)
-        return family, {}, family
+        return _Form(family, stored_as=family, other_tensors={})
     preferred = family_of(origin.config)
-    beside: Mapping[str, Tensor] | None = {}
-    stored = preferred
-    if whole:
-        beside, stored = _tensors_beside(origin, preferred)
+    others: Mapping[str, Tensor] | None = {}
+    stored_as = preferred
+    if with_others:
+        others, stored_as = _read_other_tensors(origin, preferred)
     # A text model without the rest of its release is written as the family of texts, which transformers loads alone.
-    alone = bool(preferred.aside) and not beside
-    others = preferred.prefixes_aside(origin.config)
-    if whole and (alone or (beside is None and others)):
+    alone = bool(preferred.aside) and not others
+    prefixes = preferred.prefixes_aside(origin.config)
+    if with_others and (alone or (others is None and prefixes)):
         warnings.warn(
-            f"{folder} gets the text model alone, without the {list_some(f'{name}*' for name in others)} that a "
+            f"{folder} gets the text model alone, without the {list_some(f'{name}*' for name in prefixes)} that a "
             "release has: name its folder (beside=, --beside) to have them copied from there",
-            stacklevel=6,
+            stacklevel=6,  # the user's call of save_pretrained
         )
     family = family_for(model.config, None if alone else preferred)
-    return family, beside or {}, stored if family is preferred else family
+    if family is not preferred:
+        stored_as = family
+    return _Form(family, stored_as, others or {})
 
 
 def _generation(model: Decoder, origin: Origin) -> Document:
@@ -213,35 +227,35 @@ def _generation(model: Decoder, origin: Origin) -> Document:
     return {"_from_model_config": True, **ids}
 
 
-def _tensors_beside(origin: Origin, family: Family) -> tuple[dict[str, Tensor] | None, Family]:
-    """Return the tensors beside the text model in the folder of the origin, or in its `beside`.
+def _read_other_tensors(origin: Origin, family: Family) -> tuple[dict[str, Tensor] | None, Family]:
+    """Return the tensors beside the text model in the folder that it came from, or in the one given as `beside`.
 
-    None: it is not, or no longer, a folder of Hugging Face. The other value is `family` with the order of stacked
-    experts and the names in a layer that this folder has.
+    The second value is `family` as this folder stores it: with its order of stacked experts and its names in a layer.
+    Where the folder is not, or no longer, one of Hugging Face, the first is None and the second is `family` itself.
 
     Raises:
         UsageError: `beside` was given and has none.
     """
     folder = origin.beside or origin.folder
-    beside = None
+    others = None
     documents = None if folder is None else hugging_face_documents(folder)
     if folder is not None and documents is not None:
         with open_hugging_face(folder, documents) as opened:
-            beside = _tensors_aside(opened)
-            # What is written follows this folder, so that its other files still fit.
+            others = _tensors_aside(opened)
+            # The names follow this folder, so that its other files still fit.
             order = opened.family.stacked or family.stacked
             family = dataclasses.replace(family, stacked=order, layer=opened.family.layer)
-    if origin.beside is not None and not beside:
+    if origin.beside is not None and not others:
         raise UsageError(
             f"{origin.beside} has no tensors that belong beside this model: leave out beside"
         )
-    return beside, family
+    return others, family
 
 
 def _tensors_aside(opened: HuggingFaceFolder) -> dict[str, Tensor]:
-    """Return the tensors of a folder that are not of the text model, under the names of the family that it states.
+    """Return the tensors of a folder that are not the text model's, in their dtype, in BF16 where they are FP8.
 
-    They are as they are stored, dequantized to BF16 where they are FP8.
+    Their names are those of the architecture in its config.json, from which the names in the folder may differ.
     """
     dtypes = {}
     for name, tensor in opened.stored.tensors.items():
@@ -256,11 +270,12 @@ def _tensors_aside(opened: HuggingFaceFolder) -> dict[str, Tensor]:
     return aside
 
 
-def _say_what_loads(model: Decoder, family: Family, name: str) -> None:
+def _warn_of_own_code(model: Decoder, family: Family, name: str) -> None:
     """Warn where transformers itself has no code for the saved model."""
     if family.code or (not family.written and model.config.attention_gate != "none"):
         reader = "its own code in transformers: from_pretrained(folder, trust_remote_code=True)"
         release = "the .py files of the release that the model came from, to load in transformers"
+        # The level is the user's call of save_pretrained.
         warnings.warn(f"{name} needs {reader if family.code else release}", stacklevel=5)
 
 

@@ -1,9 +1,10 @@
 """Rotary embeddings: the angle of every position, and the ways of stretching them to longer contexts.
 
-Each way is a row of SCALINGS, which gives the angular frequencies and a factor on cos and sin, FP32. Two of them depend
-on the length of the text; they read it on the device, so that nothing synchronizes and a captured graph stays correct
-as the text grows. Of packed documents each has its own length. As in transformers, the rows of a batch have the length
-of the longest, and keys in a cache keep the angles with which they were written.
+Each way is a function in SCALINGS. From the unscaled frequencies (FP32 [R/2], radians per position, R = rope.size) and
+`last`, the position of the last token, it returns the frequencies and a factor on cos and sin. Two of them depend on
+`last`; they read it on the device, so that nothing synchronizes and a captured graph stays correct as the text grows.
+Each packed document has a last token of its own. As in transformers, the rows of a batch have the length of the
+longest, and keys in a cache keep the angles with which they were written.
 """
 
 from __future__ import annotations
@@ -26,36 +27,39 @@ def rotary_tables(
 
     With `documents` [B, S], the document of each token, positions are [B, S].
     """
-    # [R/2], radians per position.
     frequency = _exponentials(rope, rope.theta, positions.device)
     factor = 1.0
-    if (scaling := rope.scaling) is not None:
+    scaling = rope.scaling
+    if scaling is not None:
         last = positions.max() if documents is None else _last_positions(positions, documents)
         frequency, factor = SCALINGS[scaling["rope_type"]](rope, scaling, frequency, last)
     # FP32: BF16 has 8 bits, too few to tell positions beyond 256 apart.
     angle = positions.float().unsqueeze(-1) * frequency  # [..., R/2]
-    angle = torch.cat((angle, angle), dim=-1)  # [..., R], a pair of channels turns by the same
+    # [..., R]: channels i and i + R/2 are a pair, which turns by one angle.
+    angle = torch.cat((angle, angle), dim=-1)
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
 
 def _last_positions(positions: Tensor, documents: Tensor) -> Tensor:
     """Return the position of the last token of each token's document, [B, S, 1]; each document is in one piece."""
     seq = documents.shape[1]
-    place = torch.arange(seq, device=documents.device)
+    index = torch.arange(seq, device=documents.device)
     # bool [B, S], True at the last token of each document.
     ends = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1), value=True)
-    # From the right, the place of the nearest end so far.
-    end = torch.where(ends, place, seq).flip(1).cummin(1).values.flip(1)
+    # Each token's nearest end at or after it: a running minimum from the right.
+    end = torch.where(ends, index, seq).flip(1).cummin(1).values.flip(1)
     return positions.expand_as(documents).gather(1, end)[..., None]
 
 
 def context_before_long_angles(rope: Rope) -> int | None:
     """Return the length beyond which LongRoPE changes the angles of all positions; None under any other RoPE."""
-    return rope.original_context if (rope.scaling or {}).get("rope_type") == "longrope" else None
+    if rope.scaling is not None and rope.scaling["rope_type"] == "longrope":
+        return rope.original_context
+    return None
 
 
 def _exponentials(rope: Rope, base: float | Tensor, device: torch.device) -> Tensor:
-    """Return base^(-2i/R) for the R/2 pairs of channels (Su et al. 2021, arXiv 2104.09864)."""
+    """Return base^(-2i/R) for the R/2 pairs of channels i, FP32 (Su et al. 2021, arXiv 2104.09864)."""
     channel = torch.arange(0, rope.size, 2, device=device, dtype=torch.float32)
     return 1.0 / base ** (channel / rope.size)
 
@@ -135,31 +139,30 @@ def _longrope(
 ) -> tuple[Tensor, float]:
     """Divide the frequency of each pair by one factor, or another beyond the original context (arXiv 2402.13753)."""
     original = rope.original_context
-    short, long = (
-        _constant(tuple(scaling[f"{kind}_factor"]), frequency.device) for kind in ("short", "long")
-    )
+    # [R/2] each.
+    short = _constant(tuple(scaling["short_factor"]), frequency.device)
+    long = _constant(tuple(scaling["long_factor"]), frequency.device)
     factor = scaling.get("factor", rope.context / original)
+    # Over more keys, as under YaRN, attention would be less sharp.
     sharpness = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return frequency / torch.where(last >= original, long, short), scaling.get(
-        "attention_factor", sharpness
-    )
+    scaled = frequency / torch.where(last >= original, long, short)
+    return scaled, scaling.get("attention_factor", sharpness)
 
 
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return FP32 values on the device, copied there once: a CUDA graph cannot read the host's memory.
+    """Return FP32 values on the device, copied there once: a CUDA graph cannot read the host's memory."""
+    # A tensor that is made while a graph is traced belongs to that graph, and must not be kept for others.
+    if torch.compiler.is_compiling():
+        return torch.tensor(values, dtype=torch.float32, device=device)
+    return _cached_constant(values, device)
 
-    A tensor of a graph that is being traced belongs to that graph.
-    """
-    return (_copied if torch.compiler.is_compiling() else _kept)(values, device)
 
-
-def _copied(values: tuple[float, ...], device: torch.device) -> Tensor:
+@functools.lru_cache(maxsize=64)
+def _cached_constant(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-_kept = functools.lru_cache(maxsize=64)(_copied)
-
-
+# By `rope_type`.
 SCALINGS: dict[str, Callable[[Rope, Scaling, Tensor, Tensor], tuple[Tensor, float]]] = {
     "linear": _linear,
     "proportional": _proportional,
