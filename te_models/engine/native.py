@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch as _te
+import transformer_engine_torch as tex
 from torch import Tensor
 from transformer_engine.common import recipe
 from transformer_engine.pytorch import (
@@ -43,7 +44,7 @@ from transformer_engine.pytorch.quantization import (
     get_align_size_for_quantization,
 )
 
-from te_models.engine import native_experts, native_scales
+from te_models.engine import native_experts, native_observers, native_scales
 from te_models.engine.native_handover import handover
 from te_models.engine.native_norm import LayerNormWithoutBias
 from te_models.engine.native_observers import (
@@ -84,6 +85,7 @@ class StoredLinear(Linear):
 
 
 native_scales.install()
+native_observers.install(tex)
 StoredGroupedLinear = native_experts.StoredGroupedLinear
 runs_stored_experts = native_experts.runs_stored_experts
 STORED_RECIPES = native_experts.STORED_RECIPES

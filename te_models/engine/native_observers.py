@@ -1,7 +1,8 @@
 """Observers of the casts of Transformer Engine's modules (te_models.recorder): called with both sides of each cast.
 
 A quantizer's Python methods make most casts, and an instance may have its own in their place; Transformer Engine's C++
-recognizes a quantizer by its exact class, so a subclass would not do.
+recognizes a quantizer by its exact class, so a subclass would not do. Two functions of its C++ extension cast without
+these methods, and are replaced by functions that call them and then the observers.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -82,6 +84,48 @@ def observe_quantizer(quantizer: Any, observer: Observer | None) -> None:
     for name in _METHODS:
         if getattr(attributes.get(name), "observer", None) is not observer:
             attributes[name] = _Observed(quantizer, observer, getattr(type(quantizer), name))
+
+
+def install(extension: Any) -> None:
+    """Let observers count the casts of Transformer Engine's C++ extension, the module `transformer_engine_torch`.
+
+    It casts the output gradient of a linear with a bias, whose gradient the same kernel sums, and the rows of all
+    experts of a te.GroupedLinear.
+    """
+    bgrad_quantize = extension.bgrad_quantize
+    split_quantize = extension.split_quantize
+
+    def observed_bgrad_quantize(grad_output: Tensor, quantizer: Any) -> Any:
+        results = bgrad_quantize(grad_output, quantizer)  # gradient of the bias, quantized gradient
+        _tell(quantizer, grad_output, results[1])
+        return results
+
+    def observed_split_quantize(
+        tensor: Tensor, split_sizes: Sequence[int], quantizers: Sequence[Any], **options: Any
+    ) -> Any:
+        results = split_quantize(tensor, split_sizes, quantizers, **options)
+        if any(_method_observer(quantizer) is not None for quantizer in quantizers):
+            parts = torch.split(tensor, list(split_sizes))
+            for quantizer, part, quantized in zip(quantizers, parts, results, strict=True):
+                _tell(quantizer, part, quantized)
+        return results
+
+    extension.bgrad_quantize = observed_bgrad_quantize
+    extension.split_quantize = observed_split_quantize
+
+
+def _tell(quantizer: Any, source: Tensor, quantized: Any) -> None:
+    """Call the observer of a quantizer, if it has one, about a cast that its methods did not make."""
+    observer = _method_observer(quantizer)
+    # An expert without rows has nothing to count.
+    if observer is not None and source.numel():
+        observer(source, quantized, known_scale(quantizer))
+
+
+def _method_observer(quantizer: Any) -> Observer | None:
+    """Return the observer that `observe_quantizer` gave a quantizer; None for none, and where nothing is quantized."""
+    method = None if quantizer is None else vars(quantizer).get(_METHODS[0])
+    return method.observer if isinstance(method, _Observed) else None
 
 
 class _Observed:

@@ -29,12 +29,10 @@ def cast_of(storage: Any, scale: Tensor | None = None) -> Cast | None:
         scale: the scale that it was cast with, FP32 [1], where it was known before the values.
 
     Returns:
-        None if it has no rowwise copy, or a format or a layout of scales that is not known here.
+        None if it has no rowwise copy, or a format that is not known here.
     """
     # By name, since classes of Transformer Engine cannot be imported where it is not installed.
     name = type(storage).__name__
-    if getattr(storage, "_with_gemm_swizzled_scales", False):
-        return None  # block scales in the order of a GEMM's tiles, on Blackwell
     if name.startswith("Float8Blockwise"):
         return _of_blocks(storage)
     if name.startswith("Float8Tensor"):
@@ -79,7 +77,7 @@ def _of_mx_blocks(storage: Any) -> Cast | None:
     codes = as_matrix(storage._rowwise_data)
     rows, columns = codes.shape
     # E8M0 [M, ceil(K / 32)] without the padding that GEMMs read.
-    exponents = storage._rowwise_scale_inv[:rows, : -(-columns // MX_BLOCK)]
+    exponents = _scales_by_rows(storage)[:rows, : -(-columns // MX_BLOCK)]
     inverse = e8m0_to_float(exponents)
     return _fp8(codes, storage._fp8_dtype, inverse, (1, MX_BLOCK))
 
@@ -92,12 +90,27 @@ def _of_fp4_blocks(storage: Any) -> Cast | None:
     low = packed & 15
     codes = torch.stack((low, packed >> 4), -1).reshape(len(packed), -1)
     rows, columns = codes.shape
-    block_scales = storage._rowwise_scale_inv[:rows, : columns // FP4_BLOCK]
+    block_scales = _scales_by_rows(storage)[:rows, : columns // FP4_BLOCK]
     # A division by a Python number would be a product on a GPU.
     # NVFP4 has two scales: one of the tensor, from its amax, and E4M3 per block, [M, K / 16].
     whole = storage._amax_rowwise / torch.full_like(storage._amax_rowwise, TOP)
     inverse = block_scales.view(torch.float8_e4m3fn).float() * whole
     return Cast(codes, inverse, (1, FP4_BLOCK), E2M1)
+
+
+def _scales_by_rows(storage: Any) -> Tensor:
+    """Return the scales of the blocks of a tensor's rows, uint8 [rows, blocks], with the padding that GEMMs read.
+
+    On Blackwell a cast may write them in the order in which a GEMM's tiles read them: by tiles of 128 rows x 4 blocks,
+    in a tile by row modulo 32, then row // 32, then block.
+    """
+    scales = storage._rowwise_scale_inv
+    if not getattr(storage, "_with_gemm_swizzled_scales", False):
+        return scales
+    rows, blocks = scales.shape
+    tiles = scales.contiguous().view(torch.uint8).reshape(rows // 128, blocks // 4, 32, 4, 4)
+    # [tile of rows, tile of blocks, row % 32, row // 32, block] to [tile of rows, row // 32, row % 32, ...].
+    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, blocks)
 
 
 def _fp8(

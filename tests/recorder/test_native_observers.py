@@ -1,15 +1,23 @@
 """Observers of Transformer Engine's quantizers, on stand-ins with its methods."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from te_models.engine.native_observers import experts_observer, observe_quantizer, set_observers
+from te_models.engine.native_observers import (
+    experts_observer,
+    install,
+    observe_quantizer,
+    set_observers,
+)
 from te_models.numerics.formats import DType
-from te_models.numerics.quantizers import Float8CurrentScalingQuantizer
+from te_models.numerics.nvfp4 import NVFP4Quantizer
+from te_models.numerics.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer
 from te_models.recorder.layout import INDEX, OPERANDS, RecordedTensor
+from te_models.recorder.quantized import cast_of
 from te_models.recorder.table import Observer, Table
 
 
@@ -149,3 +157,82 @@ def test_all_experts_of_a_grouped_linear_are_counted_at_once(
     assert found[0][0] is None and found[0][1] is not None
     set_observers(module, None)
     assert experts_observer(module, 0) is None
+
+
+def extension() -> SimpleNamespace:
+    """Transformer Engine's C++ extension, whose functions cast without a method of the quantizer."""
+
+    def bgrad_quantize(grad: torch.Tensor, quantizer: Any) -> list[Any]:
+        return [grad.sum(0), grad if quantizer is None else quantizer.inner(grad)]
+
+    def split_quantize(
+        tensor: torch.Tensor, sizes: Any, quantizers: Any, disable_bulk_allocation: bool = False
+    ) -> list[Any]:
+        parts = tensor.split(list(sizes))
+        return [one.inner(part) for one, part in zip(quantizers, parts, strict=True)]
+
+    return SimpleNamespace(bgrad_quantize=bgrad_quantize, split_quantize=split_quantize)
+
+
+def test_a_gradient_cast_with_its_bias_gradient_is_counted_once() -> None:
+    table, observers = table_and_observers()
+    tex = extension()
+    install(tex)
+    quantizer = Quantizer()
+    grad = torch.full((16, 16), 3.0)
+    tex.bgrad_quantize(grad, quantizer)  # nobody looks
+    observe_quantizer(quantizer, observers[0][2])
+    table.begin()
+    bias, quantized = tex.bgrad_quantize(grad, quantizer)
+    assert torch.equal(bias, grad.sum(0))
+    assert torch.equal(quantized.dequantize(), grad)
+    assert counted(table, 2) == 256
+    assert table.values[2, INDEX["amax"]] == 3 and table.values[2, INDEX["signal"]] == 9 * 256
+    assert tex.bgrad_quantize(grad, None)[1] is grad  # of a linear in BF16
+    observe_quantizer(quantizer, None)
+    tex.bgrad_quantize(grad, quantizer)
+    assert counted(table, 2) == 256
+
+
+def test_the_rows_of_each_expert_are_counted() -> None:
+    table = Table(
+        [RecordedTensor("x", "input", e) for e in range(3)], [True] * 3, torch.device("cpu")
+    )
+    tex = extension()
+    install(tex)
+    quantizers = [Quantizer() for _ in range(3)]
+    for row, quantizer in enumerate(quantizers):
+        observe_quantizer(quantizer, Observer(table, row, "input"))  # type: ignore[arg-type]
+    table.begin()
+    x = torch.arange(24.0).reshape(6, 4)
+    results = tex.split_quantize(x, [4, 0, 2], quantizers, disable_bulk_allocation=True)
+    assert [len(result._data) for result in results] == [4, 0, 2]
+    assert table.values[:, INDEX["elements"]].tolist() == [16, 0, 8]
+    assert table.values[:, INDEX["amax"]].tolist() == [15, 0, 23]
+
+
+@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+def test_scales_in_the_order_of_tiles_are_read_by_rows(form: str) -> None:
+    """On Blackwell a cast writes the scales of blocks as a GEMM reads them."""
+    torch.manual_seed(0)
+    x = (torch.randn(160, 320) * torch.logspace(-3, 3, 320)).bfloat16()
+    if form == "mxfp8":
+        storage: Any = MXFP8Quantizer(DType.kFloat8E4M3, columnwise=False)(x)
+    else:
+        storage = NVFP4Quantizer(columnwise=False)(x)
+    wanted = cast_of(storage)
+    scales = storage._rowwise_scale_inv
+    rows, blocks = scales.shape
+    in_tiles = torch.empty(rows * blocks, dtype=scales.dtype)
+    for row in range(rows):
+        for block in range(blocks):
+            # The documented layout of cuBLAS: tiles of 128 x 4 in rows, each of 512 bytes.
+            tile = row // 128 * (blocks // 4) + block // 4
+            in_tile = row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+            in_tiles[512 * tile + in_tile] = scales[row, block]
+    storage._rowwise_scale_inv = in_tiles.reshape(rows, blocks)
+    storage._with_gemm_swizzled_scales = True
+    found = cast_of(storage)
+    assert wanted is not None and found is not None
+    assert torch.equal(found.inverse, wanted.inverse)
+    assert wanted.inverse.unique().numel() > 10

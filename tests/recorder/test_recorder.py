@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_counts import LARGEST, block_scales, reference
 from torch import Tensor
 
 from te_models import CausalLM
@@ -13,8 +14,6 @@ from te_models.training.parallel import Parallel
 from te_models.training.recording import RecordedStep, Recorder
 
 IDS = torch.arange(2 * 64).reshape(2, 64) * 7 % 200
-FP8 = {7: torch.float8_e4m3fn, 8: torch.float8_e5m2}
-LARGEST, BEYOND, NORMAL = {7: 448, 8: 57344}, {7: 464, 8: 61440}, {7: 2**-6, 8: 2**-14}
 
 
 def model_of(recipe: str, preset: str = "gated-nano", **options: Any) -> CausalLM:
@@ -70,38 +69,6 @@ class Captured:
             return
         for expert, part in enumerate(value.split(rows)):
             self.operands[f"{name}.experts.{expert}.{operand}"] = part
-
-
-def block_scales(x: Tensor, fp8: int, block: tuple[int, int]) -> Tensor:
-    """The power of two of each element's block, FP64: the largest that brings the block into the format's range."""
-    scales = torch.ones_like(x)
-    for i in range(0, x.shape[0], block[0]):
-        for j in range(0, x.shape[1], block[1]):
-            amax = x[i : i + block[0], j : j + block[1]].abs().max().item()
-            if amax:
-                scale = 2.0 ** math.floor(math.log2(LARGEST[fp8] / amax))
-                scales[i : i + block[0], j : j + block[1]] = scale
-    return scales
-
-
-def reference(x: Tensor, fp8: int, scales: Tensor) -> dict[str, float]:
-    x = x.double()
-    scaled = (x.float() * scales.float()).clamp(-LARGEST[fp8], LARGEST[fp8])
-    codes = scaled.to(FP8[fp8]).double()
-    after = codes / scales
-    return {
-        "amax": x.abs().max().item(),
-        "elements": x.numel(),
-        "zeros": (x == 0).sum().item(),
-        "saturated": ((x * scales).abs() > BEYOND[fp8]).sum().item(),
-        "flushed": ((x != 0) & (codes == 0)).sum().item(),
-        "subnormal": ((codes != 0) & (codes.abs() < NORMAL[fp8])).sum().item(),
-        "nonfinite": 0,
-        "signal": x.square().sum().item(),
-        "noise": (x - after).square().sum().item(),
-        "scale_min": scales[x != 0].min().item(),
-        "format": fp8,
-    }
 
 
 def scales_of(name: str, x: Tensor, fp8: int, recipe: str, captured: Captured) -> Tensor:
