@@ -236,6 +236,7 @@ def main(
         steps_of.clear()
         del step  # which keeps the last model alive
         gc.collect()
+        torch._dynamo.reset()  # or the next shape's sizes would be compiled as variables
         if ids.is_cuda:
             torch.cuda.empty_cache()
 
