@@ -5,6 +5,8 @@ STAMP := .venv/.installed
 OUT ?= runs/first-light
 RECIPE ?= current
 STEPS ?= 100
+# Where the environment says that no bytecode be written, each of a hundred processes of the tests compiles the package.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: pretrain finetune test test-slow test-gpu test-lowest test-newest test-vllm check docs tables format constraints clean
 

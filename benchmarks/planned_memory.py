@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,14 +30,27 @@ HANDED_OVER_SINCE = {
     "experts_join": ONE_OPERATION_SINCE,
     "gated_heads": "2026-11-27",
 }
-Run = tuple[str, MemoryPlan, int, str]  # name, plan, measured bytes, date of the measurement
+
+
+class Run(NamedTuple):
+    """A run on a GPU: its plan, its measured bytes and the day of the measurement."""
+
+    name: str
+    plan: MemoryPlan
+    measured: int
+    date: str
+    without_workspace: bool = False  # the measurement does not count cuBLAS's workspace
+
+    @property
+    def peak(self) -> int:
+        """The measured bytes and the workspace; a property, since a plan's peak takes a tenth of a second."""
+        return self.measured + (self.plan.peak.workspace if self.without_workspace else 0)
 
 
 def planned_and_measured() -> Iterator[tuple[str, int, int]]:
     """Yield (run, predicted bytes, measured bytes) for every peak measured on a GPU that the present code has."""
     for run in measured_runs():
-        name, _, peak, _ = run
-        yield name, predicted(run), peak
+        yield run.name, predicted(run), run.peak
 
 
 def measured_runs() -> Iterator[Run]:
@@ -47,26 +60,24 @@ def measured_runs() -> Iterator[Run]:
     the whole output of its projection, and attention that is one operation now was several.
     """
     for run in _runs():
-        _, plan, _, date = run
-        mixers = _attention(plan)
-        if any(mixer.copies_queries and not _fuses(mixer, plan) for mixer in mixers):
+        mixers = _attention(run.plan)
+        if any(mixer.copies_queries and not _fuses(mixer, run.plan) for mixer in mixers):
             continue
-        if date < ONE_OPERATION_SINCE and any(_was_several(mixer) for mixer in mixers):
+        if run.date < ONE_OPERATION_SINCE and any(_was_several(mixer) for mixer in mixers):
             continue
         yield run
     for run in _kinds():
-        _, plan, _, date = run
-        if date < ONE_OPERATION_SINCE and any(_was_several(mixer) for mixer in _attention(plan)):
+        mixers = _attention(run.plan)
+        if run.date < ONE_OPERATION_SINCE and any(_was_several(mixer) for mixer in mixers):
             continue
         yield run
 
 
 def predicted(run: Run) -> int:
     """Return the predicted bytes of a run, with the kernels of its day."""
-    _, plan, _, date = run
-    later = [name for name, since in HANDED_OVER_SINCE.items() if date < since]
+    later = [name for name, since in HANDED_OVER_SINCE.items() if run.date < since]
     with _without(later):
-        return plan.peak.total
+        return run.plan.peak.total
 
 
 def _fuses(mixer: AttentionSpec, plan: MemoryPlan) -> bool:
@@ -117,7 +128,9 @@ def _runs() -> Iterator[Run]:
             plan = plan_memory(get_preset(preset, **fields), recipe, **size, optimizer=None,
                                activation_checkpointing=row["mode"], fp8_params=row["fp8_params"])  # fmt: skip
             weights = ", FP8 weights" if row["fp8_params"] else ""
-            yield f"{name}, {row['recipe']}{weights}, {row['mode']}", plan, row["peak"], _date(grid)
+            yield Run(
+                f"{name}, {row['recipe']}{weights}, {row['mode']}", plan, row["peak"], _date(grid)
+            )
     tuned = load("finetune_against_trl_h200")
     for row in tuned["rows"]:
         if row["way"].startswith("trl"):
@@ -130,7 +143,7 @@ def _runs() -> Iterator[Run]:
                            lora_rank=tuned["rank"] if lora else 0, optimizer="adamw" if lora else "adamw8bit",
                            optimizer_options=dict(stochastic_rounding=not lora))  # fmt: skip
         trained = "LoRA" if lora else "all weights"
-        yield (
+        yield Run(
             f"{row['shape']}, {trained}, {row['way'].replace('+', ', ')}",
             plan,
             row["peak"],
@@ -141,7 +154,7 @@ def _runs() -> Iterator[Run]:
     for name, result in light["recipes"].items():
         plan = plan_memory(get_preset(run["preset"]), get_recipe(name), batch_size=run["batch_size"],
                            seq_len=run["seq_len"], logits=True, fused=False)  # fmt: skip
-        yield f"{run['preset']}, {name}, AdamW", plan, result["peak_memory"], _date(light)
+        yield Run(f"{run['preset']}, {name}, AdamW", plan, result["peak_memory"], _date(light))
     shapes = {
         "gated-8b": dict(num_hidden_layers=4, num_key_value_heads=32),
         "gated-896": dict(num_hidden_layers=31),
@@ -157,7 +170,7 @@ def _runs() -> Iterator[Run]:
             plan = plan_memory(get_preset(preset, **shapes.get(preset, {})), get_recipe(recipe, **edges), **size,
                                optimizer=None, logits=False, fused="plain" not in ways)  # fmt: skip
             # The benchmark subtracts what earlier variants hold, cuBLAS's workspace among that, and rounds to 0.01 GiB.
-            peak = int((row["peak_gib"] + 0.005) * 2**30) + plan.peak.workspace
+            peak = int((row["peak_gib"] + 0.005) * 2**30)
             kernels = (
                 ", unfused"
                 if "plain" in ways
@@ -165,8 +178,8 @@ def _runs() -> Iterator[Run]:
                 if edges
                 else ", first and last layer in BF16"
             )
-            yield f"{run['settings']['preset']}, {recipe}{kernels}, {size['batch_size']} x {size['seq_len']:,}", \
-                plan, peak, _date(run)  # fmt: skip
+            name = f"{run['settings']['preset']}, {recipe}{kernels}, {size['batch_size']} x {size['seq_len']:,}"
+            yield Run(name, plan, peak, _date(run), without_workspace=True)
 
 
 def _date(result: dict[str, Any]) -> str:
@@ -188,7 +201,7 @@ def _kinds() -> Iterator[Run]:
                                optimizer=None, logits=False)  # fmt: skip
             gpu = file.removeprefix("kinds_").upper()
             name = shape.replace("-layers", " width, few layers")
-            yield (
+            yield Run(
                 f"{name}, {recipe}, {batch} x {seq:,}, {gpu}",
                 plan,
                 int(row["peak_gib"] * 2**30),

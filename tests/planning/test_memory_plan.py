@@ -133,13 +133,12 @@ def test_with_adapters_autograd_keeps_what_the_plan_says(recipe: str, mode: str,
     assert_planned(planned - hidden, kept, model, 64)
 
 
-@pytest.mark.parametrize("run", every(4, measured_runs()), ids=lambda run: run[0])
+@pytest.mark.parametrize("run", every(4, measured_runs()), ids=lambda run: run.name)
 def test_measured_peaks(run: Run) -> None:
     """Within 5 % is what is promised; the allocator rounds up, and libraries hold what no plan knows of."""
-    _, _, peak, _ = run
     planned = predicted(run)
-    assert planned == pytest.approx(peak, rel=0.02)
-    assert planned < peak + 2**20  # the allocator only ever adds
+    assert planned == pytest.approx(run.peak, rel=0.02)
+    assert planned < run.peak + 2**20  # the allocator only ever adds
 
 
 @pytest.mark.parametrize(("name", "mode"), every(6, VARIANTS, ["none", "selective", "full", 2]))
