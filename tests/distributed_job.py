@@ -60,55 +60,72 @@ ANSWERS = [
 
 
 def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
-    """The run of a case, in this process's share of it. It writes checkpoints, the last too, only with `save_every`."""
+    """Return the run of a case, in this process's share of it.
+
+    Keys of a case that are no field of TrainConfig: recipe, mode (of recomputation), offload, dtype, tied, fp8_params
+    and shape build the model; experts gives it experts; folder loads it from a folder of Hugging Face; answers trains
+    on prompts with answers; lora has the fields of LoraSettings. Checkpoints are written with `save_every` alone.
+    """
     case = dict(case)
     emulated.FP8GlobalStateManager.reset()
     torch.manual_seed(5)
-    recipe, mode, offloaded = (
-        case.pop("recipe", "bf16"),
-        case.pop("mode", "none"),
-        case.pop("offload", False),
-    )
-    dtype, tied = getattr(torch, case.pop("dtype", "float32")), case.pop("tied", True)
-    options = dict(fp8_params=case.pop("fp8_params", False))
+    recipe = case.pop("recipe", "bf16")
+    from_folder = case.pop("folder", False)
+    lora = case.pop("lora", None)
     documents = ANSWERS if case.pop("answers", False) else TEXT
-    lora, from_folder = case.pop("lora", None), case.pop("folder", False)
-    experts = (
-        dict(moe=EXPERTS | dict(shared_expert_gate=from_folder))
-        if case.pop("experts", False)
-        else {}
+    options: dict[str, Any] = dict(
+        recipe=recipe,
+        device="cpu",
+        dtype=getattr(torch, case.pop("dtype", "float32")),
+        fp8_params=case.pop("fp8_params", False),
+        activation_checkpointing=case.pop("mode", "none"),
+        activation_offload=case.pop("offload", False),
     )
-    family = dict(qk_norm=True, zero_centered_norm=True) if from_folder else {}  # of Qwen3-Next
-    family |= case.pop("shape", {})
+    if recipe == "delayed":
+        options["amax_history_len"] = 4
+    shape: dict[str, Any] = dict(SHAPE, tie_word_embeddings=case.pop("tied", True))
+    if case.pop("experts", False):
+        shape["moe"] = EXPERTS | dict(shared_expert_gate=from_folder)
+    if from_folder:
+        # As Qwen3-Next is, so that its architecture can express the model.
+        shape |= dict(qk_norm=True, zero_centered_norm=True)
+    shape |= case.pop("shape", {})
+    model_config = get_preset("gated-nano", **shape)
+    # All other keys are settings of the run.
     fields = dict(
         steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=0, learning_rate=3e-3
     )
     config = TrainConfig(**{**fields, **case})
+
     shared = replace(shared, kind=config.parallel, config=config, frozen=lora is not None)
     if config.parallel in ("tp", "fsdp+tp", "fsdp+ep") or config.context_parallel_size:
         shared = replace(shared, **{"dp": None, **meshes(config, torch.device("cpu"))})
     assert (shared.cp is not None) == bool(config.context_parallel_size)
-    history = dict(amax_history_len=4) if recipe == "delayed" else {}
-    shape = get_preset("gated-nano", **SHAPE | experts | family, tie_word_embeddings=tied)
-    options |= dict(recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode)
-    options |= dict(activation_offload=offloaded, **history)
-    if from_folder:  # of Hugging Face, where q, k, v and the gate are no one tensor
+    if from_folder:
+        # There q, k, v and the gate are tensors of their own.
         shared.ranks.from_first(
-            lambda: CausalLM(shape, device="cpu").save_pretrained(out / "base", format="hf")
+            lambda: CausalLM(model_config, device="cpu").save_pretrained(out / "base", format="hf")
         )
         model = CausalLM.from_pretrained(out / "base", build=shared.build, **options)
     else:
-        model = shared.build(shape, **options)
-    words, share = load_tokenizer(None), dict(rank=shared.data_rank, world_size=shared.data_world)
-    sizes: dict[str, Any] = dict(batch_size=shared.rows(config.batch_size), seed=0, **share)
-    data = TokenDataset(documents[:30], words, config.seq_len, **sizes)
-    held_out = TokenDataset(documents[30:], words, config.seq_len, shuffle=False, **sizes)
-    base = str(out / "base") if from_folder else None
-    saved = None if lora is None else LoraRun(model, LoraSettings(**lora), base)
+        model = shared.build(model_config, **options)
+
+    tokenizer = load_tokenizer(None)
+    sizes: dict[str, Any] = dict(
+        batch_size=shared.rows(config.batch_size),
+        seed=0,
+        rank=shared.data_rank,
+        world_size=shared.data_world,
+    )
+    data = TokenDataset(documents[:30], tokenizer, config.seq_len, **sizes)
+    held_out = TokenDataset(documents[30:], tokenizer, config.seq_len, shuffle=False, **sizes)
+    saved = None
+    if lora is not None:
+        base = str(out / "base") if from_folder else None
+        saved = LoraRun(model, LoraSettings(**lora), base)
     run = Trainer(model, data, held_out.eval_batches(2), config, out, parallel=shared, saved=saved)
-    if (
-        not config.save_every
-    ):  # the last checkpoint, which is a third of so short a run, is nobody's
+    if not config.save_every:
+        # Nobody reads the last checkpoint, which would take a third of so short a run.
         run.save = lambda blocking=True, interrupted=False: None
     return run
 
@@ -118,7 +135,7 @@ def outcome(run: Trainer, result: Result) -> dict[str, Any]:
     reshard(run.model)
     shared = run.parallel
     scales = {n: t.tolist() for n, t in run.model.copied_fp8_state().items()}
-    held = sum(local(p).numel() for p in run.model.parameters())
+    local_parameters = sum(local(p).numel() for p in run.model.parameters())
     rows = read_metrics(run.out / "metrics.jsonl") if shared.ranks.first else []
     return dict(
         losses=[row["loss"] for row in rows],
@@ -129,7 +146,7 @@ def outcome(run: Trainer, result: Result) -> dict[str, Any]:
         step=result.step,
         interrupted=result.interrupted,
         scales=shared.ranks.gather(scales),
-        held=shared.ranks.gather(held),
+        held=shared.ranks.gather(local_parameters),
         weights=shared.ranks.gather(digest(run.model)),
         drawn=shared.ranks.gather(torch.rand(()).item()),
     )
@@ -145,25 +162,25 @@ def digest(model: nn.Module) -> str:
 
 
 def stop(run: Trainer) -> None:
-    """The process is sent SIGTERM."""
+    """Send SIGTERM to the process."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def poison(run: Trainer) -> None:
-    """A weight of the process becomes NaN."""
+    """Set a weight of the process to NaN."""
     with torch.no_grad():
         local(run.model.layers[2].mlp.down_proj.weight)[0, 0] = float("nan")
 
 
 def enlarge(run: Trainer) -> None:
-    """The process has recorded the largest backward amaxes when the step is saved."""
+    """Enlarge the backward amaxes of the process, so that they are the largest of all when the step is saved."""
     for name, history in fp8_state(run.model, ("scaling_bwd",)).items():
         if name.endswith("amax_history"):
             history[0] = 4 * history[-1]
 
 
 def spoil(run: Trainer) -> None:
-    """The loss of the process's next pass is NaN, and no weight is."""
+    """Make the loss of the process's next pass NaN, and no weight."""
     forward = run.passes.train_model
 
     def spoiled(**batch: Any) -> Any:
@@ -187,12 +204,10 @@ def strike(run: Trainer, event: Callable[[Trainer], None], rank: int) -> None:
 
 
 def run_case(shared: Parallel, root: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
-    """One case; `resume` names the folder whose oldest checkpoint it continues, a name in EVENTS a rank."""
+    """Run a case; `resume` is the folder whose oldest checkpoint it continues, one in EVENTS a rank to strike."""
     case = dict(case)
-    source, struck = (
-        case.pop("resume", None),
-        {name: case.pop(name) for name in EVENTS.keys() & case.keys()},
-    )
+    source = case.pop("resume", None)
+    struck = {name: case.pop(name) for name in EVENTS.keys() & case.keys()}
     out = root / name
     if source is not None:
         shared.ranks.from_first(lambda: continue_from(root / source, out))
@@ -206,7 +221,7 @@ def run_case(shared: Parallel, root: Path, name: str, case: dict[str, Any]) -> d
 
 
 def continue_from(source: Path, out: Path) -> None:
-    """A copy of a run as it was at its oldest checkpoint."""
+    """Copy a run as it was at its oldest checkpoint."""
     shutil.copytree(source, out)
     for later in sorted((out / "checkpoints").glob("step-*"))[1:]:
         shutil.rmtree(later)
@@ -219,19 +234,17 @@ def run_cases(cases: dict[str, Case], rank: int, folder: str) -> None:
     fails fails in the first case without a file.
     """
     offload.SMALL = 0  # tiny tensors are moved too
-    gradients.BUCKET = master.UPDATE_CHUNK = (
-        5000  # several of tiny models too; a single process has one of each
-    )
+    # So small that tiny models have several buckets and chunks; a single process has one of each.
+    gradients.BUCKET = 5000
+    master.UPDATE_CHUNK = 5000
     root = Path(folder)
     # A rank that dies ends the job at once; the time is for ranks that wait for a processor.
     config = TrainConfig(parallel="fsdp", collective_timeout=600)
-    with (
-        torch.compiler.set_stance("force_eager"),
-        parallel(config, "cpu") as shared,
-    ):  # torchao compiles its steps
+    # torchao would compile its steps.
+    with torch.compiler.set_stance("force_eager"), parallel(config, "cpu") as shared:
         for name, case in cases.items():
-            found = case(shared, root) if callable(case) else run_case(shared, root, name, case)
-            shared.ranks.from_first(partial((root / f"{name}.json").write_text, json.dumps(found)))
+            result = case(shared, root) if callable(case) else run_case(shared, root, name, case)
+            shared.ranks.from_first(partial((root / f"{name}.json").write_text, json.dumps(result)))
 
 
 def newest_checkpoint(run: Path) -> Folder:
@@ -239,13 +252,15 @@ def newest_checkpoint(run: Path) -> Folder:
 
 
 def assert_same_checkpoints(one: Path, other: Path) -> None:
-    """The newest checkpoints of two runs have the same tensors, to the bit: those of the model, and more."""
-    whole, resumed = newest_checkpoint(one).tensors, newest_checkpoint(other).tensors
-    assert whole.keys() == resumed.keys() and len(whole) > 1
-    for group, tensors in whole.items():
-        assert_same_tensors(tensors, resumed[group])
+    """Compare the newest checkpoints of two runs in every bit of all tensors: of the model, the optimizer and more."""
+    groups = newest_checkpoint(one).tensors
+    other_groups = newest_checkpoint(other).tensors
+    assert groups.keys() == other_groups.keys() and len(groups) > 1
+    for group, tensors in groups.items():
+        assert_same_tensors(tensors, other_groups[group])
 
 
+# Settings that one process does not have.
 MANY = (
     "parallel",
     "resume",
@@ -257,7 +272,11 @@ MANY = (
 
 
 def alone(case: dict[str, Any]) -> dict[str, Any]:
-    """The case for one process: what two do with stateless scales, one does in twice as many micro-batches."""
+    """Return the case for one process.
+
+    Where scales are those of a micro-batch alone, each of the two processes has its own: one process has as many
+    micro-batches in all.
+    """
     case = {key: value for key, value in case.items() if key not in MANY}
     if case.get("recipe") not in ("delayed", "bf16"):
         case |= dict(batch_size=2, gradient_accumulation=2 * case.get("gradient_accumulation", 1))
@@ -271,13 +290,8 @@ def solo(out: Path, case: dict[str, Any], resume: bool = False) -> dict[str, Any
         return outcome(run, run.run(resume=resume))
 
 
-UNSEEN = (
-    "mode",
-    "reshard_after_forward",
-    "prefetch_blocks",
-    "save_every",
-    "record",
-)  # what changes no number of one process
+# Settings that change no number of one process.
+UNSEEN = ("mode", "reshard_after_forward", "prefetch_blocks", "save_every", "record")
 _by_one: dict[str, dict[str, Any]] = {}
 
 
@@ -291,27 +305,29 @@ def by_one(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 class Outcomes(dict[str, Any]):
-    """What became of each case. A test that asks for one that failed fails with what the ranks said."""
+    """Case -> its outcome, or the message of a failure, with which a test that asks for the case fails."""
 
     def __getitem__(self, name: str) -> Any:
-        found = super().__getitem__(name)
-        return (
-            pytest.fail(f"case {name}: {found}", pytrace=False) if isinstance(found, str) else found
-        )
+        result = super().__getitem__(name)
+        if isinstance(result, str):
+            pytest.fail(f"case {name}: {result}", pytrace=False)
+        return result
 
 
 def start(root: Path, world: int, cases: dict[str, Case]) -> Outcomes:
     """Run the cases in `world` processes. After a failure new processes run the cases that were not reached."""
-    found = Outcomes()
-    while left := {name: case for name, case in cases.items() if name not in found}:
+    outcomes = Outcomes()
+    while left := {name: case for name, case in cases.items() if name not in outcomes}:
         failure = ""
         try:
             run_ranks(partial(run_cases, left), root, world, backend=None)
         except pytest.fail.Exception as error:
             failure = str(error)
         for name in left:
-            written = root / f"{name}.json"
-            found[name] = json.loads(written.read_text()) if written.exists() else failure
-            if not written.exists():
+            file = root / f"{name}.json"
+            if not file.exists():
+                # The processes ended in this case, and reached none after it.
+                outcomes[name] = failure
                 break
-    return found
+            outcomes[name] = json.loads(file.read_text())
+    return outcomes

@@ -134,50 +134,56 @@ class MoESpec(FeedforwardSpec):
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
         """The router, the experts' projections, and the shared expert's."""
-        e = self.experts
-        d = self.hidden_size
-        logits = (Section("experts", e.num_experts, e.num_experts, "gate"),)
-        linears = [LinearSpec("router", d, logits, bias=e.bias, fp8=False)]
+        experts = self.experts
+        hidden = self.hidden_size
+        logits = (Section("experts", experts.num_experts, experts.num_experts, "gate"),)
+        linears = [LinearSpec("router", hidden, logits, bias=experts.bias, fp8=False)]
         # Experts may work in a narrower space, which two more linears lead into and out of (Nemotron 3).
-        width = e.latent_size or d
-        local_experts = e.num_experts // self.ranks
-        linears += self._projections("", width, e.moe_intermediate_size, local_experts, e.bias)
-        if e.shared_expert_intermediate_size:
-            linears += self._projections("shared_", d, e.shared_expert_intermediate_size, 0)
-        if e.latent_size is not None:
+        width = experts.latent_size or hidden
+        local_experts = experts.num_experts // self.ranks
+        linears += self._projections(
+            "", width, experts.moe_intermediate_size, local_experts, experts.bias
+        )
+        if experts.shared_expert_intermediate_size:
+            linears += self._projections(
+                "shared_", hidden, experts.shared_expert_intermediate_size, 0
+            )
+        if experts.latent_size is not None:
             linears += [
-                LinearSpec("latent_in_proj", d, (Section("latent", width, width),)),
-                LinearSpec("latent_out_proj", width, (Section("out", d, d),), residual=True),
+                LinearSpec("latent_in_proj", hidden, (Section("latent", width, width),)),
+                LinearSpec(
+                    "latent_out_proj", width, (Section("out", hidden, hidden),), residual=True
+                ),
             ]
-        if e.shared_expert_gate:
+        if experts.shared_expert_gate:
             linears.append(
-                LinearSpec("shared_gate", d, (Section("gate", 1, 1, "gate"),), fp8=False)
+                LinearSpec("shared_gate", hidden, (Section("gate", 1, 1, "gate"),), fp8=False)
             )
         return tuple(linears)
 
     @property
     def vectors(self) -> Mapping[str, int]:
         """The experts' numbers for the choice and factors of their weights, and the norms."""
-        e = self.experts
+        experts = self.experts
         width = self.hidden_size
-        vectors = {"expert_bias": e.num_experts} if e.expert_bias else {}
-        if e.separate_norms:
-            vectors |= {"router_scale": width, "expert_scale": e.num_experts}
+        vectors = {"expert_bias": experts.num_experts} if experts.expert_bias else {}
+        if experts.separate_norms:
+            vectors |= {"router_scale": width, "expert_scale": experts.num_experts}
             vectors |= dict.fromkeys(SEPARATE_NORMS, width)
-        if e.output_norm:
+        if experts.output_norm:
             vectors["output_norm"] = width
         return vectors
 
     @property
     def obstacles(self) -> tuple[str, ...]:
         """The fields that rule out the fused SwiGLU kernels: with a bias, those would write into rows of padding."""
-        e = self.experts
+        experts = self.experts
         obstacles = {
             "hidden_act": self.activation != "silu",
             "mlp_gate": not self.gate,
-            "moe.swiglu_limit": e.swiglu_limit,
-            "moe.bias": e.bias,
-            "moe.scale_inputs": e.scale_inputs,
+            "moe.swiglu_limit": experts.swiglu_limit,
+            "moe.bias": experts.bias,
+            "moe.scale_inputs": experts.scale_inputs,
             "expert_limits": self.limit is not None,
             "mlp_limits": self.shared_limit is not None,
         }
@@ -185,6 +191,7 @@ class MoESpec(FeedforwardSpec):
 
     @property
     def graph_obstacle(self) -> str:
+        """Return why no graph contains it, where no kernel of ours (te_models.model.graph_obstacle) counts the rows."""
         return "how many rows each expert gets depends on the tokens, and the host has to know it"
 
     @property

@@ -158,7 +158,12 @@ def _joint_casts(te_recipe: recipe.Recipe) -> Casts | None:
     gradient = torch.float8_e5m2 if wide else torch.float8_e4m3fn
     if isinstance(te_recipe, recipe.DelayedScaling):
         # Section 7.6.
-        return Casts(gradient, output=False, input_gradient=True, weight_gradient=True)
+        return Casts(
+            gradient,
+            precise_output=False,
+            precise_input_gradient=True,
+            precise_weight_gradient=True,
+        )
     plans = (
         te_recipe.fp8_quant_fwd_inp,
         te_recipe.fp8_quant_fwd_weight,
@@ -168,9 +173,9 @@ def _joint_casts(te_recipe: recipe.Recipe) -> Casts | None:
         return None
     return Casts(
         gradient,
-        output=te_recipe.fp8_gemm_fprop.use_split_accumulator,
-        input_gradient=te_recipe.fp8_gemm_dgrad.use_split_accumulator,
-        weight_gradient=te_recipe.fp8_gemm_wgrad.use_split_accumulator,
+        precise_output=te_recipe.fp8_gemm_fprop.use_split_accumulator,
+        precise_input_gradient=te_recipe.fp8_gemm_dgrad.use_split_accumulator,
+        precise_weight_gradient=te_recipe.fp8_gemm_wgrad.use_split_accumulator,
     )
 
 
@@ -197,7 +202,10 @@ def _with_scales(module: GroupedLinear, casts: Casts, x: Tensor) -> Casts:
     if trained and FP8GlobalStateManager.is_first_fp8_module():
         after = partial(FP8GlobalStateManager.reduce_and_update_fp8_tensors, forward=False)
     return casts._replace(
-        of_x=delayed_scales[0], of_weights=delayed_scales[1], of_dy=delayed_scales[2], after=after
+        of_x=delayed_scales[0],
+        of_weights=delayed_scales[1],
+        of_dy=delayed_scales[2],
+        after_backward=after,
     )
 
 

@@ -2,6 +2,9 @@
 
 The numbers equal te.GroupedLinear's, which takes a launch per expert for each of them, and needs to know each
 expert's rows on the host.
+
+Shapes: E experts with weights [O, I] each; T tokens; R rows of all experts below each other, one per token and expert
+that it goes through; P rows with each expert's begun at a multiple of 128, as in transposed copies (Groups.apart).
 """
 
 from __future__ import annotations
@@ -59,20 +62,19 @@ def count_if_seen(
 
 
 class Casts(NamedTuple):
-    """The casts and products of a recipe: the format of gradients, and which of the sums are precise.
+    """How a recipe casts the operands x, weights and dy of the three products, and how precisely those add."""
 
-    Delayed scaling has scales of x, of the weights and of dy, and what follows backward. The last three count the casts
-    of a run that is recorded (te_models.recorder.table.ExpertObserver).
-    """
-
-    gradient: torch.dtype
-    output: bool
-    input_gradient: bool
-    weight_gradient: bool
+    gradient: torch.dtype  # the format of dy; the other operands are E4M3
+    # Whether the sums of a product are precise (`rows_times`).
+    precise_output: bool
+    precise_input_gradient: bool
+    precise_weight_gradient: bool
+    # Under delayed scaling, the scales of each operand, and what a backward pass has to call at its end.
     of_x: Delayed | None = None
     of_weights: Delayed | None = None
     of_dy: Delayed | None = None
-    after: Callable[[], None] | None = None
+    after_backward: Callable[[], None] | None = None
+    # Observers that count the casts of a recorded run (te_models.recorder.table.ExpertObserver).
     seen_x: Seen | None = None
     seen_weights: Seen | None = None
     seen_dy: Seen | None = None
@@ -91,6 +93,7 @@ def _fill_kernel(
     g: tl.int64,
     h: tl.int64,
 ):
+    """Write the first `count` of eight numbers."""
     tl.store(out, a)
     tl.store(out + 1, b, count > 1)
     tl.store(out + 2, c, count > 2)
@@ -101,7 +104,7 @@ def _fill_kernel(
     tl.store(out + 7, h, count > 7)
 
 
-FILLED = 8  # numbers that one launch writes
+FILLED = 8  # numbers that one launch of _fill_kernel writes
 
 
 def on_device(numbers: list[int], device: torch.device) -> Tensor:
@@ -119,9 +122,12 @@ def on_device(numbers: list[int], device: torch.device) -> Tensor:
 
 
 class Locations(NamedTuple):
-    """Where the matrices of experts are in memory: their addresses, and the same on the device (`Matrices.places`).
+    """Where the matrices of experts are in memory.
 
-    `together`: each begins where the one before it ends.
+    Attributes:
+        addresses: the address of each.
+        places: int64 [E] on the device, the elements between the first matrix and each one (`Matrices.places`).
+        together: each begins where the one before it ends.
     """
 
     addresses: list[int]
@@ -150,7 +156,7 @@ class Locations(NamedTuple):
 
     @property
     def apart(self) -> Tensor | None:
-        """`places`, or None where each matrix begins where the one before it ends."""
+        """`places`, or None where the matrices are together, for kernels that are faster without it."""
         return None if self.together else self.places
 
     def now(self, tensors: Sequence[Tensor]) -> Locations:
@@ -231,12 +237,12 @@ class _BF16(torch.autograd.Function):
         dy = grads[0].contiguous()
         (x, *weights) = ctx.saved_tensors
         height, width = weights[0].shape
-        a = ExpertMatrices(dy)
+        a = ExpertMatrices(dy)  # [R, O]
         b = ExpertMatrices(weights[0], places=ctx.at.now(weights).apart)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = rows_times(a, b, ctx.groups, width, down=True, precise=False, dtype=dy.dtype)
-        # With frozen weights Transformer Engine sums no biases either.
+        # With frozen weights Transformer Engine computes no gradient of biases either.
         if not ctx.needs_input_grad[4]:
             return dx, None, None, None, *[None] * len(weights)
         # [E, O], from BF16: the bias gradient is not an FP8 product.
@@ -278,9 +284,14 @@ class _FP8(torch.autograd.Function):
         ctx.at = at
         ctx.inputs = x.shape[1]
         ctx.weights = len(weights)
-        trained = any(ctx.needs_input_grad[7:])
+        trained = any(ctx.needs_input_grad[7:])  # of `weights`
         x = x.contiguous()
-        token, row, ctx.kernels = (None, None, None) if route is None else route
+        token = None
+        row = None
+        if route is not None:
+            token = route.token
+            row = route.row
+            ctx.kernels = route.kernels
         # With a route the cast gathers the rows itself, so that they are never in memory in 16 bits.
         rows = Matrices(x, groups, source=token)
         fp8_x = cast(rows, E4M3, casts.of_x, turn=trained and route is None)
@@ -316,7 +327,7 @@ class _FP8(torch.autograd.Function):
         b = ExpertMatrices(data.view(E4M3), fp8_weights.scale_inv, places)
         width = len(weights[0] if weights else data)
         return rows_times(
-            a, b, groups, width, bias=bias, down=False, precise=casts.output, dtype=x.dtype
+            a, b, groups, width, bias=bias, down=False, precise=casts.precise_output, dtype=x.dtype
         )
 
     @staticmethod
@@ -342,7 +353,13 @@ class _FP8(torch.autograd.Function):
             a = ExpertMatrices(fp8_dy.data.view(casts.gradient), fp8_dy.scale_inv)
             b = ExpertMatrices(w_transposed.view(E4M3), w_inverse)
             dx = rows_times(
-                a, b, groups, ctx.inputs, down=False, precise=casts.input_gradient, dtype=dy.dtype
+                a,
+                b,
+                groups,
+                ctx.inputs,
+                down=False,
+                precise=casts.precise_input_gradient,
+                dtype=dy.dtype,
             )
             # [P, I]; where rows repeat tokens their gradients are summed: [T, I].
             if row is not None:
@@ -364,11 +381,11 @@ class _FP8(torch.autograd.Function):
                 groups,
                 dy.shape[1],
                 ctx.inputs,
-                precise=casts.weight_gradient,
+                precise=casts.precise_weight_gradient,
                 dtype=dy.dtype,
             ).unbind()
-        if casts.after is not None:
-            casts.after()
+        if casts.after_backward is not None:
+            casts.after_backward()
         return dx, db, None, None, None, None, None, *dweights
 
 

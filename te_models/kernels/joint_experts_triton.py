@@ -47,9 +47,8 @@ class Projection(NamedTuple):
     """One of the two linears of all experts."""
 
     casts: Casts
-    fp8_weights: (
-        FP8Matrices | Stored
-    )  # the weights in FP8, cast for this pass or as a release stores them
+    # The weights in FP8, cast for this pass or as a release stores them.
+    fp8_weights: FP8Matrices | Stored
     at: Locations  # the addresses of the weights, for kernels that read all of them
     inputs: int
     outputs: int
@@ -125,6 +124,72 @@ def _backward_operand(half: _Half, saved: Sequence[Tensor]) -> ExpertMatrices:
     return ExpertMatrices(w_transposed.view(E4M3), scale_inv)
 
 
+def _outputs(
+    projection: Projection,
+    fp8_x: FP8Matrices,
+    groups: Groups,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return a projection of rows x [R, inputs]: [R, outputs]."""
+    return rows_times(
+        ExpertMatrices(fp8_x.data.view(E4M3), fp8_x.scale_inv),
+        _forward_operand(projection),
+        groups,
+        projection.outputs,
+        bias,
+        down=False,
+        precise=projection.casts.precise_output,
+        dtype=dtype,
+    )
+
+
+def _cast_gradient(
+    half: _Half, dy: Matrices, groups: Groups, amax: Tensor | None, with_bias: bool
+) -> tuple[FP8Matrices, Tensor | None]:
+    """Return dy in FP8, and the gradient of the biases, whose sums the cast makes from the same reads."""
+    casts = half.casts
+    width = dy.data.shape[1]
+    sums = room_for_sums(groups, width, dy.data.device) if with_bias else None
+    fp8_dy = cast(dy, casts.gradient, casts.of_dy, turn=half.trained, amax=amax, sums=sums)
+    count_if_seen(casts.seen_dy, dy, groups, fp8_dy, casts.gradient)
+    if sums is None:
+        return fp8_dy, None
+    tiles, _ = tiles_of(groups, turn=half.trained)
+    return fp8_dy, total_sums(sums, tiles, dy.data.dtype)
+
+
+def _input_gradients(
+    half: _Half, dy: ExpertMatrices, saved: Sequence[Tensor], groups: Groups, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradients [R, inputs] of a projection's input from dy [R, outputs]; `saved` is from `_saved_of`."""
+    return rows_times(
+        dy,
+        _backward_operand(half, saved),
+        groups,
+        half.inputs,
+        down=False,
+        precise=half.casts.precise_input_gradient,
+        dtype=dtype,
+    )
+
+
+def _weight_gradients(
+    half: _Half, dy: ExpertMatrices, x: ExpertMatrices, groups: Groups, dtype: torch.dtype
+) -> Sequence[Tensor]:
+    """Return each expert's gradient [outputs, inputs] from transposed dy [outputs, P] and x [inputs, P]."""
+    gradients = weights_from(
+        dy,
+        x,
+        groups,
+        half.outputs,
+        half.inputs,
+        precise=half.casts.precise_weight_gradient,
+        dtype=dtype,
+    )
+    return gradients.unbind()
+
+
 class Passed(Generic[T]):
     """The gradient between the two functions, which is in FP8 and which autograd could therefore not pass.
 
@@ -186,17 +251,7 @@ class _Up(torch.autograd.Function):
         ctx.passed = passed
         ctx.half = _half(up, trained)
         ctx.save_for_backward(saved_x, fp8_x.scale_inv, fp8_x.scale, token, row, *_saved_of(up))
-        a = ExpertMatrices(fp8_x.data.view(E4M3), fp8_x.scale_inv)
-        return rows_times(
-            a,
-            _forward_operand(up),
-            groups,
-            up.outputs,
-            bias,
-            down=False,
-            precise=up.casts.output,
-            dtype=x.dtype,
-        )
+        return _outputs(up, fp8_x, groups, bias, x.dtype)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -211,20 +266,11 @@ class _Up(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             a = ExpertMatrices(fp8_dy.data.view(casts.gradient), fp8_dy.scale_inv)
-            b = _backward_operand(half, saved_weights)
-            dx = rows_times(
-                a,
-                b,
-                groups,
-                half.inputs,
-                down=False,
-                precise=casts.input_gradient,
-                dtype=dtype,
-            )
+            dx = _input_gradients(half, a, saved_weights, groups, dtype)
             # Back from rows [R, D] to tokens [T, D]: the gradients of the k rows of a token add up.
             if row is not None:
                 dx = total(dx, row, None)
-            del a, b  # before the larger gradients of weights
+            del a  # before the larger gradients of weights
         dbias = passed.sums
         dy_transposed = fp8_dy.transposed
         dy_inverse = fp8_dy.scale_inv
@@ -237,17 +283,9 @@ class _Up(torch.autograd.Function):
             assert dy_transposed is not None
             a = ExpertMatrices(dy_transposed.view(casts.gradient), dy_inverse)
             b = ExpertMatrices(x_transposed.view(E4M3), x_inverse)
-            dweights = weights_from(
-                a,
-                b,
-                groups,
-                half.outputs,
-                half.inputs,
-                precise=casts.weight_gradient,
-                dtype=dtype,
-            ).unbind()
-        if casts.after is not None:
-            casts.after()
+            dweights = _weight_gradients(half, a, b, groups, dtype)
+        if casts.after_backward is not None:
+            casts.after_backward()
         return dx, dbias, None, None, *dweights
 
 
@@ -274,17 +312,7 @@ class _Down(torch.autograd.Function):
         del weights  # see _Up
         fp8_hidden = hidden(gate_up, groups, activation, down.casts.of_x)
         count_if_seen(down.casts.seen_x, None, groups, fp8_hidden, E4M3)
-        a = ExpertMatrices(fp8_hidden.data.view(E4M3), fp8_hidden.scale_inv)
-        out = rows_times(
-            a,
-            _forward_operand(down),
-            groups,
-            down.outputs,
-            bias,
-            down=False,
-            precise=down.casts.output,
-            dtype=gate_up.dtype,
-        )
+        out = _outputs(down, fp8_hidden, groups, bias, gate_up.dtype)
         ctx.groups = groups
         ctx.activation = activation
         ctx.passed = passed
@@ -325,36 +353,16 @@ class _Down(torch.autograd.Function):
             )
             if casts.of_dy is None:
                 known_amax = amax_of_copies(gradient_rows, amax_of_tokens)
-        sums = None
-        if ctx.needs_input_grad[2]:
-            sums = room_for_sums(groups, dy.shape[1], dy.device)
-        fp8_dy = cast(
-            gradient_rows,
-            casts.gradient,
-            casts.of_dy,
-            turn=half.trained,
-            amax=known_amax,
-            sums=sums,
+        fp8_dy, dbias = _cast_gradient(
+            half, gradient_rows, groups, amax=known_amax, with_bias=ctx.needs_input_grad[2]
         )
-        count_if_seen(casts.seen_dy, gradient_rows, groups, fp8_dy, casts.gradient)
-        tiles, _ = tiles_of(groups, turn=half.trained)
-        dbias = None if sums is None else total_sums(sums, tiles, dtype)
         a = ExpertMatrices(fp8_dy.data.view(casts.gradient), fp8_dy.scale_inv)
         # Kept apart from `fp8_dy`, whose straight copy is freed after the first product.
         dy_transposed = fp8_dy.transposed
         dy_inverse = fp8_dy.scale_inv
         del fp8_dy
-        b = _backward_operand(half, saved_weights)
-        dh = rows_times(
-            a,
-            b,
-            groups,
-            half.inputs,
-            down=False,
-            precise=casts.input_gradient,
-            dtype=dtype,
-        )
-        del a, b
+        dh = _input_gradients(half, a, saved_weights, groups, dtype)
+        del a
         up = ctx.up.casts
         activation_gradients = gradients(
             dh,
@@ -374,18 +382,10 @@ class _Down(torch.autograd.Function):
             assert dy_transposed is not None and activation_gradients.hidden is not None
             a = ExpertMatrices(dy_transposed.view(casts.gradient), dy_inverse)
             b = ExpertMatrices(activation_gradients.hidden.view(E4M3), h_inverse)
-            dweights = weights_from(
-                a,
-                b,
-                groups,
-                half.outputs,
-                half.inputs,
-                precise=casts.weight_gradient,
-                dtype=dtype,
-            ).unbind()
+            dweights = _weight_gradients(half, a, b, groups, dtype)
         passed = ctx.passed.put(activation_gradients._replace(hidden=None), gate_up)
-        if casts.after is not None:
-            casts.after()
+        if casts.after_backward is not None:
+            casts.after_backward()
         return passed, dgates, dbias, None, None, None, None, *dweights
 
 

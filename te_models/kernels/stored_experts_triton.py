@@ -156,7 +156,7 @@ class _FP8(torch.autograd.Function):
                 outputs,
                 None if bias is None else bias[chunk.experts],
                 down=False,
-                precise=casts.output,
+                precise=casts.precise_output,
                 dtype=x.dtype,
                 out=out,
             )
@@ -186,15 +186,15 @@ class _FP8(torch.autograd.Function):
                 chunk.groups,
                 inputs,
                 down=False,
-                precise=casts.input_gradient,
+                precise=casts.precise_input_gradient,
                 dtype=dy.dtype,
                 out=dx,
             )
         if row is not None:
             # [R, I] -> [T, I]: the gradient of a token is the sum over its experts' rows.
             dx = ctx.kernels.total(dx, row, None)
-        if casts.after is not None:
-            casts.after()
+        if casts.after_backward is not None:
+            casts.after_backward()
         return dx, db, None, None, None, None
 
 

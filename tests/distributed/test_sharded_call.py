@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from te_models.distributed.sharded_call import call_inside, only_fsdp_hooks
 
 
-class Never(nn.Module):
-    """A module whose own forward must not run."""
+class Experts(nn.Module):
+    """Three weights, and a forward of its own that must not run."""
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -27,8 +27,8 @@ class Never(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up = Never(6, 4)
-        self.down = Never(4, 6)
+        self.up = Experts(6, 4)
+        self.down = Experts(4, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         def both(x: Tensor) -> Tensor:
@@ -46,8 +46,10 @@ def model() -> nn.Sequential:
 
 
 def on_each(rank: int, folder: str) -> None:
+    """Compare two steps of a sharded model, of which each rank has one row of the batch, with the whole model's."""
     mesh = init_device_mesh("cpu", (2,))
-    whole, sharded = model(), model()
+    whole = model()
+    sharded = model()
     for block in sharded:
         for module in (block.get_submodule("up"), block.get_submodule("down")):
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
@@ -57,16 +59,15 @@ def on_each(rank: int, folder: str) -> None:
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
     assert all(only_fsdp_hooks(module) for module in sharded.modules())
-    made = torch.Generator().manual_seed(1)
-    x = torch.randn(2, 5, 4, generator=made)
+    x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
         for each in (whole, sharded):
             each.zero_grad()
-        wanted = whole(x.flatten(0, 1))
-        wanted.square().mean().backward()
-        found = sharded(x[rank])
-        torch.testing.assert_close(found, wanted.view(2, 5, 4)[rank])
-        found.square().mean().backward()
+        expected = whole(x.flatten(0, 1))
+        expected.square().mean().backward()
+        actual = sharded(x[rank])
+        torch.testing.assert_close(actual, expected.view(2, 5, 4)[rank])
+        actual.square().mean().backward()
         pairs = zip(whole.named_parameters(), sharded.parameters(), strict=True)
         for (name, one), other in pairs:
             assert one.grad is not None and other.grad is not None
@@ -86,10 +87,10 @@ def test_modules_that_are_not_sharded_are_not_called() -> None:
 def test_hooks_of_others_are_told_apart() -> None:
     block = Block()
     assert only_fsdp_hooks(block)
-    handle = block.register_forward_hook(lambda module, given, found: None)
+    handle = block.register_forward_hook(lambda module, args, output: None)
     assert not only_fsdp_hooks(block)
     handle.remove()
-    block.register_forward_pre_hook(lambda module, given: None)
+    block.register_forward_pre_hook(lambda module, args: None)
     assert not only_fsdp_hooks(block)
 
 

@@ -60,8 +60,9 @@ def client(server: Server) -> Any:
 
 
 def expected(model: CausalLM, words: Tokenizer, ids: list[int], count: int) -> tuple[str, int]:
-    """The greedy answer by `generate`, and the number of its tokens."""
+    """Return the greedy answer by `generate`, and the number of its tokens."""
     new = model.generate([ids], count)[0, len(ids) :].tolist()
+    # 258 ends a turn; it is counted, but no part of the answer.
     stop = new.index(258) if 258 in new else len(new)
     return words.decode(new[:stop]), min(len(new), stop + 1)
 

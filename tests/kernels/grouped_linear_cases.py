@@ -156,7 +156,7 @@ def test_fp8(case: Case) -> None:
     before = amaxes.clone()
     own = [Delayed(scales[:, slot], amaxes[:, slot]) if case.delayed else None for slot in range(3)]
     ended: list[int] = []
-    casts = Casts(case.gradient, *[case.precise] * 3, *own, after=lambda: ended.append(1))
+    casts = Casts(case.gradient, *[case.precise] * 3, *own, after_backward=lambda: ended.append(1))
     y = in_fp8(x, groups, casts, weights.cast(own[1]), weights, bias)
     of_x, *of_weights = torch.autograd.grad(y, [x, *made, *([] if bias is None else [bias])], dy)
     assert ended == [1]

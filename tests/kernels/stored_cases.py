@@ -164,7 +164,9 @@ def test_fp8(monkeypatch: pytest.MonkeyPatch, at_a_time: int, delayed: bool, rou
         amax = torch.zeros(3, 3, device=DEVICE)
         own = [Delayed(s, a) if delayed else None for s, a in zip(scale.T, amax.T, strict=True)]
         ended: list[bool] = []
-        casts = Casts(E5M2, True, False, True, *own, after=lambda ended=ended: ended.append(True))
+        casts = Casts(
+            E5M2, True, False, True, *own, after_backward=lambda ended=ended: ended.append(True)
+        )
         if dense:
             cast = weights.cast(own[1])
             y = in_fp8(x, groups, casts, cast, weights, None, route)

@@ -11,18 +11,18 @@ from te_models.kernels.prefix_attention import prefix_attention
 from te_models.kernels.sdpa import causal_attention, gradient_like
 
 
-def made(
+def inputs(
     batch: int, heads: int, key_heads: int, keys: int, size: int, device: str, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return q, k and v of whole rows [B, heads, keys, size], as a model has them: views of tokens first."""
+    """Return q, k and v of whole rows [B, heads, keys, size]: views of [B, keys, heads, size], as a model has them."""
     torch.manual_seed(0)
     shapes = [(batch, keys, count, size) for count in (heads, key_heads, key_heads)]
     return [torch.randn(shape, device=device, dtype=dtype).transpose(1, 2) for shape in shapes]
 
 
-def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
+def errors(actual: list[Tensor], exact: list[Tensor]) -> list[float]:
     """Return the relative errors of the output and the gradients of q, k and v."""
-    pairs = zip(found, wanted, strict=True)
+    pairs = zip(actual, exact, strict=True)
     return [float((one.double() - other).norm() / other.norm()) for one, other in pairs]
 
 
@@ -30,9 +30,8 @@ def results(q: Tensor, k: Tensor, v: Tensor, queries: int) -> list[Tensor]:
     """Return attention of the last queries, and the gradients of a sum of it with fixed factors."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     last = leaves[0][:, :, -queries:]
-    if (
-        q.dtype == torch.float64
-    ):  # the judge: attention of all queries, of which the last ones count
+    if q.dtype == torch.float64:
+        # The reference: attention of all queries, of which the last ones count.
         out = causal_attention(*leaves)[:, :, -queries:]
     else:
         out = prefix_attention(last, leaves[1], leaves[2])
@@ -44,9 +43,9 @@ def results(q: Tensor, k: Tensor, v: Tensor, queries: int) -> list[Tensor]:
 
 @pytest.mark.parametrize(("queries", "keys"), [(8, 8), (5, 21), (16, 64)])
 def test_last_queries_see_what_they_see_among_all(queries: int, keys: int) -> None:
-    q, k, v = made(2, 4, 2, keys, 8, "cpu", torch.float32)
-    wanted = results(q.double(), k.double(), v.double(), queries)
-    assert max(errors(results(q, k, v, queries), wanted)) < 1e-5
+    q, k, v = inputs(2, 4, 2, keys, 8, "cpu", torch.float32)
+    exact = results(q.double(), k.double(), v.double(), queries)
+    assert max(errors(results(q, k, v, queries), exact)) < 1e-5
 
 
 @pytest.mark.gpu
@@ -64,13 +63,13 @@ def test_on_a_gpu_in_bf16(
     batch: int, heads: int, key_heads: int, queries: int, keys: int, size: int
 ) -> None:
     """Outputs, gradients and what kernels save in BF16 are rounded, each by 2^-9 at most."""
-    q, k, v = made(batch, heads, key_heads, keys, size, "cuda", torch.bfloat16)
+    q, k, v = inputs(batch, heads, key_heads, keys, size, "cuda", torch.bfloat16)
     exact = [x.cpu().double() for x in (q, k, v)]
-    found = [x.cpu() for x in results(q, k, v, queries)]
-    assert max(errors(found, results(*exact, queries=queries))) < 2**-7
+    actual = [x.cpu() for x in results(q, k, v, queries)]
+    assert max(errors(actual, results(*exact, queries=queries))) < 2**-7
 
 
-def of_pieces(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def piece_results(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Return attention of the first and the last quarter of a row, and its gradients, as context parallelism has it.
 
     Both pieces have calls of cuDNN with equal shapes and strides; their gradients are parts of one tensor.
@@ -133,16 +132,16 @@ def test_two_parts_have_the_strides_that_cudnn_expects(monkeypatch: pytest.Monke
     monkeypatch.setattr(prefix, "suits_cudnn", lambda *_: True)
     monkeypatch.setattr(prefix, "_cudnn", like_cudnn)
     monkeypatch.setattr(prefix, "_cudnn_backward", like_cudnn_backward)
-    q, k, v = made(2, 4, 2, 64, 8, "cpu", torch.bfloat16)
-    wanted = of_pieces(q.double(), k.double(), v.double())
-    assert max(errors(of_pieces(q, k, v), wanted)) < 2**-7
+    q, k, v = inputs(2, 4, 2, 64, 8, "cpu", torch.bfloat16)
+    exact = piece_results(q.double(), k.double(), v.double())
+    assert max(errors(piece_results(q, k, v), exact)) < 2**-7
 
 
 def test_a_gradient_gets_the_strides_of_an_output() -> None:
     out = torch.zeros(2, 5, 3, 4).transpose(1, 2)
     gradient = torch.randn(2, 6, 5, 4)[:, :3]
-    found = gradient_like(gradient, out.stride())
-    assert found.stride() == out.stride() and torch.equal(found, gradient)
+    same = gradient_like(gradient, out.stride())
+    assert same.stride() == out.stride() and torch.equal(same, gradient)
     # The stride of a dimension of size 1 is of no importance, and copying costs time.
     alone = out[:1].as_strided((1, 3, 5, 4), (7, 4, 12, 1))
     assert gradient_like(alone, out.stride()) is alone
@@ -152,7 +151,7 @@ def test_a_gradient_gets_the_strides_of_an_output() -> None:
 @pytest.mark.parametrize(("batch", "key_heads", "size"), [(4, 2, 128), (1, 4, 64)])
 def test_pieces_of_rows_on_a_gpu(batch: int, key_heads: int, size: int) -> None:
     """Both pieces have causal parts with equal shapes, for which PyTorch keeps one graph of cuDNN's backward."""
-    q, k, v = made(batch, 4, key_heads, 2048, size, "cuda", torch.bfloat16)
+    q, k, v = inputs(batch, 4, key_heads, 2048, size, "cuda", torch.bfloat16)
     exact = [x.cpu().double() for x in (q, k, v)]
-    found = [x.cpu() for x in of_pieces(q, k, v)]
-    assert max(errors(found, of_pieces(*exact))) < 2**-7
+    actual = [x.cpu() for x in piece_results(q, k, v)]
+    assert max(errors(actual, piece_results(*exact))) < 2**-7

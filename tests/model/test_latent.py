@@ -1,4 +1,4 @@
-"""Latent attention against the same computed in FP64, head by head and pair by pair: logits and gradients."""
+"""Logits and gradients of latent attention against tests/fp64_model.py, which computes each head and pair alone."""
 
 from typing import Any
 
@@ -26,10 +26,10 @@ SHAPE: dict[str, Any] = dict(
     ],
     ids=["plain", "interleaved, biases", "own factor"],
 )
-def test_latent_attention_is_that_in_fp64(
+def test_latent_attention_equals_fp64s(
     options: dict[str, Any], rank: int | None, values: int
 ) -> None:
-    """Values of heads are narrower than keys, as wide and wider."""
+    """The values of a head are narrower than its keys (48), as wide, and wider."""
     sizes = dict(
         q_lora_rank=rank,
         kv_lora_rank=32,
@@ -54,7 +54,7 @@ def test_latent_attention_is_that_in_fp64(
     output.loss.backward()
     torch.testing.assert_close(output.logits[0].double(), expected, atol=2e-5, rtol=2e-5)
     for name, parameter in model.named_parameters():
-        wanted = weights[name].grad
-        assert wanted is not None and parameter.grad is not None
-        error = (parameter.grad.double() - wanted).norm()
-        assert error <= 2e-5 * wanted.norm() + 1e-9, name
+        exact = weights[name].grad
+        assert exact is not None and parameter.grad is not None
+        error = (parameter.grad.double() - exact).norm()
+        assert error <= 2e-5 * exact.norm() + 1e-9, name

@@ -30,17 +30,18 @@ from te_models.device.measured import once
 
 LANES = 32
 _FEW = 2**13  # elements of a step of generation
+# Columns for which there is a tuned kernel, and the multiple that its rows must be.
 _TUNED = (512, 768, 1024, 2048, 4096, 8192)
-_TUNED_ROWS = 4  # the tuned kernels' multiple of rows
+_TUNED_ROWS = 4
+# Columns that each general kernel handles at most.
 _GENERAL = {"forward": (128, 512, 1024, 2048, 8192), "backward": (128, 512, 1024, 2048, 4096)}
-# The largest kernel that gives a row to one warp; else four.
+# The size of the largest kernel that gives a row to one warp; larger ones give it to four.
 _ONE_WARP = {"forward": 2048, "backward": 1024}
 _H200_MULTIPROCESSORS = 132
-# Blocks of the backward kernels that fit one multiprocessor: by their registers, so also by dtype where noted.
-_BLOCKS = {
-    True: {512: 5, 768: 4, 1024: 3, 2048: 5, 4096: 3, 8192: 2},
-    False: {128: 12, 512: 4, 1024: 3, 2048: 5, 4096: 3},
-}
+# Size -> blocks of a backward kernel that fit one multiprocessor: by their registers, so also by dtype where noted.
+_TUNED_BLOCKS = {512: 5, 768: 4, 1024: 3, 2048: 5, 4096: 3, 8192: 2}
+_GENERAL_BLOCKS = {128: 12, 512: 4, 1024: 3, 2048: 5, 4096: 3}
+# (tuned, size, dtype) -> blocks, where they differ from the tables above.
 _BLOCKS_OF_DTYPE = {
     (True, 512, torch.bfloat16): 6,
     (False, 512, torch.float32): 5,
@@ -49,10 +50,10 @@ _BLOCKS_OF_DTYPE = {
 
 
 class Kernel(NamedTuple):
-    """The kernel of a [rows, cols] problem: its size, how it spreads a row, and the rows of a block."""
+    """The kernel of a [rows, cols] problem: its size, and how it spreads a row."""
 
     tuned: bool
-    size: int
+    size: int  # the columns that it is compiled for
     warps: int  # per row and block
     blocks: int  # per row
     width: int  # consecutive elements of a lane
@@ -63,12 +64,19 @@ class Kernel(NamedTuple):
         """Return the kernel for x [rows, cols]; `stage` is "forward" or "backward"."""
         rows, cols = x.shape
         tuned = rows % row_multiple(cols) == 0 and cols in _TUNED
-        sizes = _GENERAL[stage]
-        size = cols if tuned else next((s for s in sizes if s >= cols), sizes[-1])
-        # Loads of 16 bytes; of 8 for 16-bit numbers in the kernel of 128.
-        width = 4 if x.dtype == torch.float32 or size == 128 else 8
+        if tuned:
+            size = cols
+        else:
+            sizes = _GENERAL[stage]
+            size = next((s for s in sizes if s >= cols), sizes[-1])
         return cls(
-            tuned, size, 1 if size <= _ONE_WARP[stage] else 4, -(-cols // size), width, x.dtype
+            tuned=tuned,
+            size=size,
+            warps=1 if size <= _ONE_WARP[stage] else 4,
+            blocks=-(-cols // size),
+            # Loads of 16 bytes; of 8 for 16-bit numbers in the kernel of 128.
+            width=4 if x.dtype == torch.float32 or size == 128 else 8,
+            dtype=x.dtype,
         )
 
     @property
@@ -92,27 +100,29 @@ class Kernel(NamedTuple):
 
     def row_sum(self, lanes: Tensor) -> Tensor:
         """Return the sums over rows [T, 1] of what the lanes [T, lanes] hold."""
-        lanes = lanes.view(lanes.shape[0], self.warps, self.blocks, LANES)
+        lanes = lanes.view(lanes.shape[0], self.warps, self.blocks, LANES)  # [T, W, B, 32]
         if self.warps * self.blocks == 1:
             return tree(lanes)[:, 0, 0]
-        # [T, warps, blocks]: lanes of each warp first, then warps, then blocks.
-        warps = _halving_tree(lanes)[..., 0]
-        blocks = sequence(warps.unbind(1))
+        # Lanes of each warp first, then warps, then blocks.
+        warps = _halving_tree(lanes)[..., 0]  # [T, W, B]
+        blocks = sequence(warps.unbind(1))  # [T, B]
         # One warp adds the sums of the blocks.
         return tree(pad(blocks, (0, -blocks.shape[-1] % LANES)))
 
     def grid_rows(self, rows: int, device: torch.device) -> int:
         """Return the number of rows that the whole grid of the backward kernel works on at a time."""
-        cuda = device.type == "cuda"
-        if cuda:
-            count = torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda":
+            multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         else:
-            count = _H200_MULTIPROCESSORS
-        per = _BLOCKS_OF_DTYPE.get(
-            (self.tuned, self.size, self.dtype), _BLOCKS[self.tuned][self.size]
-        )
-        most = count * per // self.blocks
-        return self.rows * (most if self.tuned else min(-(-rows // self.rows), most))
+            multiprocessors = _H200_MULTIPROCESSORS
+        table = _TUNED_BLOCKS if self.tuned else _GENERAL_BLOCKS
+        key = (self.tuned, self.size, self.dtype)
+        blocks_each = _BLOCKS_OF_DTYPE.get(key, table[self.size])
+        grid = multiprocessors * blocks_each // self.blocks
+        if not self.tuned:
+            # The general kernels launch no block without rows.
+            grid = min(grid, -(-rows // self.rows))
+        return self.rows * grid
 
 
 def row_multiple(cols: int) -> int:
@@ -140,11 +150,12 @@ def reciprocal_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
                 wide.new_full((), eps),
             )
         )
+    # A tuned kernel: the mean and the centered squares of each warp, merged below as variances are.
     per_warp = cols // kernel.warps
     by_warp = (x.shape[0], kernel.warps, LANES)
     # [T, warps, 1]
-    # A tuned kernel: mean and centered squares per warp, merged below as variances are.
     mean = tree(sequence(kernel.spread(wide)).view(by_warp)) * reciprocal(per_warp, x)
+    # A row as [loads, warps, numbers that a warp loads at once], so that each warp's mean meets its own numbers.
     columns = (
         x.shape[0],
         cols // (kernel.lanes * kernel.width),
@@ -153,7 +164,7 @@ def reciprocal_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
     )
     centered = (wide.view(columns) - mean[:, None]).view_as(wide)
     squares = tree(dot(kernel, centered, centered).view(by_warp))
-    mean = mean[..., 0]
+    mean = mean[..., 0]  # [T, warps]
     squares = squares[..., 0]
     count = per_warp
     while mean.shape[1] > 1:
@@ -174,9 +185,8 @@ def weight_gradient(dy: Tensor, x: Tensor, y_hat: Tensor) -> Tensor:
     kernel = Kernel.of("backward", x)
     rows, cols = x.shape
     grid = kernel.grid_rows(rows, x.device)
-    # A block without rows adds zero.
-    # One row of partial sums per row of the grid, which steps over the matrix.
-    # [grid rows, H]
+    # [grid rows, H]: partial sums of each row of the grid, which steps over the matrix. Blocks without rows add zeros,
+    # and are left out.
     sums = dy.new_zeros(min(grid, rows + -rows % kernel.rows), cols)
     for start in range(0, rows, max(1, grid)):
         part = slice(start, start + grid)
@@ -209,9 +219,12 @@ def _strided_sum(t: Tensor, stride: int) -> Tensor:
 
 def dot(kernel: Kernel, a: Tensor, b: Tensor) -> Tensor:
     """Return the sums of products that the lanes [T, lanes] hold, added one after the other with FMAs."""
-    sums = part = a.new_zeros(a.shape[0], kernel.lanes)
+    sums = a.new_zeros(a.shape[0], kernel.lanes)
     terms = kernel.spread(a)
-    for p, q in zip(terms, terms if b is a else kernel.spread(b), strict=True):
+    others = terms if b is a else kernel.spread(b)
+    part = sums
+    for p, q in zip(terms, others, strict=True):
+        # The row ends before the last lanes; slicing costs time, so only there.
         if part.shape[1] != p.shape[1]:
             part = sums[:, : p.shape[1]]
         _add_product(part, p, q)
@@ -273,15 +286,16 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 @once
 def _fuses(device: torch.device) -> bool:
     """Return whether torch.addcmul rounds once here, as where it is compiled to FMA instructions (AVX2, GPUs)."""
-    a, b = (torch.linspace(1.0, last, 4099, device=device) for last in (1.9, 1.7))
-    fused = [
-        torch.addcmul(-(p * q), p, q) for p, q in ((a, b), (a[::2], b[::2]), (a[:, None], b[:8]))
-    ]
-    exact = [
-        (p.double() * q.double() - (p * q).double()).float()
-        for p, q in ((a, b), (a[::2], b[::2]), (a[:, None], b[:8]))
-    ]
-    return all(torch.equal(left, right) for left, right in zip(fused, exact, strict=True))
+    a = torch.linspace(1.0, 1.9, 4099, device=device)
+    b = torch.linspace(1.0, 1.7, 4099, device=device)
+    # Contiguous numbers, strided ones and an outer product: PyTorch has a loop of its own for each.
+    for p, q in ((a, b), (a[::2], b[::2]), (a[:, None], b[:8])):
+        # The rounding error of p * q, which is zero if the product is rounded before it is added.
+        error = torch.addcmul(-(p * q), p, q)
+        exact = (p.double() * q.double() - (p * q).double()).float()
+        if not torch.equal(error, exact):
+            return False
+    return True
 
 
 _fuses(torch.device("cpu"))  # now: torch.export from cold has no numbers to measure
