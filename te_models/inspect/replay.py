@@ -83,13 +83,9 @@ def replay(
     changed = [recipe for _, recipe in changes if isinstance(recipe, Recipe)]
     processes = 1 if one_process else processes_here(capture, device)
     place: dict[str, Any] = {"device": device, "engine": engine}
+    # One list, so that the processes are started once for all of them.
     results = run_steps(folder, capture, [*same, *changed], place, processes)
-    repeated = []
-    for result in results[: len(same)]:
-        if isinstance(result, TeModelsError):
-            raise result
-        repeated.append(result)
-    first, *again = repeated
+    first, *again = _without_errors(results[: len(same)])
     return Replay(
         run=str(run),
         step=step,
@@ -104,6 +100,16 @@ def replay(
         tensors=_compared(folder, capture, first.record),
         variants=_variants(changes, results[len(same) :]),
     )
+
+
+def _without_errors(results: Sequence[StepRun | TeModelsError]) -> list[StepRun]:
+    """Return the results, or raise the first error among them."""
+    runs = []
+    for result in results:
+        if isinstance(result, TeModelsError):
+            raise result
+        runs.append(result)
+    return runs
 
 
 def try_recipes(run: str | Path, step: int, recipes: Mapping[str, Recipe]) -> list[Variant]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
 from te_models.config.recipe import SCHEMES, Recipe
@@ -16,6 +17,7 @@ from te_models.device.determinism import deterministic
 from te_models.fp8.scaling_state import WIDTHS, delayed_states, fp8_max
 from te_models.inspect.replay_report import StepRun
 from te_models.interop.origin import TRAINED
+from te_models.optim.gradients import Gradients
 from te_models.recorder.record import Record
 from te_models.saving.folder import load_folder
 from te_models.training.captures import Capture
@@ -46,30 +48,12 @@ def run_step(
         place: keywords of CausalLM: device and engine.
         shared: this process's place among those that share the step, all of which call this; by default there is one.
     """
-    choices = saved_choices(capture.state)
-    saved: Recipe = choices["recipe"]
+    saved: Recipe = saved_choices(capture.state)["recipe"]
     same = saved.to_dict() == recipe.to_dict()
     alone = shared.ranks.world == 1
-    config = run_config(capture)
-    if alone:
-        # One process computes the whole batch, and has no other to share layers with.
-        undivided: dict[str, Any] = dict(parallel="none", cuda_graph=False, fp8_dispatch=False)
-        undivided |= dict(tensor_parallel_size=0, expert_parallel_size=0, context_parallel_size=0)
-        config = dataclasses.replace(config, **undivided, sequence_parallel=False)
-    # Scales are the saved ones if the recipe is the run's own.
-    config = dataclasses.replace(config, calibrate=not same, recipe_schedule="")
+    config = _step_config(capture, alone, calibrate=not same)
     # Anew for each run: a pass changes scales and histories.
-    model = CausalLM.from_pretrained(
-        capture.state,
-        build=None if alone else shared.build,
-        recipe=recipe,
-        fp8_params=bool(choices["fp8_params"]) and same,
-        **place,
-    )
-    # Under another recipe the saved scales would be the wrong ones, or for a format that it does not use.
-    if not same:
-        _scales_of(model)
-    _train_adapters(model, capture)
+    model = _load_model(capture, recipe, same, place, build=None if alone else shared.build)
     weigh_losses(model, config)
     shared.prepare(model)
     count = int(capture.about["micro_batches"])
@@ -81,8 +65,7 @@ def run_step(
     else:
         micro_batches = capture.shares[shared.data_rank]
     recorder.begin()
-    # Stochastic rounding draws the numbers that the run drew.
-    # The caller's random numbers go on as if nothing had run.
+    # Stochastic rounding draws the numbers that the run drew; the caller's go on as if nothing had run.
     with torch.random.fork_rng(devices=[]), deterministic(config.deterministic):
         # A copy: torch 2.13 crashes on a row of a larger tensor.
         torch.set_rng_state(capture.random[shared.ranks.rank].clone())
@@ -91,12 +74,7 @@ def run_step(
     entry = recorder.end(capture.step)
     entry.wait()
     recorder.detach()
-    trained = []
-    for parameter in model.parameters():
-        # Sums of several micro-batches, or processes, know nothing of frozen parameters.
-        if parameter.requires_grad and gradients.of(parameter) is not None:
-            trained.append(parameter)
-    norm = shared.norm(trained, [gradients.of(p) for p in trained])  # type: ignore[misc]
+    norm = _gradient_norm(model, gradients, shared)
     passes.close()
     record = Record(
         tensors=recorder.tensors,
@@ -105,6 +83,57 @@ def run_step(
         codes=entry.codes.numpy().view(np.uint64)[None],
     )
     return StepRun(loss=float(loss), grad_norm=float(norm), record=record)
+
+
+def _step_config(capture: Capture, alone: bool, calibrate: bool) -> TrainConfig:
+    """Return the options of the run for this one step; `alone` for one process, whatever the run had."""
+    # The schedule has chosen the recipe of the step already.
+    config = dataclasses.replace(run_config(capture), calibrate=calibrate, recipe_schedule="")
+    if not alone:
+        return config
+    # One process computes the whole batch, and has no other to share layers with.
+    return dataclasses.replace(
+        config,
+        parallel="none",
+        tensor_parallel_size=0,
+        expert_parallel_size=0,
+        context_parallel_size=0,
+        sequence_parallel=False,
+        fp8_dispatch=False,
+        cuda_graph=False,
+    )
+
+
+def _load_model(
+    capture: Capture,
+    recipe: Recipe,
+    same: bool,
+    place: dict[str, Any],
+    build: Callable[..., CausalLM] | None,
+) -> CausalLM:
+    """Return the model as it was before the step; `same` says whether `recipe` is the run's own."""
+    fp8_params = bool(saved_choices(capture.state)["fp8_params"])
+    model = CausalLM.from_pretrained(
+        capture.state, build=build, recipe=recipe, fp8_params=fp8_params and same, **place
+    )
+    # Under another recipe the saved scales would be the wrong ones, or for a format that it does not use.
+    if not same:
+        _remake_scales(model)
+    _train_adapters(model, capture)
+    return model
+
+
+def _gradient_norm(model: CausalLM, gradients: Gradients, shared: Parallel) -> Tensor:
+    """Return the norm of all gradients, over the processes that share them."""
+    trained: list[Tensor] = []
+    trained_gradients: list[Tensor] = []
+    for parameter in model.parameters():
+        # Sums of several micro-batches, or processes, know nothing of frozen parameters.
+        gradient = gradients.of(parameter) if parameter.requires_grad else None
+        if gradient is not None:
+            trained.append(parameter)
+            trained_gradients.append(gradient)
+    return shared.norm(trained, trained_gradients)
 
 
 def _joins_shares(capture: Capture, recipe: Recipe) -> bool:
@@ -134,7 +163,7 @@ def _train_adapters(model: CausalLM, capture: Capture) -> None:
 
 
 @torch.no_grad()
-def _scales_of(model: CausalLM) -> None:
+def _remake_scales(model: CausalLM) -> None:
     """Make delayed scales anew from the histories that the model has, by the rules of its own recipe."""
     for name, state in delayed_states(model).items():
         owner, _, direction = name.rpartition(".")

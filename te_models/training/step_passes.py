@@ -84,12 +84,12 @@ class StepPasses:
         try:
             return self._run(batches, weights, graph, eager)
         finally:
-            # Nobody has compared the batches of an evaluation.
+            # An evaluation compares no shapes, and its batches may differ.
             self.model.ranks_alike = False
 
     def _ranks_alike(self, micro_batches: list[Batch]) -> bool:
         """Return whether ranks that share experts have batches of one shape, and may give each other all tokens."""
-        # Without a graph rows travel, whose buffers need no room for more.
+        # Only a graph needs it. Without one each rank sends the rows of its own tokens, however many there are.
         if self.model.ep.gathered is None or not self.config.cuda_graph:
             return False
         shapes = []

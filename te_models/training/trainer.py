@@ -210,7 +210,7 @@ class Trainer(NamedFields):
         torch.manual_seed(self.config.seed + self.parallel.part)
         if resume:
             self.restore()
-            # Whoever reads slowly is not taken for dead by the first collective.
+            # Wait for processes that read slowly: the first collective would take them for dead.
             self.parallel.ranks.gather(None)
         first = self.parallel.ranks.first
         if first and self.run_file:
