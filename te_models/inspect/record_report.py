@@ -54,6 +54,13 @@ STATISTICS = (
     Statistic("subnormal", "share subnormal", "", lambda r: r.share("subnormal"), "share", True),
     Statistic("sqnr", "SQNR of the cast", "dB", lambda r: r.sqnr(), worst=np.fmin),
     Statistic("amax", "amax", "", lambda r: r.field("amax"), log=True),
+    Statistic(
+        "amax_between",
+        "largest amax since the step recorded before",
+        "",
+        lambda r: r.field("amax_between"),
+        log=True,
+    ),
     Statistic("scale", "scale", "", lambda r: r.field("scale_min"), log=True, worst=np.fmin),
     Statistic("scale_age", "age of the scale", "steps", lambda r: r.field("scale_age")),
     Statistic(
@@ -76,7 +83,10 @@ def report_data(facts: RunFacts, diagnosis: Diagnosis, title: str) -> dict[str, 
     columns = _columns(len(record.steps))
     statistics = []
     for statistic in STATISTICS:
-        grid = _folded(statistic.values(record), groups, columns, statistic.worst)
+        values = statistic.values(record)
+        if statistic.key == "amax_between" and np.isnan(values).all():
+            continue  # each step is recorded, or no scale has a history
+        grid = _folded(values, groups, columns, statistic.worst)
         low, high = _range(grid, statistic)
         statistics.append(
             {

@@ -58,7 +58,7 @@ def run_step(
     shared.prepare(model)
     count = int(capture.about["micro_batches"])
     gradients = shared.gradients(model, count)
-    recorder = Recorder(model, shared, every=0, micro_batches=count)
+    recorder = Recorder.of_run(model, shared, config, every=0)
     passes = StepPasses(model, gradients, shared, config, recorder)
     if alone:
         micro_batches = capture.of_one_process(joined=_joins_shares(capture, recipe))

@@ -8,6 +8,7 @@ from typing import Any
 
 OPERANDS = ("input", "weight", "grad_output")  # the three FP8 tensors of a te.Linear
 
+# The fields that casts count, in the order in which kernels know them.
 FIELDS = (
     "amax",
     "scale_min",
@@ -26,7 +27,10 @@ FIELDS = (
     "block_log2_squares",
     "format",
 )
-INDEX = {name: place for place, name in enumerate(FIELDS)}
+# Fields of the steps since the last recorded one, from the histories of delayed scaling.
+BETWEEN = ("amax_between", "amax_between_age")
+RECORDED_FIELDS = (*FIELDS, *BETWEEN)
+INDEX = {name: place for place, name in enumerate(RECORDED_FIELDS)}
 # How a field of several micro-batches or ranks becomes one; all others are sums.
 LARGEST = ("amax", "scale_max", "scale_age", "format")
 SMALLEST = ("scale_min",)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from te_models.errors import DataError, SaveError
 from te_models.files.atomic import replace_text, reraising
 from te_models.files.formats import read_json
-from te_models.recorder.layout import FIELDS, INDEX, RecordedTensor
+from te_models.recorder.layout import INDEX, RECORDED_FIELDS, RecordedTensor
 
 FOLDER = "record"  # in the folder of a run
 LAYOUT, STEPS = "layout.json", "steps.bin"
@@ -40,10 +40,10 @@ class RecordWriter:
     def __init__(self, run: Path, tensors: Sequence[RecordedTensor], after_step: int = 0) -> None:
         folder = run / FOLDER
         self.path = folder / STEPS
-        self.type = entry_type(len(tensors), len(FIELDS))
+        self.type = entry_type(len(tensors), len(RECORDED_FIELDS))
         layout = {
             "version": VERSION,
-            "fields": list(FIELDS),
+            "fields": list(RECORDED_FIELDS),
             "tensors": [tensor.to_dict() for tensor in tensors],
         }
         with reraising(folder, OSError, error=SaveError):
@@ -111,7 +111,8 @@ class Record:
         """Return a field, [steps, tensors]; NaN where nothing was quantized, or nobody could count."""
         values = self.values[:, :, INDEX[name]]
         # An amax may be infinite, which says something; in another field it says that nobody could count.
-        known = self.counted & (values != UNKNOWN) & (np.isfinite(values) | (name == "amax"))
+        amax = name in ("amax", "amax_between")
+        known = self.counted & (values != UNKNOWN) & (np.isfinite(values) | amax)
         return np.where(known, values, np.nan)
 
     def share(self, name: str) -> Floats:
@@ -178,7 +179,7 @@ def read_record(run: str | os.PathLike[str]) -> Record:
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder / LAYOUT} is no layout of a record ({error})") from None
     entries = _read_entries(folder / STEPS, entry_type(len(tensors), len(fields)))
-    values = np.full((len(entries), len(tensors), len(FIELDS)), UNKNOWN)
+    values = np.full((len(entries), len(tensors), len(RECORDED_FIELDS)), UNKNOWN)
     for place, name in enumerate(fields):
         # By name: a record of another version may have other fields, in another order.
         if name in INDEX:

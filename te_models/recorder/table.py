@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_models.recorder.layout import FIELDS, INDEX, LARGEST, SMALLEST, RecordedTensor
+from te_models.recorder.layout import BETWEEN, FIELDS, INDEX, LARGEST, SMALLEST, RecordedTensor
 from te_models.recorder.quantized import cast_of
 from te_models.recorder.statistics import E2M1, E5M2, Cast, count_cast
 
@@ -64,6 +64,7 @@ class Table:
         # Whether kernels count the casts, or operations of torch.
         self.kernels = device.type == "cuda" and importlib.util.find_spec("triton") is not None
         self.codes = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+        self.between = torch.zeros(len(tensors), len(BETWEEN), dtype=torch.float64, device=device)
         # Whether the step in progress is recorded. A step that is not has a CUDA graph without kernels that count.
         self.recording = False
         self.first_micro_batch = True
@@ -84,6 +85,7 @@ class Table:
         """Empty the table; the casts that follow are recorded."""
         self.parts.copy_(self._empty.expand_as(self.parts))
         self.codes.zero_()
+        self.between.fill_(-1.0)
         self.recording = True
         self.first_micro_batch = True
 
@@ -94,26 +96,41 @@ class Table:
             0, rows, ages.to(self.parts)[:, None].expand(-1, self.parts.shape[1])
         )
 
+    def set_amaxes_between(self, rows: Tensor, amaxes: Tensor, ages: Tensor) -> None:
+        """Set the largest amaxes of the steps since the last recorded one, FP32 [rows], and how long ago they were."""
+        self.between.index_copy_(0, rows, torch.stack([amaxes, ages], 1).to(self.between))
+
     def stop(self) -> None:
         """Stop recording; the table keeps what it has."""
         self.recording = False
 
     def end(self) -> tuple[Tensor, Tensor]:
-        """Stop recording; return values and codes of all ranks, on the device.
+        """Stop recording; return values [tensors, RECORDED_FIELDS] and codes of all ranks, on the device.
 
         Several processes call this together.
         """
         self.stop()
         values = self.values
         codes = self.codes.clone()
+        between = self.between
         if self.distributed:
             values, codes = self._over_ranks(values, codes)
+            between = self._largest_between()
         unknown = values.isnan()
         # As in a file (record.UNKNOWN), which has no NaN.
         values.masked_fill_(unknown, -1.0)
         # Without a cast the smallest scale is still what `begin` set.
         values[:, INDEX["scale_min"]].masked_fill_(values[:, INDEX["scale_min"]].isinf(), 0.0)
-        return values, codes
+        return torch.cat([values, between], 1), codes
+
+    def _largest_between(self) -> Tensor:
+        """Return `between` of the rank that measured the largest amax of each tensor."""
+        local_amaxes, ages = self.between.unbind(1)
+        amaxes = local_amaxes.clone()
+        dist.all_reduce(amaxes, dist.ReduceOp.MAX)
+        ages = torch.where(local_amaxes == amaxes, ages, -1.0)
+        dist.all_reduce(ages, dist.ReduceOp.MAX)
+        return torch.stack([amaxes, ages], 1)
 
     def _over_ranks(self, values: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the fields of all ranks: sums over the first copies, and the largest and smallest values."""

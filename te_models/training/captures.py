@@ -123,10 +123,7 @@ class Captures:
     def _record_from_now_on(self) -> None:
         """Make a recorder for captured steps. A graph that was captured without one counts nothing, so it goes."""
         trainer = self.trainer
-        micro_batches = trainer.config.gradient_accumulation
-        trainer.recorder = Recorder(
-            trainer.model, trainer.parallel, every=0, micro_batches=micro_batches
-        )
+        trainer.recorder = Recorder.of_run(trainer.model, trainer.parallel, trainer.config, every=0)
         trainer.passes.use_recorder(trainer.recorder)
         trainer.guard.use_recorder(trainer.recorder)
 

@@ -468,3 +468,9 @@ def restore_unreduced_gradients(gradients: list[tuple[Any, Tensor | None, Tensor
         unsharded = getattr(parameter, "_unsharded_param", None)
         if unsharded is not None:
             unsharded.grad = own_dtype
+
+
+def reuses_fp8_weights(config: TrainConfig, parallel: Parallel) -> bool:
+    """Return whether further micro-batches of a step use the FP8 weights that the first one cast."""
+    # FSDP2 that reshards after forward has no weights for a cache to hold.
+    return config.cache_fp8_weights and parallel.retains_weights

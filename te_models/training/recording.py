@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
+from te_models.config.training import TrainConfig
 from te_models.fp8.primary_weights import quantized
-from te_models.fp8.scale_age import ScalePlace, scale_ages
+from te_models.fp8.scale_age import ScalePlace, scale_histories
 from te_models.fp8.scaling_state import gemms_of
 from te_models.recorder.layout import INDEX, OPERANDS, RecordedTensor
 from te_models.recorder.record import RecordWriter
 from te_models.recorder.table import Observer, Observers, Table
-from te_models.training.parallel import Parallel
+from te_models.training.parallel import Parallel, reuses_fp8_weights
 from te_models.training.timing import copy_to_host
 
 
@@ -44,14 +45,21 @@ class Recorder:
         parallel: how processes share the run; all of them make a recorder together.
         every: steps between recorded ones; 0: only steps that `begin` is told to record.
         micro_batches: of a step.
+        weight_casts: how often a step casts each weight.
     """
 
     def __init__(
-        self, model: CausalLM, parallel: Parallel, every: int, micro_batches: int = 1
+        self,
+        model: CausalLM,
+        parallel: Parallel,
+        every: int,
+        micro_batches: int = 1,
+        weight_casts: int = 1,
     ) -> None:
         self.model = model
         self.every = every
         self.micro_batches = micro_batches
+        self.weight_casts = weight_casts
         self.modules = dict(quantizing_modules(model))
         recorded = []
         for name, module in self.modules.items():
@@ -66,6 +74,22 @@ class Recorder:
         self.table = Table(tensors, counted, model.device, distributed)
         self.observers = {name: self._observers(name) for name in self.modules}
         self.scale_rows: dict[tuple[ScalePlace, ...], Tensor] = {}
+        self.last_step: int | None = None  # the last one that was recorded
+
+    @classmethod
+    def of_run(
+        cls, model: CausalLM, parallel: Parallel, config: TrainConfig, every: int
+    ) -> Recorder:
+        """Return a recorder of a run with these options."""
+        micro_batches = config.gradient_accumulation
+        once = model.fp8_params or reuses_fp8_weights(config, parallel)
+        return cls(
+            model,
+            parallel,
+            every,
+            micro_batches=micro_batches,
+            weight_casts=1 if once else micro_batches,
+        )
 
     @property
     def tensors(self) -> list[RecordedTensor]:
@@ -98,8 +122,8 @@ class Recorder:
                 if fp8 is not None:
                     self.model.te.observe_quantizer(fp8._quantizer, None)
 
-    def begin(self) -> None:
-        """Record from here on; call it before the step's first forward pass."""
+    def begin(self, step: int = 0) -> None:
+        """Record from here on; call it before the step's first forward pass, with its number if it is one of a run."""
         # At every recorded step: a change of recipe, or a load, makes new quantizers, which know no observers.
         self.attach()
         self.table.begin()
@@ -108,8 +132,26 @@ class Recorder:
             recipe = self.model.precision.recipe_of(name)
             if recipe is not None and recipe.stateful:
                 delayed[name] = module
-        for places, ages in scale_ages(delayed, self.micro_batches):
-            self.table.set_scale_ages(self._rows_of(places), ages)
+        between = self._steps_between(step)
+        for history in scale_histories(
+            delayed,
+            micro_batches=self.micro_batches,
+            weight_casts=self.weight_casts,
+            last_steps=between,
+        ):
+            rows = self._rows_of(history.places)
+            self.table.set_scale_ages(rows, history.ages)
+            self.table.set_amaxes_between(rows, history.amaxes, history.amax_ages)
+
+    def _steps_between(self, step: int) -> int:
+        """Return how many steps before this one were not recorded, back to the last recorded one."""
+        before = self.last_step
+        self.last_step = step
+        if (
+            before is None or before >= step
+        ):  # the first one since a start, or a step that is taken again
+            before = max(step - self.every, 0) if self.every else step
+        return max(step - before - 1, 0)
 
     def _rows_of(self, places: Sequence[ScalePlace]) -> Tensor:
         """Return the rows of the table for scales, int64 on the device, where they stay for the next steps."""

@@ -18,7 +18,7 @@ from te_models.model.output import step_loss
 from te_models.optim.gradients import Gradients
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import Batch, count_targets, count_tokens, to_device
-from te_models.training.parallel import Parallel
+from te_models.training.parallel import Parallel, reuses_fp8_weights
 from te_models.training.recording import Recorder
 from te_models.training.routers import StepWeights
 
@@ -177,8 +177,7 @@ class StepPasses:
         if self.recorder is not None:
             self.recorder.next_micro_batch(first)
         self.parallel.prepare_micro_batch(self.train_model, last=last)
-        # FSDP2 that reshards after forward has no weights for a cache to hold.
-        reuse = config.cache_fp8_weights and self.parallel.retains_weights
+        reuse = reuses_fp8_weights(config, self.parallel)
         # Weights change once per step: the first micro-batch quantizes them, the others reuse the copies.
         cached = first if reuse and config.gradient_accumulation > 1 else None
         with self.gradients.micro_batch(first, last):

@@ -152,9 +152,7 @@ class Trainer(NamedFields):
         self.data_wait = 0.0  # seconds that the last step waited for its data
         self.recorder: Recorder | None = None
         if config.record:
-            self.recorder = Recorder(
-                self.model, parallel, config.record, config.gradient_accumulation
-            )
+            self.recorder = Recorder.of_run(self.model, parallel, config, every=config.record)
         self.passes = StepPasses(self.model, self.gradients, parallel, config, self.recorder)
         # Read the loss of a step once the next one is queued: only if the device itself can skip a bad step's update.
         self.ahead = self.device.type == "cuda" and self.optimizer.can_skip
@@ -350,7 +348,7 @@ class Trainer(NamedFields):
         self.schedule.follow(step)
         recorder = self.captures.recorder_of(step, drawn.micro_batches)
         if recorder is not None:
-            recorder.begin()
+            recorder.begin(step)
         loss = self._forward_backward(drawn.micro_batches)
         router_losses, shares = over_micro_batches(self.passes.routed, loss)
         bad_values = torch.zeros_like(loss) if recorder is None else recorder.bad_values().to(loss)

@@ -17,7 +17,7 @@ from te_models.errors import DataError, Diverged
 from te_models.inspect.advice import RULES, Diagnosis, Finding, diagnose
 from te_models.inspect.findings import Rule
 from te_models.inspect.run_facts import RunFacts, read_facts
-from te_models.recorder.layout import FIELDS, INDEX
+from te_models.recorder.layout import INDEX, RECORDED_FIELDS
 
 WITHIN = 5  # steps in which the right tensor is named
 # A failure and the recipe under which it is planted; the others of each failure are long tests, as are two that
@@ -244,7 +244,7 @@ def test_counts_that_nobody_could_make_say_nothing(tmp_path: Path) -> None:
     facts.record.values[:, :, INDEX["elements"]] = 0
     del facts.record.__dict__["counted"]  # which was cached
     assert not diagnose(facts).findings
-    assert len(FIELDS) == facts.record.values.shape[2] and np.isnan(facts.headroom()).all()
+    assert len(RECORDED_FIELDS) == facts.record.values.shape[2] and np.isnan(facts.headroom()).all()
 
 
 def test_the_command_prints_the_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

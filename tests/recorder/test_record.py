@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from te_models.errors import DataError
-from te_models.recorder.layout import FIELDS, INDEX, RecordedTensor
+from te_models.recorder.layout import INDEX, RECORDED_FIELDS, RecordedTensor
 from te_models.recorder.record import FOLDER, LAYOUT, STEPS, RecordWriter, read_record
 
 TENSORS = [
@@ -17,7 +17,7 @@ TENSORS = [
 
 
 def values(**fields: float) -> np.ndarray:
-    made = np.zeros((len(TENSORS), len(FIELDS)))
+    made = np.zeros((len(TENSORS), len(RECORDED_FIELDS)))
     for name, value in fields.items():
         made[:, INDEX[name]] = value
     return made
