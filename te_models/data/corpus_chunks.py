@@ -19,7 +19,7 @@ from te_models.data.documents import has_text, hash_document, refuse_mixture
 from te_models.data.encoding import Encoded, Fit, encode_documents, fit_records
 from te_models.data.files import check_text, file_format, readable_errors
 from te_models.data.formats import Document
-from te_models.data.packing import RecordEpoch, flags_of
+from te_models.data.packing import RecordEpoch, begins_piece, flags_of
 from te_models.data.rows import FileRange, file_ranges, read_range
 from te_models.data.sources import Source, open_sources
 from te_models.data.tokenizer_base import Tokenizer, end_of_text
@@ -120,6 +120,7 @@ class ChunkReader:
         columns: from te_models.config.data.parse_columns.
         whole: whether documents are packed whole into windows, as records are unless `packing` is "stream".
         seq_len: tokens of such a window.
+        longest: tokens per document in a window (te_models.data.packing.longest_document).
         packing, truncate: as in DataConfig.
         records: whether all documents must be records (True) or texts (False); None: there may be both.
         bad: receives records that cannot be read.
@@ -132,6 +133,7 @@ class ChunkReader:
     columns: Mapping[str, str] = field(default_factory=dict)
     whole: bool = False
     seq_len: int = 0
+    longest: int = 0
     packing: str = "stream"
     truncate: str = "drop"
     records: bool | None = None
@@ -167,14 +169,14 @@ class ChunkReader:
         else:
             counted = encoded.counted
         # A window may begin anywhere in a stream, so the beginnings of documents are marked per token.
-        firsts = np.zeros(encoded.num_tokens, dtype=np.bool_)
-        firsts[encoded.starts] = True
+        offset = np.arange(encoded.num_tokens) - np.repeat(encoded.starts, encoded.lengths)
+        firsts = begins_piece(offset, self.seq_len, self.longest)
         return np.stack([encoded.tokens, flags_of(counted, firsts)])
 
     def fit(self, encoded: Encoded) -> tuple[Encoded, Fit]:
         """Return the records that fit a window, cut if `truncate` says so, and how many did not fit."""
         _, fitted, fit = fit_records(
-            encoded, self.seq_len, self.truncate, self.tokenizer.bos_token_id
+            encoded, self.longest, self.truncate, self.tokenizer.bos_token_id
         )
         return fitted, fit
 
@@ -182,7 +184,15 @@ class ChunkReader:
         """Return windows of whole records in their order."""
         end = end_of_text(self.tokenizer)
         pad = end if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
-        return RecordEpoch(encoded, np.arange(len(encoded)), self.seq_len, self.packing, pad, None)
+        return RecordEpoch(
+            encoded=encoded,
+            order=np.arange(len(encoded)),
+            seq_len=self.seq_len,
+            longest=self.longest,
+            packing=self.packing,
+            pad=pad,
+            random=None,
+        )
 
     def _pack(self, encoded: Encoded) -> NDArray[np.int32]:
         """Return int32 [2, windows x seq_len]: ids and flags of windows of whole records, one after the other."""

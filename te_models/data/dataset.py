@@ -32,6 +32,7 @@ from te_models.data.packing import (
     Epoch,
     RecordEpoch,
     check_windows,
+    longest_document,
     repeats,
     stack_windows,
 )
@@ -40,18 +41,23 @@ from te_models.errors import DataError, UsageError, plural
 from te_models.model.targets import IGNORED, PAD_DOCUMENT
 
 
-def check_fit(tokenizer: Tokenizer, config: ModelConfig, seq_len: int = 0) -> None:
-    """Raise a UsageError for ids of the tokenizer without an embedding, or sequences longer than the model allows."""
+def check_fit(
+    tokenizer: Tokenizer, config: ModelConfig, seq_len: int = 0, packing: str = "stream"
+) -> None:
+    """Raise a UsageError for ids of the tokenizer without an embedding, or sequences longer than the model allows.
+
+    Windows of packed documents may be longer, since TokenDataset and StreamingDataset cut these by their `limit`.
+    """
     ids = tokenizer.vocab_size
     if ids > config.vocab_size:
         raise UsageError(
             f"the tokenizer has {ids} ids but the model's vocab_size is {config.vocab_size}: use --vocab-size {ids} or "
             "more, or for a model that is already trained its own tokenizer"
         )
-    if seq_len > config.longest_sequence:
+    if seq_len > config.longest_sequence and packing != "documents":
         raise UsageError(
-            f"--seq-len {seq_len} is longer than the model allows ({config.length_limit}): lower it or raise "
-            "--max-position-embeddings"
+            f"--seq-len {seq_len} is longer than the model allows ({config.length_limit}): lower it, raise "
+            "--max-position-embeddings, or fill windows with shorter documents (--packing documents)"
         )
 
 
@@ -84,7 +90,7 @@ class TokenDataset:
         weights: how often each document occurs per epoch, on average; None: once.
         truncate: records longer than seq_len are left out ("drop") or their prompts cut from the left ("prompt").
         sources: describes where the documents come from; None: their sources.
-        limit: the largest seq_len that the model allows, for advice; None: not known.
+        limit: the longest sequence that the model allows, to which packed documents are cut or left out; None: any.
         rank: number of this process.
         world_size: number of processes that share the data.
 
@@ -119,6 +125,7 @@ class TokenDataset:
         self.seed = seed
         self.shuffle = shuffle
         self.packing = packing
+        self.longest = longest_document(seq_len, packing, limit)
         self.weights = weights
         self.rank = rank
         self.world_size = world_size
@@ -269,6 +276,7 @@ class TokenDataset:
         encoded = self._encoded
         kind = f"{self.seq_len} {self.shuffle}"
         kind += f" {self.packing}" if self.packing != "stream" else ""
+        kind += f" {self.longest}" if self.longest < self.seq_len else ""
         digest = hashlib.blake2b(kind.encode(), digest_size=6)  # exact in a JSON double
         for part in encoded.parts(encoded.tokens):
             digest.update(np.ascontiguousarray(part).data)
@@ -283,7 +291,15 @@ class TokenDataset:
 
     def _lay(self, order: NDArray[np.int64], random: np.random.Generator | None) -> Epoch:
         kind = RecordEpoch if self.whole else CutEpoch
-        return kind(self._encoded, order, self.seq_len, self.packing, self._pad, random)
+        return kind(
+            encoded=self._encoded,
+            order=order,
+            seq_len=self.seq_len,
+            longest=self.longest,
+            packing=self.packing,
+            pad=self._pad,
+            random=random,
+        )
 
     def _shuffled(self, epoch: int) -> Epoch:
         """Return the windows of an epoch; the newest is cached."""

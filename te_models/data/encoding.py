@@ -92,8 +92,11 @@ class Fit(NamedTuple):
     ) -> list[str]:
         """Return a line for each kind of record that did not fit as it is, out of `total` records.
 
-        `limit` is the largest seq_len that the model allows, if that is known.
+        `limit` is the longest sequence that the model allows, if that is known.
         """
+        bound = f"seq_len={seq_len}"
+        if limit is not None and seq_len > limit:
+            bound = f"the {plural(limit, 'token')} that the model allows"
         longest = f"the longest has {self.longest:,} tokens"
         lines = []
         if self.too_long:
@@ -106,13 +109,13 @@ class Fit(NamedTuple):
             remedies += [] if truncate == "prompt" else ["cut prompts with --truncate prompt"]
             advice = ", or ".join(remedies) or "the model takes no longer ones"
             lines.append(
-                f"{self.too_long:,} of {plural(total, 'record')} {are} longer than seq_len={seq_len} "
+                f"{self.too_long:,} of {plural(total, 'record')} {are} longer than {bound} "
                 f"({cutting}{longest}) and {are} left out: {advice}"
             )
         if self.cut:
             are = "is" if self.cut == 1 else "are"
             lines.append(
-                f"{self.cut:,} of {plural(total, 'prompt')} {are} cut from the left to seq_len={seq_len} ({longest})"
+                f"{self.cut:,} of {plural(total, 'prompt')} {are} cut from the left to {bound} ({longest})"
             )
         if self.unanswered:
             have = "has" if self.unanswered == 1 else "have"
@@ -273,10 +276,13 @@ def keep_fitting(
 ) -> tuple[NDArray[np.int64], Encoded, list[str]]:
     """Return the indices of the documents that `fit_records` keeps, these documents, and lines about the others.
 
+    `limit` is the longest sequence that the model allows, if that is known; `seq_len` may be longer.
+
     Raises:
         DataError: none is left.
     """
-    fitting, fitted, fit = fit_records(encoded, seq_len, truncate, tokenizer.bos_token_id)
+    longest = seq_len if limit is None else min(seq_len, limit)
+    fitting, fitted, fit = fit_records(encoded, longest, truncate, tokenizer.bos_token_id)
     if encoded.refused is not None and encoded.refused.all():
         raise DataError("no record is left: the chat template refuses all of them")
     if not len(fitting):

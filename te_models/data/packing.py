@@ -34,6 +34,7 @@ class Epoch(ABC):
         encoded: the documents.
         order: int64, the documents in the order of the epoch.
         seq_len: tokens per window.
+        longest: tokens per document in a window: longer texts are cut (`longest_document`).
         packing: "stream", "documents" to keep attention inside each document, or "none".
         pad: id of padding.
         random: draws the order of the windows; None keeps it.
@@ -46,6 +47,7 @@ class Epoch(ABC):
         encoded: Encoded,
         order: NDArray[np.int64],
         seq_len: int,
+        longest: int,
         packing: str,
         pad: int,
         random: np.random.Generator | None,
@@ -53,6 +55,7 @@ class Epoch(ABC):
         self.encoded = encoded
         self.order = order
         self.seq_len = seq_len
+        self.longest = longest
         self.packing = packing
         self.pad = pad
         count = self._lay()
@@ -83,8 +86,8 @@ class CutEpoch(Epoch):
     Windows with nothing to predict are left out: a last one of one token, or one inside a long prompt.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self.windows = self.windows[[self._counts(index) for index in range(self.num_windows)]]
         self.num_windows = len(self.windows)
 
@@ -111,27 +114,29 @@ class CutEpoch(Epoch):
         counted = inside.copy()
         if self.encoded.counted is not None:
             counted[inside] = self.encoded.counted[at]
-        return ids, flags_of(counted, inside & (offset == 0), ~inside)
+        firsts = begins_piece(offset, self.seq_len, self.longest)
+        return ids, flags_of(counted, inside & firsts, ~inside)
 
     def _counts(self, index: int) -> bool:
         """Return whether a window has a counted label after its first token."""
         whole = (int(self.windows[index]) + 1) * self.seq_len <= self.num_tokens
-        if self.encoded.counted is None and whole and self.seq_len > 2:
-            # Known without reading the window: reading each would go through the whole corpus.
-            return True  # a document has two tokens or more
+        if self.encoded.counted is None and whole and self.seq_len > 3:
+            # Known without reading the window: reading each would go through the whole corpus. A document has two
+            # tokens or more; of four in a row, two are in one piece of it, even if pieces are cut.
+            return True
         return bool((self.window(index)["labels"][1:] != IGNORED).any())
 
 
 class RecordEpoch(Epoch):
-    """Whole records, several to a window where they fit; texts among them are cut at `seq_len` tokens.
+    """Whole records, several to a window where they fit; texts among them are cut at `longest` tokens.
 
-    The packing "none" gives each record a window of its own. Every record must fit into a window and have a counted
-    label after its first token (te_models.data.encoding.fit_records).
+    The packing "none" gives each record a window of its own. No record may be longer than `longest`, and each must have
+    a counted label after its first token (te_models.data.encoding.fit_records).
     """
 
     def _lay(self) -> int:
         starts, lengths = cut_texts(
-            self.encoded.starts[self.order], self.encoded.lengths[self.order], self.seq_len
+            self.encoded.starts[self.order], self.encoded.lengths[self.order], self.longest
         )
         if self.packing == "none":
             # A window for each record, in their order.
@@ -161,15 +166,35 @@ class RecordEpoch(Epoch):
         return ids, flags_of(counted, firsts, np.arange(self.seq_len) >= total)
 
 
+def longest_document(seq_len: int, packing: str, limit: int | None) -> int:
+    """Return how many tokens of a document a window may have: all, or as many as a model takes in one sequence.
+
+    Args:
+        seq_len: tokens per window.
+        packing: "documents": a window may be longer than the model's sequences, since positions begin anew in each.
+        limit: tokens of a sequence of the model; None: any number.
+    """
+    if limit is None or packing != "documents":
+        return seq_len
+    return min(seq_len, limit)
+
+
+def begins_piece(offset: NDArray[np.int64], seq_len: int, longest: int) -> NDArray[np.bool_]:
+    """Return which tokens begin a document or a piece of one, by their places in it, `offset` [tokens]."""
+    if longest == seq_len:
+        return offset == 0
+    return offset % longest == 0
+
+
 def cut_texts(
-    starts: NDArray[np.int64], lengths: NDArray[np.int64], seq_len: int
+    starts: NDArray[np.int64], lengths: NDArray[np.int64], longest: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Cut documents longer than `seq_len` into pieces of that length; pieces of one token are left out."""
-    counts = -(-lengths // seq_len)
+    """Cut documents longer than `longest` into pieces of that length; pieces of one token are left out."""
+    counts = -(-lengths // longest)
     # The number of each piece in its document.
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = np.repeat(starts, counts) + number * seq_len
-    lengths = np.minimum(np.repeat(lengths, counts) - number * seq_len, seq_len)
+    starts = np.repeat(starts, counts) + number * longest
+    lengths = np.minimum(np.repeat(lengths, counts) - number * longest, longest)
     return starts[lengths > 1], lengths[lengths > 1]
 
 

@@ -41,7 +41,13 @@ from te_models.data.encoding import Fit, encode_documents
 from te_models.data.files import check_text
 from te_models.data.formats import Document
 from te_models.data.lane import Lane, Position, Request
-from te_models.data.packing import check_windows, pack_window, repeats, stack_windows
+from te_models.data.packing import (
+    check_windows,
+    longest_document,
+    pack_window,
+    repeats,
+    stack_windows,
+)
 from te_models.data.sources import Source
 from te_models.data.tokenizer_base import Tokenizer
 from te_models.distributed.control import Ranks
@@ -58,7 +64,7 @@ class StreamingDataset:
 
     Args:
         corpus: sources, or a file, folder, glob or URL (te_models.data.files.find_files).
-        tokenizer, seq_len, batch_size, seed, truncate, rank, world_size: as for TokenDataset.
+        tokenizer, seq_len, batch_size, seed, truncate, limit, rank, world_size: as for TokenDataset.
         packing: "stream", "documents" to keep attention inside each document, or "none". Under the last two, documents
             that are records stay whole if any source has them; "none" gives each a window of its own.
         columns: your column names -> the formats' (te_models.config.data.parse_columns).
@@ -92,6 +98,7 @@ class StreamingDataset:
         seed: int,
         packing: str = "stream",
         truncate: str = "drop",
+        limit: int | None = None,
         columns: Mapping[str, str] | None = None,
         records: bool | None = None,
         skip_bad: bool = False,
@@ -109,6 +116,7 @@ class StreamingDataset:
         self.batch_size = batch_size
         self.seed = seed
         self.packing = packing
+        self.limit = limit
         self.shuffle = shuffle
         self.rank = rank
         self.world_size = world_size
@@ -127,6 +135,7 @@ class StreamingDataset:
             columns=columns or {},
             whole=self.whole,
             seq_len=seq_len,
+            longest=longest_document(seq_len, packing, limit),
             packing=packing,
             truncate=truncate,
             records=records,
@@ -200,7 +209,13 @@ class StreamingDataset:
         if not total.unanswered and not total.too_long:
             # No record was too long or without an answer, so all of them were unreadable, if there were any.
             bad.refuse_all(self.chunks.source)
-        total.refuse(number, self.seq_len, self.reader.truncate, source=f"{self.chunks.source}: ")
+        total.refuse(
+            number,
+            self.seq_len,
+            self.reader.truncate,
+            limit=self.limit,
+            source=f"{self.chunks.source}: ",
+        )
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Return the dataset itself: a second iterator continues where the first one stopped."""
@@ -419,6 +434,8 @@ class StreamingDataset:
             kind += [self.reader.truncate, dict(self.reader.columns)]
         if (chunks.weights != 1).any():
             kind.append(chunks.weights.tolist())
+        if self.reader.longest < self.seq_len:
+            kind.append(self.reader.longest)
         # Names without folders: a corpus may be moved between two runs.
         names = [name.rpartition("/")[2] for name in chunks.files]
         # Six bytes, which a JSON double holds exactly.

@@ -50,6 +50,7 @@ def open_data(
     config: TrainConfig,
     *,
     formatting: Formatting | None = None,
+    limit: int | None = None,
     rank: int = 0,
     world_size: int = 1,
     ranks: Ranks | None = None,
@@ -68,6 +69,8 @@ def open_data(
         config: seq_len, batch_size, gradient_accumulation, seed and eval_batches.
         formatting: makes of each record in memory, and of each of `eval_data` there, a text, a list of messages, or a
             dict with the fields of a format, such as prompt and completion.
+        limit: the longest sequence that the model allows (`model.config.longest_sequence`); packed documents are cut to
+            it or left out, so that config.seq_len may be larger. None: any length.
         rank: number of this process among those that share the data; the processes of one replica have the same.
         world_size: number of ranks that share the data.
         ranks: the processes that exchange positions of a streamed corpus when a checkpoint is saved.
@@ -97,6 +100,7 @@ def open_data(
         columns=columns,
         tokenizer=tokenizer,
         config=config,
+        limit=limit,
         rank=rank,
         world_size=world_size,
         ranks=ranks,
@@ -233,6 +237,7 @@ class _Opening:
     columns: Mapping[str, str]
     tokenizer: Tokenizer
     config: TrainConfig
+    limit: int | None
     rank: int
     world_size: int
     ranks: Ranks | None
@@ -246,6 +251,7 @@ class _Opening:
             batch_size=self.config.batch_size,
             seed=self.config.seed,
             packing=self.packing,
+            limit=self.limit,
             rank=self.rank,
             world_size=self.world_size,
         )
@@ -279,9 +285,13 @@ class _Opening:
         left_out: list[str] = []
         encoded = encode_documents(documents, self.tokenizer, whole, self.bad)
         if whole:
-            size = self.config.seq_len
-            truncate = self.settings.truncate
-            fitting, encoded, left_out = keep_fitting(encoded, self.tokenizer, size, truncate)
+            fitting, encoded, left_out = keep_fitting(
+                encoded,
+                self.tokenizer,
+                self.config.seq_len,
+                self.settings.truncate,
+                self.limit,
+            )
             documents = [documents[i] for i in fitting]
             weights = weights[fitting]
             remarks += left_out
@@ -349,7 +359,7 @@ class _Opening:
         if dataset.whole:
             number, fit, padding, ignored = dataset.sample()
             remarks += ignored
-            lines = fit.describe(number, self.config.seq_len, settings.truncate)
+            lines = fit.describe(number, self.config.seq_len, settings.truncate, self.limit)
             remarks += [f"in the first {number:,} of them: {line}" for line in lines]
             remarks.append(f"packed chunk by chunk, with {padding:.1%} padding in the first")
         else:

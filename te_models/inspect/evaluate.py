@@ -236,7 +236,7 @@ def make_batches(
     check_least(0, max_batches=max_batches)
     limit = model.config.longest_sequence
     length = min(SEQ_LEN, limit) if seq_len is None else seq_len
-    check_fit(tokenizer, model.config, length)
+    check_fit(tokenizer, model.config, length, "documents")
     if any(document.conversation is not None for document in documents):
         tokenizer.ensure_chat_template()
     options = dict(

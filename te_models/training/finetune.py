@@ -68,7 +68,13 @@ def finetune(
         report = Report(source.settings, folder, quiet=not processes.ranks.first)
         # Before the data, which may take minutes to open.
         memory = check_memory(source, config, processes)
-        data = open_run_data(source.settings, config, processes, source.checkpoint)
+        data = open_run_data(
+            source.settings,
+            config,
+            processes,
+            checkpoint=source.checkpoint,
+            limit=source.shape.longest_sequence,
+        )
         with contextlib.closing(data):  # after Ctrl-C too, while processes that read it start
             source, config = fit_to_data(source, config, data, folder)
             model, adapters = build_model(source, config, processes, data)
@@ -258,7 +264,7 @@ def build_model(
     """Return the model, which fits its data, and the adapters that --lora adds to it."""
     torch.manual_seed(config.seed)
     model = source.build(processes)
-    check_fit(data.tokenizer, model.config, config.seq_len)
+    check_fit(data.tokenizer, model.config, config.seq_len, data.dataset.packing)
     model.add_stop_tokens(data.dataset.ends)  # for the answers before the first step too
     return model, add_adapters(source.settings, model)
 

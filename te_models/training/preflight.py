@@ -65,6 +65,9 @@ def check_memory(model: ModelSource, config: TrainConfig, processes: Parallel) -
     """
     settings = model.settings
     shape = model.shape
+    if config.seq_len > shape.longest_sequence:
+        # Packed documents are shorter than a window. Whether there are any is known once the data is open.
+        shape = replace(shape, max_position_embeddings=config.seq_len)
     recipe = model.recipe
     device = torch.device(processes.device or choose_device(settings.build.get("device")))
     options = {**_build_options(model), **_step_options(settings, config, processes)}

@@ -40,9 +40,13 @@ class RunData:
 
 
 def open_run_data(
-    settings: RunSettings, config: TrainConfig, processes: Parallel, checkpoint: Path | None
+    settings: RunSettings,
+    config: TrainConfig,
+    processes: Parallel,
+    checkpoint: Path | None,
+    limit: int,
 ) -> RunData:
-    """Open the data of a run.
+    """Open the data of a run, for a model that allows sequences of `limit` tokens.
 
     A run that continues from a `checkpoint` has its tokenizer and chat template, unless the user gave others.
     """
@@ -58,6 +62,7 @@ def open_run_data(
         data,
         tokenizer,
         dataclasses.replace(config, batch_size=processes.rows(config.batch_size)),
+        limit=limit,
         rank=processes.data_rank,
         world_size=processes.data_world,
         ranks=processes.ranks,

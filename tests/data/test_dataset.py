@@ -11,14 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from te_models.config.data import PACKINGS
+from te_models.config.data import PACKINGS, DataConfig
 from te_models.config.presets import get_preset
 from te_models.config.recipe import get_recipe
+from te_models.config.training import TrainConfig
 from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.data.dataset import TokenDataset, check_fit
 from te_models.data.documents import Document, load_documents
 from te_models.data.encoding import encode_documents
-from te_models.model.targets import IGNORED
+from te_models.data.training_data import open_data
+from te_models.errors import UsageError
+from te_models.model.targets import IGNORED, PAD_DOCUMENT
 from te_models.planning.memory_plan import plan_memory
 
 END, PADDING = ByteTokenizer.eos_token_id, ByteTokenizer.pad_token_id
@@ -313,6 +316,7 @@ def test_tokenizer_and_length_fit_the_model() -> None:
     stretched = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
     long = dataclasses.replace(config, rope_scaling=stretched)
     check_fit(ByteTokenizer(), long, 128)
+    check_fit(ByteTokenizer(), long, 500, "documents")
     plan_memory(long, get_recipe("bf16"), batch_size=1, seq_len=128)
     with pytest.raises(
         ValueError,
@@ -331,3 +335,47 @@ def test_description(tmp_path: Path) -> None:
     one = dataset([Document("text")])
     assert one.describe() == "1 document, 5 tokens in 1 window"
     assert repr(one).startswith("TokenDataset(1 document, 5 tokens in 1 window, in batches of ")
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["memory", "streamed"])
+@pytest.mark.parametrize("kind", ["texts", "records", "both"])
+def test_windows_longer_than_the_model_allows_hold_documents_that_are_not(
+    kind: str, streaming: bool, tmp_path: Path
+) -> None:
+    limit = 20
+    texts = [chr(97 + i) * (3 + 7 * i) for i in range(8)]  # 3 to 52 letters
+    paths = []
+    if kind != "records":
+        paths.append(tmp_path / "texts.jsonl")
+        paths[-1].write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    if kind != "texts":
+        paths.append(tmp_path / "records.jsonl")
+        records = [{"prompt": text.upper()[:-2], "completion": text[-2:]} for text in texts]
+        paths[-1].write_text("\n".join(map(json.dumps, records)))
+    files = [str(path) for path in paths]
+    config = TrainConfig(seq_len=64, batch_size=2, eval_batches=2)
+    settings = DataConfig(data=files, eval_data=files, packing="documents", streaming=streaming)
+    dataset, held_out = open_data(settings, ByteTokenizer(), config, limit=limit)
+    lengths: list[int] = []
+    seen = set()
+    for batch in [*held_out, *(next(dataset) for _ in range(12))]:
+        assert batch["input_ids"].shape == (2, 64)
+        for ids, documents in zip(
+            batch["input_ids"].tolist(), batch["document_ids"].tolist(), strict=True
+        ):
+            for document in set(documents) - {PAD_DOCUMENT}:
+                piece = [i for i, number in zip(ids, documents, strict=True) if number == document]
+                lengths.append(len(piece))
+                seen.update(bytes(i for i in piece if i < 256).decode())
+    assert max(lengths) <= limit
+    learned = {text[0] for text in texts}
+    if kind == "records":
+        # Records are left out where texts are cut; the token that ends a record counts too.
+        learned = {text[0] for text in texts if len(text) < limit}
+        expected = "5 of 8 records are longer than the 20 tokens that the model allows"
+        assert expected in dataset.describe()
+    assert {letter for letter in seen if letter.islower()} == learned
+    # A position counts windows, which another limit cuts elsewhere.
+    shorter, _ = open_data(settings, ByteTokenizer(), config, limit=limit - 1)
+    with pytest.raises(UsageError, match="the saved data position is of other data"):
+        shorter.load_state_dict(dataset.state_dict())

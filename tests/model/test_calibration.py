@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from bits import assert_same_tensors
 from kinds import EMULATED, KINDS, tokens
+from ranks import run_ranks
 from torch import Tensor
 
 import te_models.engine.emulated as emulated
 from te_models import CausalLM
 from te_models.config.presets import get_preset
 from te_models.config.recipe import get_recipe
+from te_models.engine.emulated.gemm import exact_gemm
 from te_models.errors import UsageError
 from te_models.fp8.scaling_state import WIDTHS, delayed_states, fp8_state, gemms_of
 from te_models.planning.memory_plan import plan_memory
@@ -320,3 +323,31 @@ def test_gradients_reach_each_of_several_mixers_beside_each_other(edge: int) -> 
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_reach_every_linear(name: str) -> None:
     assert not unmeasured_gradients(name, edge=0) and not unmeasured_gradients(name, edge=1)
+
+
+def _compare_a_step_with_one_process(rank: int, folder: str) -> None:
+    """Take a first step on this rank's half of a batch, and compare it with the same step on the whole batch."""
+    groups = [dist.new_group([number]) for number in range(2)]
+    own_group = groups[rank]
+    assert isinstance(own_group, dist.ProcessGroup)
+    whole = batch(rows=4, length=32)
+    half = {name: tensor.chunk(2)[rank] for name, tensor in whole.items()}
+    alone = build(num_hidden_layers=3)
+    alone.amax_group = own_group
+    shared = build(num_hidden_layers=3)
+    # Sums as on tensor cores: else products of up to 2^20 terms are summed in another order than larger ones.
+    with exact_gemm():
+        alone.calibrate(whole)
+        shared.calibrate(half, weights=[0.5])
+        assert_same_tensors(state(shared), state(alone))
+        expected = alone(**whole)
+        output = shared(**half)
+        assert torch.equal(output.logits, expected.logits.chunk(2)[rank])
+        expected.loss.backward()
+        (output.loss / 2).backward()
+        assert_same_tensors(state(shared), state(alone))
+
+
+def test_two_processes_have_the_scales_and_logits_of_one(tmp_path: Path) -> None:
+    """The update of the weights is the first thing that differs: gradients are summed in another order."""
+    run_ranks(_compare_a_step_with_one_process, tmp_path, 2, exact=True)
