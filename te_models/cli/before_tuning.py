@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,8 +47,10 @@ def base_model(model: CausalLM, folder: str | None, base_option: str | None) -> 
     path = base_option or _known(model, folder)
     if path is None:
         return None
+    # The adapters were merged into this folder's weights: it has been read, and its notices are on the screen.
+    read_before = base_option is None and model.origin.adapters is not None
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_notices(read_before):
             warnings.simplefilter("ignore", UserWarning)  # of FP8 state, which BF16 has no use for
             return CausalLM.from_pretrained(path, device="cpu", recipe="bf16", dtype=model.dtype)
     except (TeModelsError, OSError) as error:
@@ -56,6 +61,19 @@ def base_model(model: CausalLM, folder: str | None, base_option: str | None) -> 
             f"the base model cannot be read ({error}): nothing is said about the tuning", err=True
         )
         return None
+
+
+@contextlib.contextmanager
+def _without_notices(silent: bool) -> Iterator[None]:
+    """Inside, if `silent`, log no notices about the folders that are read."""
+    readers = logging.getLogger("te_models.interop")
+    level = readers.level
+    if silent:
+        readers.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        readers.setLevel(level)
 
 
 def _known(model: CausalLM, folder: str | None) -> str | Path | None:

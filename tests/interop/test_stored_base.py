@@ -441,3 +441,22 @@ def test_copies_and_pickles_keep_the_form(tmp_path: Path) -> None:
     assert isinstance(again, torch.nn.Parameter) and isinstance(again, StoredWeight)
     assert torch.equal(again.dequantize(), plain(model.layers[0].mlp.down_proj.weight))
     assert SKETCH["device"] == "meta" and set(LAYOUTS) >= {"nvfp4"}
+
+
+@pytest.mark.parametrize("command", ["export", "parity"])
+def test_a_release_that_is_read_twice_has_one_notice(
+    command: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its second reading tells how much of the tuning an export leaves."""
+    publish(tmp_path / "release", "mxfp4", "gpt_oss")
+    adapted_model = load(tmp_path / "release", base_weights="dequantized")
+    save_lora(add_lora(adapted_model, r=2, target_modules=["o_proj"]), tmp_path / "adapter")
+    texts = tmp_path / "texts.txt"
+    texts.write_text("ab" * 200)
+    caplog.clear()
+    options = dict(
+        export=["--format", "bf16", "--out", str(tmp_path / "served")],
+        parity=["--export", "bf16", "--data", str(texts), "--batches", "1"],
+    )
+    assert main([command, "--model", str(tmp_path / "adapter"), *options[command]]) == 0
+    assert caplog.text.count("its experts are MXFP4, and are read as BF16") == 1
