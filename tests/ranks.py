@@ -40,13 +40,14 @@ def run_ranks(
     ranks: int,
     backend: str | None = "gloo",
     exact: bool = False,
+    gpus: bool = False,
 ) -> None:
     """Run `function(rank, folder)` in each of `ranks` processes, which share a process group.
 
     Without a backend the function makes the group itself, from the variables that torchrun sets, and in the store that
-    this process serves, as torchrun does. `exact` emulates a GPU's sums in FP8 products and norms, which takes most
-    of a tiny model's time. If a rank fails, the test fails with the traceback of the one that failed first, as that
-    rank saw it.
+    this process serves, as torchrun does; `gpus` says that it is of GPUs. `exact` emulates a GPU's sums in FP8 products
+    and norms, which takes most of a tiny model's time. If a rank fails, the test fails with the traceback of the one
+    that failed first, as that rank saw it.
     """
     store = (
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -55,7 +56,7 @@ def run_ranks(
     )
     arguments = (function, str(folder), ranks, backend, store.port if store else 0, exact)
     # The server's imports ask CUDA for its devices, after which no fork of it can use one.
-    method = "spawn" if backend == "nccl" else "forkserver"
+    method = "spawn" if gpus or backend == "nccl" else "forkserver"
     try:
         mp.start_processes(_run, arguments, nprocs=ranks, start_method=method)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:

@@ -319,7 +319,7 @@ def test_sharded_experts_have_the_gradients_of_one_process(tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", ["fsdp", "fsdp+ep"])
 def test_sharded_experts_have_the_gradients_of_one_gpu(kind: str, tmp_path: Path) -> None:
     """Those that FSDP2 gathers again for the backward pass are elsewhere in memory then."""
-    run_ranks(partial(sharded, "cuda", kind), tmp_path, 2, backend=None)
+    run_ranks(partial(sharded, "cuda", kind), tmp_path, 2, backend=None, gpus=True)
     # Some twenty operations round to BF16, 2^-9 each, and move some values to the next code; gradients that are not
     # averaged are off by a factor of 2.
     assert all(error < 2.0**-3 for error in torch.load(tmp_path / "sharded.pt").values())
