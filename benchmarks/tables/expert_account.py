@@ -51,7 +51,7 @@ def least_cast_ms(shape: str) -> float:
 @table
 def expert_account() -> str:
     """Kernels of a step by kind, under each recipe."""
-    result = load("expert_account_h200")
+    result = load("expert_profile_h200")
     tables = []
     for shape, name in NAMES.items():
         found = {row["recipe"]: row for row in result["rows"] if row["shape"] == shape}
@@ -67,7 +67,7 @@ def expert_account() -> str:
         header = " | ".join(f"`{recipe}`" for recipe in recipes)
         tables.append(markdown(f"{name}, ms | {header}", rows))
     olmoe, a3b = (f"{least_cast_ms(shape):.1f}" for shape in NAMES)
-    idle = max(result["idle_ms"].values())
+    idle = max(load("expert_account_h200")["idle_ms"].values())
     about = (
         "Kernels are from a profile, in which the card's clocks are a little higher than in the timed steps; between "
         f"them a step is idle for {idle:.1f} ms at most. At {BANDWIDTH / 1e12:.1f} TB/s the bytes of the second line "

@@ -304,7 +304,8 @@ def to_trl(method: str, way: str) -> str:
 def scaling() -> str:
     """Whole training steps on two GPUs and four."""
     rows = []
-    for name in ("scaling_h200", "expert_scaling_h100_x2", "expert_scaling_h200_x2"):
+    names = ("scaling_h200", "expert_scaling_h100_x2", "expert_scaling_h200_x2")
+    for name in (*names, "expert_scaling_h200_x4"):
         rows += load(name)["rows"]
     alone = next(r["tokens_per_second_alone"] for r in rows if r.get("alone"))
 
