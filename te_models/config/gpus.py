@@ -41,7 +41,6 @@ class Gpu:
         return same and self.bf16_tflops > 0 and self.name != other.name
 
 
-GENERATIONS = ("Ampere", "Ada", "Hopper", "data-centre Blackwell", "consumer Blackwell")
 GPUS = (
     Gpu("RTX 3090", (8, 6), 24, "Ampere"),
     Gpu("A100", (8, 0), 80, "Ampere", 312),

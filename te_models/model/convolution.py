@@ -1,10 +1,11 @@
-"""Parts of mixers whose state has one size for any number of tokens: taps, padding, and the newest inputs.
+"""Parts of mixers whose state has one size for any number of tokens: taps, padding, newest inputs, initial decays.
 
 Shapes: B batch, S sequence, C channels of the convolution, K taps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from te_models.model.forward_context import ForwardContext
+
+# The range of softplus(dt_bias) in a new model (Gu and Dao 2023, arXiv 2312.00752).
+SLOWEST = 1e-3
+FASTEST = 0.1
 
 
 class Taps(nn.Module):
@@ -29,6 +34,18 @@ class Taps(nn.Module):
             return
         bound = self.weight.shape[2] ** -0.5
         values.uniform_(-bound, bound)
+
+
+def initialize_decays(name: str, values: Tensor) -> None:
+    """Set the initial values of "A_log" or "dt_bias", so that decays cover a range of lengths.
+
+    A token decays the state by exp(-exp(A_log) * softplus(... + dt_bias)).
+    """
+    if name == "A_log":
+        values.uniform_(1.0, 16.0).log_()
+        return
+    rate = values.uniform_(math.log(SLOWEST), math.log(FASTEST)).exp_()
+    values.copy_(rate + torch.log(-torch.expm1(-rate)))  # softplus of which is the rate
 
 
 def without_padding(mix: Callable[..., Tensor], context: ForwardContext, *inputs: Tensor) -> Tensor:

@@ -3,23 +3,18 @@
 C = 2 Kd + Vd channels of q, k and v; n value heads.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from te_models.config.deltanet import DeltaNetSpec
 from te_models.kernels.delta_rule import delta_rule, delta_rule_kernel
 from te_models.kernels.gradient_room import GradientRoom, Slot, split
-from te_models.model.convolution import Taps, newest
+from te_models.model.convolution import Taps, initialize_decays, newest
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState
 from te_models.model.part import Mixer
 from te_models.model.te_modules import Factory, first_rows, pad_rows
 from te_models.model.whole_rows import WholeRows
-
-SLOWEST = 1e-3
-FASTEST = 0.1  # range of softplus(dt_bias) in a new model (Gu and Dao 2023, arXiv 2312.00752)
 
 
 class GatedDeltaNet(Mixer[DeltaNetSpec]):
@@ -47,11 +42,8 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         """Set initial values as the base class does; decays cover a range of lengths, as in the paper's code."""
         if name == "conv1d.weight":
             self.conv1d.initialize("weight", values)
-        elif name == "A_log":
-            values.uniform_(1.0, 16.0).log_()
-        elif name == "dt_bias":
-            rate = values.uniform_(math.log(SLOWEST), math.log(FASTEST)).exp_()
-            values.copy_(rate + torch.log(-torch.expm1(-rate)))  # softplus of which is the rate
+        elif name in ("A_log", "dt_bias"):
+            initialize_decays(name, values)
         elif name == "norm.weight":
             values.fill_(1.0)
         else:

@@ -5,23 +5,18 @@ C channels of all heads, n heads, R the rank of the gates.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from te_models.config.kda import KDASpec
 from te_models.kernels.gradient_room import GradientRoom, Slot, split
 from te_models.kernels.kda import kda_kernel, kimi_delta_rule
-from te_models.model.convolution import Taps, newest
+from te_models.model.convolution import Taps, initialize_decays, newest
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState
 from te_models.model.part import Mixer
 from te_models.model.te_modules import Factory, first_rows, pad_rows
 from te_models.model.whole_rows import WholeRows
-
-SLOWEST = 1e-3
-FASTEST = 0.1  # range of softplus(dt_bias) in a new model, as in flash-linear-attention
 
 
 class KimiDeltaAttention(Mixer[KDASpec]):
@@ -49,11 +44,8 @@ class KimiDeltaAttention(Mixer[KDASpec]):
         owner, _, kind = name.partition(".")
         if owner == "conv1d":
             self.conv1d.initialize(kind, values)
-        elif name == "A_log":
-            values.uniform_(1.0, 16.0).log_()
-        elif name == "dt_bias":
-            rate = values.uniform_(math.log(SLOWEST), math.log(FASTEST)).exp_()
-            values.copy_(rate + torch.log(-torch.expm1(-rate)))  # softplus of which is the rate
+        elif name in ("A_log", "dt_bias"):
+            initialize_decays(name, values)
         elif owner == "o_norm":
             values.fill_(1.0)
         else:

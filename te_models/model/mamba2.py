@@ -5,23 +5,18 @@ C = H P + 2 G N channels of x, b and c.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
 from te_models.config.mamba2 import Mamba2Spec
 from te_models.kernels.gradient_room import GradientRoom, Slot, split
 from te_models.kernels.state_space import state_space, state_space_kernel
-from te_models.model.convolution import Taps, newest
+from te_models.model.convolution import Taps, initialize_decays, newest
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState
 from te_models.model.part import Mixer
 from te_models.model.te_modules import Factory, first_rows, pad_rows
 from te_models.model.whole_rows import WholeRows
-
-SLOWEST = 1e-3
-FASTEST = 0.1  # range of softplus(dt_bias) in a new model, as in the paper's code
 
 
 class GroupNorm(nn.Module):
@@ -60,12 +55,8 @@ class Mamba2(Mixer[Mamba2Spec]):
         owner, _, kind = name.partition(".")
         if owner == "conv1d":
             self.conv1d.initialize(kind, values)
-        elif name == "A_log":
-            # The module's decay rate is exp(A_log), between 1 and 16.
-            values.uniform_(1.0, 16.0).log_()
-        elif name == "dt_bias":
-            rate = values.uniform_(math.log(SLOWEST), math.log(FASTEST)).exp_()
-            values.copy_(rate + torch.log(-torch.expm1(-rate)))  # softplus of which is the rate
+        elif name in ("A_log", "dt_bias"):
+            initialize_decays(name, values)
         elif name in ("D", "norm.weight"):
             values.fill_(1.0)
         else:

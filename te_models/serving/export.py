@@ -26,7 +26,7 @@ from te_models.interop.hf import HuggingFaceFolder
 from te_models.interop.hf_families import Family, family_for, family_of
 from te_models.interop.hf_writing import write_hugging_face
 from te_models.interop.origin import Origin
-from te_models.interop.quantized import BLOCK, E4M3, WeightStorage, dequantize
+from te_models.interop.quantized import BLOCK, E4M3, TENSOR, WeightStorage, dequantize
 from te_models.interop.stored_weights import collapse, spread
 from te_models.interop.tensor_places import Place, tensor_places
 from te_models.model.decoder import Decoder
@@ -406,7 +406,8 @@ class _Writer:
         if self.format.encode is None:
             return None
         # The FP8 weight itself, as it was trained: a second cast could round it otherwise.
-        if is_own and self.name == "fp8-tensor" and f"{ours}.data" in self.fp8_weights:
+        one_scale = self.format.storage is not None and self.format.storage.block == TENSOR.block
+        if is_own and one_scale and f"{ours}.data" in self.fp8_weights:
             scale = self.fp8_weights[f"{ours}.scale_inv"]
             return {
                 "weight": self.fp8_weights[f"{ours}.data"].view(E4M3),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from recurrences import assert_close, assert_same_recurrence, single
 from torch import Tensor
 
 from te_models.kernels.elementwise import channel_gates
@@ -39,33 +40,13 @@ def judge(
     return torch.stack(outputs, 1), states
 
 
-def single(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.float() for name, tensor in values.items()}
-
-
-def close(found: Tensor, expected: Tensor, bound: float = 1e-5) -> None:
-    assert (found.double() - expected).norm() <= bound * expected.norm()
-
-
 @pytest.mark.parametrize("length, size", [(1, 4), (4, 4), (23, 16), (70, 64)])
 def test_chunks_and_tokens_are_the_recurrence(length: int, size: int) -> None:
     """Outputs, the last state and all gradients, within 1e-5 of FP64."""
     exact = inputs(length)
     before = torch.randn(2, HEADS, WIDTH, WIDTH, dtype=torch.float64)
-    leaves = {name: tensor.requires_grad_() for name, tensor in exact.items()}
-    expected, last = judge(**leaves, state=before)
-    weights = torch.randn_like(expected)
-    slopes = torch.autograd.grad((expected * weights).sum() + last.sum(), [*leaves.values()])
     for compute in (functools.partial(chunked, size=size), recurrent):
-        own = {name: tensor.detach().requires_grad_() for name, tensor in single(exact).items()}
-        found, state = compute(**own, state=before.float())
-        close(found, expected)
-        close(state, last)
-        total = (found * weights.float()).sum() + state.sum()
-        for gradient, slope in zip(
-            torch.autograd.grad(total, [*own.values()]), slopes, strict=True
-        ):
-            close(gradient, slope)
+        assert_same_recurrence(compute, judge, exact, before)
 
 
 LENGTHS = (3, 1, 9, 10)
@@ -79,7 +60,7 @@ def test_documents_are_those_alone(size: int) -> None:
     begin = 0
     for length in LENGTHS:
         own = {name: tensor[:, begin : begin + length] for name, tensor in exact.items()}
-        close(found[:, begin : begin + length], judge(**own)[0])
+        assert_close(found[:, begin : begin + length], judge(**own)[0])
         begin += length
 
 
@@ -99,11 +80,11 @@ def test_the_package_gets_what_it_documents(told: bool) -> None:
     kernels = functools.partial(by_linear_attention, rows_of_fla, rows_of_fla)
     expected, last = chunked(**own, state=state, documents=documents if told else None)
     found, after = kernels(**own, state=state, documents=documents if told else None)
-    close(found, expected.double())
+    assert_close(found, expected.double())
     if state is None:
         assert after is None
     else:
-        close(after, last.double())
+        assert_close(after, last.double())
 
 
 @pytest.mark.parametrize("bound", [None, 5.0])
@@ -117,5 +98,5 @@ def test_the_gates_are_those_of_the_paper(bound: float | None) -> None:
         -rates * F.softplus(logits) if bound is None else -bound * torch.sigmoid(rates * logits)
     )
     g, beta = channel_gates(f, b, a_log, dt_bias, real, bound=bound)
-    close(g, expected * real[..., None, None])
-    close(beta, b.double().sigmoid() * real[..., None])
+    assert_close(g, expected * real[..., None, None])
+    assert_close(beta, b.double().sigmoid() * real[..., None])

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from recurrences import assert_close, assert_same_recurrence, single
 from torch import Tensor
 
 from te_models.kernels.elementwise import gated_norm, time_steps
@@ -55,33 +56,13 @@ def judge(
     return torch.stack(outputs, 1), states
 
 
-def single(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.float() for name, tensor in values.items()}
-
-
-def close(found: Tensor, expected: Tensor, bound: float = 1e-5) -> None:
-    assert (found.double() - expected).norm() <= bound * expected.norm()
-
-
 @pytest.mark.parametrize("length, size", [(1, 4), (4, 4), (23, 8), (70, 64)])
 def test_chunks_and_tokens_are_the_recurrence(length: int, size: int) -> None:
     """Outputs, the last state and all gradients, within 1e-5 of FP64."""
     exact = inputs(length)
     before = torch.randn(2, HEADS, WIDTH, STATE, dtype=torch.float64)
-    leaves = {name: tensor.requires_grad_() for name, tensor in exact.items()}
-    expected, last = judge(**leaves, state=before)
-    weights = torch.randn_like(expected)
-    slopes = torch.autograd.grad((expected * weights).sum() + last.sum(), [*leaves.values()])
     for compute in (functools.partial(chunked, size=size), recurrent):
-        own = {name: tensor.detach().requires_grad_() for name, tensor in single(exact).items()}
-        found, state = compute(**own, state=before.float())
-        close(found, expected)
-        close(state, last)
-        total = (found * weights.float()).sum() + state.sum()
-        for gradient, slope in zip(
-            torch.autograd.grad(total, [*own.values()]), slopes, strict=True
-        ):
-            close(gradient, slope, 1e-5)
+        assert_same_recurrence(compute, judge, exact, before)
 
 
 LENGTHS = (3, 1, 9, 10)
@@ -98,7 +79,7 @@ def test_documents_are_those_alone(size: int) -> None:
             name: tensor[:, begin : begin + length] if tensor.dim() > 1 else tensor
             for name, tensor in exact.items()
         }
-        close(found[:, begin : begin + length], judge(**own)[0])
+        assert_close(found[:, begin : begin + length], judge(**own)[0])
         begin += length
 
 
@@ -139,17 +120,17 @@ def test_packages_get_what_they_document(kernels: Any, told: bool) -> None:
     state = None if told else torch.randn(2, HEADS, WIDTH, STATE)
     expected, last = chunked(**own, state=state, documents=documents if told else None)
     found, after = kernels(**own, state=state, documents=documents if told else None)
-    close(found, expected.double())
+    assert_close(found, expected.double())
     if state is None:
         assert after is None
     else:
-        close(after, last.double())
+        assert_close(after, last.double())
         one = {name: t[:, :1] if t.dim() > 1 else t for name, t in own.items()}
         with torch.no_grad():
             found, after = kernels(**one, state=state, documents=None)
         expected, last = recurrent(**one, state=state)
-        close(found, expected.double())
-        close(after, last.double())
+        assert_close(found, expected.double())
+        assert_close(after, last.double())
 
 
 def test_time_steps_have_bounds_and_are_zero_at_padding() -> None:
