@@ -46,42 +46,17 @@ from transformer_engine.pytorch.quantization import (
 
 from te_models.engine import native_experts, native_observers, native_scales
 from te_models.engine.native_handover import handover
+from te_models.engine.native_linear import LinearOfTorch, StoredLinear
 from te_models.engine.native_norm import LayerNormWithoutBias
 from te_models.engine.native_observers import (
     observe_quantizer,
     set_observers,
 )
-from te_models.engine.remade_weight import linear_with_remade_weight
-from te_models.engine.torch_linear import TorchLinear, padded_product
-from te_models.numerics.stored import StoredWeight
 
 __version__ = version("transformer-engine")
 autocast = _te.autocast
 fp8_autocast = _te.fp8_autocast
 quantized_model_init = _te.quantized_model_init
-
-
-class LinearOfTorch(Linear, TorchLinear):
-    """A te.Linear that is a torch.nn.Linear too, and takes sequences [B, S, in] under FP8."""
-
-    def forward(self, inp: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Return the output [..., out] for inp [..., in]; options as in te.Linear."""
-        enabled = FP8GlobalStateManager.is_fp8_enabled()
-        return padded_product(super().forward, inp, enabled, *args, **options)
-
-
-class StoredLinear(Linear):
-    """A te.Linear whose weight stays as a release stores it (te_models.engine.remade_weight)."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._is_fsdp2 = True
-
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **options: Any) -> Any:
-        """Return the output [..., out] for inp [..., in]; options as te.Linear has them."""
-        if not isinstance(self._parameters["weight"], StoredWeight):  # merged
-            return super().forward(inp, is_first_microbatch=is_first_microbatch, **options)
-        return linear_with_remade_weight(super().forward, self, inp, **options)
 
 
 native_scales.install()

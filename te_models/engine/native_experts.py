@@ -100,10 +100,10 @@ def runs_stored_experts(te_recipe: recipe.Recipe | None) -> bool:
 def counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
     """See te_models.kernels.handover.counts_on_device."""
     adapted = not isinstance(module, GroupedLinear)
-    if adapted:
-        module = module.get_submodule("base_layer")
-    if not isinstance(module, GroupedLinear) or not only_fsdp_hooks(module):
-        return False  # such as the hooks of calibration, which note amaxes
+    base = module._modules.get("base_layer") if adapted else module
+    if not isinstance(base, GroupedLinear) or not _is_plain(base):
+        return False
+    module = base
     if isinstance(module, FSDPModule) and adapted:
         return False
     if adapted and (module.in_features % 8 or module.out_features % 8):
@@ -124,6 +124,18 @@ def counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
     if _in_blocks(te_recipe):
         return plain and blocks_fit(weight.device, module.in_features, module.out_features)
     return _joint_casts(te_recipe) is not None
+
+
+def _is_plain(module: GroupedLinear) -> bool:
+    """Return whether a call of the module is te.GroupedLinear's own, over its own parameters, but for FSDP2's hooks."""
+    forward = type(module).forward  # FSDP2 makes a subclass, with the same forward
+    if forward is not GroupedLinear.forward and forward is not StoredGroupedLinear.forward:
+        return False
+    # Such as the hooks of calibration, which note amaxes.
+    if "forward" in vars(module) or not only_fsdp_hooks(module):
+        return False
+    # PyTorch's parametrizations compute the weights when they are read.
+    return "parametrizations" not in module._modules
 
 
 def _in_blocks(te_recipe: recipe.Recipe) -> bool:
@@ -246,7 +258,7 @@ def grouped(
     if route is not None and (not joint or te_recipe is None):
         x = dispatch(x, *route)
         route = None
-    if not isinstance(module, GroupedLinear):
+    if not isinstance(module, GroupedLinear) and "base_layer" in module._modules:
         return module(x, rows, is_first_microbatch=is_first_microbatch, run=grouped)
     if not joint:
         return module(x, rows, is_first_microbatch=is_first_microbatch)

@@ -7,7 +7,7 @@ width of the residual stream, F of the MLP.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformer_engine_torch as tex
@@ -432,8 +432,8 @@ def _gated_heads(
     return _GatedHeads.apply(x, z, module.weight, module.eps, target, slot)
 
 
-def _linear(module: Linear, x: Tensor, **options: bool | None) -> Tensor:
-    """See te_models.kernels.handover.linear."""
+def _linear(module: Any, x: Tensor, **options: bool | None) -> Tensor:
+    """See te_models.kernels.handover.linear; `module` may be a layer of peft in its place."""
     if not torch.is_grad_enabled():
         y = native_inference.linear(module, x, **options)
         return module(x, **options) if y is None else y
@@ -457,24 +457,28 @@ def _linear(module: Linear, x: Tensor, **options: bool | None) -> Tensor:
     return y
 
 
-def _cast_weight(module: Linear) -> Float8Tensor | None:
+def _cast_weight(module: Module) -> Float8Tensor | None:
     """Return a te.Linear's weight in FP8; None where the module casts it, or where it is FP8 already."""
-    if not (torch.is_grad_enabled() and isinstance(module, Linear)) or isinstance(
-        module.weight, (QuantizedTensor, StoredWeight)
-    ):
+    if not (torch.is_grad_enabled() and isinstance(module, Linear)):
+        return None
+    # Pruning and parametrizations make the weight when the module is called, or in a hook before.
+    weight = module._parameters.get("weight")
+    if weight is None or not is_untouched(module):
+        return None
+    if isinstance(weight, (QuantizedTensor, StoredWeight)):
         return None
     target = _target(_quantizer(module, "scaling_fwd", 1))
     if target is None or module.is_fsdp2:  # FSDP2 gathers and casts again in backward
         return None
     cast_scale = target.cast_scale
     fp8 = handover_triton.cast(
-        module.weight.detach(),
+        weight.detach(),
         scale=cast_scale.scale,
         amax=cast_scale.amax,
         e5m2=cast_scale.e5m2,
         counts=target.counts,
     )
-    return target.tensor(fp8, module.weight.dtype, counted=True)
+    return target.tensor(fp8, weight.dtype, counted=True)
 
 
 handover = {

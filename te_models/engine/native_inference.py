@@ -9,7 +9,7 @@ A part of te_models.engine.native. Sections are in docs/internals/transformer_en
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import transformer_engine.pytorch  # noqa: F401  makes transformer_engine_torch known
@@ -32,22 +32,21 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
 from te_models.device.hooks import is_untouched
-from te_models.engine.torch_linear import TorchLinear
+from te_models.engine.native_linear import LinearOfTorch
 
 ROWS = 8  # of which an FP8 product takes a multiple
 
 
-def linear(module: Linear, x: Tensor, is_first_microbatch: bool | None) -> Tensor | None:
+def linear(module: Module, x: Tensor, is_first_microbatch: bool | None) -> Tensor | None:
     """Return a te.Linear of x [N, I] without gradients: [N, O]; None where only the module computes what is asked for.
 
+    `module` may be anything in a te.Linear's place, such as a layer of peft, which computes more.
     `is_first_microbatch` decides, as in te.Linear, whether the FP8 weight is made anew (True), taken from the module's
     cache (False), or made and not kept (None).
     """
-    weight: Any = module._parameters[
-        "weight"
-    ]  # which nn.Module's look-up by name takes longer to find
-    if not _is_plain(module, weight, x):
+    if not _is_plain(module, x):
         return None
+    weight: Any = module._parameters["weight"]
     bias = module.bias if module.use_bias else None
     if not FP8GlobalStateManager.is_fp8_enabled():
         if FP8GlobalStateManager.is_fp8_calibration() or isinstance(weight, QuantizedTensor):
@@ -79,11 +78,15 @@ def linear(module: Linear, x: Tensor, is_first_microbatch: bool | None) -> Tenso
     )[0]
 
 
-def _is_plain(module: Linear, weight: Any, x: Tensor) -> bool:
-    """Return whether te.Linear, with this weight, would do no more for x than cast and multiply."""
-    is_linear = type(module) is Linear or isinstance(module, TorchLinear)
-    if not is_linear or type(x) is not Tensor or x.dim() != 2 or not is_untouched(module):
+def _is_plain(module: Module, x: Tensor) -> TypeGuard[Linear]:
+    """Return whether the module is a te.Linear that would do no more for x than cast and multiply."""
+    # By their very type: a subclass, which parametrizations make too, computes what it likes.
+    if type(module) is not Linear and type(module) is not LinearOfTorch:
         return False
+    if type(x) is not Tensor or x.dim() != 2 or not is_untouched(module):
+        return False
+    # nn.Module's look-up by name takes longer. It has no parameter where others make the weight, as pruning does.
+    weight: Any = module._parameters.get("weight")
     if type(weight) is not Parameter and not isinstance(weight, QuantizedTensor):
         return False
     if module.tp_size > 1 or module.is_fsdp2 or module.fsdp_group is not None:
@@ -95,7 +98,9 @@ def _is_plain(module: Linear, weight: Any, x: Tensor) -> bool:
     # A checkpoint's forward pass has no gradients either, and te.Linear keeps its scales for the second one.
     if is_fp8_activation_recompute_enabled() or torch.compiler.is_compiling():
         return False
-    # FP8 products write no FP32, and te.Linear casts a bias there.
+    # te.Linear casts a bias of another dtype, and one of FP32 for products in FP8, which write no FP32.
+    if module.use_bias and module.bias.dtype != x.dtype:
+        return False
     half = x.dtype in (torch.bfloat16, torch.float16)
     return half and weight.dtype == x.dtype and x.is_contiguous()
 

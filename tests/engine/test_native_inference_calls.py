@@ -1,16 +1,24 @@
-"""Which calls a te.Linear without gradients makes (engine/native_inference.py), on stand-ins for Transformer Engine."""
+"""Which calls a te.Linear without gradients makes (engine/native_inference.py), on stand-ins for Transformer Engine.
+
+And that modules in the place of te.Linears and te.GroupedLinears run themselves.
+"""
 
 import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from adapters import peft
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 
-import te_models
+import te_models.engine
+from te_models.adapters.layers import LoraExperts, LoraLinear
+from te_models.kernels.groups import Groups
 
 BF16 = torch.bfloat16
 
@@ -48,8 +56,10 @@ class Linear(nn.Module):
     tp_size = 1
     fsdp_group = None
 
+    in_features, out_features = 16, 24
+
     def __init__(self) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.weight = nn.Parameter(torch.randn(24, 16, dtype=BF16))
         self.fp8_meta: dict[str, Any] = {}
         self.quantizers: dict[str, list[Quantizer]] = {"scaling_fwd": []}
@@ -61,6 +71,26 @@ class Linear(nn.Module):
         self.fp8 = self.fp8_initialized = True
         self.fp8_meta["recipe"] = State.recipe
         self.quantizers["scaling_fwd"] = [Quantizer(), Quantizer(), Quantizer()]
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        return x @ self.weight.T
+
+
+class GroupedLinear(nn.Module):
+    """The attributes of a te.GroupedLinear of two experts that are read."""
+
+    in_features, out_features, num_gemms = 16, 24, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        for expert in range(2):
+            weight = nn.Parameter(torch.randn(24, 16, dtype=BF16))
+            self.register_parameter(f"weight{expert}", weight)
+
+    def forward(self, x: Tensor, rows: Any, is_first_microbatch: bool | None = None) -> Tensor:
+        rows = rows.counts.tolist() if isinstance(rows, Groups) else rows
+        first, second = x.split(rows)
+        return torch.cat([first @ self.weight0.T, second @ self.weight1.T])
 
 
 class State:
@@ -100,19 +130,26 @@ def general_gemm(weight: Quantized, x: Quantized, **options: Any) -> tuple[Tenso
 
 
 @pytest.fixture
-def inference(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module, imported with stand-ins."""
+def engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The files of the native engine, imported with stand-ins."""
     package = "transformer_engine.pytorch"
-    names: dict[str, dict[str, Any]] = {
+    recipes = dict.fromkeys(
+        ("Recipe", "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"), type
+    )
+    names: dict[str, Any] = {
         "transformer_engine": {},
+        "transformer_engine.common": dict(recipe=type("recipe", (), recipes)),
         package: dict(
+            DType=MagicMock(),
             Float8CurrentScalingQuantizer=CurrentScaling,
             Float8Quantizer=Quantizer,
+            Float8Tensor=type("Float8Tensor", (Tensor,), {}),
+            GroupedLinear=GroupedLinear,
+            LayerNorm=type("LayerNorm", (nn.Module,), {}),
             Linear=Linear,
             QuantizedTensor=type("QuantizedTensor", (Tensor,), {}),
             RMSNorm=type("RMSNorm", (nn.Module,), {}),
         ),
-        "transformer_engine_torch": {},
         "transformer_engine.debug.pytorch.debug_state": dict(
             TEDebugState=type("TEDebugState", (), {"debug_enabled": False})
         ),
@@ -120,7 +157,11 @@ def inference(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         f"{package}.cpp_extensions": dict(general_gemm=general_gemm),
         f"{package}.distributed": dict(is_fp8_activation_recompute_enabled=lambda: False),
         f"{package}.module.base": dict(quantize_weight=quantize_weight),
-        f"{package}.quantization": dict(FP8GlobalStateManager=State),
+        f"{package}.quantization": dict(
+            FP8GlobalStateManager=State,
+            DelayedScalingRecipeState=type("DelayedScalingRecipeState", (), {}),
+            get_fp8_te_dtype=MagicMock(),
+        ),
         f"{package}.tensor.storage.float8_tensor_storage": dict(Float8TensorStorage=Quantized),
     }
     for name, content in names.items():
@@ -132,12 +173,24 @@ def inference(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    path = Path(te_models.__file__).parent / "engine/native_inference.py"
-    spec = importlib.util.spec_from_file_location("native_inference_on_stand_ins", path)
-    assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", MagicMock())
+    loaded = {}
+    for name in ("linear", "inference", "norm", "experts", "handover"):  # each imports those before
+        full = f"te_models.engine.native_{name}"
+        path = Path(te_models.__file__).parent / f"engine/native_{name}.py"
+        spec = importlib.util.spec_from_file_location(full, path)
+        assert spec is not None and spec.loader is not None
+        loaded[name] = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, full, loaded[name])
+        monkeypatch.setattr(te_models.engine, f"native_{name}", loaded[name], raising=False)
+        spec.loader.exec_module(loaded[name])
+    return loaded
+
+
+@pytest.fixture
+def inference(engine: dict[str, Any]) -> Any:
+    """te_models.engine.native_inference, imported with stand-ins."""
+    return engine["inference"]
 
 
 def casts(module: Linear) -> list[int]:
@@ -209,3 +262,140 @@ def test_what_the_calls_do_not_cover_is_left_to_the_module(inference: ModuleType
         assert inference.linear(module, x, None) is None
     assert inference.linear(Linear(), x[:7], None) is None  # rows that FP8 products do not take
     assert inference.linear(Linear(), x.float(), None) is None
+
+
+class Doubled(nn.Module):
+    """A parametrization, and a module around another one."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        return 2 * (x if self.module is None else self.module(x, *args, **options))
+
+
+def doubled_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass with a forward of its own."""
+
+    def forward(self: Any, *args: Any, **options: Any) -> Tensor:
+        return 2 * kind.forward(self, *args, **options)
+
+    return type("Subclass", (kind,), {"forward": forward})
+
+
+def adapted(base: Any, kind: type[Any], **fields: Any) -> nn.Module:
+    config = peft.LoraConfig(r=4, init_lora_weights=False, **fields)
+    layer = kind(base, "default", config, r=4, lora_alpha=8)
+    return layer.to(BF16)
+
+
+def parametrized(base: nn.Module, name: str) -> nn.Module:
+    return parametrize.register_parametrization(base, name, Doubled())
+
+
+def pruned(base: nn.Module, name: str) -> nn.Module:
+    module = prune.random_unstructured(base, name, amount=0.5)
+    with torch.no_grad():
+        module.get_parameter(f"{name}_orig").mul_(2)  # after a step: its hook reads it anew
+    return module
+
+
+def patched(base: Any) -> nn.Module:
+    forward = base.forward
+    base.forward = lambda *args, **options: 2 * forward(*args, **options)
+    return base
+
+
+def biased(base: Any) -> nn.Module:
+    base.use_bias, base.bias = True, nn.Parameter(torch.ones(24))
+    return base
+
+
+LINEARS: dict[str, Any] = {
+    "lora": lambda base: adapted(base, LoraLinear),
+    "dora": lambda base: adapted(base, LoraLinear, use_dora=True),
+    "peft": lambda base: adapted(base, peft.tuners.lora.layer.Linear),
+    "subclass": lambda base: doubled_class(type(base))(),
+    "parametrized": lambda base: parametrized(base, "weight"),
+    "pruned": lambda base: pruned(base, "weight"),
+    "patched": patched,
+    "biased": biased,
+    "wrapped": Doubled,
+    "torch": lambda base: nn.Linear(16, 24, bias=False, dtype=BF16),
+}
+EXPERTS: dict[str, Any] = {
+    "plain": lambda base: base,
+    "lora": lambda base: adapted(base, LoraExperts),
+    "subclass": lambda base: doubled_class(type(base))(),
+    "parametrized": lambda base: parametrized(base, "weight0"),
+    "pruned": lambda base: pruned(base, "weight1"),
+    "patched": patched,
+    "wrapped": Doubled,
+}
+
+
+@pytest.mark.parametrize("of_torch", [False, True])
+@pytest.mark.parametrize("case", LINEARS)
+@torch.no_grad()
+def test_a_module_in_the_place_of_a_linear_runs_itself(
+    case: str, of_torch: bool, engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[nn.Module] = []
+    kind = engine["linear"].LinearOfTorch if of_torch else Linear
+    monkeypatch.setattr(kind, "forward", Linear.forward)  # without the padding of rows
+    base = kind()
+    module = LINEARS[case](base)
+    if case == "torch":
+        monkeypatch.setattr(nn.Linear, "forward", Linear.forward)  # it takes the option
+    x = torch.randn(8, 16, dtype=BF16)
+    assert engine["inference"].linear(module, x, None) is None
+    expected = module(x)
+    module.register_forward_hook(lambda *args: calls.append(module))
+    run = engine["handover"].handover["linear"]
+    assert torch.equal(run(module, x, is_first_microbatch=None), expected)
+    assert len(calls) == 1
+
+
+@torch.no_grad()
+def test_a_linear_of_torch_is_computed_by_calls(engine: dict[str, Any]) -> None:
+    x = torch.randn(8, 16, dtype=BF16)
+    module = engine["linear"].LinearOfTorch.of(Linear())
+    assert torch.equal(engine["inference"].linear(module, x, None), x @ module.weight.T)
+
+
+@pytest.mark.parametrize("case", LINEARS)
+def test_a_weight_that_is_made_in_the_call_is_not_cast_before(
+    case: str, engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With gradients: our own kernel casts the weight of a te.Linear, whose output reads that copy."""
+    handover = engine["handover"]
+    weights: list[Tensor] = []
+    target = MagicMock()
+    monkeypatch.setattr(handover, "_target", lambda quantizer: target)
+    monkeypatch.setattr(handover, "_quantizer", lambda *args: None)
+    monkeypatch.setattr(
+        handover.handover_triton, "cast", lambda weight, **_: weights.append(weight)
+    )
+    plain = Linear()
+    handover._cast_weight(plain)
+    assert len(weights) == 1 and weights[0].data_ptr() == plain.weight.data_ptr()
+    module = LINEARS[case](Linear())
+    handover._cast_weight(module)
+    parameters = {p.data_ptr() for p in [module._parameters.get("weight")] if p is not None}
+    assert len(weights) == 1 or weights[1].data_ptr() in parameters
+    assert len(weights) == 1 or case in ("subclass", "biased")
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+@torch.no_grad()
+def test_a_module_in_the_place_of_experts_runs_itself(case: str, engine: dict[str, Any]) -> None:
+    module = EXPERTS[case](GroupedLinear())
+    experts = engine["experts"]
+    x = torch.randn(8, 16, dtype=BF16)
+    expected = module(x, [3, 5])
+    assert torch.equal(experts.grouped(module, x, [3, 5]), expected)
+    assert not experts.counts_on_device(module, None) and not experts.experts_join(module)
+    base = module if isinstance(module, GroupedLinear) else module._modules.get("base_layer")
+    if isinstance(base, GroupedLinear):
+        assert experts._is_plain(base) == (case in ("plain", "lora"))
