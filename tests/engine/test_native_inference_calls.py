@@ -80,6 +80,8 @@ class GroupedLinear(nn.Module):
     """The attributes of a te.GroupedLinear of two experts that are read."""
 
     in_features, out_features, num_gemms = 16, 24, 2
+    weight0: Tensor
+    weight1: Tensor
 
     def __init__(self) -> None:
         super().__init__()
