@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from te_models.device.autograd import Context
@@ -80,44 +78,14 @@ class Casts(NamedTuple):
     seen_dy: Seen | None = None
 
 
-@triton.jit(do_not_specialize=["count", *"abcdefgh"])
-def _fill_kernel(
-    out,
-    count,
-    a: tl.int64,
-    b: tl.int64,
-    c: tl.int64,
-    d: tl.int64,
-    e: tl.int64,
-    f: tl.int64,
-    g: tl.int64,
-    h: tl.int64,
-):
-    """Write the first `count` of eight numbers."""
-    tl.store(out, a)
-    tl.store(out + 1, b, count > 1)
-    tl.store(out + 2, c, count > 2)
-    tl.store(out + 3, d, count > 3)
-    tl.store(out + 4, e, count > 4)
-    tl.store(out + 5, f, count > 5)
-    tl.store(out + 6, g, count > 6)
-    tl.store(out + 7, h, count > 7)
-
-
-FILLED = 8  # numbers that one launch of _fill_kernel writes
-
-
 def on_device(numbers: list[int], device: torch.device) -> Tensor:
     """Return numbers as int64 on a device, from the arguments of kernels.
 
     A copy from the host's memory would wait for the device, and in a CUDA graph read what is there at its replay.
     """
-    out = torch.empty(len(numbers), dtype=torch.int64, device=device)
-    with torch.cuda.device_of(out):
-        for first in range(0, len(numbers), FILLED):
-            chunk = numbers[first : first + FILLED]
-            unused = [0] * (FILLED - len(chunk))
-            _fill_kernel[(1,)](out[first:], len(chunk), *chunk, *unused)
+    out = torch.zeros(len(numbers), dtype=torch.int64, device=device)
+    # One launch takes some hundred numbers as its arguments.
+    torch._foreach_add_(list(out.unbind()), numbers)
     return out
 
 

@@ -462,7 +462,7 @@ def test_tokens_are_found_inside_the_product() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("count", [1, 8, 19])
+@pytest.mark.parametrize("count", [1, 19, 300])
 def test_numbers_reach_the_device_without_a_copy(count: int) -> None:
     numbers = [(-1) ** n * n * 2**37 + n for n in range(count)]
     assert on_device(numbers, DEVICE).tolist() == numbers

@@ -375,20 +375,21 @@ def test_gathered_weights_are_freed_before_every_step(
     assert seen == ["reshard", "run"] * (WARM_UP + 1) + ["reshard"] * (STEPS - WARM_UP - 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_copies_without_the_host_are_those_of_fsdp(ranks: int) -> None:
-    """Rows that divide, rows that do not, and fewer rows than ranks; gradients become FP32 on the way."""
-    shapes = [(4 * ranks, 6), (4 * ranks + 1, 2), (12 * ranks,), (1, 5)]
+def test_copies_without_the_host_are_those_of_fsdp(ranks: int, dtype: torch.dtype) -> None:
+    """Rows that divide, rows that do not, fewer rows than ranks, odd numbers of bytes and of words; also into FP32."""
+    shapes = [(4 * ranks, 6), (4 * ranks + 1, 2), (12 * ranks,), (1, 5), (ranks, 4)]
     gradients = [torch.randn(shape).bfloat16() for shape in shapes]
     width = sum(-(-t.shape[0] // ranks) * t[0].numel() for t in gradients)
-    wanted, found = torch.full((2, ranks, width), torch.nan)
+    wanted, found = torch.full((2, ranks, width), torch.nan, dtype=dtype)
     operation = torch.ops.fsdp.chunk_cat
     torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=ranks, out=wanted)
     with no_host_copies():
         torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=ranks, out=found)
     assert torch.equal(wanted, found)
     sizes = [3, width - 5, 2]
-    parts = [[torch.empty(ranks, size) for size in sizes] for _ in range(2)]
+    parts = [[torch.empty(ranks, size, dtype=dtype) for size in sizes] for _ in range(2)]
     torch.ops.fsdp.split_with_sizes_copy(wanted, sizes, dim=1, out=parts[0])
     with no_host_copies():
         torch.ops.fsdp.split_with_sizes_copy(wanted, sizes, dim=1, out=parts[1])
