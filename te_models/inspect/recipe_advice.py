@@ -47,6 +47,9 @@ OTHER_CAUSES = ("nonfinite", "learning-rate")
 MOST_IN_BF16 = 0.25
 OFTEN = 0.1  # of the recorded steps in which a tensor has to show it, unless it does so at the end
 LAST_STEPS = 3
+ONE_STEP_BELOW = (
+    6.0  # dB below the usual figures of all tensors, from which on a single step is worth a word
+)
 
 
 def advise_recipe(
@@ -292,17 +295,27 @@ def _block_recipe(recipe: Recipe, gpu: Gpu | None) -> Recipe | None:
 
 
 def _least_exact(facts: RunFacts) -> str:
-    """Return the figures of the least exact tensor, and of the one that loses most, each in its usual step."""
+    """Return the figures of the least exact tensor, and of the one that loses most, each in its usual step.
+
+    A single step that was far less exact is named too.
+    """
+    by_step = facts.record.sqnr()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of tensors that were never counted
-        sqnr = np.nanmedian(facts.record.sqnr(), axis=0)
+        sqnr = np.nanmedian(by_step, axis=0)  # infinite for a cast that is usually exact
         lost = np.nanmedian(facts.lost(), axis=0)
     parts = []
     if np.isfinite(sqnr).any():
         place = int(np.nanargmin(np.where(np.isfinite(sqnr), sqnr, np.nan)))
         parts.append(
-            f"the least exact cast is {facts.tensors[place].name} with {sqnr[place]:.1f} dB"
+            f"the least exact cast is usually {facts.tensors[place].name} with {sqnr[place]:.1f} dB"
         )
+        step, worst = np.unravel_index(int(np.nanargmin(by_step)), by_step.shape)
+        if by_step[step, worst] < sqnr[place] - ONE_STEP_BELOW:
+            name = facts.tensors[int(worst)].name
+            parts.append(
+                f"once {name} had {by_step[step, worst]:.1f} dB, in step {facts.steps[step]}"
+            )
     if np.isfinite(lost).any():
         place = int(np.nanargmax(lost))
         name = facts.tensors[place].name

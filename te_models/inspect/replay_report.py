@@ -143,7 +143,8 @@ class Replay(Printable):
             )
         if not self.tensors:
             return "the run has no record of this step to compare with"
-        different = [one for one in self.tensors if not one.equal]
+        # The first one of a step is nearest to the cause of the others.
+        different = [one for one in by_computation(self.tensors) if not one.equal]
         outside = [one for one in different if not one.within]
         if not different:
             same = "every tensor has the recorded bits: the step does the same again"
@@ -247,7 +248,7 @@ class Replay(Printable):
         return table
 
     def _worst(self) -> Iterator[Table]:
-        outside = [one for one in self.tensors if not one.within]
+        outside = [one for one in by_computation(self.tensors) if not one.within]
         if not outside:
             return
         table = Table(title="tensors outside the bounds", title_justify="left", box=None)
@@ -287,6 +288,13 @@ def place_name(device: str, engine: str, processes: int) -> str:
     """Return a device and an engine in words, and how many processes shared a step if there were several."""
     place = f"{device}, {engine}"
     return place if processes == 1 else f"{place}, {processes} processes"
+
+
+def by_computation(tensors: Sequence[TensorComparison]) -> list[TensorComparison]:
+    """Return tensors in the order in which a step computes them: forward through the model, then gradients backward."""
+    forward = [one for one in tensors if one.tensor.operand != "grad_output"]
+    gradients = [one for one in tensors if one.tensor.operand == "grad_output"]
+    return forward + gradients[::-1]
 
 
 def within(then: TensorNumbers, now: TensorNumbers) -> bool:

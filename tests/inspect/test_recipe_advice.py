@@ -95,7 +95,9 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_healthy_run_keeps_its_recipe_and_gets_no_bf16_layer(healthy: Path) -> None:
     advice = advise_recipe(healthy)
     assert advice.recipe == get_recipe("current") and not advice.linears and not advice.notes
-    assert "the least exact cast is" in str(advice) and "layer 0 (qkvg_proj, o_proj" in str(advice)
+    assert "the least exact cast is usually" in str(advice) and "layer 0 (qkvg_proj, o_proj" in str(
+        advice
+    )
     assert set(advice.in_bf16) == {"lm_head"} | {
         f"layers.{depth}.{name}"
         for depth in (0, 2)
@@ -138,6 +140,21 @@ def test_what_shows_in_one_early_step_alone_says_nothing(
     assert not advise_recipe(healthy).recipe.precision
     lose(facts, {LINEAR}, slice(-3, None))
     assert dict(advise_recipe(healthy).recipe.precision) == BF16
+
+
+def test_one_step_that_was_far_less_exact_is_named(
+    healthy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = read_facts(healthy)
+    assert "once " not in str(advise_recipe(healthy))
+    place = [tensor.name for tensor in facts.tensors].index(f"{LINEAR}.grad_output")
+    signal = facts.record.values[3, place, INDEX["signal"]]
+    facts.record.values[3, place, INDEX["noise"]] = 0.1 * signal
+    monkeypatch.setattr(recipe_advice, "read_facts", lambda run: facts)
+    advice = advise_recipe(healthy)
+    assert advice.recipe == get_recipe("current")
+    reasons = " ".join(advice.reasons)
+    assert f"once {LINEAR}.grad_output had 10.0 dB, in step {facts.steps[3]};" in reasons
 
 
 def test_fp8_that_does_not_pay_on_a_card(healthy: Path) -> None:

@@ -177,6 +177,20 @@ def test_a_difference_from_the_record_is_named(tmp_path: Path) -> None:
         assert sum(not one.within for one in found.tensors) == outside
         assert "fault of the hardware" in found.verdict
         assert record.tensors[row].name in found.verdict
+    # Of an input late in the model and a gradient early in it, the input was computed first.
+    names = [tensor.name for tensor in record.tensors]
+    first = "layers.1.mlp.down_proj.input"
+    shuffled = [
+        replace(
+            one, equal=one.tensor.name not in (first, "layers.1.self_attn.qkvg_proj.grad_output")
+        )
+        for one in found.tensors
+    ]
+    assert first in names
+    assert f"from {first} on" in replace(found, tensors=shuffled).verdict
+    backwards = [replace(one, equal=one.tensor.operand != "grad_output") for one in found.tensors]
+    last = "layers.1.mlp.down_proj.grad_output"
+    assert f"from {last} on" in replace(found, tensors=backwards).verdict
 
 
 def test_other_recipes_say_whether_they_would_have_been_finite_and_how_exact(
