@@ -615,13 +615,38 @@ def test_a_run_is_not_overwritten_nor_a_damaged_checkpoint_read(
     assert "model.safetensors" in capsys.readouterr().err
 
 
-def test_help_and_import_need_no_heavy_package() -> None:
-    code = "import sys; import te_models; from te_models.cli import main; main(['--help']); "
-    code += "print(sorted({'torch', 'transformer_engine', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules))); "
-    code += "te_models.CausalLM; "
-    code += "print(sorted({'transformer_engine', 'transformers', 'matplotlib', 'torch._dynamo'} & set(sys.modules)))"
-    out = run_process([sys.executable, "-c", code])
-    assert out.stdout.splitlines()[-2:] == ["[]", "[]"]
+HELP = """
+import sys, time
+import te_models
+from te_models.cli import main
+main(["--help"])
+print(sorted({"torch", "transformer_engine", "transformers", "matplotlib", "numpy"} & set(sys.modules)))
+te_models.CausalLM
+print(sorted({"transformer_engine", "transformers", "matplotlib", "torch._dynamo"} & set(sys.modules)))
+import torch
+x = torch.ones(10**6)
+
+def spun():
+    x + 1
+    begun = time.process_time()
+    time.sleep(0.01)
+    return time.process_time() - begun
+
+print(sorted(spun() for _ in range(30))[15])
+"""
+
+
+@pytest.fixture(scope="module")
+def of_help() -> list[str]:
+    """What a process prints: packages imported after --help, after CausalLM, and seconds of an idle thread."""
+    chosen = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    env = {name: value for name, value in os.environ.items() if name not in chosen}
+    out = run_process([sys.executable, "-c", HELP], env=env | {"OMP_NUM_THREADS": "2"})
+    return out.stdout.splitlines()[-3:]
+
+
+def test_help_and_import_need_no_heavy_package(of_help: list[str]) -> None:
+    assert of_help[:2] == ["[]", "[]"]
 
 
 def test_characters_that_the_locale_lacks_end_nothing(tmp_path: Path) -> None:
@@ -649,18 +674,8 @@ def test_characters_that_the_locale_lacks_end_nothing(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     sys.platform != "linux", reason="the OpenMP of other systems has no such variable"
 )
-def test_idle_threads_of_openmp_sleep_soon() -> None:
-    code = "import sys, time; from te_models.cli import main; main(['--help']); import torch; x = torch.ones(10**6)\n"
-    code += "def spun():\n    x + 1; begun = time.process_time(); time.sleep(0.01)\n"
-    code += "    return time.process_time() - begun\n"
-    code += "print(sorted(spun() for _ in range(30))[15])"
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    }
-    out = run_process([sys.executable, "-c", code], env=env | {"OMP_NUM_THREADS": "2"})
-    assert float(out.stdout.splitlines()[-1]) < 1e-3  # seconds; libgomp's own is 4e-3
+def test_idle_threads_of_openmp_sleep_soon(of_help: list[str]) -> None:
+    assert float(of_help[2]) < 1e-3  # seconds; libgomp's own is 4e-3
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,15 @@
 
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chat_model import write_chat_model
@@ -17,36 +18,43 @@ from tiny_runs import tiny_model
 
 from te_models.cli import main
 
-ROOT = Path(__file__).parents[2]
 command = sys.modules["te_models.cli.serve"]  # the package has a command of this name
 
 
-def started(words: list[str]) -> tuple[subprocess.Popen, str]:
-    """A server in a process of its own, and its address."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    program = "import sys; from te_models.cli import main; sys.exit(main())"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, "serve", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=variables,
-    )
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    found = re.search(r"serving (.*) at (http://127\.0\.0\.1:\d+/v1)", line)
-    if found is None:
-        process.kill()
-        raise AssertionError(line + process.communicate()[1])
-    return process, found[2]
+def run_command(words: list[str], out: str, path: str) -> None:
+    with open(out, "wb") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.environ["PATH"] = path
+    sys.exit(main(words))
+
+
+def start_command(words: list[str], out: Path) -> Any:
+    """Start a command in a process of its own, whose server has imported PyTorch; it prints into the file `out`."""
+    arguments = (words, str(out), os.environ["PATH"])
+    process = multiprocessing.get_context("forkserver").Process(target=run_command, args=arguments)
+    process.start()
+    return process
+
+
+def address(process: Any, out: Path) -> str:
+    """Return the address of a server, once it has printed it."""
+    while True:
+        said = out.read_text() if out.exists() else ""
+        found = re.search(r"serving (.*) at (http://127\.0\.0\.1:\d+/v1)", said)
+        if found is not None:
+            return found[2]
+        assert process.is_alive(), said
+        time.sleep(0.05)
 
 
 def test_a_run_is_served_until_ctrl_c(tmp_path: Path) -> None:
     folder = write_chat_model(tmp_path / "mine")
-    process, url = started(
-        ["--model", str(folder), "--device", "cpu", "--port", "0", "--backend", "own"]
+    out = tmp_path / "said"
+    process = start_command(
+        ["serve", "--model", str(folder), "--device", "cpu", "--port", "0", "--backend", "own"], out
     )
+    url = address(process, out)
     with urllib.request.urlopen(f"{url}/models") as answer:
         assert json.load(answer)["data"][0]["id"] == "mine"
     body = dict(model="mine", messages=[{"role": "user", "content": "Hi"}], max_tokens=3)
@@ -55,9 +63,10 @@ def test_a_run_is_served_until_ctrl_c(tmp_path: Path) -> None:
     )
     with urllib.request.urlopen(request) as answer:
         assert json.load(answer)["usage"]["completion_tokens"] in (1, 2, 3)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 0 and "Traceback" not in said and "3 tokens in" in said
+    os.kill(process.pid, signal.SIGINT)
+    process.join(timeout=60)
+    said = out.read_text()
+    assert process.exitcode == 0 and "Traceback" not in said and "3 tokens in" in said
 
 
 PROGRAM = """#!{python}
@@ -107,17 +116,16 @@ def test_a_terminated_command_leaves_neither_server_nor_folder(vllm: Path, tmp_p
     program = tmp_path / "bin" / "vllm"
     program.write_text(WAITING.format(python=sys.executable, out=str(vllm)))
     write_chat_model(tmp_path / "mine")
-    run = "import sys; from te_models.cli import main; sys.exit(main())"
     words = ["serve", "--model", str(tmp_path / "mine"), "--device", "cpu", "--backend", "vllm"]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", run, *words], env=variables)
+    process = start_command(words, tmp_path / "said")
     while not (vllm.exists() and vllm.read_text()):
-        assert process.poll() is None
+        assert process.is_alive()
         time.sleep(0.1)
     folder, number = vllm.read_text().split()
     assert Path(folder).exists()
     process.terminate()
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    process.join(timeout=60)
+    assert process.exitcode == 128 + signal.SIGTERM
     assert not Path(folder).exists()
     with pytest.raises(ProcessLookupError):
         os.kill(int(number), 0)
