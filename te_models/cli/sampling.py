@@ -11,9 +11,10 @@ import click
 from te_models.cli.options import chained, option
 from te_models.errors import UsageError, for_terminal
 
+# Keywords of `stream_text` that have an option of the same name.
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_strings", "seed")
 
-TEMPERATURE = 0.8  # by default
+TEMPERATURE = 0.8  # of sampling without --temperature
 
 chat_template_option = option(
     "--chat-template",
@@ -56,9 +57,8 @@ sampling_options = chained(
 
 def take_sampling(options: dict[str, object]) -> dict[str, Any]:
     """Remove the options of sampling from `options`; return them as keywords of `stream_text`."""
-    sampling = {name: options.pop(name) for name in SAMPLING} | {
-        "do_sample": not options.pop("greedy")
-    }
+    sampling: dict[str, Any] = {name: options.pop(name) for name in SAMPLING}
+    sampling["do_sample"] = not options.pop("greedy")
     if sampling["seed"] is None:
         # PyTorch's random numbers begin alike in every process.
         sampling["seed"] = secrets.randbits(63)

@@ -64,9 +64,10 @@ def _leaves(value: Any) -> Iterator[object]:
     pending = [value]
     while pending:
         value = pending.pop()
-        pending += (
-            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        )
+        if isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
         yield value
 
 
@@ -74,13 +75,12 @@ def render_toml(sections: Mapping[str, Mapping[str, Any]], comment: str) -> str:
     """Return a TOML document: `comment`, then one table per section. Values of None are left out, also inside."""
     lines = [f"# {line}" for line in comment.splitlines()]
     for title, values in sections.items():
-        present = {name: value for name, value in values.items() if value is not None}
-        if present:
-            lines += [
-                "",
-                f"[{title}]",
-                *(f"{_key(name)} = {_value(value)}" for name, value in present.items()),
-            ]
+        entries = []
+        for name, value in values.items():
+            if value is not None:
+                entries.append(f"{_key(name)} = {_value(value)}")
+        if entries:
+            lines += ["", f"[{title}]", *entries]
     return "\n".join(lines) + "\n"
 
 
@@ -93,12 +93,11 @@ def _key(name: str) -> str:
 def _value(value: Any) -> str:
     """Return a value as TOML: JSON's strings, numbers and lists are also TOML's, but for DEL."""
     if isinstance(value, Mapping):
-        items = {name: item for name, item in value.items() if item is not None}
-        return (
-            "{ "
-            + ", ".join(f"{_key(name)} = {_value(item)}" for name, item in items.items())
-            + " }"
-        )
+        items = []
+        for name, item in value.items():
+            if item is not None:
+                items.append(f"{_key(name)} = {_value(item)}")
+        return f"{{ {', '.join(items)} }}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, str):

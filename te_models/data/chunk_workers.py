@@ -43,13 +43,13 @@ def handler_waits() -> Iterator[None]:
     if handler is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    interrupts: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if came:
+        if interrupts:
             signal.raise_signal(signal.SIGINT)
 
 

@@ -80,7 +80,7 @@ class Description:
     config: ModelConfig
     dtype: torch.dtype
     origin: Origin
-    aside: tuple[str, ...]
+    other_prefixes: tuple[str, ...]
 
 
 def describe(
@@ -111,7 +111,7 @@ def describe(
     name = _dtype_name(document, text)
     dtype = stored_dtype(tensors) if name is None else saved_dtype(file, name)
     origin = Origin(folder, document, documents.get("generation"), shape=config)
-    return Description(family, config, dtype, origin, family.prefixes_aside(document))
+    return Description(family, config, dtype, origin, family.other_prefixes(document))
 
 
 def _dtype_name(*parts: Document) -> object:
@@ -171,7 +171,7 @@ class HuggingFaceFolder(Opened):
 
     Attributes:
         family: its architecture.
-        aside: the prefixes of the tensors that are not of the text model.
+        other_prefixes: the prefixes of the tensors that are not of the text model.
         files: its safetensors files.
         stored: the tensors in them.
         places: name of each of their tensors -> its rows in ours, once `fit` was told the shapes of ours.
@@ -182,7 +182,7 @@ class HuggingFaceFolder(Opened):
     """
 
     family: Family
-    aside: tuple[str, ...]
+    other_prefixes: tuple[str, ...]
     files: tuple[SafetensorsFile, ...]
     stored: StoredWeights
     places: dict[str, Place] = field(default_factory=dict)
@@ -202,7 +202,7 @@ class HuggingFaceFolder(Opened):
             self.places[head] = self.places.pop(embedding)
         text = {}  # the tensors of the text model
         for name, tensor in self.stored.tensors.items():
-            if not name.startswith(self.aside):
+            if not name.startswith(self.other_prefixes):
                 text[name] = tensor
         for name in sorted(self.places.keys() - text.keys()):
             if self.family.absent and name.endswith(self.family.absent):
@@ -258,14 +258,14 @@ class HuggingFaceFolder(Opened):
                 "such keys change nothing in the model, and are written back",
                 stacklevel=3,
             )
-        aside = family.prefixes_aside(document)
+        other_prefixes = family.other_prefixes(document)
         if others := len(self.stored.tensors) - text:
             log.warning(
                 "%s: the text model is read; %s tensors of other parts (%s) are not: save_pretrained(format='hf') "
                 "copies them from there, and exports for servers leave them out",
                 self.path,
                 others,
-                ", ".join(f"{prefix}*" for prefix in aside),
+                ", ".join(f"{prefix}*" for prefix in other_prefixes),
             )
 
     @property

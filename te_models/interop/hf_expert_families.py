@@ -324,7 +324,7 @@ EXPERT_FAMILIES = (
     ),
     Family(
         model_type="step3p7", architecture="Step3p7ForConditionalGeneration", models="Step-3.7-Flash",
-        layer=places.STEP_LAYER, inner="text_config", aside=("vision_model.", "vit_large_projector."),
+        layer=places.STEP_LAYER, inner="text_config", other_models=("vision_model.", "vit_large_projector."),
         stacked="outputs first", accepts=lambda config: False,
         stacks={f"moe.{name}_proj.weight": f"moe.experts.{name}_proj" for name in ("gate", "up", "down")},
         renamed={".moe.gate.": ".mlp.gate.", ".moe.router_bias": ".mlp.gate.e_score_correction_bias",
@@ -429,7 +429,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="llama4", architecture="Llama4ForConditionalGeneration", models="Llama 4 Scout, Maverick", **_LLAMA4,
         inner="text_config", inside="language_model.model.", root="language_model.model.",
-        head="language_model.lm_head", aside=("vision_model.", "multi_modal_projector."),
+        head="language_model.lm_head", other_models=("vision_model.", "multi_modal_projector."),
         accepts=lambda config: False,
         note="the text model of a folder whose other tensors are kept aside and written back",
     ),

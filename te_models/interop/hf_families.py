@@ -125,7 +125,7 @@ _MISTRAL3: Fields = dict(
     inner="text_config",
     root="language_model.model.",
     head="language_model.lm_head",
-    aside=("vision_tower.", "multi_modal_projector."),
+    other_models=("vision_tower.", "multi_modal_projector."),
     accepts=lambda config: False,
     note="the text model of a folder whose other tensors are kept aside and written back",
 )
@@ -381,7 +381,7 @@ FAMILIES = [
                   "output_multiplier": 0.19611613513818404, "post_norm_eps": 1e-8},
         only={**NO_DROPOUT, **_NO_BIAS}, ignored=frozenset(("hidden_act",)), inner="text_config",
         root="model.language_model.",
-        aside=("model.vision_tower.", "model.vision_adapter.", "model.vision_projection."),
+        other_models=("model.vision_tower.", "model.vision_adapter.", "model.vision_projection."),
         accepts=lambda config: False,
         note="the text model, with a projection for the gate, and norms without weights on embeddings, q and k; the "
              "other tensors are kept aside and written back",
@@ -415,7 +415,10 @@ FAMILIES = [
 def beside_text() -> tuple[str, ...]:
     """Return prefixes of the names of other models beside the text model, in folders and in adapters."""
     prefixes = (
-        prefix for family in FAMILIES for aside in family.aside for prefix in prefixes_of(aside)
+        prefix
+        for family in FAMILIES
+        for stated in family.other_models
+        for prefix in prefixes_of(stated)
     )
     return tuple(dict.fromkeys(prefixes))
 

@@ -11,9 +11,8 @@ from te_models.interop.hf_places import Rows
 from te_models.interop.hf_rope_parts import unread_rope_fields
 
 
-@dataclass(
-    frozen=True, kw_only=True, eq=False
-)  # equal to itself only: dicts among its fields have no hash
+# Without eq a family equals itself only, and has a hash, which the dicts among its fields have not.
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
     """One architecture of Hugging Face.
 
@@ -44,7 +43,7 @@ class Family:
         inside: the prefix of the names of layers in a model of transformers with images.
         root: the prefix of their names of embedding, layers and last norm.
         head: their name of the head.
-        aside: prefixes of tensors of other models in the folder, which are written back.
+        other_models: prefixes of tensors of other models in the folder, such as one for images; they are written back.
         absent: ends of names of tensors that a release may lack; they are zeros then.
         unused: returns the prefixes, below `root`, of tensors that transformers does not load.
         later: prefixes of tensors that predict later tokens, which are written back where a folder has them.
@@ -89,7 +88,7 @@ class Family:
     inside: str = "model.language_model."
     root: str = "model."
     head: str = "lm_head"
-    aside: tuple[str, ...] = ()
+    other_models: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     unused: Callable[[Values], tuple[str, ...]] = lambda text: ()
     later: tuple[str, ...] = ()
@@ -116,22 +115,23 @@ class Family:
         config = self.text(config)
         problems = self._unsupported(config)
         for key in SIZES:
-            if not isinstance(config.get(key, self.defaults.get(key)), int):
-                problems.append(
-                    f"{key}={config[key]!r} is not a whole number"
-                    if key in config
-                    else f"it lacks {key}"
-                )
-                raise ConfigError("; ".join(problems))  # nothing else can be read without the sizes
+            if isinstance(config.get(key, self.defaults.get(key)), int):
+                continue
+            if key in config:
+                problems.append(f"{key}={config[key]!r} is not a whole number")
+            else:
+                problems.append(f"it lacks {key}")
+            raise ConfigError("; ".join(problems))  # nothing else can be read without the sizes
         # A null among these is a statement, such as having no eos token.
         stated = {**self.defaults, **config}
         ours = {key: stated[theirs] for key, theirs in self.keys.items() if theirs in stated}
         if isinstance(ours.get("pad_token_id"), int) and ours["pad_token_id"] < 0:
             ours["pad_token_id"] = None  # as some files say that there is none
-        theirs = {
-            **self.defaults,
-            **{k: value for k, value in config.items() if value is not None or k in NULLABLE},
-        }
+        theirs = dict(self.defaults)
+        for key, value in config.items():
+            # Another null means that the key is absent.
+            if value is not None or key in NULLABLE:
+                theirs[key] = value
         for part in self.parts:
             try:
                 ours |= part.read(theirs)
@@ -178,7 +178,9 @@ class Family:
             if any(name.startswith(f"{root}{self.blocks}.") for name in names):
                 present_roots.append(root)
         heads = [head for head in dict.fromkeys((self.head, *HEADS)) if f"{head}.weight" in names]
-        aside = [prefix for aside_prefix in self.aside for prefix in prefixes_of(aside_prefix)]
+        other_models: list[str] = []
+        for prefix in self.other_models:
+            other_models += prefixes_of(prefix)
         # Other names of the same modules in some releases.
         ends = tuple(f".{other}.weight" for other in self.spellings.values())
         layer = self.layer
@@ -189,21 +191,21 @@ class Family:
             layer=layer,
             root=(present_roots or [self.root])[0],
             head=(heads or [self.head])[0],
-            aside=tuple(aside),
+            other_models=tuple(other_models),
         )
 
-    def name_aside(self, name: str, stored: "Family") -> str:
-        """Return the name with this family's prefixes of a tensor aside, in a folder with the prefixes of `stored`."""
+    def other_name(self, name: str, stored: "Family") -> str:
+        """Return the name with this family's prefixes of another model's tensor, whose folder has those of `stored`."""
         layers = f"{stored.root}{self.blocks}."
         if name.startswith(layers):
             return f"{self.root}{self.blocks}.{name.removeprefix(layers)}"
-        for aside_prefix in self.aside:
-            for prefix in prefixes_of(aside_prefix):
+        for stated_prefix in self.other_models:
+            for prefix in prefixes_of(stated_prefix):
                 if name.startswith(prefix):
-                    return aside_prefix + name.removeprefix(prefix)
+                    return stated_prefix + name.removeprefix(prefix)
         return name
 
-    def prefixes_aside(self, config: Values) -> tuple[str, ...]:
+    def other_prefixes(self, config: Values) -> tuple[str, ...]:
         """Return the prefixes of tensors in a folder with this config.json that are not of the text model.
 
         They belong to other models, and to the layers after the last that predict later tokens.
@@ -213,7 +215,7 @@ class Family:
         last = text["num_hidden_layers"]
         later = min(count, last) if isinstance(count, int) else 0
         return (
-            *self.aside,
+            *self.other_models,
             *self.later,
             *(f"{self.root}{prefix}" for prefix in self.unused(text)),
             *(f"{self.root}{self.blocks}.{last + n}." for n in range(later)),
@@ -374,7 +376,7 @@ HEADS = ("lm_head", "language_model.lm_head")
 
 
 def prefixes_of(prefix: str) -> tuple[str, ...]:
-    """Return a prefix of tensors aside, and the same with or without "model." before it."""
+    """Return a prefix of other models' tensors, and the same with or without "model." before it."""
     bare = prefix.removeprefix("model.")
     return tuple(dict.fromkeys((prefix, f"model.{bare}", bare)))
 

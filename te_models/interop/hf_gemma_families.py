@@ -140,7 +140,7 @@ _GEMMA4_MOE: Fields = {
 _GEMMA4_IMAGES: Fields = dict(
     inner="text_config",
     root="model.language_model.",
-    aside=(
+    other_models=(
         "model.vision_tower.",
         "model.embed_vision.",
         "model.audio_tower.",
@@ -254,7 +254,7 @@ GEMMA_FAMILIES = (
         inner="text_config",
         root="language_model.model.",
         head="language_model.lm_head",
-        aside=("vision_tower.", "multi_modal_projector."),
+        other_models=("vision_tower.", "multi_modal_projector."),
         accepts=lambda config: False,
         note="the text model of a folder whose other tensors are kept aside and written back",
     ),
@@ -303,7 +303,7 @@ GEMMA_FAMILIES = (
         **_GEMMA4_UNIFIED,
         inner="text_config",
         root="model.language_model.",
-        aside=("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."),
+        other_models=("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."),
         accepts=lambda config: False,
         note="the text model of a folder whose other tensors are kept aside and written back",
     ),

@@ -38,7 +38,7 @@ _QWEN2_VL: Fields = dict(
     layer=places.LAYER,
     parts=(WHOLE_MROPE, windows.WINDOW_BY_FLAG, ACT),
     flat=_VISION_KEYS,
-    aside=("visual.",),
+    other_models=("visual.",),
     constants={**UNGATED, "attention_bias": True},
     defaults={
         "max_position_embeddings": 32768,
@@ -54,7 +54,7 @@ _QWEN2_VL: Fields = dict(
 )
 _QWEN3_VL: Fields = dict(
     root="model.language_model.",
-    aside=("model.visual.",),
+    other_models=("model.visual.",),
     constants={**UNGATED, "qk_norm": True},
     defaults={
         "max_position_embeddings": 128000,
@@ -198,7 +198,7 @@ GATED_QWEN_FAMILIES = (
         **_QWEN3_5,
         inner="text_config",
         root="model.language_model.",
-        aside=("model.visual.", "mtp."),
+        other_models=("model.visual.", "mtp."),
         accepts=lambda config: False,
         note="the text model of a folder whose other tensors are kept aside and written back",
     ),
@@ -216,7 +216,7 @@ GATED_QWEN_FAMILIES = (
         **_QWEN3_5_MOE,
         inner="text_config",
         root="model.language_model.",
-        aside=("model.visual.", "mtp."),
+        other_models=("model.visual.", "mtp."),
         accepts=lambda config: False,
         note="the text model of a folder whose other tensors are kept aside and written back",
     ),

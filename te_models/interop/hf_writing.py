@@ -201,8 +201,8 @@ def _choose_form(model: Decoder, origin: Origin, folder: Path, with_others: bool
     if with_others:
         others, stored_as = _read_other_tensors(origin, preferred)
     # A text model without the rest of its release is written as the family of texts, which transformers loads alone.
-    alone = bool(preferred.aside) and not others
-    prefixes = preferred.prefixes_aside(origin.config)
+    alone = bool(preferred.other_models) and not others
+    prefixes = preferred.other_prefixes(origin.config)
     if with_others and (alone or (others is None and prefixes)):
         warnings.warn(
             f"{folder} gets the text model alone, without the {list_some(f'{name}*' for name in prefixes)} that a "
@@ -241,7 +241,7 @@ def _read_other_tensors(origin: Origin, family: Family) -> tuple[dict[str, Tenso
     documents = None if folder is None else hugging_face_documents(folder)
     if folder is not None and documents is not None:
         with open_hugging_face(folder, documents) as opened:
-            others = _tensors_aside(opened)
+            others = _tensors_of_others(opened)
             # The names follow this folder, so that its other files still fit.
             order = opened.family.stacked or family.stacked
             family = dataclasses.replace(family, stacked=order, layer=opened.family.layer)
@@ -252,22 +252,22 @@ def _read_other_tensors(origin: Origin, family: Family) -> tuple[dict[str, Tenso
     return others, family
 
 
-def _tensors_aside(opened: HuggingFaceFolder) -> dict[str, Tensor]:
+def _tensors_of_others(opened: HuggingFaceFolder) -> dict[str, Tensor]:
     """Return the tensors of a folder that are not the text model's, in their dtype, in BF16 where they are FP8.
 
-    Their names are those of the architecture in its config.json, from which the names in the folder may differ.
+    Their names are as the architecture in its config.json has them; names in the folder may have other prefixes.
     """
     dtypes = {}
     for name, tensor in opened.stored.tensors.items():
-        if name.startswith(opened.aside):
+        if name.startswith(opened.other_prefixes):
             dtypes[name] = tensor.dtype
     if not dtypes or opened.origin.config is None:
         return {}
     stated = family_of(opened.origin.config)
-    aside = {}
+    renamed = {}
     for _, name, values in opened.values_of(dtypes):
-        aside[stated.name_aside(name, opened.family)] = values.to(dtypes[name])
-    return aside
+        renamed[stated.other_name(name, opened.family)] = values.to(dtypes[name])
+    return renamed
 
 
 def _warn_of_own_code(model: Decoder, family: Family, name: str) -> None:

@@ -164,9 +164,11 @@ def _draw_loss(
     _write_evaluations(axes, points)
     # Quantiles of the raw loss, so that a single spike does not set the scale.
     seen = np.concatenate([smoothed, evaluated, np.quantile(loss, [0.01, 0.99])])
-    low, high = float(seen.min()), float(seen.max())
+    low = float(seen.min())
+    high = float(seen.max())
     room = MOST_ROOM * (high - low)
-    lowest, peak = min(loss), max(loss)
+    lowest = min(loss)
+    peak = max(loss)
     if lowest >= low - room:
         low = min(low, lowest)
     if peak <= high + room:
@@ -309,7 +311,8 @@ def smooth(values: Sequence[float], width: float | None = None) -> NDArray[np.fl
         # Reversed, since a convolution reverses it again; cut to the values, without the tails of "full".
         return np.convolve(of, (kernel * offsets**power)[::-1])[reach : reach + len(of)]
 
-    # Weighted sums of the offsets' powers 0, 1, 2, and of the values, around each step: the normal equations of a line.
+    # The normal equations of a line around each step: s are weighted sums of the offsets' powers 0, 1 and 2, t of the
+    # values times the powers 0 and 1.
     ones = np.ones_like(y)
     s0 = moment(0, ones)
     s1 = moment(1, ones)
