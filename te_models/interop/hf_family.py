@@ -195,7 +195,7 @@ class Family:
         )
 
     def other_name(self, name: str, stored: "Family") -> str:
-        """Return the name with this family's prefixes of another model's tensor, whose folder has those of `stored`."""
+        """Return another model's tensor's name with this family's prefixes, in place of the prefixes of `stored`."""
         layers = f"{stored.root}{self.blocks}."
         if name.startswith(layers):
             return f"{self.root}{self.blocks}.{name.removeprefix(layers)}"

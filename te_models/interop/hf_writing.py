@@ -124,15 +124,19 @@ def write_hugging_face(
         "generation_config.json": render_json(_generation(model, origin), "generation_config.json"),
         **tokenizer,
         **_index(shards),
+        **(_code() if family.code else {}),
     }
-    if family.code:
-        files |= {path.name: path.read_bytes() for path in sorted(CODE.glob("*.py"))}
     # A card that somebody wrote is kept.
     card = user_card(folder) or model_card(model, origin, config, name or folder.name, family.code)
     if card is not None:
         files[CARD] = card
     _write(folder, files, shards)
     _warn_of_own_code(model, family, str(name or folder))
+
+
+def _code() -> dict[str, bytes]:
+    """Return the files of te-models' own code for transformers."""
+    return {path.name: path.read_bytes() for path in sorted(CODE.glob("*.py"))}
 
 
 def _index(shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str, bytes]:
