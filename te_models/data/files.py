@@ -19,6 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from te_models.errors import DataError, DataUnavailable, TeModelsError, UsageError, needs
 from te_models.files.atomic import first_line
+from te_models.files.formats import lookalike
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 FORMATS = {  # any other suffix: text
@@ -206,7 +207,13 @@ def decode(raw: bytes, place: str, at: int) -> str:
     try:
         return raw.decode().removeprefix("\ufeff") if at == 0 else raw.decode()
     except UnicodeDecodeError as error:
-        kind = "UTF-16 text" if has_utf16_mark(raw, at) else "not UTF-8 text"
+        if at == 0 and (other := lookalike(raw)):
+            raise DataError(f"{place}: {other}") from None
+        kind = "not UTF-8 text"
+        if has_utf16_mark(raw, at):
+            kind = "UTF-16 text"
+        if at == 0 and raw.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")):
+            kind = "UTF-32 text"
         where = f"byte 0x{raw[error.start]:02x} at offset {at + error.start}"
         raise DataError(f"{place}: {kind} ({where}): convert it to UTF-8") from None
 

@@ -33,6 +33,7 @@ from te_models.data.row_values import without_nulls
 from te_models.data.unrecognized_rows import misspelled, unrecognized
 from te_models.errors import DataError, DataUnavailable, needs
 from te_models.files.atomic import first_line
+from te_models.files.formats import LFS_POINTER, lookalike
 from te_models.garbage import collecting_later
 
 # The group of a range that is not of Parquet.
@@ -86,7 +87,7 @@ def file_ranges(
     size = text_bytes(system, file)
     if not size and isinstance(system, LocalFileSystem):
         return  # an empty file, or one of /proc, which may never answer
-    group = TABLE if kind in ("CSV", "TSV") else _text_kind(file, kind)
+    group = _text_kind(file, kind)
     if group == BINARY:
         return
     if compression_of(file) or group in (TABLE, JSON_ARRAY):
@@ -165,12 +166,17 @@ def _read_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Row, str]]:
 
 
 def _text_kind(path: str, kind: str) -> int:
-    """Return the kind of a file of lines from its beginning: any JSON file may be an array, and others JSONL.
+    """Return the kind of a file of lines from its beginning: any JSON file may be an array, and a text file JSONL.
 
     A file with a NUL in its first 8000 bytes is binary, as git defines it.
     """
     with open_bytes(path) as file:
         head = file.read(_SNIFFED)
+        if head.startswith(LFS_POINTER):
+            # As text it would be learned, and its lines are no JSON.
+            raise DataError(f"{path}: {lookalike(head)}")
+        if kind in ("CSV", "TSV"):
+            return TABLE
         start = head.removeprefix(b"\xef\xbb\xbf").lstrip()  # without UTF-8's byte order mark
         if kind in ("JSONL", "JSON"):
             return JSON_ARRAY if start.startswith(b"[") else JSON_LINES
@@ -214,7 +220,8 @@ def _json(text: str, place: str, holds: str, whole: bool = False) -> Any:
     except RecursionError:
         why = "JSON that is nested too deeply: a record is an object of strings"
     except json.JSONDecodeError as error:
-        why = f"not JSON ({error.msg}, column {error.colno}): {holds}"
+        kind = lookalike(text[:_SNIFFED].encode())
+        why = kind or f"not JSON ({error.msg}, column {error.colno}): {holds}"
         if whole:
             place = f"{place}:{error.lineno}"
     except ValueError as error:  # a number of thousands of digits
@@ -300,7 +307,17 @@ def _parquet(file: IO[bytes], path: str) -> Iterator[Any]:
         with pyarrow.parquet.ParquetFile(file) as table:
             yield table
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable Parquet file ({first_line(error)})") from None
+        kind = _kind_of(path) or f"not a readable Parquet file ({first_line(error)})"
+        raise DataError(f"{path}: {kind}") from None
+
+
+def _kind_of(path: str) -> str:
+    """Return what a file that cannot be read is, as its first bytes say; "" if they do not, or cannot be read."""
+    try:
+        with open_bytes(path) as file:
+            return lookalike(file.read(_SNIFFED))
+    except (DataError, OSError):
+        return ""
 
 
 def _parquet_ranges(file: str, range_bytes: int) -> Iterator[tuple[FileRange, int]]:

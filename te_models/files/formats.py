@@ -91,6 +91,28 @@ def read_json(path: Path) -> Value:
     return parse_json(read_bytes(path, MAX_FILE_BYTES), path)
 
 
+LFS_POINTER = (
+    b"version https://git-lfs"  # what a clone without Git LFS has in place of a large file
+)
+# First bytes, in small letters -> what a file is that begins so, and what to do, where its name says something else.
+_LOOKALIKES = {
+    LFS_POINTER: "a pointer of Git LFS, not the file itself: fetch it with `git lfs pull`",
+    b"<!doctype html": "a web page: download the file itself (on the Hugging Face hub, its link has /resolve/)",
+    b"<html": "a web page: download the file itself (on the Hugging Face hub, its link has /resolve/)",
+    b"\x1f\x8b": "compressed by gzip: decompress it, or if it is data end its name in .gz",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: decompress it, or if it is data end its name in .zst",
+    b"pk\x03\x04": "a zip archive: unpack it",
+}
+
+
+def lookalike(head: bytes) -> str:
+    """Return what a file that cannot be read is and what to do, as its first bytes say; "" if they do not."""
+    for beginning, kind in _LOOKALIKES.items():
+        if head[: len(beginning)].lower() == beginning:
+            return kind
+    return ""
+
+
 def parse_json(
     data: bytes, path: Path | str, error: type[TeModelsError] = CheckpointError, finite: bool = True
 ) -> Value:
@@ -106,9 +128,11 @@ def parse_json(
                 data, object_pairs_hook=_unique, parse_float=number, parse_constant=number
             )
     except (RecursionError, ValueError) as problem:
-        deep = isinstance(problem, RecursionError)
-        if deep:
+        kind = lookalike(data)
+        if isinstance(problem, RecursionError):
             reason = ": JSON that is nested too deeply"
+        elif kind:
+            reason = f" is {kind}"
         else:
             reason = f" is not strict JSON: {first_line(problem)}"
         raise error(f"{path}{reason}") from None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from te_models.errors import CheckpointError, UsageError
 from te_models.files.atomic import first_line, make_durable
-from te_models.files.formats import METADATA, MIB, list_some, open_regular, parse_json
+from te_models.files.formats import METADATA, MIB, list_some, lookalike, open_regular, parse_json
 
 MAX_HEADER_BYTES = 16 * MIB  # about 100 bytes per tensor
 _DTYPES = {
@@ -41,6 +41,9 @@ _DTYPES = {
 _FP8_LIMITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
 
+_LONGEST_SIGN = 32  # bytes by which `lookalike` knows a file
+
+
 class SafetensorsFile:
     """An open safetensors file with a checked header, as a context manager; tensors are read into new memory.
 
@@ -62,9 +65,14 @@ class SafetensorsFile:
         descriptor, self._status = open_regular(path, links=links)
         with open(descriptor, "rb") as file, self._reraising():
             self._prefix = file.read(8)
+            if not self._prefix:
+                raise CheckpointError(f"{path} is empty: copy or download it again")
             length = int.from_bytes(self._prefix, "little")
             # Before it is read: a damaged file may claim any length.
             if length > MAX_HEADER_BYTES:
+                kind = lookalike(self._prefix + file.read(_LONGEST_SIGN))
+                if kind:
+                    raise CheckpointError(f"{path} is {kind}")
                 raise ValueError(f"it claims a header of {length} bytes")
             self._prefix += file.read(length)
             header = parse_json(self._prefix[8:], path)

@@ -334,6 +334,8 @@ def test_every_file_of_a_corpus_is_read(case: str, read: Callable, tmp_path: Pat
 
 
 DEEP = b'{"text": "a", "b": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+SUFFIXES = ("jsonl", "json", "csv", "tsv", "txt", "md", "parquet")
 REFUSED: list[tuple[str, bytes, str]] = [
     (
         "a.txt",
@@ -362,6 +364,10 @@ REFUSED: list[tuple[str, bytes, str]] = [
         "a.jsonl:1: 'text' holds half of a surrogate pair at character 2",
     ),
     ("a.parquet", b"", "a.parquet: not a readable Parquet file"),
+    *((f"a.{suffix}", POINTER, f"a.{suffix}: a pointer of Git LFS") for suffix in SUFFIXES),
+    ("a.jsonl", gzip.compress(LINE), "a.jsonl:1: compressed by gzip: decompress it, or"),
+    ("a.jsonl", b"<!DOCTYPE html>\n<html>", "a.jsonl:1: a web page: download the file itself"),
+    ("a.jsonl", '{"text": "a"}'.encode("utf-32"), "a.jsonl:1: UTF-32 text"),
     ("a.parquet", b"PAR1 and nothing else PAR1", "a.parquet: not a readable Parquet file"),
     ("a.jsonl.gz", gzip.compress(LINE * 9)[:20], "a.jsonl.gz: "),
     ("a.jsonl.gz", LINE, "a.jsonl.gz: "),

@@ -3,6 +3,7 @@ touched."""
 
 import contextlib
 import gc
+import gzip
 import json
 import math
 import random
@@ -18,7 +19,7 @@ from torch import Tensor
 from te_models.data.documents import load_documents
 from te_models.errors import CheckpointError, DataError
 from te_models.files.formats import flatten_state, read_bytes, read_json, unflatten_state
-from te_models.files.tensors import all_finite, read_safetensors
+from te_models.files.tensors import SafetensorsFile, all_finite, read_safetensors
 from te_models.saving.folder import load_folder, match, save_folder
 
 WANTED = {
@@ -263,3 +264,32 @@ def test_the_index_of_a_large_model_is_read(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert (tmp_path / "model.safetensors.index.json").stat().st_size > 9e6
     assert read_json(tmp_path / "model.safetensors.index.json") == index
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "a pointer of Git LFS"),
+        (b"<!DOCTYPE html>\n<html><head>", "a web page"),
+        (b"<html><head><title>404", "a web page"),
+        (b"PK\x03\x04\x14\x00\x00\x00\x08\x00", "a zip archive"),
+        (gzip.compress(b"{}"), "compressed by gzip"),
+    ],
+    ids=["pointer", "page", "bare page", "zip", "gzip"],
+)
+def test_a_file_that_is_something_else_is_named(
+    name: str, content: bytes, kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    read = read_json if name.endswith(".json") else SafetensorsFile
+    with pytest.raises(CheckpointError, match=f"{name} is {kind}"):
+        read(path)
+
+
+def test_an_empty_file_of_weights_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.touch()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is empty: copy or download"):
+        SafetensorsFile(path)
