@@ -294,6 +294,10 @@ CONVOLUTION = {
         "place = counts[:, None] + torch.arange(",
         "place = counts[:, None] + 1 * (counts[:, None] > 0) - 1 + torch.arange(",
     ),
+    "the slowest rate": Mutation("SLOWEST = 1e-3", "SLOWEST = 1e-2"),
+    "A_log is not a logarithm": Mutation(
+        "values.uniform_(1.0, 16.0).log_()", "values.uniform_(1.0, 16.0)"
+    ),
 }
 DELTANET = {
     "a token more": Mutation(
@@ -317,10 +321,6 @@ DELTANET = {
     "a norm with the model's epsilon shift": Mutation(
         "factory.norm(sizes.value_head_dim, zero_centered=False)",
         "factory.norm(sizes.value_head_dim)",
-    ),
-    "the slowest rate": Mutation("SLOWEST = 1e-3", "SLOWEST = 1e-2"),
-    "A_log is not a logarithm": Mutation(
-        "values.uniform_(1.0, 16.0).log_()", "values.uniform_(1.0, 16.0)"
     ),
 }
 LATENT = {
@@ -385,8 +385,8 @@ PACKING = {
         "np.cumsum(firsts, dtype=np.int64)",
     ),
     "padding counts": Mutation("counted = inside.copy()", "counted = np.ones_like(inside)"),
-    "windows without targets": Mutation("and whole and self.seq_len > 2:", "and self.seq_len > 2:"),
-    "short windows without targets": Mutation("and whole and self.seq_len > 2:", "and whole:"),
+    "windows without targets": Mutation("and whole and self.seq_len > 3:", "and self.seq_len > 3:"),
+    "short windows without targets": Mutation("and whole and self.seq_len > 3:", "and whole:"),
     "weights in phase": Mutation(
         "np.arange(len(weights)) * 0.6180339887498949", "np.arange(len(weights)) * 0.0"
     ),
