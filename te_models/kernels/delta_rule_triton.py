@@ -1,9 +1,10 @@
-"""flash-linear-attention on Hopper: one kernel of the gated delta rule's backward, and fixed configurations of others.
+"""flash-linear-attention on Hopper: one kernel of backward, and fixed configurations of others.
 
 Triton 3.4.0 to 3.7.0 compile the package's own kernel to wrong code there, warp-group products of transposed tiles
 (fla-org/flash-linear-attention, issues 640 and 984), and it refuses to run. This one computes `ROWS` tokens per
 program, too few for warp-group instructions. `register` makes it the package's backend, so that every user of the
-package in this process trains on such a machine, transformers' hybrids among them.
+package in this process trains on such a machine, transformers' hybrids among them. The gated delta rule runs it, and
+the state space of Mamba 2, without the part of dv.
 
 A chunk has T tokens, and g [T] is the sum of its gates so far, times log2(e). With the state h [d_k, d_v] before the
 chunk, the gradient dh of the one after it, the values v that were written and their gradients dv, and the gradients do
@@ -79,6 +80,8 @@ def _gradients_kernel(
     rows: tl.constexpr,
     block_k: tl.constexpr,
     block_v: tl.constexpr,
+    # whether there are dv and dw
+    corrects: tl.constexpr,
 ):
     """Compute the gradients of `rows` tokens of a chunk of one key head, for `block_k` channels of queries and keys."""
     blocks: tl.constexpr = (d_k + block_k - 1) // block_k
@@ -125,14 +128,16 @@ def _gradients_kernel(
             )
             state = _tile(h + of_state * d_k * d_v, channel, d_v, value, d_k, d_v)
             slope = _tile(dh + of_state * d_k * d_v, channel, d_v, value, d_k, d_v)
-            from_state += tl.dot(own_do, tl.trans(state))
-            to_state += tl.dot(own_v, tl.trans(slope))
-            own_dv = _tile(dv + of_values * d_v, own_row, heads * d_v, value, count, d_v)
-            written += tl.dot(own_dv, tl.trans(state))
+            from_state += tl.dot(own_do, tl.trans(state.to(own_do.dtype)))
+            to_state += tl.dot(own_v, tl.trans(slope.to(own_v.dtype)))
+            if corrects:
+                own_dv = _tile(dv + of_values * d_v, own_row, heads * d_v, value, count, d_v)
+                written += tl.dot(own_dv, tl.trans(state.to(own_dv.dtype)))
             # Once per chunk: the sum over state and gradient is the same for every part.
             if part == 0:
                 at_end += tl.sum(state.to(tl.float32) * slope.to(tl.float32))
-        _store_tile(dw + of_values * d_k, own_row, heads * d_k, channel, count, d_k, -written)
+        if corrects:
+            _store_tile(dw + of_values * d_k, own_row, heads * d_k, channel, count, d_k, -written)
 
         gate = tl.load(g + of_values + token * heads, token < count, 0.0)
         own_gate = tl.load(g + of_values + own_row * heads, own_row < count, 0.0)
@@ -174,33 +179,37 @@ def gradients(
     do: Tensor,
     h: Tensor,
     dh: Tensor,
-    w: Tensor,
     g: Tensor,
-    dv: Tensor,
     scale: float,
+    w: Tensor | None = None,
+    dv: Tensor | None = None,
     chunk_size: int = 64,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return dq, dk [B, S, key heads, d_k], dw [B, S, heads, d_k] and dg FP32 [B, S, heads] of every chunk.
+
+    Attention that decays without correcting what it has written, such as Mamba 2's, has neither w nor dv, nor dw.
 
     Args:
         q, k: normed, [B, S, key heads, d_k].
-        v, do, dv: [B, S, heads, d_v]: the values as written, and the gradients of outputs and of written values.
+        v, do: [B, S, heads, d_v]: the values as written, and the gradients of outputs.
         h, dh: [B, chunks, heads, d_k, d_v], the state before each chunk, and the gradient of the one after it.
-        w: [B, S, heads, d_k], which gives dw its dtype.
         g: FP32 [B, S, heads], summed within each chunk, times log2(e).
         scale: of the scores.
+        w: [B, S, heads, d_k], which gives dw its dtype.
+        dv: [B, S, heads, d_v], the gradient of written values.
         chunk_size: tokens per chunk, a power of two.
     """
     batch, seq, key_heads, d_k = k.shape
     heads, d_v = v.shape[2:]
-    most = ((d_k, BLOCK_K), (d_v, BLOCK_V))
+    # States in FP32, as attention without corrections has them, fill shared memory twice as fast.
+    most = ((d_k, BLOCK_K), (d_v, BLOCK_V * 2 // h.element_size()))
     block_k, block_v = (max(16, min(block, triton.next_power_of_2(width))) for width, block in most)
     rows = min(ROWS, chunk_size)
     chunks = triton.cdiv(seq, chunk_size)
     blocks = triton.cdiv(d_k, block_k)
     parts = chunk_size // rows
     dq, dk = (x.new_empty(batch, seq, key_heads, d_k) for x in (q, k))
-    dw = torch.empty_like(w)
+    dw = None if w is None else torch.empty_like(w)
     # Programs of several blocks of channels contribute to a gate: each writes its own part, which are summed below.
     dg = g.new_empty(blocks, *g.shape)
     # The further gradient of the gates of a chunk's last token.
@@ -213,10 +222,10 @@ def gradients(
         h=h.contiguous(),
         do=do.contiguous(),
         dh=dh.contiguous(),
-        dv=dv.contiguous(),
+        dv=do if dv is None else dv.contiguous(),
         dq=dq,
         dk=dk,
-        dw=dw,
+        dw=dq if dw is None else dw,
         dg=dg,
         ends=ends,
         scale=scale,
@@ -231,6 +240,7 @@ def gradients(
         rows=rows,
         block_k=block_k,
         block_v=block_v,
+        corrects=w is not None,
         num_warps=WARPS,
         num_stages=STAGES,
     )
@@ -254,11 +264,14 @@ def register() -> None:
             return IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1
 
         def chunk_bwd_dqkwg_verifier(self, **arguments: Any) -> tuple[bool, str | None]:
-            needed = all(arguments.get(name) is not None for name in ("g", "w", "dv", "scale"))
+            needed = all(arguments.get(name) is not None for name in ("g", "scale"))
+            corrects = [arguments.get(name) is not None for name in ("w", "dv")]
             other = any(arguments.get(name) is not None for name in ("g_gamma", "cu_seqlens"))
-            return needed and not other and not arguments.get(
-                "state_v_first"
-            ), "it computes the gated delta rule only"
+            taken = needed and corrects[0] == corrects[1] and not other
+            return (
+                taken and not arguments.get("state_v_first"),
+                "it computes gates per head, of rows of one length",
+            )
 
         def chunk_bwd_dqkwg(
             self,
@@ -267,7 +280,7 @@ def register() -> None:
             chunk_indices: None = None,
             state_v_first: bool = False,
             **arguments: Any,
-        ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
             return gradients(**arguments)
 
     register_backend("common")(Backend)

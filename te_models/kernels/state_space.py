@@ -228,6 +228,10 @@ def packaged() -> tuple[str, Scan | None]:
                 fused_recurrent_simple_gla,
             )
 
+            from te_models.kernels import delta_rule_triton  # noqa: PLC0415  needs Triton
+
+            # Of the package's kernels one refuses to run on Hopper with some versions of Triton.
+            delta_rule_triton.register()
             return "fla-core", functools.partial(
                 by_linear_attention, chunk_simple_gla, fused_recurrent_simple_gla
             )
