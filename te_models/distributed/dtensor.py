@@ -15,8 +15,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor; any other tensor is returned as it is."""
+    if not isinstance(
+        tensor, DTensor
+    ):  # before any context, which the thousands of tensors of a step would notice
+        return tensor
     with torch.no_grad():  # to_local() would otherwise make a view for autograd
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return tensor.to_local()
 
 
 def from_shard(shard: Tensor, like: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def tensors(sizes: list[int], dtype: torch.dtype, seed: int) -> list[Tensor]:
 
 
 def rounded_once(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int
+    p: Tensor, m: Tensor, v: Tensor, g: Tensor, step: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The kernel's arithmetic in plain operations: moments in FP64 rounded once, the update in FP32."""
     p = (p.double() - LR * DECAY * p.double()).float()
@@ -61,7 +61,9 @@ def assert_rounded_alike(own: Tensor, right: Tensor, name: str) -> None:
         return
     different = own != right
     assert different.float().mean() <= 0.01 or int(different.sum()) <= 1, name
-    torch.testing.assert_close(own, right, rtol=2.0**-22, atol=2.0**-30, msg=name)
+    # Of a master the last bit of its update, which is a few times the learning rate at most.
+    least = 4 * LR * 2.0**-23 if name.startswith("master") else 2.0**-30
+    torch.testing.assert_close(own, right, rtol=2.0**-22, atol=least, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -73,27 +75,28 @@ def test_an_update_is_pytorchs(dtype: torch.dtype, copied: bool, clipped: bool, 
     masters = [t[shift:] for t in tensors([size + shift for size in SIZES], torch.float32, 0)]
     parameters = [torch.empty_like(p, dtype=BF16) for p in masters] if copied else [None] * 6
     optimizer = AdamW(masters, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    wanted = [(p.clone(), torch.zeros_like(p), torch.zeros_like(p)) for p in masters]
+    before = [(p.clone(), torch.zeros_like(p), torch.zeros_like(p)) for p in masters]
     exact = [p.detach().cpu().double().clone() for p in masters]
     reference = torch.optim.AdamW(exact, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
     factor = torch.tensor(1 / 3, device=DEVICE) if clipped else None
     for step in (1, 2, 3):
         gradients = tensors(SIZES, dtype, step)
-        before = [g.clone() for g in gradients]
+        unchanged = [g.clone() for g in gradients]
         optimizer.update(list(map(Update, masters, gradients, parameters)), factor)
-        assert all(map(torch.equal, gradients, before))
+        assert all(map(torch.equal, gradients, unchanged))
         for number, gradient in enumerate(gradients):
             g = gradient.float() if factor is None else gradient.float() * factor
-            p, m, v = wanted[number]
-            wanted[number] = rounded_once(p, g, m, v, step)
             exact[number].grad = g.cpu().double()
+            state = optimizer.state[masters[number]]
+            found = (masters[number], state["exp_avg"], state["exp_avg_sq"])
+            # From the kernel's own state before the step: where values cancel each other, a difference would grow.
+            right = rounded_once(*before[number], g, step)
+            for name, own, value in zip(("master", "first", "second"), found, right, strict=True):
+                assert_rounded_alike(own, value, f"{name} of tensor {number}, step {step}")
+            before[number] = found[0].clone(), found[1].clone(), found[2].clone()
         reference.step()
-    for number, (p, m, v) in enumerate(wanted):
-        state = optimizer.state[masters[number]]
-        found = (masters[number], state["exp_avg"], state["exp_avg_sq"])
-        for name, own, right in zip(("master", "first", "second"), found, (p, m, v), strict=True):
-            assert_rounded_alike(own, right, f"{name} of tensor {number}")
-        assert state["step"].item() == 3
+    for number in range(len(masters)):
+        assert optimizer.state[masters[number]]["step"].item() == 3
         torch.testing.assert_close(
             masters[number].cpu().double(), exact[number], rtol=2e-6, atol=2e-7
         )
