@@ -31,6 +31,8 @@ HYBRID: dict[str, Any] = dict(
     linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
     num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0,
 )  # fmt: skip
+# A layer under the recipe, and one in BF16.
+SHORT: dict[str, Any] = dict(num_hidden_layers=2, num_layers_at_start_in_bf16=0)
 EXPERTS: dict[str, Any] = dict(
     moe=dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=96)
 )
@@ -126,10 +128,10 @@ def test_replayed_micro_batches_are_the_eager_ones(
     recipe: str, kind: str, count: int, tapes: list[Any], tmp_path: Path
 ) -> None:
     options = {
-        "dense": dict(num_hidden_layers=3),
+        "dense": SHORT,
         "hybrid": dict(HYBRID, num_hidden_layers=2, layer_types=HYBRID["layer_types"][:2]),
-        "lora": dict(num_hidden_layers=3, lora=True),
-        "recompute": dict(num_hidden_layers=3, activation_checkpointing="selective"),
+        "lora": dict(SHORT, lora=True),
+        "recompute": dict(SHORT, activation_checkpointing="selective"),
     }[kind]
     runs = [run_of(build(recipe, **options), tmp_path, graph, count) for graph in (False, True)]
     same(*runs)
@@ -152,9 +154,9 @@ def test_recorded_steps_have_graphs_of_their_own(
 ) -> None:
     """No bit of training changes, the counts are those of eager steps, and the other graphs count nothing."""
     options = {
-        "dense": dict(num_hidden_layers=3),
+        "dense": SHORT,
         "hybrid": dict(HYBRID, num_hidden_layers=2, layer_types=HYBRID["layer_types"][:2]),
-        "recompute": dict(num_hidden_layers=3, activation_checkpointing="full"),
+        "recompute": dict(SHORT, activation_checkpointing="full"),
     }[kind]
     runs = [
         run_of(build(recipe, **options), tmp_path, graph, count, record=record)
