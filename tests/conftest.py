@@ -49,7 +49,8 @@ LONGEST = (
     "test_recorder", "test_http_server", "test_record_report", "test_hf_experts", "test_hf_nested", "test_gpus",
     "test_dynamic_compile", "test_training_data", "test_chat_template", "test_data_preview", "test_rope",
     "test_checkpoint_choice", "test_precision", "test_extensions", "test_primary_weights", "test_quantized",
-    "test_golden_grouped", "test_calibration", "test_decode_loop", "test_te_modules",
+    "test_golden_grouped", "test_calibration", "test_decode_loop", "test_te_modules", "test_divided_plan",
+    "test_project", "test_against", "test_lora_parallel", "test_preflight", "test_golden",
 )  # fmt: skip
 ORDER = {name: place for place, name in enumerate(LONGEST)}
 
