@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import statistics
 import sys
@@ -87,13 +88,19 @@ def theirs(config: ModelConfig, batch: int, seq: int, device: torch.device) -> d
 
     Where PyTorch cannot compile a state space (2.11 fails at its cumulative sums), everything around it is compiled,
     and it runs as it is, on the packages that transformers uses. So does Kimi Delta Attention, whose kernels PyTorch's
-    compiler would tune again, for longer than three minutes.
+    compiler would tune again, for longer than three minutes; they run in the configurations that were fastest for ours.
     """
     before = held()
     model = their_model(config, device).train()
     model.config.use_cache = False
     few = config.num_hidden_layers <= 4
     tuned = {} if device.type == "cpu" else leave_out(model, is_delta_attention)
+    if tuned:
+        importlib.import_module("fla.ops.kda")
+        fix_configurations = importlib.import_module(
+            "te_models.kernels.delta_rule_triton"
+        ).fix_configurations
+        fix_configurations()
     for part in [] if device.type == "cpu" else [model] if few else model.model.layers:
         part.compile()
     ids = tokens(config, batch, seq, device)

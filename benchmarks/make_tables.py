@@ -82,7 +82,9 @@ def draw_plots(folder: Path) -> None:
     gradients.draw_gradient_losses(folder / "gradient_losses.png")
     formats.draw_formats(folder / "format_loss.png")
     split_sums.draw_split_sums(folder / "split_sums.png")
-    speed_map.draw_speed_map(folder / "small_models_h200.png")
+    for name in speed_map.maps():
+        card = name.removeprefix("speed_map_")
+        speed_map.draw_speed_map(name, folder / f"small_models_{card}.png")
     draw_gated(load(studies.GATED), folder / f"{studies.GATED}.png")
     draw_columns(studies.qk_norm_columns(), folder / "gated_qk_norm_h200.png")
     draw_columns(studies.columns_124m(), folder / "gated_124m_h200.png")

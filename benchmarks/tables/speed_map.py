@@ -59,28 +59,32 @@ def speed_map() -> str:
 @table
 def speed_map_result() -> str:
     """From how many tokens on each recipe is faster than BF16, by width."""
-    name = maps()[0]
-    gpu = load(name)["environment"]["gpu"].removeprefix("NVIDIA ")
     lines = []
-    for recipe in RECIPES:
-        found = ratios(name, recipe)
-        starts = {}
-        for width, experts, tokens in sorted(found):
-            if found[width, experts, tokens] > 1.01:
-                starts.setdefault((width, experts), tokens)
-        words = []
-        for shape in dict.fromkeys(point[:2] for point in found):
-            start = starts.get(shape)
-            words.append(f"{_label(*shape)}: " + ("never here" if start is None else f"{start:,}"))
-        lines.append(
-            prose(f"- `{recipe}` on an {gpu} pays from so many tokens: {'; '.join(words)}.")
-        )
+    for name in maps():
+        gpu = load(name)["environment"]["gpu"].removeprefix("NVIDIA ").split()[0]
+        for recipe in RECIPES:
+            found = ratios(name, recipe)
+            starts: dict[tuple[int, int], int] = {}
+            most: dict[tuple[int, int], int] = {}
+            for width, experts, tokens in sorted(found):
+                most[width, experts] = tokens
+                if found[width, experts, tokens] > 1.01:
+                    starts.setdefault((width, experts), tokens)
+            words = []
+            for shape in dict.fromkeys(point[:2] for point in found):
+                start = starts.get(shape)
+                words.append(
+                    f"{_label(*shape)}: "
+                    + (f"never up to {most[shape]:,}" if start is None else f"{start:,}")
+                )
+            lines.append(
+                prose(f"- `{recipe}` on an {gpu} pays from so many tokens: {'; '.join(words)}.")
+            )
     return "\n".join(line.replace("\n", "\n  ") for line in lines)
 
 
-def draw_speed_map(path: Path) -> None:
-    """Draw a panel per recipe: speed relative to BF16 as colors over width and tokens."""
-    name = maps()[0]
+def draw_speed_map(name: str, path: Path) -> None:
+    """Draw a panel per recipe of a map: speed relative to BF16 as colors over width and tokens."""
     figure = new_figure((12, 5))
     image = None
     for axes, recipe in zip(figure.subplots(1, len(RECIPES), sharey=True), RECIPES, strict=True):
@@ -98,5 +102,6 @@ def draw_speed_map(path: Path) -> None:
         axes.set(title=recipe, xlabel="tokens of a micro-batch")
     figure.axes[0].set_ylabel("width")
     assert image is not None
+    figure.suptitle(load(name)["environment"]["gpu"])
     figure.colorbar(image, ax=figure.axes, label="speed relative to BF16")
     save_figure(figure, path)

@@ -21,6 +21,7 @@ from te_models.fp8.primary_weights import is_quantized, new_master, take_master
 from te_models.optim.adamw import AdamW, Update, has_kernel
 from te_models.optim.gradients import Gradients, Norm, chunks, clip_factor, gradient_norm, scale
 from te_models.optim.groups import ParameterRows
+from te_models.optim.host_copies import to_device, to_host
 from te_models.optim.parameter_owners import Owners, placeholder
 from te_models.optim.projected import ProjectedGradients
 from te_models.optim.state_tensors import (
@@ -87,6 +88,7 @@ class MasterWeights:
         else:
             # The whole master on one rank, and on the others nothing: Muon and GaLore need whole matrices.
             self.masters = [_owned_master(p, keep, self.owners) for p in self.parameters]
+        self._offloaded = offload
         self._copied = self._find_copied()
         masters = dict(zip(map(id, self.parameters), self.masters, strict=True))
         views = {part: part.of(masters[id(part.parameter)]) for part in parts}
@@ -204,8 +206,12 @@ class MasterWeights:
                 # A parameter that is its own master has its value; FP8 weights are cast below, with their scales.
                 if v is not p and not is_quantized(p):
                     copies.append((p, v))
-            if copies:
-                torch._foreach_copy_([local(p) for p, _ in copies], [local(v) for _, v in copies])
+            targets = [local(p) for p, _ in copies]
+            new = [local(v) for _, v in copies]
+            if self._offloaded:
+                to_device(targets, new)
+            elif copies:
+                torch._foreach_copy_(targets, new)
             for parameter, value in values:
                 if is_quantized(parameter):
                     take_master(parameter, value)
@@ -243,10 +249,12 @@ class MasterWeights:
     def _gradients(
         self, chunk: list[tuple[nn.Parameter, Tensor]], used: Iterable[Tensor]
     ) -> Iterable[Tensor | None]:
-        """Return each parameter's gradient; with owners the whole one where this rank is the owner, else None."""
+        """Return each parameter's gradient, where its master is; with owners the whole one on the owner, else None."""
+        dtypes = [master.dtype for _, master in chunk]
+        if self._offloaded:
+            return to_host(used, dtypes)
         if self.owners is None:
             return used
-        dtypes = [master.dtype for _, master in chunk]
         return self.owners.collect(
             [p for p, _ in chunk], [local(gradient) for gradient in used], dtypes
         )
