@@ -1,7 +1,6 @@
 """Collectives along one dimension of a tensor, under names that every supported version of torch has."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,32 +22,6 @@ def all_gather(x: Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Tens
     if not isinstance(group, PlannedRanks):
         _ALL_GATHER(out, x, group=group)
     return out.movedim(0, dim)
-
-
-def gather_into(
-    whole: Tensor, shard: Tensor, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    """Gather the ranks' shards of a tensor of one dimension, one after the other in `whole`."""
-    return _ALL_GATHER(whole, shard, group=group, async_op=async_op)
-
-
-def gather_many(
-    wholes: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup
-) -> None:
-    """Gather the ranks' shards of many tensors of one dimension, one after the other in each of `wholes`."""
-    # One launch of NCCL.
-    with dist._coalescing_manager(group):
-        for whole, shard in zip(wholes, shards, strict=True):
-            _ALL_GATHER(whole, shard, group=group)
-
-
-def sum_many(
-    shares: Sequence[Tensor], tensors: Sequence[Tensor], group: dist.ProcessGroup, op: Any
-) -> None:
-    """Write this rank's share of the ranks' sums, or means, of many tensors of one dimension to each of `shares`."""
-    with dist._coalescing_manager(group):
-        for share, tensor in zip(shares, tensors, strict=True):
-            _REDUCE_SCATTER(share, tensor, op=op, group=group)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -35,9 +35,7 @@ from torch.distributed.tensor import DTensor
 from te_models.causal_lm import CausalLM
 from te_models.config.model import ModelConfig
 from te_models.config.training import TrainConfig
-from te_models.distributed import direct_gathers
 from te_models.distributed.control import Ranks
-from te_models.distributed.direct_gathers import DirectGather, DirectSum
 from te_models.distributed.dtensor import local
 from te_models.errors import UsageError
 from te_models.fp8.primary_weights import make_shards
@@ -372,19 +370,21 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=resharded)
     # What is left, embeddings and head: backward begins with the head, so it would be gathered again at once.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            set_communication(module, config)
+    if sent_in_fp8:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                communication: Any = FP8ReduceScatter()
+                module.set_custom_reduce_scatter(communication)
     # Nobody changes such a view in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
-    for place, block in enumerate(blocks):
+    for number, block in enumerate(blocks):
         inside = []
         for module in block.modules():
             if isinstance(module, FSDPModule) and module is not block:
                 inside.append(module)
         if config.prefetch_blocks:
-            after = blocks[place + 1 :]
-            before = blocks[:place][::-1]
+            after = blocks[number + 1 :]
+            before = blocks[:number][::-1]
             # In the order in which forward needs them: experts of the block itself first.
             block.set_modules_to_forward_prefetch(inside + after[: config.prefetch_blocks])
             block.set_modules_to_backward_prefetch(inside[::-1] + before[: config.prefetch_blocks])
@@ -397,30 +397,6 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
                 # gloo has no average; of a unit on one rank FSDP2 would divide twice.
                 module.set_force_sum_reduction_for_comms(True)
     requantize_in_backward(model, resharded)
-
-
-def set_communication(unit: FSDPModule, config: TrainConfig) -> None:
-    """Choose how a unit of FSDP2 gathers its weights and sums its gradients (te_models.distributed.direct_gathers)."""
-    direct_gathers.install()
-    gather: Any = DirectGather()
-    unit.set_custom_all_gather(gather)
-    for group in parameter_groups(unit):
-        ranks = group.mesh_info.shard_mesh_size
-        communication: Any = None
-        if config.reduce_dtype == "float8":
-            communication = FP8ReduceScatter()
-        elif ranks > 1 and group.mp_policy.reduce_dtype in (None, torch.bfloat16):
-            communication = DirectSum(ranks)
-        if communication is not None:
-            unit.set_custom_reduce_scatter(communication)
-
-
-def parameter_groups(unit: FSDPModule) -> list[Any]:
-    """Return FSDP2's groups of a unit's parameters."""
-    state: Any = unit._get_fsdp_state()
-    # Newer versions of PyTorch have several groups per module, older ones a single one.
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
 
 
 def sum_policy(model: CausalLM, parallel: Parallel, processes: int) -> MixedPrecisionPolicy:
@@ -474,7 +450,10 @@ def unreduced_gradients(model: nn.Module) -> list[tuple[Any, Tensor | None, Tens
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        for group in parameter_groups(module):
+        state: Any = module._get_fsdp_state()
+        # Newer versions of PyTorch have several groups per module, older ones a single one.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in filter(None, groups):
             for parameter in group.fsdp_params:
                 unsharded = getattr(parameter, "_unsharded_param", None)
                 own_dtype = None if unsharded is None else unsharded.grad

@@ -19,12 +19,10 @@ from distributed_job import (
     start,
 )
 from ranks import as_one_of, run_ranks
-from torch import Tensor
 
 from te_models import CausalLM
 from te_models.config.presets import get_preset
 from te_models.config.training import TrainConfig
-from te_models.distributed import direct_gathers
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import whole
 from te_models.engine.emulated import DType, Float8CurrentScalingQuantizer, Float8Quantizer
@@ -59,20 +57,17 @@ def born(recipe: str, shared: Parallel, root: Path) -> dict[str, Any]:
     run = make_trainer(shared, root / f"born-{recipe}", dict(FSDP, recipe=recipe, steps=2))
     fresh = {name: whole(codes).tolist() for name, codes in quantized_weights(run.model).items()}
     sent: list[int] = []
-    one_gathered = direct_gathers.gather_into
-    many_gathered = direct_gathers.gather_many
+    name = (
+        "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    )  # what FSDP2 calls
+    gather = getattr(dist, name)
 
-    def one_counted(weights: Tensor, shard: Tensor, *args: Any) -> Any:
-        sent.append(shard.nbytes)
-        return one_gathered(weights, shard, *args)
-
-    def many_counted(wholes: list[Tensor], shards: list[Tensor], *args: Any) -> None:
-        sent.append(sum(shard.nbytes for shard in shards))
-        many_gathered(wholes, shards, *args)
+    def counted(out: Any, own: Any, *args: Any, **options: Any) -> Any:
+        sent.append(own.nbytes)
+        return gather(out, own, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct_gathers, "gather_into", one_counted)
-        patch.setattr(direct_gathers, "gather_many", many_counted)
+        patch.setattr(dist, name, counted)
         shared.ranks.gather(run.run().loss)
     return dict(fresh=fresh, sent=sorted(set(sent)), wrong=differing(run))
 

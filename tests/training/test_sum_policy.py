@@ -4,12 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import as_one_of
 from tiny_runs import tiny_model
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from te_models.config.training import TrainConfig
-from te_models.training.parallel import Parallel, parameter_groups, set_communication, sum_policy
+from te_models.training.parallel import Parallel, sum_policy
 
 
 def policy(
@@ -50,27 +48,3 @@ def test_a_sum_of_two_is_rounded_once_either_way() -> None:
         up = torch.nextafter(through.bfloat16(), torch.tensor(torch.inf).bfloat16()).double()
         down = torch.nextafter(through.bfloat16(), torch.tensor(-torch.inf).bfloat16()).double()
         assert (apart <= (up - exact).abs()).all() and (apart <= (down - exact).abs()).all()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "reduce_dtype", "of_unit", "expected"),
-    [
-        (2, "float32", None, "DirectSum"),
-        (4, "bfloat16", torch.bfloat16, "DirectSum"),
-        (2, "float32", torch.float32, "DefaultReduceScatter"),
-        (4, "float8", torch.float32, "FP8ReduceScatter"),
-        (1, "float32", None, "DefaultReduceScatter"),
-    ],
-)
-def test_how_a_unit_sums(
-    ranks: int, reduce_dtype: str, of_unit: torch.dtype | None, expected: str
-) -> None:
-    """Gradients that travel in their own dtype, where they lie."""
-    with as_one_of(ranks):
-        unit = fully_shard(
-            torch.nn.Linear(8, 8), mp_policy=MixedPrecisionPolicy(reduce_dtype=of_unit)
-        )
-        set_communication(unit, TrainConfig(parallel="fsdp", reduce_dtype=reduce_dtype))
-        (group,) = parameter_groups(unit)
-    assert type(group._reduce_scatter_comm).__name__ == expected
-    assert type(group._all_gather_comm).__name__ == "DirectGather"
