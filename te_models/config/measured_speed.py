@@ -142,7 +142,7 @@ def gain(
 ) -> Gain:
     """Return whether a quantized recipe saves time for a model on a GPU, by what was measured near its sizes.
 
-    Where nothing was measured on this card, one with the same chip answers if its answer is clear: an H200 for an H100.
+    Where nothing was measured on this card, one with the same chip answers if its answer is clear: an H100 for a GH200.
 
     Args:
         gpu: its name.

@@ -208,8 +208,8 @@ def test_advice_can_be_followed(
 
 def test_the_errors_are_the_projects_own(folder: Path) -> None:
     model, words = load(folder), load_tokenizer(folder)
-    with pytest.raises(UsageError, match="seq-len 1000"):
-        make_batches(load_documents(None)[:1], words, model, seq_len=1000)
+    with pytest.raises(UsageError, match="batch_size"):
+        make_batches(load_documents(None)[:1], words, model, batch_size=0)
     with pytest.raises(DataError, match="no such file"):
         evaluate_recipes(
             lambda name: model, [None], words, model="m", data=str(folder / "missing.jsonl")
