@@ -1,4 +1,4 @@
-"""What holds for a process that runs tests: its environment, the order of files, and the fixtures of all tests."""
+"""Set up each process that runs tests: its environment, the order of files, and the fixtures that all tests share."""
 
 import gc
 import os

@@ -97,7 +97,7 @@ def _padding_kernel(
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Let all rows be padding: token T of those of experts, and a number more behind the last expert's."""
+    """Mark all rows as padding: as token T where experts have rows, as token T + 1 behind the last expert's rows."""
     e = tl.arange(0, EXPERTS)
     own = tl.load(counts + e, e < count, 0)
     ends = tl.cumsum((own + alignment - 1) // alignment * alignment, 0)
