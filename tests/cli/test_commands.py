@@ -638,7 +638,7 @@ print(sorted(spun() for _ in range(30))[15])
 
 @pytest.fixture(scope="module")
 def of_help() -> list[str]:
-    """Return the lines of a process: packages that --help imports, that CausalLM adds, and seconds of an idle thread."""
+    """Return a process's lines: packages that --help imports, that CausalLM adds, and seconds of an idle thread."""
     chosen = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     env = {name: value for name, value in os.environ.items() if name not in chosen}
     out = run_process([sys.executable, "-c", HELP], env=env | {"OMP_NUM_THREADS": "2"})
