@@ -1,7 +1,8 @@
 """Counts about the FP8 of all experts at once, each expert's added to rows of its own in the table on the device.
 
 A program counts a share of one expert's rows, with the functions of te_models.kernels.count_cast_triton. Values before
-the cast are read as the cast read them: through the places of weights, or the tokens whose copies the rows are.
+the cast are read as the cast read them: through the places of weights, or the tokens whose copies the rows are. Those
+that a kernel computed and cast at once, an activation and its gradient, are computed once more by its own functions.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from te_models.kernels.count_cast_triton import (
 )
 from te_models.kernels.expert_blocks_triton import Blocks, WeightBlocks
 from te_models.kernels.expert_cast_triton import FP8Matrices, Matrices, load_rows
+from te_models.kernels.expert_hidden_triton import Activation, gradient_values, hidden_values
 from te_models.kernels.groups import Groups
 
 PROGRAMS = 528  # of all experts together: four per multiprocessor of an H100
@@ -55,14 +57,86 @@ class ExpertCounts(NamedTuple):
     apart: int
 
 
+class Activated(NamedTuple):
+    """Values that are cast where they are computed: an activation [R, F], or its gradient [R, 2F].
+
+    Attributes:
+        gate_up: [R, 2F] = [gate | up].
+        activation: of gate_up.
+        dy: the gradient of the activation [R, F]; None: the values are the activation.
+    """
+
+    gate_up: Tensor
+    activation: Activation
+    dy: Tensor | None = None
+
+
 @triton.jit
-def count_experts_kernel(
-    # the values before the cast, as expert_cast_triton.Matrices
+def _values(
+    # as the arguments of the kernels below
     data,
     source,
     factor,
     tokens,
     places,
+    dy,
+    alpha,
+    # the expert, and its first row
+    e,
+    begin,
+    # rows and columns of the tile, and how many the expert has
+    i,
+    j,
+    rows,
+    columns,
+    VALUES: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Return values before the cast, FP32 [i, j]."""
+    if source is not None:
+        source += begin
+    if VALUES == "rows":
+        if places is not None:
+            data += tl.load(places + e)
+        elif source is None:
+            data += begin * columns
+        if factor is not None:
+            factor += begin
+        x = load_rows(data, source, factor, tokens, i, j, rows, columns)
+    elif VALUES == "activation":
+        data += begin * 2 * columns
+        x = hidden_values(data, source, tokens, i, j, rows, columns, alpha, LIMIT)
+    else:
+        tl.static_assert(VALUES == "gradient")
+        # The left half is of the gate, the right one of up; a tile may have columns of both.
+        half = columns // 2
+        place = tl.where(j < half, j, j - half)
+        of_gate, of_up, _ = gradient_values(
+            dy + begin * half,
+            data + begin * columns,
+            source,
+            tokens,
+            i,
+            place,
+            rows,
+            half,
+            alpha,
+            LIMIT,
+        )
+        x = tl.where((j < half)[None, :], of_gate, of_up)
+    return x
+
+
+@triton.jit
+def count_experts_kernel(
+    # the values before the cast, as expert_cast_triton.Matrices or `Activated`, whose rows of padding `source` tells
+    data,
+    source,
+    factor,
+    tokens,
+    places,
+    dy,
+    alpha,
     # where each expert begins, int64 [E + 1]
     first,
     # the cast: uint8 [R, columns], and inverse scales and scales, FP32 [E]
@@ -76,27 +150,19 @@ def count_experts_kernel(
     spread,
     apart,
     E5M2: tl.constexpr,
+    # what is cast: "rows", "activation" or "gradient", and the limit of the activation
     VALUES: tl.constexpr,
+    LIMIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Count expert program_id(0)'s matrix; its programs share its tiles. Without VALUES, the data alone."""
+    """Count expert program_id(0)'s matrix; its programs share its tiles."""
     e = tl.program_id(0).to(tl.int64)
     begin = tl.load(first + e)
     rows = tl.load(first + e + 1) - begin
     # An expert without rows casts nothing, and its fields keep what they have.
     if rows > 0:
         program_fields = fields + (e * apart * spread + tl.program_id(1) % spread) * _WIDTH
-        address = data
-        if VALUES:
-            if places is not None:
-                address = data + tl.load(places + e)
-            elif source is None:
-                address = data + begin * columns
-            if source is not None:
-                source += begin
-            if factor is not None:
-                factor += begin
         inverse = tl.load(scales_inverse + e)
         wide = tl.cdiv(columns, COLUMNS)
         zeros = tl.zeros((), tl.int64)
@@ -114,12 +180,25 @@ def count_experts_kernel(
             j = (unit % wide).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
             inside = (i < rows)[:, None] & (j < columns)[None, :]
             code = tl.load(cast_codes + (begin + i)[:, None] * columns + j[None, :], inside, 0)
-            if VALUES:
-                x = load_rows(address, source, factor, tokens, i, j, rows, columns)
-            else:
-                x = tl.zeros((ROWS, COLUMNS), tl.float32)
+            x = _values(
+                data,
+                source,
+                factor,
+                tokens,
+                places,
+                dy,
+                alpha,
+                e,
+                begin,
+                i,
+                j,
+                rows,
+                columns,
+                VALUES,
+                LIMIT,
+            )
             packed, exact, change, codes_of, magnitude = _count(
-                x, code, inverse, inside, code_weights(i, j), E5M2, VALUES
+                x, code, inverse, inside, code_weights(i, j), E5M2, True
             )
             counts = tl.sum(tl.sum(packed, 1), 0)
             zeros += counts & _BITS
@@ -143,21 +222,23 @@ def count_experts_kernel(
             noise=noise,
             hashed=hashed,
             largest=largest,
-            SOURCE=VALUES,
+            SOURCE=True,
         )
         if tl.program_id(1) == 0:
             elements = tl.full((), 1.0, tl.float64) * rows * columns
-            _note_tensor(program_fields, elements, tl.load(scales + e), E5M2, VALUES, False)
+            _note_tensor(program_fields, elements, tl.load(scales + e), E5M2, True, False)
 
 
 @triton.jit
 def count_expert_blocks_kernel(
-    # the values before the cast, as expert_cast_triton.Matrices
+    # the values before the cast, as in count_experts_kernel
     data,
     source,
     factor,
     tokens,
     places,
+    dy,
+    alpha,
     # where each expert begins, int64 [E + 1]
     first,
     # the cast: uint8 [R, columns], and inverse scales FP32
@@ -173,7 +254,9 @@ def count_expert_blocks_kernel(
     columns,
     spread,
     apart,
+    # what is cast: "rows", "activation" or "gradient", and the limit of the activation
     VALUES: tl.constexpr,
+    LIMIT: tl.constexpr,
     # rows and columns that share a scale, and the unit that a program reads at a time
     BLOCK_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -182,7 +265,7 @@ def count_expert_blocks_kernel(
 ):
     """Count expert program_id(0)'s matrix of E4M3 with a scale per block of BLOCK_ROWS rows and COLUMNS columns.
 
-    Its programs share its units of HEIGHT rows: BLOCK_ROWS is 1, or HEIGHT. Without VALUES, the data alone.
+    Its programs share its units of HEIGHT rows: BLOCK_ROWS is 1, or HEIGHT.
     """
     e = tl.program_id(0).to(tl.int64)
     begin = tl.load(first + e)
@@ -190,16 +273,6 @@ def count_expert_blocks_kernel(
     # An expert without rows casts nothing, and its fields keep what they have.
     if rows > 0:
         program_fields = fields + (e * apart * spread + tl.program_id(1) % spread) * _WIDTH
-        address = data
-        if VALUES:
-            if places is not None:
-                address = data + tl.load(places + e)
-            elif source is None:
-                address = data + begin * columns
-            if source is not None:
-                source += begin
-            if factor is not None:
-                factor += begin
         inverse = scales_inverse + e * inverse_expert
         if BLOCK_ROWS == 1:
             inverse += begin * inverse_row
@@ -227,14 +300,27 @@ def count_expert_blocks_kernel(
                 i = (unit // wide).to(tl.int64) * HEIGHT + start + tl.arange(0, ROWS)
                 inside = (i < rows)[:, None] & (j < columns)[None, :]
                 code = tl.load(cast_codes + (begin + i)[:, None] * columns + j[None, :], inside, 0)
-                if VALUES:
-                    x = load_rows(address, source, factor, tokens, i, j, rows, columns)
-                else:
-                    x = tl.zeros((ROWS, COLUMNS), tl.float32)
+                x = _values(
+                    data,
+                    source,
+                    factor,
+                    tokens,
+                    places,
+                    dy,
+                    alpha,
+                    e,
+                    begin,
+                    i,
+                    j,
+                    rows,
+                    columns,
+                    VALUES,
+                    LIMIT,
+                )
                 scales = inverse + (i // BLOCK_ROWS) * inverse_row + across * inverse_column
                 by = tl.load(scales, i < rows, 0.0)
                 packed, exact, change, codes_of, magnitude = _count(
-                    x, code, by[:, None], inside, code_weights(i, j), False, VALUES
+                    x, code, by[:, None], inside, code_weights(i, j), False, True
                 )
                 counts = tl.sum(tl.sum(packed, 1), 0)
                 zeros += counts & _BITS
@@ -282,7 +368,7 @@ def count_expert_blocks_kernel(
             noise=noise,
             hashed=hashed,
             largest=largest,
-            SOURCE=VALUES,
+            SOURCE=True,
         )
         _lower(program_fields, _SCALE_MIN, lowest)
         _raise(program_fields, _SCALE_MAX, highest)
@@ -291,11 +377,11 @@ def count_expert_blocks_kernel(
         _add(program_fields, _BLOCK_LOG2_SQUARES, squares)
         if tl.program_id(1) == 0:
             elements = tl.full((), 1.0, tl.float64) * rows * columns
-            _note_tensor(program_fields, elements, 1.0, False, VALUES, True)
+            _note_tensor(program_fields, elements, 1.0, False, True, True)
 
 
 def count_experts(
-    matrices: Matrices | None,
+    values: Matrices | Activated,
     groups: Groups,
     quantized: FP8Matrices,
     form: torch.dtype,
@@ -304,7 +390,7 @@ def count_experts(
     """Add the counts of a cast of every expert's matrix to a table.
 
     Args:
-        matrices: the matrices before the cast; None: they are not in memory.
+        values: the matrices before the cast, or what they are computed from.
         groups: the rows of each.
         quantized: the result.
         form: torch.float8_e4m3fn or float8_e5m2.
@@ -313,7 +399,7 @@ def count_experts(
     columns = quantized.data.shape[1]
     with torch.cuda.device_of(quantized.data):
         count_experts_kernel[_grid(groups, columns, ROWS)](
-            **_values(matrices, quantized.data),
+            **_of_values(values),
             first=groups.first,
             cast_codes=quantized.data,
             scales_inverse=quantized.scale_inv,
@@ -324,7 +410,6 @@ def count_experts(
             spread=counts.fields.shape[1],
             apart=counts.apart,
             E5M2=form == torch.float8_e5m2,
-            VALUES=matrices is not None,
             ROWS=ROWS,
             COLUMNS=COLUMNS,
             num_warps=4,
@@ -332,7 +417,7 @@ def count_experts(
 
 
 def count_expert_blocks(
-    matrices: Matrices | None,
+    values: Matrices | Activated,
     groups: Groups,
     quantized: Blocks | WeightBlocks,
     counts: ExpertCounts,
@@ -340,7 +425,7 @@ def count_expert_blocks(
     """Add the counts of a cast of every expert's matrix to E4M3 with a scale per block to a table.
 
     Args:
-        matrices: the matrices before the cast; None: they are not in memory.
+        values: the matrices before the cast, or what they are computed from.
         groups: the rows of each.
         quantized: the result, whose straight copy is counted: rows with a scale per 1 x 128, or weights per 128 x 128.
         counts: where they go.
@@ -359,7 +444,7 @@ def count_expert_blocks(
         inverse_column, inverse_row = inverse.stride()
     with torch.cuda.device_of(data):
         count_expert_blocks_kernel[_grid(groups, columns, height)](
-            **_values(matrices, data),
+            **_of_values(values),
             first=groups.first,
             cast_codes=data,
             scales_inverse=inverse,
@@ -371,7 +456,6 @@ def count_expert_blocks(
             columns=columns,
             spread=counts.fields.shape[1],
             apart=counts.apart,
-            VALUES=matrices is not None,
             BLOCK_ROWS=block_rows,
             ROWS=ROWS,
             COLUMNS=COLUMNS,
@@ -380,16 +464,31 @@ def count_expert_blocks(
         )
 
 
-def _values(matrices: Matrices | None, codes: Tensor) -> dict[str, Any]:
-    """Return the arguments of a kernel for the values before a cast; without them it reads none."""
-    if matrices is None:
-        return dict(data=codes, source=None, factor=None, tokens=0, places=None)
+def _of_values(values: Matrices | Activated) -> dict[str, Any]:
+    """Return the arguments of a kernel for the values before a cast."""
+    if isinstance(values, Activated):
+        activation = values.activation
+        return dict(
+            data=values.gate_up,
+            source=activation.token,
+            factor=None,
+            tokens=activation.tokens,
+            places=None,
+            dy=values.dy,
+            alpha=activation.alpha,
+            VALUES="activation" if values.dy is None else "gradient",
+            LIMIT=activation.limit,
+        )
     return dict(
-        data=matrices.data,
-        source=matrices.source,
-        factor=matrices.factor,
-        tokens=len(matrices.data),
-        places=matrices.places,
+        data=values.data,
+        source=values.source,
+        factor=values.factor,
+        tokens=len(values.data),
+        places=values.places,
+        dy=None,
+        alpha=1.0,
+        VALUES="rows",
+        LIMIT=None,
     )
 
 

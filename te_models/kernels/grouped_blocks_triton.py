@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from te_models.device.autograd import Context
-from te_models.kernels.count_experts_triton import count_expert_blocks
+from te_models.kernels.count_experts_triton import Activated, count_expert_blocks
 from te_models.kernels.expert_block_gradients_triton import BlockGradients, gradient_blocks
 from te_models.kernels.expert_block_products_triton import block_rows_times, block_weights_from
 from te_models.kernels.expert_blocks_triton import (
@@ -68,12 +68,15 @@ def cast_weights(
 
 
 def count_blocks_if_seen(
-    seen: Seen | None, matrices: Matrices | None, groups: Groups, quantized: Blocks | WeightBlocks
+    seen: Seen | None,
+    values: Matrices | Activated,
+    groups: Groups,
+    quantized: Blocks | WeightBlocks,
 ) -> None:
     """Count a cast of all experts if an observer wants it; arguments are as in `count_expert_blocks`."""
     counts = None if seen is None else seen.counts
     if counts is not None:
-        count_expert_blocks(matrices, groups, quantized, counts)
+        count_expert_blocks(values, groups, quantized, counts)
 
 
 def _transposed_weights(
@@ -248,7 +251,7 @@ class _Down(torch.autograd.Function):
         down = experts.down
         # [R, F] in FP8: the activation is never stored in 16 bits.
         fp8_hidden = hidden_blocks(gate_up, groups, activation)
-        count_blocks_if_seen(down.seen_x, None, groups, fp8_hidden)
+        count_blocks_if_seen(down.seen_x, Activated(gate_up, activation), groups, fp8_hidden)
         dtype = gate_up.dtype
         out = block_rows_times(
             fp8_hidden, down.fp8_weights, groups, bias, backward=False, dtype=dtype
@@ -309,8 +312,13 @@ class _Down(torch.autograd.Function):
             hidden=ctx.trained,
             summed=summed_up,
         )
+        count_blocks_if_seen(
+            seen_up,
+            Activated(gate_up, ctx.activation, dh),
+            groups,
+            activation_gradients.of_gate_up,
+        )
         del dh
-        count_blocks_if_seen(seen_up, None, groups, activation_gradients.of_gate_up)
         dweights: Sequence[Tensor | None] = [None] * ctx.count
         if ctx.trained:
             dweights = block_weights_from(

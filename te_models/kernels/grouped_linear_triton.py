@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from te_models.device.autograd import Context
-from te_models.kernels.count_experts_triton import count_experts
+from te_models.kernels.count_experts_triton import Activated, count_experts
 from te_models.kernels.expert_cast_triton import (
     FP8Matrices,
     Matrices,
@@ -48,7 +48,7 @@ class Seen(Protocol):
 
 def count_if_seen(
     seen: Seen | None,
-    matrices: Matrices | None,
+    values: Matrices | Activated,
     groups: Groups,
     quantized: FP8Matrices,
     form: torch.dtype,
@@ -56,7 +56,7 @@ def count_if_seen(
     """Count a cast of all experts if an observer wants it; arguments are as in `count_experts`."""
     counts = None if seen is None else seen.counts
     if counts is not None:
-        count_experts(matrices, groups, quantized, form, counts)
+        count_experts(values, groups, quantized, form, counts)
 
 
 class Casts(NamedTuple):

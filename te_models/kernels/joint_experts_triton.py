@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from te_models.device.autograd import Context
+from te_models.kernels.count_experts_triton import Activated
 from te_models.kernels.expert_cast_triton import (
     FP8Matrices,
     Matrices,
@@ -311,7 +312,7 @@ class _Down(torch.autograd.Function):
         down = experts.down
         del weights  # see _Up
         fp8_hidden = hidden(gate_up, groups, activation, down.casts.of_x)
-        count_if_seen(down.casts.seen_x, None, groups, fp8_hidden, E4M3)
+        count_if_seen(down.casts.seen_x, Activated(gate_up, activation), groups, fp8_hidden, E4M3)
         out = _outputs(down, fp8_hidden, groups, bias, gate_up.dtype)
         ctx.groups = groups
         ctx.activation = activation
@@ -375,8 +376,14 @@ class _Down(torch.autograd.Function):
             turn=ctx.up.trained,
             summed=ctx.summed_up,
         )
+        count_if_seen(
+            up.seen_dy,
+            Activated(gate_up, ctx.activation, dh),
+            groups,
+            activation_gradients.of_gate_up,
+            up.gradient,
+        )
         del dh
-        count_if_seen(up.seen_dy, None, groups, activation_gradients.of_gate_up, up.gradient)
         dweights: Sequence[Tensor | None] = [None] * half.count
         if half.trained:
             assert dy_transposed is not None and activation_gradients.hidden is not None

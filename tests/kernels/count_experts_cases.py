@@ -3,27 +3,33 @@
 Run by test_triton_kernels.py in Triton's interpreter and on a GPU.
 """
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from expert_counts import APART, counts_of
 from torch import Tensor
 
 from te_models.kernels.count_experts_triton import (
+    Activated,
     ExpertCounts,
     count_expert_blocks,
     count_experts,
 )
+from te_models.kernels.expert_block_gradients_triton import gradient_blocks
 from te_models.kernels.expert_blocks_triton import (
     Blocks,
     WeightBlocks,
     cast_blocks,
     cast_weight_blocks,
+    hidden_blocks,
 )
 from te_models.kernels.expert_cast_triton import (
     FP8Matrices,
     Matrices,
     cast,
 )
+from te_models.kernels.expert_hidden_triton import Activation, gradients, hidden
 from te_models.kernels.expert_scales_triton import Delayed
 from te_models.kernels.expert_weights_triton import EqualMatrices, cast_equal
 from te_models.kernels.grouped_linear_triton import matrices_of, on_device
@@ -36,6 +42,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS = [16, 0, 32, 4]
 COLUMNS = 144
+HIDDEN = 80  # of an activation
+# Triton's interpreter cuts BF16 where a GPU rounds.
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+# A tile may contain rows that are not stored, of which the interpreter warns where they are not finite.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow")
 
 
 def values(rows: int, seed: int) -> Tensor:
@@ -63,12 +74,16 @@ def cast_of_expert(
 
 def check(
     counts: ExpertCounts,
-    parts: list[Tensor | None],
+    parts: list[Tensor],
     groups: Groups,
     made: FP8Matrices | Blocks | WeightBlocks,
     form: torch.dtype,
+    rounding: float = 1e-6,
 ) -> None:
-    """Compare the rows of each expert with the counts of its own cast, whose values are `parts`."""
+    """Compare the rows of each expert with the counts of its own cast, whose values are `parts`.
+
+    `rounding` is by how much sums of squared errors may differ.
+    """
     first = groups.first.tolist()
     for e in range(groups.experts):
         fields = counts.fields[APART * e].cpu()
@@ -85,7 +100,9 @@ def check(
         found["scale_min"] = fields[:, INDEX["scale_min"]].amin().item()
         for one in (wanted, found):
             del one["scale_age"]
-        assert found == pytest.approx(wanted, rel=1e-6, nan_ok=True), e
+        noise = pytest.approx(wanted.pop("noise"), rel=rounding)
+        assert found.pop("noise") == noise, e
+        assert found == pytest.approx(wanted, rel=1e-6 if rounding == 1e-6 else 1e-3), e
         assert counts.codes[APART * e].item() == hashed.item()
     # Rows of other operands stay as they were.
     others = torch.arange(len(counts.codes)) % APART != 0
@@ -108,8 +125,7 @@ def test_rows_of_experts(form: torch.dtype, delayed: bool) -> None:
     check(counts, list(x.split(ROWS)), groups, made, form)
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_rows_of_no_expert_are_not_counted(known: bool) -> None:
+def test_rows_of_no_expert_are_not_counted() -> None:
     """Behind the last expert's rows memory may hold NaN: counted, it would stop a run that is healthy."""
     groups = Groups(Groups.of(ROWS, DEVICE).first, sum(ROWS) + 8)
     x = values(sum(ROWS) + 8, 1).nan_to_num(0, 1, 1)
@@ -117,8 +133,7 @@ def test_rows_of_no_expert_are_not_counted(known: bool) -> None:
     made = cast(Matrices(x, groups), E4M3, turn=False)
     made.data[sum(ROWS) :] = 0x7F  # the code of NaN
     counts = counts_of(4, DEVICE)
-    given = Matrices(x, groups) if known else None
-    count_experts(given, groups, made, E4M3, counts)
+    count_experts(Matrices(x, groups), groups, made, E4M3, counts)
     assert counts.fields[..., INDEX["nonfinite"]].sum() == 0
     # So it is with the rows of experts that are not counted, on both sides.
     alone = counts_of(2, DEVICE)
@@ -127,7 +142,7 @@ def test_rows_of_no_expert_are_not_counted(known: bool) -> None:
         x[others] = torch.nan
         made.data[others] = 0x7F
     of_part = made._replace(scale_inv=made.scale_inv[1:3], scale=made.scale[1:3])
-    count_experts(Matrices(x, part) if known else None, part, of_part, E4M3, alone)
+    count_experts(Matrices(x, part), part, of_part, E4M3, alone)
     assert alone.fields[..., INDEX["nonfinite"]].sum() == 0
 
 
@@ -147,7 +162,7 @@ def test_copies_of_tokens_times_a_factor() -> None:
     check(counts, list(rows.split(ROWS)), groups, made, E5M2)
 
 
-def test_weights_and_data_alone() -> None:
+def test_weights() -> None:
     memory = values(2 * 48, 4)
     weights = [memory[:48], memory[48:]]
     places = on_device([0, 48 * COLUMNS], DEVICE)
@@ -156,13 +171,9 @@ def test_weights_and_data_alone() -> None:
     counts = counts_of(2, DEVICE)
     count_experts(given, given.groups, made, E4M3, counts)
     check(counts, list(weights), given.groups, made, E4M3)
-    alone = counts_of(2, DEVICE)
-    count_experts(None, given.groups, made, E4M3, alone)
-    check(alone, [None, None], given.groups, made, E4M3)
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_rows_in_blocks(known: bool) -> None:
+def test_rows_in_blocks() -> None:
     """Each has scales of 1 x 128, also of the 16 columns behind the last whole block."""
     groups = Groups.of(ROWS, DEVICE)
     tokens = values(20, 2)
@@ -171,10 +182,10 @@ def test_rows_in_blocks(known: bool) -> None:
     given = Matrices(tokens, groups, source=source)
     made, _ = cast_blocks(given, turn=False)
     counts = counts_of(4, DEVICE)
-    count_expert_blocks(given if known else None, groups, made, counts)
+    count_expert_blocks(given, groups, made, counts)
     padded = torch.cat([tokens, tokens.new_zeros(1, COLUMNS)])
     parts = padded[source].split(ROWS)
-    check(counts, list(parts) if known else [None] * 4, groups, made, E4M3)
+    check(counts, list(parts), groups, made, E4M3)
 
 
 def test_rows_below_each_other_in_blocks() -> None:
@@ -199,3 +210,108 @@ def test_weights_in_blocks() -> None:
     counts = counts_of(2, DEVICE)
     count_expert_blocks(given, given.groups, made, counts)
     check(counts, list(weights), given.groups, made, E4M3)
+
+
+class Example(NamedTuple):
+    """An activation of all experts, and by FP64 its values and their gradient, as they would be stored."""
+
+    groups: Groups
+    given: Activated
+    dy: Tensor
+    values: Tensor
+    slopes: Tensor
+
+
+def example(limit: float | None, padded: bool) -> Example:
+    """With NaN behind the rows of the last expert, and with zeros and large values among them."""
+    groups = Groups(Groups.of(ROWS, DEVICE).first, sum(ROWS) + 8)
+    g = torch.Generator().manual_seed(7)
+    size = (sum(ROWS) + 8, 2 * HIDDEN)
+    gate_up = (torch.randn(size, generator=g) * torch.logspace(-4, 1, size[1])).to(DTYPE).to(DEVICE)
+    dy = torch.randn(size[0], HIDDEN, generator=g).to(DTYPE).to(DEVICE)
+    gate_up[5] = 0
+    gate_up[1, [3, HIDDEN + 3]] = 40.0
+    gate_up[sum(ROWS) :] = dy[sum(ROWS) :] = torch.nan
+    activation = Activation(limit, 1.702 if limit else 1.0)
+    there = slice(0, sum(ROWS))
+    leaf = gate_up[there].double().requires_grad_()
+    gate, up = leaf.chunk(2, 1)
+    if limit is None:
+        value = gate * torch.sigmoid(gate) * up
+    else:
+        gate = gate.clamp(max=limit)
+        value = (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(1.702 * gate)
+    if padded:
+        token = torch.randint(0, 22, size[:1], generator=g).to(DEVICE)
+        activation = activation._replace(token=token, tokens=20)
+        value = value * (token[there] < 20)[:, None]
+    (slope,) = torch.autograd.grad(value, leaf, dy[there].double())
+    return Example(
+        groups,
+        Activated(gate_up, activation),
+        dy,
+        value.detach().to(DTYPE),
+        slope.to(DTYPE),
+    )
+
+
+# By FP32's rounding of the values before; where they are rounded to BF16, one of some thousand falls to the other side.
+ROUNDING = 1e-4 if torch.float32 == DTYPE else 1e-2
+
+
+@pytest.mark.parametrize(("limit", "padded"), [(None, True), (1.5, False)])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_activations_and_their_gradients(limit: float | None, padded: bool, delayed: bool) -> None:
+    """Halves of 80 columns: tiles have columns of the gradients of gate and of up."""
+    one = example(limit, padded)
+    groups = one.groups
+    scales = None
+    if delayed:
+        scales = Delayed(
+            torch.tensor([50.0, 2.0, 0.5, 64.0], device=DEVICE), torch.zeros(4, device=DEVICE)
+        )
+    parts = list(one.values.split(ROWS))
+    made = hidden(one.given.gate_up, groups, one.given.activation, scales)
+    counts = counts_of(4, DEVICE)
+    count_experts(one.given, groups, made, E4M3, counts)
+    check(counts, parts, groups, made, E4M3, ROUNDING)
+    # The large values, 1,600 times a scale of 50.
+    saturated = counts.fields[::APART, :, INDEX["saturated"]].sum(1)
+    assert bool(saturated.any()) == (delayed and limit is None)
+    parts = list(one.slopes.split(ROWS))
+    for form in (E4M3, E5M2):
+        gradient = gradients(
+            one.dy,
+            one.given.gate_up,
+            groups,
+            one.given.activation,
+            form,
+            scales,
+            None,
+            turn=False,
+            summed=False,
+        ).of_gate_up
+        counts = counts_of(4, DEVICE)
+        count_experts(one.given._replace(dy=one.dy), groups, gradient, form, counts)
+        check(counts, parts, groups, gradient, form, ROUNDING)
+
+
+@pytest.mark.parametrize(("limit", "padded"), [(None, True), (1.5, False)])
+def test_activations_and_their_gradients_in_blocks(limit: float | None, padded: bool) -> None:
+    one = example(limit, padded)
+    made = hidden_blocks(one.given.gate_up, one.groups, one.given.activation)
+    counts = counts_of(4, DEVICE)
+    count_expert_blocks(one.given, one.groups, made, counts)
+    check(counts, list(one.values.split(ROWS)), one.groups, made, E4M3, ROUNDING)
+    gradient = gradient_blocks(
+        one.dy,
+        one.given.gate_up,
+        one.groups,
+        one.given.activation,
+        turn=False,
+        hidden=False,
+        summed=False,
+    ).of_gate_up
+    counts = counts_of(4, DEVICE)
+    count_expert_blocks(one.given._replace(dy=one.dy), one.groups, gradient, counts)
+    check(counts, list(one.slopes.split(ROWS)), one.groups, gradient, E4M3, ROUNDING)
