@@ -15,6 +15,7 @@ import click
 from te_models.config.data import split_pair
 from te_models.config.recipe import AUTO, FIELDS
 from te_models.config.settings import EVERYDAY, Setting
+from te_models.config.shipped import refuse_file
 from te_models.errors import OutOfMemory, UsageError, for_stream, for_terminal
 from te_models.files.atomic import first_line
 from te_models.planning.printable import Printable, Terminal
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 LAST_GROUPS = (FIELDS, SHAPE)
 # Example values of required options, by metavar.
-EXAMPLES = {"DIR": "exported", "NAME": "gated-nano", "PATH": "notes.txt"}
+EXAMPLES = {"DIR": "exported", "NAME": "gated-nano", "PATH": "notes.txt", "N": "100"}
 HELP_ALL = "te_models.cli.help_all"  # in a context's meta: show every group
 CHOSEN = "te_models.cli.chosen"  # the models whose checkpoint was named
 
@@ -309,7 +310,14 @@ def _real_device(ctx: click.Context, parameter: click.Parameter, device: str | N
     return device
 
 
-CALLBACKS = {"device": _real_device, "precision": _table}
+def _model_folder(ctx: click.Context, parameter: click.Parameter, model: str | None) -> str | None:
+    """Return the name of a model; raise a UsageError for a file, before it is read as a tokenizer."""
+    if model is not None:
+        refuse_file(model)
+    return model
+
+
+CALLBACKS = {"device": _real_device, "precision": _table, "model": _model_folder}
 SCALARS = (bool, int, float, str)
 FIELD_NAMES = [name for name in TABLES["recipe"] if name != "recipe"]
 # Options for single values; lists and groups are set in run.toml.

@@ -24,6 +24,23 @@ def shipped_folder(name: str) -> Path | None:
     return None
 
 
+def refuse_file(name: str) -> None:
+    """Raise a UsageError if a model is named by a file, which is one of the files of a model at most."""
+    path = Path(name)
+    if not path.is_file():
+        return
+    if (path.parent / "config.json").is_file():
+        advice = f"give the folder that it lies in, {path.parent}"
+    elif path.suffix in (".pt", ".pth", ".safetensors"):
+        advice = (
+            "give the folder with its config.json; weights of Transformer Engine's modules without one are read by "
+            "`te-models convert --te-checkpoint`"
+        )
+    else:
+        advice = "give a folder with config.json and weights, or the folder of a run"
+    raise UsageError(f"{name} is a file, and a model is a folder: {advice}")
+
+
 def shipped_config(name: str) -> ModelConfig:
     """Return the shape of the shipped model of this name."""
     values = json.loads((FOLDER / name / "config.json").read_text(encoding="utf-8"))

@@ -106,11 +106,16 @@ def _tokenizer_in(folder: Path) -> Tokenizer:
 
 def _tokenizer_of(file: Path) -> Tokenizer:
     """Load the tokenizer of a tokenizer.json and the files beside it."""
-    document = read_json_object(file)
+    advice = "give a Hugging Face tokenizer.json or a folder that holds one"
+    try:
+        document = read_json_object(file)
+    except DataError as error:
+        if file.suffix == ".json":
+            raise
+        # Other files of a tokenizer, such as tokenizer.model, are read from their folder.
+        raise DataError(f"{error}; {advice}") from None
     if document is None:
-        raise DataError(
-            f"{file}: no such file; give a Hugging Face tokenizer.json or a folder that holds one"
-        )
+        raise DataError(f"{file}: no such file; {advice}")
     # The byte tokenizer, saved as a tokenizer.json: our own code is faster than the library, and gives the same ids.
     if document == ByteTokenizer().documents()["tokenizer"]:
         return ByteTokenizer(file.parent)

@@ -98,6 +98,11 @@ def read_te_checkpoint(
         CheckpointError: there is none, it is damaged, or reading it would mean running code.
     """
     path = Path(path)
+    if path.is_file() and path.suffix not in (*SUFFIXES, ".safetensors"):
+        raise CheckpointError(
+            f"{path} is no state_dict of Transformer Engine's modules: give a .pt, .pth or .safetensors file, or a "
+            "folder with some"
+        )
     files = te_files(path) if path.is_dir() else [path]
     if not files:
         raise CheckpointError(

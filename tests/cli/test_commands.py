@@ -28,6 +28,7 @@ from te_models.cli.options import console, setting_option
 from te_models.config.model import ModelConfig
 from te_models.config.presets import PRESETS, get_preset
 from te_models.config.toml import read_toml
+from te_models.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -402,7 +403,7 @@ MISTAKES = [
     ("pretrain --preset gated-nano --out file/run", "file is not a folder"),
     ("pretrain --preset gated-nano --data file/below", "file/below"),
     ("pretrain --preset gated-nano --tokenizer file", "file"),
-    ("generate --model file --prompt x", "file"),
+    ("generate --model gated-nano --tokenizer file --prompt x", "file is not strict JSON"),
     ("generate --preset gated-nano --prompt x --device gpu", "device 'gpu' is not supported"),
     ("generate --preset gated-nano --prompt x --device meta", "--device meta has no numbers"),
     ("generate --preset gated-nano --prompt ''", "the prompt is empty"),
@@ -482,6 +483,11 @@ MISTAKES = [
 ]
 
 
+def takes_model(command: click.Command) -> bool:
+    """Return whether a command has --model."""
+    return any(parameter.name == "model" for parameter in command.params)
+
+
 @pytest.mark.parametrize("command, message", MISTAKES)
 def test_a_mistake_is_one_line_and_exit_code_2(
     command: str,
@@ -508,6 +514,60 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         not captured.out and "Errno" not in captured.err and Path("file").read_text() == "no folder"
     )
     assert {path.name for path in tmp_path.iterdir()} == {"file", "text"}, "nothing is left behind"
+
+
+# pretrain has --model to say that it takes none.
+WITH_A_MODEL = [
+    name for name, found in cli.commands.items() if takes_model(found) and name != "pretrain"
+]
+
+
+@pytest.mark.parametrize("file", ["notes.txt", "weights.safetensors", "model/config.json"])
+@pytest.mark.parametrize("command", [*WITH_A_MODEL, "data preview"])
+def test_a_file_in_place_of_a_model_is_named_with_what_to_give(
+    command: str,
+    file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    for name in ("notes.txt", "weights.safetensors", "model/config.json"):
+        Path(name).write_bytes(b"\x00hello\xff")
+    required = {"export": ["--format", "bf16"], "generate": ["--prompt", "x"]}
+    data = ["--data", "notes.txt"] if command in ("data preview", "evaluate", "parity") else []
+    out = ["--out", "out"] if command in ("export", "convert", "finetune") else []
+    arguments = [*command.split(), "--model", file, *data, *out, *required.get(command, [])]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    folder = "the folder that it lies in, model" if file.startswith("model") else "folder with"
+    assert error.startswith(f"te-models: {file} is a file, and a model is a folder: give ")
+    assert folder in error and error.count("\n") == 1
+    assert not Path("out").exists()
+    # The same in Python, where no option is read.
+    with pytest.raises(UsageError, match=f"{file} is a file, and a model is a folder"):
+        CausalLM.from_pretrained(file)
+
+
+@pytest.mark.parametrize("command", [*sorted(cli.commands), "data preview"])
+def test_an_option_that_is_missing_is_asked_for_by_an_example(
+    command: str, capsys: pytest.CaptureFixture
+) -> None:
+    group, _, name = command.partition(" ")
+    found = cli.commands[group]
+    if isinstance(found, click.Group):
+        found = found.commands[name or "preview"]
+    required = [p for p in found.params if isinstance(p, click.Option) and p.required]
+    arguments = ["x" for p in found.params if isinstance(p, click.Argument) and p.required]
+    for missing in required:
+        given = []
+        for other in required:
+            given += [] if other is missing else [other.opts[0], "1"]
+        assert main([*command.split(), *arguments, *given]) == 2
+        error = capsys.readouterr().err
+        flag = missing.opts[0]
+        assert f"give {flag} {missing.metavar}, such as {flag} " in error and error.count("\n") == 1
 
 
 def out_of_memory(kind: str) -> BaseException:
