@@ -15,6 +15,7 @@ from te_models.cli.options import (
 )
 from te_models.config.data import DataConfig
 from te_models.config.settings import EVERYDAY
+from te_models.errors import TeModelsError
 
 
 @click.group()
@@ -24,7 +25,9 @@ def data() -> None:
 
 @data.command(cls=Command)
 @setting_option("data", help="File, folder, glob, URL or Hub dataset. Repeatable.")
-@setting_option("model", help="Model whose tokenizer and chat template are used; default: bytes.")
+@setting_option(
+    "model", help="Model whose tokenizer, chat template and context are used; default: bytes."
+)
 @option("--records", default=3, help="Records to show as text.")
 @option("--limit", default=10_000, help="Most records to read.")
 @option(
@@ -56,10 +59,30 @@ def preview(
     from te_models.inspect.data_preview_html import preview_html  # noqa: PLC0415
 
     text_tokenizer = load_tokenizer(tokenizer or model)
-    result = run(settings, text_tokenizer, seq_len, records=records, limit=limit)
+    context = None if model is None else _context(model)
+    result = run(settings, text_tokenizer, seq_len, records=records, limit=limit, context=context)
     if html is not None:
         Path(html).write_text(preview_html(result), encoding="utf-8")
     show(result, as_json)
     if html is not None:
         # With --json standard output holds one JSON document and nothing else.
         show_line(f"\npage: {html}", err=as_json)
+
+
+def _context(model: str) -> int | None:
+    """Return the longest sequence that a model allows; say why, and return None, if that is not known."""
+    from te_models.saving.adapters import trained_config  # noqa: PLC0415  imports torch
+    from te_models.saving.pretrained import adapter_folder, read_shape  # noqa: PLC0415
+
+    try:
+        adapters = adapter_folder(model)
+        trained = None if adapters is None else trained_config(adapters)
+        config = read_shape(model).config if trained is None else trained.config
+    except TeModelsError as error:
+        # A folder may hold a tokenizer alone, or adapters that do not tell the shape of their base.
+        show_line(
+            f"the context of {model} is not known, so --seq-len alone says what fits: {error}",
+            err=True,
+        )
+        return None
+    return config.longest_sequence

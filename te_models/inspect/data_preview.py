@@ -98,6 +98,7 @@ class Preview(Printable):
         records: the first ones.
         count: the records that were read.
         seq_len: the length of a window.
+        context: the longest sequence that the model allows; None if it is not known.
         tokens: their tokens, and in `learned` those that the loss counts, of the records that are not left out.
         quantiles: of the records' lengths in tokens, by name.
         lengths: for each power of two, how many records have at most so many tokens, and more than the one before.
@@ -108,6 +109,7 @@ class Preview(Printable):
     records: tuple[PreviewRecord, ...]
     count: int
     seq_len: int
+    context: int | None
     tokens: int
     learned: int
     quantiles: Mapping[str, int]
@@ -116,6 +118,16 @@ class Preview(Printable):
     def to_dict(self) -> Fields:
         """Return the result as plain JSON values."""
         return dataclasses.asdict(self)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest record that fits as it is."""
+        return _longest(self.seq_len, self.context)
+
+    @property
+    def bound(self) -> str:
+        """What sets `longest`, for marks beside lengths."""
+        return _bound(self.seq_len, self.context)
 
     def __rich__(self) -> Group:
         """Return the lines, the records and the table of lengths."""
@@ -144,7 +156,7 @@ class Preview(Printable):
         table.add_column()
         most = max(self.lengths.values(), default=1)
         for least, (limit, count) in zip([0, *self.lengths], self.lengths.items(), strict=False):
-            longer = " (longer than --seq-len)" if least >= self.seq_len else ""
+            longer = f" (longer than {self.bound})" if least >= self.longest else ""
             bar = "\u2588" * max(1, round(_BAR * count / most)) if count else ""
             table.add_row(
                 f"{least + 1:,} to {limit:,}", f"{count:,}", f"{bar}{longer if count else ''}"
@@ -159,6 +171,7 @@ def preview(
     *,
     records: int = RECORDS,
     limit: int = LIMIT,
+    context: int | None = None,
 ) -> Preview:
     """Read data as a run would, and return the parts of it that would be learned.
 
@@ -168,6 +181,7 @@ def preview(
         seq_len: tokens per window.
         records: how many are returned as text.
         limit: the most records to read; several sources have equal shares of them.
+        context: the longest sequence that the model allows (`config.longest_sequence`); None: any length.
 
     Raises:
         DataError: a record cannot be read, unless `settings` skips those; or there is none.
@@ -189,9 +203,16 @@ def preview(
     whole = any(document.is_record for document in documents)
     encoded = encode_documents(documents, tokenizer, begin_prompts=whole, bad=bad)
     unfitted = encoded.tokens.copy()  # fit_records may write a bos token over others
-    fitting, fitted, fit = fit_records(encoded, seq_len, settings.truncate, tokenizer.bos_token_id)
+    fitting, fitted, fit = fit_records(
+        encoded, _longest(seq_len, context), settings.truncate, tokenizer.bos_token_id
+    )
     encoded = dataclasses.replace(encoded, tokens=unfitted)
-    lines += fit.describe(int(encoded.records.sum()), seq_len, settings.truncate)
+    lines += fit.describe(int(encoded.records.sum()), seq_len, settings.truncate, context)
+    if not whole and context is not None and seq_len > context:
+        # Records are packed as documents by default, which fit each; texts fill whole windows.
+        lines.append(
+            f"a run refuses windows of --seq-len {seq_len}: the model allows {plural(context, 'token')}"
+        )
     lines += bad.describe()
     # Number of a document -> its number among those that fit.
     places = dict(zip(fitting.tolist(), range(len(fitting)), strict=True))
@@ -199,18 +220,35 @@ def preview(
     for index, document in enumerate(documents[:records]):
         place = places.get(index)
         cut = 0 if place is None else int(fitted.starts[place] - encoded.starts[index])
-        shown.append(_record(document, encoded, index, tokenizer, cut, place is None, seq_len))
+        record = _record(document, encoded, index, tokenizer, cut, place is None)
+        if place is None and not record.left_out:
+            reason = f"it is longer than {_bound(seq_len, context, number=True)}"
+            record = dataclasses.replace(record, left_out=reason)
+        shown.append(record)
     counted = sum(int(_counted(fitted, place).sum()) for place in range(len(fitted)))
     return Preview(
         lines=(_total_line(documents, more, fitted, counted), *lines),
         records=tuple(shown),
         count=len(documents),
         seq_len=seq_len,
+        context=context,
         tokens=fitted.num_tokens,
         learned=counted,
         quantiles=_quantiles(encoded.lengths),
         lengths=_histogram(encoded.lengths),
     )
+
+
+def _longest(seq_len: int, context: int | None) -> int:
+    """Return the tokens of the longest record that fits as it is."""
+    return seq_len if context is None else min(seq_len, context)
+
+
+def _bound(seq_len: int, context: int | None, number: bool = False) -> str:
+    """Return what limits the length of a record, with its `number` of tokens if that is asked for."""
+    if context is not None and seq_len > context:
+        return f"the {plural(context, 'token')} that the model allows"
+    return f"--seq-len {seq_len}" if number else "--seq-len"
 
 
 def _check_preview(settings: DataConfig, records: int, limit: int, seq_len: int) -> None:
@@ -286,9 +324,11 @@ def _record(
     tokenizer: Tokenizer,
     cut: int,
     left_out: bool,
-    seq_len: int,
 ) -> PreviewRecord:
-    """Return one record in parts; its first `cut` tokens are cut by --truncate."""
+    """Return one record in parts; its first `cut` tokens are cut by --truncate.
+
+    One that is left out for its length has no reason yet.
+    """
     start = int(encoded.starts[index])
     length = int(encoded.lengths[index])
     ids = encoded.tokens[start : start + length].tolist()
@@ -300,8 +340,6 @@ def _record(
         reason = "the chat template refuses it"
     elif left_out and not counted.any():
         reason = "it has no answer to learn"
-    elif left_out:
-        reason = f"it is longer than --seq-len {seq_len}"
     parts = tuple(_parts(ids, kinds.tolist(), tokenizer))
     return PreviewRecord(
         document.name, parts, length, 0 if left_out else int(counted.sum()), reason

@@ -56,7 +56,7 @@ def _bars(preview: Preview) -> str:
     rows = []
     least = 0
     for limit, count in preview.lengths.items():
-        longer = " longer than --seq-len" if count and least >= preview.seq_len else ""
+        longer = f" longer than {preview.bound}" if count and least >= preview.longest else ""
         width = 20 * count / most
         rows.append(
             f"<tr><td>{least + 1:,} to {limit:,}</td><td>{count:,}</td>"

@@ -85,7 +85,7 @@ def test_what_is_marked_is_what_the_batches_count(kind: str, truncate: str, tmp_
 
 def run(tmp_path: Path, **options: Any) -> Preview:
     seq_len = options.pop("seq_len", 64)
-    shown = {name: options.pop(name) for name in ("records", "limit") if name in options}
+    shown = {name: options.pop(name) for name in ("records", "limit", "context") if name in options}
     return preview(
         DataConfig(data=str(tmp_path / "a.jsonl"), **options), ByteTokenizer(), seq_len, **shown
     )
@@ -113,6 +113,53 @@ def test_what_is_left_out_is_named(tmp_path: Path) -> None:
     assert "\u27e6c<eos>\u27e7" in text
     assert found.quantiles["longest"] == 242 and found.quantiles["shortest"] == 2
     assert sum(found.lengths.values()) == 13
+
+
+@pytest.mark.parametrize("truncate", ["drop", "prompt"])
+@pytest.mark.parametrize(("seq_len", "context"), [(64, None), (64, 96), (160, 96), (160, None)])
+def test_records_longer_than_the_context_are_told_as_a_run_tells_them(
+    seq_len: int, context: int | None, truncate: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, KINDS["long"])
+    found = run(tmp_path, seq_len=seq_len, truncate=truncate, context=context, records=12)
+    config = TrainConfig(steps=1, seq_len=seq_len, batch_size=1)
+    dataset, _ = open_data(
+        path, ByteTokenizer(), config, limit=context, truncate=truncate, eval_split=0
+    )
+    told = [
+        line
+        for line in dataset.describe().split("\n")
+        if "longer than" in line or "are cut" in line
+    ]
+    assert told and set(told) <= set(found.lines)
+    assert f"{found.tokens:,} tokens" in dataset.describe()
+    longest = min(seq_len, context or seq_len)
+    left_out = [record for record in found.records if record.left_out]
+    assert len(left_out) == (
+        0 if truncate == "prompt" else sum(20 * n + 2 > longest for n in range(1, 13))
+    )
+    bound = f"--seq-len {seq_len}" if longest == seq_len else "the 96 tokens that the model allows"
+    assert {record.left_out for record in left_out} <= {f"it is longer than {bound}"}
+    # Bars mark whole powers of two: 129 to 256 are not all longer than 160.
+    if longest <= 128:
+        mark = f"longer than {bound.removesuffix(f' {seq_len}')}"
+        assert mark in preview_html(found) and mark in " ".join(str(found).split())
+
+
+def test_the_command_knows_the_context_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    model = write_chat_model(tmp_path / "model")  # of 96 positions
+    arguments = ["data", "preview", "--model", str(model), "--seq-len", "160", "--data"]
+    assert main([*arguments, write(tmp_path, KINDS["long"])]) == 0
+    assert "longer than the 96 tokens that the model allows" in capsys.readouterr().out
+    assert main([*arguments, write(tmp_path, [{"text": "t" * 300}])]) == 0
+    refusal = "a run refuses windows of --seq-len 160: the model allows 96 tokens"
+    assert refusal in capsys.readouterr().out
+    # A folder with a tokenizer alone shows what it can.
+    (model / "config.json").unlink()
+    assert main([*arguments, write(tmp_path, KINDS["pairs"])]) == 0
+    assert f"the context of {model} is not known" in capsys.readouterr().err
 
 
 def test_a_part_of_much_data_is_read(tmp_path: Path) -> None:
