@@ -246,6 +246,33 @@ def parameters_in(model: CausalLM, adapter_name: str) -> dict[str, Tensor]:
     return parameters
 
 
+def names_in_transformers(place: Place, modules: Modules) -> dict[str, Place]:
+    """Return transformers' names of the linears, or of the parameter of experts, that are these rows, each with its."""
+    module = module_of(place)
+    if place == modules.ours[module]:
+        return modules.parts_of(module)
+    return {name: place for name, rows in modules.theirs.items() if rows == place}
+
+
+def warn_of_peft(model: CausalLM, adapter_name: str, use_dora: bool) -> None:
+    """Warn if peft will drop or refuse adapters in the file of a run that begins, as `adapter_file` does at a save."""
+    modules = adaptable_modules(model)
+    theirs: list[str] = []
+    for one in adapters_in(model, adapter_name).values():
+        theirs += names_in_transformers(one.place, modules)
+    _warn_of_peft(modules, theirs, use_dora, stacklevel=3)
+
+
+def _warn_of_peft(modules: Modules, theirs: Iterable[str], use_dora: bool, stacklevel: int) -> None:
+    # Linears that peft would take for experts are named as parameters, for which it has no DoRA.
+    as_parameters = set(modules.experts) | (set() if use_dora else modules.taken_for_experts)
+    if dropped := dropped_by_peft(modules.architecture, set(theirs) - as_parameters):
+        warnings.warn(
+            f"{dropped}: load_lora reads them; for transformers merge them, or leave them out",
+            stacklevel=stacklevel,
+        )
+
+
 def adapter_file(
     model: CausalLM, config: LoraConfig, adapter_name: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -253,16 +280,14 @@ def adapter_file(
     modules = adaptable_modules(model)
     parameters = {name: p.detach() for name, p in parameters_in(model, adapter_name).items()}
     layers = adapters_in(model, adapter_name)
-    names = {place: name for name, place in modules.theirs.items()}
     adapters: dict[str, Adapter] = {}
     pairs: dict[Place, tuple[Tensor, Tensor]] = {}
     lengths: dict[Place, Tensor] = {}
     for layer, one in layers.items():
         a = parameters[f"{layer}.lora_A"]
         b = parameters[f"{layer}.lora_B"]
-        module = module_of(one.place)
-        whole_module = one.place == modules.ours[module]
-        theirs = modules.parts_of(module) if whole_module else {names[one.place]: one.place}
+        whole_module = one.place == modules.ours[module_of(one.place)]
+        theirs = names_in_transformers(one.place, modules)
         magnitude = parameters.get(f"{layer}.lora_magnitude")
         for name, place in theirs.items():
             adapters[name] = dataclasses.replace(one, place=place)
@@ -291,12 +316,7 @@ def adapter_file(
     values["modules_to_save"] = list(whole) or None
     if values["target_parameters"]:
         values["lora_dropout"] = 0.0  # peft has none for parameters, and only training uses it
-    as_parameters = set(modules.experts) | (set() if config.use_dora else modules.taken_for_experts)
-    if dropped := dropped_by_peft(modules.architecture, adapters.keys() - as_parameters):
-        warnings.warn(
-            f"{dropped}: load_lora reads them; for transformers merge them, or leave them out",
-            stacklevel=3,
-        )
+    _warn_of_peft(modules, adapters, config.use_dora, stacklevel=4)
     tensors = {modules.in_adapter_file(name): tensor for name, tensor in tensors.items()}
     return tensors, json.loads(json.dumps(values, default=list))  # peft has sets and enums there
 

@@ -29,6 +29,7 @@ from te_models.saving.load_model import TrainingState, read_recipe, training_doc
 from te_models.saving.pretrained import ADAPTERS
 from te_models.saving.run_folder import offering_older
 from te_models.training.lora import AdaptedModel, adapter_content, add_lora, load_lora
+from te_models.training.lora_files import warn_of_peft
 from te_models.training.resume import saved_choices
 from te_models.training.run_settings import read_run_file
 from te_models.training.settings import RUN_FILE, LoraSettings
@@ -137,6 +138,8 @@ class LoraRun(SavedAdapters):
             fields["target_modules"] = list(settings.targets)
         super().__init__(add_lora(model, **fields))
         self.adapted.peft_config["default"].base_model_name_or_path = base
+        # Before hours of training, and not only when they are saved.
+        warn_of_peft(model, "default", settings.dora)
         # peft makes adapters in FP32, for a Trainer with autocast. Here the masters are FP32, and A and B have the
         # model's dtype.
         for name, parameter in trained(model).items():

@@ -3,6 +3,7 @@
 import faulthandler
 import json
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from peft import LoraConfig, PeftModel
 from te_models.adapters.layers import LoraLinear
 from te_models.training.lora import AdaptedModel, add_lora, load_lora, save_lora
 from te_models.training.lora_config import _pattern_mistakes as pattern_mistakes
+from te_models.training.lora_run import LoraRun
+from te_models.training.settings import LoraSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -453,6 +456,30 @@ def test_peft_has_no_dora_on_parameters(base: Callable[[str], Path], tmp_path: P
         save_lora(adapted, tmp_path / "adapter")
     back = load_lora(ours(base("qwen3_next")), tmp_path / "adapter")
     assert torch.equal(logits(back), logits(adapted))
+
+
+@pytest.mark.parametrize("settings", [
+    dict(dora=True), dict(dora=True, targets=("q_proj", "o_proj")), dict(dropout=0.1), dict(targets=("up_proj",)),
+])  # fmt: skip
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_next"])
+def test_a_run_says_at_its_start_what_peft_would_not_read(
+    family: str, settings: dict[str, Any], base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = LoraRun(ours(base(family)), LoraSettings(rank=2, **settings))
+        said = [str(one.message) for one in caught if "peft takes adapters" in str(one.message)]
+        save_lora(run.adapted, tmp_path / "adapter")
+    judge = theirs(base(family))
+    try:
+        back = PeftModel.from_pretrained(judge, tmp_path / "adapter")
+        read = {name for name, _ in back.named_parameters() if "lora_B" in name}
+        written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        all_read = len(read) == sum("lora_B" in name for name in written)
+    except (KeyError, RuntimeError, ValueError):
+        all_read = False
+    assert bool(said) != all_read
+    assert len(said) <= 1
 
 
 def largest(family: str) -> str:
