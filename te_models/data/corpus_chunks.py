@@ -180,6 +180,17 @@ class ChunkReader:
         )
         return fitted, fit
 
+    def fitting(self, documents: Sequence[Document]) -> list[Document]:
+        """Return those of some documents that fit a window, which texts always do."""
+        if not self.whole:
+            return list(documents)
+        bad = BadRecords(self.bad.skip)  # of its own: training counts them once more
+        encoded = encode_documents(documents, self.tokenizer, begin_prompts=True, bad=bad)
+        indices, _, _ = fit_records(
+            encoded, self.longest, self.truncate, self.tokenizer.bos_token_id
+        )
+        return [documents[index] for index in indices]
+
     def windows(self, encoded: Encoded) -> RecordEpoch:
         """Return windows of whole records in their order."""
         end = end_of_text(self.tokenizer)

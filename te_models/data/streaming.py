@@ -279,8 +279,8 @@ class StreamingDataset:
 
         Args:
             num_tokens: about as many as evaluation needs.
-            at_least_one: of data so small that the share has no document, reserve the one whose hash is lowest. This
-                raises `eval_fraction` of the training data accordingly.
+            at_least_one: of data so small that the share has no document, or none that fits a window, reserve the one
+                that fits whose hash is lowest. This raises `eval_fraction` of the training data accordingly.
 
         Raises:
             DataError: no document is reserved for evaluation.
@@ -290,9 +290,6 @@ class StreamingDataset:
         reader = replace(self.reader, eval_fraction=0.0)
         documents: list[Document] = []
         size = 0  # characters of `documents`
-        lowest = 2**64  # the lowest hash that was met
-        # Up to two different hashes: of a single document nothing can be held out.
-        seen: set[int] = set()
         empty = True
         for chunk in np.random.default_rng((self.seed, 0, 0)).permutation(len(self.chunks)):
             for document in reader.documents(self.chunks[chunk]):
@@ -305,16 +302,15 @@ class StreamingDataset:
                         + len(document.prompt or "")
                         + len(document.conversation or "")
                     )
-                elif at_least_one and not documents:
-                    lowest = min(lowest, place)
-                    if len(seen) < 2:
-                        seen.add(place)
             if size >= 8 * num_tokens:  # a token is seldom longer than 8 characters
                 break
-        if not documents and len(seen) == 2:
-            # Above the lowest hash by more than a double rounds it, so that exactly its document is reserved.
-            self.reader.eval_fraction = (lowest + 2**12) / 2**64
-            return self.held_out(num_tokens)
+        # One by one, since the first mostly fits.
+        if at_least_one and not any(reader.fitting([document]) for document in documents):
+            lowest = self._lowest_place(reader)
+            if lowest is not None and lowest >= share * 2**64:
+                # Above the lowest hash by more than a double rounds it, so that exactly its document is reserved.
+                self.reader.eval_fraction = (lowest + 2**12) / 2**64
+                return self.held_out(num_tokens)
         check_text(self.chunks.source, not empty)
         if not documents:
             raise DataError(
@@ -322,6 +318,28 @@ class StreamingDataset:
                 "out --streaming or give more data"
             )
         return documents
+
+    def _lowest_place(self, reader: ChunkReader) -> int | None:
+        """Return the lowest hash of a document that fits a window, or of any, if fewer than two fit.
+
+        It is None where there are not two different documents, of which one could be held out.
+        """
+        # Records that are skipped were counted when the share was looked for.
+        reader = replace(reader, bad=BadRecords(reader.bad.skip))
+        # The two lowest hashes: of a single document nothing can be held out.
+        lowest_fitting: list[int] = []
+        lowest: list[int] = []
+        for chunk in range(len(self.chunks)):
+            documents = reader.documents(self.chunks[chunk])
+            if not documents:
+                continue
+            places = {reader.place(document) for document in documents}
+            lowest = sorted({*lowest, *places})[:2]
+            places = {reader.place(document) for document in reader.fitting(documents)}
+            lowest_fitting = sorted({*lowest_fitting, *places})[:2]
+        if len(lowest_fitting) == 2:
+            return lowest_fitting[0]
+        return lowest[0] if len(lowest) == 2 else None
 
     def close(self) -> None:
         """End the worker processes; the iterator may continue, which starts them again."""

@@ -554,6 +554,33 @@ def test_held_out_documents_are_not_trained_on(tmp_path: Path) -> None:
         stream(tmp_path, eval_fraction=1e-9).held_out(5)
 
 
+@pytest.mark.parametrize("truncate", ["drop", "prompt"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_record_that_fits_is_held_out_of_few(seed: int, truncate: str, tmp_path: Path) -> None:
+    """The lowest hashes may be those of records that are too long, or that have no answer."""
+    rows = [{"prompt": f"{n} ", "completion": "c" * 90} for n in range(12)]
+    rows += [{"prompt": f"{n} ", "completion": ""} for n in range(12)]
+    fitting = [{"prompt": f"{n} ", "completion": f"fits {n}"} for n in range(2)]
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [*rows[:9], *fitting, *rows[9:]])
+    config = TrainConfig(seq_len=32, batch_size=1, seed=seed, eval_batches=4)
+    dataset, batches = open_data(
+        str(path), ByteTokenizer(), config, streaming=True, num_workers=0, truncate=truncate
+    )
+
+    def answers(batches: list[dict[str, torch.Tensor]]) -> set[bytes]:
+        found = set()
+        for batch in batches:
+            for labels in batch["labels"]:
+                found.add(bytes(labels[(labels >= 0) & (labels < 256)].tolist()))
+        return found
+
+    evaluated = answers(batches)
+    trained = answers([next(dataset) for _ in range(4)])
+    assert len(evaluated) == len(trained) == 1
+    assert evaluated | trained == {b"fits 0", b"fits 1"}
+
+
 def test_open_data_streams_where_it_must(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
