@@ -117,7 +117,7 @@ class Walk:
             log = self.folder / f"{number}.log"
             with log.open("w") as file:
                 streams: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=file, stderr=file)
-                job = subprocess.Popen(
+                job: subprocess.Popen[bytes] = subprocess.Popen(
                     command, cwd=ROOT, env=env, start_new_session=True, **streams
                 )
                 assert job.stdin is not None

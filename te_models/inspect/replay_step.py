@@ -157,7 +157,7 @@ def _train_adapters(model: CausalLM, capture: Capture) -> None:
     if not dropout:
         return
     for module in model.modules():
-        layers = getattr(module, "lora_dropout", {})
+        layers: Any = getattr(module, "lora_dropout", {})
         for name in layers:
             layers[name] = nn.Dropout(dropout)
 

@@ -24,12 +24,13 @@ from te_models.errors import check_known
 from te_models.kernels import (
     attention_parts,
     elementwise,
-    expert_rows,
     handover,
     lm_head,
     planned,
 )
 from te_models.kernels.decode import DecodeKernels
+from te_models.kernels.expert_rows import PLAIN as PLAIN_ROWS
+from te_models.kernels.expert_rows import RowKernels
 from te_models.kernels.from_inputs import from_inputs
 from te_models.kernels.gradient_room import without_slot
 
@@ -72,7 +73,7 @@ class Kernels:
         handover.gated_heads, gate=from_inputs(elementwise.silu_gate)
     )
     gated_input: Callable[..., Tensor] = from_inputs(elementwise.gated_input)
-    expert_rows: expert_rows.RowKernels = expert_rows.PLAIN
+    expert_rows: RowKernels = PLAIN_ROWS
     linear: Callable[..., Tensor] = handover.linear
     grouped: Callable[..., Tensor] = handover.grouped
     counts_on_device: Callable[[nn.Module, EngineRecipe | None], bool] = handover.counts_on_device

@@ -286,7 +286,8 @@ def _addresses(module: nn.Module, arguments: object) -> set[int]:
     tensors += [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
     for child in module.modules():
         # The te layers of either engine have such attributes.
-        tensors += getattr(child, "_fp8_workspaces", {}).values()
+        workspaces: Any = getattr(child, "_fp8_workspaces", {})
+        tensors += workspaces.values()
     addresses = set()
     for tensor in tensors:
         # A quantized tensor consists of several, some of which may be None.

@@ -186,7 +186,7 @@ def own_weight(module: nn.Module) -> nn.Parameter:
         weight = module._parameters.get("weight")
         if weight is not None:
             return weight
-        inside = getattr(module, "original_module", None)
+        inside: Any = getattr(module, "original_module", None)
         module = module.get_submodule("base_layer") if inside is None else inside
 
 

@@ -10,6 +10,7 @@ direction of all.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -85,7 +86,7 @@ def _structure(module: nn.Module) -> Iterator[tuple[Tensor, list[tuple[Role, int
         yield module.weight, [("embedding", module.num_embeddings)]
     elif isinstance(module, BlockPart) and not module.holds_parts:
         for linear in module.spec.linears:
-            owner = module.get_submodule(linear.name)
+            owner: Any = module.get_submodule(linear.name)
             owner = getattr(owner, "base_layer", owner)  # of one with adapters
             # A section without rows, such as the gate of attention without one, has no parameters.
             rows = [(section.role, section.stored) for section in linear.sections if section.stored]

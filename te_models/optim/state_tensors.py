@@ -90,24 +90,23 @@ def state_after_step(optimizer: torch.optim.Optimizer, view: Tensor, group: Grou
         return optimizer.expected_state(view, group)
     kind: Any = type(optimizer)
     options = {name: value for name, value in group.items() if name in optimizer.defaults}
-    trials = [torch.empty_like(view, device="meta"), _smaller(view)]
-    for trial in trials:
+    error: Exception | None = None
+    for trial in (torch.empty_like(view, device="meta"), _smaller(view)):
         parameter = nn.Parameter(trial)
         parameter.grad = torch.zeros_like(trial)
         stepped = kind([{**options, "params": [parameter]}])
         try:
             stepped.step()
-        except Exception as error:  # whatever an optimizer of someone else's raises on meta
-            if trial is trials[-1]:
-                name = kind.__name__
-                raise UsageError(
-                    f"the state of optimizer {name} cannot be planned: give it `expected_state`, as "
-                    f"te_models.optim.adamw.AdamW has, or mend its step ({error})"
-                ) from error
+        except Exception as raised:  # whatever an optimizer of someone else's raises on meta
+            error = raised
             continue
-        break
-    share = view.numel() / max(1, trial.numel())
-    return {name: _scaled(pack(value), share) for name, value in stepped.state[parameter].items()}
+        share = view.numel() / max(1, trial.numel())
+        values = stepped.state[parameter]
+        return {name: _scaled(pack(value), share) for name, value in values.items()}
+    raise UsageError(
+        f"the state of optimizer {kind.__name__} cannot be planned: give it `expected_state`, as "
+        f"te_models.optim.adamw.AdamW has, or mend its step ({error})"
+    ) from error
 
 
 def _smaller(view: Tensor) -> Tensor:

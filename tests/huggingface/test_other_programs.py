@@ -167,12 +167,12 @@ def test_adapters_train_under_trl_and_their_files_load(
     def losses(run: Any) -> list[float]:
         return [row["loss"] for row in run.state.log_history if "loss" in row]
 
-    found = []
-    for name, model in zip(("theirs", "ours"), both(folder), strict=True):
-        run = trainer(model, name)
-        run.train()
-        found.append(losses(run))
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    their_model, our_model = both(folder)
+    their_run = trainer(their_model, "theirs")
+    their_run.train()
+    run = trainer(our_model, "ours")
+    run.train()
+    assert losses(run) == pytest.approx(losses(their_run), rel=1e-5)
     run.save_model(str(tmp_path / "final"))
     wanted = run.model.eval()(input_ids=ids).logits
     for model in both(folder):
@@ -180,7 +180,7 @@ def test_adapters_train_under_trl_and_their_files_load(
         torch.testing.assert_close(again(input_ids=ids).logits, wanted, rtol=0, atol=1e-4)
     resumed = trainer(both(folder)[1], "ours")
     resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
-    assert losses(resumed)[-1] == found[1][-1]
+    assert losses(resumed)[-1] == losses(run)[-1]
 
 
 @pytest.mark.slow

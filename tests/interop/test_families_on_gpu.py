@@ -92,6 +92,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[An
 def step(model: Any, times: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits and gradients of the last of several equal passes, which give delayed scaling its scales."""
     ids = IDS.to(DEVICE)
+    found: Any = None
     for _ in range(times):
         model.zero_grad()
         found = model(input_ids=ids, labels=ids)

@@ -265,7 +265,8 @@ def test_saved_tensors_are_moved_once_and_none_stays(
     assert {n for n, _ in watch.moved} == {0, 1, 2} and watch.resident() == set()
     stay = identities(model.parameters())
     for module in model.modules():
-        for weight in getattr(module, "_fp8_workspaces", {}).values():
+        workspaces: Any = getattr(module, "_fp8_workspaces", {})
+        for weight in workspaces.values():
             stay |= identities(weight.get_data_tensors())
     alive = {
         (n, ref.cdata) for n, ref in watch.saved if not ref.expired() and ref.cdata not in stay

@@ -27,13 +27,14 @@ def model_of(recipe: str, preset: str = "gated-nano", **options: Any) -> CausalL
 def recorded(model: CausalLM, steps: int = 3, **options: Any) -> tuple[Recorder, RecordedStep]:
     """Return the entry of the last of several steps without an update."""
     recorder = Recorder(model, Parallel(), 1)
+    entries = []
     for step in range(1, steps + 1):
         recorder.begin()
         model(IDS, labels=IDS, **options).loss.backward()
-        entry = recorder.end(step)
+        entries.append(recorder.end(step))
         model.zero_grad()
     recorder.detach()
-    return recorder, entry
+    return recorder, entries[-1]
 
 
 class Captured:

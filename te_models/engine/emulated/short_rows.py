@@ -4,7 +4,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ def _sizes(model: nn.Module) -> _Sizes:
     """Return the sizes of a model, whose modules are searched once: a step of generation takes milliseconds."""
     sizes = _SIZES.get(model)
     if sizes is None:
-        modules = list(model.modules())
+        modules: list[Any] = list(model.modules())
         sizes = _SIZES[model] = _Sizes(
             largest_weight=max(parameter.numel() for parameter in model.parameters()),
             norm_rows=max(getattr(module, "row_multiple", 1) for module in modules),
