@@ -10,6 +10,7 @@ import multiprocessing.forkserver
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import interpreter
 import places
@@ -22,7 +23,9 @@ from small_model import small  # noqa: F401  a fixture
 
 import te_models.engine.emulated as emulated
 from te_models.data import chat_template, python_docstrings
-from te_models.training import plots
+from te_models.planning.memory_estimate import Memory
+from te_models.planning.memory_plan import MemoryPlan, plan_memory
+from te_models.training import plots, preflight, report
 
 if (
     "PYTEST_XDIST_WORKER" in os.environ
@@ -66,13 +69,34 @@ def interpreted() -> Iterator[None]:
 
 
 DRAWN = ("test_plots", "test_metrics", "test_docs", "test_bench")
+PLANNED = ("test_preflight",)
 
 
 @pytest.fixture(autouse=True)
 def plain_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing the plot of a run takes as long as a short run itself: only tests that look at plots have them drawn."""
     if request.path.stem not in DRAWN and request.node.get_closest_marker("drawn") is None:
+        monkeypatch.setattr(report, "plot_run", lambda path, *curves: path.touch())
         monkeypatch.setattr(plots, "save_figure", lambda figure, path: path.touch())
+
+
+class SmallPlan(MemoryPlan):
+    """A plan of a run that needs next to no memory."""
+
+    moments = [Memory(moment="loss", weights=2**20)]
+
+
+def plan_small(*shape: Any, **options: Any) -> SmallPlan:
+    """Return the plan of a run, with all that is refused refused, without measuring a step on meta."""
+    plan = plan_memory(*shape, **options)
+    return SmallPlan(plan.config, plan.recipe, plan.training)
+
+
+@pytest.fixture(autouse=True)
+def small_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning the memory of a run takes as long as a few of its steps: only tests of that check have it planned."""
+    if request.path.stem not in PLANNED:
+        monkeypatch.setattr(preflight, "plan_memory", plan_small)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -97,6 +121,12 @@ def shared_templates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(
             chat_template, "_Process", lambda source: _shared_process(source, os.getpid())
         )
+
+
+@pytest.fixture
+def any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print plans without the search for the largest batches, nine tenths of their time; tests/planning has it."""
+    monkeypatch.setattr(MemoryPlan, "largest_batch", lambda plan, gigabytes: 1)
 
 
 @pytest.fixture
