@@ -18,6 +18,7 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
+from fewer import every
 from ranks import run_process
 
 import te_models.training.finetune
@@ -237,10 +238,16 @@ def test_no_name_of_a_linear_is_cut_on_80_columns(
     assert "…" not in out and max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("source", ["--preset", "--model"])
-@pytest.mark.parametrize("command", [["plan", "--memory", "--batch-size", "2"], ["verify"]])
+@pytest.mark.parametrize(
+    ("command", "source"),
+    every(2, [["plan", "--memory", "--batch-size", "2"], ["verify"]], ["--preset", "--model"]),
+)
 def test_rows_are_no_longer_than_the_model_reads(
-    command: list[str], source: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    command: list[str],
+    source: str,
+    any_batch: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     """Nobody asked for the 256 tokens of the default; a length that was given is an error as before."""
     given = ["gated-nano", "--max-position-embeddings", "64"]
@@ -255,7 +262,7 @@ def test_rows_are_no_longer_than_the_model_reads(
     assert "max_position_embeddings=64" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("preset", list_presets()[::3])
+@pytest.mark.parametrize("preset", every(4, list_presets()[::3]))
 def test_plan_shows_any_preset_at_once(preset: str, capsys: pytest.CaptureFixture) -> None:
     start = time.process_time()
     assert (
@@ -585,6 +592,7 @@ def out_of_memory(kind: str) -> BaseException:
 def test_out_of_memory_is_one_line_with_what_helps(
     kind: str,
     corpus: Path,
+    any_batch: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
@@ -625,7 +633,7 @@ def test_another_error_is_not_taken_for_a_lack_of_memory(monkeypatch: pytest.Mon
 
 
 def test_names_with_markup_are_printed_as_they_are(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    corpus: Path, any_batch: None, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     data, out = tmp_path / "[train] :smile:", tmp_path / "r/[x]y[/b]"
     corpus.rename(data)

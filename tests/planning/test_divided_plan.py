@@ -274,7 +274,7 @@ def test_divisions_that_no_run_has(options: dict[str, Any], message: str) -> Non
         plan_memory(get_preset("gated-nano"), get_recipe("bf16"), batch_size=8, **options)
 
 
-def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(any_batch: None, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "--preset", "gated-nano", "--memory", "--seq-len", "64", "--batch-size", "4"]
     assert (
         main([*command, "--gpus", "2", "--tensor-parallel-size", "2", "--sequence-parallel"]) == 0
