@@ -66,7 +66,7 @@ def transformers_presets() -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("name", every(4, transformers_presets()))
+@pytest.mark.parametrize("name", every(8, transformers_presets()))
 def test_presets_have_the_parameters_of_transformers_models(name: str) -> None:
     config = get_preset(name)
     written = family_for(config).write(config)
@@ -268,7 +268,7 @@ TEXTS = [
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.slow] * (number % 2 or case in HYBRIDS))
+        pytest.param(case, marks=[pytest.mark.slow] * bool(number % 4 or case in HYBRIDS))
         for number, case in enumerate(TEXTS)
     ],
 )
@@ -278,9 +278,8 @@ def test_greedy_text_is_that_of_transformers(case: str, theirs: Callable[[str], 
     model, (ids, mask) = load(folder), prompts()
     expected = judge.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
     assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=20), expected)
-    assert torch.equal(
-        model.generate(ids, attention_mask=mask, max_new_tokens=20, use_cache=False), expected
-    )
+    again = model.generate(ids, attention_mask=mask, max_new_tokens=8, use_cache=False)
+    assert torch.equal(again, expected[:, : again.shape[1]])
     assert len(set(expected[:, 13:].flatten().tolist())) > 8
 
 

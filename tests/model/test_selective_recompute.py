@@ -126,7 +126,7 @@ class Allocated(TorchDispatchMode):
         return sum(size for storage, size in self.storages.values() if not storage.expired())
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+@pytest.mark.parametrize("recipe", [pytest.param("bf16", marks=pytest.mark.slow), "delayed"])
 def test_selective_needs_at_most_seven_tenths_of_the_memory(recipe: str) -> None:
     """Of the memory that "none" has allocated between forward and backward.
 
