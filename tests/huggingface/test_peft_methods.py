@@ -329,7 +329,7 @@ OTHER_LAYERS: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("case", "method"),
-    every(3, OTHER_LAYERS, ["OFT", "IA3", "HIRA", "VBLORA", "MISS", "DELORA"]),
+    every(6, OTHER_LAYERS, ["OFT", "IA3", "HIRA", "VBLORA", "MISS", "DELORA"]),
 )
 def test_methods_on_other_layers(case: str, method: str, tmp_path: Path) -> None:
     targets = OTHER_LAYERS[case]

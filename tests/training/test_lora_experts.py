@@ -241,7 +241,8 @@ def test_the_memory_plan_is_what_autograd_keeps(
     recipe, fp8_params = recipe.split(",")[0], "FP8 weights" in recipe
     moe = dict(num_experts=3, num_experts_per_tok=3, moe_intermediate_size=64, **KINDS[name])
     place = dict(recipe=recipe, fp8_params=fp8_params, device="cpu", activation_checkpointing=mode)
-    model = CausalLM.from_preset("gated-moe-nano", **SHAPE, moe=moe, **place)
+    shape = SHAPE | dict(num_hidden_layers=3)
+    model = CausalLM.from_preset("gated-moe-nano", **shape, moe=moe, **place)
     targets = dict.fromkeys(
         linear.name for linear in model.config.linears.values() if linear.adapted
     )
