@@ -147,7 +147,7 @@ def test_replayed_micro_batches_are_the_eager_ones(
 
 @pytest.mark.parametrize(
     ("recipe", "kind", "count"),
-    every(6, list_recipes()[::-1], ["dense", "hybrid", "recompute"], [1, 3], rest=3),
+    every(6, list_recipes()[::-1], ["dense", "hybrid", "recompute"], [3, 1], rest=3),
 )
 def test_recorded_steps_have_graphs_of_their_own(
     recipe: str, kind: str, count: int, tapes: list[Any], tmp_path: Path
@@ -191,7 +191,7 @@ def test_micro_batches_under_fsdp2_are_one_graph(
     recipe: str, count: int, tapes: list[Any], tmp_path: Path
 ) -> None:
     """With the sums of their gradients, which FSDP2 keeps in tensors of its own between them."""
-    runs = [run_of(build(recipe), tmp_path, graph, count) for graph in (False, True)]
+    runs = [run_of(build(recipe, **SHORT), tmp_path, graph, count) for graph in (False, True)]
     runs[1].passes.graph.fsdp_modules = [create_autospec(FSDPModule)]
     same(*runs)
     assert [tape.replays for tape in tapes] == [STEPS - -(-WARM_UP // count)]
@@ -234,8 +234,8 @@ def test_a_disturbed_capture_costs_an_eager_step(
     tmp_path: Path,
 ) -> None:
     """One of the three graphs fails once: the step is right, and the next is captured."""
-    eager = run_of(build("delayed"), tmp_path, False, 3)
-    graphed = run_of(build("delayed"), tmp_path, True, 3)
+    eager = run_of(build("delayed", **SHORT), tmp_path, False, 3)
+    graphed = run_of(build("delayed", **SHORT), tmp_path, True, 3)
     number = iter(range(100))
 
     @contextmanager
@@ -255,7 +255,7 @@ def test_a_disturbed_capture_costs_an_eager_step(
 def test_after_many_failures_steps_are_eager(
     tapes: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    runs = [run_of(build("delayed"), tmp_path, graph, 2) for graph in (False, True)]
+    runs = [run_of(build("delayed", **SHORT), tmp_path, graph, 2) for graph in (False, True)]
 
     @contextmanager
     def broken(tape: Any, stream: Any, pool: Any = None) -> Any:
@@ -272,7 +272,7 @@ def test_batches_of_another_shape_run_eagerly(
     tapes: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And the graph goes on with those of its own shape; a warning says so once."""
-    runs = [run_of(build("current"), tmp_path, graph, 2) for graph in (False, True)]
+    runs = [run_of(build("current", **SHORT), tmp_path, graph, 2) for graph in (False, True)]
     rows: list[list[float]] = [[], []]
     for run, losses in zip(runs, rows, strict=True):
         usual, short = Answers(), Answers(length=7)
@@ -285,7 +285,9 @@ def test_batches_of_another_shape_run_eagerly(
 
 def test_a_changed_recipe_makes_new_graphs(tapes: list[Any], tmp_path: Path) -> None:
     fields = dict(steps=8, recipe_schedule="bf16@5")
-    runs = [run_of(build("current"), tmp_path, graph, 2, **fields) for graph in (False, True)]
+    runs = [
+        run_of(build("current", **SHORT), tmp_path, graph, 2, **fields) for graph in (False, True)
+    ]
     same(*runs, steps=8)
     assert len(tapes) == 4
 

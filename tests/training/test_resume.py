@@ -12,7 +12,7 @@ import pytest
 import torch
 from fewer import every
 from ranks import run_process
-from tiny_runs import PRETRAIN, SHORT, losses
+from tiny_runs import PRETRAIN, SHORT, losses, tiny_model
 
 from te_models import CausalLM, TrainConfig
 from te_models.cli import main
@@ -348,7 +348,7 @@ def test_a_resumed_run_trains_the_parameters_that_it_trained(
     then: str, now: str, said: str | None, optimizer: str, tmp_path: Path
 ) -> None:
     def trained(frozen: str, steps: int) -> Trainer:
-        model = CausalLM.from_preset("gated-nano", recipe="bf16", device="cpu")
+        model = tiny_model()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(frozen))
         ids = torch.arange(32)[None]

@@ -143,25 +143,32 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return start(tmp_path_factory.mktemp("divided"), 2, cases)
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_routers_learn_from_every_token(name: str, tmp_path: Path) -> None:
-    found = run_step(*STEPS[name], "none", Parallel(), tmp_path)
-    for key, value in expected_step(*STEPS[name]).items():
-        assert found[key] == pytest.approx(value, rel=1e-4), key
+@pytest.fixture(scope="module", params=STEPS)
+def step(request: pytest.FixtureRequest) -> str:
+    """The name of a step."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def undivided(step: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The step by one process, with which those of all kinds of parallelism are compared."""
+    torch.manual_seed(0)
+    return run_step(*STEPS[step], "none", Parallel(), tmp_path_factory.mktemp("undivided"))
+
+
+def test_routers_learn_from_every_token(step: str, undivided: dict[str, Any]) -> None:
+    for key, value in expected_step(*STEPS[step]).items():
+        assert undivided[key] == pytest.approx(value, rel=1e-4), key
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", STEPS)
 def test_two_processes_take_the_step_of_one(
-    name: str, kind: str, divided: dict[str, Any], tmp_path: Path
+    step: str, kind: str, divided: dict[str, Any], undivided: dict[str, Any]
 ) -> None:
-    expected, found = (
-        run_step(*STEPS[name], "none", Parallel(), tmp_path),
-        divided[f"{kind}, {name}"],
-    )
+    found = divided[f"{kind}, {step}"]
     for key in ("loss", "grad_norm", "balance_loss", "z_loss", "fullest_expert"):
-        assert found[key] == pytest.approx(expected[key], rel=1e-4), key
-    assert found["expert_shares"] == pytest.approx(expected["expert_shares"], abs=1e-5)
+        assert found[key] == pytest.approx(undivided[key], rel=1e-4), key
+    assert found["expert_shares"] == pytest.approx(undivided["expert_shares"], abs=1e-5)
 
 
 # Scales of gradients. The histories are short, so that each step's amaxes decide the scales of the next.
