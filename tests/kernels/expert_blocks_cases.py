@@ -207,10 +207,10 @@ TOKENS, CHOICES = 100, 2
 @pytest.mark.parametrize(
     ("routed", "limit", "hidden_size"),
     [
-        (True, None, 128),
+        (True, None, 80),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in [(True, 1.5, 144), (False, 1.5, 128), (False, None, 144)]
+            for case in [(True, None, 128), (True, 1.5, 144), (False, 1.5, 128), (False, None, 144)]
         ),
     ],
 )

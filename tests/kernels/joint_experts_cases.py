@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from expert_counts import APART, counts_of
+from fewer import every
 from torch import Tensor
 
 from te_models.kernels import elementwise, expert_hidden_triton, grouped_gemm_triton
@@ -120,9 +121,9 @@ def biases_of(count: int, outputs: int) -> Tensor:
 
 
 @pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize(("limit", "form"), every(2, LIMITS, FORMS))
 def test_the_activation_against_fp64(
-    limit: float | None, padded: bool, monkeypatch: pytest.MonkeyPatch
+    limit: float | None, form: torch.dtype, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its codes within one step of their format of FP64's, which is where a sum or sigmoid was rounded otherwise."""
     torch.manual_seed(0)
@@ -166,37 +167,36 @@ def test_the_activation_against_fp64(
 
     of_hidden = hidden(gate_up, where.groups, activation, None)
     close(of_hidden.data[there], of_hidden.scale_inv, value.detach(), E4M3)
-    for form in FORMS:
-        found = gradients(
-            dy,
-            gate_up,
-            where.groups,
-            activation,
-            form,
-            None,
-            of_hidden.scale,
-            turn=True,
-            summed=True,
-        )
-        data = found.of_gate_up.data[there]
-        close(data, found.of_gate_up.scale_inv, slope, form)
-        assert found.of_gate_up.transposed is not None and found.hidden is not None
-        assert found.sums is not None
-        begin = at = 0
-        for e, count in enumerate(ROWS):
-            apart = -(-count // 128) * 128
-            for turned, straight in (
-                (found.of_gate_up.transposed, data),
-                (found.hidden, of_hidden.data),
-            ):
-                own = straight[begin : begin + count]
-                assert torch.equal(turned[:, at : at + count], own.t())
-                assert not turned[:, at + count : at + apart].any()  # a product reads whole lines
-            wanted = slope[begin : begin + count]
-            noise = 2.0**-7 * wanted.abs().sum(0) + 1e-6  # each value is rounded, and their sum
-            assert ((found.sums[e].double() - wanted.sum(0)).abs() <= noise).all()
-            begin += count
-            at += apart
+    found = gradients(
+        dy,
+        gate_up,
+        where.groups,
+        activation,
+        form,
+        None,
+        of_hidden.scale,
+        turn=True,
+        summed=True,
+    )
+    data = found.of_gate_up.data[there]
+    close(data, found.of_gate_up.scale_inv, slope, form)
+    assert found.of_gate_up.transposed is not None and found.hidden is not None
+    assert found.sums is not None
+    begin = at = 0
+    for e, count in enumerate(ROWS):
+        apart = -(-count // 128) * 128
+        for turned, straight in (
+            (found.of_gate_up.transposed, data),
+            (found.hidden, of_hidden.data),
+        ):
+            own = straight[begin : begin + count]
+            assert torch.equal(turned[:, at : at + count], own.t())
+            assert not turned[:, at + count : at + apart].any()  # a product reads whole lines
+        wanted = slope[begin : begin + count]
+        noise = 2.0**-7 * wanted.abs().sum(0) + 1e-6  # each value is rounded, and their sum
+        assert ((found.sums[e].double() - wanted.sum(0)).abs() <= noise).all()
+        begin += count
+        at += apart
 
 
 def test_products_of_tokens_with_their_rows() -> None:
