@@ -86,7 +86,8 @@ class RunFacts:
         mask = np.zeros(self.record.values.shape[:2], bool)
         for place, step in enumerate(self.record.steps):
             name = names.get(step, self.recipe.name)
-            if name in list_recipes() and name not in changed:  # of a recipe schedule
+            # Of a recipe schedule; the list reads files, so that it comes second.
+            if name not in changed and name in list_recipes():
                 changed[name] = _with_one_scale(self.recipe.followed_by(name), self.tensors)
             mask[place] = changed.get(name, tensorwise)
         return mask

@@ -39,6 +39,12 @@ OTHERS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run in which nothing was planted; what tests change is what they read of it."""
+    return run_planted(tmp_path_factory.mktemp("healthy"), "current", None)
+
+
 @pytest.mark.parametrize("recipe", every(2, NATIVE_RECIPES))
 def test_a_healthy_run_gets_no_advice(recipe: str, tmp_path: Path) -> None:
     diagnosis = diagnose(read_facts(run_planted(tmp_path, recipe, None)))
@@ -129,9 +135,9 @@ def test_every_rule_is_planted_or_looked_at_here() -> None:
     ],
 )
 def test_a_rule_from_the_numbers_of_a_record(
-    rule: str, field: str, value: float, operand: str, tmp_path: Path
+    rule: str, field: str, value: float, operand: str, healthy: Path
 ) -> None:
-    facts = read_facts(run_planted(tmp_path, "current", None))
+    facts = read_facts(healthy)
     assert not diagnose(facts).findings
     place = next(
         i
@@ -149,9 +155,9 @@ def test_a_rule_from_the_numbers_of_a_record(
         assert "5.0% saturates" in findings[0].message
 
 
-def test_a_loss_that_leaps_and_comes_back_speaks_for_the_learning_rate(tmp_path: Path) -> None:
+def test_a_loss_that_leaps_and_comes_back_speaks_for_the_learning_rate(healthy: Path) -> None:
     """If the weights grew with it; a spike without that has another cause."""
-    facts = read_facts(run_planted(tmp_path, "current", None))
+    facts = read_facts(healthy)
     for place in (4, 5):
         facts.rows[place]["loss"] *= 3
     assert not diagnose(facts).findings
@@ -160,9 +166,9 @@ def test_a_loss_that_leaps_and_comes_back_speaks_for_the_learning_rate(tmp_path:
     assert (finding.rule, finding.step) == ("learning-rate", 4)
 
 
-def test_a_learning_rate_too_high_from_the_first_step_on_is_named(tmp_path: Path) -> None:
+def test_a_learning_rate_too_high_from_the_first_step_on_is_named(healthy: Path) -> None:
     """The loss is low in step 1 alone; the weights grew before the first record, and weight decay shrinks them."""
-    facts = read_facts(run_planted(tmp_path, "current", None))
+    facts = read_facts(healthy)
     facts.rows = [
         {"step": step, "loss": 5.0 if step == 1 else 400 + 10 * step, "learning_rate": 3.0}
         for step in range(1, 41)
@@ -186,8 +192,8 @@ def test_a_learning_rate_too_high_from_the_first_step_on_is_named(tmp_path: Path
     assert not diagnose(facts).findings
 
 
-def test_weights_that_grow_and_shrink_again_grew(tmp_path: Path) -> None:
-    facts = read_facts(run_planted(tmp_path, "current", None))
+def test_weights_that_grow_and_shrink_again_grew(healthy: Path) -> None:
+    facts = read_facts(healthy)
     for row in facts.rows[1:]:
         row["loss"] *= 20
     facts.record.values[1:6, facts.operand("weight"), INDEX["signal"]] *= 9
@@ -196,9 +202,9 @@ def test_weights_that_grow_and_shrink_again_grew(tmp_path: Path) -> None:
     assert "grew by a factor of 3." in finding.message
 
 
-def test_values_are_lost_among_those_that_are_not_zero(tmp_path: Path) -> None:
+def test_values_are_lost_among_those_that_are_not_zero(healthy: Path) -> None:
     """An expert's rows are padded with zeros, of which none is lost."""
-    facts = read_facts(run_planted(tmp_path, "current", None))
+    facts = read_facts(healthy)
     values = facts.record.values
     place = next(
         i for i, one in enumerate(facts.tensors) if one.name == "layers.1.mlp.down_proj.input"
@@ -212,9 +218,9 @@ def test_values_are_lost_among_those_that_are_not_zero(tmp_path: Path) -> None:
     assert 0.5 < facts.lost()[8, place] < 0.6
 
 
-def test_gradients_overflow_first_where_the_overflow_goes_on(tmp_path: Path) -> None:
+def test_gradients_overflow_first_where_the_overflow_goes_on(healthy: Path) -> None:
     """A gradient that saturates in one step alone began nothing; the end of a run may cut it off."""
-    run = read_facts(run_planted(tmp_path, "current", None))
+    run = read_facts(healthy)
     names = [tensor.name for tensor in run.tensors]
     # Of the two, backward computes the gradient of down_proj first.
     first = names.index("layers.1.mlp.down_proj.grad_output")
@@ -268,9 +274,9 @@ def test_advice_is_indented_in_each_line_of_a_paragraph() -> None:
 
 @pytest.mark.parametrize("after", [0, 1])
 def test_what_begins_after_a_rate_that_is_too_high_may_follow_from_it(
-    after: int, tmp_path: Path
+    after: int, healthy: Path
 ) -> None:
-    facts = read_facts(run_planted(tmp_path, "current", None))
+    facts = read_facts(healthy)
     for place in (4, 5):
         facts.rows[place]["loss"] *= 3
     facts.record.values[4:, facts.operand("weight"), INDEX["signal"]] *= 4
@@ -321,8 +327,8 @@ def test_a_bad_batch_of_a_run_that_learns_is_not_blamed_on_the_learning_rate(
     assert {one.rule for one in diagnose(facts).findings} == {"nonfinite"}
 
 
-def test_a_bad_step_without_a_bad_tensor_is_still_a_finding(tmp_path: Path) -> None:
-    facts = read_facts(run_planted(tmp_path, "current", None))
+def test_a_bad_step_without_a_bad_tensor_is_still_a_finding(healthy: Path) -> None:
+    facts = read_facts(healthy)
     message = "step 5: the loss is nan: the run ends"
     facts.events.append({"step": 5, "event": "nonfinite", "tensor": None, "message": message})
     (finding,) = diagnose(facts).findings

@@ -410,7 +410,9 @@ def test_the_plan_has_two_blocks_on_the_device_and_the_rest_on_the_host(
         )
 
 
-def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line(
+    any_batch: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = [
         "plan",
         "--preset",

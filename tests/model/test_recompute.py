@@ -111,7 +111,7 @@ def fail(module: Any, inputs: Any) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "mode", "steps"),
-    every(4, RECIPES, ["none", *MODES], [4], rest=2)
+    every(6, RECIPES, ["none", *MODES], [4], rest=2)
     + slow(every(2, RECIPES, ["none", *MODES], [12], rest=2)),
 )
 def test_eventful_steps_change_no_bit(

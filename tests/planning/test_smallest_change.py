@@ -41,7 +41,7 @@ def keywords(flags: tuple[str, ...]) -> dict[str, Any]:
     ("recipe", "preset", "gib"),
     [
         ("bf16", "gated-1b", 30),
-        ("current", "gated-1b", 12),
+        pytest.param("current", "gated-1b", 12, marks=pytest.mark.slow),
         ("current", "gated-350m", 10),
         ("bf16", "gated-8b", 80),
         pytest.param("current", "gated-1b", 30, marks=pytest.mark.slow),

@@ -69,7 +69,10 @@ def reference(base: Path, adapter: Path, **fields: Any) -> Tensor:
     return logits(peft.PeftModel.from_pretrained(model, adapter))
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case == "several")) for case in OPTIONS],
+)
 def test_every_reader_takes_the_shape_of_the_run(case: str, tmp_path: Path, capsys: Any) -> None:
     flags, fields = OPTIONS[case]
     kind = "mistral" if case == "window" else "llama"

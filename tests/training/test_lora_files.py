@@ -501,7 +501,7 @@ def test_adapters_on_everything_are_those_of_peft(family: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "family", every(8, [family for family in FAMILY_CASES if family not in ARCHITECTURES])
+    "family", every(12, [family for family in FAMILY_CASES if family not in ARCHITECTURES])
 )
 def test_adapters_of_every_family(family: str, tmp_path: Path) -> None:
     """Some have q, k and v, or gate and up, in one linear, as we do, or gates of attention, or no gate of the MLP."""
