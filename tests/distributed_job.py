@@ -93,8 +93,9 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     model_config = get_preset("gated-nano", **shape)
     # All other keys are settings of the run.
     fields = dict(
-        steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=0, learning_rate=3e-3
-    )
+        steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=0, keep_best=False,
+        learning_rate=3e-3,
+    )  # fmt: skip
     config = TrainConfig(**{**fields, **case})
 
     shared = replace(shared, kind=config.parallel, config=config, frozen=lora is not None)

@@ -45,8 +45,8 @@ def tiny_model(recipe: str = "bf16", preset: str = "gated-nano", **options: Any)
 def tiny_trainer(
     model: CausalLM, out: Path, saved: Any = None, documents: Any = (), **fields: Any
 ) -> Trainer:
-    """A run of the model on TEXT; `fields` are those of TrainConfig."""
-    usual = dict(steps=8, batch_size=1, seq_len=16, warmup_steps=1, eval_every=1)
+    """A run of the model on TEXT; `fields` are those of TrainConfig. Its best model is not saved unless they say so."""
+    usual = dict(steps=8, batch_size=1, seq_len=16, warmup_steps=1, eval_every=1, keep_best=False)
     config, words = TrainConfig(**usual | fields), load_tokenizer(None)
     data = TokenDataset(
         TEXT[:30], words, config.seq_len, batch_size=config.batch_size, seed=config.seed

@@ -269,7 +269,7 @@ def test_an_export_gives_the_base_back_unchanged_with_adapters(
         pytest.param("qwen3.6-35b-a3b", "nvfp4", 30, marks=pytest.mark.slow),
     ],
 )
-def test_large_shapes_fit_on_one_h100(preset: str, form: str, most: float) -> None:
+def test_large_shapes_fit_on_one_h100(preset: str, form: str, most: float, any_batch: None) -> None:
     """With adapters on every expert and 4,096 tokens; the weights alone have the size of the releases' files."""
     plan = plan_memory(
         get_preset(preset),

@@ -378,7 +378,7 @@ def test_a_copied_model_has_host_memory_of_its_own() -> None:
     ],
 )
 def test_the_plan_has_two_blocks_on_the_device_and_the_rest_on_the_host(
-    recipe: str, mode: str
+    recipe: str, mode: str, any_batch: None
 ) -> None:
     """With gradients held throughout, the last block's backward is the worst: of the others one has come back."""
     options = (

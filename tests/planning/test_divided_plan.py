@@ -218,7 +218,7 @@ def test_experts_on_more_gpus_take_less_of_each() -> None:
     assert plan(gpus=4, expert_parallel_size=4, fp8_dispatch=True).peak.total > 0
 
 
-def test_layers_on_more_gpus_take_less_of_each() -> None:
+def test_layers_on_more_gpus_take_less_of_each(any_batch: None) -> None:
     plan = partial(plan_memory, get_preset("gated-1b"), get_recipe("current"), seq_len=2048)
     one = plan(batch_size=4)
     layers = plan(batch_size=4, gpus=4, tensor_parallel_size=4)

@@ -298,7 +298,7 @@ class Averages(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("odd", [False, True], ids=["on meta", "on a small tensor"])
 def test_a_new_optimizer_adds_nothing_for_the_plan(
-    odd: bool, monkeypatch: pytest.MonkeyPatch
+    odd: bool, any_batch: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(lr: float, options: Any, groups: Any) -> list[torch.optim.Optimizer]:
         return [Averages(groups, lr=lr, odd=odd)]
@@ -430,7 +430,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str], request: pytest.Fixtur
     [nano(), CausalLM.from_preset("gated-nano", device="meta").plan()],
     ids=["memory", "precision"],
 )
-def test_a_notebook_shows_the_printed_table(plan: Any) -> None:
+def test_a_notebook_shows_the_printed_table(plan: Any, any_batch: None) -> None:
     text = html.unescape(re.sub("<[^>]+>", "", plan._repr_html_()))
     assert [line.rstrip() for line in text.splitlines()] == [
         line.rstrip() for line in str(plan).splitlines()

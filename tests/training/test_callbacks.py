@@ -19,7 +19,7 @@ from te_models.training.trainer import Callback
 
 
 def trainer(out: Path, recipe: str = "bf16", **fields: Any) -> Trainer:
-    return tiny_trainer(tiny_model(recipe), out, **fields)
+    return tiny_trainer(tiny_model(recipe), out, **dict(keep_best=True) | fields)
 
 
 def evaluating(run: Trainer, losses: list[float], monkeypatch: pytest.MonkeyPatch) -> Trainer:
@@ -163,7 +163,9 @@ def test_the_best_model_is_that_of_its_step(
 
     words = load_tokenizer(None)
     words.set_chat_template()
-    run = tiny_trainer(tiny_model("delayed"), tmp_path, documents=words.files(), steps=4)
+    run = tiny_trainer(
+        tiny_model("delayed"), tmp_path, documents=words.files(), steps=4, keep_best=True
+    )
     evaluating(run, [9, 5, 2, 3, 4], monkeypatch).callbacks = [Weights()]
     run.run()
     best = CausalLM.from_pretrained(tmp_path / "best", device="cpu")

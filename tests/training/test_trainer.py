@@ -35,9 +35,8 @@ PRIMARY = ["delayed", "current", "blockwise", "mxfp8"]  # recipes with FP8 prima
 def trainer(
     out: Path, recipe: str = "delayed", options: dict[str, Any] | None = None, **fields: Any
 ) -> Trainer:
-    return tiny_trainer(
-        tiny_model(recipe, **options or {}), out, **dict(batch_size=2, eval_every=3) | fields
-    )
+    usual = dict(batch_size=2, eval_every=3, keep_best=True)
+    return tiny_trainer(tiny_model(recipe, **options or {}), out, **usual | fields)
 
 
 @pytest.mark.parametrize("cached, flags", [(True, [True, False, False]), (False, [None] * 3)])
