@@ -19,7 +19,7 @@ from te_models.kernels.expert_scales_triton import (
     note_scale,
     scale_of,
 )
-from te_models.kernels.fp8_tiles_triton import raise_amax, store_fp8
+from te_models.kernels.fp8_tiles_triton import raise_amax, rounded, store_fp8
 from te_models.kernels.groups import LINE, Groups
 
 
@@ -93,7 +93,7 @@ def load_rows(address, source, factor, tokens, i, j, rows, columns):
     values = tl.load(address + row[:, None] * columns + j[None, :], inside, 0.0).to(tl.float32)
     if factor is not None:
         by = tl.load(factor + i, i < rows, 0.0)
-        values = (values * by[:, None]).to(address.dtype.element_ty).to(tl.float32)
+        values = rounded(values * by[:, None], address.dtype.element_ty)
     return values
 
 
@@ -124,7 +124,7 @@ def _group_amax_kernel(of_rows, data, source, factor, tokens, first, amax, ROWS:
         value = tl.load(of_rows + row, row < tokens, 0.0)
         if factor is not None:
             by = tl.load(factor + i, i < end, 0.0)
-            value = tl.abs((value * by).to(data.dtype.element_ty).to(tl.float32))
+            value = tl.abs(rounded(value * by, data.dtype.element_ty))
         largest = tl.maximum(largest, value)
     bits = tl.max(largest, 0).to(tl.int32, bitcast=True)
     tl.atomic_max((amax + e).to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")

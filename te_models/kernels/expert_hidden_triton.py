@@ -28,7 +28,7 @@ from te_models.kernels.expert_scales_triton import (
     note_scale,
     scale_of,
 )
-from te_models.kernels.fp8_tiles_triton import raise_amax, sigmoid, store_fp8
+from te_models.kernels.fp8_tiles_triton import raise_amax, rounded, sigmoid, store_fp8
 from te_models.kernels.groups import Groups
 
 
@@ -70,7 +70,7 @@ def hidden_values(gate_up, token, tokens, i, j, rows, columns, alpha, LIMIT: tl.
         value = (up + 1) * gate * sigmoid(alpha * gate)
     else:
         value = gate * sigmoid(gate) * up
-    return _real(value.to(gate_up.dtype.element_ty).to(tl.float32), token, tokens, i, rows)
+    return _real(rounded(value, gate_up.dtype.element_ty), token, tokens, i, rows)
 
 
 @triton.jit
@@ -96,9 +96,9 @@ def gradient_values(dy, gate_up, token, tokens, i, j, rows, columns, alpha, LIMI
         of_gate = slope * up * (opening + silu * (1 - opening))
         of_up = slope * silu
         value = silu * up
-    of_gate = of_gate.to(gate_up.dtype.element_ty).to(tl.float32)
-    of_up = of_up.to(gate_up.dtype.element_ty).to(tl.float32)
-    value = value.to(gate_up.dtype.element_ty).to(tl.float32)
+    of_gate = rounded(of_gate, gate_up.dtype.element_ty)
+    of_up = rounded(of_up, gate_up.dtype.element_ty)
+    value = rounded(value, gate_up.dtype.element_ty)
     return of_gate, of_up, _real(value, token, tokens, i, rows)
 
 

@@ -34,6 +34,12 @@ _SIGMOID = tl.constexpr(
 )
 
 
+# Two values rounded to BF16, as FP32 again.
+_ROUND = tl.constexpr(
+    "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xFFFF0000; }"
+)
+
+
 class FP8Data(NamedTuple):
     """data [N, K] or None, transposed [K, N], both uint8; scale_inv FP32 [1], the factor from data to values.
 
@@ -73,6 +79,19 @@ def sigmoid(x):
         y = tl.sigmoid(x)
     else:
         y = tl.inline_asm_elementwise(_SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """Return FP32 values rounded to `dtype`, in FP32 again."""
+    # One by one the compiler would convert values, in the unit that computes exponentials too.
+    if INTERPRETED or dtype != tl.bfloat16:
+        y = x.to(dtype).to(tl.float32)
+    else:
+        y = tl.inline_asm_elementwise(
+            _ROUND, "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
     return y
 
 
