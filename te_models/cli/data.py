@@ -16,6 +16,7 @@ from te_models.cli.options import (
 from te_models.config.data import DataConfig
 from te_models.config.settings import EVERYDAY
 from te_models.errors import TeModelsError
+from te_models.files.atomic import replace_text
 
 
 @click.group()
@@ -62,7 +63,7 @@ def preview(
     context = None if model is None else _context(model)
     result = run(settings, text_tokenizer, seq_len, records=records, limit=limit, context=context)
     if html is not None:
-        Path(html).write_text(preview_html(result), encoding="utf-8")
+        replace_text(Path(html), preview_html(result))
     show(result, as_json)
     if html is not None:
         # With --json standard output holds one JSON document and nothing else.

@@ -67,7 +67,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temp, ignore_errors=True)
         if isinstance(error, Exception):
             raise SaveError(
-                f"could not save {path}: {first_line(error)}; what was there before is intact"
+                f"could not save {path}: {_reason(error)}; what was there before is intact"
             ) from error
         raise
     # Last: until here the previous folder could still be put back.
@@ -107,7 +107,29 @@ def replace_text(path: Path, text: str) -> None:
         _fsync_folder(path.parent)
     except OSError as error:
         temp.unlink(missing_ok=True)
-        raise SaveError(f"could not write {path}: {first_line(error)}") from error
+        raise SaveError(f"could not write {path}: {_reason(error)}") from error
+
+
+@contextlib.contextmanager
+def replacing_file(path: Path) -> Iterator[Path]:
+    """Provide a new name to write a file to, which replaces `path` when the block ends, and not if it fails.
+
+    The name has the suffix of `path`, by which libraries choose a format. For files that a run can make again: nobody
+    waits until they are on the disk.
+
+    Raises:
+        SaveError: it could not be written; what was there before is unchanged.
+    """
+    temp = _hidden(path)
+    temp = temp.with_name(temp.name + path.suffix)
+    try:
+        yield temp
+        os.replace(temp, path)
+    except BaseException as error:
+        temp.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise SaveError(f"could not write {path}: {_reason(error)}") from error
+        raise
 
 
 def readable(path: Path) -> Path:
@@ -141,6 +163,13 @@ def discard(path: Path) -> None:
         temp = _hidden(path)
         os.rename(path, temp)
         shutil.rmtree(temp)
+
+
+def _reason(error: Exception) -> str:
+    """Return why a file was not written; a system error names a hidden file, which says nothing to a user."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return first_line(error)
 
 
 def _hidden(path: Path) -> Path:

@@ -2,13 +2,12 @@
 
 import functools
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
 from te_models.errors import DataError, SaveError
-from te_models.files.atomic import reraising
+from te_models.files.atomic import replace_text, reraising
 from te_models.files.formats import open_regular, parse_json
 from te_models.training.check_state import COUNT_LIMIT
 from te_models.training.timing import Row
@@ -49,10 +48,7 @@ class MetricsLog:
     def _restart(self, path: Path, rows: list[Row]) -> None:
         """Begin the file anew with these rows."""
         # A kill while rows are dropped leaves the old file or the new one, and never a part.
-        fresh = path.with_suffix(".tmp")
-        with reraising(path, OSError, error=SaveError):
-            fresh.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            os.replace(fresh, path)
+        replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))
         # A buffer of one line: each row is in the file when its step ends, for whoever watches it.
         self.file = path.open("a", buffering=1)
 

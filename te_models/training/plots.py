@@ -1,7 +1,6 @@
 """The curves of runs as PNG files, drawn with matplotlib, which is optional."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from te_models.errors import MissingPackage, needs
+from te_models.files.atomic import replacing_file
 from te_models.training.timing import Row
 
 INK = "#111827"
@@ -286,10 +286,8 @@ def new_figure(size: tuple[float, float]) -> Any:
 
 def save_figure(figure: Any, path: Path) -> None:
     """Write the figure as a PNG, atomically."""
-    # Still .png at the end, from which matplotlib takes the format.
-    fresh = path.with_suffix(".tmp.png")
-    figure.savefig(fresh)
-    os.replace(fresh, path)
+    with replacing_file(path) as fresh:
+        figure.savefig(fresh)
 
 
 def smooth(values: Sequence[float], width: float | None = None) -> NDArray[np.float64]:

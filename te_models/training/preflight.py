@@ -148,15 +148,14 @@ def check_disk(folder: Path, size: int, kept_checkpoints: int) -> None:
     # The folder of a new run is not there yet: its nearest parent is on the same disk.
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
+    sizes = (
+        f"a checkpoint takes {_on_disk(size)}, and {folder} has {_on_disk(free)} of disk space free"
+    )
     if size > free:
-        raise UsageError(
-            f"a checkpoint takes {_gib(size)}, and {folder} has {_gib(free)} of disk space free: make room, or give "
-            "another folder"
-        )
+        raise UsageError(f"{sizes}: make room, or give another folder")
     if size * (kept_checkpoints + 1) > free:
         warnings.warn(
-            f"a checkpoint takes {_gib(size)}, and {folder} has {_gib(free)} of disk space free, too little for "
-            f"{plural(kept_checkpoints + 1, 'checkpoint')}: make room, or lower keep_last",
+            f"{sizes}, too little for {plural(kept_checkpoints + 1, 'checkpoint')}: make room, or lower keep_last",
             stacklevel=2,
         )
 
@@ -303,3 +302,8 @@ class _Refusal:
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"
+
+
+def _on_disk(size: int) -> str:
+    """Return a size on the disk, of which a small model's is told apart from none."""
+    return _gib(size) if size >= 10 * 2**20 else f"{size / 2**10:,.0f} KiB"

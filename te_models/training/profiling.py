@@ -14,7 +14,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from te_models.errors import SaveError, UsageError
-from te_models.files.atomic import reraising
+from te_models.files.atomic import replacing_file, reraising
 
 FOLDER = "profile"  # in the folder of a run
 
@@ -82,7 +82,8 @@ class StepProfiler:
         path = self.out / FOLDER / f"step-{step:08d}.json.gz"
         with reraising(path, OSError, error=SaveError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            trace.export_chrome_trace(str(path))
+        with replacing_file(path) as fresh:
+            trace.export_chrome_trace(str(fresh))
 
 
 @contextmanager

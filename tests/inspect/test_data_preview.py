@@ -228,7 +228,10 @@ def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture) 
         ([], "give --data PATH: a file, folder, glob, URL or Hub dataset"),
         (["--data", "none.jsonl"], "none.jsonl: no such file or folder"),
         (["--data", "a.jsonl", "--limit", "0"], "give a --limit of 1 or more"),
-        (["--data", "a.jsonl", "--html", "no/such/folder.html"], "no/such/folder.html: No such file or directory"),
+        (
+            ["--data", "a.jsonl", "--html", "no/such/folder.html"],
+            "could not write no/such/folder.html: No such file or directory",
+        ),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(
