@@ -46,13 +46,13 @@ RARER += ("experts with a norm after them", "experts with norms of their own")
 RARER += ("latent attention, wide values", "latent attention, one width")
 
 
-def each_kind(*axes: Sequence[Any], step: int = 1) -> list[Any]:
+def each_kind(*axes: Sequence[Any], first: int = 0, step: int = 1) -> list[Any]:
     """Return a case per kind with a value of each axis in turn; other tests cover the axes' pairs.
 
-    Of the usual kinds each `step`-th is not slow.
+    Of the usual kinds each `step`-th from the `first` on is not slow: tests that are near to each other share them.
     """
     usual = [name for name in KINDS if name not in RARER]
-    quick = usual[::step]
+    quick = usual[first::step]
     return [
         pytest.param(
             *(axis[number % len(axis)] for axis in axes),
@@ -308,7 +308,7 @@ def test_an_autocast_per_linear_is_one_around_the_layers(
     )
 
 
-@pytest.mark.parametrize("recipe, kind", each_kind(list_recipes()), indirect=["kind"])
+@pytest.mark.parametrize("recipe, kind", each_kind(list_recipes(), step=2), indirect=["kind"])
 def test_every_recipe_trains(kind: Kind, recipe: str) -> None:
     """One batch is learned by heart."""
     found = losses(build(kind, recipe))
@@ -423,6 +423,7 @@ def test_plan_and_verify_know_every_linear(kind: Kind) -> None:
 @pytest.mark.filterwarnings(
     "ignore:peft (has no|takes) adapters"
 )  # on the shared experts of DeepSeek's families
+@pytest.mark.parametrize("kind", each_kind(first=1, step=2), indirect=True)
 def test_adapters_train_merge_and_come_back(kind: Kind, tmp_path: Path) -> None:
     lora = pytest.importorskip("te_models.training.lora")
     model = build(kind, dtype=torch.float32)
@@ -454,6 +455,7 @@ def test_adapters_train_merge_and_come_back(kind: Kind, tmp_path: Path) -> None:
 )  # of latent attention's family, in transformers
 @pytest.mark.filterwarnings("ignore:no expert has an adapter")
 @pytest.mark.filterwarnings("ignore:peft adapts no layers")  # Gemma 4's mlp.down_proj
+@pytest.mark.parametrize("kind", each_kind(step=2), indirect=True)
 def test_peft_adapts_all_linears_of_transformers(kind: Kind) -> None:
     """All te.Linears but the head, routers and experts; files are judged in tests/huggingface/test_adapters.py."""
     peft, modeling = (
