@@ -52,7 +52,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (case in ("blockwise", "mxfp8")))
+        for case in CASES
+    ],
+)
 def test_a_step_comes_out_bit_for_bit(case: str, tmp_path: Path) -> None:
     fields = {"recipe": case, **CASES[case]}
     run = captured(tmp_path, **fields)

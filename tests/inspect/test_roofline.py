@@ -82,7 +82,10 @@ def head_width(mixer: Any) -> int:
     return 2 * mixer.heads.dim if sizes is None else sizes.qk_head_dim + sizes.v_head_dim
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in kinds.OPTIONS)) for name in KINDS],
+)
 def test_the_plan_counts_what_runs(name: str) -> None:
     """Half of the pairs of attention, which is causal."""
     kind = KINDS[name]

@@ -251,6 +251,7 @@ def test_generation_with_a_cache_is_that_without(kind: Kind, where: Where) -> No
     assert (logits.amax(-1) - taken).max() <= 4 * bound * logits.abs().max()
 
 
+@pytest.mark.parametrize("kind", each_kind(first=1, step=2), indirect=True)
 def test_transformers_generates_the_same(kind: Kind) -> None:
     modeling = pytest.importorskip("te_models.huggingface.modeling")
     model = build(kind, dtype=torch.float32).eval()

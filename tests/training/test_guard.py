@@ -130,9 +130,9 @@ def finite_checkpoints(out: Path) -> list[str]:
     return [folder.name[-2:] for folder in folders]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
-@pytest.mark.parametrize("kind", BREAKS)
+@pytest.mark.parametrize(
+    ("kind", "recipe", "ahead"), every(2, BREAKS, ["bf16", "delayed", "current"], [True, False])
+)
 def test_skip_names_the_tensor_and_leaves_the_run_as_without_the_data(
     kind: str, recipe: str, ahead: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
