@@ -189,13 +189,17 @@ def test_an_interrupt_that_an_import_swallowed_stops_the_program(
 def test_warnings_are_one_line_each_once(
     rank: str | None, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Those of torch.compile about its own work are none, and of several processes the first one shows them."""
+    """Those of torch.compile about its own work and of Python about sources are none.
+
+    Of several processes the first one shows them.
+    """
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
 
     def warn() -> None:
         for text in ("a\n  b", "a\n  b", "\nDynamo detected a call to something"):
             warnings.warn(text, stacklevel=2)
+        warnings.warn("invalid escape sequence '\\.'", SyntaxWarning, stacklevel=2)
 
     monkeypatch.setitem(cli.commands, "warn", click.Command("warn", callback=warn))
     with warnings.catch_warnings():
