@@ -94,8 +94,9 @@ def test_the_workflow_covers_the_oldest_python_and_calls_the_checks() -> None:
 
 
 WITHOUT_POSIX = """
-import os, runpy, sys
+import os, runpy, shutil, sys
 import torch, safetensors.torch
+shutil._use_fd_functions = False  # as there: Python 3.13 deletes folders by flags that go below
 for name in ("fcntl", "resource"):
     sys.modules[name] = None
 for name in ("O_NONBLOCK", "O_NOFOLLOW", "O_CLOEXEC", "pread", "fork"):

@@ -125,7 +125,7 @@ def _plain_warnings() -> Iterator[None]:
         warnings.showwarning = show
         # These warnings of torch.compile address its developers.
         warnings.filterwarnings("ignore", message=r"\s*Dynamo ")
-        # Python says them of another package's source when it compiles that: the first time, or where it may write none.
+        # Python says them of the source of another package when it compiles that.
         warnings.simplefilter("ignore", SyntaxWarning)
         yield
 
