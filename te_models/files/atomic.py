@@ -106,7 +106,7 @@ def replace_text(path: Path, text: str) -> None:
         os.replace(temp, path)
         _fsync_folder(path.parent)
     except OSError as error:
-        temp.unlink(missing_ok=True)
+        _unlink(temp)
         raise SaveError(f"could not write {path}: {_reason(error)}") from error
 
 
@@ -126,7 +126,7 @@ def replacing_file(path: Path) -> Iterator[Path]:
         yield temp
         os.replace(temp, path)
     except BaseException as error:
-        temp.unlink(missing_ok=True)
+        _unlink(temp)
         if isinstance(error, OSError):
             raise SaveError(f"could not write {path}: {_reason(error)}") from error
         raise
@@ -163,6 +163,12 @@ def discard(path: Path) -> None:
         temp = _hidden(path)
         os.rename(path, temp)
         shutil.rmtree(temp)
+
+
+def _unlink(path: Path) -> None:
+    """Delete a file if it exists; a disk that takes no file, for which this is called, may refuse that too."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _reason(error: Exception) -> str:

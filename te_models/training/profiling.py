@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,15 @@ class StepProfiler:
         self.steps = profiled_steps(steps)
         self.out = out
         self.active = False
+
+    def warn_of_steps_after(self, last: int) -> None:
+        """Warn if steps are to be profiled that do not come in a run that ends after step `last`."""
+        if self.steps and self.steps[-1] > last:
+            warnings.warn(
+                f"--profile asks for step {self.steps[-1]}, and the run ends after step {last}: of later ones there "
+                "is no trace",
+                stacklevel=4,
+            )
 
     @contextmanager
     def profiling(self, step: int) -> Iterator[None]:

@@ -149,6 +149,7 @@ class Trainer(NamedFields):
         self.schedule = RecipeSchedule(self.model, self.recipe or self.model.recipe, config)
         first = parallel.ranks.first
         self.profiler = StepProfiler(self.model, config.profile, self.out if first else None)
+        self.profiler.warn_of_steps_after(config.steps)
         self.data_wait = 0.0  # seconds that the last step waited for its data
         self.recorder: Recorder | None = None
         if config.record:

@@ -82,6 +82,26 @@ def test_a_file_is_whole_or_as_it_was(
     )
 
 
+@pytest.mark.parametrize("name", ["text", "page"])
+def test_a_disk_that_is_read_only_is_named_by_the_users_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """There not even a file that is not there can be deleted."""
+    write, file = WRITERS[name]
+
+    def refuse(path: Path, *arguments: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("te_models.files.atomic.write_file", refuse)
+    if name == "text":
+        monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(SaveError) as caught:
+        write(tmp_path / file)
+    said = str(caught.value) if name == "text" else capsys.readouterr().err
+    assert f"could not write {tmp_path / file}: Read-only file system" in said
+    assert ".saving-" not in said
+
+
 def test_an_error_that_is_not_the_disks_stays_itself(tmp_path: Path) -> None:
     path = tmp_path / "file.bin"
     with pytest.raises(ZeroDivisionError), replacing_file(path) as fresh:

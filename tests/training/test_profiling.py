@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,15 @@ def test_a_run_names_its_record_and_its_traces(
     )
     assert f"{run}/profile, for ui.perfetto.dev" in " ".join(said.out.split())
     assert "profiler_start" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("steps", "late"), [("1", False), ("2", False), ("3", True), ("2:4", True)]
+)
+def test_steps_after_the_end_are_told(steps: str, late: bool, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tiny_trainer(tiny_model("bf16"), tmp_path, steps=2, profile=steps)
+    said = [str(one.message) for one in caught if "--profile asks for step" in str(one.message)]
+    assert len(said) == late
+    assert not late or "the run ends after step 2" in said[0]
