@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 
+from te_models.kernels.count_cast_triton import Counts
 from te_models.kernels.count_experts_triton import ExpertCounts
 from te_models.recorder.layout import FIELDS, INDEX
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 APART = 3  # rows of the table from one expert to the next, as of three operands
 
 
@@ -19,6 +22,19 @@ def counts_of(experts: int, device: torch.device, spread: int = 2) -> ExpertCoun
     fields[:, :, INDEX["scale_min"]] = math.inf
     codes = torch.zeros(rows, dtype=torch.int64, device=device)
     return ExpertCounts(fields, codes, APART)
+
+
+def counted_by(kernel: Any, *arguments: Any, spread: int = 2) -> tuple[Any, dict[str, float], int]:
+    """The result of a kernel, and the fields and the hash that it counted."""
+    fields = torch.zeros(spread, len(FIELDS), dtype=torch.float64, device=DEVICE)
+    fields[:, INDEX["scale_min"]] = math.inf
+    codes = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    result = kernel(*arguments, counts=Counts(fields, codes))
+    found = dict(zip(FIELDS, fields.sum(0).tolist(), strict=True))
+    for name in ("amax", "scale_max", "format"):
+        found[name] = fields[:, INDEX[name]].amax().item()
+    found["scale_min"] = fields[:, INDEX["scale_min"]].amin().item()
+    return result, found, int(codes.item())
 
 
 def assert_counts(found: Mapping[str, float], wanted: Mapping[str, float]) -> None:

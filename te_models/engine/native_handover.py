@@ -67,13 +67,10 @@ class QuantizerTarget(NamedTuple):
             e5m2=self.quantizer.dtype == DType.kFloat8E5M2,
         )
 
-    def tensor(self, fp8: FP8Data, dtype: torch.dtype, counted: bool = False) -> Float8Tensor:
-        """Return Transformer Engine's tensor of FP8 data [N, K], with the nominal `dtype`.
-
-        Unless the kernel has `counted` what it cast, an observer counts the data, without the values before.
-        """
+    def tensor(self, fp8: FP8Data, dtype: torch.dtype) -> Float8Tensor:
+        """Return Transformer Engine's tensor of FP8 data [N, K], with the nominal `dtype`."""
         assert fp8.transposed is not None
-        tensor = Float8Tensor(
+        return Float8Tensor(
             shape=fp8.transposed.shape[::-1],
             dtype=dtype,
             data=fp8.data,
@@ -83,9 +80,6 @@ class QuantizerTarget(NamedTuple):
             quantizer=self.quantizer,
             device=fp8.transposed.device,
         )
-        if not counted:
-            observe(self.quantizer, tensor)
-        return tensor
 
 
 def _quantizer(
@@ -149,6 +143,25 @@ def _current_target(quantizer: PerTensorQuantizer | None) -> QuantizerTarget | N
     return None
 
 
+def _te_norm(
+    x: Tensor, weight: Tensor, module: RMSNorm, quantizer: PerTensorQuantizer | None
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of x [N, D] by Transformer Engine's kernel, quantized or in x's dtype, and 1 / RMS, FP32 [N]."""
+    # Positional, as Transformer Engine itself calls it: out (None: a new tensor), quantizer, dtype of the output,
+    # multiprocessors to leave free, zero-centred weight.
+    y, _, inverse = tex.rmsnorm_fwd(
+        x,
+        weight,
+        module.eps,
+        None,
+        quantizer,
+        TE_DType[x.dtype],
+        0,
+        module.zero_centered_gamma,
+    )
+    return y, inverse
+
+
 class _Norm(torch.autograd.Function):
     """RMSNorm that writes FP8; its backward adds the gradient of the residual stream in the same kernel."""
 
@@ -177,7 +190,7 @@ class _Norm(torch.autograd.Function):
                 e5m2=cast_scale.e5m2,
                 counts=target.counts,
             )
-            y = target.tensor(fp8, x.dtype, counted=True)
+            y = target.tensor(fp8, x.dtype)
         elif (target := _current_target(quantizer)) is not None and x.shape[0] % 4 == 0:
             fp8, total, inverse = norm_fp8_triton.norm_measured(
                 x,
@@ -186,24 +199,14 @@ class _Norm(torch.autograd.Function):
                 eps=module.eps,
                 zero_centered=ctx.zero_centered,
                 e5m2=target.quantizer.dtype == DType.kFloat8E5M2,
+                counts=target.counts,
             )
             y = target.tensor(fp8, x.dtype)
         else:
             # Without a scale that is known before, or under BF16: the sum in PyTorch, the norm by Transformer Engine.
             total = (x if delta is None else x + delta).contiguous()  # rmsnorm_fwd reads no strides
-            # Positional, as Transformer Engine itself calls it: out (None: a new tensor), quantizer, dtype of the
-            # output, multiprocessors to leave free, zero-centred weight.
-            y, _, inverse = tex.rmsnorm_fwd(
-                total,
-                weight,
-                module.eps,
-                None,
-                quantizer,
-                TE_DType[x.dtype],
-                0,
-                ctx.zero_centered,
-            )
-            observe(quantizer, y)
+            y, inverse = _te_norm(total, weight, module, quantizer)
+            observe(quantizer, y, lambda: _te_norm(total, weight, module, None)[0])
         ctx.save_for_backward(total, weight, inverse)
         # Autograd must not see an input returned as an output: a view is another tensor.
         return y, total.view_as(total) if delta is None else total
@@ -258,9 +261,10 @@ class _Activation(torch.autograd.Function):
                 gated=gated,
                 counts=target.counts,
             )
-            return target.tensor(fp8, gate_up.dtype, counted=True)
-        y = ACTIVATIONS[kind][0](gate_up, quantizer)
-        observe(quantizer, y)
+            return target.tensor(fp8, gate_up.dtype)
+        compute = ACTIVATIONS[kind][0]
+        y = compute(gate_up, quantizer)
+        observe(quantizer, y, lambda: compute(gate_up, None))
         return y
 
     @staticmethod
@@ -285,7 +289,7 @@ class _Activation(torch.autograd.Function):
                 gated=gated,
                 counts=ctx.gradient.counts,
             )
-            return ctx.gradient.tensor(fp8, gate_up.dtype, counted=True), None, None, None
+            return ctx.gradient.tensor(fp8, gate_up.dtype), None, None, None
         return ACTIVATIONS[ctx.kind][1](dy, gate_up, None), None, None, None
 
 
@@ -342,9 +346,9 @@ def _activation_for_backward(
             gated=gated,
             # The weight gradient reads the transposed copy only.
             rowwise=False,
+            # No counts: the recorder counted this cast in the forward pass.
         )
-        # The recorder counted this cast in the forward pass.
-        return target.tensor(fp8, gate_up.dtype, counted=True)
+        return target.tensor(fp8, gate_up.dtype)
 
     return again
 
@@ -400,7 +404,7 @@ class _GatedHeads(torch.autograd.Function):
             if target is None:
                 return head_norm_triton.head_norm(x, z, weight, eps)
             fp8 = new_fp8(x.shape[0], x.shape[1], x.device)
-            head_norm_triton.head_norm_fp8(x, z, weight, eps, fp8, target.cast_scale)
+            head_norm_triton.head_norm_fp8(x, z, weight, eps, fp8, target.cast_scale, target.counts)
         return target.tensor(fp8, x.dtype)
 
     @staticmethod
@@ -478,7 +482,7 @@ def _cast_weight(module: Module) -> Float8Tensor | None:
         e5m2=cast_scale.e5m2,
         counts=target.counts,
     )
-    return target.tensor(fp8, weight.dtype, counted=True)
+    return target.tensor(fp8, weight.dtype)
 
 
 handover = {

@@ -67,11 +67,16 @@ def observer_of(quantizer: Any) -> Observer | None:
     return None if quantizer is None else vars(quantizer).get(_OBSERVER)
 
 
-def observe(quantizer: Any, quantized: Any) -> None:
-    """Let the observer of a quantizer, if it has one, count data that a kernel cast from values not in memory."""
+def observe(quantizer: Any, quantized: Any, compute: Callable[[], Tensor]) -> None:
+    """Let the observer of a quantizer, if it has one, count a cast of Transformer Engine's kernels.
+
+    They compute values that they do not return, round them to 16 bits and cast these. `compute` runs the same kernel
+    without the cast, which has the same values, where the observer wants them.
+    """
     observer = observer_of(quantizer)
     if observer is not None:
-        observer(None, quantized, known_scale(quantizer))
+        values = compute() if observer.wants_values else None
+        observer(values, quantized, known_scale(quantizer))
 
 
 def observe_quantizer(quantizer: Any, observer: Observer | None) -> None:

@@ -115,6 +115,7 @@ class _Target(NamedTuple):
 
     quantizer: Quantizer
     cast_scale: None = None
+    counts: None = None
 
     def tensor(self, fp8: FP8Memory, dtype: torch.dtype) -> Tensor:
         """Return the FP8 data [N, K] as a tensor."""

@@ -92,7 +92,8 @@ class Operations(NamedTuple):
 class FP8Operations(NamedTuple):
     """The last operations of forward and backward, which write FP8 [N, K] and transposed [K, N] from column `first` on.
 
-    Tensors as above; `new` makes the FP8Data to write to.
+    Tensors as above; `new` makes the FP8Data to write to. The others take `counts` too, where a recorder counts what
+    the cast does to the values, or None.
     """
 
     new: Callable[[int, int, torch.device], FP8Data]

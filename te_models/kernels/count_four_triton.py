@@ -13,6 +13,8 @@ there are. A state of counts with care has scalars only: zeros, saturated, flush
 amax.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -22,6 +24,7 @@ from te_models.kernels.count_cast_triton import (
     _WIDTH,
     ROW_BYTES_0,
     ROW_BYTES_1,
+    Counts,
     _add,
     _add_counts,
     _note_tensor,
@@ -32,6 +35,9 @@ from te_models.numerics.fp8_triton import INTERPRETED, decode_four, encode_four
 
 # Tiles that a program may add up: a byte of flags holds no more.
 MOST_TILES = 255
+# Programs of a kernel that counts small tiles, and how many of these a program has before there are more programs.
+FEWEST_PROGRAMS = 2112
+SMALL_TILES = 8
 WORDS = tl.constexpr(4)  # of a row of a tile that one thread has
 _LANES = tl.constexpr(0x01010101)
 _SIZES = tl.constexpr(0x7F7F7F7F)
@@ -73,7 +79,8 @@ def bytes_dot(word, weights):
 @triton.jit
 def in_thread(tile):
     """Return the rows of a tile in runs of WORDS, of which one thread has each: [high, wide / WORDS, WORDS]."""
-    return tl.reshape(tile, (tile.shape[0], tile.shape[1] // WORDS, WORDS))
+    words: tl.constexpr = WORDS if tile.shape[1] >= WORDS else tile.shape[1]
+    return tl.reshape(tile, (tile.shape[0], tile.shape[1] // words, words))
 
 
 @triton.jit
@@ -105,15 +112,16 @@ def _limit(inverse, E5M2: tl.constexpr):
 @triton.jit
 def new_state(HIGH: tl.constexpr, WIDE: tl.constexpr):
     """Return the state of counts over tiles [HIGH, WIDE] before any."""
+    runs: tl.constexpr = WIDE // WORDS if WIDE >= WORDS else 1
     return (
         tl.zeros((HIGH, WIDE), tl.float32),
         tl.zeros((HIGH, WIDE), tl.float32),
         tl.zeros((HIGH, WIDE), tl.int32),
         tl.zeros((HIGH, WIDE), tl.int32),
         tl.zeros((HIGH, WIDE), tl.float32),
-        tl.zeros((HIGH, WIDE // WORDS), tl.float32),
-        tl.zeros((HIGH, WIDE // WORDS), tl.int64),
-        tl.zeros((HIGH, WIDE // WORDS), tl.int32),
+        tl.zeros((HIGH, runs), tl.float32),
+        tl.zeros((HIGH, runs), tl.int64),
+        tl.zeros((HIGH, runs), tl.int32),
         tl.zeros((), tl.int64),
         tl.zeros((), tl.int64),
     )
@@ -198,16 +206,28 @@ def add_saturated(fields, spread, saturated):
 
 
 @triton.jit
-def add_state(fields, codes, spread, state, scale, inverse, elements, E5M2: tl.constexpr):
+def add_state(
+    fields,
+    codes,
+    spread,
+    state,
+    care,
+    scale,
+    elements,
+    E5M2: tl.constexpr,
+    begins=True,
+):
     """Add a program's counts to the table of a recorder; program 0 adds what concerns the whole tensor.
 
-    `scale` and `inverse` are the tensor's, and `elements` how many it has. What `needs_care` is left out.
+    With `care` above 0 (`needs_care`) those are left out that `count_with_care` makes once more. `scale` is the
+    tensor's, and `elements` how many of its elements this launch counts; of several launches that share a tensor,
+    one `begins` it.
     """
     program_fields = fields + (tl.program_id(0) % spread) * _WIDTH
     signal, noise, filled, normal, zeros, largest, hashed, marks, outsides, places = state
     not_empty = flags_sum(filled)
     all_zeros = tl.sum(zeros).to(tl.int64)
-    known = needs_care(state, inverse) == 0
+    known = care == 0
     nothing = tl.zeros((), tl.int64)
     _add_counts(
         fields=program_fields,
@@ -224,7 +244,11 @@ def add_state(fields, codes, spread, state, scale, inverse, elements, E5M2: tl.c
         SOURCE=True,
     )
     if tl.program_id(0) == 0:
-        _note_tensor(program_fields, elements, scale, E5M2, True, False)
+        if begins:
+            _note_tensor(program_fields, elements, scale, E5M2, True, False)
+        else:
+            # As if it had blocks: another launch notes its scale.
+            _note_tensor(program_fields, elements, scale, E5M2, True, True)
 
 
 @triton.jit
@@ -325,12 +349,27 @@ def _rows_dot(word, FAMILY: tl.constexpr):
 
 
 @triton.jit
-def _outside(word, top, left, rows, columns):
-    """Return how many values of a tile of words, the rows of groups of four, are not in the tensor, int64."""
-    high: tl.constexpr = 4 * word.shape[0]
-    wide: tl.constexpr = word.shape[1]
+def _outside(tile, top, left, rows, columns):
+    """Return how many values of tiles of the first to fourth rows of groups of four are not in the tensor, int64."""
+    high: tl.constexpr = 4 * tile.shape[0]
+    wide: tl.constexpr = tile.shape[1]
     inside = tl.minimum(rows - top, high) * tl.minimum(columns - left, wide)
     return high * wide - inside.to(tl.int64)
+
+
+@triton.jit
+def _inside_only(values, outside, top, left, rows, columns):
+    """Return four tiles with 0 in places outside of the tensor, where a negative factor or a NaN may have come in."""
+    a, b, c, d = values
+    if outside > 0:
+        groups = top // 4 + tl.arange(0, a.shape[0])
+        places = left + tl.arange(0, a.shape[1])
+        inside = (groups < rows // 4)[:, None] & (places < columns)[None, :]
+        a = tl.where(inside, a, 0.0)
+        b = tl.where(inside, b, 0.0)
+        c = tl.where(inside, c, 0.0)
+        d = tl.where(inside, d, 0.0)
+    return a, b, c, d
 
 
 @triton.jit
@@ -351,35 +390,80 @@ def count_rows(
 ):
     """Return a state to which a tile of the rows of groups of four is added. Rows are a multiple of four.
 
-    Places outside of the tensor are 0. ALIGNED: `left` and `first` are multiples of 64.
+    What the tiles have in places outside of the tensor is not counted. ALIGNED: `left` and `first` are multiples of 64.
     """
+    outside = _outside(values[0], top, left, rows, columns)
+    values = _inside_only(values, outside, top, left, rows, columns)
     word = _codes_of_rows(values, scale, E5M2)
     high: tl.constexpr = word.shape[0]
     wide: tl.constexpr = word.shape[1]
     j = first + left + tl.arange(0, wide)
     four_rows = top // 4 + tl.arange(0, high)
-    hashes = tl.zeros((high, wide // WORDS), tl.int64)
-    for family in tl.static_range(2):
-        sums = _rows_dot(word, family)
-        if ALIGNED:
+    if ALIGNED:
+        hashes = tl.zeros((high, wide // WORDS), tl.int64)
+        for family in tl.static_range(2):
             # The same weights in each tile, and words of a thread in one block.
+            sums = _rows_dot(word, family)
             sums *= column_weights(tl.arange(0, wide), family)[None, :]
             runs = (first + left) // 64 + WORDS * tl.arange(0, wide // WORDS) // 64
             weights = block_weights(four_rows[:, None], runs[None, :], family)
             hashes += hash_of_sums(tl.sum(in_thread(sums), 2), weights)
-        else:
-            sums *= column_weights(j, family)[None, :]
-            weights = block_weights(four_rows[:, None], (j // 64)[None, :], family)
-            hashes += tl.sum(in_thread(hash_of_sums(sums, weights)), 2)
+    else:
+        hashes = _hashes_of_columns(word, four_rows, j)
     inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
-    outside = _outside(word, top, left, rows, columns)
+    return count_four(state, values, word, hashes, inverse, outside, E5M2)
+
+
+@triton.jit
+def _hashes_of_columns(word, four_rows, j):
+    """Return the parts in the hash of words of four rows each and of columns j in any order, one per thread's run."""
+    first = _rows_dot(word, 0) * column_weights(j, 0)[None, :]
+    second = _rows_dot(word, 1) * column_weights(j, 1)[None, :]
+    hashes = hash_of_sums(first, block_weights(four_rows[:, None], (j // 64)[None, :], 0))
+    hashes += hash_of_sums(second, block_weights(four_rows[:, None], (j // 64)[None, :], 1))
+    return tl.sum(in_thread(hashes), 2)
+
+
+@triton.jit
+def count_columns(state, values, scale, top, rows, j, columns, E5M2: tl.constexpr):
+    """Return a state to which a tile is added that has columns j of the tensor in any order, the first `columns` of j.
+
+    The other arguments are as in `count_rows`.
+    """
+    outside = _outside(values[0], top, 0, rows, columns)
+    values = _inside_only(values, outside, top, 0, rows, columns)
+    word = _codes_of_rows(values, scale, E5M2)
+    four_rows = top // 4 + tl.arange(0, word.shape[0])
+    hashes = _hashes_of_columns(word, four_rows, j)
+    inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
     return count_four(state, values, word, hashes, inverse, outside, E5M2)
 
 
 @triton.jit
 def count_rows_with_care(state, values, scale, top, left, rows, columns, E5M2: tl.constexpr):
     """Return a state of counts with care to which a tile is added; arguments as in `count_rows`."""
+    outside = _outside(values[0], top, left, rows, columns)
+    values = _inside_only(values, outside, top, left, rows, columns)
     word = _codes_of_rows(values, scale, E5M2)
     inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
-    outside = _outside(word, top, left, rows, columns)
     return count_with_care(state, values, word, inverse, outside, E5M2)
+
+
+def table_of(counts: Counts | None) -> dict[str, Any]:
+    """Return the arguments of a kernel that may count what it casts: where the counts go."""
+    if counts is None:
+        return dict(counts=None, codes=None, spread=1)
+    return dict(counts=counts.fields, codes=counts.codes, spread=len(counts.fields))
+
+
+def programs_of(tiles: int, counts: Counts | None) -> int:
+    """Return the programs of a kernel with this number of small tiles: one per tile, or fewer if it counts."""
+    if counts is None:
+        return tiles
+    return min(tiles, max(FEWEST_PROGRAMS, triton.cdiv(tiles, SMALL_TILES)))
+
+
+def small_tiles(width: int, counts: Counts | None) -> dict[str, int]:
+    """Return the options of a kernel of `programs_of` whose tiles have this many columns."""
+    # Three programs per multiprocessor; wider tiles would not fit into these registers.
+    return {} if counts is None or width > 128 else dict(maxnreg=160)

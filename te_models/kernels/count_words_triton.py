@@ -153,9 +153,10 @@ def count_words_kernel(
     else:
         factor = tl.div_rn(tl.full((), 1.0, tl.float32), one_inverse)
     elements = tl.full((), 4.0, tl.float64) * rows * words
-    add_state(fields, codes, spread, state, factor, one_inverse, elements, E5M2)
+    care_needed = needs_care(state, one_inverse)
+    add_state(fields, codes, spread, state, care_needed, factor, elements, E5M2)
     marks = marked(state)
-    if needs_care(state, one_inverse) > 0:
+    if care_needed > 0:
         care = new_care()
         for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
             top, left, i, j = _place(number, words, ROWS, WORDS)

@@ -5,9 +5,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_models.kernels.count_cast_triton import Counts
+from te_models.kernels.count_four_triton import (
+    add_care,
+    add_saturated,
+    add_state,
+    amaxes,
+    count_rows,
+    count_rows_with_care,
+    marked,
+    needs_care,
+    new_care,
+    new_state,
+    programs_of,
+    saturated_of,
+    small_tiles,
+    table_of,
+)
 from te_models.kernels.fp8_tiles_triton import (
     BAND,
     FP8Data,
+    largest_of,
     note_inverse,
     raise_amax,
     sigmoid,
@@ -16,6 +34,7 @@ from te_models.kernels.fp8_tiles_triton import (
 from te_models.kernels.handover import CastScale
 from te_models.kernels.head_groups_triton import (
     TOKENS,
+    first_row,
     one_stride,
     place_of_heads,
     read_head,
@@ -43,6 +62,18 @@ def _gated(
 
 
 @triton.jit
+def _gated_four(
+    x_at, logits_at, i, head, seq, channel, inside, gated: tl.constexpr, softplus: tl.constexpr
+):
+    """Return `_gated` of the first to fourth rows of groups of four that begin at tokens i."""
+    a = _gated(x_at, logits_at, i, head, seq, channel, inside, gated, softplus)
+    b = _gated(x_at, logits_at, i + 1, head, seq, channel, inside, gated, softplus)
+    c = _gated(x_at, logits_at, i + 2, head, seq, channel, inside, gated, softplus)
+    d = _gated(x_at, logits_at, i + 3, head, seq, channel, inside, gated, softplus)
+    return a, b, c, d
+
+
+@triton.jit
 def _gate_fp8_kernel(
     # attention [B, S, heads, H], and the logits of its gate [B, S, heads, H or 1]
     x,
@@ -67,6 +98,10 @@ def _gate_fp8_kernel(
     heads,
     columns,
     first,
+    # the fields and codes of a recorder that counts casts (count_cast_triton.py); None: not compiled
+    counts,
+    codes,
+    spread,
     # whether there is a gate, and which; channels of a head and the power of two above
     gated: tl.constexpr,
     softplus: tl.constexpr,
@@ -76,23 +111,72 @@ def _gate_fp8_kernel(
     block: tl.constexpr,
     BAND: tl.constexpr,
     E5M2: tl.constexpr,
+    ALIGNED: tl.constexpr,  # of counts: whether heads are whole blocks of the hash
 ):
-    # Four tiles, the first to fourth rows of groups of four: the transposed copy is written four bytes at a time.
-    group, head, channel, inside = place_of_heads(rows, heads, dim, width, block, BAND)
-    i = 4 * group
-    head_start = first + head * dim
     x_at = (x, x_batch, x_seq, x_head)
     logits_at = (logits, g_batch, g_seq, g_head)
-    a = _gated(x_at, logits_at, i, head, seq, channel, inside, gated, softplus)
-    b = _gated(x_at, logits_at, i + 1, head, seq, channel, inside, gated, softplus)
-    c = _gated(x_at, logits_at, i + 2, head, seq, channel, inside, gated, softplus)
-    d = _gated(x_at, logits_at, i + 3, head, seq, channel, inside, gated, softplus)
-    s = tl.load(scale)
-    j = head_start + channel
-    raise_amax(
-        amax,
-        store_fp8(a, b, c, d, s, group, j, rows, head_start + dim, data, transposed, columns, E5M2),
-    )
+    if counts is None:
+        number = tl.program_id(0)
+        group, head, channel, inside = place_of_heads(rows, heads, dim, width, block, BAND, number)
+        begin = first + head * dim
+        a, b, c, d = _gated_four(
+            x_at, logits_at, 4 * group, head, seq, channel, inside, gated, softplus
+        )
+        s = tl.load(scale)
+        j = begin + channel
+        largest = store_fp8(
+            a, b, c, d, s, group, j, rows, begin + dim, data, transposed, columns, E5M2
+        )
+        raise_amax(amax, largest)
+    else:
+        s = tl.load(scale)
+        tiles = tl.cdiv(rows, block) * heads
+        state = new_state(block // 4, width)
+        for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            group, head, channel, inside = place_of_heads(
+                rows, heads, dim, width, block, BAND, number
+            )
+            values = _gated_four(
+                x_at, logits_at, 4 * group, head, seq, channel, inside, gated, softplus
+            )
+            a, b, c, d = values
+            begin = first + head * dim
+            j = begin + channel
+            store_fp8(a, b, c, d, s, group, j, rows, begin + dim, data, transposed, columns, E5M2)
+            top = first_row(rows, heads, block, BAND, number)
+            state = count_rows(state, values, s, top, 0, rows, dim, begin, E5M2, ALIGNED)
+        raise_amax(amax, amaxes(state))
+        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
+        elements = tl.full((), 1.0, tl.float64) * rows * heads * dim
+        care_needed = needs_care(state, inverse)
+        add_state(counts, codes, spread, state, care_needed, s, elements, E5M2, first == 0)
+        if care_needed > 0:
+            care = new_care()
+            largest = tl.zeros((block // 4, width), tl.float32)
+            for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+                group, head, channel, inside = place_of_heads(
+                    rows, heads, dim, width, block, BAND, number
+                )
+                values = _gated_four(
+                    x_at, logits_at, 4 * group, head, seq, channel, inside, gated, softplus
+                )
+                # Above, a NaN hides the values beside it.
+                largest = tl.maximum(largest, largest_of(values))
+                top = first_row(rows, heads, block, BAND, number)
+                care = count_rows_with_care(care, values, s, top, 0, rows, dim, E5M2)
+            raise_amax(amax, largest)
+            add_care(counts, codes, spread, care)
+        elif marked(state) != 0:
+            saturated = tl.zeros((), tl.int64)
+            for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+                group, head, channel, inside = place_of_heads(
+                    rows, heads, dim, width, block, BAND, number
+                )
+                values = _gated_four(
+                    x_at, logits_at, 4 * group, head, seq, channel, inside, gated, softplus
+                )
+                saturated += saturated_of(values, inverse, E5M2)
+            add_saturated(counts, spread, saturated)
     note_inverse(s, scale_inv)
 
 
@@ -116,6 +200,18 @@ def _gate_slopes(
     dtype = dx_rows.dtype.element_ty
     tl.store(dx_rows + channel[None, :], (slope * opening).to(dtype), mask=inside)
     return slope * value * opening_slope(squashed, softplus)
+
+
+@triton.jit
+def _gate_slopes_four(
+    dy_at, x_at, logits_at, dx_at, i, head, seq, channel, inside, softplus: tl.constexpr
+):
+    """Return `_gate_slopes` of the first to fourth rows of groups of four that begin at tokens i."""
+    a = _gate_slopes(dy_at, x_at, logits_at, dx_at, i, head, seq, channel, inside, softplus)
+    b = _gate_slopes(dy_at, x_at, logits_at, dx_at, i + 1, head, seq, channel, inside, softplus)
+    c = _gate_slopes(dy_at, x_at, logits_at, dx_at, i + 2, head, seq, channel, inside, softplus)
+    d = _gate_slopes(dy_at, x_at, logits_at, dx_at, i + 3, head, seq, channel, inside, softplus)
+    return a, b, c, d
 
 
 @triton.jit
@@ -151,31 +247,84 @@ def _gate_backward_fp8_kernel(
     heads,
     columns,
     first,
+    # the fields and codes of a recorder that counts casts (count_cast_triton.py); None: not compiled
+    counts,
+    codes,
+    spread,
     softplus: tl.constexpr,
     dim: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
     BAND: tl.constexpr,
     E5M2: tl.constexpr,
+    ALIGNED: tl.constexpr,  # of counts: whether heads are whole blocks of the hash
 ):
-    # Four tiles, the first to fourth rows of groups of four: the transposed copy is written four bytes at a time.
-    group, head, channel, inside = place_of_heads(rows, heads, dim, width, block, BAND)
-    i = 4 * group
-    head_start = first + head * dim
     dy_at = (dy, dy_batch, dy_seq, dy_head)
     x_at = (x, x_batch, x_seq, x_head)
     logits_at = (logits, g_batch, g_seq, g_head)
     dx_at = (dx, dx_batch, dx_seq, dx_head)
-    a = _gate_slopes(dy_at, x_at, logits_at, dx_at, i, head, seq, channel, inside, softplus)
-    b = _gate_slopes(dy_at, x_at, logits_at, dx_at, i + 1, head, seq, channel, inside, softplus)
-    c = _gate_slopes(dy_at, x_at, logits_at, dx_at, i + 2, head, seq, channel, inside, softplus)
-    d = _gate_slopes(dy_at, x_at, logits_at, dx_at, i + 3, head, seq, channel, inside, softplus)
-    s = tl.load(scale)
-    j = head_start + channel
-    raise_amax(
-        amax,
-        store_fp8(a, b, c, d, s, group, j, rows, head_start + dim, data, transposed, columns, E5M2),
-    )
+    if counts is None:
+        number = tl.program_id(0)
+        group, head, channel, inside = place_of_heads(rows, heads, dim, width, block, BAND, number)
+        begin = first + head * dim
+        a, b, c, d = _gate_slopes_four(
+            dy_at, x_at, logits_at, dx_at, 4 * group, head, seq, channel, inside, softplus
+        )
+        s = tl.load(scale)
+        j = begin + channel
+        largest = store_fp8(
+            a, b, c, d, s, group, j, rows, begin + dim, data, transposed, columns, E5M2
+        )
+        raise_amax(amax, largest)
+    else:
+        s = tl.load(scale)
+        tiles = tl.cdiv(rows, block) * heads
+        state = new_state(block // 4, width)
+        for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            group, head, channel, inside = place_of_heads(
+                rows, heads, dim, width, block, BAND, number
+            )
+            values = _gate_slopes_four(
+                dy_at, x_at, logits_at, dx_at, 4 * group, head, seq, channel, inside, softplus
+            )
+            a, b, c, d = values
+            begin = first + head * dim
+            j = begin + channel
+            store_fp8(a, b, c, d, s, group, j, rows, begin + dim, data, transposed, columns, E5M2)
+            top = first_row(rows, heads, block, BAND, number)
+            state = count_rows(state, values, s, top, 0, rows, dim, begin, E5M2, ALIGNED)
+        raise_amax(amax, amaxes(state))
+        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
+        elements = tl.full((), 1.0, tl.float64) * rows * heads * dim
+        care_needed = needs_care(state, inverse)
+        add_state(counts, codes, spread, state, care_needed, s, elements, E5M2, first == 0)
+        if care_needed > 0:
+            care = new_care()
+            largest = tl.zeros((block // 4, width), tl.float32)
+            for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+                group, head, channel, inside = place_of_heads(
+                    rows, heads, dim, width, block, BAND, number
+                )
+                values = _gate_slopes_four(
+                    dy_at, x_at, logits_at, dx_at, 4 * group, head, seq, channel, inside, softplus
+                )
+                # Above, a NaN hides the values beside it.
+                largest = tl.maximum(largest, largest_of(values))
+                top = first_row(rows, heads, block, BAND, number)
+                care = count_rows_with_care(care, values, s, top, 0, rows, dim, E5M2)
+            raise_amax(amax, largest)
+            add_care(counts, codes, spread, care)
+        elif marked(state) != 0:
+            saturated = tl.zeros((), tl.int64)
+            for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+                group, head, channel, inside = place_of_heads(
+                    rows, heads, dim, width, block, BAND, number
+                )
+                values = _gate_slopes_four(
+                    dy_at, x_at, logits_at, dx_at, 4 * group, head, seq, channel, inside, softplus
+                )
+                saturated += saturated_of(values, inverse, E5M2)
+            add_saturated(counts, spread, saturated)
     note_inverse(s, scale_inv)
 
 
@@ -186,11 +335,15 @@ def gate_fp8(
     x: Tensor,
     logits: Tensor | None,
     softplus: bool,
+    counts: Counts | None = None,
 ) -> None:
-    """Write attention_parts.gate, or x itself where there are no logits, as FP8 into `out`."""
+    """Write attention_parts.gate, or x itself where there are no logits, as FP8 into `out`.
+
+    Here and below `counts` are where a recorder counts what the cast does to the values; None: it does not.
+    """
     batch, seq, heads, dim = x.shape
     gate = x if logits is None else logits
-    _gate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
+    _gate_fp8_kernel[(programs_of(triton.cdiv(batch * seq, TOKENS) * heads, counts),)](
         x=x,
         logits=gate,
         data=out.data,
@@ -209,6 +362,7 @@ def gate_fp8(
         heads=heads,
         columns=out.transposed.shape[0],
         first=first,
+        **table_of(counts),
         gated=logits is not None,
         softplus=softplus,
         dim=dim,
@@ -216,7 +370,9 @@ def gate_fp8(
         block=TOKENS,
         BAND=BAND,
         E5M2=cast_scale.e5m2,
+        ALIGNED=dim % 64 == 0 and first % 64 == 0,
         num_warps=4,
+        **small_tiles(width_of(dim), counts),
     )
 
 
@@ -228,11 +384,12 @@ def gate_backward_fp8(
     x: Tensor,
     logits: Tensor,
     softplus: bool,
+    counts: Counts | None = None,
 ) -> Tensor:
     """Compute attention_parts.gate_backward, with the gradient for the logits as FP8 into `out`."""
     batch, seq, heads, dim = x.shape
     dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
-    _gate_backward_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
+    _gate_backward_fp8_kernel[(programs_of(triton.cdiv(batch * seq, TOKENS) * heads, counts),)](
         dy=dy,
         x=x,
         logits=logits,
@@ -259,12 +416,15 @@ def gate_backward_fp8(
         heads=heads,
         columns=out.transposed.shape[0],
         first=first,
+        **table_of(counts),
         softplus=softplus,
         dim=dim,
         width=width_of(dim),
         block=TOKENS,
         BAND=BAND,
         E5M2=cast_scale.e5m2,
+        ALIGNED=dim % 64 == 0 and first % 64 == 0,
         num_warps=4,
+        **small_tiles(width_of(dim), counts),
     )
     return dx

@@ -102,7 +102,15 @@ class _AttentionCore(torch.autograd.Function):
         mixed = out.transpose(1, 2)  # [B, S, A, H]
         if target is not None and ops.fp8 is not None:
             fp8 = ops.fp8.new(rows, heads.query * heads.dim, qkvg.device)
-            ops.fp8.gate(fp8, target.cast_scale, 0, mixed, logits, setting.softplus)
+            ops.fp8.gate(
+                fp8,
+                target.cast_scale,
+                0,
+                mixed,
+                logits,
+                setting.softplus,
+                counts=target.counts,
+            )
             return target.tensor(fp8, qkvg.dtype)
         gated = mixed if logits is None else ops.gate(mixed, logits, setting.softplus)
         return gated.reshape(rows, -1)
@@ -256,6 +264,7 @@ class _FP8Gradient:
         self.ops = fp8
         self.softplus = setting.softplus
         self.target = target
+        self.counts = target.counts
         self.dtype = qkvg.dtype
         self.starts = first_rows(setting.heads.sections)
         rows, columns = qkvg.shape
@@ -265,7 +274,9 @@ class _FP8Gradient:
         """Write the gradient of the gate's logits in FP8; return the gradient of attention's output."""
         scale = self.target.cast_scale
         start = self.starts[3]
-        return self.ops.gate_backward(self.out, scale, start, dy, mixed, logits, self.softplus)
+        return self.ops.gate_backward(
+            self.out, scale, start, dy, mixed, logits, self.softplus, counts=self.counts
+        )
 
     def heads(
         self, section: int, slope: Tensor, x: Tensor, norm: Norm | None, rotation: Rotation | None
@@ -275,13 +286,15 @@ class _FP8Gradient:
         scale = self.target.cast_scale
         start = self.starts[section]
         if norm is not None:
-            dweight = self.ops.norm_backward(out, scale, start, slope, x, norm, rotation)
+            dweight = self.ops.norm_backward(
+                out, scale, start, slope, x, norm, rotation, counts=self.counts
+            )
             return dweight.to(norm.weight.dtype)
         if rotation is None:
             # A gate without logits is a cast alone.
-            self.ops.gate(out, scale, start, slope, None, False)
+            self.ops.gate(out, scale, start, slope, None, False, counts=self.counts)
         else:
-            self.ops.rotate(out, scale, start, slope, rotation, True)
+            self.ops.rotate(out, scale, start, slope, rotation, True, counts=self.counts)
         return None
 
     def whole(self) -> Tensor:

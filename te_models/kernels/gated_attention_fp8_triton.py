@@ -10,6 +10,21 @@ import triton.language as tl
 from torch import Tensor
 
 from te_models.kernels.attention_parts import FP8Operations, Norm, Rotation
+from te_models.kernels.count_cast_triton import Counts
+from te_models.kernels.count_four_triton import (
+    add_care,
+    add_saturated,
+    add_state,
+    count_columns,
+    count_rows,
+    count_rows_with_care,
+    marked,
+    needs_care,
+    new_care,
+    new_state,
+    saturated_of,
+    table_of,
+)
 from te_models.kernels.fp8_tiles_triton import (
     BAND,
     FP8Data,
@@ -22,6 +37,7 @@ from te_models.kernels.gate_fp8_triton import gate_backward_fp8, gate_fp8
 from te_models.kernels.handover import CastScale
 from te_models.kernels.head_groups_triton import (
     TOKENS,
+    first_row,
     place_of_heads,
     read_head,
     token_rows,
@@ -59,6 +75,56 @@ def _rotated(x_at, i, head, seq, c, s, first, second, inside):
     one = read_head(at, first, inside)
     two = read_head(at, second, inside)
     return one * c - two * s, two * c + one * s
+
+
+@triton.jit
+def _turned_four(x_at, i, head, seq, cosines, sines, first, second, inside):
+    """Return both members of a head's turned pairs, each of the first to fourth rows of groups of four at tokens i."""
+    ca, cb, cc, cd = cosines
+    sa, sb, sc, sd = sines
+    a, e = _rotated(x_at, i, head, seq, ca, sa, first, second, inside)
+    b, f = _rotated(x_at, i + 1, head, seq, cb, sb, first, second, inside)
+    c, g = _rotated(x_at, i + 2, head, seq, cc, sc, first, second, inside)
+    d, h = _rotated(x_at, i + 3, head, seq, cd, sd, first, second, inside)
+    return (a, b, c, d), (e, f, g, h)
+
+
+@triton.jit
+def _read_four(x_at, i, head, seq, channel, inside):
+    """Return channels of a head of the first to fourth rows of groups of four at tokens i."""
+    a = read_head(token_rows(x_at, i, head, seq), channel, inside)
+    b = read_head(token_rows(x_at, i + 1, head, seq), channel, inside)
+    c = read_head(token_rows(x_at, i + 2, head, seq), channel, inside)
+    d = read_head(token_rows(x_at, i + 3, head, seq), channel, inside)
+    return a, b, c, d
+
+
+@triton.jit
+def _count_pairs(
+    state,
+    # as in _store_pairs
+    firsts,
+    seconds,
+    first,
+    second,
+    scale,
+    # the first row, the column where the head begins, and how many rows there are
+    top,
+    begin,
+    rows,
+    half: tl.constexpr,
+    interleaved: tl.constexpr,
+    E5M2: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Return a state to which the pairs of a head are added."""
+    if interleaved:
+        state = count_columns(state, firsts, scale, top, rows, begin + first, half, E5M2)
+        state = count_columns(state, seconds, scale, top, rows, begin + second, half, E5M2)
+    else:
+        state = count_rows(state, firsts, scale, top, 0, rows, half, begin, E5M2, ALIGNED)
+        state = count_rows(state, seconds, scale, top, 0, rows, half, begin + half, E5M2, ALIGNED)
+    return state
 
 
 @triton.jit
@@ -130,6 +196,10 @@ def _rotate_fp8_kernel(
     heads,
     columns,
     start,
+    # the fields and codes of a recorder that counts casts (count_cast_triton.py); None: not compiled
+    counts,
+    codes,
+    spread,
     # 1 turns forward, -1 back, which is the gradient
     sign,
     # channels of a head, pairs that turn, their order, and powers of two above the pairs and the rest
@@ -143,6 +213,7 @@ def _rotate_fp8_kernel(
     turned: tl.constexpr,
     BAND: tl.constexpr,
     E5M2: tl.constexpr,
+    ALIGNED: tl.constexpr,  # of counts: whether halves of heads are whole blocks of the hash
 ):
     group, part, pair, inside = place_of_heads(
         rows, tl.cdiv(heads, turned), half, width, block, BAND
@@ -157,20 +228,24 @@ def _rotate_fp8_kernel(
     cb, sb = _angles(cos, sin, i + 1, table_batch, table_seq, seq, sign, pair, inside)
     cc, sc = _angles(cos, sin, i + 2, table_batch, table_seq, seq, sign, pair, inside)
     cd, sd = _angles(cos, sin, i + 3, table_batch, table_seq, seq, sign, pair, inside)
+    cosines = (ca, cb, cc, cd)
+    sines = (sa, sb, sc, sd)
     largest = tl.zeros((block // 4, width), tl.float32)
+    top = first_row(rows, tl.cdiv(heads, turned), block, BAND)
+    if counts is not None:
+        state = new_state(block // 4, width)
+        if 2 * half < dim:
+            rest_state = new_state(block // 4, rest)
     for step in range(tl.minimum(turned, heads - part * turned)):
         head = part * turned + step
-        a, e = _rotated(x_at, i, head, seq, ca, sa, first, second, inside)
-        b, f = _rotated(x_at, i + 1, head, seq, cb, sb, first, second, inside)
-        c, g = _rotated(x_at, i + 2, head, seq, cc, sc, first, second, inside)
-        d, h = _rotated(x_at, i + 3, head, seq, cd, sd, first, second, inside)
+        firsts, seconds = _turned_four(x_at, i, head, seq, cosines, sines, first, second, inside)
         begin = start + head * dim
         stop = begin + dim
         # Beyond the last pair there are no columns: the bound of a half is where the other begins.
         end = begin + 2 * half if interleaved else begin + half
         stored = _store_pairs(
-            (a, b, c, d),
-            (e, f, g, h),
+            firsts,
+            seconds,
             first,
             second,
             s,
@@ -185,16 +260,72 @@ def _rotate_fp8_kernel(
             E5M2,
         )
         largest = tl.maximum(largest, stored)
+        if counts is not None:
+            state = _count_pairs(
+                state,
+                firsts,
+                seconds,
+                first,
+                second,
+                s,
+                top,
+                begin,
+                rows,
+                half,
+                interleaved,
+                E5M2,
+                ALIGNED,
+            )
         if 2 * half < dim:
-            a = read_head(token_rows(x_at, i, head, seq), other, beside)
-            b = read_head(token_rows(x_at, i + 1, head, seq), other, beside)
-            c = read_head(token_rows(x_at, i + 2, head, seq), other, beside)
-            d = read_head(token_rows(x_at, i + 3, head, seq), other, beside)
+            others = _read_four(x_at, i, head, seq, other, beside)
+            a, b, c, d = others
             three = store_fp8(
                 a, b, c, d, s, group, begin + other, rows, stop, data, transposed, columns, E5M2
             )
             raise_amax(amax, three)
+            if counts is not None:
+                at = begin + 2 * half
+                rest_state = count_rows(
+                    rest_state, others, s, top, 0, rows, dim - 2 * half, at, E5M2, False
+                )
     raise_amax(amax, largest)
+    if counts is not None:
+        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
+        elements = tl.full((), 1.0, tl.float64) * rows * heads * dim
+        care_needed = needs_care(state, inverse)
+        marks = marked(state)
+        if 2 * half < dim:
+            care_needed |= needs_care(rest_state, inverse)
+            marks |= marked(rest_state)
+            nothing = tl.zeros((), tl.float64)
+            add_state(counts, codes, spread, rest_state, care_needed, s, nothing, E5M2, False)
+        add_state(counts, codes, spread, state, care_needed, s, elements, E5M2, start == 0)
+        if care_needed > 0:
+            care = new_care()
+            for step in range(tl.minimum(turned, heads - part * turned)):
+                head = part * turned + step
+                firsts, seconds = _turned_four(
+                    x_at, i, head, seq, cosines, sines, first, second, inside
+                )
+                care = count_rows_with_care(care, firsts, s, top, 0, rows, half, E5M2)
+                care = count_rows_with_care(care, seconds, s, top, 0, rows, half, E5M2)
+                if 2 * half < dim:
+                    others = _read_four(x_at, i, head, seq, other, beside)
+                    care = count_rows_with_care(care, others, s, top, 0, rows, dim - 2 * half, E5M2)
+            add_care(counts, codes, spread, care)
+        elif marks != 0:
+            saturated = tl.zeros((), tl.int64)
+            for step in range(tl.minimum(turned, heads - part * turned)):
+                head = part * turned + step
+                firsts, seconds = _turned_four(
+                    x_at, i, head, seq, cosines, sines, first, second, inside
+                )
+                saturated += saturated_of(firsts, inverse, E5M2)
+                saturated += saturated_of(seconds, inverse, E5M2)
+                if 2 * half < dim:
+                    others = _read_four(x_at, i, head, seq, other, beside)
+                    saturated += saturated_of(others, inverse, E5M2)
+            add_saturated(counts, spread, saturated)
     note_inverse(s, scale_inv)
 
 
@@ -251,6 +382,55 @@ def _norm_slopes(
 
 
 @triton.jit
+def _norm_slopes_four(
+    # as in _norm_slopes
+    dy_at,
+    x_at,
+    i,
+    head,
+    seq,
+    cosines,
+    sines,
+    channels,
+    exist,
+    factors,
+    # sums of the gradients of the weight so far, of these three tiles
+    sums,
+    eps,
+    dim: tl.constexpr,
+):
+    """Return `_norm_slopes` of the first to fourth rows of groups of four at tokens i, and the sums, in tuples."""
+    ca, cb, cc, cd = cosines
+    sa, sb, sc, sd = sines
+    sum_a, sum_b, sum_c = sums
+    a, e, k, wa, wb, wc = _norm_slopes(
+        dy_at, x_at, i, head, seq, ca, sa, channels, exist, factors, eps, dim
+    )
+    sum_a += wa
+    sum_b += wb
+    sum_c += wc
+    b, f, m, wa, wb, wc = _norm_slopes(
+        dy_at, x_at, i + 1, head, seq, cb, sb, channels, exist, factors, eps, dim
+    )
+    sum_a += wa
+    sum_b += wb
+    sum_c += wc
+    c, g, n, wa, wb, wc = _norm_slopes(
+        dy_at, x_at, i + 2, head, seq, cc, sc, channels, exist, factors, eps, dim
+    )
+    sum_a += wa
+    sum_b += wb
+    sum_c += wc
+    d, h, o, wa, wb, wc = _norm_slopes(
+        dy_at, x_at, i + 3, head, seq, cd, sd, channels, exist, factors, eps, dim
+    )
+    sum_a += wa
+    sum_b += wb
+    sum_c += wc
+    return (a, b, c, d), (e, f, g, h), (k, m, n, o), (sum_a, sum_b, sum_c)
+
+
+@triton.jit
 def _norm_backward_fp8_kernel(
     # gradient of the normed and turned heads, and the heads before the norm, both [B, S, heads, H]
     dy,
@@ -283,6 +463,10 @@ def _norm_backward_fp8_kernel(
     heads,
     columns,
     start,
+    # the fields and codes of a recorder that counts casts (count_cast_triton.py); None: not compiled
+    counts,
+    codes,
+    spread,
     eps,
     # channels of a head, pairs that turn and their order, and powers of two above the pairs and the rest
     dim: tl.constexpr,
@@ -295,6 +479,7 @@ def _norm_backward_fp8_kernel(
     turned: tl.constexpr,
     BAND: tl.constexpr,
     E5M2: tl.constexpr,
+    ALIGNED: tl.constexpr,  # of counts: whether halves of heads are whole blocks of the hash
 ):
     group, part, pair, inside = place_of_heads(
         rows, tl.cdiv(heads, turned), half, width, block, BAND
@@ -316,7 +501,14 @@ def _norm_backward_fp8_kernel(
     channels = (first, second, other)
     exist = (inside, beside)
     factors = (fa, fb, fc)
+    cosines = (ca, cb, cc, cd)
+    sines = (sa, sb, sc, sd)
     largest = tl.zeros((block // 4, width), tl.float32)
+    top = first_row(rows, tl.cdiv(heads, turned), block, BAND)
+    if counts is not None:
+        state = new_state(block // 4, width)
+        if 2 * half < dim:
+            rest_state = new_state(block // 4, rest)
     sum_a = tl.zeros((width,), tl.float32)
     sum_b = tl.zeros((width,), tl.float32)
     sum_c = tl.zeros((rest,), tl.float32)
@@ -325,33 +517,25 @@ def _norm_backward_fp8_kernel(
         begin = start + head * dim
         stop = begin + dim
         end = begin + 2 * half if interleaved else begin + half
-        a, e, k, wa, wb, wc = _norm_slopes(
-            dy_at, x_at, i, head, seq, ca, sa, channels, exist, factors, eps, dim
+        firsts, seconds, others, sums = _norm_slopes_four(
+            dy_at,
+            x_at,
+            i,
+            head,
+            seq,
+            cosines,
+            sines,
+            channels,
+            exist,
+            factors,
+            (sum_a, sum_b, sum_c),
+            eps,
+            dim,
         )
-        sum_a += wa
-        sum_b += wb
-        sum_c += wc
-        b, f, m, wa, wb, wc = _norm_slopes(
-            dy_at, x_at, i + 1, head, seq, cb, sb, channels, exist, factors, eps, dim
-        )
-        sum_a += wa
-        sum_b += wb
-        sum_c += wc
-        c, g, n, wa, wb, wc = _norm_slopes(
-            dy_at, x_at, i + 2, head, seq, cc, sc, channels, exist, factors, eps, dim
-        )
-        sum_a += wa
-        sum_b += wb
-        sum_c += wc
-        d, h, o, wa, wb, wc = _norm_slopes(
-            dy_at, x_at, i + 3, head, seq, cd, sd, channels, exist, factors, eps, dim
-        )
-        sum_a += wa
-        sum_b += wb
-        sum_c += wc
+        sum_a, sum_b, sum_c = sums
         stored = _store_pairs(
-            (a, b, c, d),
-            (e, f, g, h),
+            firsts,
+            seconds,
             first,
             second,
             s,
@@ -366,12 +550,102 @@ def _norm_backward_fp8_kernel(
             E5M2,
         )
         largest = tl.maximum(largest, stored)
+        if counts is not None:
+            state = _count_pairs(
+                state,
+                firsts,
+                seconds,
+                first,
+                second,
+                s,
+                top,
+                begin,
+                rows,
+                half,
+                interleaved,
+                E5M2,
+                ALIGNED,
+            )
         if 2 * half < dim:
+            k, m, n, o = others
             three = store_fp8(
                 k, m, n, o, s, group, begin + other, rows, stop, data, transposed, columns, E5M2
             )
             raise_amax(amax, three)
+            if counts is not None:
+                at = begin + 2 * half
+                rest_state = count_rows(
+                    rest_state,
+                    others,
+                    s,
+                    top,
+                    0,
+                    rows,
+                    dim - 2 * half,
+                    at,
+                    E5M2,
+                    False,
+                )
     raise_amax(amax, largest)
+    if counts is not None:
+        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
+        elements = tl.full((), 1.0, tl.float64) * rows * heads * dim
+        care_needed = needs_care(state, inverse)
+        marks = marked(state)
+        if 2 * half < dim:
+            care_needed |= needs_care(rest_state, inverse)
+            marks |= marked(rest_state)
+            nothing = tl.zeros((), tl.float64)
+            add_state(counts, codes, spread, rest_state, care_needed, s, nothing, E5M2, False)
+        add_state(counts, codes, spread, state, care_needed, s, elements, E5M2, start == 0)
+        if care_needed > 0:
+            care = new_care()
+            for step in range(tl.minimum(turned, heads - part * turned)):
+                head = part * turned + step
+                firsts, seconds, others, unused = _norm_slopes_four(
+                    dy_at,
+                    x_at,
+                    i,
+                    head,
+                    seq,
+                    cosines,
+                    sines,
+                    channels,
+                    exist,
+                    factors,
+                    (sum_a, sum_b, sum_c),
+                    eps,
+                    dim,
+                )
+                care = count_rows_with_care(care, firsts, s, top, 0, rows, half, E5M2)
+                care = count_rows_with_care(care, seconds, s, top, 0, rows, half, E5M2)
+                if 2 * half < dim:
+                    care = count_rows_with_care(care, others, s, top, 0, rows, dim - 2 * half, E5M2)
+            add_care(counts, codes, spread, care)
+        elif marks != 0:
+            saturated = tl.zeros((), tl.int64)
+            for step in range(tl.minimum(turned, heads - part * turned)):
+                head = part * turned + step
+                firsts, seconds, others, unused = _norm_slopes_four(
+                    dy_at,
+                    x_at,
+                    i,
+                    head,
+                    seq,
+                    cosines,
+                    sines,
+                    channels,
+                    exist,
+                    factors,
+                    (sum_a, sum_b, sum_c),
+                    eps,
+                    dim,
+                )
+                saturated += saturated_of(firsts, inverse, E5M2)
+                saturated += saturated_of(seconds, inverse, E5M2)
+                if 2 * half < dim:
+                    saturated += saturated_of(others, inverse, E5M2)
+            add_saturated(counts, spread, saturated)
     note_inverse(s, scale_inv)
     into = dweight + tl.program_id(0).to(tl.int64) * dim
     tl.store(into + first, sum_a, pair < half)
@@ -380,10 +654,25 @@ def _norm_backward_fp8_kernel(
         tl.store(into + other, sum_c, other < dim)
 
 
+def _halves_are_blocks(dim: int, rotation: Rotation | None, first: int) -> bool:
+    """Return whether halves of heads, the first of which begins at column `first`, are whole blocks of the hash."""
+    half = (dim if rotation is None else rotation.cos.shape[-1]) // 2
+    return half % 64 == 0 and dim % 64 == 0 and first % 64 == 0
+
+
 def rotate_fp8(
-    out: FP8Data, cast_scale: CastScale, first: int, x: Tensor, rotation: Rotation, inverse: bool
+    out: FP8Data,
+    cast_scale: CastScale,
+    first: int,
+    x: Tensor,
+    rotation: Rotation,
+    inverse: bool,
+    counts: Counts | None = None,
 ) -> None:
-    """Write attention_parts.rotate as FP8 into `out`."""
+    """Write attention_parts.rotate as FP8 into `out`.
+
+    Here and below `counts` are where a recorder counts what the cast does to the values; None: it does not.
+    """
     batch, seq, heads, dim = x.shape
     (cos, sin), (table_batch, table_seq) = rotation_tables(rotation)
     _rotate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED),)](
@@ -405,12 +694,14 @@ def rotate_fp8(
         heads=heads,
         columns=out.transposed.shape[0],
         start=first,
+        **table_of(counts),
         sign=-1.0 if inverse else 1.0,
         **head_tiles(dim, rotation),
         block=TOKENS,
         turned=TURNED,
         BAND=BAND,
         E5M2=cast_scale.e5m2,
+        ALIGNED=_halves_are_blocks(dim, rotation, first),
         num_warps=4,
     )
 
@@ -423,6 +714,7 @@ def norm_backward_fp8(
     x: Tensor,
     norm: Norm,
     rotation: Rotation | None,
+    counts: Counts | None = None,
 ) -> Tensor:
     """Write the gradient for x of attention_parts.norm_backward as FP8 into `out`; return the gradient of the weight.
 
@@ -458,6 +750,7 @@ def norm_backward_fp8(
         heads=heads,
         columns=out.transposed.shape[0],
         start=first,
+        **table_of(counts),
         eps=norm.eps,
         **head_tiles(dim, rotation),
         zero_centered=norm.zero_centered,
@@ -465,6 +758,7 @@ def norm_backward_fp8(
         turned=TURNED,
         BAND=BAND,
         E5M2=cast_scale.e5m2,
+        ALIGNED=_halves_are_blocks(dim, rotation, first),
         num_warps=4,
     )
     return parts.sum(0)

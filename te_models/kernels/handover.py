@@ -33,6 +33,7 @@ from te_models.kernels.gradient_room import Slot
 from te_models.kernels.groups import Groups
 
 if TYPE_CHECKING:
+    from te_models.kernels.count_cast_triton import Counts
     from te_models.kernels.fp8_tiles_triton import FP8Data
 
 
@@ -175,6 +176,11 @@ class CastTarget(Protocol):
     @property
     def cast_scale(self) -> CastScale:
         """The scale to cast with."""
+        ...
+
+    @property
+    def counts(self) -> Counts | None:
+        """Where the kernel counts what it casts; None where nothing is recorded."""
         ...
 
     def tensor(self, fp8: FP8Data, dtype: torch.dtype) -> Tensor:

@@ -9,8 +9,6 @@ Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), which has no 
 integer arithmetic instead.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,6 +28,7 @@ from te_models.kernels.count_four_triton import (
     new_care,
     new_state,
     saturated_of,
+    table_of,
 )
 from te_models.kernels.fp8_tiles_triton import (
     BAND,
@@ -57,7 +56,7 @@ COUNTING_HALVES: dict[str, int] = dict(num_warps=4, maxnreg=160)
 
 
 @triton.jit
-def _place(number, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr):
+def place(number, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr):
     """Return the groups of four rows of the tile of this number and its columns, and its first row and column."""
     row, column = tile(tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS), BAND, number)
     group = row.to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
@@ -215,7 +214,7 @@ def _cast_kernel(
 ):
     s = tl.load(scale)
     if counts is None:
-        group, j, _, _ = _place(tl.program_id(0), rows, columns, ROWS, COLUMNS, BAND)
+        group, j, _, _ = place(tl.program_id(0), rows, columns, ROWS, COLUMNS, BAND)
         values, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
         largest = _store(values, second, group, j, rows, columns, data, transposed, s, HALVES, E5M2)
         raise_amax(amax, largest)
@@ -224,7 +223,7 @@ def _cast_kernel(
         tiles = tl.cdiv(rows, ROWS) * tl.cdiv(columns, COLUMNS)
         state = new_state(ROWS // 4, COLUMNS)
         for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            group, j, top, left = _place(number, rows, columns, ROWS, COLUMNS, BAND)
+            group, j, top, left = place(number, rows, columns, ROWS, COLUMNS, BAND)
             values, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
             _store(values, second, group, j, rows, columns, data, transposed, s, HALVES, E5M2)
             state = count_rows(state, values, s, top, left, rows, columns, 0, E5M2, ALIGNED)
@@ -235,13 +234,14 @@ def _cast_kernel(
         raise_amax(amax, amaxes(state))
         inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
         elements = tl.full((), 1.0, tl.float64) * rows * width
-        add_state(counts, codes, spread, state, s, inverse, elements, E5M2)
+        care_needed = needs_care(state, inverse)
+        add_state(counts, codes, spread, state, care_needed, s, elements, E5M2)
         marks = marked(state)
-        if needs_care(state, inverse) > 0:
+        if care_needed > 0:
             care = new_care()
             largest = tl.zeros((ROWS // 4, COLUMNS), tl.float32)
             for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-                group, j, top, left = _place(number, rows, columns, ROWS, COLUMNS, BAND)
+                group, j, top, left = place(number, rows, columns, ROWS, COLUMNS, BAND)
                 values, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
                 # Above, a NaN hides the values beside it.
                 largest = tl.maximum(largest, largest_of(values))
@@ -260,7 +260,7 @@ def _cast_kernel(
                 if HALVES:
                     marks_here |= mark_of(counted + 1)
                 if (marks & marks_here) != 0:
-                    group, j, _, _ = _place(number, rows, columns, ROWS, COLUMNS, BAND)
+                    group, j, _, _ = place(number, rows, columns, ROWS, COLUMNS, BAND)
                     first, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
                     saturated += saturated_of(first, inverse, E5M2)
                     if HALVES:
@@ -316,13 +316,6 @@ def _by_tiles(
         **options,
     )
     return out
-
-
-def table_of(counts: Counts | None) -> dict[str, Any]:
-    """Return the arguments of a kernel that may count what it casts: where the counts go."""
-    if counts is None:
-        return dict(counts=None, codes=None, spread=1)
-    return dict(counts=counts.fields, codes=counts.codes, spread=len(counts.fields))
 
 
 def cast(

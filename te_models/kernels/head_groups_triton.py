@@ -28,13 +28,29 @@ def token_rows(x_at, i, head, seq):
 
 @triton.jit
 def place_of_heads(
-    rows, heads, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr
+    rows,
+    heads,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    BAND: tl.constexpr,
+    number=None,
 ):
-    """Return this program's groups of four rows, head, channels, and which of rows and channels exist."""
-    row, head = tile(tl.cdiv(rows, block), heads, BAND)
+    """Return the groups of four rows of a tile, its head, channels, and which of rows and channels exist.
+
+    `number` is the tile's; None: this program's.
+    """
+    row, head = tile(tl.cdiv(rows, block), heads, BAND, number)
     group = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4)
     channel = tl.arange(0, width)
     return group, head, channel, (4 * group < rows)[:, None] & (channel < dim)[None, :]
+
+
+@triton.jit
+def first_row(rows, heads, block: tl.constexpr, BAND: tl.constexpr, number=None):
+    """Return the first row of a tile of `place_of_heads`."""
+    row, _ = tile(tl.cdiv(rows, block), heads, BAND, number)
+    return row * block
 
 
 @triton.jit

@@ -12,8 +12,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_models.kernels.count_cast_triton import Counts
+from te_models.kernels.count_four_triton import (
+    add_care,
+    add_saturated,
+    add_state,
+    amaxes,
+    count_rows,
+    count_rows_with_care,
+    marked,
+    needs_care,
+    new_care,
+    new_state,
+    programs_of,
+    saturated_of,
+    small_tiles,
+    table_of,
+)
 from te_models.kernels.fp8_tiles_triton import (
     FP8Data,
+    largest_of,
     note_inverse,
     raise_amax,
     sigmoid,
@@ -71,6 +89,34 @@ def _head_norm_kernel(
 
 
 @triton.jit
+def _gated_four(
+    x,
+    z,
+    weight,
+    stride,
+    z_stride,
+    number,
+    rows,
+    eps,
+    heads: tl.constexpr,
+    dim: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Return `_gated` of the first to fourth rows of groups of four of the tile of this number."""
+    begin = number % heads * dim
+    i = 4 * (number // heads * (TOKENS // 4) + tl.arange(0, TOKENS // 4))
+    channel = tl.arange(0, WIDTH)
+    x += begin
+    z += begin
+    a = _gated(x, z, weight, stride, z_stride, i, channel, rows, dim, eps)
+    b = _gated(x, z, weight, stride, z_stride, i + 1, channel, rows, dim, eps)
+    c = _gated(x, z, weight, stride, z_stride, i + 2, channel, rows, dim, eps)
+    d = _gated(x, z, weight, stride, z_stride, i + 3, channel, rows, dim, eps)
+    return a, b, c, d
+
+
+@triton.jit
 def _head_norm_fp8_kernel(
     # as above
     x,
@@ -87,42 +133,73 @@ def _head_norm_fp8_kernel(
     z_stride,
     rows,
     eps,
+    # the fields and codes of a recorder that counts casts (count_cast_triton.py); None: not compiled
+    counts,
+    codes,
+    spread,
     heads: tl.constexpr,
     dim: tl.constexpr,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     E5M2: tl.constexpr,
+    ALIGNED: tl.constexpr,  # of counts: whether heads are whole blocks of the hash
 ):
-    # Four tiles, the first to fourth rows of groups of four: the transposed copy is written four bytes at a time.
-    head = tl.program_id(0) % heads
-    group = tl.program_id(0) // heads * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
-    i = 4 * group
     channel = tl.arange(0, WIDTH)
-    begin = head * dim
-    x += begin
-    z += begin
-    a = _gated(x, z, weight, stride, z_stride, i, channel, rows, dim, eps)
-    b = _gated(x, z, weight, stride, z_stride, i + 1, channel, rows, dim, eps)
-    c = _gated(x, z, weight, stride, z_stride, i + 2, channel, rows, dim, eps)
-    d = _gated(x, z, weight, stride, z_stride, i + 3, channel, rows, dim, eps)
-    s = tl.load(scale)
     columns = heads * dim
-    largest = store_fp8(
-        a,
-        b,
-        c,
-        d,
-        s,
-        group,
-        begin + channel,
-        rows,
-        begin + dim,
-        data,
-        transposed,
-        columns,
-        E5M2,
-    )
-    raise_amax(amax, largest)
+    if counts is None:
+        number = tl.program_id(0)
+        a, b, c, d = _gated_four(
+            x, z, weight, stride, z_stride, number, rows, eps, heads, dim, WIDTH, TOKENS
+        )
+        s = tl.load(scale)
+        begin = number % heads * dim
+        group = number // heads * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
+        j = begin + channel
+        largest = store_fp8(
+            a, b, c, d, s, group, j, rows, begin + dim, data, transposed, columns, E5M2
+        )
+        raise_amax(amax, largest)
+    else:
+        s = tl.load(scale)
+        tiles = tl.cdiv(rows, TOKENS) * heads
+        state = new_state(TOKENS // 4, WIDTH)
+        for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            values = _gated_four(
+                x, z, weight, stride, z_stride, number, rows, eps, heads, dim, WIDTH, TOKENS
+            )
+            a, b, c, d = values
+            begin = number % heads * dim
+            top = number // heads * TOKENS
+            group = top // 4 + tl.arange(0, TOKENS // 4)
+            j = begin + channel
+            store_fp8(a, b, c, d, s, group, j, rows, begin + dim, data, transposed, columns, E5M2)
+            state = count_rows(state, values, s, top, 0, rows, dim, begin, E5M2, ALIGNED)
+        raise_amax(amax, amaxes(state))
+        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
+        elements = tl.full((), 1.0, tl.float64) * rows * columns
+        care_needed = needs_care(state, inverse)
+        add_state(counts, codes, spread, state, care_needed, s, elements, E5M2)
+        if care_needed > 0:
+            care = new_care()
+            largest = tl.zeros((TOKENS // 4, WIDTH), tl.float32)
+            for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+                values = _gated_four(
+                    x, z, weight, stride, z_stride, number, rows, eps, heads, dim, WIDTH, TOKENS
+                )
+                # Above, a NaN hides the values beside it.
+                largest = tl.maximum(largest, largest_of(values))
+                top = number // heads * TOKENS
+                care = count_rows_with_care(care, values, s, top, 0, rows, dim, E5M2)
+            raise_amax(amax, largest)
+            add_care(counts, codes, spread, care)
+        elif marked(state) != 0:
+            saturated = tl.zeros((), tl.int64)
+            for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+                values = _gated_four(
+                    x, z, weight, stride, z_stride, number, rows, eps, heads, dim, WIDTH, TOKENS
+                )
+                saturated += saturated_of(values, inverse, E5M2)
+            add_saturated(counts, spread, saturated)
     note_inverse(s, scale_inv)
 
 
@@ -210,12 +287,22 @@ def head_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def head_norm_fp8(
-    x: Tensor, z: Tensor, weight: Tensor, eps: float, out: FP8Data, cast_scale: CastScale
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: FP8Data,
+    cast_scale: CastScale,
+    counts: Counts | None = None,
 ) -> None:
-    """Write the gated norm as FP8 into `out` [T, heads * dim], T a multiple of 4; the rest as in `head_norm`."""
+    """Write the gated norm as FP8 into `out` [T, heads * dim], T a multiple of 4; the rest as in `head_norm`.
+
+    `counts` are where a recorder counts what the cast does to the values; None: it does not.
+    """
     rows, columns = x.shape
     dim = weight.shape[0]
-    _head_norm_fp8_kernel[_grid(x, dim)](
+    (tiles,) = _grid(x, dim)
+    _head_norm_fp8_kernel[(programs_of(tiles, counts),)](
         x,
         z,
         weight,
@@ -228,12 +315,15 @@ def head_norm_fp8(
         z.stride(0),
         rows,
         eps,
+        **table_of(counts),
         heads=columns // dim,
         dim=dim,
         WIDTH=triton.next_power_of_2(dim),
         TOKENS=TOKENS,
         E5M2=cast_scale.e5m2,
+        ALIGNED=dim % 64 == 0,
         num_warps=WARPS,
+        **small_tiles(triton.next_power_of_2(dim), counts),
     )
 
 

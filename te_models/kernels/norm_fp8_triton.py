@@ -18,7 +18,10 @@ from te_models.kernels.count_four_triton import (
     needs_care,
     new_care,
     new_state,
+    programs_of,
     saturated_of,
+    small_tiles,
+    table_of,
 )
 from te_models.kernels.fp8_tiles_triton import (
     BAND,
@@ -29,11 +32,10 @@ from te_models.kernels.fp8_tiles_triton import (
     note_inverse,
     raise_amax,
     store_fp8,
-    tile,
     write_current_scale,
 )
 from te_models.kernels.handover import CastScale
-from te_models.kernels.handover_triton import load_tile, table_of
+from te_models.kernels.handover_triton import load_tile, place
 
 NORM_ROWS = 32  # of which a program goes through all columns
 NORM_COLUMNS = 128  # at a time
@@ -147,9 +149,10 @@ def _norm_kernel(
             values = _normed(source, weight, inverses, i, j, rows, columns, ZERO_CENTERED)
             state = count_rows(state, values, s, top, start, rows, columns, 0, E5M2, ALIGNED)
         elements = tl.full((), 1.0, tl.float64) * rows * columns
-        add_state(counts, codes, spread, state, s, inverse, elements, E5M2)
+        care_needed = needs_care(state, inverse)
+        add_state(counts, codes, spread, state, care_needed, s, elements, E5M2)
         marks = marked(state)
-        if needs_care(state, inverse) > 0:
+        if care_needed > 0:
             care = new_care()
             for start in range(0, columns, COLUMNS):
                 j = start + tl.arange(0, COLUMNS)
@@ -287,6 +290,16 @@ def _amax_kernel(
 
 
 @triton.jit
+def _rounded_four(total, weight, rstd, i, j, rows, columns, ZERO_CENTERED: tl.constexpr):
+    """Return `rounded_norm` of the first to fourth rows of groups of four that begin at rows i."""
+    a = rounded_norm(total, weight, rstd, i, j, rows, columns, ZERO_CENTERED)
+    b = rounded_norm(total, weight, rstd, i + 1, j, rows, columns, ZERO_CENTERED)
+    c = rounded_norm(total, weight, rstd, i + 2, j, rows, columns, ZERO_CENTERED)
+    d = rounded_norm(total, weight, rstd, i + 3, j, rows, columns, ZERO_CENTERED)
+    return a, b, c, d
+
+
+@triton.jit
 def _rounded_cast_kernel(
     # the sum [N, D], weight [D] and 1 / RMS [N]
     total,
@@ -299,22 +312,54 @@ def _rounded_cast_kernel(
     scale_inv,
     rows,
     columns,
+    # the fields and codes of a recorder that counts casts (count_cast_triton.py); None: not compiled
+    counts,
+    codes,
+    spread,
     ZERO_CENTERED: tl.constexpr,
     E5M2: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BAND: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    row, column = tile(tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS), BAND)
-    group = row.to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
-    j = column.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    i = 4 * group
     s = tl.load(scale)
-    a = rounded_norm(total, weight, rstd, i, j, rows, columns, ZERO_CENTERED)
-    b = rounded_norm(total, weight, rstd, i + 1, j, rows, columns, ZERO_CENTERED)
-    c = rounded_norm(total, weight, rstd, i + 2, j, rows, columns, ZERO_CENTERED)
-    d = rounded_norm(total, weight, rstd, i + 3, j, rows, columns, ZERO_CENTERED)
-    store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, columns, E5M2)
+    if counts is None:
+        number = tl.program_id(0)
+        group, j, _, _ = place(number, rows, columns, ROWS, COLUMNS, BAND)
+        a, b, c, d = _rounded_four(total, weight, rstd, 4 * group, j, rows, columns, ZERO_CENTERED)
+        store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, columns, E5M2)
+    else:
+        tiles = tl.cdiv(rows, ROWS) * tl.cdiv(columns, COLUMNS)
+        state = new_state(ROWS // 4, COLUMNS)
+        for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            group, j, top, left = place(number, rows, columns, ROWS, COLUMNS, BAND)
+            values = _rounded_four(total, weight, rstd, 4 * group, j, rows, columns, ZERO_CENTERED)
+            a, b, c, d = values
+            store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, columns, E5M2)
+            state = count_rows(state, values, s, top, left, rows, columns, 0, E5M2, ALIGNED)
+        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
+        elements = tl.full((), 1.0, tl.float64) * rows * columns
+        care_needed = needs_care(state, inverse)
+        add_state(counts, codes, spread, state, care_needed, s, elements, E5M2)
+        if care_needed > 0:
+            care = new_care()
+            for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+                group, j, top, left = place(number, rows, columns, ROWS, COLUMNS, BAND)
+                values = _rounded_four(
+                    total, weight, rstd, 4 * group, j, rows, columns, ZERO_CENTERED
+                )
+                care = count_rows_with_care(care, values, s, top, left, rows, columns, E5M2)
+            add_care(counts, codes, spread, care)
+        elif marked(state) != 0:
+            saturated = tl.zeros((), tl.int64)
+            for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+                group, j, _, _ = place(number, rows, columns, ROWS, COLUMNS, BAND)
+                values = _rounded_four(
+                    total, weight, rstd, 4 * group, j, rows, columns, ZERO_CENTERED
+                )
+                saturated += saturated_of(values, inverse, E5M2)
+            add_saturated(counts, spread, saturated)
     note_inverse(s, scale_inv)
 
 
@@ -332,6 +377,7 @@ def norm_measured(
     eps: float,
     zero_centered: bool,
     e5m2: bool,
+    counts: Counts | None = None,
 ) -> tuple[FP8Data, Tensor, Tensor]:
     """Compute what `norm` does, with the scale by which the amax of the norm becomes the format's largest number.
 
@@ -365,7 +411,8 @@ def norm_measured(
             **options,
         )
         write_current_scale(cast_scale)
-        _rounded_cast_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](
+        tiles = triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS)
+        _rounded_cast_kernel[(programs_of(tiles, counts),)](
             total,
             weight,
             rstd,
@@ -375,11 +422,14 @@ def norm_measured(
             out.scale_inv,
             rows,
             columns,
+            **table_of(counts),
             ZERO_CENTERED=zero_centered,
             E5M2=e5m2,
             ROWS=ROWS,
             COLUMNS=COLUMNS,
             BAND=BAND,
+            ALIGNED=columns % 64 == 0,
             num_warps=4,
+            **small_tiles(COLUMNS, counts),
         )
     return out, total, rstd

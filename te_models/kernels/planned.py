@@ -160,18 +160,32 @@ def _gate_backward(
     return torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
 
 
-def _write_fp8(*_: Any) -> None:
+def _write_fp8(*_: Any, counts: None = None) -> None:
     """Write into memory that is there."""
 
 
 def _norm_backward_fp8(
-    out: FP8Memory, place: Any, first: int, dy: Tensor, x: Tensor, norm: Norm, rotation: Any
+    out: FP8Memory,
+    place: Any,
+    first: int,
+    dy: Tensor,
+    x: Tensor,
+    norm: Norm,
+    rotation: Any,
+    counts: None = None,
 ) -> Tensor:
     return torch.empty(norm.weight.shape, dtype=torch.float32, device=x.device)
 
 
 def _gate_backward_fp8(
-    out: FP8Memory, place: Any, first: int, dy: Tensor, x: Tensor, logits: Tensor, softplus: bool
+    out: FP8Memory,
+    place: Any,
+    first: int,
+    dy: Tensor,
+    x: Tensor,
+    logits: Tensor,
+    softplus: bool,
+    counts: None = None,
 ) -> Tensor:
     return torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
 

@@ -44,6 +44,8 @@ class Table:
         counted: whether this rank's counts of a row enter the sums: of copies of a tensor, one does.
         device: of the model.
         distributed: whether other processes share the run.
+        every_step: whether each step of the run is recorded. Values that no cast has in memory are then not computed
+            once more, which would take 2 % of the time of a step (docs/internals/recorder.md).
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class Table:
         counted: Sequence[bool],
         device: torch.device,
         distributed: bool = False,
+        every_step: bool = False,
     ) -> None:
+        self.every_step = every_step
         self.tensors = list(tensors)
         self.rows = {tensor: row for row, tensor in enumerate(self.tensors)}
         self.distributed = distributed
@@ -242,6 +246,11 @@ class Observer:
     def counts(self) -> Any:
         """Where a kernel that casts adds its counts; None where the next cast is not counted, or nobody has kernels."""
         return self.table.counts(self.row) if self.table.kernels and self.open else None
+
+    @property
+    def wants_values(self) -> bool:
+        """True if the next cast is counted, and its values are to be computed once more if no memory has them."""
+        return self.open and not self.table.every_step
 
     def __call__(self, source: Tensor | None, storage: Any, scale: Tensor | None = None) -> None:
         """Count a cast; arguments as in Table.add."""

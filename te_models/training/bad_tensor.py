@@ -23,7 +23,9 @@ OUTPUT = "output"  # beside OPERANDS: the product of finite operands
 class Watcher:
     """The observer of an operand's casts that looks for values that are not finite, before and after."""
 
-    counts = None  # it wants none from kernels (te_models.recorder.table.Observer)
+    # As of te_models.recorder.table.Observer: it wants no counts from kernels, and values that are computed once more.
+    counts = None
+    wants_values = True
 
     def __init__(self, bad_tensors: BadTensors, tensor: RecordedTensor) -> None:
         self.bad_tensors = bad_tensors

@@ -71,7 +71,7 @@ class Recorder:
         counts = dict(zip(recorded, _first_copies(self.modules, model, parallel), strict=True))
         counted = [counts.get(tensor, False) for tensor in tensors]
         distributed = parallel.ranks.world > 1
-        self.table = Table(tensors, counted, model.device, distributed)
+        self.table = Table(tensors, counted, model.device, distributed, every_step=every == 1)
         self.observers = {name: self._observers(name) for name in self.modules}
         self.scale_rows: dict[tuple[ScalePlace, ...], Tensor] = {}
         self.last_step: int | None = None  # the last one that was recorded

@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from expert_counts import assert_counts
+from expert_counts import assert_counts, counted_by
 from fewer import every
 from torch import Tensor
 
 from te_models.config.mlp import HANDED_OVER
 from te_models.kernels import handover_triton, norm_fp8_triton
-from te_models.kernels.count_cast_triton import Counts
 from te_models.kernels.fp8_tiles_triton import write_current_scale
 from te_models.kernels.handover import CastScale
 from te_models.numerics.formats import FP8_MAX, DType
 from te_models.numerics.quantizers import Float8CurrentScalingQuantizer
 from te_models.numerics.scale_rules import scale_from_amax
-from te_models.recorder.layout import FIELDS, INDEX
+from te_models.recorder.layout import FIELDS
 from te_models.recorder.statistics import Cast, count_cast
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -154,6 +153,15 @@ def test_a_norm_is_measured_and_then_cast_with_its_current_scale(
     assert torch.equal(found.data, cast._data.view(torch.uint8))
     assert torch.equal(found.transposed, found.data.t())
     assert torch.equal(found.scale_inv, cast._scale_inv.view(1))
+    (again, _, _), fields, hashed = counted_by(
+        norm_fp8_triton.norm_measured, x, delta if add else None, weight, 1e-5, add, e5m2
+    )
+    assert torch.equal(found.data, again.data) and torch.equal(found.transposed, again.transposed)
+    scale = scale_from_amax(stored.float().abs().max().reshape(1), FP8_MAX[form])
+    expected, codes = reference(stored, again, scale.item(), e5m2)
+    del expected["scale_age"], fields["scale_age"]
+    assert_counts(fields, expected)
+    assert hashed == codes
 
 
 @pytest.mark.parametrize("e5m2", [False, True])
@@ -203,19 +211,6 @@ def test_nan_stays_nan() -> None:
     assert codes.isnan().sum() == 1 and codes[3, 5].isnan()
 
 
-def counted_by(kernel: Any, *arguments: Any, spread: int = 2) -> tuple[Any, dict[str, float], int]:
-    """The result of a kernel, and the fields and the hash that it counted."""
-    fields = torch.zeros(spread, len(FIELDS), dtype=torch.float64, device=DEVICE)
-    fields[:, INDEX["scale_min"]] = math.inf
-    codes = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    result = kernel(*arguments, counts=Counts(fields, codes))
-    found = dict(zip(FIELDS, fields.sum(0).tolist(), strict=True))
-    for name in ("amax", "scale_max", "format"):
-        found[name] = fields[:, INDEX[name]].amax().item()
-    found["scale_min"] = fields[:, INDEX["scale_min"]].amin().item()
-    return result, found, int(codes.item())
-
-
 def reference(values: Tensor, fp8: Any, scale: float, e5m2: bool) -> tuple[dict[str, float], int]:
     """The same from the values and the data, in PyTorch."""
     inverse = fp8.scale_inv.reshape(1, 1)
@@ -235,7 +230,7 @@ COUNTED = {
         x, x, *place, activation="relu2", gated=False, **how
     ),
     "norm": lambda x, *place, **how: norm_fp8_triton.norm(
-        x, None, torch.ones_like(x[0]), 1e-5, False, *place, **how
+        x, None, -torch.ones_like(x[0]), 1e-5, False, *place, **how
     )[0],
 }
 

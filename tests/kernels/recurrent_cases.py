@@ -8,12 +8,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from expert_counts import counted_by
 from torch import Tensor
 
 from te_models.kernels import conv_triton, head_norm_triton
 from te_models.kernels.fp8_tiles_triton import new_fp8
 from te_models.kernels.gradient_room import GradientRoom, Slot, split
 from te_models.kernels.handover import CastScale
+from te_models.recorder.layout import FIELDS
+from te_models.recorder.statistics import Cast, count_cast
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Relative to the norm of a tensor in BF16: Triton's interpreter cuts off bits where a GPU rounds to the nearest number.
@@ -162,3 +165,33 @@ def test_gated_norm_in_fp8(e5m2: bool) -> None:
         assert (found != codes.float()).float().mean() < 0.02
     torch.testing.assert_close(amax, values.abs().max().reshape(1), rtol=1e-2, atol=0)
     torch.testing.assert_close(out.scale_inv, 1 / scale)
+
+
+@pytest.mark.parametrize(("scale", "e5m2"), [(16.0, False), (2.0**16, True)])
+def test_gated_norm_counts_what_it_casts(scale: float, e5m2: bool) -> None:
+    """In FP32, which the norm is not rounded to; the second scale saturates."""
+    torch.manual_seed(0)
+    rows, heads, dim = 44, 3, 24
+    x = random(rows, heads * dim).float()
+    z = random(rows, heads * dim).float()
+    weight = random(dim).float()
+    known = torch.full((1,), scale, device=DEVICE)
+    plain = new_fp8(rows, heads * dim, DEVICE)
+    out = new_fp8(rows, heads * dim, DEVICE)
+    places = [CastScale(known, torch.zeros(1, device=DEVICE), e5m2) for _ in range(2)]
+    head_norm_triton.head_norm_fp8(x, z, weight, 1e-3, plain, places[0])
+    _, fields, hashed = counted_by(
+        head_norm_triton.head_norm_fp8, x, z, weight, 1e-3, out, places[1]
+    )
+    assert plain.data is not None and out.data is not None
+    assert torch.equal(plain.data, out.data) and torch.equal(plain.transposed, out.transposed)
+    assert torch.equal(places[0].amax, places[1].amax)
+    values = gated(x.double(), z.double(), weight.double(), heads, 1e-3).float()
+    cast = Cast(out.data, out.scale_inv.view(1, 1), (rows, heads * dim), 8 if e5m2 else 7, known)
+    wanted, codes = count_cast(values, cast)
+    assert hashed == int(codes)
+    expected = dict(zip(FIELDS, wanted.tolist(), strict=True))
+    del expected["scale_age"]
+    assert (expected["saturated"] > 0) == e5m2
+    for name, value in expected.items():
+        assert fields[name] == pytest.approx(value, rel=1e-3 if name == "noise" else 1e-5), name
