@@ -202,6 +202,34 @@ def _in_a_row(facts: RunFacts, where: Mask, cut_off: bool = False) -> Mask:
     return lasting
 
 
+def _clipped_between(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    """Single steps between recorded ones whose values were far beyond the scale of the recorded step before."""
+    amax = facts.record.field("amax")
+    if len(amax) < 2:
+        return
+    between = facts.record.field("amax_between")
+    ages = facts.record.field("amax_between_age")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # The largest magnitude that the scale of the recorded step before represents.
+        represents = amax * 2.0 ** facts.headroom()
+        beyond = np.full_like(amax, np.nan)
+        beyond[1:] = between[1:] / represents[:-1]
+        # Where values grow over the steps between, so does the recorded step's amax, and the scale follows them.
+        calm = np.full_like(amax, np.nan)
+        calm[1:] = np.fmax(amax[1:], amax[:-1])
+        where = (beyond >= GROWTH) & (between >= GROWTH * calm)
+
+    def say(step: int, tensor: int) -> str:
+        clipped = int(facts.steps[step] - ages[step, tensor])
+        return (
+            f"{facts.tensors[tensor].name}: its largest value was {between[step, tensor]:.3g} in step {clipped}, "
+            f"which is not recorded; that is {beyond[step, tensor]:.3g} times what the scale of step "
+            f"{facts.steps[step - 1]} represents, so the cast clipped it"
+        )
+
+    yield from over(facts, rule, where, beyond, say)
+
+
 def _stale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     """Scales of an amax long past, under delayed scaling with the largest amax of the history."""
     if facts.recipe.scheme != "DelayedScaling":
@@ -383,6 +411,14 @@ RULES: tuple[Rule, ...] = (
         "most_recent, whose scales are one step old",
         "saturated",
         _saturates,
+    ),
+    Rule(
+        "clipped-between",
+        "a single step between two recorded ones had far larger values than its scale represents (`delayed`)",
+        "look at the data of that step; --record 1 shows such a step whole; --recipe current takes the scale from the "
+        "tensor itself and clips nothing",
+        "amax_between",
+        _clipped_between,
     ),
     Rule(
         "outlier",

@@ -387,13 +387,16 @@ def count_rows(
     first,
     E5M2: tl.constexpr,
     ALIGNED: tl.constexpr,
+    # whether the tiles have 0 in places outside of the tensor: to write it there takes registers
+    EMPTY: tl.constexpr = False,
 ):
     """Return a state to which a tile of the rows of groups of four is added. Rows are a multiple of four.
 
     What the tiles have in places outside of the tensor is not counted. ALIGNED: `left` and `first` are multiples of 64.
     """
     outside = _outside(values[0], top, left, rows, columns)
-    values = _inside_only(values, outside, top, left, rows, columns)
+    if not EMPTY:
+        values = _inside_only(values, outside, top, left, rows, columns)
     word = _codes_of_rows(values, scale, E5M2)
     high: tl.constexpr = word.shape[0]
     wide: tl.constexpr = word.shape[1]

@@ -226,10 +226,10 @@ def _cast_kernel(
             group, j, top, left = place(number, rows, columns, ROWS, COLUMNS, BAND)
             values, second = _values(x, dy, group, j, rows, columns, ACTIVATION, GATED)
             _store(values, second, group, j, rows, columns, data, transposed, s, HALVES, E5M2)
-            state = count_rows(state, values, s, top, left, rows, columns, 0, E5M2, ALIGNED)
+            state = count_rows(state, values, s, top, left, rows, columns, 0, E5M2, ALIGNED, True)
             if HALVES:
                 state = count_rows(
-                    state, second, s, top, left, rows, columns, columns, E5M2, ALIGNED
+                    state, second, s, top, left, rows, columns, columns, E5M2, ALIGNED, True
                 )
         raise_amax(amax, amaxes(state))
         inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)

@@ -5,13 +5,26 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from fewer import every
-from planted import FAILURES, NATIVE_RECIPES, SHAPE, heals, run_planted, write_recipe
+from planted import (
+    FAILURES,
+    NATIVE_RECIPES,
+    SHAPE,
+    Planted,
+    Site,
+    at_each_step,
+    heals,
+    run_planted,
+    write_recipe,
+)
 from tiny_runs import tiny_model, tiny_trainer
+from torch import nn
 
+from te_models import Trainer
 from te_models.cli import main
 from te_models.errors import DataError, Diverged
 from te_models.inspect.advice import RULES, Diagnosis, Finding, diagnose
@@ -121,7 +134,8 @@ def test_so_it_is_under_the_other_recipes(name: str, recipe: str, tmp_path: Path
 
 def test_every_rule_is_planted_or_looked_at_here() -> None:
     planted = {failure.rule for failure in FAILURES.values()}
-    assert {rule.key for rule in RULES} - planted == {"saturation", "inexact"}
+    looked_at = {"saturation", "inexact", "clipped-between"}
+    assert {rule.key for rule in RULES} - planted == looked_at
     assert len({rule.key for rule in RULES}) == len(RULES)
 
 
@@ -153,6 +167,68 @@ def test_a_rule_from_the_numbers_of_a_record(
     assert findings[0].step == facts.record.steps[4]
     if field == "saturated":
         assert "5.0% saturates" in findings[0].message
+
+
+@pytest.mark.parametrize("factor", [1.0, 256.0])
+def test_a_step_that_was_clipped_between_recorded_ones_is_named(
+    factor: float, tmp_path: Path
+) -> None:
+    """Step 8 alone has large inputs, and each fifth step is recorded: the histories tell."""
+
+    def plant(trainer: Trainer, site: Site) -> None:
+        step = [0]
+
+        def enlarge(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (args[0] * (factor if step[0] == 8 else 1.0), *args[1:])
+
+        at_each_step(trainer, lambda number: step.__setitem__(0, number))
+        site.module(trainer.model).register_forward_pre_hook(enlarge)
+
+    spike = Planted(
+        plant,
+        ("delayed",),
+        "clipped-between",
+        "input",
+        build=dict(amax_compute_algo="most_recent", amax_history_len=16),
+        train=dict(record=5),
+    )
+    facts = read_facts(run_planted(tmp_path, "delayed", spike))
+    assert facts.record.steps == [5, 10]
+    found = [one for one in diagnose(facts).findings if one.rule == "clipped-between"]
+    if factor == 1:
+        assert not diagnose(facts).findings
+        return
+    (finding,) = found
+    # What follows from the large input, such as its gradient, is named with it.
+    assert spike.tensor() in finding.tensors and finding.step == 10
+    assert "in step 8, which is not recorded" in finding.message
+    assert "the scale of step 5 represents" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("between", "after", "named"), [(40, 1, True), (8, 1, False), (40, 8, False)]
+)
+def test_a_scale_that_follows_growing_values_is_no_finding(
+    between: float, after: float, named: bool, tmp_path: Path
+) -> None:
+    """By the numbers of a record: what the recorded step after has too was growth, and not one step's."""
+    facts = read_facts(run_planted(tmp_path, "delayed", None))
+    place = next(
+        i for i, one in enumerate(facts.tensors) if one.name == "layers.1.mlp.down_proj.input"
+    )
+    values = facts.record.values
+    facts.record.steps[:] = [10 * step for step in facts.record.steps]
+    amax = values[4, place, INDEX["amax"]]
+    values[4, place, INDEX["scale_min"]] = 448 / amax  # what it represents is just its amax
+    values[5, place, INDEX["amax"]] = after * amax
+    values[5, place, INDEX["scale_min"]] = 448 / (after * amax)
+    values[5, place, INDEX["amax_between"]] = between * amax
+    values[5, place, INDEX["amax_between_age"]] = 3
+    findings = diagnose(facts).findings
+    assert [one.rule for one in findings] == ["clipped-between"] * named
+    if named:
+        assert (findings[0].tensor, findings[0].step) == (facts.tensors[place].name, 60)
+        assert "in step 57, which is not recorded; that is 40 times" in findings[0].message
 
 
 def test_a_loss_that_leaps_and_comes_back_speaks_for_the_learning_rate(healthy: Path) -> None:

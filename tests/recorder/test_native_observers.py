@@ -1,6 +1,7 @@
 """Observers of Transformer Engine's quantizers, on stand-ins with its methods."""
 
 import copy
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 
 from te_models.engine.native_observers import (
     experts_observer,
+    give_observer,
     install,
+    observe,
     observe_quantizer,
     set_observers,
 )
@@ -87,6 +90,32 @@ def test_a_stored_weight_is_counted_when_it_is_written() -> None:
     assert counted(table, 1) == 256
     observe_quantizer(quantizer, None)
     assert set(vars(quantizer)) == {"inner"}
+
+
+@pytest.mark.parametrize("every_step", [False, True])
+def test_values_that_a_kernel_keeps_are_computed_for_the_count(every_step: bool) -> None:
+    """Not where each step is recorded: then the data alone are counted, and SQNR stays unknown."""
+    names = [RecordedTensor("linear", o) for o in OPERANDS]
+    table = Table(names, [True] * 3, torch.device("cpu"), every_step=every_step)
+    linear = Linear()
+    set_observers(linear, [tuple(Observer(table, row, o) for row, o in enumerate(OPERANDS))])
+    quantizer = Quantizer()
+    give_observer(quantizer, linear, "scaling_fwd", 0)
+    values = torch.linspace(-3, 3, 256).view(16, 16)
+    quantized = quantizer(values)
+    computed = []
+
+    def compute() -> torch.Tensor:
+        computed.append(True)
+        return values
+
+    observe(quantizer, quantized, compute)  # no step is recorded
+    assert not computed
+    table.begin()
+    observe(quantizer, quantized, compute)
+    assert counted(table) == 256 and bool(computed) != every_step
+    signal = table.values[0, INDEX["signal"]].item()
+    assert math.isnan(signal) if every_step else signal == pytest.approx(values.square().sum())
 
 
 @pytest.mark.parametrize("name", ["weight", "weight0"])

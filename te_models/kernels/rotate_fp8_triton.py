@@ -1,0 +1,374 @@
+"""RoPE and its inverse that write FP8 for a te.Linear, and parts of the backward pass of a norm before RoPE.
+
+A program handles some tokens, in groups of four, of a few heads; see fp8_tiles_triton.py for the layout of its words.
+Tested against the plain operations through Triton's interpreter on a CPU (TRITON_INTERPRET=1).
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_models.kernels.attention_parts import Rotation
+from te_models.kernels.count_cast_triton import Counts
+from te_models.kernels.count_four_triton import (
+    add_care,
+    add_saturated,
+    add_state,
+    count_columns,
+    count_rows,
+    count_rows_with_care,
+    marked,
+    needs_care,
+    new_care,
+    new_state,
+    saturated_of,
+    table_of,
+)
+from te_models.kernels.fp8_tiles_triton import (
+    BAND,
+    FP8Data,
+    note_inverse,
+    raise_amax,
+    store_fp8,
+)
+from te_models.kernels.handover import CastScale
+from te_models.kernels.head_groups_triton import (
+    TOKENS,
+    first_row,
+    place_of_heads,
+    read_head,
+    token_rows,
+)
+from te_models.kernels.head_tiles_triton import (
+    head_tiles,
+    pairs,
+    rotation_tables,
+)
+
+TURNED = 8  # heads per program of rotate and norm_backward, which share a token's angles
+
+
+@triton.jit
+def pair_angles(cos, sin, i, table_batch, table_seq, seq, sign, pair, inside):
+    """Return cos and sin of the pairs at tokens i; 1 and 0 where there are no tables."""
+    if cos is not None:
+        at = ((i // seq) * table_batch + (i % seq) * table_seq)[:, None]
+        turn = read_head(cos + at, pair, inside)
+        slant = read_head(sin + at, pair, inside) * sign
+    else:
+        turn = inside.to(tl.float32)
+        slant = turn * 0
+    return turn, slant
+
+
+@triton.jit
+def _rotated(x_at, i, head, seq, c, s, first, second, inside):
+    """Return both members of the turned pairs of a head at tokens i."""
+    at = token_rows(x_at, i, head, seq)
+    one = read_head(at, first, inside)
+    two = read_head(at, second, inside)
+    return one * c - two * s, two * c + one * s
+
+
+@triton.jit
+def _turned_four(x_at, i, head, seq, cosines, sines, first, second, inside):
+    """Return both members of a head's turned pairs, each of the first to fourth rows of groups of four at tokens i."""
+    ca, cb, cc, cd = cosines
+    sa, sb, sc, sd = sines
+    a, e = _rotated(x_at, i, head, seq, ca, sa, first, second, inside)
+    b, f = _rotated(x_at, i + 1, head, seq, cb, sb, first, second, inside)
+    c, g = _rotated(x_at, i + 2, head, seq, cc, sc, first, second, inside)
+    d, h = _rotated(x_at, i + 3, head, seq, cd, sd, first, second, inside)
+    return (a, b, c, d), (e, f, g, h)
+
+
+@triton.jit
+def _read_four(x_at, i, head, seq, channel, inside):
+    """Return channels of a head of the first to fourth rows of groups of four at tokens i."""
+    a = read_head(token_rows(x_at, i, head, seq), channel, inside)
+    b = read_head(token_rows(x_at, i + 1, head, seq), channel, inside)
+    c = read_head(token_rows(x_at, i + 2, head, seq), channel, inside)
+    d = read_head(token_rows(x_at, i + 3, head, seq), channel, inside)
+    return a, b, c, d
+
+
+@triton.jit
+def count_pairs(
+    state,
+    # as in store_pairs
+    firsts,
+    seconds,
+    first,
+    second,
+    scale,
+    # the first row, the column where the head begins, and how many rows there are
+    top,
+    begin,
+    rows,
+    half: tl.constexpr,
+    interleaved: tl.constexpr,
+    E5M2: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Return a state to which the pairs of a head are added."""
+    if interleaved:
+        state = count_columns(state, firsts, scale, top, rows, begin + first, half, E5M2)
+        state = count_columns(state, seconds, scale, top, rows, begin + second, half, E5M2)
+    else:
+        state = count_rows(state, firsts, scale, top, 0, rows, half, begin, E5M2, ALIGNED)
+        state = count_rows(state, seconds, scale, top, 0, rows, half, begin + half, E5M2, ALIGNED)
+    return state
+
+
+@triton.jit
+def store_pairs(
+    # the first and the second members of the pairs of a head, four tiles each, and their channels
+    firsts,
+    seconds,
+    first,
+    second,
+    scale,
+    # groups of four rows; the columns of the output where the head begins and where its first members end; its rows
+    # and columns
+    group,
+    begin,
+    end,
+    rows,
+    columns,
+    data,
+    transposed,
+    half: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    """Quantize the pairs of a head into both copies; return the largest magnitudes."""
+    a, b, c, d = firsts
+    e, f, g, h = seconds
+    one = store_fp8(
+        a, b, c, d, scale, group, begin + first, rows, end, data, transposed, columns, E5M2
+    )
+    two = store_fp8(
+        a=e,
+        b=f,
+        c=g,
+        d=h,
+        scale=scale,
+        group=group,
+        j=begin + second,
+        rows=rows,
+        columns=begin + 2 * half,
+        data=data,
+        transposed=transposed,
+        stride=columns,
+        E5M2=E5M2,
+    )
+    return tl.maximum(one, two)
+
+
+@triton.jit
+def _rotate_fp8_kernel(
+    # q or k [B, S, heads, H], and tables [S, R] or [B, S, R]; without tables nothing turns
+    x,
+    cos,
+    sin,
+    # the FP8 output: uint8 [N, K] and its transpose [K, N] (either may be None), the scale and amax of its quantizer,
+    # and the inverse scale to write, FP32 [1] each
+    data,
+    transposed,
+    scale,
+    amax,
+    scale_inv,
+    # strides in elements
+    x_batch,
+    x_seq,
+    x_head,
+    table_batch,
+    table_seq,
+    # tokens B * S, tokens per row, heads, and columns of the output, of which these begin at `start`
+    rows,
+    seq,
+    heads,
+    columns,
+    start,
+    # the fields and codes of a recorder that counts casts (count_cast_triton.py); None: not compiled
+    counts,
+    codes,
+    spread,
+    # 1 turns forward, -1 back, which is the gradient
+    sign,
+    # channels of a head, pairs that turn, their order, and powers of two above the pairs and the rest
+    dim: tl.constexpr,
+    half: tl.constexpr,
+    interleaved: tl.constexpr,
+    width: tl.constexpr,
+    rest: tl.constexpr,
+    # tokens and heads per program, and how tiles are ordered
+    block: tl.constexpr,
+    turned: tl.constexpr,
+    BAND: tl.constexpr,
+    E5M2: tl.constexpr,
+    ALIGNED: tl.constexpr,  # of counts: whether halves of heads are whole blocks of the hash
+):
+    group, part, pair, inside = place_of_heads(
+        rows, tl.cdiv(heads, turned), half, width, block, BAND
+    )
+    _, first, second = pairs(half, width, interleaved)
+    other = 2 * half + tl.arange(0, rest)
+    beside = (4 * group < rows)[:, None] & (other < dim)[None, :]
+    i = 4 * group
+    x_at = (x, x_batch, x_seq, x_head)
+    s = tl.load(scale)
+    ca, sa = pair_angles(cos, sin, i, table_batch, table_seq, seq, sign, pair, inside)
+    cb, sb = pair_angles(cos, sin, i + 1, table_batch, table_seq, seq, sign, pair, inside)
+    cc, sc = pair_angles(cos, sin, i + 2, table_batch, table_seq, seq, sign, pair, inside)
+    cd, sd = pair_angles(cos, sin, i + 3, table_batch, table_seq, seq, sign, pair, inside)
+    cosines = (ca, cb, cc, cd)
+    sines = (sa, sb, sc, sd)
+    largest = tl.zeros((block // 4, width), tl.float32)
+    top = first_row(rows, tl.cdiv(heads, turned), block, BAND)
+    if counts is not None:
+        state = new_state(block // 4, width)
+        if 2 * half < dim:
+            rest_state = new_state(block // 4, rest)
+    for step in range(tl.minimum(turned, heads - part * turned)):
+        head = part * turned + step
+        firsts, seconds = _turned_four(x_at, i, head, seq, cosines, sines, first, second, inside)
+        begin = start + head * dim
+        stop = begin + dim
+        # Beyond the last pair there are no columns: the bound of a half is where the other begins.
+        end = begin + 2 * half if interleaved else begin + half
+        stored = store_pairs(
+            firsts,
+            seconds,
+            first,
+            second,
+            s,
+            group,
+            begin,
+            end,
+            rows,
+            columns,
+            data,
+            transposed,
+            half,
+            E5M2,
+        )
+        largest = tl.maximum(largest, stored)
+        if counts is not None:
+            state = count_pairs(
+                state,
+                firsts,
+                seconds,
+                first,
+                second,
+                s,
+                top,
+                begin,
+                rows,
+                half,
+                interleaved,
+                E5M2,
+                ALIGNED,
+            )
+        if 2 * half < dim:
+            others = _read_four(x_at, i, head, seq, other, beside)
+            a, b, c, d = others
+            three = store_fp8(
+                a, b, c, d, s, group, begin + other, rows, stop, data, transposed, columns, E5M2
+            )
+            raise_amax(amax, three)
+            if counts is not None:
+                at = begin + 2 * half
+                rest_state = count_rows(
+                    rest_state, others, s, top, 0, rows, dim - 2 * half, at, E5M2, False
+                )
+    raise_amax(amax, largest)
+    if counts is not None:
+        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
+        elements = tl.full((), 1.0, tl.float64) * rows * heads * dim
+        care_needed = needs_care(state, inverse)
+        marks = marked(state)
+        if 2 * half < dim:
+            care_needed |= needs_care(rest_state, inverse)
+            marks |= marked(rest_state)
+            nothing = tl.zeros((), tl.float64)
+            add_state(counts, codes, spread, rest_state, care_needed, s, nothing, E5M2, False)
+        add_state(counts, codes, spread, state, care_needed, s, elements, E5M2, start == 0)
+        if care_needed > 0:
+            care = new_care()
+            for step in range(tl.minimum(turned, heads - part * turned)):
+                head = part * turned + step
+                firsts, seconds = _turned_four(
+                    x_at, i, head, seq, cosines, sines, first, second, inside
+                )
+                care = count_rows_with_care(care, firsts, s, top, 0, rows, half, E5M2)
+                care = count_rows_with_care(care, seconds, s, top, 0, rows, half, E5M2)
+                if 2 * half < dim:
+                    others = _read_four(x_at, i, head, seq, other, beside)
+                    care = count_rows_with_care(care, others, s, top, 0, rows, dim - 2 * half, E5M2)
+            add_care(counts, codes, spread, care)
+        elif marks != 0:
+            saturated = tl.zeros((), tl.int64)
+            for step in range(tl.minimum(turned, heads - part * turned)):
+                head = part * turned + step
+                firsts, seconds = _turned_four(
+                    x_at, i, head, seq, cosines, sines, first, second, inside
+                )
+                saturated += saturated_of(firsts, inverse, E5M2)
+                saturated += saturated_of(seconds, inverse, E5M2)
+                if 2 * half < dim:
+                    others = _read_four(x_at, i, head, seq, other, beside)
+                    saturated += saturated_of(others, inverse, E5M2)
+            add_saturated(counts, spread, saturated)
+    note_inverse(s, scale_inv)
+
+
+def halves_are_blocks(dim: int, rotation: Rotation | None, first: int) -> bool:
+    """Return whether halves of heads, the first of which begins at column `first`, are whole blocks of the hash."""
+    half = (dim if rotation is None else rotation.cos.shape[-1]) // 2
+    return half % 64 == 0 and dim % 64 == 0 and first % 64 == 0
+
+
+def rotate_fp8(
+    out: FP8Data,
+    cast_scale: CastScale,
+    first: int,
+    x: Tensor,
+    rotation: Rotation,
+    inverse: bool,
+    counts: Counts | None = None,
+) -> None:
+    """Write attention_parts.rotate as FP8 into `out`.
+
+    Here and below `counts` are where a recorder counts what the cast does to the values; None: it does not.
+    """
+    batch, seq, heads, dim = x.shape
+    (cos, sin), (table_batch, table_seq) = rotation_tables(rotation)
+    _rotate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED),)](
+        x=x,
+        cos=cos,
+        sin=sin,
+        data=out.data,
+        transposed=out.transposed,
+        scale=cast_scale.scale,
+        amax=cast_scale.amax,
+        scale_inv=out.scale_inv,
+        x_batch=x.stride(0),
+        x_seq=x.stride(1),
+        x_head=x.stride(2),
+        table_batch=table_batch,
+        table_seq=table_seq,
+        rows=batch * seq,
+        seq=seq,
+        heads=heads,
+        columns=out.transposed.shape[0],
+        start=first,
+        **table_of(counts),
+        sign=-1.0 if inverse else 1.0,
+        **head_tiles(dim, rotation),
+        block=TOKENS,
+        turned=TURNED,
+        BAND=BAND,
+        E5M2=cast_scale.e5m2,
+        ALIGNED=halves_are_blocks(dim, rotation, first),
+        num_warps=4,
+    )
