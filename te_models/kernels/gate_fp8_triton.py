@@ -34,6 +34,7 @@ from te_models.kernels.fp8_tiles_triton import (
 from te_models.kernels.handover import CastScale
 from te_models.kernels.head_groups_triton import (
     TOKENS,
+    WARPS,
     first_row,
     one_stride,
     place_of_heads,
@@ -371,7 +372,7 @@ def gate_fp8(
         BAND=BAND,
         E5M2=cast_scale.e5m2,
         ALIGNED=dim % 64 == 0 and first % 64 == 0,
-        num_warps=4,
+        num_warps=WARPS,
         **small_tiles(width_of(dim), counts),
     )
 
@@ -424,7 +425,7 @@ def gate_backward_fp8(
         BAND=BAND,
         E5M2=cast_scale.e5m2,
         ALIGNED=dim % 64 == 0 and first % 64 == 0,
-        num_warps=4,
+        num_warps=WARPS,
         **small_tiles(width_of(dim), counts),
     )
     return dx

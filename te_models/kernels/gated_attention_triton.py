@@ -25,6 +25,7 @@ from te_models.kernels.head_tiles_triton import (
     opening_slope,
     pairs,
     rotation_tables,
+    row_and_place,
     width_of,
 )
 from te_models.kernels.span_attention_triton import spans
@@ -166,9 +167,9 @@ def _norm_backward_kernel(
         factor_c = factor(weight, offset, other[None, :], beside, zero_centered)
         sum_c = tl.zeros((block, rest), tl.float32)
     begin = tl.program_id(0).to(tl.int64) * program_tokens
-    for token in range(begin, tl.minimum(begin + program_tokens, tokens)):
-        batch = token // seq
-        place = token % seq
+    for step in range(tl.minimum(program_tokens, tokens - begin)):
+        token = begin + step
+        batch, place = row_and_place(token, seq)
         source = x + batch * x_batch + place * x_seq + head * x_head
         slope = dy + batch * dy_batch + place * dy_seq + head * dy_head
         target = dx + batch * dx_batch + place * dx_seq + head * dx_head

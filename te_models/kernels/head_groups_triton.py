@@ -5,9 +5,11 @@ import triton.language as tl
 from torch import Tensor
 
 from te_models.kernels.fp8_tiles_triton import tile
+from te_models.kernels.head_tiles_triton import row_and_place
 
-# Tokens per program of those that write FP8, each of one head, with four warps; 64 are as fast, 128 are not.
+# Tokens and warps per program of those that write FP8, each of one head; 64 tokens are as fast, 128 are not.
 TOKENS = 32
+WARPS = 4
 
 
 @triton.jit
@@ -18,11 +20,11 @@ def token_rows(x_at, i, head, seq):
     """
     x, batch_stride, seq_stride, head_stride = x_at
     x += head.to(tl.int64) * head_stride
-    at = (
-        x + i * seq_stride
-        if seq is None
-        else x + (i // seq) * batch_stride + (i % seq) * seq_stride
-    )
+    if seq is None:
+        at = x + i * seq_stride
+    else:
+        row, place = row_and_place(i, seq)
+        at = x + row * batch_stride + place * seq_stride
     return at[:, None]
 
 

@@ -8,15 +8,22 @@ from te_models.kernels.attention_parts import Rotation
 
 
 @triton.jit
-def pairs(half: tl.constexpr, width: tl.constexpr, interleaved: tl.constexpr):
-    """Return the pairs [width] of a head, and its channels that are their first and second members."""
-    pair = tl.arange(0, width)
+def members(pair, half: tl.constexpr, interleaved: tl.constexpr):
+    """Return the channels of a head that are the first and second members of some of its pairs."""
     if interleaved:
         first = 2 * pair
         second = first + 1
     else:
         first = pair
         second = pair + half
+    return first, second
+
+
+@triton.jit
+def pairs(half: tl.constexpr, width: tl.constexpr, interleaved: tl.constexpr):
+    """Return the pairs [width] of a head, and its channels that are their first and second members."""
+    pair = tl.arange(0, width)
+    first, second = members(pair, half, interleaved)
     return pair, first, second
 
 
@@ -80,7 +87,17 @@ HEADS = 8  # heads per program
 @triton.jit
 def heads_of_token(seq, heads, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
     """Return this program's token, row, place, heads [block, 1], channels [1, width], and which of them exist."""
-    token = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0)
+    row, place = row_and_place(token, seq)
     head = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)[:, None]
     channel = tl.arange(0, width)[None, :]
-    return token, token // seq, token % seq, head, channel, (head < heads) & (channel < dim)
+    inside = (head < heads) & (channel < dim)
+    return token.to(tl.int64), row, place, head, channel, inside
+
+
+@triton.jit
+def row_and_place(i, seq):
+    """Return the rows of a batch in which tokens i are, and their places in them."""
+    # A batch has fewer than 2**31 tokens, and a division of 64 bits takes some hundred instructions.
+    i = i.to(tl.int32)
+    return (i // seq).to(tl.int64), (i % seq).to(tl.int64)

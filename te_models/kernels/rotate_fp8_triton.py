@@ -34,6 +34,7 @@ from te_models.kernels.fp8_tiles_triton import (
 from te_models.kernels.handover import CastScale
 from te_models.kernels.head_groups_triton import (
     TOKENS,
+    WARPS,
     first_row,
     place_of_heads,
     read_head,
@@ -43,16 +44,18 @@ from te_models.kernels.head_tiles_triton import (
     head_tiles,
     pairs,
     rotation_tables,
+    row_and_place,
 )
 
-TURNED = 8  # heads per program of rotate and norm_backward, which share a token's angles
+TURNED = 8  # heads per program, which share a token's angles
 
 
 @triton.jit
-def pair_angles(cos, sin, i, table_batch, table_seq, seq, sign, pair, inside):
+def _angles(cos, sin, i, table_batch, table_seq, seq, sign, pair, inside):
     """Return cos and sin of the pairs at tokens i; 1 and 0 where there are no tables."""
     if cos is not None:
-        at = ((i // seq) * table_batch + (i % seq) * table_seq)[:, None]
+        row, place = row_and_place(i, seq)
+        at = (row * table_batch + place * table_seq)[:, None]
         turn = read_head(cos + at, pair, inside)
         slant = read_head(sin + at, pair, inside) * sign
     else:
@@ -93,7 +96,7 @@ def _read_four(x_at, i, head, seq, channel, inside):
 
 
 @triton.jit
-def count_pairs(
+def _count_pairs(
     state,
     # as in store_pairs
     firsts,
@@ -121,7 +124,7 @@ def count_pairs(
 
 
 @triton.jit
-def store_pairs(
+def _store_pairs(
     # the first and the second members of the pairs of a head, four tiles each, and their channels
     firsts,
     seconds,
@@ -217,10 +220,10 @@ def _rotate_fp8_kernel(
     i = 4 * group
     x_at = (x, x_batch, x_seq, x_head)
     s = tl.load(scale)
-    ca, sa = pair_angles(cos, sin, i, table_batch, table_seq, seq, sign, pair, inside)
-    cb, sb = pair_angles(cos, sin, i + 1, table_batch, table_seq, seq, sign, pair, inside)
-    cc, sc = pair_angles(cos, sin, i + 2, table_batch, table_seq, seq, sign, pair, inside)
-    cd, sd = pair_angles(cos, sin, i + 3, table_batch, table_seq, seq, sign, pair, inside)
+    ca, sa = _angles(cos, sin, i, table_batch, table_seq, seq, sign, pair, inside)
+    cb, sb = _angles(cos, sin, i + 1, table_batch, table_seq, seq, sign, pair, inside)
+    cc, sc = _angles(cos, sin, i + 2, table_batch, table_seq, seq, sign, pair, inside)
+    cd, sd = _angles(cos, sin, i + 3, table_batch, table_seq, seq, sign, pair, inside)
     cosines = (ca, cb, cc, cd)
     sines = (sa, sb, sc, sd)
     largest = tl.zeros((block // 4, width), tl.float32)
@@ -236,7 +239,7 @@ def _rotate_fp8_kernel(
         stop = begin + dim
         # Beyond the last pair there are no columns: the bound of a half is where the other begins.
         end = begin + 2 * half if interleaved else begin + half
-        stored = store_pairs(
+        stored = _store_pairs(
             firsts,
             seconds,
             first,
@@ -254,7 +257,7 @@ def _rotate_fp8_kernel(
         )
         largest = tl.maximum(largest, stored)
         if counts is not None:
-            state = count_pairs(
+            state = _count_pairs(
                 state,
                 firsts,
                 seconds,
@@ -322,7 +325,7 @@ def _rotate_fp8_kernel(
     note_inverse(s, scale_inv)
 
 
-def halves_are_blocks(dim: int, rotation: Rotation | None, first: int) -> bool:
+def _halves_are_blocks(dim: int, rotation: Rotation | None, first: int) -> bool:
     """Return whether halves of heads, the first of which begins at column `first`, are whole blocks of the hash."""
     half = (dim if rotation is None else rotation.cos.shape[-1]) // 2
     return half % 64 == 0 and dim % 64 == 0 and first % 64 == 0
@@ -369,6 +372,6 @@ def rotate_fp8(
         turned=TURNED,
         BAND=BAND,
         E5M2=cast_scale.e5m2,
-        ALIGNED=halves_are_blocks(dim, rotation, first),
-        num_warps=4,
+        ALIGNED=_halves_are_blocks(dim, rotation, first),
+        num_warps=WARPS,
     )
