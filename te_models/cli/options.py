@@ -15,7 +15,7 @@ import click
 from te_models.config.data import split_pair
 from te_models.config.recipe import AUTO, FIELDS
 from te_models.config.settings import EVERYDAY, Setting
-from te_models.config.shipped import refuse_file
+from te_models.config.shipped import file_is_no_model
 from te_models.errors import OutOfMemory, UsageError, for_stream, for_terminal
 from te_models.files.atomic import first_line
 from te_models.planning.printable import Printable, Terminal
@@ -312,8 +312,8 @@ def _real_device(ctx: click.Context, parameter: click.Parameter, device: str | N
 
 def _model_folder(ctx: click.Context, parameter: click.Parameter, model: str | None) -> str | None:
     """Return the name of a model; raise a UsageError for a file, before it is read as a tokenizer."""
-    if model is not None:
-        refuse_file(model)
+    if model is not None and Path(model).is_file():
+        raise file_is_no_model(Path(model))
     return model
 
 

@@ -24,11 +24,8 @@ def shipped_folder(name: str) -> Path | None:
     return None
 
 
-def refuse_file(name: str) -> None:
-    """Raise a UsageError if a model is named by a file, which is one of the files of a model at most."""
-    path = Path(name)
-    if not path.is_file():
-        return
+def file_is_no_model(path: Path) -> UsageError:
+    """Return the error of a model that is named by a file, which is one of the files of a model at most."""
     if (path.parent / "config.json").is_file():
         advice = f"give the folder that it lies in, {path.parent}"
     elif path.suffix in (".pt", ".pth", ".safetensors"):
@@ -38,7 +35,7 @@ def refuse_file(name: str) -> None:
         )
     else:
         advice = "give a folder with config.json and weights, or the folder of a run"
-    raise UsageError(f"{name} is a file, and a model is a folder: {advice}")
+    return UsageError(f"{path} is a file, and a model is a folder: {advice}")
 
 
 def shipped_config(name: str) -> ModelConfig:

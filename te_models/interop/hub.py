@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from te_models.config.recipe import unknown_option
-from te_models.config.shipped import list_shipped, refuse_file, shipped_folder
+from te_models.config.shipped import file_is_no_model, list_shipped, shipped_folder
 from te_models.errors import UsageError, needs
 from te_models.files.atomic import first_line, readable
 from te_models.files.formats import Document, Fields
@@ -87,8 +87,9 @@ def local_folder(name: str | Path, **hub: Any) -> Path:
     Raises:
         UsageError: it is a file, there is no such folder or model, or the hub did not give it; the message says why.
     """
-    refuse_file(str(name))
     path = readable(Path(name))
+    if path.is_file():
+        raise file_is_no_model(path)
     # A folder here comes before a model of the same name elsewhere.
     if path.exists():
         return path

@@ -48,14 +48,12 @@ class StepProfiler:
         out: the run's folder; None on processes that write nothing.
     """
 
-    def __init__(self, model: nn.Module, steps: str, out: Path | None) -> None:
+    def __init__(self, model: nn.Module, steps: str, out: Path | None, last: int) -> None:
+        """Warn if steps are to be profiled that do not come in a run that ends after step `last`."""
         self.model = model
         self.steps = profiled_steps(steps)
         self.out = out
         self.active = False
-
-    def warn_of_steps_after(self, last: int) -> None:
-        """Warn if steps are to be profiled that do not come in a run that ends after step `last`."""
         if self.steps and self.steps[-1] > last:
             warnings.warn(
                 f"--profile asks for step {self.steps[-1]}, and the run ends after step {last}: of later ones there "

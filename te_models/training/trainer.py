@@ -148,8 +148,9 @@ class Trainer(NamedFields):
         self.gradients = self.optimizer.gradients  # an optimizer may project some of them
         self.schedule = RecipeSchedule(self.model, self.recipe or self.model.recipe, config)
         first = parallel.ranks.first
-        self.profiler = StepProfiler(self.model, config.profile, self.out if first else None)
-        self.profiler.warn_of_steps_after(config.steps)
+        self.profiler = StepProfiler(
+            self.model, config.profile, self.out if first else None, last=config.steps
+        )
         self.data_wait = 0.0  # seconds that the last step waited for its data
         self.recorder: Recorder | None = None
         if config.record:

@@ -26,7 +26,7 @@ def draw(path: Path) -> None:
 
 
 def trace(path: Path) -> None:
-    profiler = StepProfiler(torch.nn.Linear(2, 2), "1", path.parent.parent)
+    profiler = StepProfiler(torch.nn.Linear(2, 2), "1", path.parent.parent, last=1)
     with profiler.profiling(1):
         torch.ones(2) + 1
 

@@ -19,6 +19,7 @@ ARGUMENTS = {
     "expert_products": [],
     "expert_profile": [],
     "fused_families": OUT,
+    "head_casts": OUT,
     "memory_breakdown": OUT,
     "no_speed_up": OUT,
     "profile_step": ["gated-nano", "delayed"],
