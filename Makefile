@@ -45,7 +45,7 @@ test-vllm:  ## exports served by vLLM on a CPU: its builds of torchvision and ot
 check: $(STAMP)  ## lint, format, types, import layers
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
-	$(RUN)/pyrefly check --summary=none --python-interpreter-path $(RUN)/python
+	$(RUN)/pyrefly check --summary=none --min-severity error --python-interpreter-path $(RUN)/python
 	$(RUN)/python -m pytest -q tests/test_layering.py
 
 docs: $(STAMP)  ## the documentation as a site in site/, with warnings as errors
