@@ -155,7 +155,8 @@ FIRST: dict[str, dict[str, Any]] = {
         "ddp": dict(parallel="ddp"),
         "fsdp": dict(parallel="fsdp"),
         "fsdp-kept": dict(parallel="fsdp", reshard_after_forward=False, gradient_accumulation=2),
-        "fsdp-fp8": dict(parallel="fsdp", fp8_params=True),
+        # The update casts each process's shards, whose amaxes the next forward joins, or a save.
+        "fsdp-fp8": dict(parallel="fsdp", fp8_params=True, keep_best=True),
         "experts": EXPERTS,
         "tp": dict(parallel="tp", sequence_parallel=True),
         "ddp-accumulating": dict(parallel="ddp", gradient_accumulation=2),
