@@ -126,7 +126,7 @@ class Preview(Printable):
 
     @property
     def bound(self) -> str:
-        """What sets `longest`, for marks beside lengths."""
+        """The option or the model that limits the length of a record, in words."""
         return _bound(self.seq_len, self.context)
 
     def __rich__(self) -> Group:
@@ -245,7 +245,7 @@ def _longest(seq_len: int, context: int | None) -> int:
 
 
 def _bound(seq_len: int, context: int | None, number: bool = False) -> str:
-    """Return what limits the length of a record, with its `number` of tokens if that is asked for."""
+    """Name the option or the model that limits the length of a record, with the limit itself if `number`."""
     if context is not None and seq_len > context:
         return f"the {plural(context, 'token')} that the model allows"
     return f"--seq-len {seq_len}" if number else "--seq-len"
