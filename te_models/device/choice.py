@@ -34,3 +34,8 @@ def choose_device(device: torch.device | str | None = None) -> torch.device:
 def computing_device(device: torch.device) -> torch.device:
     """Return a device that computes: for the meta device, on which models are only planned, the default one."""
     return choose_device() if device.type == "meta" else device
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Return whether Triton's kernels run on this device: a GPU of the Ampere generation or a newer one."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

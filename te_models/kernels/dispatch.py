@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.recipe import EngineRecipe
+from te_models.device.choice import runs_triton
 from te_models.errors import check_known
 from te_models.kernels import (
     attention_parts,
@@ -190,7 +191,7 @@ def fused_operations(device: torch.device) -> dict[str, Any]:
     """
     if device.type != "cuda":
         return {"attention": attention_parts.PLAIN}
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if not runs_triton(device):
         return {}
     # Imported here: only CUDA builds of PyTorch come with Triton.
     attention = importlib.import_module("te_models.kernels.gated_attention_triton")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,9 +109,3 @@ def _numbers(kernel: Any, group: Group, steps: Tensor) -> Any:
     roots = (1 - second**steps).sqrt().float()
     decay = torch.full((), rate * group["weight_decay"], dtype=torch.float64, device=steps.device)
     return kernel.Numbers(decay, (rate / bias).float(), roots)
-
-
-@functools.cache
-def has_kernel(device: torch.device) -> bool:
-    """Return whether `AdamW.update` runs on this device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

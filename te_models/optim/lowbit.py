@@ -7,7 +7,6 @@ with torch.compile, which takes seconds per shape and a C++ compiler.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import warnings
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from torchao.optim import AdamW8bit, AdamWFp8
 from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
+from te_models.device.choice import runs_triton
 from te_models.distributed.dtensor import local
 from te_models.optim.lowbit_state import EIGHT_BIT_CODES, FP8_CODES, lowbit_state
 from te_models.optim.state_tensors import Group, Options, State
@@ -72,7 +72,7 @@ def _update_on_gpu(optimizer: LowBit, *arguments: object) -> None:
         if (
             parameter.grad is not None
             and parameter.is_contiguous()
-            and has_kernel(parameter.device)
+            and runs_triton(parameter.device)
         ):
             _update(optimizer, parameter, group, place)
             parameter.grad = None
@@ -152,12 +152,6 @@ def _round_alike(optimizer: LowBit) -> None:
 
     optimizer.register_step_pre_hook(begin)
     optimizer.register_step_post_hook(end)
-
-
-@functools.cache
-def has_kernel(device: torch.device) -> bool:
-    """Return whether Triton runs the update on this device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def moment(tensors: dict[str, Tensor], name: str, parameter: Tensor) -> Tensor:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.chunk_sizes import UPDATE_CHUNK
+from te_models.device.choice import runs_triton
 from te_models.distributed.dtensor import from_shard, local
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized, new_master, take_master
-from te_models.optim.adamw import AdamW, Update, has_kernel
+from te_models.optim.adamw import AdamW, Update
 from te_models.optim.gradients import Gradients, Norm, chunks, clip_factor, gradient_norm, scale
 from te_models.optim.groups import ParameterRows
 from te_models.optim.host_copies import to_device, to_host
@@ -114,7 +115,7 @@ class MasterWeights:
             self.can_skip
             and all(isinstance(o, AdamW) for o in self.optimizers)
             and all(part.stop is None for part in parts)
-            and all(has_kernel(m.device) and local(m).is_contiguous() for m in self.masters)
+            and all(runs_triton(m.device) and local(m).is_contiguous() for m in self.masters)
         )
 
     def _find_copied(self) -> list[bool]:

@@ -41,7 +41,7 @@ from te_models.errors import UsageError
 from te_models.fp8.primary_weights import make_shards
 from te_models.interop.origin import DTYPES
 from te_models.optim import OPTIMIZERS
-from te_models.optim.gradients import Gradients, GradientSums, Norm, gradient_norm
+from te_models.optim.gradients import Gradients, GradientSums, Norm, gradient_norm, tensor_norms
 from te_models.optim.parameter_owners import Owners
 from te_models.training.fp8_reduce import FP8ReduceScatter
 
@@ -323,9 +323,7 @@ class Parallel:
         """Return the norm of the whole gradient: squares summed over all processes, each element counted once."""
         layers = self.tp.size() if self.tp is not None else 1
         # Of the local shards; DTensor's own norm would communicate once per parameter.
-        norms = torch._foreach_norm(
-            [local(gradient) for gradient in gradients], 2, dtype=torch.float32
-        )
+        norms = tensor_norms([local(gradient) for gradient in gradients])
         every_copies = []  # processes with the same elements of each gradient
         for parameter in parameters:
             copies = 1
@@ -336,7 +334,7 @@ class Parallel:
                 copies *= layers
             every_copies.append(copies)
         # Three kernels for all parameters, of which a model with experts has thousands.
-        squares = torch.stack(norms).square()
+        squares = norms.square()
         if any(copies > 1 for copies in every_copies):
             squares /= _sent_to_device(every_copies, squares.device).float()
         total = squares.sum()

@@ -166,7 +166,7 @@ def test_a_model_trains_as_through_pytorch(monkeypatch: pytest.MonkeyPatch) -> N
     models.append(copy.deepcopy(models[0]))
     found: list[Any] = []
     for model, kernel in zip(models, (True, False), strict=True):
-        monkeypatch.setattr(master, "has_kernel", lambda device, kernel=kernel: kernel)
+        monkeypatch.setattr(master, "runs_triton", lambda device, kernel=kernel: kernel)
         found.append(build_optimizer("adamw", model, LR, DECAY))
     assert [optimizer._at_once for optimizer in found] == [True, False]
     for number in range(5):
@@ -199,7 +199,7 @@ def test_fp8_weights_are_quantized_from_the_new_masters(monkeypatch: pytest.Monk
     shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2)
     models, found = [], []
     for kernel in (True, False):
-        monkeypatch.setattr(master, "has_kernel", lambda device, kernel=kernel: kernel)
+        monkeypatch.setattr(master, "runs_triton", lambda device, kernel=kernel: kernel)
         torch.manual_seed(0)
         model = CausalLM.from_preset("gated-nano", num_key_value_heads=1, **shape, **place).train()
         models.append(model)

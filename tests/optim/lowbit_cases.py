@@ -194,7 +194,7 @@ def test_the_optimizer_trains_through_the_kernel(
     for number in range(3):
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(number))
         for model, optimizer in zip(models, found, strict=True):
-            monkeypatch.setattr(lowbit, "has_kernel", lambda device, own=model is models[1]: own)
+            monkeypatch.setattr(lowbit, "runs_triton", lambda device, own=model is models[1]: own)
             model(x.to(next(model.parameters()).device)).square().mean().backward()
             with torch.compiler.set_stance("force_eager"):  # torchao would compile its update
                 optimizer.step()
@@ -215,7 +215,7 @@ def test_stochastic_rounding_leaves_the_random_state_alone(
     monkeypatch: pytest.MonkeyPatch, name: str, kernel: bool
 ) -> None:
     """And does not depend on it: two copies of a model are rounded alike, in several steps."""
-    monkeypatch.setattr(lowbit, "has_kernel", lambda device: kernel)
+    monkeypatch.setattr(lowbit, "runs_triton", lambda device: kernel)
     found = []
     for seed in range(2):
         torch.manual_seed(0)
