@@ -242,12 +242,12 @@ class ModelFields(Settings):
     def rope(self) -> Rope:
         """The rotary embedding of layers without a window, and of the others too where there is no `sliding_rope`."""
         return Rope(
-            self.rope_theta,
-            self.head_dim,
-            self.partial_rotary_factor,
-            self.max_position_embeddings,
-            self.rope_interleaved,
-            frozen(self.rope_scaling),
+            theta=self.rope_theta,
+            head_dim=self.head_dim,
+            share=self.partial_rotary_factor,
+            context=self.max_position_embeddings,
+            interleaved=self.rope_interleaved,
+            stretching=frozen(self.rope_scaling),
         )
 
     @functools.cached_property

@@ -41,8 +41,8 @@ class MeasuredSpeed:
         part: "step", "recomputed step" (blocks are computed again in backward), or "pass", forward and backward alone.
         tokens_per_second: of one GPU.
         flops_per_token: te_models.planning.flops.training_flops of a token.
-        peak_share: what both make of the GPU's peak of dense BF16 products.
-        over_bf16: the speed under BF16 is 1; None: not measured beside it.
+        peak_share: tokens_per_second * flops_per_token, relative to the GPU's peak of dense BF16 products.
+        over_bf16: the speed relative to BF16, measured beside it; None: BF16 was not measured there.
         source: the file of benchmarks/results with the measurement.
         date: its day, YYYY-MM-DD.
     """
@@ -114,7 +114,7 @@ def sizes_of(config: ModelConfig) -> tuple[int, int]:
     return config.hidden_size, experts
 
 
-def like(
+def nearest_speeds(
     gpu: str, config: ModelConfig, recipe: str, tokens: int | None = None, lora: bool = False
 ) -> list[MeasuredSpeed]:
     """Return the rows of this card, recipe and kind of model (with experts or without), the nearest first."""
@@ -125,13 +125,18 @@ def like(
         # A model with experts says nothing about one without: its GEMMs have other sizes.
         if same and bool(row.expert_width) == bool(experts):
             rows.append(row)
-    # Of equally near ones that with the most tokens: a run whose number is unknown fills its GPU.
+    # Among equally near rows the one with the most tokens first: a run of unknown size probably fills its GPU.
     return sorted(rows, key=lambda row: (row.distance(width, experts, tokens), -row.tokens))
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The answer to whether a recipe saves time: `pays` is None where nothing is near; `text` has the figure."""
+    """Whether a recipe saves time.
+
+    Attributes:
+        pays: None where nothing was measured near.
+        text: the figure that decides, for people.
+    """
 
     pays: bool | None
     text: str
@@ -152,7 +157,11 @@ def gain(
         lora: whether only adapters are trained.
     """
     card = card_name(gpu)
-    rows = [row for row in like(card, config, recipe, tokens, lora) if row.over_bf16 is not None]
+    rows = [
+        row
+        for row in nearest_speeds(card, config, recipe, tokens, lora)
+        if row.over_bf16 is not None
+    ]
     width, experts = sizes_of(config)
     # Ordered by distance: the first row that is near enough decides.
     for row in rows:
@@ -177,7 +186,7 @@ def gain(
 def _on_cards_with_the_chip(
     card: str, config: ModelConfig, recipe: str, tokens: int | None, lora: bool
 ) -> list[MeasuredSpeed]:
-    """Return the rows that have a ratio to BF16 of other cards with the chip of `card`; else as `like`."""
+    """Return what `nearest_speeds` has of other cards with the chip of `card`, of rows with a ratio to BF16."""
     try:
         gpu = get_gpu(card)
     except UsageError:  # a card that nobody has described
@@ -185,5 +194,5 @@ def _on_cards_with_the_chip(
     rows = []
     for other in GPUS:
         if other.has_chip_of(gpu):
-            rows += like(other.name, config, recipe, tokens, lora)
+            rows += nearest_speeds(other.name, config, recipe, tokens, lora)
     return [row for row in rows if row.over_bf16 is not None]

@@ -1,6 +1,9 @@
 """Mixtures of experts as data: the group of fields `moe` of ModelConfig, and the description of such an MLP. No torch.
 
-gate_up_proj.weight<e>  [gate: F | up: F]    of expert e; F moe_intermediate_size
+The weights of expert e of width F = moe_intermediate_size, with D = hidden_size (or latent_size, if given):
+
+    gate_up_proj.weight<e>  [gate: F | up: F, D]
+    down_proj.weight<e>     [D, F]
 """
 
 from __future__ import annotations
@@ -20,19 +23,20 @@ from te_models.config.settings import Settings, count, positive, setting
 from te_models.errors import ConfigError, refuse
 
 MISSING = dataclasses.MISSING
-# te.RMSNorms with `separate_norms`, of the input and of the sum of the chosen experts, and of the shared one's output.
+# te.RMSNorms with `separate_norms`: of the chosen experts' input, of their sum, and of the shared expert's output.
 SEPARATE_NORMS = ("expert_input_norm", "expert_output_norm", "shared_output_norm")
-MANY_RANKS = 8  # of more ranks, a message lists the first two and the last
+MANY_RANKS = 8  # beyond this number, a message lists the first two ranks and the last
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(Settings):
     """The experts of a model, of which a router chooses `num_experts_per_tok` for each token.
 
-    The router's scores are the softmax, or the sigmoid, of its logits. The experts with the highest scores are chosen,
-    of equal ones the lowest number; with `n_group` groups only from the `topk_group` groups with the highest
-    sums of their best `group_scores` scores. With `expert_bias` each expert has a number that is added to its score for
-    the choice alone.
+    The router's scores are the softmax, or the sigmoid, of its logits. The experts with the highest scores are chosen;
+    among equal scores, the expert with the lowest index. With `n_group` > 1 the experts form groups, a group is ranked
+    by the sum of its `group_scores` highest scores, and only the `topk_group` best groups take part (DeepSeek-V3,
+    arXiv 2412.19437). With `expert_bias` (the same paper) a number per expert is added to its score for the choice, but
+    not to the weight of its output.
 
     Raises:
         ConfigError: an unknown keyword, or values that do not fit each other.
@@ -118,14 +122,14 @@ class MoEConfig(Settings):
 
 @dataclass(frozen=True)
 class MoESpec(FeedforwardSpec):
-    """The sum of the chosen experts by their weights, and of a shared expert if there is one."""
+    """An MLP of experts: the weighted sum of a token's chosen experts, plus the shared expert if there is one."""
 
     experts: MoEConfig
     activation: str = "silu"
     gate: bool = True
     limit: float | None = None  # the bound of silu(gate) and |up| in the chosen experts
     shared_limit: float | None = None  # the same bound in the shared expert
-    # Between so many ranks the experts are divided; each has the whole router and the whole shared expert.
+    # Expert-parallel ranks, between which the experts are divided; each has the whole router and shared expert.
     ranks: int = 1
 
     name: ClassVar[str] = "mlp"
@@ -142,11 +146,19 @@ class MoESpec(FeedforwardSpec):
         width = experts.latent_size or hidden
         local_experts = experts.num_experts // self.ranks
         linears += self._projections(
-            "", width, experts.moe_intermediate_size, local_experts, experts.bias
+            prefix="",
+            hidden=width,
+            size=experts.moe_intermediate_size,
+            experts=local_experts,
+            bias=experts.bias,
         )
         if experts.shared_expert_intermediate_size:
             linears += self._projections(
-                "shared_", hidden, experts.shared_expert_intermediate_size, 0
+                prefix="shared_",
+                hidden=hidden,
+                size=experts.shared_expert_intermediate_size,
+                experts=0,
+                bias=False,
             )
         if experts.latent_size is not None:
             linears += [
@@ -163,7 +175,7 @@ class MoESpec(FeedforwardSpec):
 
     @property
     def vectors(self) -> Mapping[str, int]:
-        """The experts' numbers for the choice and factors of their weights, and the norms."""
+        """Sizes of the parameters beside the te.Linears: biases and scales of the router, and weights of norms."""
         experts = self.experts
         width = self.hidden_size
         vectors = {"expert_bias": experts.num_experts} if experts.expert_bias else {}
@@ -176,7 +188,7 @@ class MoESpec(FeedforwardSpec):
 
     @property
     def obstacles(self) -> tuple[str, ...]:
-        """The fields that rule out the fused SwiGLU kernels: with a bias, those would write into rows of padding."""
+        """The fields that rule out the fused SwiGLU kernels, which compute silu(gate) * up and keep padding at zero."""
         experts = self.experts
         obstacles = {
             "hidden_act": self.activation != "silu",
@@ -191,7 +203,10 @@ class MoESpec(FeedforwardSpec):
 
     @property
     def graph_obstacle(self) -> str:
-        """Return why no graph contains it, where no kernel of ours (te_models.model.graph_obstacle) counts the rows."""
+        """Return why a CUDA graph cannot contain the MLP where the rows per expert are counted on the host.
+
+        te_models.model.graph_obstacle knows where kernels count them on the device instead.
+        """
         return "how many rows each expert gets depends on the tokens, and the host has to know it"
 
     @property
@@ -203,7 +218,9 @@ class MoESpec(FeedforwardSpec):
         }
         if self.experts.latent_size is not None:
             features["latent_size"] = self.experts.latent_size
-        return features | ({"shared_expert_intermediate_size": shared_size} if shared_size else {})
+        if shared_size:
+            features["shared_expert_intermediate_size"] = shared_size
+        return features
 
     def parallel_obstacle(self, sequence: bool) -> str:
         return "tensor parallelism does not divide experts: use FSDP2 (--parallel fsdp), which shards them"
@@ -214,29 +231,31 @@ class MoESpec(FeedforwardSpec):
         active = self.num_parameters
         for linear in self.linears:
             if linear.experts:
-                # A linear of experts has a GEMM for each; of these a token goes through a few.
+                # A grouped linear has one GEMM per expert; the token skips the GEMMs of idle experts.
                 active -= linear.num_parameters // linear.gemms * idle
         return active
 
     def rows_of(self, linear: LinearSpec, tokens: int) -> int:
-        """Return the rows of a te.Linear: each token goes through its own experts only."""
-        return tokens * self.experts.num_experts_per_tok if linear.experts else tokens
+        """Return the number of rows that a te.Linear multiplies: a token has one row per chosen expert."""
+        if linear.experts:
+            return tokens * self.experts.num_experts_per_tok
+        return tokens
 
     def _projections(
-        self, prefix: str, hidden: int, size: int, experts: int, bias: bool = False
+        self, prefix: str, *, hidden: int, size: int, experts: int, bias: bool
     ) -> list[LinearSpec]:
-        """Return the projections to and from `size` channels: of one linear, or of each expert."""
+        """Return the projections from `hidden` to `size` channels and back, per expert; `experts` 0: of a plain MLP."""
         names = ("gate", "up") if self.gate else ("up",)
-        into = tuple(Section(name, size, size) for name in names)
-        out = (Section("down", hidden, hidden),)
+        gate_up = tuple(Section(name, size, size) for name in names)
+        down = (Section("down", hidden, hidden),)
         return [
-            LinearSpec(f"{prefix}gate_up_proj", hidden, into, bias=bias, experts=experts),
-            LinearSpec(f"{prefix}down_proj", size, out, bias=bias, residual=True, experts=experts),
+            LinearSpec(f"{prefix}gate_up_proj", hidden, gate_up, bias=bias, experts=experts),
+            LinearSpec(f"{prefix}down_proj", size, down, bias=bias, residual=True, experts=experts),
         ]
 
 
 def with_local_experts(layers: tuple[LayerSpec, ...], ranks: int) -> tuple[LayerSpec, ...]:
-    """Return the layers as one of `ranks` ranks has them, between which the experts are divided.
+    """Return the layers of one of `ranks` ranks, between which the experts are divided.
 
     Raises:
         ConfigError: there are no experts, or their number is not a multiple of `ranks`.
@@ -261,7 +280,11 @@ def with_local_experts(layers: tuple[LayerSpec, ...], ranks: int) -> tuple[Layer
 
 
 def places_of_experts(layers: tuple[LayerSpec, ...], ranks: int) -> str:
-    """Return "0 to 3 on rank 0, 4 to 7 on rank 1 of every 2", for example; errors are as in `with_local_experts`."""
+    """Say which experts each rank has, such as "0 to 3 on rank 0, 4 to 7 on rank 1 of every 2".
+
+    Raises:
+        ConfigError: as `with_local_experts` does.
+    """
     counts = []
     for layer in with_local_experts(layers, ranks):
         if isinstance(layer.mlp, MoESpec):

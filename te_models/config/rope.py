@@ -1,4 +1,8 @@
-"""Rotary embeddings as data: which channels rotate, how fast, and how that stretches to longer contexts. No torch."""
+"""Rotary embeddings (RoPE) as data: which channels rotate, how fast, and the scaling to longer contexts. No torch.
+
+RoPE is from arXiv 2104.09864, YaRN from 2309.00071 and LongRoPE from 2402.13753; the fields and their names are
+the ones of transformers.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +17,8 @@ Items = tuple[tuple[str, Any], ...]
 # Kind of RoPE scaling -> (required, optional) fields beside `rope_type`; te_models.model.rope computes them.
 ROPE_SCALINGS = {
     "linear": (("factor",), ()),
-    # Of the share of channels, the rest of which keep the angle zero: pairs lie half a head apart all the same.
+    # partial_rotary_factor is part of the scaling here: pairs lie half a head apart as without it, and those beyond the
+    # share have angle zero.
     "proportional": ((), ("partial_rotary_factor", "factor")),
     "dynamic": (("factor",), ()),
     "llama3": (
@@ -46,12 +51,20 @@ def _field(name: str, *kinds: type, group: str = "rope_scaling", **about: Any) -
     )
 
 
-SEVERAL = ("short_factor", "long_factor")  # have one number for each pair of rotated channels
-_NUMBERS = dict.fromkeys(
-    name for fields in ROPE_SCALINGS.values() for group in fields for name in group
-)
-_FIELDS = {name: _field(name, *([tuple] if name in SEVERAL else [])) for name in _NUMBERS}
-_FIELDS["truncate"] = _field("truncate", bool)
+PER_PAIR = ("short_factor", "long_factor")  # have one number for each pair of rotated channels
+
+
+def _scaling_fields() -> dict[str, Setting]:
+    """Return the check of each field that a kind of scaling may have."""
+    fields = {}
+    for required, optional in ROPE_SCALINGS.values():
+        for name in required + optional:
+            fields[name] = _field(name, tuple) if name in PER_PAIR else _field(name)
+    fields["truncate"] = _field("truncate", bool)
+    return fields
+
+
+_FIELDS = _scaling_fields()
 _SLIDING = {
     name: _field(name, group="sliding_rope") for name in ("rope_theta", "partial_rotary_factor")
 }
@@ -64,10 +77,10 @@ class Rope:
     Attributes:
         theta: the base of the frequencies.
         head_dim: channels of a head.
-        share: the share of them that is rotated.
-        context: max_position_embeddings, to which some scalings relate.
-        interleaved: rotate neighboring channels instead of the two halves.
-        stretching: the items of `scaling`, hashable; none without one.
+        share: the fraction of the head's channels that is rotated.
+        context: max_position_embeddings, which some scalings use.
+        interleaved: rotate pairs of neighboring channels, instead of channel i with channel i + size / 2.
+        stretching: the items of `scaling` as a hashable tuple; empty without scaling.
     """
 
     theta: float
@@ -79,7 +92,7 @@ class Rope:
 
     @property
     def scaling(self) -> Scaling | None:
-        """None, or a row of ROPE_SCALINGS with its `rope_type`."""
+        """Return the fields of `rope_scaling` with its `rope_type`; None without scaling."""
         values = {}
         for name, value in self.stretching:
             if isinstance(value, tuple):
@@ -113,10 +126,11 @@ class Rope:
 
 
 def frozen(scaling: Scaling | None) -> Items:
-    """Return the items of `rope_scaling`, hashable."""
-    return tuple(
-        (name, tuple(v) if isinstance(v, list) else v) for name, v in (scaling or {}).items()
-    )
+    """Return the items of `rope_scaling` as a hashable tuple, with tuples in place of lists."""
+    items = []
+    for name, value in (scaling or {}).items():
+        items.append((name, tuple(value) if isinstance(value, list) else value))
+    return tuple(items)
 
 
 def rotary_mistakes(head_dim: int, factor: float) -> Iterator[str]:
@@ -130,11 +144,20 @@ def rotary_mistakes(head_dim: int, factor: float) -> Iterator[str]:
 
 
 def checked_sliding_rope(rope: Scaling, head_dim: int) -> Scaling:
-    """Return `sliding_rope` with a base, if needed a share of rotated channels, and a row of ROPE_SCALINGS or none."""
+    """Return `sliding_rope` with exactly the fields that it needs: the base, and the share and the scaling if any.
+
+    Raises:
+        ConfigError: it lacks `rope_theta`, or a field is unknown, has a wrong value, or is not supported.
+    """
     scaling = dict(rope)
-    proportional = _kind(scaling) == "proportional"  # whose share belongs to the scaling
-    names = [name for name in _SLIDING if not (proportional and name == "partial_rotary_factor")]
-    sliding = {name: scaling.pop(name) for name in names if name in scaling}
+    names = list(_SLIDING)
+    # The share is a field of this scaling, and not of the rotary embedding before it.
+    if _kind(scaling) == "proportional":
+        names.remove("partial_rotary_factor")
+    sliding = {}
+    for name in names:
+        if name in scaling:
+            sliding[name] = scaling.pop(name)
     if "rope_theta" not in sliding:
         raise ConfigError("sliding_rope lacks rope_theta")
     for name, value in sliding.items():
@@ -179,7 +202,7 @@ def _kind(scaling: Scaling) -> Any:
 
 
 def _scaling_mistakes(kind: object, scaling: Scaling, pairs: int) -> Iterator[str]:
-    """Yield a line for fields that the kind of scaling lacks or does not take, and for values of a wrong form."""
+    """Yield a line for each missing or unsupported field of a kind of scaling, and for each wrong number of values."""
     if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
         yield f"rope_scaling of type {kind!r} is not supported: choose from {', '.join(ROPE_SCALINGS)}"
         return
@@ -189,7 +212,7 @@ def _scaling_mistakes(kind: object, scaling: Scaling, pairs: int) -> Iterator[st
         if name not in known:
             yield f"rope_scaling of type {kind!r} with {name}={value!r} is not supported: it takes {known}"
         _FIELDS[name].check(value)
-        if name in SEVERAL and len(value) != pairs:
+        if name in PER_PAIR and len(value) != pairs:
             yield f"rope_scaling.{name} has {len(value)} numbers: give {pairs}, one for each pair of rotated channels"
     if missing := [name for name in required if name not in scaling]:
         yield f"rope_scaling of type {kind!r} lacks {', '.join(missing)}"
