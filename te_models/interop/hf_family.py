@@ -1,4 +1,4 @@
-"""One family of Hugging Face's decoders as data: what reads and writes its config.json. No torch."""
+"""One family of Hugging Face's decoders as data: how its config.json is read and written. No torch."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, replace
@@ -6,6 +6,7 @@ from typing import Any
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError
+from te_models.interop.hf_common_keys import COPIED, HARMLESS, NULLABLE, SHARED, SIZES
 from te_models.interop.hf_parts import ConfigKeys, Fields, Values
 from te_models.interop.hf_places import Rows
 from te_models.interop.hf_rope_parts import unread_rope_fields
@@ -18,48 +19,52 @@ class Family:
 
     Attributes:
         model_type, architecture: as in config.json.
-        models: the published models, for people.
-        copied: our fields among COPIED that their config.json has under another key -> that key.
-        norm, embedding, blocks: their names of the last norm, of the embedding and of the list of layers, below
-            `root`.
-        modules: the fields above, and `layer`, that are others in a model of transformers than in a folder.
-        stated: returns a config.json with the keys that follow from its other keys.
-        layer: their name below "model.layers.<i>." -> its place in ours, for weights and biases.
+        models: names of published models, for people.
+        copied: our fields among COPIED -> their key in config.json, where it has another name.
+        norm, embedding, blocks: names of the last norm, of the embedding and of the list of layers, below `root`.
+        modules: fields of this class (`norm`, `embedding`, `blocks`, `layer`) -> their value in a model of
+            transformers, where it differs from the one in a folder.
+        stated: a function from a config.json to one with the keys that other keys imply.
+        layer: name of a tensor below "model.layers.<i>." -> the rows of our parameter that it fills.
         parts: keys that need more than copying.
-        spellings: names in `layer` -> other names that some folders have instead.
+        spellings: names in `layer` -> names that some folders have in their place.
         constants: values of our fields that all models of the family share.
         defaults: the values that transformers uses for absent keys.
-        only: their keys -> the values that te-models supports; any other is refused.
-        ignored: their keys that change nothing in a model that is accepted.
-        when: keys of the text model -> their values in the family, where others of its model_type have other tensors;
-            None among the values: absent.
+        only: key -> the values that te-models supports; other values are refused.
+        ignored: keys that change nothing in a model that is accepted.
+        when: keys of the text model -> the values that select this family among those of its model_type, whose tensors
+            differ; None among the values: the key may be absent.
         marks: keys that distinguish the family from others of its model_type.
-        written: False if only models read as this family are written as it, since transformers has no code for it.
-        accepts: whether transformers accepts a config that the keys can express, for models not read as this family.
-        inner: the key of config.json below which the text model is described; "": it is not nested.
-        flat: keys of other models in a config.json that has the text model's beside them and not below `inner`,
-            as earlier versions of transformers wrote it; (): there are no such files.
-        text_type: the model_type below that key, where families of one outer model_type differ in it.
-        inside: the prefix of the names of layers in a model of transformers with images.
-        root: the prefix of their names of embedding, layers and last norm.
-        head: their name of the head.
-        other_models: prefixes of tensors of other models in the folder, such as one for images; they are written back.
-        absent: ends of names of tensors that a release may lack; they are zeros then.
-        unused: returns the prefixes, below `root`, of tensors that transformers does not load.
-        later: prefixes of tensors that predict later tokens, which are written back where a folder has them.
+        written: False if transformers has no code for the family: then only models that were read as this family are
+            written as it.
+        accepts: a function that says whether transformers accepts a model, for models that were not read as this
+            family but that its keys can express.
+        inner: the key of config.json that holds the description of the text model; "": it is not nested.
+        flat: keys that belong to other models in a config.json without `inner`, which earlier versions of transformers
+            wrote; (): there are no such files.
+        text_type: the model_type below `inner`, where families of one outer model_type differ in it.
+        inside: the prefix of the names of layers in a multimodal model of transformers.
+        root: the prefix of the names of embedding, layers and last norm.
+        head: the name of the head.
+        other_models: prefixes of the tensors of other models in the folder, such as a vision tower; they are written
+            back unchanged.
+        absent: suffixes of tensors that a release may lack; they are zero then.
+        unused: a function from the text model's config to the prefixes, below `root`, of tensors that transformers does
+            not load.
+        later: prefixes of the tensors of multi-token prediction, which are written back where a folder has them.
         stacked: where its experts are one tensor per projection, the order of their dimensions, INPUTS_FIRST or
             OUTPUTS_FIRST of te_models.interop.stacked_experts; "": each expert has tensors of its own.
-        stacks: ends of their names of such tensors that lack "experts" -> the same with it.
-        inputs_first: whether experts in a model of transformers have inputs before outputs.
-        swapped_by_peft: whether peft takes those inputs for outputs, since the model does not say `is_transposed`.
+        stacks: suffixes of such tensors in a folder, where they lack "experts" -> the suffix with it.
+        inputs_first: whether experts in a model of transformers are [experts, in, out], and not [experts, out, in].
+        swapped_by_peft: whether peft takes those inputs for outputs, since the model lacks `is_transposed`.
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
-        scaled_vectors: whether its embedding in transformers multiplies, and `inputs_embeds` come multiplied.
-        mlp: the name of experts and their router, below a layer of a model of transformers.
+        scaled_vectors: whether its embedding in transformers scales its output, so that `inputs_embeds` are scaled.
+        mlp: the name of the module with the experts and their router, below a layer of a model of transformers.
         experts: the name of the experts there, where it is not `mlp`.experts.
-        renamed: parts of their names that are others in a model of transformers -> those there.
-        served: keys that servers read of a model, beside those that `write` writes.
+        renamed: parts of names in a folder -> those in a model of transformers.
+        served: a function from a model's config to the keys that servers read beside those that `write` writes.
         sign: `marks` in words, for people.
-        note: what sets it apart, for people.
+        note: the family's peculiarities, for people.
     """
 
     model_type: str
@@ -111,7 +116,11 @@ class Family:
         return self.experts or f"{self.mlp}.experts"
 
     def read(self, config: Values) -> ModelConfig:
-        """Return the ModelConfig of a config.json; a ConfigError names a request that te-models does not support."""
+        """Return the ModelConfig of a config.json.
+
+        Raises:
+            ConfigError: the file lacks a size, or asks for something that te-models does not support; it names all.
+        """
         config = self.text(config)
         problems = self._unsupported(config)
         for key in SIZES:
@@ -126,7 +135,7 @@ class Family:
         stated = {**self.defaults, **config}
         ours = {key: stated[theirs] for key, theirs in self.keys.items() if theirs in stated}
         if isinstance(ours.get("pad_token_id"), int) and ours["pad_token_id"] < 0:
-            ours["pad_token_id"] = None  # as some files say that there is none
+            ours["pad_token_id"] = None  # some files say so with -1
         theirs = dict(self.defaults)
         for key, value in config.items():
             # Another null means that the key is absent.
@@ -166,10 +175,13 @@ class Family:
         return {**text, **outer}
 
     def stored_as(self, names: Collection[str]) -> "Family":
-        """Return the family with the prefixes that the tensors of a folder have, all of which transformers reads.
+        """Return the family with the prefixes of the tensors in a folder, all of which transformers reads.
 
         A model that was saved without its head lacks "model." in its names, and a text model that was loaded from a
-        multimodal folder is saved under the names of that one.
+        multimodal folder is saved under the multimodal model's names.
+
+        Args:
+            names: the names of all tensors in the folder.
         """
         # The family's own prefix first, so that it wins where several fit.
         roots = dict.fromkeys((self.root, *ROOTS))
@@ -195,7 +207,7 @@ class Family:
         )
 
     def other_name(self, name: str, stored: "Family") -> str:
-        """Return another model's tensor's name with this family's prefixes, in place of the prefixes of `stored`."""
+        """Return the name of a tensor of another model with this family's prefixes, in place of those of `stored`."""
         layers = f"{stored.root}{self.blocks}."
         if name.startswith(layers):
             return f"{self.root}{self.blocks}.{name.removeprefix(layers)}"
@@ -206,9 +218,9 @@ class Family:
         return name
 
     def other_prefixes(self, config: Values) -> tuple[str, ...]:
-        """Return the prefixes of tensors in a folder with this config.json that are not of the text model.
+        """Return the prefixes of the tensors in a folder that do not belong to the text model.
 
-        They belong to other models, and to the layers after the last that predict later tokens.
+        They belong to other models, and to the layers behind the last one that predict later tokens.
         """
         text = self.text(config)
         count = text.get("num_nextn_predict_layers")
@@ -251,23 +263,30 @@ class Family:
 
     def has_places(self, config: ModelConfig) -> bool:
         """Return whether every te.Linear of the model has a place in this architecture."""
-        modules = {module for rows in self.layer.values() for module in rows.modules}
-        return all(layer.linears.keys() <= modules for layer in config.layers)
+        return not self._linears_without_place(config)
 
     def lacks(self, config: ModelConfig) -> list[str]:
-        """Return what of a model this architecture cannot express: te.Linears, and fields with their values."""
-        modules = {module for rows in self.layer.values() for module in rows.modules}
-        linears = {name for layer in config.layers for name in layer.linears} - modules
+        """List what this architecture cannot express of a model: names of te.Linears, and fields as "name=value"."""
         try:
             read = self.read(self.write(config)).to_dict()
-        # Numbers of ours for which theirs would be zero or infinite.
+        # A part divides by one of our numbers, or writes a config.json that `read` refuses.
         except (ArithmeticError, ValueError):
             read = {}
         fields = []
         for name, value in config.to_dict().items():
             if read.get(name, MISSING) != value:
                 fields.append(f"{name}={value!r}")
-        return [*sorted(linears), *fields]
+        return [*sorted(self._linears_without_place(config)), *fields]
+
+    def _linears_without_place(self, config: ModelConfig) -> set[str]:
+        """Return the te.Linears of a model that no tensor of this architecture fills."""
+        placed: set[str] = set()
+        for rows in self.layer.values():
+            placed.update(rows.modules)
+        linears: set[str] = set()
+        for layer in config.layers:
+            linears.update(layer.linears)
+        return linears - placed
 
     @property
     def keys(self) -> dict[str, str]:
@@ -280,11 +299,11 @@ class Family:
         return self.inside if self.inner else "model."
 
     def in_models(self, root: str) -> "Family":
-        """Return the family with the names that its modules have in a model of transformers, below `root`."""
+        """Return the family with the names of modules in a model of transformers, below `root`."""
         return replace(self, root=root, head="lm_head", **self.modules)
 
     def as_stack(self, name: str) -> str:
-        """Return the name of a tensor in a folder with "experts" in it, if it is a stack of experts."""
+        """Return the name of a tensor of a folder, with "experts" added if it is a stack of experts without it."""
         for stored, stack in self.stacks.items():
             if name.endswith(stored):
                 return name.removesuffix(stored) + stack
@@ -298,13 +317,13 @@ class Family:
         return name
 
     def in_transformers(self, name: str) -> str:
-        """Return the name of a tensor in a model of transformers, from that in a folder."""
+        """Return the name of a tensor in a model of transformers, given its name in a folder."""
         for stored, there in self.renamed.items():
             name = name.replace(stored, there)
         return name
 
     def known(self) -> set[str]:
-        """The keys that `write` writes or a part reads."""
+        """Return the keys that `write` writes or a part reads."""
         return {*self.keys.values(), *self.only, *(key for part in self.parts for key in part.keys)}
 
     def unread(self, config: Values) -> list[str]:
@@ -317,16 +336,14 @@ class Family:
         unread = []
         for key, value in text.items():
             # A key that is switched off has no effect in any family.
-            if (
-                key not in read
-                and not key.startswith(("_", "unsloth_"))
-                and not (value is None or value is False)
-            ):
+            if value is None or value is False:
+                continue
+            if key not in read and not key.startswith(("_", "unsloth_")):
                 unread.append(key)
         return unread + unread_rope_fields(text)
 
     def _unsupported(self, config: Values) -> list[str]:
-        """Return a line on keys that transformers reads, with values that te-models does not compute."""
+        """Return a line per key that transformers reads and whose value te-models does not support."""
         problems = []
         known = self.known() | self.ignored
         for key, value in config.items():
@@ -346,142 +363,30 @@ class Family:
 
 
 def _with_mrope(new: Fields, document: Values) -> Fields:
-    """Return a text model's keys with the division of RoPE's channels among three positions that `document` has."""
+    """Return the text model's keys `new` with the fields of M-RoPE that `document` has.
+
+    They divide RoPE's channels among three positions, which a text model has no use for.
+    """
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
-    division = {name: value for name, value in rope.items() if name.startswith("mrope_")}
-    if not division:
+    mrope = {name: value for name, value in rope.items() if name.startswith("mrope_")}
+    if not mrope:
         return new
-    return {**new, "rope_parameters": {**new["rope_parameters"], **division}}
+    return {**new, "rope_parameters": {**new["rope_parameters"], **mrope}}
 
 
-def _all_full(types: object) -> bool:
-    return types is None or set(types) == {"full_attention"}  # type: ignore[arg-type]  # a list in a config.json
-
-
-# Keys that transformers' caches and masks read for every family -> whether a value is the one of a family without it.
-SHARED: Mapping[str, Callable[[object], bool]] = {
-    "layer_types": _all_full,
-    "sliding_window": lambda size: size is None,
-    "attention_chunk_size": lambda size: size is None,
-    "is_causal": lambda flag: flag is not False,
-    "kv_sharing_modes": lambda modes: not modes,
-    "num_kv_shared_layers": lambda count: not count,
-    "per_layer_config": lambda configs: not configs,
-    "is_encoder_decoder": lambda flag: not flag,
-}
-
-# Prefixes of the names of layers in folders that transformers reads, and names of heads.
+# Prefixes of the names of layers, and names of the head, in folders that transformers reads.
 ROOTS = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
 HEADS = ("lm_head", "language_model.lm_head")
 
 
 def prefixes_of(prefix: str) -> tuple[str, ...]:
-    """Return a prefix of other models' tensors, and the same with or without "model." before it."""
+    """Return a prefix of tensors of other models, with and without "model." in front."""
     bare = prefix.removeprefix("model.")
     return tuple(dict.fromkeys((prefix, f"model.{bare}", bare)))
 
 
-COPIED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "initializer_range",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
-
-# Keys whose null means "none" rather than the default.
-NULLABLE = (
-    "sliding_window",
-    "attention_chunk_size",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "q_lora_rank",
-    "scale_depth",
-    "dim_model_base",
-)
-
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
-
-# Keys without effect on logits or training: bookkeeping, and defaults of generation and of other heads.
-HARMLESS = frozenset(
-    {
-        "architectures",
-        "model_type",
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
-        "use_cache",
-        "pretraining_tp",
-        "tokenizer_class",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "finetuning_task",
-        "task_specific_params",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "return_dict_in_generate",
-        "output_scores",
-        "torchscript",
-        "chunk_size_feed_forward",
-        "is_decoder",
-        "do_sample",
-        "early_stopping",
-        "max_length",
-        "min_length",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "repetition_penalty",
-        "length_penalty",
-        "diversity_penalty",
-        "encoder_no_repeat_ngram_size",
-        "no_repeat_ngram_size",
-        "num_beams",
-        "num_beam_groups",
-        "num_return_sequences",
-        "exponential_decay_length_penalty",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "suppress_tokens",
-        "remove_invalid_values",
-        "prefix",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "model_max_length",
-        "tf_legacy_loss",
-        "use_bfloat16",
-        "keys_to_ignore_at_inference",
-        "max_sequence_length",
-        "attn_implementation",
-        "cache_implementation",
-        "is_llama_config",
-        "transformers.js_config",
-    }
-)
-
-
 def whole_heads(config: ModelConfig) -> bool:
-    """Return whether the heads divide the width, as the configs of some families in transformers want it."""
+    """Return whether the hidden size is a multiple of the number of heads, as some families' configs demand."""
     return config.hidden_size % config.num_attention_heads == 0
 
 
