@@ -6,8 +6,9 @@ them. The same function runs eagerly everywhere else, with the same results. The
 computes the next one.
 
 Under an FP8 recipe the weights are quantized with the prompt and the FP8 data is reused in every step (one byte per
-parameter), and by the next generation while the weights stay the same (te_models.fp8.kept_weights). The emulated engine
-also keeps what its products on a CPU take, of weights that are not too large (2 to 4 bytes per parameter).
+parameter), and by the next generation while the weights stay the same (te_models.fp8.kept_weights). On a CPU the
+emulated engine also keeps copies of weights in the layout of its matrix products, if they are not too large (2 to 4
+bytes per parameter).
 """
 
 import contextlib
@@ -39,17 +40,34 @@ def cached_tokens(
     generator: torch.Generator,
     graph: bool,
 ) -> Generator[Tensor]:
-    """Yield the `count` tokens after `ids` [B, S], int64 [B] on the host, one step at a time.
+    """Yield the tokens after a prompt, one step at a time: int64 [B] on the host.
 
-    `graph` captures the steps after the first in a CUDA graph; `pick` draws from `generator`. The weights must not
-    change before the last token, since an FP8 recipe reuses their quantized values.
+    The weights must not change before the last token, since an FP8 recipe reuses their quantized values.
+
+    Args:
+        model: the decoder.
+        ids: the prompt, int64 [B, S].
+        mask: 1 for tokens and 0 for padding on the left, [B, S]; None: no padding.
+        count: the number of tokens to generate per row.
+        pick: returns the next token per row, int64 [B], for logits FP32 [B, V].
+        generator: the source of the random numbers that `pick` draws.
+        graph: whether the steps after the prompt run as a CUDA graph.
     """
-    # Copies of the weights, quantized or laid out for a CPU's products, are kept for the next generation. On a GPU
-    # there are none under BF16. A training run needs the memory for its next step, which changes the weights anyway.
+    # Copies of the weights, quantized or laid out for a CPU's products, are kept for the next generation. Under BF16 on
+    # a GPU there are none. A training run needs the memory for its next step, which changes the weights anyway.
     has_copies = model.recipe.quantized or ids.device.type == "cpu"
     with reused_weights(model, model.te, keep=has_copies and not is_trained(model)) as weights:
-        loop = DecodeLoop(model, ids, mask, count, pick, generator, graph, weights)
-        # One step ahead of the reader: the device computes it while the host handles the token before.
+        loop = DecodeLoop(
+            model,
+            ids=ids,
+            mask=mask,
+            count=count,
+            pick=pick,
+            generator=generator,
+            graph=graph,
+            weights=weights,
+        )
+        # On a GPU one step is launched ahead: the device computes it while the host handles the token before.
         ahead = int(ids.is_cuda)
         launched = 0
         for step in range(count):
@@ -63,11 +81,11 @@ def cached_tokens(
 def recomputed_tokens(
     model: Decoder, ids: Tensor, mask: Tensor | None, count: int, pick: Pick
 ) -> Generator[Tensor]:
-    """Yield the same tokens without a cache, by recomputing the whole sequence for each."""
+    """Yield the same tokens as `cached_tokens` without a cache: each step computes the whole sequence anew."""
     for _ in range(count):
         new = pick(model(ids, attention_mask=mask, logits_to_keep=1).logits[:, -1].float())
         yield new.cpu()
-        # The whole text again, of another length in each step: no graph and no cached shapes.
+        # The sequence has another length in each step, so no graph can replay it.
         ids = torch.cat((ids, new[:, None]), dim=1)  # [B, S + 1]
         mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=1)
 
@@ -77,15 +95,16 @@ class DecodeLoop:
 
     Attributes:
         last_token: int64 [B, 1], the input of the next step.
-        generated: int64 [count, B], all tokens so far.
-        done: int64 [1], number of steps so far.
-        restart_step: the step before which all keys are computed once more; 0: none.
-        eager: number of steps after the prompt that ran without the graph.
+        generated: int64 [count, B], all tokens so far; later rows are zero.
+        done: int64 [1], number of steps so far, on the device.
+        restart_step: the step that computes all keys once more (LongRoPE); 0: none.
+        cached_steps: number of steps so far that read the cache: all but the prompt and `restart_step`.
     """
 
     def __init__(
         self,
         model: Decoder,
+        *,
         ids: Tensor,
         mask: Tensor | None,
         count: int,
@@ -104,11 +123,11 @@ class DecodeLoop:
         self.cache = model.new_cache(batch, length + count)
         log.info("%r", self.cache)
         self.last_token = ids.new_zeros(batch, 1)
-        # [count, B]: a step writes one row, whose place is a tensor, so that a graph can replay it.
+        # A step writes one row of [count, B]; its index, `done`, is a tensor, so that a replayed graph writes the next.
         self.generated = ids.new_zeros(count, batch)
         self.done = ids.new_zeros(1)
         self.restart_step = _restart_step(model, ids, mask)
-        self.eager = 0
+        self.cached_steps = 0
         self.graph: Any = torch.cuda.CUDAGraph() if graph else None
         self.stream: Any = torch.cuda.Stream(ids.device) if graph else None
         if ids.is_cuda:
@@ -134,20 +153,20 @@ class DecodeLoop:
 
     def _replay_or_step(self) -> None:
         """Run a step after the prompt: with a graph the first warms up, the second is captured, later ones replay."""
-        self.eager += 1
+        self.cached_steps += 1
         if self.graph is None:
             self.step()
-        elif self.eager == 1:
+        elif self.cached_steps == 1:
             self._warm_up()
-        elif self.eager == 2:
+        elif self.cached_steps == 2:
             self._capture()
         else:
-            # A replay runs no Python, so the host's count is kept here.
+            # A replay runs no Python, so the host counts the cached positions here.
             self.cache.length += 1
             self.graph.replay()
 
     def _restart(self, step: int) -> None:
-        """Compute all keys and values once more, with the angles that apply from this token on."""
+        """Compute all keys and values once more, with the RoPE angles that apply from this token on."""
         self.cache.clear()
         new_ids = self.generated[:step].T  # [step, B] -> [B, step]
         # New tokens are never padding.
@@ -166,7 +185,7 @@ class DecodeLoop:
 
     def _capture(self) -> None:
         """Capture a step and replay it. If another thread disturbs the capture, all steps from here run eagerly."""
-        # A capture advances the host's count though nothing has run: it is set back if the capture fails.
+        # A capture advances the host's count of positions though no kernel has run: a failed one sets it back.
         length = self.cache.length
         try:
             with capture(self.graph, self.stream, self.generator):
@@ -186,32 +205,36 @@ class DecodeLoop:
 
     def _forward(self, ids: Tensor, mask: Tensor | None) -> None:
         """Feed ids [B, S] to the model, and write the token that follows each row to `generated` and `last_token`."""
-        # The prompt quantizes the weights unless they are kept from the generation before, and on a CPU lays out those
-        # in BF16 for its products; the steps reuse them.
-        first = None
+        # Transformer Engine's flag: True quantizes the weights and keeps the copies, False reuses them, and None does
+        # neither. The prompt makes the copies, unless they are left from the generation before; the steps reuse them.
+        is_first_microbatch = None
         if self.model.recipe.quantized or ids.device.type == "cpu":
-            first = not self.weights.ready
-        options = dict(
-            cache=self.cache, attention_mask=mask, logits_to_keep=1, is_first_microbatch=first
-        )
-        # Without versions and views to track a CPU takes a twelfth less; a GPU's host is ahead anyway.
+            is_first_microbatch = not self.weights.ready
+        # inference_mode tracks no versions and views, which takes a twelfth less time on a CPU; with a GPU the host is
+        # ahead anyway.
         untracked = ids.device.type == "cpu" and self.graph is None
         with torch.inference_mode() if untracked else contextlib.nullcontext():
-            new = self.pick(self.model(ids, **options).logits[:, -1].float())
-            # The place is a tensor on the device, so that a graph's replay writes the next row each time.
+            output = self.model(
+                ids,
+                cache=self.cache,
+                attention_mask=mask,
+                logits_to_keep=1,
+                is_first_microbatch=is_first_microbatch,
+            )
+            new = self.pick(output.logits[:, -1].float())  # [B, 1, V] -> [B]
             self.generated.index_copy_(0, self.done, new[None])
             self.last_token.copy_(new[:, None])
             self.done += 1
 
     def _warm_up(self) -> None:
-        """Run a step on the stream of the capture, where libraries allocate workspaces and kernels are compiled."""
+        """Run a step on the capture's stream: libraries allocate workspaces there and kernels are compiled."""
         current = torch.cuda.current_stream(self.generated.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             self.step()
         # Both streams use the same cache: each waits for the other.
         current.wait_stream(self.stream)
-        # Without it each replay would draw the numbers of the capture again.
+        # An unregistered generator would draw the same numbers in each replay.
         self.graph.register_generator_state(self.generator)
 
 

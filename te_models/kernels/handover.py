@@ -1,12 +1,13 @@
 """The hand-over of activations from one te module to the next: the plain functions, which pass on BF16.
 
-A te.Linear casts its input to FP8 by itself, in a pass over a BF16 tensor that the operation before it has just
-written; its backward does the same with the gradient of its output. An engine's `handover` contains twins under these
-names that write FP8 directly, with the te.Linear's own scale and amax (engine/native_handover.py). The only difference
-is one rounding to BF16, which the twins leave out.
+A te.Linear casts its input to FP8 by itself, in a separate pass over the BF16 tensor that the previous operation has
+just written; its backward does the same with the gradient of its output. An engine's `handover` has a twin of each
+function below, under the same name, that writes FP8 directly, with the te.Linear's own scale and amax
+(engine/native_handover.py). The only difference is one rounding to BF16, which the twins leave out.
 
-`producer` is the te.Linear whose output is read, `consumer` the one whose input is made; None stands for one that
-takes plain tensors, since it runs in another precision than its neighbours.
+In all functions `producer` is the te.Linear whose output is read, and `consumer` the te.Linear whose input is written.
+None in its place means that this te.Linear takes plain tensors, since it runs in another precision than its neighbours.
+The plain functions ignore both. Shapes: N tokens, D hidden size, F width of the MLP.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ if TYPE_CHECKING:
 def norm(
     module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module | None
 ) -> tuple[Tensor, Tensor]:
-    """Return a te.RMSNorm of x + delta [N, D] (None: of x), and x + delta, the residual stream.
+    """Add `delta` to the residual stream x, both [N, D], and return (module(x + delta), x + delta).
 
-    With `consumer` None other modules read the norm too. Use the returned sum: a twin adds both of its gradients in
-    one kernel.
+    Without `delta` the sum is x. The caller goes on with the returned sum, not with its own: the twin's backward adds
+    the gradients of the norm and of the residual stream in one kernel.
+
+    With `consumer` None the output stays in BF16, as where several modules read it.
     """
     total = x if delta is None else x + delta
     return module(total), total
@@ -57,7 +60,7 @@ def _itself(function: Operation) -> Operation:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """SwiGLU from two functions, whose input is saved early (te_models/kernels/early_save.py)."""
+    """SwiGLU by a forward and a backward function; its input is saved early (te_models/kernels/early_save.py)."""
 
     @staticmethod
     def forward(ctx: Context, gate_up: Tensor, forward: Operation, backward: Operation) -> Tensor:
@@ -78,9 +81,10 @@ def swiglu(
     forward: Operation = silu_times_up,
     backward: Operation = swiglu_backward,
 ) -> Tensor:
-    """Return silu(gate) * up of gate_up [N, 2F] = [gate | up], which is saved for backward first.
+    """Return silu(gate) * up, [N, F], of gate_up = [gate | up], [N, 2F].
 
-    In a graph that torch.compile or torch.export traces, the compiler chooses what is saved.
+    gate_up is saved for backward before the product is computed. In a graph that torch.compile or torch.export traces,
+    the compiler chooses the tensors to save.
     """
     # Without a backward there is nothing to save early.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -97,9 +101,9 @@ def activate(
     forward: Callable[[Tensor, str, bool], Tensor] = mlp_activation,
     backward: Callable[[Tensor, Tensor, str, bool], Tensor] = mlp_activation_backward,
 ) -> Tensor:
-    """Return act(gate) * up of gate_up [N, 2F] = [gate | up], or act of [N, F] if not `gated`: [N, F].
+    """Return act(gate) * up, [N, F], of gate_up = [gate | up], [N, 2F]; if not `gated`, act(gate_up) of [N, F].
 
-    `activation` is one of elementwise.ACTIVATIONS; a twin knows the ones in te_models.config.mlp.HANDED_OVER.
+    `activation` is one of elementwise.ACTIVATIONS; twins support only those in te_models.config.mlp.HANDED_OVER.
     """
     return swiglu(
         gate_up,
@@ -118,17 +122,18 @@ def gated_heads(
     slot: Slot | None = None,
     gate: Callable[[Tensor, Tensor], Tensor] = silu_gate,
 ) -> Tensor:
-    """Return a te.RMSNorm of each head of x [T, heads, d], times silu(z), z [T, heads * d]: [T, heads * d].
+    """Return norm(x) * silu(z), [T, heads * d], of x [T, heads, d] and z [T, heads * d]; the te.RMSNorm is per head.
 
-    `slot` is where a twin writes the gradient of z.
+    `slot` is where a twin's backward writes the gradient of z.
     """
     return gate(module(x.flatten(0, 1)).view(x.shape[0], -1), z)
 
 
 def linear(module: nn.Module, x: Tensor, **options: bool | None) -> Tensor:
-    """Return module(x) [N, O], for an x [N, I] that nothing else uses: a twin may free what backward does not need.
+    """Return module(x), [N, out], of x [N, in] that nothing else uses: a twin frees x if backward does not need it.
 
-    The option `is_first_microbatch` is Transformer Engine's.
+    The option `is_first_microbatch` is Transformer Engine's: True quantizes the weight and keeps the copy, False reuses
+    that copy.
     """
     return module(x, **options)
 
@@ -140,9 +145,15 @@ def grouped(
     is_first_microbatch: bool | None = None,
     route: Route | None = None,
 ) -> Tensor:
-    """Return a te.GroupedLinear of x [R, I], whose experts have these numbers of rows: [R, O].
+    """Return a te.GroupedLinear of x [R, in], whose rows are sorted by expert: [R, out].
 
-    With `route`, x [T, I] are tokens, and those rows are made from them; a twin need not store them.
+    Args:
+        module: the te.GroupedLinear.
+        x: the rows of all experts; with `route` the tokens [T, in], of which the rows are copies. A twin need not
+            store those copies.
+        rows: the number of rows per expert.
+        is_first_microbatch: as in `linear`.
+        route: how tokens become rows.
     """
     if route is not None:
         x = dispatch(x, *route)
@@ -150,24 +161,30 @@ def grouped(
 
 
 def counts_on_device(module: nn.Module, te_recipe: EngineRecipe | None) -> bool:
-    """Return whether `grouped` takes the numbers of rows as `Groups` under a recipe, None for BF16."""
+    """Return whether `grouped` takes the rows per expert as `Groups`, on the device; the recipe None means BF16."""
     return False
 
 
 def experts_join(*modules: nn.Module) -> bool:
-    """Return whether `Kernels.experts` takes the two te.GroupedLinears of experts together, where the pass is now.
+    """Return whether `Kernels.experts` may run both te.GroupedLinears of an MLP as one operation in this pass.
 
-    te_models.model.forward_context.ForwardContext.experts describes its arguments.
+    `modules` are those two; te_models.model.forward_context.ForwardContext.experts describes the operation.
     """
     return False
 
 
 class CastScale(NamedTuple):
-    """The scale of a cast, and the amax of its values: FP32 [1] each, on the device."""
+    """The scale of a cast to FP8, and where its amax goes.
+
+    Attributes:
+        scale: FP32 [1] on the device; the kernel multiplies by it.
+        amax: FP32 [1] on the device; the kernel raises it to the largest magnitude that it casts.
+        e5m2: whether the format is E5M2; else it is E4M3.
+    """
 
     scale: Tensor
-    amax: Tensor  # raised to the largest magnitude of the tensor
-    e5m2: bool  # the format: E5M2, else E4M3
+    amax: Tensor
+    e5m2: bool
 
 
 class CastTarget(Protocol):
@@ -184,7 +201,7 @@ class CastTarget(Protocol):
         ...
 
     def tensor(self, fp8: FP8Data, dtype: torch.dtype) -> Tensor:
-        """Return FP8 data [N, K] as a tensor that the te.Linear takes, with the nominal `dtype`."""
+        """Wrap FP8 data [N, K] in the quantized tensor that the te.Linear takes, with the nominal `dtype`."""
         ...
 
 
@@ -192,5 +209,8 @@ CastTargets = tuple[CastTarget | None, CastTarget | None]
 
 
 def targets(producer: nn.Module | None, consumer: nn.Module | None) -> CastTargets:
-    """Return where attention may write FP8: the gradient for `producer` and the input for `consumer`, or None."""
+    """Return where attention may write FP8: its gradient for `producer`, and its output for `consumer`.
+
+    Each is None where attention writes BF16.
+    """
     return None, None

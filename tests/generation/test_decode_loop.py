@@ -51,7 +51,13 @@ def test_replays_count_the_positions_that_they_fill(monkeypatch: pytest.MonkeyPa
     tapes, model, count = pretend_cuda(monkeypatch), build(), 6
     ids = torch.randint(0, 256, (2, 9))
     loop = DecodeLoop(
-        model, ids, None, count, lambda logits: logits.argmax(-1), torch.Generator(), graph=True
+        model,
+        ids=ids,
+        mask=None,
+        count=count,
+        pick=lambda logits: logits.argmax(-1),
+        generator=torch.Generator(),
+        graph=True,
     )
     lengths = []
     for step in range(count):

@@ -14,8 +14,8 @@ from judge import transformers
 
 from te_models.errors import CheckpointError
 from te_models.files.formats import render_json
-from te_models.interop.hf_families import FAMILIES
 from te_models.interop.hf_common_keys import HARMLESS, SHARED
+from te_models.interop.hf_families import FAMILIES
 from te_models.interop.hf_family import Family
 
 # Keys of generation and of heads that are not the language model's.
