@@ -172,5 +172,5 @@ def merged_weight(owner: nn.Module) -> MergedWeight:
 
 
 def forget_merges(owner: nn.Module) -> None:
-    """Take the weights of a te module as they are for the model's own."""
+    """Make the current weights of a te module its own: `unmerge` no longer restores the earlier ones."""
     owner.__dict__.pop(ATTRIBUTE, None)

@@ -1,8 +1,8 @@
-"""The linears of transformers as rows of our fused te.Linears, of which q, k, v and the gate are one, for example.
+"""Show peft the linears of transformers, which are rows of our fused te.Linears: q, k, v and the gate are one of them.
 
 peft puts a layer of its own around each nn.Linear that an adapter targets, and names the adapter's tensors after it.
-Rows of a te.Linear are therefore an nn.Linear without parameters beside it (`NamedRows`). Nothing runs through them
-until an adapter is there; then `AdaptedRows` stands in the place of the te.Linear.
+So each group of rows gets an nn.Linear without parameters of its own (`NamedRows`), beside the te.Linear. The forward
+pass does not enter it until it has an adapter; then `AdaptedRows` stands in the place of the te.Linear.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class NamedRows(nn.Linear):
     """Rows of a te.Linear under their name in transformers.
 
     Args:
-        linear: the te.Linear; no submodule of this one, so that its parameters are not listed twice.
-        place: the rows.
+        linear: the te.Linear. It is not a submodule of this one, so that its parameters are not listed twice.
+        place: which of its rows.
     """
 
     def __init__(self, linear: nn.Module, place: Place) -> None:
@@ -41,7 +41,8 @@ class NamedRows(nn.Linear):
         self._linear = (linear,)  # in a tuple, so that it is no module of this one
         self.place = place
         self._columns: Tensor | None = None
-        self.run: Callable[[Tensor], Tensor] | None = None  # in the pass under way
+        # While AdaptedRows runs: a function from the input of the rows to their output.
+        self.run: Callable[[Tensor], Tensor] | None = None
 
     @property
     def linear(self) -> nn.Module:
@@ -50,12 +51,12 @@ class NamedRows(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[bad-override]  # a parameter of nn.Linear
-        """The rows of the weight [rows, in]; writing to its `data`, or another weight, writes them."""
+        """The rows of the weight, [rows, in]; writing to its `data`, or assigning a weight, changes the te.Linear."""
         return self._alias("weight")
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[bad-override]  # a parameter of nn.Linear
-        """The rows of the bias [rows], None without one; written as the weight is."""
+        """The rows of the bias, [rows], written as the weight is; None if the te.Linear has no bias."""
         return self._alias("bias") if "bias" in self.linear._parameters else None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -66,14 +67,14 @@ class NamedRows(nn.Linear):
             super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Take a weight or bias as an assignment does: it is no parameter here."""
+        """Write a weight or bias into the rows, as an assignment does: they are not parameters of this module."""
         setattr(self, name, param)
 
     def _alias(self, name: str) -> Tensor:
         parameter = self.linear.get_parameter(name)
         if isinstance(parameter, (DTensor, StoredWeight)):
-            # peft asks for dtype and device alone: a shard of FSDP2 is gathered, and a stored weight dequantized, where
-            # the values are read.
+            # peft often asks only for dtype and device: a shard of FSDP2 is gathered, and a stored weight dequantized,
+            # when the values are read.
             shape = (self.out_features, self.in_features)[: parameter.dim()]
             like = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(shape)
             return Alias(
@@ -90,36 +91,46 @@ class NamedRows(nn.Linear):
         return Alias(values, lambda: values, write)
 
     def _write(self, name: str, value: Tensor | None) -> None:
-        """Take a tensor in place of the weight or bias, unless it is that itself, or missing as there."""
+        """Write a tensor into the rows; None, and an alias of the rows themselves, change nothing."""
         if value is not None and not isinstance(value, Alias):
             write_rows(self.linear, name, self.place, value)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the weight, for peft's `target_parameters`; a module around this one does not have it twice."""
+        """Yield the weight, which peft's `target_parameters` looks for.
+
+        Modules around this one do not list it a second time, since it is not a registered parameter.
+        """
         yield f"{prefix}.weight".removeprefix("."), cast(nn.Parameter, self.weight)
 
     def columns(self) -> Tensor:
-        """Return which of the te.Linear's outputs the rows make, int64 [rows]."""
+        """Return the indices of the rows among the te.Linear's outputs, int64 [rows]."""
         weight = self.linear.get_parameter("weight")
         if self._columns is None or self._columns.device != weight.device:
-            with torch.inference_mode(
-                False
-            ):  # the first pass may be a generation, a later one trains
+            # The first pass may be a generation in inference mode, whose tensors no later pass could train with.
+            with torch.inference_mode(False):
                 self._columns = self.place.save(torch.arange(len(weight), device=weight.device))
         return self._columns
 
     def forward(self, input: Tensor, *args: object, **options: object) -> Tensor:
-        """Return the rows' output for input [..., in], taken from the te.Linear in the pass under way.
+        """Return the rows' output, [..., rows], for input [..., in].
 
-        Outside of a pass it is the input times the weight.
+        AdaptedRows, which runs the te.Linear, gives it during its own forward; otherwise the rows are multiplied here.
         """
-        return F.linear(input, self.weight, self.bias) if self.run is None else self.run(input)
+        if self.run is not None:
+            return self.run(input)
+        return F.linear(input, self.weight, self.bias)
 
 
 class AdaptedRows(nn.Module):
-    """A te.Linear of which rows have adapters, or may get some: the NamedRows of `names` below the module `part`."""
+    """A te.Linear with adapters on some of its rows.
+
+    Args:
+        base_layer: the te.Linear.
+        part: the block that contains it.
+        names: names below `part` of the NamedRows, or of peft's layers around them.
+    """
 
     def __init__(self, base_layer: nn.Module, part: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -145,14 +156,15 @@ class AdaptedRows(nn.Module):
 
     @property
     def by_sequence(self) -> bool:
-        """True if a layer takes sequences [B, S, in] rather than their tokens."""
+        """Whether a layer of peft needs sequences [B, S, in] rather than tokens [N, in]: all but low-rank ones may."""
         return not all(getattr(layer, "low_rank", False) for layer in self.layers())
 
     def forward(self, x: Tensor, **options: object) -> Tensor:
-        """Map x [..., in] to [..., out], with the updates of the adapters of its rows.
+        """Map x [..., in] to [..., out], and add the updates of the rows' adapters.
 
-        Low-rank updates of all rows are one product. Other layers of peft run themselves; one that gives its rows
-        another input than x has them from a product of that input with the whole weight.
+        If all adapters are low-rank, their updates are computed together. Otherwise each layer of peft runs, and asks
+        its NamedRows for the rows' output. These take it from the product for x; for a layer that changes its input,
+        the whole weight multiplies the changed input once more.
         """
         layers: list[Any] = self.layers()
 
@@ -184,7 +196,7 @@ class AdaptedRows(nn.Module):
         return out
 
     def merge(self, *args: object, **options: object) -> None:
-        """Do nothing: the layers of the rows merge into the te.Linear themselves; peft calls it."""
+        """Do nothing when peft calls it: the layers around NamedRows merge into the te.Linear themselves."""
 
     def get_base_layer(self) -> nn.Module:
         """Return the te.Linear."""
@@ -193,12 +205,12 @@ class AdaptedRows(nn.Module):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool = False, adapter_names: list[str] | None = None
     ) -> nn.Module:
-        """Return the te.Linear, into which the adapters of its rows are merged if they are to be; peft calls it."""
+        """Return the te.Linear without this module, as peft asks; with `merge` the adapters become part of its rows."""
         for name in self.names:
             layer: Any = self.part[0].get_submodule(name)
             if not hasattr(layer, "merged_weight"):
                 continue  # a layer of another method, which peft itself unloads
-            # All of them before the first is forgotten: each sum is made from the values before.
+            # All rows are merged before forget_merges: each sum starts from the weight as it was before the merges.
             rows = layer.unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
             parent, _, leaf = name.rpartition(".")
             self.part[0].get_submodule(parent).add_module(leaf, rows)
@@ -207,7 +219,7 @@ class AdaptedRows(nn.Module):
 
 
 def base_of(layer: nn.Module) -> nn.Module:
-    """Return the module that a layer of peft, or several around each other, has inside."""
+    """Return the module inside a layer of peft, or inside several nested ones; another module itself."""
     while True:
         inside = layer._modules.get("base_layer", layer._modules.get("original_module"))
         if inside is None:
@@ -216,20 +228,24 @@ def base_of(layer: nn.Module) -> nn.Module:
 
 
 def fp8_enabled(kind: type[nn.Module]) -> Callable[[], bool]:
-    """Return the function that says whether an autocast is open of the engine that a class is from."""
+    """Return `is_fp8_enabled` of the engine that defines a class of modules."""
     native = not kind.__module__.startswith("te_models.engine.emulated.")
     te = engine_module("native" if native else "emulated")
     return te.FP8GlobalStateManager.is_fp8_enabled
 
 
 class Holder(nn.Module):
-    """A module of transformers that te-models lacks, such as a shared expert: it only holds NamedRows."""
+    """A stand-in for a module of transformers that te-models lacks, such as a shared expert; it holds NamedRows."""
 
 
 def show_rows(model: nn.Module, name: str, linear: str, place: Place) -> None:
-    """Add the rows `place` of a te.Linear to a model, unless they are there, with the modules between.
+    """Add the NamedRows `name` to a model, and the modules on the way to it, unless they are there.
 
-    Both names are those in the model.
+    Args:
+        model: the model.
+        name: the name to give the rows.
+        linear: the name of the te.Linear in the model.
+        place: which of its rows.
     """
     owner = base_of(model.get_submodule(linear))
     *above, leaf = name.split(".")
@@ -251,29 +267,36 @@ def show_rows(model: nn.Module, name: str, linear: str, place: Place) -> None:
 
 
 def hide_rows(model: nn.Module) -> None:
-    """Take all NamedRows out of a model without adapters."""
-    shown = [
-        name for name, module in model.named_modules() if isinstance(module, (NamedRows, Holder))
-    ]
+    """Remove all NamedRows from a model without adapters."""
+    shown = []
+    for name, module in model.named_modules():
+        if isinstance(module, (NamedRows, Holder)):
+            shown.append(name)
+    # From the inside out: a Holder comes before the rows that it holds.
     for name in reversed(shown):
         parent, _, leaf = name.rpartition(".")
         del model.get_submodule(parent)._modules[leaf]
 
 
 def place_rows(model: nn.Module, rows: Mapping[str, Sequence[str]]) -> None:
-    """Put an AdaptedRows in the place of each te.Linear of which the NamedRows of these names have adapters."""
+    """Put an AdaptedRows in the place of each te.Linear whose rows have adapters.
+
+    Args:
+        model: the model.
+        rows: name of a te.Linear -> names of its NamedRows with adapters.
+    """
     for linear, names in rows.items():
-        parent, _, place = linear.rpartition(".")
+        parent, _, leaf = linear.rpartition(".")
         holder = model.get_submodule(parent)
-        module = holder.get_submodule(place)
+        module = holder.get_submodule(leaf)
         while not isinstance(module, AdaptedRows) and "base_layer" in module._modules:
             # A layer of peft for all rows: the te.Linear is inside.
             holder = module
-            place = "base_layer"
-            module = module.get_submodule(place)
+            leaf = "base_layer"
+            module = module.get_submodule(leaf)
         if not isinstance(module, AdaptedRows):
             module = AdaptedRows(module, model.get_submodule(_block_of(names[0])), ())
-            holder.add_module(place, module)
+            holder.add_module(leaf, module)
         for name in names:
             below = name.removeprefix(f"{_block_of(name)}.")
             if below not in module.names:
@@ -286,5 +309,5 @@ def _block_of(name: str) -> str:
 
 
 def without_layers(name: str) -> str:
-    """Return the name that a module or tensor has without layers of peft and AdaptedRows around it."""
+    """Return the name of a module or tensor as it is without layers of peft and AdaptedRows around it."""
     return re.sub(r"(\.base_layer)+(?=\.|$)", "", name)

@@ -1,4 +1,4 @@
-"""`te-models verify`: proof that FP8 runs, GEMM by GEMM."""
+"""`te-models verify`: show for each GEMM that it runs in FP8, with its error and its speed."""
 
 import json
 from collections.abc import Mapping
@@ -46,12 +46,12 @@ def verify(
 ) -> int:
     """Check that each GEMM runs in FP8; measure errors and speed.
 
-    The speed is relative to BF16 on this device at this size. With --from-record it first says which recipe the record
-    of a short run speaks for, and checks that one; without a model it is about that run's.
+    The speed is relative to BF16 on this device at this size. With --from-record the recipe is the one that the record
+    of a short run suggests; without --model or --preset the model is that run's too.
     """
     from te_models.causal_lm import CausalLM  # noqa: PLC0415  imports torch
     from te_models.inspect.verify import sample_config  # noqa: PLC0415
-    from te_models.inspect.verify import verify as run  # noqa: PLC0415
+    from te_models.inspect.verify import verify as verify_model  # noqa: PLC0415
 
     if against is not None:
         return _verify_against(against, as_json, options)
@@ -63,18 +63,22 @@ def verify(
         options["recipe"] = advice.recipe
         if preset is None and model is None:
             model = from_record
+    # A saved model has a recipe of its own.
     if options["recipe"] is None and model is None:
         options["recipe"] = "delayed"
     if preset is None:
         built = build_model(None, model, options, merge=True)
-        result = run(built, batch_size, seq_len_for(built.config, seq_len))
-    else:  # plan the whole model, but run one layer of each precision
+        result = verify_model(built, batch_size, seq_len_for(built.config, seq_len))
+    else:
+        # A preset may be too large for this machine: plan all of it without data, and run one layer of each precision.
         whole = build_model(
             preset, model, {**options, "engine": "emulated", "device": "meta"}, merge=True
         )
-        where = given_options({name: options[name] for name in ("engine", "device")})
-        sample = CausalLM(sample_config(whole.config, whole.recipe), recipe=whole.recipe, **where)
-        result = run(sample, batch_size, seq_len_for(whole.config, seq_len), whole.plan())
+        device_options = given_options({name: options[name] for name in ("engine", "device")})
+        sample = CausalLM(
+            sample_config(whole.config, whole.recipe), recipe=whole.recipe, **device_options
+        )
+        result = verify_model(sample, batch_size, seq_len_for(whole.config, seq_len), whole.plan())
     if advice is not None and as_json:
         click.echo(json.dumps({"advice": advice.to_dict(), **result.to_dict()}, indent=1))
         return 1 if result.failures else 0

@@ -11,7 +11,7 @@ from te_models.causal_lm import CausalLM
 from te_models.errors import UsageError
 from te_models.files.formats import Fields
 from te_models.huggingface.adapters import HiddenNames, is_adapted
-from te_models.huggingface.saving import HEAD, WRAPPED, inside
+from te_models.huggingface.saving import HEAD, WRAPPED, multimodal_name
 
 
 class ModelInterface(PreTrainedModel):
@@ -56,7 +56,7 @@ class ModelInterface(PreTrainedModel):
                 name = f"{prefix}.{relative.removeprefix(WRAPPED)}".removeprefix(".")
             name = self._hidden.renamed(name)
             if self._multimodal:
-                name = inside(name, prefix)
+                name = multimodal_name(name, prefix)
             yield name, module
 
     def named_parameters(

@@ -1,9 +1,10 @@
-"""Refuses models of transformers that a program loads by the path of a TEModelsForCausalLM.
+"""Refuse models of transformers that a program loads by the path of a TEModelsForCausalLM.
 
-DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer of TRL load a reference by `config._name_or_path` with the attention
-of the policy, `config._attn_implementation`. From a checkpoint of Hugging Face that is transformers' own class in
-high precision, whose losses differ from the policy's. The name of our attention is registered with transformers, so
-such a model ends in one line at its first forward pass instead of giving other losses.
+DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer of TRL load a reference model by the policy's
+`config._name_or_path`, with the policy's attention, `config._attn_implementation`. If that path is a checkpoint of
+Hugging Face, they get transformers' own class in high precision, whose losses differ from the policy's. So we register
+the name of our attention with transformers as a function that raises: such a reference fails in its first forward pass,
+with one line, and does not change the losses in silence.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from te_models.interop.hub import OUR_ATTENTION
 
 
 def refuse_other_class(module: object, *tensors: object, **options: object) -> NoReturn:
-    """Raise a UsageError; called by the attention of a model of transformers, `module`, instead of a kernel."""
+    """Raise a UsageError when `module`, an attention layer of transformers, calls this in place of a kernel."""
     raise UsageError(
         f"{type(module).__name__} of transformers was loaded by the path of a TEModelsForCausalLM, as TRL does for a "
         "reference, and would compute without its recipe: give DPOTrainer ref_model=TEModelsForCausalLM."
@@ -28,7 +29,7 @@ def refuse_other_class(module: object, *tensors: object, **options: object) -> N
 
 
 def name_attention(config: PreTrainedConfig) -> None:
-    """Let `config`, of a TEModelsForCausalLM, name our attention, which other classes refuse."""
+    """Name our attention in the config of a TEModelsForCausalLM; other classes that use this config then raise."""
     config._attn_implementation = OUR_ATTENTION
 
 

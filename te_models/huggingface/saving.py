@@ -39,11 +39,11 @@ def save_model(
     """Write a model into `folder`, in our format, and leave other files in it unchanged.
 
     model.safetensors includes the FP8 state, as a state_dict does, since a Trainer that resumes reads only that
-    file. A crash in between leaves a folder without its manifest, which is refused.
+    file. A crash during the save leaves a folder without a manifest, which loading refuses.
 
     Args:
         model: the model.
-        config: its shape, with token ids that may have changed.
+        config: its config, in which the caller may have changed token ids.
         generation: the content of generation_config.json.
         folder: the folder to write; its parents are created.
         state: weights to write instead of the model's, from a state_dict.
@@ -83,13 +83,13 @@ def save_model(
 
 
 def _move_in(new: Path, folder: Path) -> None:
-    """Move the files of a saved folder into another one, the manifest last, and drop files of an earlier save there."""
+    """Move the files of a saved folder into `folder`, the manifest last, and delete files of an earlier save there."""
     try:
         old = set(read_json(folder / MANIFEST)["files"]) if (folder / MANIFEST).exists() else set()
     # A damaged manifest does not say which files are its own.
     except (CheckpointError, LookupError, TypeError):
         old = set()
-    # Also files without a manifest: an older save under other names would be loaded together with this one.
+    # Weights without a manifest as well: transformers would load them together with the new ones.
     old |= {path.name for path in folder.glob("model*.safetensors*")}
     (folder / MANIFEST).unlink(missing_ok=True)
     # Complete only with its manifest, which therefore comes last.
@@ -102,11 +102,17 @@ def _move_in(new: Path, folder: Path) -> None:
 
 
 def add_prefix(model: nn.Module, state: Fields, prefix: str, *others: object) -> None:
-    """Accept a state_dict with the names of CausalLM too; refuse tensors of adapters, which peft would drop.
+    """Rename tensors of a state_dict, in place, as load_state_dict of a TEModelsForCausalLM expects them.
 
-    A text model inside a multimodal one may have its names too.
+    A hook before load_state_dict. Names may be those of a CausalLM, or of a text model inside a multimodal one. Tensors
+    of other models, such as a vision tower, are left out with a warning.
+
+    Raises:
+        CheckpointError: there are adapters that the model has no parameters for; peft would drop them in silence.
     """
-    for name in [name for name in state if name.startswith(prefix)]:
+    for name in list(state):
+        if not name.startswith(prefix):
+            continue
         bare = name.removeprefix(prefix)
         # Names of the text model inside a multimodal one, and of older versions of transformers.
         for root in (MULTIMODAL, *OTHER_ROOTS):
@@ -116,28 +122,35 @@ def add_prefix(model: nn.Module, state: Fields, prefix: str, *others: object) ->
                 break
         if not bare.startswith(WRAPPED):
             state[prefix + WRAPPED + bare] = state.pop(name)
-    beside = tuple(prefix + other for other in beside_text())
-    if left_out := [name for name in state if name.startswith(beside)]:
+    other_models = tuple(prefix + other for other in beside_text())
+    if left_out := [name for name in state if name.startswith(other_models)]:
         warnings.warn(without_others(name.removeprefix(prefix) for name in left_out), stacklevel=2)
         for name in left_out:
             del state[name]
-    if adapters := [
-        name.removeprefix(prefix) for name in state if name.startswith(prefix) and ".lora_" in name
-    ]:
-        model_names = {
-            WRAPPED + name for name, _ in model.get_submodule("model").named_parameters()
-        }
-        if unknown := [name for name in adapters if name not in model_names]:
-            raise CheckpointError(
-                f"peft cannot place the adapter's {list_some(unknown)} here: give load_lora of te_models.training.lora "
-                "the CausalLM inside (`.model`)"
-            )
+    _refuse_unknown_adapters(model, state, prefix)
 
 
-def inside(name: str, prefix: str = "") -> str:
-    """Return the name of a module or tensor as in a multimodal model of transformers; its head has no other name.
+def _refuse_unknown_adapters(model: nn.Module, state: Fields, prefix: str) -> None:
+    """Raise a CheckpointError if a state_dict has tensors of LoRA for which the model has no parameters."""
+    adapters = []
+    for name in state:
+        if name.startswith(prefix) and ".lora_" in name:
+            adapters.append(name.removeprefix(prefix))
+    # Most models have none, and listing the parameters takes time.
+    if not adapters:
+        return
+    model_names = {WRAPPED + name for name, _ in model.get_submodule("model").named_parameters()}
+    if unknown := [name for name in adapters if name not in model_names]:
+        raise CheckpointError(
+            f"peft cannot place the adapter's {list_some(unknown)} here: give load_lora of te_models.training.lora "
+            "the CausalLM inside (`.model`)"
+        )
 
-    `prefix` is the name of the TEModelsForCausalLM: "", or one that ends without a dot.
+
+def multimodal_name(name: str, prefix: str = "") -> str:
+    """Return the name that a module or tensor has in a multimodal model of transformers; the head keeps its name.
+
+    `prefix` is the name of the TEModelsForCausalLM, without a dot at the end; "" if it is the model itself.
     """
     start = f"{prefix}.{WRAPPED}" if prefix else WRAPPED
     if not name.startswith(start) or name.startswith(f"{start}lm_head"):
@@ -146,14 +159,17 @@ def inside(name: str, prefix: str = "") -> str:
 
 
 def inside_multimodal(model: nn.Module, state: Fields, prefix: str, metadata: object) -> None:
-    """Give the tensors of a state_dict the names of `inside`; `add_prefix` reads them again."""
+    """Rename the tensors of a state_dict by `multimodal_name`, in place; `add_prefix` reads such names.
+
+    A hook after state_dict.
+    """
     for name in list(state):
         if name.startswith(prefix):
-            state[prefix + inside(name.removeprefix(prefix))] = state.pop(name)
+            state[prefix + multimodal_name(name.removeprefix(prefix))] = state.pop(name)
 
 
 def text_names(multimodal: bool) -> dict[str, str]:
-    """Return the names of modules in adapters of other classes, as patterns, and those in the model itself."""
+    """Return patterns of module names in adapters of other classes -> the beginning of those names in this model."""
     if multimodal:
         return {r"^model\.(?!language_model\.|lm_head)": MULTIMODAL}
     others = "|".join(re.escape(root) for root in (MULTIMODAL, *OTHER_ROOTS))
@@ -161,20 +177,25 @@ def text_names(multimodal: bool) -> dict[str, str]:
 
 
 def name_adapted_head(model: nn.Module, state: Fields, prefix: str, metadata: object) -> None:
-    """Give the tensors of a head that peft has adapted the names of transformers, as its modules have."""
-    if is_adapted(model.get_submodule(HEAD)):
-        for name in [name for name in state if name.startswith(f"{prefix}{HEAD}.")]:
+    """Rename the tensors of an adapted head in a state_dict, in place: peft looks for the names of transformers.
+
+    A hook after state_dict.
+    """
+    if not is_adapted(model.get_submodule(HEAD)):
+        return
+    for name in list(state):
+        if name.startswith(f"{prefix}{HEAD}."):
             theirs = prefix + name.removeprefix(prefix).removeprefix(WRAPPED)
             state[theirs] = state.pop(name)
 
 
 def leave_out_empty(model: nn.Module, state: Fields, prefix: str, metadata: object) -> None:
-    """Leave the `_extra_state` of modules without FP8 state out of a state_dict.
+    """Delete the empty `_extra_state` of modules without FP8 state from a state_dict.
 
-    accelerate sets tensors by name and supports only parameters and buffers.
+    A hook after state_dict. accelerate sets tensors by name and supports only parameters and buffers.
     """
-    for name in [
-        name for name in state if name.startswith(prefix) and name.rpartition(".")[2] == EXTRA
-    ]:
+    for name in list(state):
+        if not name.startswith(prefix) or name.rpartition(".")[2] != EXTRA:
+            continue
         if isinstance(state[name], Tensor) and not state[name].numel():
             del state[name]

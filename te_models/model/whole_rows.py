@@ -54,7 +54,9 @@ class WholeRows:
     def local_rows(self, values: Tensor, sections: Sequence[int]) -> Tensor:
         """Return the rows of a parameter that belong to this rank's heads.
 
-        The parameter has consecutive sections of rows of these sizes, and the ranks divide each of them.
+        Args:
+            values: [rows, ...], with one section of consecutive rows after the other.
+            sections: the number of rows of each section, which the ranks divide among them.
         """
         if self.share is None:
             return values
@@ -69,20 +71,24 @@ class WholeRows:
         inputs: Sequence[Tensor],
         sections: Sequence[Sequence[int]],
     ) -> Tensor:
-        """Return `mix` of whole rows, for this rank's tokens and all heads.
+        """Call `mix` on whole rows, and return its output for this rank's tokens and all heads: [B, S, heads, ...].
 
         Args:
-            mix: a function of `inputs` and counts as te_models.model.convolution.without_padding calls it, for this
-                rank's heads; it returns [B, row, heads or channels, ...].
-            inputs: [B, S, C] of all heads, each with its own number of channels C.
-            sections: the sizes of the sections of each input's channels; the ranks divide each section.
+            mix: called as `mix(*inputs, counts)` by te_models.model.convolution.without_padding, with the inputs of
+                this rank's heads [B, row, C / ranks]; returns [B, row, heads / ranks, ...], or channels in place of
+                heads.
+            inputs: tensors [B, S, C] with this rank's tokens and all heads; each has its own number of channels C.
+            sections: for each input the sizes of the sections of its channels, each of which the ranks divide.
         """
         share = self.share
         if share is None:
             return without_padding(mix, self.context, *inputs)
         rows = []
         for x, sizes in zip(inputs, sections, strict=True):
+            # [B, S, section] -> [B, S, ranks, section / ranks]: a rank gets its part of every section.
             parts = [part.unflatten(-1, (self.ranks, -1)) for part in x.split(list(sizes), dim=-1)]
-            rows.append(share.rows_of_heads(torch.cat(parts, dim=-1)))
-        out = without_padding(mix, self.context, *rows)  # [B, row, own heads, ...]
+            by_rank = torch.cat(parts, dim=-1)  # [B, S, ranks, C / ranks]
+            rows.append(share.rows_of_heads(by_rank))
+        out = without_padding(mix, self.context, *rows)  # [B, row, heads / ranks, ...]
+        # [B, S, ranks, heads / ranks, ...] -> [B, S, heads, ...]
         return share.tokens_of_heads(out).flatten(2, 3)

@@ -56,13 +56,13 @@ class Checkpoints:
         self.retry_pauses = retry_pauses
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._reserving: threading.Thread | None = None
-        # Set while no save reads the tensors that it was given.
+        # Cleared while a background save still reads the caller's tensors.
         self._copied = threading.Event()
         self._copied.set()
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None  # of the newest background save
-        self._failed_saves = 0  # in the background, in a row
-        self.seconds = 0.0  # that the newest save took
+        self._error: BaseException | None = None  # from the newest background save
+        self._failed_saves = 0  # background saves in a row that failed
+        self.seconds = 0.0  # the time that the newest save took
 
     def save(
         self,
@@ -75,13 +75,23 @@ class Checkpoints:
     ) -> Path:
         """Save `root/step-<step>`, then name it in `latest`, then delete checkpoints beyond `keep_last`.
 
-        With `blocking=False` the tensors are copied to host memory (reused from save to save: the size of one
-        checkpoint; see `reserve` for the first) before this returns, and everything else happens in a thread that the
-        interpreter waits for at exit. The next call waits for it first. With `copy_later` the copy also happens in the
-        thread (on a CUDA device on a separate stream), and the caller must not change the tensors until `copied` has
-        returned: a training step changes them only at its end.
+        With `blocking=False` the tensors are copied to host memory before this returns, and a thread does the rest; the
+        next save, and the interpreter at exit, wait for it. The host memory is as large as a checkpoint and serves all
+        saves (`reserve` allocates it early).
 
         A background save that fails is logged, and the next save tries again; `MAX_FAILED_SAVES` in a row are an error.
+
+        Args:
+            step: the number of steps so far, which names the folder.
+            tensors: group -> name -> tensor.
+            documents: name -> JSON object or file.
+            blocking: return when the checkpoint is durable.
+            copy_later: with `blocking=False`, let the thread copy the tensors too (on a CUDA device on a separate
+                stream). The caller must not change them before `wait_for_copy` has returned: a training step changes
+                them only at its end.
+
+        Returns:
+            The folder of the checkpoint.
 
         Raises:
             UsageError: an argument cannot be saved exactly.
@@ -94,33 +104,38 @@ class Checkpoints:
         content = prepare(tensors, documents)
         path = self.root / f"step-{step:08d}"
         if blocking:
-            self._retrying(path, lambda: self._commit(path, content))
+            self._retrying(lambda: self._commit(path, content))
         else:
-            # Before the thread starts, or `copied` could return too early.
-            self._copied.clear()
-            saved = (tensor for members in content.tensors.values() for tensor in members.values())
-            # A stream beside the training one, so that the copy and the next step run side by side.
-            streams = [
-                _side_stream(device)
-                for device in {tensor.device for tensor in saved if tensor.is_cuda}
-            ]
-            self._thread = threading.Thread(
-                target=self._commit_in_background, args=(path, content, streams)
-            )
-            self._thread.start()
+            self._start_thread(path, content)
             if not copy_later:
-                self.copied()
+                self.wait_for_copy()
         return path
 
-    def copied(self) -> None:
-        """Wait until the save under way, if any, no longer needs the tensors that it was given."""
+    def _start_thread(self, path: Path, content: Content) -> None:
+        """Start the thread that copies the tensors and writes the checkpoint."""
+        # Before the thread starts, or `wait_for_copy` could return too early.
+        self._copied.clear()
+        devices = set()
+        for members in content.tensors.values():
+            for tensor in members.values():
+                if tensor.is_cuda:
+                    devices.add(tensor.device)
+        # Streams beside the training one, so that the copy and the next step run side by side.
+        streams = [_side_stream(device) for device in devices]
+        self._thread = threading.Thread(
+            target=self._commit_in_background, args=(path, content, streams)
+        )
+        self._thread.start()
+
+    def wait_for_copy(self) -> None:
+        """Wait until the save under way, if any, no longer reads the caller's tensors."""
         self._copied.wait()
 
     def reserve(self, tensors: TensorGroups, documents: Document) -> None:
-        """Allocate the host memory for background saves now, in a thread, so that the first one need not wait for it.
+        """Allocate the host memory of background saves in a thread, so that the first save need not wait for it.
 
-        It takes the arguments of `save`; values do not matter. Filling memory that was never written to costs more than
-        the copy itself (the kernel clears every page), and pinning it costs even more.
+        The arguments are those of `save`; only shapes, dtypes and devices count. The first write to new memory takes
+        longer than the copy itself, since the operating system clears every page, and pinning takes even longer.
         """
         content = prepare(tensors, documents)
         shapes = {}
@@ -136,14 +151,14 @@ class Checkpoints:
         for key, (shape, dtype, pinned) in shapes.items():
             with outside_captures():
                 self._buffers[key] = torch.empty(shape, dtype=dtype, pin_memory=pinned)
-            # Touches every page: the kernel of the system maps memory only when it is written to.
+            # Touch every page: the operating system maps memory only when it is written to.
             self._buffers[key].zero_()
 
     def wait(self) -> None:
         """Wait for the save under way.
 
         Raises:
-            SaveError: the newest background save failed; this is raised once.
+            SaveError: the newest background save failed; a second call does not raise it again.
         """
         self._join()
         if (error := self._error) is not None:
@@ -181,23 +196,24 @@ class Checkpoints:
             return []
         # A kill between the two renames of a replacement leaves the old folder under a hidden name: it still counts.
         names = {_HIDDEN_STEP.sub(r"\1", name) for name in os.listdir(self.root)}
-        return [
-            self.root / name
-            for name in sorted(filter(_STEP.fullmatch, names), key=lambda name: int(name[5:]))
-        ]
+        paths = [self.root / name for name in names if _STEP.fullmatch(name)]
+        return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
 
     def _snapshot(
         self, tensors: TensorGroups, streams: Iterable[torch.cuda.Stream]
     ) -> dict[str, dict[str, Tensor]]:
-        """Copy tensors to reused host buffers, which are pinned where the source is on a CUDA device, on its stream."""
+        """Copy tensors to the host buffers, on `streams` where the source is on a CUDA device; return the buffers.
+
+        Buffers of the save before are used again. Those for CUDA tensors are pinned.
+        """
         if self._reserving is not None:
-            # The thread that makes the buffers in advance; its result is used here.
+            # The thread of `reserve`, which fills self._buffers.
             self._reserving.join()
             self._reserving = None
         buffers: dict[tuple[str, str], Tensor] = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(outside_captures())
-            # Streams beside the training one, which began by waiting for the step that is saved.
+            # These streams began by waiting for the step that is saved (_side_stream).
             for stream in streams:
                 stack.enter_context(torch.cuda.stream(stream))
             for group, members in tensors.items():
@@ -229,7 +245,7 @@ class Checkpoints:
                 content = replace(content, tensors=self._snapshot(content.tensors, streams))
             finally:
                 self._copied.set()
-            self._retrying(path, lambda: self._commit(path, content))
+            self._retrying(lambda: self._commit(path, content))
         # A thread has nobody to raise to: the next save, or `wait`, raises it.
         except BaseException as error:
             self._note_failure(error)
@@ -240,8 +256,8 @@ class Checkpoints:
         self._error = error
         self._failed_saves += 1
 
-    def _retrying(self, path: Path, save: Callable[[], None]) -> None:
-        """Run `save`, again after each of `retry_pauses` if it fails."""
+    def _retrying(self, save: Callable[[], None]) -> None:
+        """Run `save`; while it fails, wait for the next of `retry_pauses` and run it again."""
         begun = time.monotonic()
         for pause in self.retry_pauses:
             try:
@@ -269,33 +285,34 @@ class Checkpoints:
 
     def publish(self, path: Path) -> None:
         """Name `path`, which is complete, in `latest`, and delete checkpoints beyond `keep_last`."""
-        # Named before older ones are deleted: at no moment is there a `latest` without its folder.
+        # `latest` changes before older checkpoints are deleted, so that it always names an existing folder.
         replace_text(self.root / LATEST, f"{path.name}\n")
         if self.keep_last is not None:
             for old in self.all()[: -self.keep_last]:
-                # A run that goes back can save a step that is not the newest.
+                # A run that resumed from an earlier step saves one that is not the newest.
                 if old != path:
                     discard(old)
 
 
 @contextlib.contextmanager
 def offering_older(path: Path) -> Iterator[None]:
-    """Make an error about a damaged checkpoint `path` name the newest complete checkpoint of the run."""
+    """Add the newest undamaged checkpoint of the run to an error about a damaged checkpoint `path`."""
     try:
         yield
     except (CheckpointError, DataError) as error:
-        # Only where the checkpoint itself is at fault, and not what is asked of it.
-        damaged = _STEP.fullmatch(path.name) and not _whole(path)
-        others = reversed(Checkpoints(path.parent).all()) if damaged else ()
-        older = next((other for other in others if _whole(other)), None)
-        if older is None:
+        # An undamaged checkpoint is not at fault: then the request was, and the error stays as it is.
+        if not _STEP.fullmatch(path.name) or _whole(path):
             raise
-        raise type(error)(
-            f"{error}; {older.name} is whole: move {path.name} elsewhere to use it"
-        ) from None
+        for older in reversed(Checkpoints(path.parent).all()):
+            if _whole(older):
+                raise type(error)(
+                    f"{error}; {older.name} is whole: move {path.name} elsewhere to use it"
+                ) from None
+        raise
 
 
 def _whole(path: Path) -> bool:
+    """Return whether a checkpoint's files have the sizes and hashes of its manifest."""
     try:
         load_folder(path)
     except CheckpointError:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def refuse_stored(model: CausalLM) -> None:
-    """Raise a UsageError if all of a model is to be trained, and its release's quantized weights stay as they are."""
+    """Raise a UsageError if a model has weights as its release stores them, quantized, which only adapters can train.
+
+    Call it where the whole model is to be trained.
+    """
     if any(isinstance(parameter, StoredWeight) for parameter in model.parameters()):
         raise UsageError(
             "the model's weights are as their release stores them: train adapters (add_lora), or load it with "
@@ -23,7 +26,15 @@ def refuse_stored(model: CausalLM) -> None:
 
 
 def saved_part(model: object, saved: SavedAdapters | None) -> tuple[CausalLM, SavedAdapters | None]:
-    """Return the model that runs, and the part of it that checkpoints contain, `saved` if given; None: all of it."""
+    """Return the CausalLM inside `model`, and the part of it that checkpoints contain: its adapters; None: all of it.
+
+    Args:
+        model: a CausalLM, or a model of peft around one.
+        saved: the adapters, if the caller has added them to a CausalLM itself.
+
+    Raises:
+        UsageError: the model is something else, is compiled as a whole, or cannot be trained in full.
+    """
     if isinstance(model, CausalLM):
         if saved is None:
             refuse_adapters(model)

@@ -379,7 +379,7 @@ class Trainer(NamedFields):
         if not self.ahead:
             self._check(queued)
         self.optimizer.set_learning_rate(queued.learning_rate)
-        self.checkpoints.copied()  # a save in the background may still read what the update overwrites
+        self.checkpoints.wait_for_copy()  # a save in the background may still read what the update overwrites
         if self.ahead:
             counted = None if recorder is None else bad_values
             self.optimizer.skip_if(self.guard.is_bad(loss, norm, queued.bounds, counted))
