@@ -17,7 +17,8 @@ import click
 
 ROOT = Path(__file__).resolve().parents[1]
 TASK = "--data python-docstrings --recipe current"
-RUNS = {  # in this order: each may use the folders of those before
+# In this order, since a command may use the folders of earlier ones.
+RUNS = {
     "full": f"te-models finetune --model gated-nano {TASK} --steps 60 --learning-rate 1e-3 --out runs/docs",
     "slow": f"te-models finetune --model gated-nano {TASK} --steps 60 --sample-tokens 0 --out runs/slow",
     "evaluate": "te-models evaluate --model runs/docs --data python-docstrings --recipes bf16,current,delayed",
@@ -32,20 +33,25 @@ RUNS = {  # in this order: each may use the folders of those before
     "--only", type=click.Choice(list(RUNS)), multiple=True, help="Repeat these; default: all."
 )
 def main(out: Path, only: tuple[str, ...]) -> None:
-    """Run and write."""
+    """Run the commands, print their output, and write commands and output to `out` as JSON."""
     environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
-    found = json.loads(out.read_text()) if only else {}
+    # With --only the other runs keep the output that they have in the file.
+    runs = json.loads(out.read_text()) if only else {}
     with tempfile.TemporaryDirectory() as folder:
         for name in only or RUNS:
-            words = [sys.executable, "-m", "te_models", *shlex.split(RUNS[name])[1:]]
-            done = subprocess.run(
-                words, cwd=folder, capture_output=True, text=True, env=environment, check=True
+            arguments = shlex.split(RUNS[name])[1:]  # without "te-models"
+            process = subprocess.run(
+                [sys.executable, "-m", "te_models", *arguments],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                env=environment,
+                check=True,
             )
-            print(done.stdout, flush=True)
-            found[name] = dict(
-                command=RUNS[name], output=[line.rstrip() for line in done.stdout.splitlines()]
-            )
-    out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+            print(process.stdout, flush=True)
+            lines = [line.rstrip() for line in process.stdout.splitlines()]
+            runs[name] = {"command": RUNS[name], "output": lines}
+    out.write_text(json.dumps(runs, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

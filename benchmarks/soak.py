@@ -1,24 +1,25 @@
-"""A long run through the command line that is killed three times: does memory stay flat, and does the loss continue?
+"""Soak test: a long run by the command line, killed three times. Memory must stay flat, and the loss must continue.
 
     python benchmarks/soak.py --out benchmarks/results/soak_h200.json --figure docs/results/soak_h200.png
     python benchmarks/soak.py --tiny --steps 240 --every 20 --out soak.json --figure soak.png    # on a CPU
 
 It takes about 4 minutes on a GPU. `te-models pretrain` evaluates and saves every 50 steps. At three random steps
-(drawn from --seed) it is sent SIGKILL and started again with --resume. While it runs, its host
-memory (VmRSS of its processes) and the device's (nvidia-smi; nothing else may run there) are sampled, and the largest
-of every 50 steps is kept; PyTorch's own peak is in the checkpoints.
+(drawn from --seed) it gets SIGKILL, and is started again with --resume. Meanwhile the memory of the host (VmRSS of the
+run's processes) and of the device (nvidia-smi; nothing else may run there) is sampled, and the largest sample per 50
+steps is kept; PyTorch's own peak is in the checkpoints.
 
-Checked, with exit code 1 if one fails:
+The exit code is 1 if one of these fails:
 
 * memory: after its first 100 steps no process grows by more than --device-growth and --host-growth;
-* loss: where a process took over, the mean of the 20 steps after differs from that of the 20 before by no more than 4
-  times as much as at other places of the run; of the steps that were done twice the first one has the same loss within
-  0.01 %, and all within --repeat;
-* every step is there once, and nothing is left behind.
+* loss where a process took over: the mean of the 20 steps behind minus the mean of the 20 before is within 4 standard
+  deviations of what this difference is elsewhere in the run;
+* loss of steps that two processes computed: the first such step agrees within 0.01 %, and all within --repeat;
+* files: metrics.jsonl has every step once, and the run leaves no temporary files.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -46,24 +47,27 @@ TINY = (
     "--device cpu --num-key-value-heads 1 --recipe delayed --batch-size 2 --seq-len 32 --eval-batches 2 "
     "--data te_models/config"
 )
-SETTLED = 100  # steps of a process after which its memory has to stay
-WINDOW = 20  # steps of which a mean is taken
+SETTLED = 100  # steps of a process after which its memory must stay flat
+WINDOW = 20  # steps per mean of the loss
 MIB = 2**20
 
-Samples = dict[int, dict[str, Any]]  # by step, a multiple of `every`
+# Step, rounded up to a multiple of `every` -> "host", "device" and "torch_peak" -> largest sample in bytes.
+Samples = dict[int, dict[str, Any]]
 
 
 def host_memory(pid: int) -> int:
-    """VmRSS of a process and its children, in bytes; 0 for one that has ended."""
-    status, children = (
-        read(Path(f"/proc/{pid}") / name) for name in ("status", f"task/{pid}/children")
-    )
-    own = [int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS:")]
-    return sum(own) + sum(host_memory(int(child)) for child in children.split())
+    """Return VmRSS of a process and its children, in bytes; 0 for one that has ended."""
+    memory = 0
+    for line in read(Path(f"/proc/{pid}/status")).splitlines():
+        if line.startswith("VmRSS:"):
+            memory += int(line.split()[1]) * 1024  # in kB
+    for child in read(Path(f"/proc/{pid}/task/{pid}/children")).split():
+        memory += host_memory(int(child))
+    return memory
 
 
 def read(path: Path) -> str:
-    """Return the content of a file, or nothing if it does not exist."""
+    """Return the content of a file, or "" if it does not exist."""
     try:
         return path.read_text()
     except OSError:
@@ -71,7 +75,7 @@ def read(path: Path) -> str:
 
 
 def device_memory() -> int | None:
-    """Bytes in use on the first visible GPU; None without one."""
+    """Return the bytes in use on the first visible GPU; None without one."""
     if not torch.cuda.is_available():
         return None
     query = [
@@ -84,49 +88,61 @@ def device_memory() -> int | None:
 
 
 def torch_peak(run: Path) -> int | None:
-    """The peak that PyTorch reported in the newest checkpoint."""
-    newest = Checkpoints(run / "checkpoints").latest()
-    text = read(newest / "training.json") if newest else ""  # which may just have been replaced
-    return json.loads(text or "{}").get("result", {}).get("peak_memory")
+    """Return the peak in bytes that PyTorch reported in the newest checkpoint; None before there is one."""
+    checkpoint = Checkpoints(run / "checkpoints").latest()
+    if checkpoint is None:
+        return None
+    text = read(checkpoint / "training.json")
+    # The run may have deleted that checkpoint in the meantime.
+    if not text:
+        return None
+    return json.loads(text).get("result", {}).get("peak_memory")
 
 
 def newest_step(run: Path) -> int:
-    """The last step of metrics.jsonl; 0 before there is one."""
+    """Return the last step in metrics.jsonl; 0 before there is one."""
     path = run / "metrics.jsonl"
     if not path.exists():
         return 0
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 2000))
+        # Without the part behind the last line break, which may be half a line, and without the cut first line.
         lines = [line for line in file.read().split(b"\n")[:-1] if line.startswith(b"{")]
     return json.loads(lines[-1])["step"] if lines else 0
 
 
 class Soak:
-    """The run, in several processes, one after the other."""
+    """The run, in several processes, one after the other.
+
+    Args:
+        run: the folder of the run.
+        flags: options of `te-models pretrain`, separated by spaces.
+        steps: the steps of the whole run.
+        every: steps between saves, and between evaluations.
+
+    Attributes:
+        lives: for each process its first and last step, its seconds, memory samples and losses by step.
+    """
 
     def __init__(self, run: Path, flags: str, steps: int, every: int) -> None:
-        self.run, self.every, self.steps = run, every, steps
-        self.command = [
-            sys.executable,
-            "-m",
-            "te_models",
-            "pretrain",
-            *flags.split(),
-            "--sample-tokens",
-            "0",
-        ]
-        self.command += [
-            "--steps", str(steps), "--eval-every", str(every), "--save-every", str(every), "--out", str(run),
-        ]  # fmt: skip
-        self.lives: list[
-            dict[str, Any]
-        ] = []  # of each process: where it began and ended, and its memory
+        self.run = run
+        self.every = every
+        self.steps = steps
+        self.command = [sys.executable, "-m", "te_models", "pretrain", *flags.split()]
+        self.command += ["--sample-tokens", "0"]
+        self.command += ["--steps", str(steps)]
+        self.command += ["--eval-every", str(every)]
+        self.command += ["--save-every", str(every)]
+        self.command += ["--out", str(run)]
+        self.lives: list[dict[str, Any]] = []
 
-    def live(self, kill_at: int | None) -> None:
-        """One process, up to its end or until it has logged step `kill_at`."""
-        newest = Checkpoints(self.run / "checkpoints").latest()
-        first = int(newest.name.removeprefix("step-")) if newest else 0
-        log, samples, began = self.run.with_suffix(".log"), {}, time.perf_counter()
+    def start(self, kill_at: int | None) -> None:
+        """Start a process, and kill it once it has logged step `kill_at`; None: wait for its end."""
+        checkpoint = Checkpoints(self.run / "checkpoints").latest()
+        first = int(checkpoint.name.removeprefix("step-")) if checkpoint else 0
+        log = self.run.with_suffix(".log")
+        samples: Samples = {}
+        began = time.perf_counter()
         with log.open("a") as file:
             command = self.command + (["--resume"] if first else [])
             job = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
@@ -151,30 +167,34 @@ class Soak:
     def watch(
         self, job: subprocess.Popen[bytes], first: int, kill_at: int | None, samples: Samples
     ) -> int:
-        """Sample memory until the process ends or is to be killed; returns its newest step."""
-        step, looked = first, 0.0
+        """Sample memory until the process ends or has logged step `kill_at`; return its newest step."""
+        step = first
+        last_query = 0.0
         while job.poll() is None:
             time.sleep(0.05)
             step = max(first, newest_step(self.run))
             if kill_at is not None and step >= kill_at:
                 break
-            if not first < step < self.steps:  # after the last one the loss is drawn
+            # Neither while the process starts nor behind the last step, where it draws the loss curve.
+            if not first < step < self.steps:
                 continue
             device = None
-            if time.perf_counter() - looked > 1.0:
-                device, looked = device_memory(), time.perf_counter()
+            # nvidia-smi is slow: ask it once a second.
+            if time.perf_counter() - last_query > 1.0:
+                device = device_memory()
+                last_query = time.perf_counter()
             note(
                 samples,
-                -(-step // self.every) * self.every,
-                host_memory(job.pid),
-                device,
-                torch_peak(self.run),
+                step=math.ceil(step / self.every) * self.every,
+                host=host_memory(job.pid),
+                device=device,
+                peak=torch_peak(self.run),
             )
         return max(step, newest_step(self.run))
 
 
 def note(samples: Samples, step: int, host: int, device: int | None, peak: int | None) -> None:
-    """Keep the largest of each."""
+    """Raise the largest sample of each kind of memory at a step, in bytes."""
     row = samples.setdefault(step, {})
     for name, value in dict(host=host, device=device, torch_peak=peak).items():
         if value is not None:
@@ -182,90 +202,100 @@ def note(samples: Samples, step: int, host: int, device: int | None, peak: int |
 
 
 def growth(life: dict[str, Any], name: str) -> dict[str, float] | None:
-    """Return by how many MiB a process grew after it settled: at most, and per thousand steps of a fitted line."""
-    points = [
-        (step, row[name])
-        for step, row in life["memory"].items()
-        if name in row and step - life["first"] > SETTLED
-    ]
-    if len(points) < 2:
+    """Return the growth of a process' memory after it settled, in MiB: the most, and per 1000 steps of a fitted line.
+
+    None with fewer than two samples.
+    """
+    steps = []
+    values = []
+    for step, row in life["memory"].items():
+        if name in row and step - life["first"] > SETTLED:
+            steps.append(step)
+            values.append(row[name])
+    if len(values) < 2:
         return None
-    steps, values = zip(*points, strict=True)
     slope = statistics.linear_regression(steps, values).slope * 1000
     return dict(most=(max(values) - values[0]) / MIB, in_1000_steps=slope / MIB)
 
 
 def jumps(losses: dict[int, float], places: list[int]) -> dict[str, Any]:
-    """Return the change of the mean loss where a process took over, and that at other places."""
+    """Return the change of the mean loss at the steps `places`, where a process took over, and elsewhere."""
 
     def jump(step: int) -> float:
-        after, before = range(step + 1, step + WINDOW + 1), range(step - WINDOW + 1, step + 1)
-        return statistics.mean(losses[s] for s in after) - statistics.mean(
-            losses[s] for s in before
-        )
+        before = [losses[s] for s in range(step - WINDOW + 1, step + 1)]
+        after = [losses[s] for s in range(step + 1, step + WINDOW + 1)]
+        return statistics.mean(after) - statistics.mean(before)
 
-    later = [
-        s for s in losses if s >= SETTLED + WINDOW and s + WINDOW in losses
-    ]  # the loss falls steeply before
-    usual = [jump(s) for s in later if all(abs(s - place) > WINDOW for place in places)]
-    middle, spread = statistics.mean(usual), statistics.stdev(usual)
-    found = [
-        dict(step=place, jump=jump(place), in_spreads=(jump(place) - middle) / spread)
-        for place in places
-    ]
-    return dict(places=found, usual=dict(mean=middle, spread=spread))
+    elsewhere = []
+    for step in losses:
+        # The loss falls steeply at first, and the last steps have too few behind them.
+        if step < SETTLED + WINDOW or step + WINDOW not in losses:
+            continue
+        if all(abs(step - place) > WINDOW for place in places):
+            elsewhere.append(jump(step))
+    mean = statistics.mean(elsewhere)
+    deviation = statistics.stdev(elsewhere)
+    rows = []
+    for place in places:
+        deviations = (jump(place) - mean) / deviation
+        rows.append({"step": place, "jump": jump(place), "in_spreads": deviations})
+    return {"places": rows, "usual": {"mean": mean, "spread": deviation}}
 
 
 def repeated(lives: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the relative difference of the losses of steps done twice."""
-    found = []
-    for before, after in zip(lives, lives[1:], strict=False):
-        both = [step for step in before["losses"] if step > after["first"]]
-        gaps = [
-            abs(before["losses"][s] / after["losses"][s] - 1) for s in both if s in after["losses"]
-        ]
-        found.append(
-            dict(steps=len(gaps), first=gaps[0] if gaps else 0.0, most=max(gaps, default=0.0))
-        )
-    return found
+    """Return the relative differences of the losses of steps that two processes computed, for each pair of them."""
+    rows = []
+    for before, after in itertools.pairwise(lives):
+        gaps = []
+        for step, loss in before["losses"].items():
+            if step > after["first"] and step in after["losses"]:
+                gaps.append(abs(loss / after["losses"][step] - 1))
+        first = gaps[0] if gaps else 0.0
+        rows.append({"steps": len(gaps), "first": first, "most": max(gaps, default=0.0)})
+    return rows
 
 
 def judge(soak: Soak, limits: dict[str, float]) -> dict[str, Any]:
-    """All that is checked, and what failed."""
-    lives, losses = soak.lives, soak.lives[-1]["losses"]
-    failures = (
-        []
-        if list(losses) == list(range(1, soak.steps + 1))
-        else ["a step is missing or was logged twice"]
-    )
+    """Return the figures of all checks, and under "failures" a line for each that failed.
+
+    Args:
+        soak: the run, after its last process.
+        limits: "host" and "device": MiB of growth; "repeat": relative difference of losses.
+    """
+    lives = soak.lives
+    losses = lives[-1]["losses"]
+    failures = []
+    if list(losses) != list(range(1, soak.steps + 1)):
+        failures.append("a step is missing or was logged twice")
     growths = []
     for number, life in enumerate(lives):
         for name in ("host", "device", "torch_peak"):
-            if (found := growth(life, name)) is not None:
-                growths.append(dict(process=number, memory=name, **found))
-                if found["most"] > limits.get(name, math.inf):
-                    failures.append(
-                        f"process {number}: {name} memory grew by {found['most']:.0f} MiB"
-                    )
-    resumed = [place for place in (life["first"] for life in lives[1:]) if place > SETTLED + WINDOW]
-    found = jumps(losses, resumed)
-    for place in found["places"]:
+            grown = growth(life, name)
+            if grown is None:
+                continue
+            growths.append({"process": number, "memory": name, **grown})
+            if grown["most"] > limits.get(name, math.inf):
+                failures.append(f"process {number}: {name} memory grew by {grown['most']:.0f} MiB")
+    # Earlier takeovers are among the steps where the loss falls steeply anyway.
+    resumed = [life["first"] for life in lives[1:] if life["first"] > SETTLED + WINDOW]
+    loss_jumps = jumps(losses, resumed)
+    for place in loss_jumps["places"]:
         if abs(place["in_spreads"]) > 4:
             failures.append(f"the loss jumped by {place['jump']:.4f} at step {place['step']}")
-    twice = repeated(lives)
-    for row in twice:
+    repeats = repeated(lives)
+    for row in repeats:
         if row["first"] > 1e-4 or row["most"] > limits["repeat"]:
             failures.append(
                 f"steps done twice differ by {row['first']:.3%} at once and by up to {row['most']:.3%}"
             )
-    failures += [
-        f"left behind: {path.name}" for path in soak.run.rglob("*") if path.name.startswith(".")
-    ]
-    return dict(growth=growths, jumps=found, repeated=twice, failures=failures)
+    for path in soak.run.rglob("*"):
+        if path.name.startswith("."):
+            failures.append(f"left behind: {path.name}")
+    return {"growth": growths, "jumps": loss_jumps, "repeated": repeats, "failures": failures}
 
 
 def draw(path: Path, document: dict[str, Any]) -> None:
-    """Loss, device and host memory over steps, with the kills."""
+    """Draw loss, device memory and host memory over steps, with the kills."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 6.5), dpi=130, layout="constrained")
@@ -320,13 +350,13 @@ def draw(path: Path, document: dict[str, Any]) -> None:
 @click.option("--steps", default=3000)
 @click.option("--every", default=50, help="Steps between saves, and between evaluations.")
 @click.option("--kills", default=3)
-@click.option("--seed", default=0, help="Of the steps at which it is killed.")
+@click.option("--seed", default=0, help="Seed of the random steps at which it is killed.")
 @click.option("--device-growth", default=256.0, help="MiB")
 @click.option("--host-growth", default=1024.0, help="MiB")
 @click.option(
     "--repeat",
     default=0.05,
-    help="By how much the losses of steps done twice may differ, relative.",
+    help="Largest relative difference of the losses of a step that two processes computed.",
 )
 @click.option("--tiny", is_flag=True, help="A model for a CPU.")
 @click.option(
@@ -336,35 +366,53 @@ def draw(path: Path, document: dict[str, Any]) -> None:
 )
 @click.option("--figure", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True)
-def main(steps: int, every: int, kills: int, seed: int, device_growth: float, host_growth: float, repeat: float,
-         tiny: bool, folder: Path | None, figure: Path | None, out: Path) -> None:  # fmt: skip
+def main(
+    steps: int,
+    every: int,
+    kills: int,
+    seed: int,
+    device_growth: float,
+    host_growth: float,
+    repeat: float,
+    tiny: bool,
+    folder: Path | None,
+    figure: Path | None,
+    out: Path,
+) -> None:
     """Run, kill, resume, check, write and draw."""
-    drawn = random.Random(seed)
-    share = (steps - 3 * every) // kills if kills else 0
-    places = [every + number * share + drawn.randint(every, share) for number in range(kills)]
+    generator = random.Random(seed)
+    # One kill in each of `kills` equal parts of the run, behind the first save of the part.
+    part = (steps - 3 * every) // kills if kills else 0
+    kill_steps = []
+    for number in range(kills):
+        kill_steps.append(every + number * part + generator.randint(every, part))
     with tempfile.TemporaryDirectory(dir=folder) as root:
         soak = Soak(Path(root) / "run", TINY if tiny else REAL, steps, every)
-        for place in [*places, None]:
-            soak.live(place)
-        found = judge(soak, dict(device=device_growth, host=host_growth, repeat=repeat))
-    killed = [dict(at=max(life["losses"]), resumed_from=after["first"])
-              for life, after in zip(soak.lives, soak.lives[1:], strict=False)]  # fmt: skip
-    lives = [
-        {name: value for name, value in life.items() if name != "losses"} for life in soak.lives
-    ]
-    document = dict(
-        environment=environment(),
-        command=" ".join(soak.command[1:-1]),
-        every=every,
-        seed=seed,
-        kills=killed,
-    )
-    document |= dict(checks=found, lives=lives, losses=list(soak.lives[-1]["losses"].values()))
+        for step in kill_steps:
+            soak.start(kill_at=step)
+        soak.start(kill_at=None)
+        checks = judge(soak, {"device": device_growth, "host": host_growth, "repeat": repeat})
+    killed = []
+    for life, after in itertools.pairwise(soak.lives):
+        killed.append({"at": max(life["losses"]), "resumed_from": after["first"]})
+    lives = []
+    for life in soak.lives:
+        lives.append({name: value for name, value in life.items() if name != "losses"})
+    document = {
+        "environment": environment(),
+        "command": " ".join(soak.command[1:-1]),
+        "every": every,
+        "seed": seed,
+        "kills": killed,
+        "checks": checks,
+        "lives": lives,
+        "losses": list(soak.lives[-1]["losses"].values()),
+    }
     out.write_text(json.dumps(document, indent=1) + "\n")
     if figure is not None:
         draw(figure, document)
-    print(json.dumps(found, indent=1))
-    sys.exit(bool(found["failures"]))
+    print(json.dumps(checks, indent=1))
+    sys.exit(bool(checks["failures"]))
 
 
 if __name__ == "__main__":

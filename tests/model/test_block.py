@@ -1,4 +1,4 @@
-"""A block: which of its te.Linears save codes, what each hands on to the next, and that the model alone may call it."""
+"""A block: the te.Linears that save FP8 data, the hand-over from one to the next, and calls that are refused."""
 
 import re
 from typing import Any
@@ -15,40 +15,50 @@ from te_models.model.recompute import may_draw
 
 
 @pytest.mark.parametrize("recipe", FP8)
-def test_the_fp8_layers_save_codes_and_the_edges_do_not(small: Build, recipe: str) -> None:
+def test_the_fp8_layers_save_fp8_data_and_the_edges_do_not(small: Build, recipe: str) -> None:
     model = small(recipe)
-    kept: dict[str, set[torch.dtype]] = {}
-    inside: list[str] = []
+    saved_dtypes: dict[str, set[torch.dtype]] = {}  # by the name of the te.Linear
+    running: list[str] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        if inside:
-            fp8 = hasattr(
-                tensor, "quantize_"
-            )  # Transformer Engine's tensor of codes, which says BF16
-            kept.setdefault(inside[-1], set()).add(torch.uint8 if fp8 else tensor.dtype)
+        if running:
+            # Transformer Engine's quantized tensor has the nominal dtype BF16, and its data is uint8.
+            dtype = torch.uint8 if hasattr(tensor, "quantize_") else tensor.dtype
+            saved_dtypes.setdefault(running[-1], set()).add(dtype)
         return tensor
+
+    def enter(name: str) -> None:
+        running.append(name)
+
+    def leave() -> None:
+        running.pop()
 
     for name, module in model.named_modules():
         if isinstance(module, model.te.Linear):
-            module.register_forward_pre_hook(lambda m, i, name=name: inside.append(name))
-            module.register_forward_hook(lambda m, i, o: inside.pop() and None)
+            module.register_forward_pre_hook(lambda module, inputs, name=name: enter(name))
+            module.register_forward_hook(lambda module, inputs, output: leave())
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         model(tokens().to(model.device))
-    codes = {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2}
-    fp8 = {name for name, dtypes in kept.items() if dtypes & codes}
-    assert fp8 == {name for name in kept if re.match(r"layers\.[123]\.", name)} and len(fp8) == 12
-    assert "lm_head" in kept
+    fp8_dtypes = {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2}
+    fp8 = {name for name, dtypes in saved_dtypes.items() if dtypes & fp8_dtypes}
+    # The model has five layers, of which the first and the last run in BF16.
+    assert fp8 == {name for name in saved_dtypes if re.match(r"layers\.[123]\.", name)}
+    assert len(fp8) == 12
+    assert "lm_head" in saved_dtypes
 
 
 # Heads and sequence for which attention is one operation on a GPU.
 @pytest.mark.parametrize("small", ["emulated"], indirect=True)
 def test_each_module_knows_its_successor(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what an engine's twins return is what the model goes on with: here twice the plain result, where it shows."""
-    told: list[tuple[str, Any, Any]] = []
+    """An engine's twins get the te.Linears before and behind them, and the model goes on with the tensors they return.
+
+    Here `linear` returns twice the plain result, which changes the loss.
+    """
+    calls: list[tuple[str, Any, Any]] = []
     streams: list[Tensor] = []
 
     def norm(module: Any, x: Tensor, delta: Tensor | None, consumer: Any) -> tuple[Tensor, Tensor]:
-        told.append(("norm", module, consumer))
+        calls.append(("norm", module, consumer))
         assert (delta is None) == any(module is block.input_layernorm for block in model.layers)
         y, x = handover.norm(module, x, delta, consumer)
         streams.append(x.clone())
@@ -57,22 +67,23 @@ def test_each_module_knows_its_successor(small: Build, monkeypatch: pytest.Monke
         return y, streams[-1]
 
     def activate(gate_up: Tensor, producer: Any, consumer: Any, *kind: Any) -> Tensor:
-        told.append(("swiglu", producer, consumer))
+        calls.append(("swiglu", producer, consumer))
         return handover.activate(gate_up, producer, consumer, *kind)
 
     def targets(producer: Any, consumer: Any) -> tuple[Any, Any]:
-        told.append(("targets", producer, consumer))
+        calls.append(("targets", producer, consumer))
         return handover.targets(producer, consumer)
 
     def linear(module: Any, x: Tensor, **options: Any) -> Tensor:
-        told.append(("linear", module, None))
+        calls.append(("linear", module, None))
         return 2 * handover.linear(module, x, **options)
 
     plain = small("current", fused=False, num_hidden_layers=4)
     monkeypatch.setattr(
         emulated, "handover", dict(norm=norm, activate=activate, linear=linear, targets=targets)
     )
-    model, ids = small("current", fused=True, num_hidden_layers=4), tokens()
+    model = small("current", fused=True, num_hidden_layers=4)
+    ids = tokens()
     changed = model(ids, labels=ids).loss
     changed.backward()
     assert all(x.grad is not None for x in streams), (
@@ -80,31 +91,36 @@ def test_each_module_knows_its_successor(small: Build, monkeypatch: pytest.Monke
     )
     expected = []
     for block in model.layers:
-        qkvg, out, up = block.self_attn.qkvg_proj, block.self_attn.o_proj, block.mlp.gate_up_proj
+        qkvg = block.self_attn.qkvg_proj
+        out = block.self_attn.o_proj
+        up = block.mlp.gate_up_proj
         down = block.mlp.down_proj
         expected += [("norm", block.input_layernorm, qkvg), ("linear", qkvg, None)]
         expected += [("targets", qkvg, out), ("linear", out, None)]
         expected += [("norm", block.post_attention_layernorm, up), ("linear", up, None)]
         expected += [("swiglu", up, down), ("linear", down, None)]
     expected.append(("linear", model.lm_head, None))
-    assert [entry for entry in told if entry[1] is not model.norm] == expected
-    told.clear()
+    assert [call for call in calls if call[1] is not model.norm] == expected
+    calls.clear()
     with model.unfused():
         loss = model(ids, labels=ids).loss
-    assert told == [] and loss == plain(ids, labels=ids).loss != changed
+    assert calls == []
+    assert loss == plain(ids, labels=ids).loss != changed
     model(ids)
-    assert len(told) == len(expected), "unfused() ended with its block"
+    assert len(calls) == len(expected), "unfused() ended with its block"
 
 
 def test_a_block_by_itself_is_refused(small: Build) -> None:
-    model, seen = small("current"), []
-    model.layers[1].register_forward_pre_hook(lambda module, given: seen.append(given))
+    model = small("current")
+    calls: list[Any] = []
+    model.layers[1].register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
     model(tokens().to(model.device))
     with pytest.raises(EngineError, match="call the model, not its blocks"):
-        model.layers[1](*seen[0])
+        model.layers[1](*calls[0])
 
 
-def test_blocks_that_may_draw_are_found(small: Build) -> None:
+def test_blocks_that_may_draw_random_numbers_are_found(small: Build) -> None:
+    """Code of a user (a hook, a module of another package) may draw; dropout does unless its probability is zero."""
     model = small("delayed", activation_checkpointing="full")
     block, other = model.layers[1], model.layers[2]
     assert not may_draw(block)
