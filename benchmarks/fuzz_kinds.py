@@ -33,7 +33,7 @@ from te_models.files.formats import flatten_state
 from te_models.fp8.scaling_state import fp8_state
 from te_models.planning.memory_plan import plan_memory
 from te_models.saving.load_model import load_te_checkpoint
-from te_models.training.run_file import read_record
+from te_models.training.run_file import read_provenance
 from te_models.training.run_settings import run_settings
 from te_models.training.settings import RUN_FILE
 from te_models.training.trainer import Trainer
@@ -287,7 +287,7 @@ def load_data(folder: Path, live: Live) -> Any:
 def load_settings(folder: Path, live: Live) -> Any:
     """The settings and the record in a run.toml, the model that they describe, and the memory that it would take."""
     settings = run_settings("finetune", {}, folder / RUN_FILE)
-    record = dict(read_record(folder))
+    record = dict(read_provenance(folder))
     shape = get_preset(
         str(settings.preset), **{n: v for n, v in settings.build.items() if n in config_fields()}
     )

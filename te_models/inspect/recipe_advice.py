@@ -32,7 +32,7 @@ from te_models.model.recipe_fit import check_layers, check_sizes, pays_on
 from te_models.recorder.record import Record
 from te_models.saving.pretrained import read_shape
 from te_models.training.captures import captured_steps
-from te_models.training.run_file import read_record as read_run_record
+from te_models.training.run_file import read_provenance
 from te_models.training.settings import RUN_FILE
 
 # Rules that say that the scales of `delayed` do not follow the tensors.
@@ -134,11 +134,11 @@ def _card(run: str | Path, gpu: Gpu | str | None) -> Gpu | None:
         return gpu
     if gpu is not None:
         return get_gpu(gpu)
-    record = read_run_record(Path(run))
-    if record.get("engine") != "native":
+    provenance = read_provenance(Path(run))
+    if provenance.get("engine") != "native":
         return None
     try:
-        return get_gpu(str(record.get("device", "")))
+        return get_gpu(str(provenance.get("device", "")))
     except UsageError:
         return None
 

@@ -186,7 +186,8 @@ def read_pretrained(
             value = getattr(model.config, name)
             if value != getattr(source.config, name):
                 changed[name] = list(value) if isinstance(value, tuple) else value
-        if changed and origin.generation is not None:  # else the config of the model says it
+        # generation_config.json has token ids too, where there is one.
+        if changed and origin.generation is not None:
             origin = origin.with_token_ids(changed)
         return model, origin
 
@@ -204,29 +205,17 @@ def open_model(
         check_known("base_weights", base_weights, BASE_WEIGHTS)
     shape = {name: value for name, value in options.items() if name in fields}
     with ExitStack() as stack:
-        # A damaged newest checkpoint is told together with an older one that is whole.
+        # An error about a damaged checkpoint names an older, undamaged one.
         stack.enter_context(offering_older(folder))
-        source: Opened
-        if (documents := hugging_face_documents(folder)) is not None:
-            source = stack.enter_context(open_hugging_face(folder, documents))
-        elif _is_te_folder(folder):
-            source = open_te_folder(folder, read_json(folder / "config.json"))
-        else:
-            source = own_folder(load_folder(folder, ["config", "model", "recipe"], optional=EXTRAS))
-        try:
-            # A model without memory, to compare names and shapes before anything is allocated.
-            sketch: Decoder = build(source.config, **SKETCH)
-        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{folder / 'config.json'}: {first_line(error)}") from None
-        source.fit({name: p.shape for name, p in sketch.named_parameters(remove_duplicate=False)})
+        source = _open_folder(folder, stack)
+        _check_shapes(build, folder, source)
         config = _reshaped(build, source, shape) if shape else source.config
         stored: frozenset[str] = frozenset()
-        # A recipe that is asked for comes before the saved one, and fields of it change either.
-        chosen = _with_saved_recipe(source, options, shape)
+        model_options = _with_saved_recipe(source, options, shape)
         if base_weights == STORED:
             stored = _stored_linears(source, config)
-            chosen["stored_linears"] = stored
-        model = build(config, **chosen, initialize=False)
+            model_options["stored_linears"] = stored
+        model = build(config, **model_options, initialize=False)
         if stored:
             _take_stored(model, source)
         tensors = source.parameters(model.embed_tokens.weight, without=stored)
@@ -241,6 +230,29 @@ def open_model(
         else:
             _double_output_projections(model)
         yield model, source
+
+
+def _open_folder(folder: Path, stack: ExitStack) -> Opened:
+    """Return the contents of a folder in any of the three formats; `stack` closes its files."""
+    documents = hugging_face_documents(folder)
+    if documents is not None:
+        return stack.enter_context(open_hugging_face(folder, documents))
+    if _is_te_folder(folder):
+        return open_te_folder(folder, read_json(folder / "config.json"))
+    return own_folder(load_folder(folder, ["config", "model", "recipe"], optional=EXTRAS))
+
+
+def _check_shapes(build: Callable[..., Model], folder: Path, source: Opened) -> None:
+    """Raise a CheckpointError unless a folder's tensors have the names and shapes of the model in its config.json."""
+    try:
+        # A model on the meta device, so that a mistake is found before any memory is allocated.
+        sketch: Decoder = build(source.config, **SKETCH)
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {first_line(error)}") from None
+    shapes = {}
+    for name, parameter in sketch.named_parameters(remove_duplicate=False):
+        shapes[name] = parameter.shape
+    source.fit(shapes)
 
 
 def _stored_linears(source: Opened, config: ModelConfig) -> frozenset[str]:
@@ -261,7 +273,7 @@ def _stored_linears(source: Opened, config: ModelConfig) -> frozenset[str]:
 
 
 def _take_stored(model: Decoder, source: Opened) -> None:
-    """Give the linears whose weights stay as they are stored these weights, frozen."""
+    """Put the weights that stay as they are stored into their linears, frozen."""
     for name, weight in source.stored_parameters(model.stored_linears, model.embed_tokens.weight):
         module, _, parameter_name = name.rpartition(".")
         parameter = nn.Parameter(weight, requires_grad=False)
@@ -307,16 +319,19 @@ def _is_te_folder(folder: Path) -> bool:
 
 
 def _with_saved_recipe(source: Opened, options: Document, shape: Document) -> Fields:
-    """Return the options of the model: those given, without fields of the config, over what the folder says."""
-    saved = {
-        "dtype": source.dtype,
-        **{name: value for name, value in options.items() if name not in shape},
-    }
-    if source.recipe is not None and saved.get("recipe", AUTO) == AUTO:
-        fields = {name: saved.pop(name) for name in list(saved) if name in RECIPE_FIELDS}
-        saved["recipe"] = source.recipe.replace(**fields)
-        saved.setdefault("fp8_params", source.in_fp8)
-    return saved
+    """Return the keywords of the model, without fields of its config: the caller's, else the folder's dtype and recipe.
+
+    A recipe in `options` replaces the saved one; single fields of a recipe change the saved one.
+    """
+    merged: Fields = {"dtype": source.dtype}
+    for name, value in options.items():
+        if name not in shape:
+            merged[name] = value
+    if source.recipe is not None and merged.get("recipe", AUTO) == AUTO:
+        fields = {name: merged.pop(name) for name in list(merged) if name in RECIPE_FIELDS}
+        merged["recipe"] = source.recipe.replace(**fields)
+        merged.setdefault("fp8_params", source.in_fp8)
+    return merged
 
 
 def _gated(config: ModelConfig, overrides: Document) -> ModelConfig:

@@ -14,7 +14,7 @@ from te_models.errors import CheckpointError, UsageError, plural
 from te_models.files.atomic import reraising
 from te_models.training.parallel import Parallel
 from te_models.training.result import Result
-from te_models.training.run_file import read_record
+from te_models.training.run_file import read_provenance
 
 COUNT_LIMIT = 2**62
 
@@ -108,7 +108,7 @@ def gradient_factor(state: Mapping[str, Any], folder: Path, parallel: Parallel) 
         return state["gradient_factor"]
     random = state["rng"]
     world = len(random) if random.dim() == 2 else 1
-    processes = str(read_record(folder).get("processes", ""))
+    processes = str(read_provenance(folder).get("processes", ""))
     described = re.match(r"(\d+), [a-z+]+ \((?:batches in (\d+))?", processes)
     if described is not None and int(described[1]) == world:
         return int(described[2] or 1)

@@ -34,7 +34,7 @@ from te_models.training.report import summary
 from te_models.training.result import Result
 from te_models.training.resume import check_unfinished
 from te_models.training.run_data import RunData, open_run_data
-from te_models.training.run_file import read_record, run_document, run_id
+from te_models.training.run_file import read_provenance, run_document, run_id
 from te_models.training.run_model import ModelSource, add_adapters, find_model
 from te_models.training.run_report import Report, model_notes
 from te_models.training.samples import Sampler, run_sampler
@@ -84,7 +84,7 @@ def finetune(
             sampler = run_sampler(source.settings, model, data, processes)
             if sampler is not None and _samples_before(sampler, source, processes):
                 sampler.note_before_training(report.console, data.eval_batches[0], config)
-            record = find_record(source, folder, processes)
+            provenance = find_provenance(source, folder, processes)
             run = Run(
                 settings=source.settings,
                 data=data,
@@ -98,14 +98,14 @@ def finetune(
                     model,
                     adapters,
                     folder=folder,
-                    record=record,
+                    provenance=provenance,
                     recipe=recipe,
                     callbacks=[loggers, *callbacks],
                 ),
                 loggers=loggers,
                 report=report,
                 sampler=sampler,
-                record=record,
+                provenance=provenance,
                 resumed=source.checkpoint is not None,
             )
             return run.execute()
@@ -145,15 +145,15 @@ class Run:
     """A run with its parts.
 
     Attributes:
-        settings: of the whole run, as run.toml has them.
+        settings: the settings of the whole run, as in run.toml.
         data: the tokenizer, the training data and the batches to evaluate on.
         model: the model that is trained.
-        adapters: the part of it that is trained under --lora; None: all of it.
+        adapters: the adapters that --lora trains; None: the whole model is trained.
         trainer: the loop, with optimizer, evaluation and checkpoints.
-        loggers: one of the trainer's callbacks, whose records are open during the run.
+        loggers: the callback that sends metrics to services such as Weights & Biases, which are open during the run.
         report: everything that is printed.
-        sampler: answers before and after; None on a process without a part in them.
-        record: the record of the run in run.toml, with its id.
+        sampler: generates the answers before and after; None on a process that does not take part.
+        provenance: the facts of the run in run.toml so far, with its id (te_models.training.run_file).
         resumed: whether the run continues from a checkpoint.
     """
 
@@ -165,11 +165,11 @@ class Run:
     loggers: Loggers
     report: Report
     sampler: Sampler | None
-    record: Mapping[str, object]
+    provenance: Mapping[str, object]
     resumed: bool
 
     def execute(self) -> Result:
-        """Train, write the files of the end, and print outcome, samples and the next commands."""
+        """Train, write the loss curve and the adapters, and print the outcome, samples and the next commands."""
         begun = time.monotonic()
         result = self._train()
         seconds = time.monotonic() - begun
@@ -183,7 +183,7 @@ class Run:
         return result
 
     def _train(self) -> Result:
-        """Train to the last step; if the run diverges, its loss curve is drawn all the same."""
+        """Train to the last step; draw the loss curve also if the run diverges."""
         first = self.trainer.parallel.ranks.first
         with self.loggers.open(self._logged()) if first else contextlib.nullcontext():
             try:
@@ -194,11 +194,11 @@ class Run:
                 raise
 
     def _logged(self) -> LoggedRun:
-        """Return the run as loggers see it."""
+        """Return the description of the run for loggers: folder, id and settings."""
         settings = dataclasses.asdict(self.trainer.config)
         settings["model"] = self.settings.label
         settings |= self.model.recipe.to_dict()
-        return LoggedRun(self.trainer.out, str(self.record["id"]), settings)
+        return LoggedRun(self.trainer.out, str(self.provenance["id"]), settings)
 
     def _write_end(self) -> dict[str, str]:
         """Write the loss curve, and the adapters of a complete run; return what was written and where."""
@@ -232,8 +232,8 @@ class Run:
 
 def training_config(settings: RunSettings) -> TrainConfig:
     """Return the run's training config with the kind of parallelism resolved."""
-    recorded = settings.file is not None and "parallel" not in settings.set_by_user
-    config = choose_parallel(settings.train, recorded, lora=settings.lora is not None)
+    from_file = settings.file is not None and "parallel" not in settings.set_by_user
+    config = choose_parallel(settings.train, from_file, lora=settings.lora is not None)
     if settings.lora is not None and settings.lora.merge and config.parallel.startswith("fsdp"):
         raise UsageError(
             "--merge needs the whole model in one process: leave it out, and merge with te-models convert"
@@ -244,7 +244,7 @@ def training_config(settings: RunSettings) -> TrainConfig:
 def fit_to_data(
     source: ModelSource, config: TrainConfig, data: RunData, folder: Path
 ) -> tuple[ModelSource, TrainConfig]:
-    """Return the source and the config with what only the opened data tells: the steps of epochs, and new tokens.
+    """Return the source and the config, completed by the opened data: steps for epochs, and rows for new tokens.
 
     Raises:
         UsageError: a run to resume has no steps left.
@@ -261,7 +261,7 @@ def fit_to_data(
 def build_model(
     source: ModelSource, config: TrainConfig, processes: Parallel, data: RunData
 ) -> tuple[CausalLM, LoraRun | None]:
-    """Return the model, which fits its data, and the adapters that --lora adds to it."""
+    """Build the model, check that the data fits it, and add the adapters of --lora, if any; return both."""
     torch.manual_seed(config.seed)
     model = source.build(processes)
     check_fit(data.tokenizer, model.config, config.seq_len, data.dataset.packing)
@@ -269,9 +269,9 @@ def build_model(
     return model, add_adapters(source.settings, model)
 
 
-def find_record(source: ModelSource, folder: Path, processes: Parallel) -> Mapping[str, object]:
-    """Return the record of the run that this one continues, or an empty one, with an id that all processes have."""
-    before = read_record(folder) if source.checkpoint is not None else {}
+def find_provenance(source: ModelSource, folder: Path, processes: Parallel) -> Mapping[str, object]:
+    """Return the provenance of the run that this one continues, with the run's id; of a new run the id alone."""
+    before = read_provenance(folder) if source.checkpoint is not None else {}
     return {**before, "id": processes.ranks.from_first(lambda: run_id(before))}
 
 
@@ -284,13 +284,19 @@ def build_trainer(
     adapters: LoraRun | None,
     *,
     folder: Path,
-    record: Mapping[str, object],
+    provenance: Mapping[str, object],
     recipe: Recipe,
     callbacks: Sequence[Callback],
 ) -> Trainer:
     """Return the Trainer, with the texts that it writes: run.toml and the facts for the model card."""
     run_file = run_document(
-        settings, model, data.dataset, data.eval_batches, processes, before=record, recipe=recipe
+        settings,
+        model,
+        data.dataset,
+        data.eval_batches,
+        processes,
+        before=provenance,
+        recipe=recipe,
     )
     return Trainer(
         model=model,

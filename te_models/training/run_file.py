@@ -1,4 +1,8 @@
-"""The content of run.toml: every resolved setting of a run, and a record of data, versions and command."""
+"""The content of run.toml: every resolved setting of a run, and its provenance (data, versions, commands).
+
+The provenance is the table [record] of the file. It has nothing to do with --record, the flight recorder of
+te_models.recorder.
+"""
 
 import contextlib
 import hashlib
@@ -24,7 +28,7 @@ from te_models.training.evaluation import Batch
 from te_models.training.parallel import Parallel
 from te_models.training.resume import run_choices
 from te_models.training.run_settings import resolved_path
-from te_models.training.settings import RECORD, RUN_FILE, SETTINGS, TABLES, RunSettings
+from te_models.training.settings import PROVENANCE, RUN_FILE, SETTINGS, TABLES, RunSettings
 
 COMMENT = (
     "Every setting of this run. `te-models {command} run.toml --steps N` runs it again with a change, in a folder of\n"
@@ -44,8 +48,14 @@ def run_document(
 ) -> str:
     """Return run.toml of a run that is about to start; all processes call it.
 
-    `eval_batches` are this process's, `before` is the record of the run that this one resumes, and `recipe` the recipe
-    of the first step (None: the model's).
+    Args:
+        settings: the settings, resolved.
+        model: the model, whose config and recipe are written.
+        dataset: the training data.
+        eval_batches: this process's batches to evaluate on.
+        processes: how processes share the run.
+        before: the provenance of the run that this one resumes.
+        recipe: the recipe of the first step; None: the model's.
     """
     config = model.config.to_dict()
     shape = {}
@@ -53,7 +63,7 @@ def run_document(
         if settings.preset or name in settings.build:
             shape[name] = value
     tables = settings.tables()
-    tables["run"] |= {"out": None}  # which a second run must not share
+    tables["run"] |= {"out": None}  # a second run by this file needs a folder of its own
     tables["model"] |= run_choices(model)
     # As requested: "auto" is native on a GPU.
     tables["model"]["engine"] = settings.build.get("engine", "auto")
@@ -63,28 +73,25 @@ def run_document(
     }
     tables |= {"recipe": (recipe or model.recipe).to_dict(), "shape": shape}
     for table in (tables["run"], tables["data"]):
-        table |= {
-            name: resolved_path(value) for name, value in table.items() if SETTINGS[name].path
-        }
-    cuda = model.device.type == "cuda"
-    sections = {
-        **{title: tables[title] for title in TABLES},
-        RECORD: {
-            "id": run_id(before),
-            "commands": [
-                *map(str, before.get("commands", [])),
-                settings.command_line[:MAX_COMMAND],
-            ],
-            "device": torch.cuda.get_device_name(model.device)
-            if cuda
-            else platform.processor() or platform.machine(),
-            "engine": model.engine,
-            "processes": processes.describe() or "one",
-            "training_data": fingerprint(dataset),
-            "evaluation_data": eval_fingerprint(eval_batches, processes),
-            "data": dataset.describe(),
-            "versions": versions(),
-        },
+        for name, value in table.items():
+            if SETTINGS[name].path:
+                table[name] = resolved_path(value)
+    if model.device.type == "cuda":
+        device = torch.cuda.get_device_name(model.device)
+    else:
+        device = platform.processor() or platform.machine()
+    earlier_commands = [str(command) for command in before.get("commands", [])]
+    sections = {title: tables[title] for title in TABLES}
+    sections[PROVENANCE] = {
+        "id": run_id(before),
+        "commands": [*earlier_commands, settings.command_line[:MAX_COMMAND]],
+        "device": device,
+        "engine": model.engine,
+        "processes": processes.describe() or "one",
+        "training_data": fingerprint(dataset),
+        "evaluation_data": eval_fingerprint(eval_batches, processes),
+        "data": dataset.describe(),
+        "versions": versions(),
     }
     return render_toml(sections, COMMENT.format(command=settings.command))
 
@@ -97,23 +104,24 @@ def rewrite_recipe(path: Path, recipe: Recipe) -> None:
     replace_text(path, render_toml(sections, "\n".join(comment)))
 
 
-def read_record(folder: Path) -> Mapping[str, object]:
-    """Return the record in the run.toml of a run's folder; empty without one."""
+def read_provenance(folder: Path) -> Mapping[str, object]:
+    """Return the provenance in the run.toml of a run's folder, {"commands": []} without one."""
     path = folder / RUN_FILE
-    record = read_toml(path).get(RECORD, {}) if path.is_file() else {}
-    if not isinstance(record, Mapping):
-        record = {}
-    commands = record.get("commands")
-    return {**record, "commands": commands if isinstance(commands, list) else []}
+    provenance = read_toml(path).get(PROVENANCE, {}) if path.is_file() else {}
+    # A user may have edited the file.
+    if not isinstance(provenance, Mapping):
+        provenance = {}
+    commands = provenance.get("commands")
+    return {**provenance, "commands": commands if isinstance(commands, list) else []}
 
 
-def run_id(record: Mapping[str, object]) -> str:
-    """Return the id of a run with this record: 8 hexadecimal digits, a new one if it has none."""
-    return str(record.get("id") or secrets.token_hex(4))[:100]
+def run_id(provenance: Mapping[str, object]) -> str:
+    """Return the id of a run, or a new one of 8 hexadecimal digits if its provenance has none."""
+    return str(provenance.get("id") or secrets.token_hex(4))[:100]
 
 
 def fingerprint(dataset: TokenDataset | StreamingDataset) -> str:
-    """Return the hash of everything except the seed that determines order and content of the training batches."""
+    """Return the hash of all that determines the content and order of the training batches, except the seed."""
     return f"{dataset.state_dict()['fingerprint']}"
 
 

@@ -28,7 +28,7 @@ from te_models.errors import ConfigError, UsageError, check_known, unknown
 from te_models.files.atomic import reraising
 from te_models.training.settings import (
     LEARNING_RATE,
-    RECORD,
+    PROVENANCE,
     RUN_FILE,
     SETTINGS,
     TABLES,
@@ -161,7 +161,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
     flat: dict[str, object] = {}
     in_yaml = path.suffix.lower() in SUFFIXES
     for title, values in (read_yaml(path) if in_yaml else read_toml(path)).items():
-        if title == RECORD:
+        if title == PROVENANCE:
             continue
         if not isinstance(values, Mapping):
             raise _outside(path, title, in_yaml)

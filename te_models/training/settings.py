@@ -32,7 +32,9 @@ from te_models.errors import ConfigError, check_known
 
 RUN_FILE = "run.toml"
 COMMANDS = ("pretrain", "finetune")
-RECORD = "record"  # table of run.toml with facts of the run rather than settings
+PROVENANCE = (
+    "record"  # the table of run.toml with facts of the run (data, versions, commands), not settings
+)
 MERGE_DTYPES = ("bfloat16", "float16", "float32")
 # FP16 is missing: most of its gradients underflow without loss scaling.
 TRAINING_DTYPES = ("bfloat16", "float32")

@@ -14,7 +14,7 @@ from te_models.cli import main
 from te_models.errors import MissingPackage, UsageError
 from te_models.training.loggers import LOGGERS, Loggers
 from te_models.training.metrics import read_metrics
-from te_models.training.run_file import read_record
+from te_models.training.run_file import read_provenance
 
 RUN = [*PRETRAIN, "--recipe", "bf16", "--steps", "2", "--out", "run"]
 
@@ -62,7 +62,7 @@ def test_a_run_is_one_run_there_over_a_resume(
     rows = read_metrics(Path("run/metrics.jsonl"))
     numbers = [{name: row[name] for name in row if name != "recipe"} for row in rows]
     assert [{"step": step, **values} for step, values in sent] == numbers
-    assert started[0]["name"] == started[1]["name"] == f"run-{read_record(Path('run'))['id']}"
+    assert started[0]["name"] == started[1]["name"] == f"run-{read_provenance(Path('run'))['id']}"
     assert started[0]["config"]["steps"] == 2 and started[0]["config"]["scheme"] == "none"
     assert started[0]["project"] == "te-models" and started[0]["resume"] == "allow"
     assert library != "wandb" or started[0]["id"] == started[1]["id"]

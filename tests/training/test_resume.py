@@ -21,7 +21,7 @@ from te_models.errors import UsageError
 from te_models.saving.run_folder import Checkpoints
 from te_models.training import run_state
 from te_models.training.resume import run_choices, run_folder, saved_choices
-from te_models.training.run_file import read_record
+from te_models.training.run_file import read_provenance
 from te_models.training.run_settings import resumed_settings, run_settings
 from te_models.training.settings import RunSettings
 from te_models.training.trainer import Trainer
@@ -135,7 +135,7 @@ def test_another_recipe_is_said_once(run: Any, capsys: pytest.CaptureFixture) ->
 )
 def test_a_damaged_record_is_no_record(record: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(record)
-    assert read_record(tmp_path)["commands"] == []
+    assert read_provenance(tmp_path)["commands"] == []
 
 
 def test_the_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def test_resume_needs_only_the_folder_and_repeats_every_bit(choices: list[str], 
     shutil.rmtree("start")
     assert main(["finetune", "--resume", "parts", "--steps", "4"]) == 0
     assert losses("parts") == losses("whole") and len(losses("parts")) == 4
-    commands: Any = read_record(Path("parts"))["commands"]
+    commands: Any = read_provenance(Path("parts"))["commands"]
     assert len(commands) == 2 and "--resume parts" in commands[1]
 
 
