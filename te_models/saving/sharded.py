@@ -95,7 +95,7 @@ class ShardedCheckpoints(Checkpoints):
             self.wait()
         path = self.root / f"step-{step:08d}"
         try:
-            self._retrying(path, lambda: self._save(path, tensors, documents))
+            self._retrying(lambda: self._save(path, tensors, documents))
         except SaveError as error:
             if blocking:
                 raise
