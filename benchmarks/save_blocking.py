@@ -91,7 +91,7 @@ def main(
                 run.save, 2 + number, tensors, documents, blocking=False, copy_later=True
             )
             times["forward and backward"].append(seconds(forward_and_backward, model, ids))
-            times[name].append(blocked + seconds(run.copied))
+            times[name].append(blocked + seconds(run.wait_for_copy))
             run.wait()
         shutil.rmtree(root)
     medians = {name: statistics.median(values) for name, values in times.items()}

@@ -100,7 +100,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     due, snapshot, copied, join = (
         threading.Event(),
         Checkpoints._snapshot,
-        Checkpoints.copied,
+        Checkpoints.wait_for_copy,
         Checkpoints._join,
     )
 
