@@ -117,7 +117,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
         return call
 
     monkeypatch.setattr(Checkpoints, "_snapshot", wait_then_copy)
-    monkeypatch.setattr(Checkpoints, "copied", until_copied(copied))
+    monkeypatch.setattr(Checkpoints, "wait_for_copy", until_copied(copied))
     monkeypatch.setattr(Checkpoints, "_join", until_copied(join))
 
 
