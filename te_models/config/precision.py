@@ -1,8 +1,11 @@
 """The precision of every te.Linear of a model, with the reason: the one place that decides it. No torch.
 
-In this order, of which the last that applies decides: the recipe itself; its edges (`num_layers_at_start_in_bf16`,
-`num_layers_at_end_in_bf16`, `lm_head`); the patterns of its table `precision`, from first to last; and a linear that is
-BF16 under every recipe (LinearSpec.fp8) stays so.
+Four rules in this order, of which the last that applies to a te.Linear decides:
+
+1. the recipe itself;
+2. the recipe's edges (`num_layers_at_start_in_bf16`, `num_layers_at_end_in_bf16`, `lm_head`);
+3. the patterns of the recipe's table `precision`, from first to last;
+4. LinearSpec.fp8: a linear without it is BF16 under every recipe.
 """
 
 from fnmatch import fnmatchcase
@@ -18,10 +21,10 @@ HEAD = "lm_head"
 class Precision(NamedTuple):
     """The precision of one te.Linear.
 
-    recipe: the recipe, the model's own or another; None: BF16, or whatever dtype the model has.
-    reason: why, in a few words.
-    stays: whether an edge, a pattern or LinearSpec.fp8 makes it BF16: exports for servers
-        leave it as it is.
+    Attributes:
+        recipe: the recipe, the model's own or another; None: BF16, or the dtype of the model if that is another.
+        reason: why, in a few words.
+        stays: whether an edge, a pattern or LinearSpec.fp8 makes it BF16: then exports for servers do not quantize it.
     """
 
     recipe: Recipe | None
@@ -30,7 +33,11 @@ class Precision(NamedTuple):
 
 
 def precisions(recipe: Recipe, layers: tuple[LayerSpec, ...]) -> dict[str, Precision]:
-    """Return the precision of every te.Linear by its name in the model, "lm_head" among them, in forward order."""
+    """Return the precision of every te.Linear, "lm_head" included, by its name in the model and in forward order.
+
+    Raises:
+        ConfigError: a pattern of the table `precision` matches nothing, or only linears that are always BF16.
+    """
     linears = dict(named_linears(layers))
     names = [*linears, HEAD]
     chosen_for = {name: _by_edges(recipe, len(layers), name) for name in names}
@@ -49,7 +56,7 @@ def precisions(recipe: Recipe, layers: tuple[LayerSpec, ...]) -> dict[str, Preci
         for name in matches:
             chosen_for[name] = chosen
     for name in always_bf16:
-        chosen_for[name] = Precision(None, "under every recipe", True)
+        chosen_for[name] = Precision(None, "under every recipe", stays=True)
     return chosen_for
 
 
@@ -57,24 +64,23 @@ def _by_edges(recipe: Recipe, layers: int, name: str) -> Precision:
     """Return the precision that the recipe and its edges give a te.Linear."""
     recipe_itself = recipe.called(recipe.name)
     if name == HEAD:
-        inside = recipe.lm_head == "fp8"
-        return Precision(
-            recipe_itself if inside else None, f"lm_head = {recipe.lm_head!r}", not inside
-        )
-    # A te.Linear outside the blocks other than the head, such as the projection of inputs per layer.
+        reason = f"lm_head = {recipe.lm_head!r}"
+        if recipe.lm_head == "fp8":
+            return Precision(recipe_itself, reason)
+        return Precision(None, reason, stays=True)
+    # Besides the head, a te.Linear may lie outside the blocks, such as the projection of inputs per layer.
     depth = depth_of(name)
     if depth is None:
-        return Precision(None, "under every recipe", True)
+        return Precision(None, "under every recipe", stays=True)
     inner = recipe.inner_layers(layers)
     if depth not in inner:
         end = "start" if depth < inner.start else "end"
         field = f"num_layers_at_{end}_in_bf16"
-        reason = (
-            f"{field} = {recipe.edges[field]}"
-            if recipe_itself is not None
-            else f"recipe = {recipe.name!r}"
-        )
-        return Precision(None, reason, True)
+        reason = f"{field} = {recipe.edges[field]}"
+        # Under "bf16" all layers are in BF16, whatever the edges are.
+        if recipe_itself is None:
+            reason = f"recipe = {recipe.name!r}"
+        return Precision(None, reason, stays=True)
     return Precision(recipe_itself, f"recipe = {recipe.name!r}")
 
 

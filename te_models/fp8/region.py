@@ -1,7 +1,7 @@
 """A model's forward pass under its own recipe, regardless of autocasts around it and of other threads.
 
-`forward_pass` is around all of it, and inside are the `Autocasts` of what runs in FP8. The forward scales of delayed
-scaling are updated when a training pass, including the loss, has succeeded, and never else.
+`forward_pass` surrounds the whole pass in high precision; inside it, `Autocasts` surround the layers that run in FP8.
+The forward scales of delayed scaling are updated only when a training pass, including its loss, has succeeded.
 """
 
 from __future__ import annotations
