@@ -56,7 +56,7 @@ def _nonfinite(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
         if event["event"] != "nonfinite" or not event.get("tensor"):
             continue
         name = str(event["tensor"])
-        facts.found.update(i for i, tensor in enumerate(facts.tensors) if tensor.name == name)
+        facts.explained.update(i for i, tensor in enumerate(facts.tensors) if tensor.name == name)
         message = f"{name}: the first NaN or infinite value of step {event['step']} is here{_answer(event)}"
         yield Finding(rule.key, name, int(event["step"]), message, rule.change, (name,))
         return
@@ -73,7 +73,7 @@ def _nonfinite(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     worst = facts.first_computed(order)
     names = tuple(facts.tensors[i].name for i in order)
     # Tensors of later steps too, which the same NaN has reached.
-    facts.found.update(int(i) for i in np.flatnonzero(where.any(0)))
+    facts.explained.update(int(i) for i in np.flatnonzero(where.any(0)))
     name = facts.tensors[worst].name
     number = int(counts[first, worst])
     message = f"{name}: {number:,} values are NaN or infinite in step {facts.steps[first]}, the first that has any"
@@ -169,7 +169,7 @@ def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Findi
     beyond = far & (share > 0) & operands
     where = (share > SATURATED) & operands
     where |= _in_a_row(facts, beyond) & facts.operand("grad_output")
-    explained = list(facts.found)
+    explained = list(facts.explained)
     where[:, explained] = False
     origin = where | beyond
     # A few tokens of an expert may saturate in a step of a healthy run, whose next scale fits again. So where anything
@@ -178,7 +178,7 @@ def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Findi
     lasting = np.flatnonzero((where & goes_on).any(1))
     if len(lasting):
         origin = goes_on
-        facts.found.update(int(one) for one in np.flatnonzero(where.any(0) & ~goes_on.any(0)))
+        facts.explained.update(int(one) for one in np.flatnonzero(where.any(0) & ~goes_on.any(0)))
         where[: lasting[0]] = False
     yield from over(facts, rule, where, share, say, origin=origin)
 
@@ -488,7 +488,7 @@ class Diagnosis(Printable):
 def diagnose(facts: RunFacts, rules: Sequence[Rule] = RULES) -> Diagnosis:
     """Return what the rules find in a run."""
     # Facts may be diagnosed twice, as for advice and then for the report.
-    facts.found.clear()
+    facts.explained.clear()
     findings: list[Finding] = []
     # In their order: each marks the tensors that it explains, which those after it leave out. A run that ended before
     # the first recorded step has metrics and events alone.

@@ -73,13 +73,13 @@ def over(
     """
     where = where.copy()
     # One cause per tensor: a scale that is too old also saturates, and the second finding would only repeat the first.
-    explained = list(facts.found)
+    explained = list(facts.explained)
     where[:, explained] = False
     if not where.any():
         return
     first = int(np.flatnonzero(where.any(1))[0])
     # A candidate by `origin` alone may be another rule's too.
-    facts.found.update(int(one) for one in np.flatnonzero(where.any(0)))
+    facts.explained.update(int(one) for one in np.flatnonzero(where.any(0)))
     named = None
     if origin is not None:
         candidates = origin[first].copy()

@@ -16,7 +16,7 @@ from te_models.numerics.formats import FP8_MAX
 from te_models.recorder.layout import RecordedTensor
 from te_models.recorder.record import Floats, Record, check_record, read_record
 from te_models.training.metrics import read_events, read_metrics
-from te_models.training.settings import RUN_FILE
+from te_models.training.settings import PROVENANCE, RUN_FILE
 from te_models.training.timing import Row
 
 METRICS = "metrics.jsonl"
@@ -31,14 +31,23 @@ Mask = NDArray[np.bool_]
 
 @dataclass
 class RunFacts:
-    """The input of the rules: the record of a run, its metrics and its recipe."""
+    """The input of the rules: the record of a run, its metrics and its recipe.
+
+    Attributes:
+        record: the statistics of the recorded steps.
+        rows: the rows of metrics.jsonl, one per step.
+        events: the rows of metrics.jsonl about actions of the guard.
+        recipe: the recipe of the first step, from run.toml.
+        engine: "native" or "emulated"; "" if run.toml does not say.
+        explained: indices of the tensors that an earlier rule has explained; later rules leave them out.
+    """
 
     record: Record
     rows: list[Row]
     events: list[Row]
     recipe: Recipe
     engine: str = ""
-    found: set[int] = field(default_factory=set)  # tensors that a rule has explained
+    explained: set[int] = field(default_factory=set)
 
     @property
     def steps(self) -> Steps:
@@ -115,7 +124,7 @@ class RunFacts:
             return self.record.field("amax") / self.rms()
 
     def operand(self, *names: str) -> Mask:
-        """Return which tensors are of these operands, bool [tensors]."""
+        """Return which tensors are one of these operands ("input", "weight", "grad_output"), bool [tensors]."""
         return np.array([tensor.operand in names for tensor in self.tensors], bool)
 
     def first_computed(self, tensors: Sequence[int] | Steps) -> int:
@@ -151,5 +160,5 @@ def read_facts(run: str | Path) -> RunFacts:
     metrics = folder / METRICS
     rows = read_metrics(metrics) if metrics.is_file() else []
     events = read_events(metrics) if metrics.is_file() else []
-    engine = str(document.get("record", {}).get("engine", ""))
+    engine = str(document.get(PROVENANCE, {}).get("engine", ""))
     return RunFacts(read_record(folder), rows, events, recipe, engine)

@@ -41,11 +41,11 @@ class Table:
 
     Args:
         tensors: the names of the rows, of all ranks.
-        counted: whether this rank's counts of a row enter the sums: of copies of a tensor, one does.
-        device: of the model.
+        counted: whether this rank's counts of a row enter the sums; among several copies of a tensor one does.
+        device: the device of the model.
         distributed: whether other processes share the run.
-        every_step: whether each step of the run is recorded. Values that no cast has in memory are then not computed
-            once more, which would take 2 % of the time of a step (docs/internals/recorder.md).
+        every_step: whether each step of the run is recorded. Inputs of casts that are not in memory are then not
+            computed once more, which would take 2 % of the time of a step (docs/internals/recorder.md).
     """
 
     def __init__(
@@ -60,8 +60,7 @@ class Table:
         self.tensors = list(tensors)
         self.rows = {tensor: row for row, tensor in enumerate(self.tensors)}
         self.distributed = distributed
-        # A model of very many tensors keeps one row each, or the table would take too much
-        # memory.
+        # In a model of very many tensors each has one row, or the table would take too much memory.
         spread = SPREAD if device.type == "cuda" and len(tensors) <= MOST_SPREAD else 1
         shape = (len(tensors), spread, len(FIELDS))
         self.parts = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -69,7 +68,7 @@ class Table:
         self.kernels = device.type == "cuda" and importlib.util.find_spec("triton") is not None
         self.codes = torch.zeros(len(tensors), dtype=torch.int64, device=device)
         self.between = torch.zeros(len(tensors), len(BETWEEN), dtype=torch.float64, device=device)
-        # Whether the step in progress is recorded. A step that is not has a CUDA graph without kernels that count.
+        # Whether the step in progress is recorded. Other steps have a CUDA graph without kernels that count.
         self.recording = False
         self.first_micro_batch = True
         self._counted = torch.tensor(list(counted), device=device)
@@ -138,7 +137,7 @@ class Table:
 
     def _over_ranks(self, values: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the fields of all ranks: sums over the first copies, and the largest and smallest values."""
-        # What several ranks have a copy of, such as a replicated weight, is counted on one of them.
+        # A tensor that several ranks have a copy of, such as a replicated weight, is counted on one of them.
         sums = torch.where(self._counted[:, None] & self._summed, values, 0.0)
         # The smallest value is the largest negative one.
         extremes = torch.where(self._largest, values, -values)
@@ -233,23 +232,23 @@ class Observer:
         table = self.table
         if not table.recording:
             return False
-        # Backward makes it once per micro-batch, and is what the check below would leave out.
+        # This cast runs in backward, once per micro-batch; the check at the end is for casts of the forward pass.
         if self.operand == "grad_output":
             return True
         # The weights are the same in every micro-batch of a step.
         if self.operand == "weight" and not table.first_micro_batch:
             return False
-        # In backward the forward pass is computed again.
+        # A forward cast inside backward belongs to a recompute, and was counted in the first pass.
         return torch._C._current_graph_task_id() == -1
 
     @property
     def counts(self) -> Any:
-        """Where a kernel that casts adds its counts; None where the next cast is not counted, or nobody has kernels."""
+        """Where a kernel that casts adds its counts; None if the next cast is not counted, or there are no kernels."""
         return self.table.counts(self.row) if self.table.kernels and self.open else None
 
     @property
     def wants_values(self) -> bool:
-        """True if the next cast is counted, and its values are to be computed once more if no memory has them."""
+        """True if the next cast is counted, and its input may be computed once more where it is not in memory."""
         return self.open and not self.table.every_step
 
     def __call__(self, source: Tensor | None, storage: Any, scale: Tensor | None = None) -> None:
@@ -277,7 +276,7 @@ class ExpertObserver:
 
     @property
     def counts(self) -> Any:
-        """Where a kernel adds the counts of the next cast; None where it is not counted, or nobody has kernels."""
+        """Where a kernel adds the counts of the next cast; None if it is not counted, or there are no kernels."""
         first = self.observers[0]
         if not (first.table.kernels and first.open):
             return None

@@ -86,7 +86,7 @@ class BadStep(Diverged):
 
 @dataclass(frozen=True)
 class Drawn:
-    """The micro-batches of a step that is to be run again, with the state in which it began."""
+    """The micro-batches of a step and the state in which it began: what it takes to run the step again."""
 
     begun: StepStart
     micro_batches: list[Batch]

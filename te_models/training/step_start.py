@@ -24,7 +24,7 @@ Data = TokenDataset | StreamingDataset | OwnBatches
 
 @dataclass(frozen=True)
 class StepStart:
-    """The state of this process when a step began, but for weights and optimizer, which only its end changes."""
+    """The state of this process at the start of a step, without weights and optimizer, which change only at its end."""
 
     recipe: Recipe
     data: Fields
@@ -34,7 +34,7 @@ class StepStart:
 
 
 class StepStarts:
-    """Copies of the state at the start of the last two steps, which the model can be given back."""
+    """Copies of the state at the start of the last two steps, which can be restored."""
 
     def __init__(self, model: CausalLM, data: Data) -> None:
         self.model = model
@@ -44,7 +44,7 @@ class StepStarts:
         self._memory: list[Copies] = [{}, {}]
 
     def take(self) -> StepStart:
-        """Return the present state; it is valid until two more are taken."""
+        """Return a copy of the present state, which is valid until two more are taken."""
         data = self.data
         position: Fields = (
             data.own_state() if isinstance(data, StreamingDataset) else data.state_dict()

@@ -164,7 +164,7 @@ class Trainer(NamedFields):
         self.documents = rendered_documents(self.documents)
         self.starts = StepStarts(self.model, self.data)
         self.begun: StepStart | None = None  # of the step that has begun and has changed no weight
-        self.drawn: Drawn | None = None  # the newest step
+        self.drawn: Drawn | None = None  # of the newest step, for the guard
         self.guard = Guard(self)
         self.captures = Captures(self)
         self.updating = False  # whether the optimizer is changing the weights

@@ -311,7 +311,7 @@ def test_gradients_overflow_first_where_the_overflow_goes_on(healthy: Path) -> N
         beyond[:, INDEX["saturated"]] = share * beyond[:, INDEX["elements"]]
         beyond[:, INDEX["noise"]] = 0.2 * beyond[:, INDEX["signal"]]
         record = replace(run.record, steps=run.record.steps[:recorded], values=values)
-        facts = replace(run, record=record, found=set())
+        facts = replace(run, record=record, explained=set())
         found = [one for one in diagnose(facts).findings if one.rule == "gradient-overflow"]
         goes_on = begin + steps == recorded or steps >= 3
         named = [(one.tensor, one.step) for one in found]
