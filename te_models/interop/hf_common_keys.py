@@ -1,26 +1,7 @@
 """Keys of config.json that mean the same in every family of Hugging Face: copied ones, sizes, and ones without effect.
 
-No torch. Facts: the configuration files, masks and caches of transformers 5.23.
+No torch. Facts: the configuration files of transformers 5.23.
 """
-
-from collections.abc import Callable, Mapping
-
-
-def _all_full(types: object) -> bool:
-    return types is None or set(types) == {"full_attention"}  # type: ignore[arg-type]  # a list in a config.json
-
-
-# Keys that transformers' caches and masks read for every family -> whether a value changes nothing.
-SHARED: Mapping[str, Callable[[object], bool]] = {
-    "layer_types": _all_full,
-    "sliding_window": lambda size: size is None,
-    "attention_chunk_size": lambda size: size is None,
-    "is_causal": lambda flag: flag is not False,
-    "kv_sharing_modes": lambda modes: not modes,
-    "num_kv_shared_layers": lambda count: not count,
-    "per_layer_config": lambda configs: not configs,
-    "is_encoder_decoder": lambda flag: not flag,
-}
 
 # Fields of ModelConfig whose values are copied, most of them under the same key.
 COPIED = (

@@ -6,7 +6,7 @@ from typing import Any
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError
-from te_models.interop.hf_common_keys import COPIED, HARMLESS, NULLABLE, SHARED, SIZES
+from te_models.interop.hf_common_keys import COPIED, HARMLESS, NULLABLE, SIZES
 from te_models.interop.hf_parts import ConfigKeys, Fields, Values
 from te_models.interop.hf_places import Rows
 from te_models.interop.hf_rope_parts import unread_rope_fields
@@ -373,6 +373,22 @@ def _with_mrope(new: Fields, document: Values) -> Fields:
         return new
     return {**new, "rope_parameters": {**new["rope_parameters"], **mrope}}
 
+
+def _all_full(types: object) -> bool:
+    return types is None or set(types) == {"full_attention"}  # type: ignore[arg-type]  # a list in a config.json
+
+
+# Keys that transformers' caches and masks read for every family -> whether a value changes nothing.
+SHARED: Mapping[str, Callable[[object], bool]] = {
+    "layer_types": _all_full,
+    "sliding_window": lambda size: size is None,
+    "attention_chunk_size": lambda size: size is None,
+    "is_causal": lambda flag: flag is not False,
+    "kv_sharing_modes": lambda modes: not modes,
+    "num_kv_shared_layers": lambda count: not count,
+    "per_layer_config": lambda configs: not configs,
+    "is_encoder_decoder": lambda flag: not flag,
+}
 
 # Prefixes of the names of layers, and names of the head, in folders that transformers reads.
 ROOTS = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")

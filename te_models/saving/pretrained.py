@@ -207,8 +207,19 @@ def open_model(
     with ExitStack() as stack:
         # An error about a damaged checkpoint names an older, undamaged one.
         stack.enter_context(offering_older(folder))
-        source = _open_folder(folder, stack)
-        _check_shapes(build, folder, source)
+        source: Opened
+        if (documents := hugging_face_documents(folder)) is not None:
+            source = stack.enter_context(open_hugging_face(folder, documents))
+        elif _is_te_folder(folder):
+            source = open_te_folder(folder, read_json(folder / "config.json"))
+        else:
+            source = own_folder(load_folder(folder, ["config", "model", "recipe"], optional=EXTRAS))
+        try:
+            # A model on the meta device, so that a mistake is found before any memory is allocated.
+            sketch: Decoder = build(source.config, **SKETCH)
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder / 'config.json'}: {first_line(error)}") from None
+        source.fit({name: p.shape for name, p in sketch.named_parameters(remove_duplicate=False)})
         config = _reshaped(build, source, shape) if shape else source.config
         stored: frozenset[str] = frozenset()
         model_options = _with_saved_recipe(source, options, shape)
@@ -230,29 +241,6 @@ def open_model(
         else:
             _double_output_projections(model)
         yield model, source
-
-
-def _open_folder(folder: Path, stack: ExitStack) -> Opened:
-    """Return the contents of a folder in any of the three formats; `stack` closes its files."""
-    documents = hugging_face_documents(folder)
-    if documents is not None:
-        return stack.enter_context(open_hugging_face(folder, documents))
-    if _is_te_folder(folder):
-        return open_te_folder(folder, read_json(folder / "config.json"))
-    return own_folder(load_folder(folder, ["config", "model", "recipe"], optional=EXTRAS))
-
-
-def _check_shapes(build: Callable[..., Model], folder: Path, source: Opened) -> None:
-    """Raise a CheckpointError unless a folder's tensors have the names and shapes of the model in its config.json."""
-    try:
-        # A model on the meta device, so that a mistake is found before any memory is allocated.
-        sketch: Decoder = build(source.config, **SKETCH)
-    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {first_line(error)}") from None
-    shapes = {}
-    for name, parameter in sketch.named_parameters(remove_duplicate=False):
-        shapes[name] = parameter.shape
-    source.fit(shapes)
 
 
 def _stored_linears(source: Opened, config: ModelConfig) -> frozenset[str]:

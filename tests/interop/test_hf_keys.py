@@ -14,9 +14,9 @@ from judge import transformers
 
 from te_models.errors import CheckpointError
 from te_models.files.formats import render_json
-from te_models.interop.hf_common_keys import HARMLESS, SHARED
+from te_models.interop.hf_common_keys import HARMLESS
 from te_models.interop.hf_families import FAMILIES
-from te_models.interop.hf_family import Family
+from te_models.interop.hf_family import SHARED, Family
 
 # Keys of generation and of heads that are not the language model's.
 OTHER_HEADS = {"classifier_dropout", "hidden_dropout", "token_classification_bias", "num_labels"}
