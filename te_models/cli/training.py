@@ -29,9 +29,10 @@ from te_models.errors import UsageError
 from te_models.training.run_settings import resumed_settings, run_settings
 from te_models.training.settings import LEARNING_RATE, SETTINGS, TABLES, RunSettings
 
-ORDER = ("training", "recipe", "lora", "model", "data", "run")  # of the tables in the help
-# Settings whose options the commands add themselves.
-OWN = ("data", "out", "command", "preset", "model")
+# The order of the groups of options in the help.
+ORDER = ("training", "recipe", "lora", "model", "data", "run")
+# Settings whose options are declared below, one by one.
+DECLARED_BELOW = ("data", "out", "command", "preset", "model")
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells give it; SIGTERM asks to save and stop, which is no failure
 
 
@@ -41,17 +42,17 @@ def training_options(command: str) -> Decorator:
     if command == "finetune":
         rate += f", with --lora {_short(LEARNING_RATE['lora'])}"
     # `pretrain` refuses adapters with a reason of its own, so it has their options, but does not list them.
-    other: dict[str, dict[str, object]] = {
-        name: dict(hidden=command == "pretrain") for name in TABLES["lora"]
-    }
-    other |= {
-        "learning_rate": dict(show_default=rate),
-        "recipe": dict(default=None, show_default=False),
-    }
+    attributes: dict[
+        str, dict[str, object]
+    ] = {}  # by setting, where the option differs from the setting
+    for name in TABLES["lora"]:
+        attributes[name] = {"hidden": command == "pretrain"}
+    attributes["learning_rate"] = {"show_default": rate}
+    attributes["recipe"] = {"default": None, "show_default": False}
     names = []
     for title in ORDER:
         for name in TABLES[title]:
-            if name not in OWN:
+            if name not in DECLARED_BELOW:
                 names.append(name)
     return chained(
         setting_option("data"),
@@ -64,7 +65,7 @@ def training_options(command: str) -> Decorator:
             help="Continue the run in this folder; without DIR that in --out, or the only one of the model.",
         ),
         from_record_option,
-        *(setting_option(name, **other.get(name, {})) for name in (*names, *SHAPE_NAMES)),
+        *(setting_option(name, **attributes.get(name, {})) for name in (*names, *SHAPE_NAMES)),
     )
 
 
@@ -114,7 +115,13 @@ def run_training(
 
 
 def _check_places(file: str | None, resume: str | None, user_options: Mapping[str, Any]) -> None:
-    """Raise a UsageError for a file or a folder in the place of another: of a run, its settings, a model or data."""
+    """Raise a UsageError if paths are mixed up: those of a run, of its settings, of a model and of data.
+
+    Args:
+        file: the argument RUN.TOML.
+        resume: the value of --resume; "" without a folder.
+        user_options: the settings that the user gave.
+    """
     out = user_options.get("out")
     model = user_options.get("model")
     # By the real paths, since a link may lead to the same folder.
@@ -142,7 +149,7 @@ def _check_places(file: str | None, resume: str | None, user_options: Mapping[st
 
 
 def _ask_for_data(settings: RunSettings) -> None:
-    """Raise a UsageError if a model of the user's own would be tuned on Python's documentation, for want of data."""
+    """Raise a UsageError if the user gives a model and no data: the default data suits only models that we ship."""
     own_model = settings.model is not None and settings.model not in list_shipped()
     if own_model and not settings.data.data:
         raise UsageError(

@@ -32,11 +32,12 @@ class Statistic:
     """A statistic of the report.
 
     Attributes:
-        key, label, unit: its name, and how it is shown.
-        values: returns it from a record, [steps, tensors].
+        key: its name in the data of the page.
+        label, unit: shown to people.
+        values: a function from a record to the statistic, [steps, tensors].
         kind: "share" of the elements, "count" of them, or "number".
-        log: whether its colors follow its logarithm.
-        worst: np.fmax or np.fmin: what is worse, for several steps or experts in one cell.
+        log: whether the colors follow the logarithm.
+        worst: np.fmax or np.fmin, whichever gives the worse value where a cell holds several steps or experts.
     """
 
     key: str
@@ -128,7 +129,10 @@ def _first_shown(diagnosis: Diagnosis) -> str:
 
 
 def _rows(record: Record, shown: Any) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    """Return the tensors of each row of the map, and the row's names; many experts of a linear share one."""
+    """Return for each row of the map the indices of its tensors, and its names for the page.
+
+    A row is one tensor; in a model of more than MOST_ROWS tensors it is all experts of a linear.
+    """
     # Thousands of experts would make a page of many megabytes, and rows thinner than a pixel.
     merge = len(shown) > MOST_ROWS
     members: dict[str, list[int]] = {}
@@ -144,7 +148,7 @@ def _rows(record: Record, shown: Any) -> tuple[list[list[int]], list[dict[str, A
 
 
 def _columns(steps: int) -> list[slice]:
-    """Return the recorded steps of each column of the map."""
+    """Return for each column of the map the slice of recorded steps that it shows, for a number of `steps`."""
     count = min(steps, MOST_COLUMNS)
     # As equal as whole steps allow.
     bounds = [round(i * steps / count) for i in range(count + 1)] if count else [0]
@@ -152,7 +156,7 @@ def _columns(steps: int) -> list[slice]:
 
 
 def _folded(values: Floats, groups: list[list[int]], columns: list[slice], worst: Any) -> Floats:
-    """Return the worst value of each row's tensors and each column's steps, [rows, columns]."""
+    """Return the cells of the map, [rows, columns]: the worst of the values [steps, tensors] that a cell shows."""
     grid = np.full((len(groups), len(columns)), np.nan)
     for i, places in enumerate(groups):
         # The worst and not the mean: one bad expert, or one bad step, must not vanish among good ones.
@@ -163,7 +167,7 @@ def _folded(values: Floats, groups: list[list[int]], columns: list[slice], worst
 
 
 def _range(grid: Floats, statistic: Statistic) -> tuple[float, float]:
-    """Return the ends of the scale of colors, of the logarithm where that is shown."""
+    """Return the lowest and the highest value of the color scale; of log10 of the statistic if `log` is set."""
     if statistic.kind == "share":
         # The same scale for every share, so that a color means the same on each map.
         return math.log10(LEAST_SHARE), 0.0

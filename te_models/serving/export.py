@@ -87,7 +87,7 @@ def export(
 ) -> Export:
     """Write `model` into `folder`, atomically; see te_models.causal_lm.CausalLM.export for arguments and errors.
 
-    `base` is the model before it was tuned, on any device, of which the export says how much of the tuning is left.
+    `base` is the model before it was tuned, on any device; with it the export reports how much of the tuning is left.
     """
     check_known("format", format, [*FORMATS, UNCHANGED])
     if format == UNCHANGED:
@@ -184,7 +184,7 @@ def quantized_modules(model: Decoder) -> dict[str, nn.Module]:
 
 
 class _Writer:
-    """Makes the tensors and the config of an export."""
+    """Makes the tensors and the config.json of an export; `quantize` is called by write_hugging_face."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class _Writer:
         for name in self.modules:
             linear = model.config.linears[name]
             self.weights |= {f"{name}.{weight}": name for weight in linear.weights}
-            # A scale belongs to so many inputs of a row.
+            # One scale serves this many inputs of a row.
             if (size := linear.inputs) % self.format.columns:
                 raise UsageError(
                     f"{name} has {size} inputs, no multiple of {self.format.columns}, which {format} needs: choose "
@@ -226,8 +226,14 @@ class _Writer:
     def quantize(
         self, places: Mapping[str, Place], parameters: Mapping[str, Tensor], config: Document
     ) -> tuple[dict[str, Tensor], Fields]:
-        """Return the tensors of the folder by name, and its config.json."""
-        # Our parameter -> the tensors of theirs that are its rows. A format with one scale per weight encodes them
+        """Return the tensors of the folder, and its config.json.
+
+        Args:
+            places: name of a tensor of Hugging Face -> the rows of our parameter that it holds.
+            parameters: our parameters by name, whole.
+            config: the config.json of the model without quantization.
+        """
+        # Our parameter -> names of the tensors that hold its rows. A format with one scale per weight encodes them
         # together, such as the fused q, k and v.
         groups: dict[str, list[str]] = {}
         for theirs, place in places.items():
@@ -247,7 +253,7 @@ class _Writer:
         return tensors, self._config(config)
 
     def _plain(self, theirs: str, place: Place, parameter: Tensor) -> Tensor:
-        """Return their tensor of one of our parameters, which is not quantized, in the dtype to write."""
+        """Return the tensor `theirs`, which is not quantized, in the dtype to write."""
         tensor = place.save(parameter)
         # A rounded bias chooses other experts.
         if self.format.storage is not None or place.name.endswith(".expert_bias"):
@@ -283,7 +289,7 @@ class _Writer:
         return None
 
     def _config(self, config: Document) -> Fields:
-        """Return the config.json of the folder, with what servers read of the model and transformers does not."""
+        """Return the config.json of the folder, with the keys that servers read and transformers does not write."""
         config = dict(config)
         for key, value in family_of(config).served(self.model.config).items():
             if config.get(key) is None:
@@ -315,7 +321,7 @@ class _Writer:
     def _encoded(
         self, names: list[str], places: Mapping[str, Place], parameter: Tensor
     ) -> dict[str, Tensor]:
-        """Return the stored tensors of their weights `names`, which together are one of our parameters."""
+        """Return the stored tensors (data and scales) of the weights `names`, which are the rows of `parameter`."""
         # `not ... <`, since a NaN compares as False.
         if not parameter.abs().amax().float() < TOO_LARGE:
             raise UsageError(

@@ -47,13 +47,13 @@ class ModelSource:
     """The model that a run trains, before it is built.
 
     Attributes:
-        settings: of the run; in a new run its dtype and its recipe are resolved, which may have been "auto".
+        settings: the settings of the run. In a new run the dtype is resolved, and the recipe if it was "auto".
         shape: the model's config.
-        dtype: of its parameters.
-        recipe: under which it is built; later ones of a schedule follow during the run.
+        dtype: the dtype of its parameters.
+        recipe: the recipe that the model is built with; a schedule may change it during the run.
         options: keywords of CausalLM.
-        checkpoint: from which the run continues; None: it is new.
-        notes: lines about what was chosen for the user.
+        checkpoint: the checkpoint from which the run continues; None: the run is new.
+        notes: lines that tell the user what was chosen automatically.
     """
 
     settings: RunSettings
@@ -70,12 +70,12 @@ class ModelSource:
         return 0 if self.checkpoint is None else step_of(self.checkpoint)
 
     def with_steps(self, steps: int) -> ModelSource:
-        """Return the source of a run of so many steps, in place of epochs."""
+        """Return the source with the number of steps that the run's epochs amount to."""
         train = dataclasses.replace(self.settings.train, steps=steps)
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, train=train))
 
     def with_rows_for(self, tokens: int, new: int) -> ModelSource:
-        """Return the source of a model with a row for each of so many tokens, `new` of which the run adds."""
+        """Return the source with a vocabulary of `tokens` tokens, `new` of which the run adds (--special-tokens)."""
         added = self.settings.data.special_tokens
         if not new or self.checkpoint is not None:
             return self
@@ -117,7 +117,7 @@ class ModelSource:
         return model
 
     def first_recipe(self, model: CausalLM) -> Recipe:
-        """Return the recipe of the run's first step, which a model that continues under a schedule may have left."""
+        """Return the recipe of the run's first step; a schedule may have changed it before the checkpoint was saved."""
         if self.settings.train.recipe_schedule and self.settings.recipe != AUTO:
             return scheduled_recipes(self.settings)[0]
         return model.recipe
@@ -126,7 +126,7 @@ class ModelSource:
 def find_model(
     settings: RunSettings, processes: Parallel, resume: bool
 ) -> tuple[ModelSource, Path]:
-    """Return the model of a run and the run's folder, which the first process chooses for all.
+    """Return the model of a run, and the run's folder, which the first process chooses for all processes.
 
     With `resume` the run continues from the newest checkpoint in its folder; so does one that torchrun has restarted.
 
@@ -205,7 +205,7 @@ def new_model(settings: RunSettings) -> ModelSource:
 
 
 def resumed_model(settings: RunSettings, checkpoint: Path) -> ModelSource:
-    """Return the model of a run that continues from a checkpoint: its choices, changed where the user gave others."""
+    """Return the model of a run that continues from a checkpoint: the saved choices, unless the user changes them."""
     options = resumed_options(settings, saved_choices(checkpoint))
     dtype = torch.bfloat16
     if settings.preset is not None:
