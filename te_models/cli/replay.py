@@ -1,5 +1,6 @@
 """`te-models capture`, which marks steps of a run, and `te-models replay`, which runs such a step again."""
 
+import shlex
 from pathlib import Path
 
 import click
@@ -33,7 +34,7 @@ def capture(run: str, steps: tuple[int, ...], every: int) -> None:
         if step <= saved and step not in before.steps:
             raise UsageError(
                 f"{run} has passed step {step}, since it would resume after step {saved}: mark a later one, or mark it "
-                f"for a new folder and repeat the run there from {run}/run.toml with --out"
+                f"for a new folder and repeat the run there from {shlex.quote(f'{run}/run.toml')} with --out"
             )
     # Marks add up: earlier ones stay, also --every where this command does not give it.
     marks = Marks(tuple(sorted({*before.steps, *steps})), every or before.every)
@@ -45,13 +46,12 @@ def capture(run: str, steps: tuple[int, ...], every: int) -> None:
         )
     if marks.every:
         steps_to_keep.append(f"each {marks.every}-th step")
-    show_line(
-        f"{run} keeps {' and '.join(steps_to_keep)} when it gets there; then `te-models replay {run} --step N`"
-    )
+    again = f"te-models replay {shlex.quote(run)} --step N"
+    show_line(f"{run} keeps {' and '.join(steps_to_keep)} when it gets there; then `{again}`")
     # Steps may be marked before the run starts; a name that was mistyped looks the same.
     if not (folder / "metrics.jsonl").exists():
         show_line(
-            f"there is no run in {run} yet: the one that is started with --out {run} keeps them"
+            f"there is no run in {run} yet: the one that is started with --out {shlex.quote(run)} keeps them"
         )
 
 

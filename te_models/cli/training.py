@@ -1,6 +1,7 @@
 """`te-models pretrain`, which trains a preset from random weights, and `te-models finetune`, for an existing model."""
 
 import os
+import shlex
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -136,15 +137,18 @@ def _check_places(file: str | None, resume: str | None, user_options: Mapping[st
     if resume is not None and file is not None:
         raise UsageError(f"give either {file} or --resume: a run's folder has its own run.toml")
     if resume and out is not None:
-        raise UsageError(f"give the folder once: --resume {resume} or --resume --out {out}")
+        once = [shlex.join(["--resume", resume]), shlex.join(["--resume", "--out", str(out)])]
+        raise UsageError(f"give the folder once: {' or '.join(once)}")
     if file is None or not Path(file).is_dir():
         return
     if Path(file, "run.toml").exists():
+        again = shlex.quote(f"{file}/run.toml")
         raise UsageError(
-            f"{file} is a folder: {file}/run.toml runs it once more, and --resume {file} continues it"
+            f"{file} is a folder: {again} runs it once more, and --resume {shlex.quote(file)} continues it"
         )
+    folder = shlex.quote(file)
     raise UsageError(
-        f"{file} is a folder: a model is given as --model {file}, data as --data {file}"
+        f"{file} is a folder: a model is given as --model {folder}, data as --data {folder}"
     )
 
 

@@ -1,6 +1,7 @@
 """One line for a row of no known format: the columns it has, the formats there are, and what to rename."""
 
 import difflib
+import shlex
 from collections.abc import Collection, Mapping
 
 from te_models.data.row_values import (
@@ -42,7 +43,10 @@ def unrecognized(row: Mapping[str, object], place: str) -> str:
         if near := difflib.get_close_matches(
             name.lower(), [one for one in _FIELDS if one not in row], n=1, cutoff=0.8
         ):
-            renamed = f"rename {name[:60]!r} to {near[0]!r}, in all records with --columns {near[0]}={name[:60]}"
+            columns = shlex.quote(f"{near[0]}={name[:60]}")
+            renamed = (
+                f"rename {name[:60]!r} to {near[0]!r}, in all records with --columns {columns}"
+            )
             return f"{place}: has {shown}: {renamed}"
     # No field resembles one of a format: name the two that sound most like a question and its answer.
     names = [name for name in row if name.isidentifier()]

@@ -8,6 +8,7 @@ BF16 for that te.Linear, or block scaling for the model if there are many. What 
 from __future__ import annotations
 
 import math
+import shlex
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -364,9 +365,9 @@ def _tried(run: Path, recorded: Recipe, advised: Recipe) -> tuple[Variant, ...]:
     """Run the last captured step again under BF16, the recorded recipe and the advised one."""
     steps = captured_steps(run)
     if not steps:
+        mark = f"te-models capture {shlex.quote(str(run))} --step N"
         raise UsageError(
-            f"{run} has no captured step to try: mark one with `te-models capture {run} --step N`, and run or --resume "
-            "it"
+            f"{run} has no captured step to try: mark one with `{mark}`, and run or --resume it"
         )
     recipes = {"bf16": get_recipe("bf16"), f"{described(recorded)}, as recorded": recorded}
     if advised.to_dict() != recorded.to_dict():

@@ -1,6 +1,7 @@
 """The choice of a checkpoint of a run for a command, with the reason as a line for its user."""
 
 import math
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,12 +53,12 @@ def describe_choice(name: str | Path) -> str | None:
         # The evaluation of the best step was the last one, as where Ctrl-C ended the run after it.
         return (
             f"{line}, which was not evaluated; step {losses.best_step:,} has the lowest eval loss, "
-            f"{losses.best:.4f}: --model {best} takes it"
+            f"{losses.best:.4f}: --model {shlex.quote(str(best))} takes it"
         )
     if losses.best_step and best is not None:
         return (
             f"{line}, with an eval loss of {losses.last:.4f}; step {losses.best_step:,} has {losses.best:.4f}: "
-            f"--model {best} takes it"
+            f"--model {shlex.quote(str(best))} takes it"
         )
     if losses.best_step:
         return (

@@ -6,6 +6,7 @@ te_models.saving.folder writes and checks folders; this file decides their conte
 """
 
 import dataclasses
+import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -281,10 +282,13 @@ def _is_te_folder(folder: Path) -> bool:
         )
         if merged is not None:
             first = ""
+            model = shlex.quote(str(merged))
         else:
-            first = f"te-models convert --format te --model {folder} --out MERGED, then "
+            adapters = shlex.quote(str(folder))
+            first = f"te-models convert --format te --model {adapters} --out MERGED, then "
+            model = "MERGED"
         problem = (
-            f"holds adapters and not a model: {first}--model {merged or 'MERGED'} has both (in Python: "
+            f"holds adapters and not a model: {first}--model {model} has both (in Python: "
             "CausalLM.from_pretrained of this folder, with merge_adapters=True)"
         )
     elif folder.is_dir() and not has_manifest and not config:

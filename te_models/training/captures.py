@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -312,14 +313,15 @@ def read_capture(run: Path, step: int) -> Capture:
     if step not in captured_steps(run):
         steps = ", ".join(map(str, captured_steps(run)))
         others = f"but of {steps}" if steps else "nor of another"
+        name = shlex.quote(str(run))
         # A step in the past can only be taken again, one in the future can still be marked.
         if step <= steps_saved(run):
             what_to_do = (
                 f"that step has passed, so mark it for a new folder with `te-models capture NEW --step {step}`, and "
-                f"repeat the run there from {run}/run.toml with --out NEW"
+                f"repeat the run there from {shlex.quote(f'{run}/run.toml')} with --out NEW"
             )
         else:
-            what_to_do = f"mark steps in advance with `te-models capture {run} --step {step}`, and run or --resume it"
+            what_to_do = f"mark steps in advance with `te-models capture {name} --step {step}`, and run or --resume it"
         raise CheckpointError(
             f"{run} has not kept state and batch of step {step} ({others}): {what_to_do}"
         )

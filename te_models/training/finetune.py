@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -222,9 +223,8 @@ class Run:
             )
         written = {"loss curve": self.report.draw_losses(trainer), **saved}
         if has_record(trainer.out):
-            written["record"] = (
-                f"{trainer.out / RECORD}, which `te-models report {trainer.out}` shows"
-            )
+            show = shlex.join(["te-models", "report", str(trainer.out)])
+            written["record"] = f"{trainer.out / RECORD}, which `{show}` shows"
         if (trainer.out / PROFILE).is_dir():
             written["profile"] = f"{trainer.out / PROFILE}, for ui.perfetto.dev"
         return written

@@ -4,6 +4,7 @@ An update smaller than half the distance between two BF16 numbers vanishes when 
 may have lost part of what the adapters learned. Its loss is measured on the same batches and shown beside theirs.
 """
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,10 +106,9 @@ def _merged_step(folder: Path, result: Result) -> str:
     best = best_checkpoint(folder, result.best_step)
     if best is None or not result.best_eval_loss < result.eval_loss:
         return line
-    return (
-        f"{line}; step {result.best_step} has a lower eval loss: te-models convert --format te --model {best} "
-        f"--out {folder / 'merged-best'}"
-    )
+    command = ["te-models", "convert", "--format", "te", "--model", str(best)]
+    command += ["--out", str(folder / "merged-best")]
+    return f"{line}; step {result.best_step} has a lower eval loss: {shlex.join(command)}"
 
 
 def merged_loss(loss: float, trained: float, before: float, dtype: str) -> str:

@@ -1,6 +1,7 @@
 """The settings of a run: options of the user before run.toml, and run.toml before the command's defaults. No torch."""
 
 import os
+import shlex
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -126,7 +127,8 @@ def resumed_settings(
         raise UsageError(f"nothing to resume: {folder} does not exist; give the folder of a run")
     if run is not None:
         raise UsageError(
-            f"{folder} is part of a run: give --resume {run}, which continues from its newest checkpoint"
+            f"{folder} is part of a run: give --resume {shlex.quote(str(run))}, which continues from its newest "
+            "checkpoint"
         )
     if not (folder / "checkpoints").is_dir():
         raise UsageError(f"nothing to resume: {folder} has no checkpoint; start without --resume")

@@ -56,13 +56,12 @@ def test_a_run_names_its_record_and_its_traces(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """And PyTorch's profiler writes no lines of its own among those of the run."""
-    run = tmp_path / "run"
+    run = tmp_path / "a run"
     command = [*PRETRAIN, "--steps", "2", "--recipe", "current", "--record", "1", "--profile", "2"]
     assert main([*command, "--out", str(run)]) == 0
     said = capfd.readouterr()
-    assert " ".join(f"record {run}/record, which `te-models report".split()) in " ".join(
-        said.out.split()
-    )
+    record = f"record {run}/record, which `te-models report '{run}'` shows"
+    assert record in " ".join(said.out.split())
     assert f"{run}/profile, for ui.perfetto.dev" in " ".join(said.out.split())
     assert "profiler_start" not in said.err
 
