@@ -214,10 +214,16 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, s
         )
         for name, tensor in host.items()
     }
+    # safetensors replaces the file by one that only its owner may read. The other files of a folder are as readable as
+    # the user's umask lets new files be, and a server or a colleague may run as another user.
+    path.touch(exist_ok=False)
+    mode = path.stat().st_mode
     try:
         serialize_file(specs, path, metadata={"format": "pt"})
     except SafetensorError as error:  # of the file system: the tensors are known to be savable
         raise OSError(first_line(error)) from None
+    if path.stat().st_mode != mode:
+        path.chmod(mode)
     return make_durable(path)
 
 

@@ -90,6 +90,20 @@ def test_tensors_are_aligned_and_may_be_written_to(tmp_path: Path) -> None:
     assert_same_bits("result", load_folder(tmp_path / "out").tensors["model"]["b"], torch.ones(5))
 
 
+@pytest.mark.skipif(os.name == "nt", reason="of permissions that Windows lacks")
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_files_of_tensors_are_as_readable_as_the_others(umask: int, tmp_path: Path) -> None:
+    """A server that runs as another user reads a model, if the umask lets it."""
+    before = os.umask(umask)
+    try:
+        save_folder(tmp_path / "out", *small())
+    finally:
+        os.umask(before)
+    files = list((tmp_path / "out").iterdir())
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~umask}
+    assert any(file.suffix == ".safetensors" for file in files)
+
+
 def test_tied_tensors_are_written_once_and_come_back_tied(tmp_path: Path) -> None:
     weight = torch.rand(8, 8)
     tensors = {
