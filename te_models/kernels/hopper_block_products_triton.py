@@ -1,4 +1,6 @@
-"""The products of expert_block_products_triton.py on Hopper, in Gluon, as hopper_products_triton.py: the same bits.
+"""The products of expert_block_products_triton.py on Hopper, in Gluon, with the same bits.
+
+hopper_products_triton.py explains how the copying warp and the groups that multiply share rooms of shared memory.
 
 Groups of four warps share a tile by its rows: each multiplies 64 of them, and scales and adds while others are in the
 tensor cores.
@@ -13,7 +15,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -24,15 +25,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from te_models.kernels.groups import Groups
 from te_models.kernels.hopper_products_triton import (
     WARPS,
+    barriers,
+    first_tile,
     layout_of_sums,
-    next_expert,
-    place_of_tile,
+    next_tile,
     programs,
     store_sum,
+    weight_tile,
 )
 
-PARTS = 3  # groups of warps
-ROWS = 64  # of a group
+PARTS = 3  # groups of warps that multiply
+ROWS = 64  # of a tile, per group
 WIDE, DEEP = 128, 128  # columns of a tile, and terms of a sum that share a scale
 STAGES = 4  # copies on their way, 40 KiB each
 # Of a thread of the second and the third group, and of the copying warp.
@@ -42,7 +45,7 @@ OPTIONS: dict[str, Any] = dict(PARTS=PARTS, STAGES=STAGES, num_warps=WARPS)
 
 @gluon.jit
 def _numbers(room, LAYOUT: gl.constexpr):
-    """Return the FP32 numbers in shared memory that a copy of one line has filled."""
+    """Return the numbers FP32 [SIZE] of a room [1, SIZE] in shared memory that a copy has filled."""
     SIZE: gl.constexpr = room.shape[1]
     line = room._reinterpret(gl.float32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return line.load(LAYOUT)
@@ -52,7 +55,11 @@ def _numbers(room, LAYOUT: gl.constexpr):
 def _copy_rows(
     a, b, a_inv, first, tiles, width, depth, count, a_room, b_room, a_inv_room, full, empty
 ):
-    """Copy what `_multiply_rows` multiplies."""
+    """Copy what `_multiply_rows` multiplies; the arguments are explained in `_rows_kernel`.
+
+    Rooms of a and its scales are [STAGES * PARTS, ROWS, DEEP] and [STAGES * PARTS, 1, ROWS], one per group of warps; b
+    has [STAGES, WIDE, DEEP], which all groups read.
+    """
     STAGES: gl.constexpr = b_room.shape[0]
     PARTS: gl.constexpr = a_room.shape[0] // STAGES
     ROWS: gl.constexpr = a_room.shape[1]
@@ -60,15 +67,10 @@ def _copy_rows(
     DEEP: gl.constexpr = a_room.shape[2]
     SIZE: gl.constexpr = PARTS * (a.block_type.nbytes + a_inv.block_type.nbytes)
     across = gl.cdiv(width, WIDE)
-    last = gl.load(tiles + count - 1).to(gl.int32) * across
-    tile = gl.program_id(0)
-    e = 0
-    before = 0
-    end = gl.load(tiles).to(gl.int32) * across
+    tile, last, e, before, end = first_tile(tiles, count, across)
     step = 0
     while tile < last:
-        e, before, end = next_expert(tile, e, before, end, tiles, across)
-        m, n = place_of_tile(tile - before, (end - before) // across, across)
+        e, before, end, m, n = next_tile(tile, e, before, end, tiles, across)
         row = gl.load(first + e).to(gl.int32) + m * (PARTS * ROWS)
         column = e * width + n * WIDE
         for start in range(0, depth, DEEP):
@@ -113,16 +115,11 @@ def _multiply_rows(
     DEEP: gl.constexpr = a_room.shape[2]
     SUM: gl.constexpr = layout_of_sums(WIDE)
     across = gl.cdiv(width, WIDE)
-    last = gl.load(tiles + count - 1).to(gl.int32) * across
-    tile = gl.program_id(0)
-    e = 0
-    before = 0
-    end = gl.load(tiles).to(gl.int32) * across
+    tile, last, e, before, end = first_tile(tiles, count, across)
     step = 0
     zero = gl.zeros([ROWS, WIDE], gl.float32, SUM)
     while tile < last:
-        e, before, end = next_expert(tile, e, before, end, tiles, across)
-        m, n = place_of_tile(tile - before, (end - before) // across, across)
+        e, before, end, m, n = next_tile(tile, e, before, end, tiles, across)
         total = gl.zeros([ROWS, WIDE], gl.float32, SUM)
         right_inv = b_inv + e * steps[0] + n * WIDE // DEEP * steps[1]
         for _ in range(0, depth, DEEP):
@@ -144,18 +141,6 @@ def _multiply_rows(
         i = (m * PARTS + part) * ROWS
         store_sum(total, None, bias, e, out + begin * width, rows, i, n * WIDE, width)
         tile += gl.num_programs(0)
-
-
-@gluon.jit
-def _barriers(STAGES: gl.constexpr, PARTS: gl.constexpr):
-    """Return barriers in shared memory, which tell that a room was filled, and that all groups have read it."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=PARTS)
-    fence_async_shared()
-    return full, empty
 
 
 @gluon.jit
@@ -188,7 +173,7 @@ def _rows_kernel(
     z = gl.allocate_shared_memory(
         a_inv.dtype, [STAGES * PARTS] + a_inv.block_type.shape, a_inv.layout
     )
-    full, empty = _barriers(STAGES, PARTS)
+    full, empty = barriers(STAGES, PARTS)
     steps = (step_e, step_n, step_k)
     # Each partition and its arguments: one of four warps, which is this program's own, others, and a warp that copies.
     # fmt: off
@@ -209,7 +194,7 @@ def _rows_kernel(
 def _copy_turned(
     a, b, a_inv, b_inv, first, turned, height, width, count, x, y, a_line, b_line, full, empty
 ):
-    """Copy what `_multiply_turned` multiplies."""
+    """Copy what `_multiply_turned` multiplies: x, y, a_line and b_line are rooms of a, b and their inverse scales."""
     STAGES: gl.constexpr = y.shape[0]
     PARTS: gl.constexpr = x.shape[0] // STAGES
     ROWS: gl.constexpr = x.shape[1]
@@ -221,9 +206,7 @@ def _copy_turned(
     across = gl.cdiv(width, WIDE)
     step = 0
     for tile in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
-        e = tile // (high * across)
-        m, n = place_of_tile(tile % (high * across), high, across)
-        rows = (gl.load(first + e + 1) - gl.load(first + e)).to(gl.int32)
+        e, m, n, rows = weight_tile(tile, first, high, across)
         here = gl.load(turned + e).to(gl.int32)
         for start in range(0, rows, DEEP):
             s = step % STAGES
@@ -257,9 +240,7 @@ def _multiply_turned(part, first, out, height, width, count, x, y, a_line, b_lin
     step = 0
     zero = gl.zeros([ROWS, WIDE], gl.float32, SUM)
     for tile in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
-        e = tile // (high * across)
-        m, n = place_of_tile(tile % (high * across), high, across)
-        rows = (gl.load(first + e + 1) - gl.load(first + e)).to(gl.int32)
+        e, m, n, rows = weight_tile(tile, first, high, across)
         total = gl.zeros([ROWS, WIDE], gl.float32, SUM)
         for _ in range(0, rows, DEEP):
             s = step % STAGES
@@ -304,7 +285,7 @@ def _weights_kernel(
         a_inv.dtype, [STAGES * PARTS] + a_inv.block_type.shape, a_inv.layout
     )
     q = gl.allocate_shared_memory(b_inv.dtype, [STAGES] + b_inv.block_type.shape, b_inv.layout)
-    full, empty = _barriers(STAGES, PARTS)
+    full, empty = barriers(STAGES, PARTS)
     # fmt: off
     gl.warp_specialize(
         [

@@ -3,6 +3,12 @@
 A program per multiprocessor takes tile after tile. One of its warps copies operands to shared memory (TMA) while two
 groups of four warps multiply, each one half of the tile's columns. For precise sums a group multiplies the upper and
 the lower 64 rows of the tile one after the other, and adds while the other group is in the tensor cores.
+
+Names in the kernels: shared memory has STAGES rooms for each operand, `a_room` [STAGES, HIGH, DEEP] and `b_room`
+[STAGES, WIDE, DEEP] in FP8. A step is DEEP terms of a tile's sum; steps are counted over all tiles of a program, and
+step s uses room s % STAGES. The copying warp waits for the barrier `empty` of a room and fills it; groups that multiply
+wait for its barrier `full`. Both barriers have a phase that changes each time a room is used, hence the
+(step // STAGES) & 1 that they wait for.
 """
 
 from __future__ import annotations
@@ -25,9 +31,9 @@ from te_models.kernels.groups import Groups
 
 # A tile's rows and columns, terms of a sum that are copied at a time, and copies on their way, 48 KiB each.
 HIGH, WIDE, DEEP, STAGES = 128, 256, 128, 4
-ABREAST = gl.constexpr(
-    8
-)  # tiles above each other that follow each other, to share what the L2 cache holds
+# Rows of tiles in a band. Tiles go down a band before they go right, so that programs that run at about the same time
+# share what the L2 cache holds.
+ABREAST = gl.constexpr(8)
 WARPS = 4  # of a group that multiplies
 SHARES = 4  # programs per multiprocessor, one after the other, where other kernels run beside them
 REGISTERS = gl.constexpr((240, 24))  # of a thread of the second group, and of the copying warp
@@ -36,7 +42,7 @@ FORMATS = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 
 @gluon.jit
 def place_of_tile(t, high, across):
-    """Return the row and the column of tile t, of `high` times `across`."""
+    """Return the row and the column of tile t of a matrix with `high` x `across` tiles, in bands of ABREAST rows."""
     before = t // (ABREAST * across) * ABREAST
     size = gl.maximum(gl.minimum(high - before, ABREAST), 1)
     t = t % (ABREAST * across)
@@ -44,13 +50,42 @@ def place_of_tile(t, high, across):
 
 
 @gluon.jit
-def next_expert(tile, e, before, end, tiles, across):
-    """Return the expert of tile `tile` from expert e on, the first of its tiles, and the first behind them."""
+def first_tile(tiles, count, across):
+    """Return this program's first tile, the number of all tiles, and the expert 0 with the first of its tiles and the
+    first behind them, from which `next_tile` goes on.
+
+    `tiles` int64 [count] are the rows of tiles that experts 0 to e have together, and each has `across` tiles.
+    """
+    last = gl.load(tiles + count - 1).to(gl.int32) * across
+    tile = gl.program_id(0)
+    end = gl.load(tiles).to(gl.int32) * across
+    return tile, last, 0, 0, end
+
+
+@gluon.jit
+def next_tile(tile, e, before, end, tiles, across):
+    """Return the expert of a tile, the first of its tiles and the first behind them, and the tile's row and column.
+
+    `e`, `before` and `end` are what this returned for an earlier tile, or `first_tile`.
+    """
     while end <= tile:
         e += 1
         before = end
         end = gl.load(tiles + e).to(gl.int32) * across
-    return e, before, end
+    m, n = place_of_tile(tile - before, (end - before) // across, across)
+    return e, before, end, m, n
+
+
+@gluon.jit
+def weight_tile(tile, first, high, across):
+    """Return the expert of a tile of weight gradients, the tile's row and column, and the rows of the expert.
+
+    Each expert has `high` x `across` tiles; `first` int64 [E + 1] is where each begins.
+    """
+    e = tile // (high * across)
+    m, n = place_of_tile(tile % (high * across), high, across)
+    rows = (gl.load(first + e + 1) - gl.load(first + e)).to(gl.int32)
+    return e, m, n, rows
 
 
 @gluon.constexpr_function
@@ -80,7 +115,9 @@ def store_sum(total, scale, bias, e, out, rows, i0, j0, width):
 
 @gluon.jit
 def _copy(a, row, b, column, at, a_room, b_room, full, empty, step):
-    """Copy both operands' terms from `at` on into the room of this step, once it is free."""
+    """Copy DEEP terms from `at` on, of HIGH rows from `row` on of a and WIDE from `column` on of b, into the room of
+    this step, once both groups have read it.
+    """
     STAGES: gl.constexpr = a_room.shape[0]
     s = step % STAGES
     mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
@@ -91,7 +128,10 @@ def _copy(a, row, b, column, at, a_room, b_room, full, empty, step):
 
 @gluon.jit
 def _multiply(top, low, part, a_room, b_room, full, empty, step, PRECISE: gl.constexpr):
-    """Return the sums of the upper and the lower rows plus their products of this step, and free its room."""
+    """Return the sums of the tile's upper and lower rows plus the products of this step, and free its room.
+
+    `top` and `low` FP32 [HIGH / 2, WIDE / 2]: the columns of this group, 0 or 1 (`part`).
+    """
     STAGES: gl.constexpr = a_room.shape[0]
     ROWS: gl.constexpr = a_room.shape[1] // 2
     COLUMNS: gl.constexpr = b_room.shape[1] // 2
@@ -120,20 +160,15 @@ def _multiply(top, low, part, a_room, b_room, full, empty, step, PRECISE: gl.con
 
 @gluon.jit
 def _copy_rows(a, b, first, tiles, width, depth, count, a_room, b_room, full, empty):
-    """Copy what `_multiply_rows` multiplies."""
+    """Copy what `_multiply_rows` multiplies; the arguments are explained in `_rows_kernel`."""
     HIGH: gl.constexpr = a_room.shape[1]
     WIDE: gl.constexpr = b_room.shape[1]
     DEEP: gl.constexpr = a_room.shape[2]
     across = gl.cdiv(width, WIDE)
-    last = gl.load(tiles + count - 1).to(gl.int32) * across
-    tile = gl.program_id(0)
-    e = 0
-    before = 0
-    end = gl.load(tiles).to(gl.int32) * across
+    tile, last, e, before, end = first_tile(tiles, count, across)
     step = 0
     while tile < last:
-        e, before, end = next_expert(tile, e, before, end, tiles, across)
-        m, n = place_of_tile(tile - before, (end - before) // across, across)
+        e, before, end, m, n = next_tile(tile, e, before, end, tiles, across)
         row = gl.load(first + e).to(gl.int32) + m * HIGH
         column = e * width + n * WIDE
         for start in range(0, depth, DEEP):
@@ -166,15 +201,10 @@ def _multiply_rows(
     DEEP: gl.constexpr = a_room.shape[2]
     SUM: gl.constexpr = layout_of_sums(WIDE // 2)
     across = gl.cdiv(width, WIDE)
-    last = gl.load(tiles + count - 1).to(gl.int32) * across
-    tile = gl.program_id(0)
-    e = 0
-    before = 0
-    end = gl.load(tiles).to(gl.int32) * across
+    tile, last, e, before, end = first_tile(tiles, count, across)
     step = 0
     while tile < last:
-        e, before, end = next_expert(tile, e, before, end, tiles, across)
-        m, n = place_of_tile(tile - before, (end - before) // across, across)
+        e, before, end, m, n = next_tile(tile, e, before, end, tiles, across)
         top = gl.zeros([HIGH // 2, WIDE // 2], gl.float32, SUM)
         low = gl.zeros([HIGH // 2, WIDE // 2], gl.float32, SUM)
         for _ in range(0, depth, DEEP):
@@ -192,13 +222,15 @@ def _multiply_rows(
 
 
 @gluon.jit
-def _barriers(STAGES: gl.constexpr):
-    """Return barriers in shared memory, which tell that a room was filled, and that both groups have read it."""
+def barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
+    """Return barriers in shared memory, int64 [STAGES, 1] twice: `full` tells that a room was filled, `empty` that all
+    READERS, groups of warps, have read it.
+    """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
+        mbarrier.init(empty.index(s), count=READERS)
     fence_async_shared()
     return full, empty
 
@@ -227,7 +259,7 @@ def _rows_kernel(
 ):
     p = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     q = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
-    full, empty = _barriers(STAGES)
+    full, empty = barriers(STAGES, 2)
     # Each partition and its arguments: one of four warps, which is this program's own, another, and a warp that copies.
     # fmt: off
     gl.warp_specialize(
@@ -244,7 +276,7 @@ def _rows_kernel(
 
 @gluon.jit
 def _copy_turned(a, b, first, turned, height, width, count, a_room, b_room, full, empty):
-    """Copy what `_multiply_turned` multiplies."""
+    """Copy what `_multiply_turned` multiplies; the arguments are explained in `_weights_kernel`."""
     HIGH: gl.constexpr = a_room.shape[1]
     WIDE: gl.constexpr = b_room.shape[1]
     DEEP: gl.constexpr = a_room.shape[2]
@@ -252,9 +284,7 @@ def _copy_turned(a, b, first, turned, height, width, count, a_room, b_room, full
     across = gl.cdiv(width, WIDE)
     step = 0
     for tile in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
-        e = tile // (high * across)
-        m, n = place_of_tile(tile % (high * across), high, across)
-        rows = (gl.load(first + e + 1) - gl.load(first + e)).to(gl.int32)
+        e, m, n, rows = weight_tile(tile, first, high, across)
         here = gl.load(turned + e).to(gl.int32)
         for start in range(0, rows, DEEP):
             _copy(a, m * HIGH, b, n * WIDE, here + start, a_room, b_room, full, empty, step)
@@ -286,9 +316,7 @@ def _multiply_turned(
     across = gl.cdiv(width, WIDE)
     step = 0
     for tile in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
-        e = tile // (high * across)
-        m, n = place_of_tile(tile % (high * across), high, across)
-        rows = (gl.load(first + e + 1) - gl.load(first + e)).to(gl.int32)
+        e, m, n, rows = weight_tile(tile, first, high, across)
         top = gl.zeros([HIGH // 2, WIDE // 2], gl.float32, SUM)
         low = gl.zeros([HIGH // 2, WIDE // 2], gl.float32, SUM)
         for _ in range(0, rows, DEEP):
@@ -324,7 +352,7 @@ def _weights_kernel(
 ):
     p = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     q = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
-    full, empty = _barriers(STAGES)
+    full, empty = barriers(STAGES, 2)
     # fmt: off
     gl.warp_specialize(
         [
