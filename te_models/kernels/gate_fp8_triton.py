@@ -49,29 +49,148 @@ from te_models.kernels.head_tiles_triton import (
 
 
 @triton.jit
-def _gated(
-    x_at, logits_at, i, head, seq, channel, inside, gated: tl.constexpr, softplus: tl.constexpr
-):
-    """Return values of a head at tokens i, gated; x and the logits come with their strides (`token_rows`)."""
+def _gated(heads_at, i, head, seq, channel, inside, softplus: tl.constexpr):
+    """Return values of a head at tokens i, FP32 [tokens, channels], gated if there are logits.
+
+    `heads_at`: attention and the logits of its gate, each with its strides (`token_rows`); None for no logits.
+    """
+    x_at, logits_at = heads_at
     x_rows = token_rows(x_at, i, head, seq)
-    logit_rows = token_rows(logits_at, i, head, seq)
-    value = read_head(x_rows, channel, inside)
-    if gated:
+    if logits_at is None:
+        value = read_head(x_rows, channel, inside)
+    else:
+        logit_rows = token_rows(logits_at, i, head, seq)
+        value = read_head(x_rows, channel, inside)
         logit = read_head(logit_rows, channel, inside)
         value *= opening_of(logit, sigmoid(logit), softplus)
     return value
 
 
 @triton.jit
-def _gated_four(
-    x_at, logits_at, i, head, seq, channel, inside, gated: tl.constexpr, softplus: tl.constexpr
+def _gate_slopes(heads_at, i, head, seq, channel, inside, softplus: tl.constexpr):
+    """Write the gradient of attention for a head at tokens i, and return the gradient of the logits, FP32
+    [tokens, channels].
+
+    `heads_at`: the gradient of the gated output, attention, the logits and the gradient to write, with their strides.
+    """
+    dy_at, x_at, logits_at, dx_at = heads_at
+    dy_rows = token_rows(dy_at, i, head, seq)
+    x_rows = token_rows(x_at, i, head, seq)
+    logit_rows = token_rows(logits_at, i, head, seq)
+    dx_rows = token_rows(dx_at, i, head, seq)
+    slope = read_head(dy_rows, channel, inside)
+    value = read_head(x_rows, channel, inside)
+    logit = read_head(logit_rows, channel, inside)
+    squashed = sigmoid(logit)
+    opening = opening_of(logit, squashed, softplus)
+    dtype = dx_rows.dtype.element_ty
+    tl.store(dx_rows + channel[None, :], (slope * opening).to(dtype), mask=inside)
+    return slope * value * opening_slope(squashed, softplus)
+
+
+@triton.jit
+def _four_rows(
+    VALUES: tl.constexpr, heads_at, i, head, seq, channel, inside, softplus: tl.constexpr
 ):
-    """Return `_gated` of the first to fourth rows of groups of four that begin at tokens i."""
-    a = _gated(x_at, logits_at, i, head, seq, channel, inside, gated, softplus)
-    b = _gated(x_at, logits_at, i + 1, head, seq, channel, inside, gated, softplus)
-    c = _gated(x_at, logits_at, i + 2, head, seq, channel, inside, gated, softplus)
-    d = _gated(x_at, logits_at, i + 3, head, seq, channel, inside, gated, softplus)
+    """Return VALUES, `_gated` or `_gate_slopes`, of tokens i, i + 1, i + 2 and i + 3: four tiles [len(i), channels]."""
+    a = VALUES(heads_at, i, head, seq, channel, inside, softplus)
+    b = VALUES(heads_at, i + 1, head, seq, channel, inside, softplus)
+    c = VALUES(heads_at, i + 2, head, seq, channel, inside, softplus)
+    d = VALUES(heads_at, i + 3, head, seq, channel, inside, softplus)
     return a, b, c, d
+
+
+@triton.jit
+def _cast_heads(
+    # the function that computes what is cast, `_gated` or `_gate_slopes`, and its tensors with their strides
+    VALUES: tl.constexpr,
+    heads_at,
+    # the rest: arguments of the kernels below
+    data,
+    transposed,
+    scale,
+    amax,
+    scale_inv,
+    rows,
+    seq,
+    heads,
+    columns,
+    first,
+    counts,
+    codes,
+    spread,
+    softplus: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    BAND: tl.constexpr,
+    E5M2: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Cast the values of all heads to FP8, a tile of `block` tokens of one head at a time.
+
+    A program has one tile. If it counts, it has many: it adds to a recorder's table once, and goes through its tiles
+    once more where some values are saturated or not finite (count_four_triton.py).
+    """
+    if counts is None:
+        number = tl.program_id(0)
+        group, head, channel, inside = place_of_heads(rows, heads, dim, width, block, BAND, number)
+        begin = first + head * dim
+        a, b, c, d = _four_rows(VALUES, heads_at, 4 * group, head, seq, channel, inside, softplus)
+        s = tl.load(scale)
+        j = begin + channel
+        largest = store_fp8(
+            a, b, c, d, s, group, j, rows, begin + dim, data, transposed, columns, E5M2
+        )
+        raise_amax(amax, largest)
+    else:
+        s = tl.load(scale)
+        tiles = tl.cdiv(rows, block) * heads
+        state = new_state(block // 4, width)
+        for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            group, head, channel, inside = place_of_heads(
+                rows, heads, dim, width, block, BAND, number
+            )
+            values = _four_rows(VALUES, heads_at, 4 * group, head, seq, channel, inside, softplus)
+            a, b, c, d = values
+            begin = first + head * dim
+            j = begin + channel
+            store_fp8(a, b, c, d, s, group, j, rows, begin + dim, data, transposed, columns, E5M2)
+            top = first_row(rows, heads, block, BAND, number)
+            state = count_rows(state, values, s, top, 0, rows, dim, begin, E5M2, ALIGNED)
+        raise_amax(amax, amaxes(state))
+        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
+        elements = tl.full((), 1.0, tl.float64) * rows * heads * dim
+        care_needed = needs_care(state, inverse)
+        add_state(counts, codes, spread, state, care_needed, s, elements, E5M2, first == 0)
+        if care_needed > 0:
+            care = new_care()
+            largest = tl.zeros((block // 4, width), tl.float32)
+            for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+                group, head, channel, inside = place_of_heads(
+                    rows, heads, dim, width, block, BAND, number
+                )
+                values = _four_rows(
+                    VALUES, heads_at, 4 * group, head, seq, channel, inside, softplus
+                )
+                # Above, a NaN hides the values beside it.
+                largest = tl.maximum(largest, largest_of(values))
+                top = first_row(rows, heads, block, BAND, number)
+                care = count_rows_with_care(care, values, s, top, 0, rows, dim, E5M2)
+            raise_amax(amax, largest)
+            add_care(counts, codes, spread, care)
+        elif marked(state) != 0:
+            saturated = tl.zeros((), tl.int64)
+            for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+                group, head, channel, inside = place_of_heads(
+                    rows, heads, dim, width, block, BAND, number
+                )
+                values = _four_rows(
+                    VALUES, heads_at, 4 * group, head, seq, channel, inside, softplus
+                )
+                saturated += saturated_of(values, inverse, E5M2)
+            add_saturated(counts, spread, saturated)
+    note_inverse(s, scale_inv)
 
 
 @triton.jit
@@ -115,104 +234,34 @@ def _gate_fp8_kernel(
     ALIGNED: tl.constexpr,  # of counts: whether heads are whole blocks of the hash
 ):
     x_at = (x, x_batch, x_seq, x_head)
-    logits_at = (logits, g_batch, g_seq, g_head)
-    if counts is None:
-        number = tl.program_id(0)
-        group, head, channel, inside = place_of_heads(rows, heads, dim, width, block, BAND, number)
-        begin = first + head * dim
-        a, b, c, d = _gated_four(
-            x_at, logits_at, 4 * group, head, seq, channel, inside, gated, softplus
-        )
-        s = tl.load(scale)
-        j = begin + channel
-        largest = store_fp8(
-            a, b, c, d, s, group, j, rows, begin + dim, data, transposed, columns, E5M2
-        )
-        raise_amax(amax, largest)
+    if gated:
+        heads_at = (x_at, (logits, g_batch, g_seq, g_head))
     else:
-        s = tl.load(scale)
-        tiles = tl.cdiv(rows, block) * heads
-        state = new_state(block // 4, width)
-        for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            group, head, channel, inside = place_of_heads(
-                rows, heads, dim, width, block, BAND, number
-            )
-            values = _gated_four(
-                x_at, logits_at, 4 * group, head, seq, channel, inside, gated, softplus
-            )
-            a, b, c, d = values
-            begin = first + head * dim
-            j = begin + channel
-            store_fp8(a, b, c, d, s, group, j, rows, begin + dim, data, transposed, columns, E5M2)
-            top = first_row(rows, heads, block, BAND, number)
-            state = count_rows(state, values, s, top, 0, rows, dim, begin, E5M2, ALIGNED)
-        raise_amax(amax, amaxes(state))
-        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
-        elements = tl.full((), 1.0, tl.float64) * rows * heads * dim
-        care_needed = needs_care(state, inverse)
-        add_state(counts, codes, spread, state, care_needed, s, elements, E5M2, first == 0)
-        if care_needed > 0:
-            care = new_care()
-            largest = tl.zeros((block // 4, width), tl.float32)
-            for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-                group, head, channel, inside = place_of_heads(
-                    rows, heads, dim, width, block, BAND, number
-                )
-                values = _gated_four(
-                    x_at, logits_at, 4 * group, head, seq, channel, inside, gated, softplus
-                )
-                # Above, a NaN hides the values beside it.
-                largest = tl.maximum(largest, largest_of(values))
-                top = first_row(rows, heads, block, BAND, number)
-                care = count_rows_with_care(care, values, s, top, 0, rows, dim, E5M2)
-            raise_amax(amax, largest)
-            add_care(counts, codes, spread, care)
-        elif marked(state) != 0:
-            saturated = tl.zeros((), tl.int64)
-            for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-                group, head, channel, inside = place_of_heads(
-                    rows, heads, dim, width, block, BAND, number
-                )
-                values = _gated_four(
-                    x_at, logits_at, 4 * group, head, seq, channel, inside, gated, softplus
-                )
-                saturated += saturated_of(values, inverse, E5M2)
-            add_saturated(counts, spread, saturated)
-    note_inverse(s, scale_inv)
-
-
-@triton.jit
-def _gate_slopes(
-    dy_at, x_at, logits_at, dx_at, i, head, seq, channel, inside, softplus: tl.constexpr
-):
-    """Write the gradient of attention for a head at tokens i, and return the gradient of the logits.
-
-    The gradient of the gated output, attention, the logits and the gradient to write come with their strides.
-    """
-    dy_rows = token_rows(dy_at, i, head, seq)
-    x_rows = token_rows(x_at, i, head, seq)
-    logit_rows = token_rows(logits_at, i, head, seq)
-    dx_rows = token_rows(dx_at, i, head, seq)
-    slope = read_head(dy_rows, channel, inside)
-    value = read_head(x_rows, channel, inside)
-    logit = read_head(logit_rows, channel, inside)
-    squashed = sigmoid(logit)
-    opening = opening_of(logit, squashed, softplus)
-    dtype = dx_rows.dtype.element_ty
-    tl.store(dx_rows + channel[None, :], (slope * opening).to(dtype), mask=inside)
-    return slope * value * opening_slope(squashed, softplus)
-
-
-@triton.jit
-def _gate_slopes_four(
-    dy_at, x_at, logits_at, dx_at, i, head, seq, channel, inside, softplus: tl.constexpr
-):
-    """Return `_gate_slopes` of the first to fourth rows of groups of four that begin at tokens i."""
-    a = _gate_slopes(dy_at, x_at, logits_at, dx_at, i, head, seq, channel, inside, softplus)
-    b = _gate_slopes(dy_at, x_at, logits_at, dx_at, i + 1, head, seq, channel, inside, softplus)
-    c = _gate_slopes(dy_at, x_at, logits_at, dx_at, i + 2, head, seq, channel, inside, softplus)
-    d = _gate_slopes(dy_at, x_at, logits_at, dx_at, i + 3, head, seq, channel, inside, softplus)
-    return a, b, c, d
+        heads_at = (x_at, None)
+    _cast_heads(
+        _gated,
+        heads_at,
+        data,
+        transposed,
+        scale,
+        amax,
+        scale_inv,
+        rows,
+        seq,
+        heads,
+        columns,
+        first,
+        counts,
+        codes,
+        spread,
+        softplus,
+        dim,
+        width,
+        block,
+        BAND,
+        E5M2,
+        ALIGNED,
+    )
 
 
 @triton.jit
@@ -264,69 +313,31 @@ def _gate_backward_fp8_kernel(
     x_at = (x, x_batch, x_seq, x_head)
     logits_at = (logits, g_batch, g_seq, g_head)
     dx_at = (dx, dx_batch, dx_seq, dx_head)
-    if counts is None:
-        number = tl.program_id(0)
-        group, head, channel, inside = place_of_heads(rows, heads, dim, width, block, BAND, number)
-        begin = first + head * dim
-        a, b, c, d = _gate_slopes_four(
-            dy_at, x_at, logits_at, dx_at, 4 * group, head, seq, channel, inside, softplus
-        )
-        s = tl.load(scale)
-        j = begin + channel
-        largest = store_fp8(
-            a, b, c, d, s, group, j, rows, begin + dim, data, transposed, columns, E5M2
-        )
-        raise_amax(amax, largest)
-    else:
-        s = tl.load(scale)
-        tiles = tl.cdiv(rows, block) * heads
-        state = new_state(block // 4, width)
-        for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            group, head, channel, inside = place_of_heads(
-                rows, heads, dim, width, block, BAND, number
-            )
-            values = _gate_slopes_four(
-                dy_at, x_at, logits_at, dx_at, 4 * group, head, seq, channel, inside, softplus
-            )
-            a, b, c, d = values
-            begin = first + head * dim
-            j = begin + channel
-            store_fp8(a, b, c, d, s, group, j, rows, begin + dim, data, transposed, columns, E5M2)
-            top = first_row(rows, heads, block, BAND, number)
-            state = count_rows(state, values, s, top, 0, rows, dim, begin, E5M2, ALIGNED)
-        raise_amax(amax, amaxes(state))
-        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
-        elements = tl.full((), 1.0, tl.float64) * rows * heads * dim
-        care_needed = needs_care(state, inverse)
-        add_state(counts, codes, spread, state, care_needed, s, elements, E5M2, first == 0)
-        if care_needed > 0:
-            care = new_care()
-            largest = tl.zeros((block // 4, width), tl.float32)
-            for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-                group, head, channel, inside = place_of_heads(
-                    rows, heads, dim, width, block, BAND, number
-                )
-                values = _gate_slopes_four(
-                    dy_at, x_at, logits_at, dx_at, 4 * group, head, seq, channel, inside, softplus
-                )
-                # Above, a NaN hides the values beside it.
-                largest = tl.maximum(largest, largest_of(values))
-                top = first_row(rows, heads, block, BAND, number)
-                care = count_rows_with_care(care, values, s, top, 0, rows, dim, E5M2)
-            raise_amax(amax, largest)
-            add_care(counts, codes, spread, care)
-        elif marked(state) != 0:
-            saturated = tl.zeros((), tl.int64)
-            for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-                group, head, channel, inside = place_of_heads(
-                    rows, heads, dim, width, block, BAND, number
-                )
-                values = _gate_slopes_four(
-                    dy_at, x_at, logits_at, dx_at, 4 * group, head, seq, channel, inside, softplus
-                )
-                saturated += saturated_of(values, inverse, E5M2)
-            add_saturated(counts, spread, saturated)
-    note_inverse(s, scale_inv)
+    heads_at = (dy_at, x_at, logits_at, dx_at)
+    _cast_heads(
+        _gate_slopes,
+        heads_at,
+        data,
+        transposed,
+        scale,
+        amax,
+        scale_inv,
+        rows,
+        seq,
+        heads,
+        columns,
+        first,
+        counts,
+        codes,
+        spread,
+        softplus,
+        dim,
+        width,
+        block,
+        BAND,
+        E5M2,
+        ALIGNED,
+    )
 
 
 def gate_fp8(
