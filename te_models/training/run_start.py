@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +45,17 @@ def check_arguments(out: object, config: object, callbacks: object) -> None:
             raise UsageError(
                 "callbacks are instances of subclasses of te_models.Callback; on_step= takes a function"
             )
+
+
+def warn_of_warmup(config: TrainConfig) -> None:
+    """Warn of a warm-up that is longer than the run, whose learning rate never gets to its peak."""
+    warmup = config.warmup_steps  # below 1 a share of the run, and never longer
+    if warmup > config.steps:
+        warnings.warn(
+            f"warmup_steps={warmup:g} is more than steps={config.steps}: the run ends within its warm-up, at "
+            f"{config.steps / warmup:.0%} of learning_rate={config.learning_rate:g}",
+            stacklevel=4,
+        )
 
 
 def refuse_frozen(model: CausalLM) -> None:

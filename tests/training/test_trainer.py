@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import signal
+import warnings
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -464,6 +465,23 @@ def test_a_signal_saves_and_ends_cleanly(
     newest = saved_folder("run")
     assert json.loads((newest / "training.json").read_text())["result"]["step"] == 4
     assert newest.name == "step-00000004"
+
+
+@pytest.mark.parametrize(
+    ("warmup", "said"),
+    [
+        (0.5, []),
+        (2, []),
+        (8, ["warmup_steps=8 is more than steps=2: the run ends within its warm-up, at 25% of learning_rate=0.001"]),
+    ],
+)  # fmt: skip
+def test_a_warm_up_longer_than_the_run_is_told(
+    warmup: float, said: list[str], tmp_path: Path
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tiny_trainer(tiny_model("bf16"), tmp_path, steps=2, warmup_steps=warmup, learning_rate=1e-3)
+    assert [str(one.message) for one in caught if "warm-up" in str(one.message)] == said
 
 
 def test_a_misspelled_argument_names_the_nearest() -> None:
