@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command_line = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:  # the process is the command's own
         collect_rarely()
+        _open_closed_streams()
         _print_any_text()
     if "OMP_WAIT_POLICY" not in os.environ:  # a choice of the user's own
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # OpenMP reads it when torch is imported
@@ -80,6 +81,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.filename is not None and error.strerror:
             return _fail(error, f"{error.filename}: {error.strerror}")
         return _fail(error, str(error))
+
+
+def _open_closed_streams() -> None:
+    """Let standard streams that are closed read and write nothing.
+
+    Python has None for those with which a process was started closed, as some schedulers of jobs and `>&-` do. A file
+    that the command opens would have their number, and get what libraries print.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  for the rest of the process
 
 
 def _print_any_text() -> None:

@@ -886,3 +886,12 @@ def test_a_run_in_a_mode_of_compile_says_so(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     assert "compiled" in found.output
     assert 'compile = "max-autotune"' in (tmp_path / "run" / "run.toml").read_text()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell of POSIX closes the streams")
+def test_closed_streams_end_no_command() -> None:
+    """Some schedulers of jobs start commands without standard streams, for which Python has None."""
+    command = shlex.join([sys.executable, "-m", "te_models", "list"])
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert run_process(["sh", "-c", f"exec {command} >&-"], env=env).stderr == ""
+    assert "gated-nano" in run_process(["sh", "-c", f"exec {command} <&- 2>&-"], env=env).stdout
