@@ -332,12 +332,20 @@ model_options = chained(preset_option, model_option, recipe_option, build_option
 
 
 def out_option(help: str, **attributes: Any) -> Decorator:
-    """Add the option of the folder to write; a file in its place is refused before anything else is done."""
-    return option("--out", metavar="DIR", callback=_refuse_file, help=help, **attributes)
+    """Add the option of the folder to write; where it cannot be one it is refused before anything else is done."""
+    return option("--out", metavar="DIR", callback=_folder_to_write, help=help, **attributes)
 
 
-def _refuse_file(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+def _folder_to_write(
+    ctx: click.Context, parameter: click.Parameter, value: str | None
+) -> str | None:
+    """Return the folder; raise a UsageError if a file is in the way, or if it would be in a folder named ~."""
     if value is not None:
+        # A shell replaces ~ where a word begins with it, and so not in --out=~/runs; ./~/runs names such a folder.
+        home = os.path.expanduser(value)
+        if value.startswith("~") and home != value:
+            whole = shlex.quote(home)
+            raise UsageError(f"--out {value}: the shell has not replaced ~: give --out {whole}")
         parents = (Path(value), *Path(value).parents)
         # The nearest parent that exists: a file anywhere on the way would fail only once the work is done.
         path = next(path for path in parents if os.path.lexists(path) or path == path.parent)

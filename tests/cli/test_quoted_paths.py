@@ -73,3 +73,21 @@ def test_the_command_for_the_best_adapters_is_quoted(tmp_path: Path) -> None:
 def test_a_column_with_a_space_is_quoted() -> None:
     advice = unrecognized({"prompt ": "q", "completion": "a"}, "a.csv:1")
     assert advice.endswith("--columns 'prompt=prompt '")
+
+
+@pytest.mark.parametrize("command", ["pretrain", "export"])
+def test_a_folder_named_like_a_home_is_not_made(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A shell leaves the ~ of --out=~/mine as it is."""
+    home = tmp_path / "a home"
+    for name in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(name, str(home))
+    assert main([command, "--out=~/mine"]) == 2
+    whole = shlex.quote(f"{home}/mine")
+    assert (
+        f"--out ~/mine: the shell has not replaced ~: give --out {whole}" in capsys.readouterr().err
+    )
