@@ -106,8 +106,9 @@ class LoraLinear(ExactMerges, peft_layer.Linear):
                 return False
             if self.lora_bias.get(adapter):
                 return False
-        # peft chooses an adapter for each row by a hook, and X-LoRA gives a layer another forward.
-        return not self._forward_pre_hooks and "forward" not in self.__dict__
+        # peft chooses an adapter for each row by a hook that adds a keyword, and X-LoRA gives a layer another forward.
+        # A hook without keywords, as an observer has, leaves the products as they are.
+        return not self._forward_pre_hooks_with_kwargs and "forward" not in self.__dict__
 
     @property
     def by_sequence(self) -> bool:

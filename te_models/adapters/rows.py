@@ -162,16 +162,19 @@ class AdaptedRows(nn.Module):
     def forward(self, x: Tensor, **options: object) -> Tensor:
         """Map x [..., in] to [..., out], and add the updates of the rows' adapters.
 
-        If all adapters are low-rank, their updates are computed together. Otherwise each layer of peft runs, and asks
-        its NamedRows for the rows' output. These take it from the product for x; for a layer that changes its input,
-        the whole weight multiplies the changed input once more.
+        If all adapters are low-rank and no layer has a hook, their updates are computed together. Otherwise each layer
+        of peft runs, and asks its NamedRows for the rows' output. These take it from the product for x; for a layer
+        that changes its input, the whole weight multiplies the changed input once more.
         """
         layers: list[Any] = self.layers()
+        together = all(
+            getattr(layer, "low_rank", False) and not layer._forward_pre_hooks for layer in layers
+        )
 
         def product(x: Tensor) -> Tensor:
             return padded_product(self.base_layer, x, self.fp8_enabled(), **options)
 
-        if all(getattr(layer, "low_rank", False) for layer in layers):
+        if together:
             for layer in layers:
                 if layer.disable_adapters and layer.merged:
                     layer.unmerge()

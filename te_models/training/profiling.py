@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from te_models.adapters.rows import NamedRows, base_of
 from te_models.errors import SaveError, UsageError
 from te_models.files.atomic import replacing_file, reraising
 
@@ -113,7 +114,9 @@ def named_layers(model: nn.Module) -> Iterator[None]:
         open_ranges.pop().__exit__(None, None, None)
 
     for name, module in model.named_modules():
-        if name:
+        # Layers on rows of a te.Linear do not run in an unprofiled step, where their updates are one product with its
+        # own: a hook would make them run, and with them other roundings and other draws of dropout.
+        if name and not isinstance(base_of(module), NamedRows):
             handles.append(module.register_forward_pre_hook(enter(name)))
             # Also where a forward raises: a range left open would contain everything after it.
             handles.append(module.register_forward_hook(leave, always_call=True))

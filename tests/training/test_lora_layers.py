@@ -194,3 +194,20 @@ def test_a_generation_may_come_before_the_first_step() -> None:
         adapted(ids)
     adapted(ids, labels=ids).loss.backward()
     assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_hook_that_only_looks_changes_no_output(base: Path, dora: bool) -> None:
+    """It is called for every layer with an adapter; FP32 sums in another order are all that may differ."""
+    model = lora.add_lora(ours(base), r=4, target_modules=PARTS, use_dora=dora).eval()
+    randomize_adapters(model)
+    with torch.no_grad():
+        expected = model(IDS).logits
+    called = set()
+    for name, module in model.named_modules():
+        if name.endswith(tuple(PARTS)) and hasattr(module, "lora_A"):
+            module.register_forward_pre_hook(lambda module, inputs, name=name: called.add(name))
+    with torch.no_grad():
+        found = model(IDS).logits
+    assert len(called) == len(PARTS) * SHAPE["num_hidden_layers"]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)

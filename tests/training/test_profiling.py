@@ -40,6 +40,22 @@ def test_the_traces_name_the_layers_and_change_no_bit(checkpointing: str, tmp_pa
         assert any("aten::" in name for name in spans)
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_trace_of_adapters_changes_no_bit(dora: bool, tmp_path: Path) -> None:
+    """Their layers on rows of a fused linear run as one product with it, traced or not, with the same dropout."""
+    pytest.importorskip("peft")
+    from te_models.training.lora_run import LoraRun  # noqa: PLC0415  needs peft
+    from te_models.training.settings import LoraSettings  # noqa: PLC0415
+
+    for name, steps in (("plain", ""), ("traced", "1:2")):
+        model = tiny_model("bf16")
+        adapters = LoraRun(model, LoraSettings(rank=4, dropout=0.3, dora=dora))
+        tiny_trainer(model, tmp_path / name, saved=adapters, steps=3, profile=steps).run()
+    assert losses(tmp_path / "plain") == losses(tmp_path / "traced")
+    spans = {event["name"] for event in traces(tmp_path / "traced")["step-00000002.json.gz"]}
+    assert {"layers.0.self_attn.qkvg_proj", "layers.0.mlp.down_proj"} <= spans
+
+
 @pytest.mark.parametrize(("text", "steps"), [("", []), ("7", [7]), ("3:5", [3, 4, 5])])
 def test_steps(text: str, steps: list[int]) -> None:
     assert list(profiled_steps(text)) == steps
