@@ -129,9 +129,13 @@ def check_launch(config: TrainConfig) -> None:
         raise UsageError(
             f"--parallel fsdp+tp on {world} processes needs --tensor-parallel-size, a divisor of {world} > 1"
         )
-    if experts and (kind != "fsdp+ep" or world % experts or experts < 2):
+    if experts and kind != "fsdp+ep":
         raise UsageError(
-            f"--expert-parallel-size {experts} is for --parallel fsdp+ep, and a divisor of its {world} processes > 1"
+            f"--expert-parallel-size is for --parallel fsdp+ep, not {kind}: leave it out, or choose that"
+        )
+    if experts and (world % experts or experts < 2):
+        raise UsageError(
+            f"--expert-parallel-size {experts} has to be a divisor of the {world} processes, and more than 1: change it"
         )
     context = config.context_parallel_size
     if context and kind not in ("ddp", "fsdp"):

@@ -75,6 +75,19 @@ def run_settings(
     )
 
 
+def _refuse_weights_of_a_model(flat: Mapping[str, Any]) -> None:
+    """Raise UsageError where an option needs a model that has weights: `pretrain` takes none of adapters'."""
+    for adapter_option in TABLES["lora"].values():
+        if flat.get(adapter_option.name):
+            raise UsageError(
+                f"{adapter_option.flag} adapts a model that has weights: use finetune --model"
+            )
+    if flat.get("base_weights") == STORED:
+        raise UsageError(
+            f"--base-weights {STORED} is for a model that has weights: use finetune --model, or leave it out"
+        )
+
+
 def _check_start(command: str, flat: Mapping[str, Any]) -> None:
     """Raise UsageError unless `pretrain` starts from a preset, and `finetune` from a model."""
     preset = flat.get("preset")
@@ -83,8 +96,8 @@ def _check_start(command: str, flat: Mapping[str, Any]) -> None:
         raise UsageError(
             "pretrain starts from random weights: give --preset NAME (to start from a model: finetune --model)"
         )
-    if command == "pretrain" and flat.get("lora") is not None:
-        raise UsageError("--lora adapts a model that has weights: use finetune --model")
+    if command == "pretrain":
+        _refuse_weights_of_a_model(flat)
     if flat.get("base_weights") == STORED and flat.get("lora") is None:
         raise UsageError(
             "--base-weights stored leaves the model's weights as they are: give --lora RANK, such as --lora 16, to "

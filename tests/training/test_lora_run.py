@@ -335,7 +335,10 @@ def test_from_the_command_line_to_a_merged_model(
             {"lora": 4, "merge": True, "merge_dtype": "float23"},
             "did you mean 'float32'",
         ),
-        ("pretrain", {"lora": 4}, "adapts a model that has weights"),
+        ("pretrain", {"lora": 4}, "--lora adapts a model that has weights: use finetune --model"),
+        ("pretrain", {"merge": True}, "--merge adapts a model that has weights: use finetune"),
+        ("pretrain", {"rslora": True}, "--rslora adapts a model that has weights: use finetune"),
+        ("pretrain", {"base_weights": "stored"}, "is for a model that has weights: use finetune"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(
