@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def check_arguments(out: object, config: object, callbacks: object) -> None:
-    """Raise UsageError for an argument of a Trainer that has the wrong type."""
+    """Raise UsageError for an argument of a Trainer that has the wrong type; warn of a warm-up without an end."""
     if not isinstance(out, str | os.PathLike):
         raise UsageError(f"out is {out!r}: give the folder of the run")
     if not isinstance(config, TrainConfig):
@@ -45,16 +45,17 @@ def check_arguments(out: object, config: object, callbacks: object) -> None:
             raise UsageError(
                 "callbacks are instances of subclasses of te_models.Callback; on_step= takes a function"
             )
+    _warn_of_warmup(config)
 
 
-def warn_of_warmup(config: TrainConfig) -> None:
+def _warn_of_warmup(config: TrainConfig) -> None:
     """Warn of a warm-up that is longer than the run, whose learning rate never gets to its peak."""
     warmup = config.warmup_steps  # below 1 a share of the run, and never longer
     if warmup > config.steps:
         warnings.warn(
             f"warmup_steps={warmup:g} is more than steps={config.steps}: the run ends within its warm-up, at "
             f"{config.steps / warmup:.0%} of learning_rate={config.learning_rate:g}",
-            stacklevel=4,
+            stacklevel=5,  # the caller of Trainer
         )
 
 

@@ -63,7 +63,6 @@ from te_models.training.run_start import (
     refuse_frozen,
     refuse_to_replace,
     rendered_documents,
-    warn_of_warmup,
 )
 from te_models.training.run_state import load_checkpoint
 from te_models.training.saved import saved_part
@@ -133,7 +132,6 @@ class Trainer(NamedFields):
         config = self.config
         parallel = self.parallel
         check_arguments(self.out, config, self.callbacks)
-        warn_of_warmup(config)
         self.out = Path(self.out)
         # A PeftModel is unwrapped here: the run trains the model, and checkpoints hold the adapters.
         self.model, self.saved = saved_part(self.model, self.saved)
