@@ -129,12 +129,23 @@ def code_weights(i, j):
 
 
 @triton.jit
-def _count(x, code, inverse, inside, weights, E5M2: tl.constexpr, SOURCE: tl.constexpr):
-    """Return the counts of a tile packed into an integer, signal, noise, hash, and the largest magnitudes.
-
-    x are the values before the cast (without SOURCE: not read), code uint8 the data, inverse FP32 the inverse scales,
-    and `weights` the weights of the elements in the hash (`code_weights`).
+def new_sums():
+    """Return the sums of no tile, scalars: zeros, saturated, flushed, subnormal and non-finite elements, and the hash,
+    int64; signal and noise, float64; and the largest magnitude, FP32.
     """
+    none = tl.zeros((), tl.int64)
+    nothing = tl.zeros((), tl.float64)
+    return none, none, none, none, none, none, nothing, nothing, tl.zeros((), tl.float32)
+
+
+@triton.jit
+def count_tile(sums, x, code, inverse, inside, weights, E5M2: tl.constexpr, SOURCE: tl.constexpr):
+    """Return sums (`new_sums`) to which a tile [rows, columns] of at most 2,048 elements is added.
+
+    x are the values before the cast, FP32 (without SOURCE: not read), code uint8 the data, inverse FP32 the inverse
+    scales, `inside` which elements there are, and `weights` int64 their weights in the hash (`code_weights`).
+    """
+    zeros, saturated, flushed, subnormal, wrong, hashed, signal, noise, amax = sums
     largest: tl.constexpr = 57344.0 if E5M2 else 448.0
     beyond: tl.constexpr = 61440.0 if E5M2 else 464.0
     normal: tl.constexpr = 6.103515625e-05 if E5M2 else 0.015625
@@ -143,36 +154,59 @@ def _count(x, code, inverse, inside, weights, E5M2: tl.constexpr, SOURCE: tl.con
     after = value * inverse
     before = x if SOURCE else after
     finite = _finite(before) & _finite(value)
-    saturated = (size == largest) & inside
-    zero = inside & (before == 0)
-    flushed = inside & finite & (before != 0) & (after == 0)
+    is_saturated = (size == largest) & inside
+    is_zero = inside & (before == 0)
+    is_flushed = inside & finite & (before != 0) & (after == 0)
     if SOURCE:
         # The largest number is also the nearest to values a little above it, which rounding did not saturate.
-        saturated = saturated & finite & (tl.abs(before) > beyond * inverse)
-    subnormal = inside & (value != 0) & (size < normal)
-    wrong = inside & (finite == 0)
+        is_saturated = is_saturated & finite & (tl.abs(before) > beyond * inverse)
+    is_subnormal = inside & (value != 0) & (size < normal)
+    is_wrong = inside & (finite == 0)
     # Five counts of 12 bits in an integer: one sum over the tile adds up all of them.
     packed = (
-        zero.to(tl.int64)
-        + (saturated.to(tl.int64) << 12)
-        + (flushed.to(tl.int64) << 24)
-        + (subnormal.to(tl.int64) << 36)
-        + (wrong.to(tl.int64) << 48)
+        is_zero.to(tl.int64)
+        + (is_saturated.to(tl.int64) << 12)
+        + (is_flushed.to(tl.int64) << 24)
+        + (is_subnormal.to(tl.int64) << 36)
+        + (is_wrong.to(tl.int64) << 48)
     )
     exact = tl.where(finite & inside, before, 0.0).to(tl.float64)
     change = tl.where(finite & inside, before.to(tl.float64) - after.to(tl.float64), 0.0)
-    hashed = tl.where(inside, code.to(tl.int64) * weights, 0)
+    hashes = tl.where(inside, code.to(tl.int64) * weights, 0)
     magnitude = tl.where(inside & (before == before), tl.abs(before), 0.0)
-    return packed, exact * exact, change * change, hashed, magnitude
+    exact *= exact
+    change *= change
+    counts = tl.sum(tl.sum(packed, 1), 0)
+    zeros += counts & _BITS
+    saturated += (counts >> 12) & _BITS
+    flushed += (counts >> 24) & _BITS
+    subnormal += (counts >> 36) & _BITS
+    wrong += (counts >> 48) & _BITS
+    hashed += tl.sum(tl.sum(hashes, 1), 0)
+    signal += tl.sum(tl.sum(exact, 1), 0)
+    noise += tl.sum(tl.sum(change, 1), 0)
+    amax = tl.maximum(amax, tl.max(tl.max(magnitude, 1), 0))
+    return zeros, saturated, flushed, subnormal, wrong, hashed, signal, noise, amax
 
 
 @triton.jit
-def _row_scales(inverses, sizes):
-    """Return how many blocks of a row of a tile are not zeros, and of their scales the sums of log2 and of its squares,
-    the smallest and the largest.
+def new_scale_sums():
+    """Return the sums of no block's scale, scalars: the smallest and the largest scale, FP32; how many blocks there
+    are, int64; and the sums of log2 of their scales and of its square, float64.
+    """
+    lowest = tl.full((), _INF, tl.float32)
+    highest = tl.zeros((), tl.float32)
+    nothing = tl.zeros((), tl.float64)
+    return lowest, highest, tl.zeros((), tl.int64), nothing, nothing
+
+
+@triton.jit
+def count_row_scales(sums, inverses, sizes):
+    """Return sums (`new_scale_sums`) to which the blocks of a tile are added that are not zeros.
 
     inverses are the addresses of inverse scales [rows, blocks], sizes the codes without signs [rows, blocks, columns].
     """
+    lowest, highest, blocks, logarithms, squares = sums
     # A block of zeros has a scale of its own making, which says nothing about the values.
     filled = tl.max(sizes, 2) > 0
     factors = tl.load(inverses, filled, 1.0)
@@ -180,12 +214,35 @@ def _row_scales(inverses, sizes):
     divisors = tl.where(filled, factors, 1.0)
     scale = tl.div_rn(tl.full(divisors.shape, 1.0, tl.float32), divisors)
     logarithm = tl.log2(scale).to(tl.float64)
-    number = tl.sum(tl.sum(filled.to(tl.int64), 1), 0)
-    total = tl.sum(tl.sum(logarithm, 1), 0)
-    squares = tl.sum(tl.sum(logarithm * logarithm, 1), 0)
+    blocks_here = tl.sum(tl.sum(filled.to(tl.int64), 1), 0)
+    logarithms_here = tl.sum(tl.sum(logarithm, 1), 0)
+    squares_here = tl.sum(tl.sum(logarithm * logarithm, 1), 0)
     low = tl.min(tl.min(tl.where(filled, scale, _INF), 1), 0)
     high = tl.max(tl.max(tl.where(filled, scale, 0.0), 1), 0)
-    return number, total, squares, low, high
+    blocks += blocks_here
+    logarithms += logarithms_here
+    squares += squares_here
+    lowest = tl.minimum(lowest, low)
+    highest = tl.maximum(highest, high)
+    return lowest, highest, blocks, logarithms, squares
+
+
+@triton.jit
+def count_square_scale(sums, inverse, size):
+    """Return sums (`new_scale_sums`) to which one block is added, unless it is zeros.
+
+    inverse is its inverse scale, and size the largest of its codes without signs.
+    """
+    lowest, highest, blocks, logarithms, squares = sums
+    if (size > 0) & (inverse > 0):
+        scale = tl.div_rn(tl.full((), 1.0, tl.float32), inverse)
+        logarithm = tl.log2(scale).to(tl.float64)
+        blocks += 1
+        logarithms += logarithm
+        squares += logarithm * logarithm
+        lowest = tl.minimum(lowest, scale)
+        highest = tl.maximum(highest, scale)
+    return lowest, highest, blocks, logarithms, squares
 
 
 @triton.jit
@@ -217,6 +274,37 @@ def _add_counts(
     _add(fields, _SUBNORMAL, subnormal)
     _raise(fields, _AMAX, largest)
     tl.atomic_add(codes, hashed, sem="relaxed")
+
+
+@triton.jit
+def add_sums(fields, codes, sums, SOURCE: tl.constexpr):
+    """Add a program's sums of tiles (`new_sums`)."""
+    zeros, saturated, flushed, subnormal, wrong, hashed, signal, noise, largest = sums
+    _add_counts(
+        fields=fields,
+        codes=codes,
+        zeros=zeros,
+        saturated=saturated,
+        flushed=flushed,
+        subnormal=subnormal,
+        wrong=wrong,
+        signal=signal,
+        noise=noise,
+        hashed=hashed,
+        largest=largest,
+        SOURCE=SOURCE,
+    )
+
+
+@triton.jit
+def add_scale_sums(fields, sums):
+    """Add a program's sums of the scales of blocks (`new_scale_sums`)."""
+    lowest, highest, blocks, logarithms, squares = sums
+    _lower(fields, _SCALE_MIN, lowest)
+    _raise(fields, _SCALE_MAX, highest)
+    _add(fields, _BLOCKS, blocks)
+    _add(fields, _BLOCK_LOG2, logarithms)
+    _add(fields, _BLOCK_LOG2_SQUARES, squares)
 
 
 @triton.jit
@@ -285,20 +373,8 @@ def count_cast_kernel(
     program_fields = fields + (tl.program_id(0) % spread) * _WIDTH
     high = tl.cdiv(rows, HEIGHT)
     wide = tl.cdiv(columns, COLUMNS)
-    zeros = tl.zeros((), tl.int64)
-    saturated = tl.zeros((), tl.int64)
-    flushed = tl.zeros((), tl.int64)
-    subnormal = tl.zeros((), tl.int64)
-    wrong = tl.zeros((), tl.int64)
-    hashed = tl.zeros((), tl.int64)
-    signal = tl.zeros((), tl.float64)
-    noise = tl.zeros((), tl.float64)
-    largest = tl.zeros((), tl.float32)
-    lowest = tl.full((), _INF, tl.float32)
-    highest = tl.zeros((), tl.float32)
-    blocks = tl.zeros((), tl.int64)
-    logarithms = tl.zeros((), tl.float64)
-    squares = tl.zeros((), tl.float64)
+    sums = new_sums()
+    scale_sums = new_scale_sums()
     one_inverse = tl.load(inverse)
     for unit in range(tl.program_id(0), high * wide, tl.num_programs(0)):
         first = (unit // wide).to(tl.int64) * HEIGHT
@@ -319,20 +395,8 @@ def count_cast_kernel(
                 p = (i // BLOCK_ROWS)[:, None] * inverse_row
                 q = (j // BLOCK_COLUMNS)[None, :] * inverse_column
                 factor = tl.load(inverse + p + q, inside, 0.0)
-            packed, exact, change, codes_of, magnitude = _count(
-                x, code, factor, inside, code_weights(i, j), E5M2, SOURCE
-            )
-            # One sum for five counts; a tile is small enough for 12 bits each.
-            counts = tl.sum(tl.sum(packed, 1), 0)
-            zeros += counts & _BITS
-            saturated += (counts >> 12) & _BITS
-            flushed += (counts >> 24) & _BITS
-            subnormal += (counts >> 36) & _BITS
-            wrong += (counts >> 48) & _BITS
-            hashed += tl.sum(tl.sum(codes_of, 1), 0)
-            signal += tl.sum(tl.sum(exact, 1), 0)
-            noise += tl.sum(tl.sum(change, 1), 0)
-            largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
+            weights = code_weights(i, j)
+            sums = count_tile(sums, x, code, factor, inside, weights, E5M2, SOURCE)
             if BLOCK_COLUMNS > 0:
                 # Codes without their sign are ordered as magnitudes are; only 0 matters here.
                 size = tl.where(inside, (code & 0x7F).to(tl.float32), 0.0)
@@ -343,46 +407,15 @@ def count_cast_kernel(
                     sizes = tl.reshape(size, (ROWS, parts, BLOCK_COLUMNS))
                     part = (unit % wide).to(tl.int64) * parts + tl.arange(0, parts)
                     places = i[:, None] * inverse_row + part[None, :] * inverse_column
-                    number, total, total_squares, low, high_scale = _row_scales(
-                        inverse + places, sizes
-                    )
-                    blocks += number
-                    logarithms += total
-                    squares += total_squares
-                    lowest = tl.minimum(lowest, low)
-                    highest = tl.maximum(highest, high_scale)
+                    scale_sums = count_row_scales(scale_sums, inverse + places, sizes)
         # A square block is as high as the unit, so its scale is counted once its rows have been read.
         if BLOCK_ROWS > 1:
             above = (unit // wide).to(tl.int64) * inverse_row
             square = tl.load(inverse + above + (unit % wide).to(tl.int64) * inverse_column)
-            if (in_block > 0) & (square > 0):
-                block_scale = tl.div_rn(tl.full((), 1.0, tl.float32), square)
-                logarithm = tl.log2(block_scale).to(tl.float64)
-                blocks += 1
-                logarithms += logarithm
-                squares += logarithm * logarithm
-                lowest = tl.minimum(lowest, block_scale)
-                highest = tl.maximum(highest, block_scale)
-    _add_counts(
-        fields=program_fields,
-        codes=codes,
-        zeros=zeros,
-        saturated=saturated,
-        flushed=flushed,
-        subnormal=subnormal,
-        wrong=wrong,
-        signal=signal,
-        noise=noise,
-        hashed=hashed,
-        largest=largest,
-        SOURCE=SOURCE,
-    )
+            scale_sums = count_square_scale(scale_sums, square, in_block)
+    add_sums(program_fields, codes, sums, SOURCE)
     if BLOCK_COLUMNS > 0:
-        _lower(program_fields, _SCALE_MIN, lowest)
-        _raise(program_fields, _SCALE_MAX, highest)
-        _add(program_fields, _BLOCKS, blocks)
-        _add(program_fields, _BLOCK_LOG2, logarithms)
-        _add(program_fields, _BLOCK_LOG2_SQUARES, squares)
+        add_scale_sums(program_fields, scale_sums)
     if tl.program_id(0) == 0:
         if SCALED:
             factor = tl.load(scale)

@@ -15,25 +15,19 @@ import triton.language as tl
 from torch import Tensor
 
 from te_models.kernels.count_cast_triton import (
-    _BITS,
-    _BLOCK_LOG2,
-    _BLOCK_LOG2_SQUARES,
-    _BLOCKS,
-    _INF,
-    _SCALE_MAX,
-    _SCALE_MIN,
     _WIDTH,
     COLUMNS,
     ROWS,
     SQUARE,
-    _add,
-    _add_counts,
-    _count,
-    _lower,
     _note_tensor,
-    _raise,
-    _row_scales,
+    add_scale_sums,
+    add_sums,
     code_weights,
+    count_row_scales,
+    count_square_scale,
+    count_tile,
+    new_scale_sums,
+    new_sums,
 )
 from te_models.kernels.expert_blocks_triton import Blocks, WeightBlocks
 from te_models.kernels.expert_cast_triton import FP8Matrices, Matrices, load_rows
@@ -165,15 +159,7 @@ def count_experts_kernel(
         program_fields = fields + (e * apart * spread + tl.program_id(1) % spread) * _WIDTH
         inverse = tl.load(scales_inverse + e)
         wide = tl.cdiv(columns, COLUMNS)
-        zeros = tl.zeros((), tl.int64)
-        saturated = tl.zeros((), tl.int64)
-        flushed = tl.zeros((), tl.int64)
-        subnormal = tl.zeros((), tl.int64)
-        wrong = tl.zeros((), tl.int64)
-        hashed = tl.zeros((), tl.int64)
-        signal = tl.zeros((), tl.float64)
-        noise = tl.zeros((), tl.float64)
-        largest = tl.zeros((), tl.float32)
+        sums = new_sums()
         units = tl.cdiv(rows, ROWS) * wide
         for unit in range(tl.program_id(1), units, tl.num_programs(1)):
             i = (unit // wide).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -197,33 +183,9 @@ def count_experts_kernel(
                 VALUES,
                 LIMIT,
             )
-            packed, exact, change, codes_of, magnitude = _count(
-                x, code, inverse, inside, code_weights(i, j), E5M2, True
-            )
-            counts = tl.sum(tl.sum(packed, 1), 0)
-            zeros += counts & _BITS
-            saturated += (counts >> 12) & _BITS
-            flushed += (counts >> 24) & _BITS
-            subnormal += (counts >> 36) & _BITS
-            wrong += (counts >> 48) & _BITS
-            hashed += tl.sum(tl.sum(codes_of, 1), 0)
-            signal += tl.sum(tl.sum(exact, 1), 0)
-            noise += tl.sum(tl.sum(change, 1), 0)
-            largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
-        _add_counts(
-            fields=program_fields,
-            codes=codes + e * apart,
-            zeros=zeros,
-            saturated=saturated,
-            flushed=flushed,
-            subnormal=subnormal,
-            wrong=wrong,
-            signal=signal,
-            noise=noise,
-            hashed=hashed,
-            largest=largest,
-            SOURCE=True,
-        )
+            weights = code_weights(i, j)
+            sums = count_tile(sums, x, code, inverse, inside, weights, E5M2, True)
+        add_sums(program_fields, codes + e * apart, sums, True)
         if tl.program_id(1) == 0:
             elements = tl.full((), 1.0, tl.float64) * rows * columns
             _note_tensor(program_fields, elements, tl.load(scales + e), E5M2, True, False)
@@ -277,20 +239,8 @@ def count_expert_blocks_kernel(
         if BLOCK_ROWS == 1:
             inverse += begin * inverse_row
         wide = tl.cdiv(columns, COLUMNS)
-        zeros = tl.zeros((), tl.int64)
-        saturated = tl.zeros((), tl.int64)
-        flushed = tl.zeros((), tl.int64)
-        subnormal = tl.zeros((), tl.int64)
-        wrong = tl.zeros((), tl.int64)
-        hashed = tl.zeros((), tl.int64)
-        signal = tl.zeros((), tl.float64)
-        noise = tl.zeros((), tl.float64)
-        largest = tl.zeros((), tl.float32)
-        lowest = tl.full((), _INF, tl.float32)
-        highest = tl.zeros((), tl.float32)
-        blocks = tl.zeros((), tl.int64)
-        logarithms = tl.zeros((), tl.float64)
-        squares = tl.zeros((), tl.float64)
+        sums = new_sums()
+        scale_sums = new_scale_sums()
         units = tl.cdiv(rows, HEIGHT) * wide
         for unit in range(tl.program_id(1), units, tl.num_programs(1)):
             across = (unit % wide).to(tl.int64)
@@ -319,62 +269,21 @@ def count_expert_blocks_kernel(
                 )
                 scales = inverse + (i // BLOCK_ROWS) * inverse_row + across * inverse_column
                 by = tl.load(scales, i < rows, 0.0)
-                packed, exact, change, codes_of, magnitude = _count(
-                    x, code, by[:, None], inside, code_weights(i, j), False, True
-                )
-                counts = tl.sum(tl.sum(packed, 1), 0)
-                zeros += counts & _BITS
-                saturated += (counts >> 12) & _BITS
-                flushed += (counts >> 24) & _BITS
-                subnormal += (counts >> 36) & _BITS
-                wrong += (counts >> 48) & _BITS
-                hashed += tl.sum(tl.sum(codes_of, 1), 0)
-                signal += tl.sum(tl.sum(exact, 1), 0)
-                noise += tl.sum(tl.sum(change, 1), 0)
-                largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
+                weights = code_weights(i, j)
+                sums = count_tile(sums, x, code, by[:, None], inside, weights, False, True)
                 # Codes without their sign are ordered as magnitudes are; only 0 matters here.
                 size = tl.where(inside, (code & 0x7F).to(tl.float32), 0.0)
                 if BLOCK_ROWS > 1:
                     in_block = tl.maximum(in_block, tl.max(tl.max(size, 1), 0))
                 else:
-                    number, total, total_squares, low, high = _row_scales(
-                        scales[:, None], tl.reshape(size, (ROWS, 1, COLUMNS))
-                    )
-                    blocks += number
-                    logarithms += total
-                    squares += total_squares
-                    lowest = tl.minimum(lowest, low)
-                    highest = tl.maximum(highest, high)
+                    sizes = tl.reshape(size, (ROWS, 1, COLUMNS))
+                    scale_sums = count_row_scales(scale_sums, scales[:, None], sizes)
             # A square block is as high as the unit, so its scale is counted once its rows have been read.
             if BLOCK_ROWS > 1:
                 square = tl.load(inverse + unit // wide * inverse_row + across * inverse_column)
-                if (in_block > 0) & (square > 0):
-                    block_scale = tl.div_rn(tl.full((), 1.0, tl.float32), square)
-                    logarithm = tl.log2(block_scale).to(tl.float64)
-                    blocks += 1
-                    logarithms += logarithm
-                    squares += logarithm * logarithm
-                    lowest = tl.minimum(lowest, block_scale)
-                    highest = tl.maximum(highest, block_scale)
-        _add_counts(
-            fields=program_fields,
-            codes=codes + e * apart,
-            zeros=zeros,
-            saturated=saturated,
-            flushed=flushed,
-            subnormal=subnormal,
-            wrong=wrong,
-            signal=signal,
-            noise=noise,
-            hashed=hashed,
-            largest=largest,
-            SOURCE=True,
-        )
-        _lower(program_fields, _SCALE_MIN, lowest)
-        _raise(program_fields, _SCALE_MAX, highest)
-        _add(program_fields, _BLOCKS, blocks)
-        _add(program_fields, _BLOCK_LOG2, logarithms)
-        _add(program_fields, _BLOCK_LOG2_SQUARES, squares)
+                scale_sums = count_square_scale(scale_sums, square, in_block)
+        add_sums(program_fields, codes + e * apart, sums, True)
+        add_scale_sums(program_fields, scale_sums)
         if tl.program_id(1) == 0:
             elements = tl.full((), 1.0, tl.float64) * rows * columns
             _note_tensor(program_fields, elements, 1.0, False, True, True)
