@@ -319,13 +319,18 @@ class CausalLM(Decoder):
             safe_serialization: as in transformers; False, a pickle, is refused.
 
         Raises:
-            ValueError: an unknown format, or a model or folder that does not allow it.
+            ValueError: an unknown format, `beside` with another format than "hf", or a model or folder that does not
+                allow it.
             SaveError: writing failed; the previous content is intact.
         """
         refuse_pickle(safe_serialization)
-        origin = (
-            self.origin if beside is None else dataclasses.replace(self.origin, beside=Path(beside))
-        )
+        origin = self.origin
+        if beside is not None:
+            if format == "te":
+                raise UsageError(
+                    f"format te has no place for the tensors of {beside}: leave beside out, or give format hf"
+                )
+            origin = dataclasses.replace(origin, beside=Path(beside))
         write_pretrained(self, origin, folder, format, parse_size(max_shard_size))
 
     def push_to_hub(

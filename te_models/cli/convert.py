@@ -58,6 +58,10 @@ def convert(
     from te_models.saving.pretrained import FORMATS  # noqa: PLC0415
 
     check_known("format", format, FORMATS)
+    if format != "te" and options["recipe"] is not None:
+        raise click.UsageError(
+            f"--format {format} has no place for a recipe: leave --recipe out, or give --format te"
+        )
     refuse_to_replace(out, overwrite, model)
     if dtype is not None:
         check_known("dtype", dtype, DTYPES)

@@ -831,6 +831,17 @@ def test_a_model_in_the_folder_to_write_is_replaced_only_when_asked(
     assert "is the folder of --model" in capsys.readouterr().err
 
 
+def test_a_recipe_is_not_dropped_where_the_format_has_no_place_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command = ["convert", "--model", "gated-nano", "--recipe", "current", "--out", str(out)]
+    assert main(command) == 2
+    line = "te-models: --format hf has no place for a recipe: leave --recipe out, or give --format te\n"
+    assert capsys.readouterr().err.endswith(line)
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("words", ["-h", "list -h", "finetune -h", "chat -h"])
 def test_h_is_help(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 0

@@ -179,6 +179,9 @@ def test_the_text_of_a_folder_with_images(
     same_folder(tmp_path / "whole", tmp_path / "back")
     with pytest.raises(UsageError, match="has no tensors that belong beside"):
         native.save_pretrained(tmp_path / "none", format="hf", beside=tmp_path / "native")
+    with pytest.raises(UsageError, match="format te has no place for the tensors of"):
+        native.save_pretrained(tmp_path / "none", beside=tmp_path / "back")
+    assert not (tmp_path / "none").exists()
     if name == "Step3p7":  # no architecture has its text alone
         return
     with pytest.warns(UserWarning, match="the text model alone"):
