@@ -93,8 +93,8 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     model_config = get_preset("gated-nano", **shape)
     # All other keys are settings of the run.
     fields = dict(
-        steps=3, batch_size=4, seq_len=48, eval_every=0, keep_best=False, learning_rate=3e-3,
-    )  # fmt: skip
+        steps=3, batch_size=4, seq_len=48, eval_every=0, keep_best=False, learning_rate=3e-3
+    )
     # No warm-up is longer than its run.
     fields["warmup_steps"] = min(2, case.get("steps", fields["steps"]))
     config = TrainConfig(**{**fields, **case})

@@ -156,7 +156,7 @@ class AdaptedRows(nn.Module):
 
     @property
     def by_sequence(self) -> bool:
-        """Whether a layer of peft needs sequences [B, S, in] rather than tokens [N, in]: all but low-rank ones may."""
+        """True if a layer of peft may need sequences [B, S, in], not tokens [N, in]; only low-rank ones never do."""
         return not all(getattr(layer, "low_rank", False) for layer in self.layers())
 
     def forward(self, x: Tensor, **options: object) -> Tensor:

@@ -84,10 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Let standard streams that are closed read and write nothing.
+    """Connect standard streams that are closed to a file that reads and writes nothing.
 
-    Python has None for those with which a process was started closed, as some schedulers of jobs and `>&-` do. A file
-    that the command opens would have their number, and get what libraries print.
+    Some schedulers of jobs, and `>&-` in a shell, start a process with closed streams, for which Python has None. The
+    next file that the command opens would get the number of such a stream, and with it whatever libraries print.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -43,9 +43,8 @@ def training_options(command: str) -> Decorator:
     if command == "finetune":
         rate += f", with --lora {_short(LEARNING_RATE['lora'])}"
     # `pretrain` refuses adapters with a reason of its own, so it has their options, but does not list them.
-    attributes: dict[
-        str, dict[str, object]
-    ] = {}  # by setting, where the option differs from the setting
+    # Setting -> attributes of its option that differ from the setting's.
+    attributes: dict[str, dict[str, object]] = {}
     for name in TABLES["lora"]:
         attributes[name] = {"hidden": command == "pretrain"}
     attributes["learning_rate"] = {"show_default": rate}
@@ -116,7 +115,7 @@ def run_training(
 
 
 def _check_places(file: str | None, resume: str | None, user_options: Mapping[str, Any]) -> None:
-    """Raise a UsageError if paths are mixed up: those of a run, of its settings, of a model and of data.
+    """Raise a UsageError if the paths of a run, of its settings, of a model and of data are mixed up.
 
     Args:
         file: the argument RUN.TOML.

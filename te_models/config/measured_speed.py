@@ -131,10 +131,10 @@ def nearest_speeds(
 
 @dataclass(frozen=True)
 class Gain:
-    """Whether a recipe saves time.
+    """An answer to whether a recipe saves time, from measured speeds.
 
     Attributes:
-        pays: None where nothing was measured near.
+        pays: whether it does; None where nothing was measured near.
         text: the figure that decides, for people.
     """
 

@@ -181,7 +181,7 @@ class ChunkReader:
         return fitted, fit
 
     def fitting(self, documents: Sequence[Document]) -> list[Document]:
-        """Return those of some documents that fit a window, which texts always do."""
+        """Return the documents that fit a window, which texts always do."""
         if not self.whole:
             return list(documents)
         bad = BadRecords(self.bad.skip)  # of its own: training counts them once more

@@ -104,7 +104,7 @@ def _move_in(new: Path, folder: Path) -> None:
 def add_prefix(model: nn.Module, state: Fields, prefix: str, *others: object) -> None:
     """Rename tensors of a state_dict, in place, as load_state_dict of a TEModelsForCausalLM expects them.
 
-    A hook before load_state_dict. Names may be those of a CausalLM, or of a text model inside a multimodal one. Tensors
+    A hook before load_state_dict. Names may be a CausalLM's, or a text model's inside a multimodal one. Tensors
     of other models, such as a vision tower, are left out with a warning.
 
     Raises:

@@ -32,8 +32,8 @@ class Family:
         defaults: the values that transformers uses for absent keys.
         only: key -> the values that te-models supports; other values are refused.
         ignored: keys that change nothing in a model that is accepted.
-        when: keys of the text model -> the values that select this family among those of its model_type, whose tensors
-            differ; None among the values: the key may be absent.
+        when: keys of the text model -> the values that select this family among the families of its model_type, whose
+            tensors differ; None among the values: the key may be absent.
         marks: keys that distinguish the family from others of its model_type.
         written: False if transformers has no code for the family: then only models that were read as this family are
             written as it.
@@ -207,7 +207,7 @@ class Family:
         )
 
     def other_name(self, name: str, stored: "Family") -> str:
-        """Return the name of a tensor of another model with this family's prefixes, in place of those of `stored`."""
+        """Replace the prefixes of `stored` in the name of another model's tensor by this family's, and return it."""
         layers = f"{stored.root}{self.blocks}."
         if name.startswith(layers):
             return f"{self.root}{self.blocks}.{name.removeprefix(layers)}"

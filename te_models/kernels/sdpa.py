@@ -142,7 +142,7 @@ class _WithoutData(torch.autograd.Function):
 def attention_flops(q: Tensor, k: Tensor, v: Tensor) -> float:
     """Return the operations of causal attention of q [B, N, S, H], k and v [B, K, M, H or V]: half of the pairs.
 
-    Those of the products of queries and keys, and of the sums of values; also where a window shows a query fewer keys.
+    It counts the products of queries and keys and the sums of values, as many where a window shows a query fewer keys.
     """
     return q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3])
 

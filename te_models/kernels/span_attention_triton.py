@@ -25,8 +25,8 @@ from te_models.kernels.span_kernels_triton import (
 
 LOG2E = 1.4426950408889634
 BlockSize = tuple[int, int, int, int]  # queries, keys, warps, stages
-# Channels per head, at most -> the fastest block of those that benchmarks/span_attention.py tried on an H200. Those of
-# 512 were not timed: they are the largest that ptxas compiles without spills, in the shared memory of an Ada GPU.
+# Channels per head, at most -> the fastest block that benchmarks/span_attention.py found on an H200. Blocks for 512
+# were not timed: they are the largest that ptxas compiles without spills, in the shared memory of an Ada GPU.
 FORWARD: dict[int, BlockSize] = {
     64: (64, 64, 4, 3),
     128: (64, 64, 4, 3),

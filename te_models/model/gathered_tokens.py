@@ -47,7 +47,7 @@ class GatheredTokens(NamedTuple):
     def local_choice(self, chosen: Tensor, experts: int, rank: int) -> Tensor:
         """Return the experts of all ranks' tokens [n T, k] by their numbers among the `experts` of `rank`.
 
-        `chosen` [T, k] are the experts of this rank's tokens among those of all ranks. An expert of another rank, and
+        `chosen` [T, k] are the experts of this rank's tokens, numbered over all ranks. An expert of another rank, and
         padding, is number `experts`.
         """
         everyone = self._in_full(chosen.int()).long() - rank * experts

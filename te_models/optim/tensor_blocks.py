@@ -38,15 +38,15 @@ class TensorBlocks:
     def places(self, rows: Sequence[Sequence[Tensor | None]]) -> Tensor:
         """Return where tensors begin, int64 [rows, columns]: in elements, from the tensor of the first row.
 
-        A kernel takes a fixed number of pointers, so it gets those of the first row.
+        A kernel takes a fixed number of pointers, so it gets the first row's.
 
         Args:
-            rows: for each size the tensors that have it; those of a column have one dtype, or all are None.
+            rows: for each size the tensors that have it; a column has tensors of one dtype, or None throughout.
         """
         addresses = []
         for row in rows:
             addresses.append([0 if tensor is None else tensor.data_ptr() for tensor in row])
-        # Tensors of a replayed step are where they were, and those of other steps mostly, too.
+        # Tensors are mostly where they were in the step before, and always in a replayed step.
         if addresses != self._addresses:
             self._addresses = addresses
             item_sizes = []

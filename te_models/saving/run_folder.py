@@ -134,8 +134,8 @@ class Checkpoints:
     def reserve(self, tensors: TensorGroups, documents: Document) -> None:
         """Allocate the host memory of background saves in a thread, so that the first save need not wait for it.
 
-        The arguments are those of `save`; only shapes, dtypes and devices count. The first write to new memory takes
-        longer than the copy itself, since the operating system clears every page, and pinning takes even longer.
+        It takes the arguments of `save`, of which only shapes, dtypes and devices count. The first write to new memory
+        takes longer than the copy itself, since the operating system clears every page, and pinning takes even longer.
         """
         content = prepare(tensors, documents)
         shapes = {}

@@ -125,7 +125,7 @@ class Modules:
 
     @property
     def taken_for_experts(self) -> set[str]:
-        """Those of `theirs` that peft takes for experts if `target_modules` names them."""
+        """The names in `theirs` that peft takes for experts if `target_modules` names them."""
         return {name for name in self.theirs if taken_for_experts(self.architecture, [name])}
 
     def parameters_named(self, targets: Iterable[str], headless: bool = False) -> dict[str, Place]:
