@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks import expert_profile, fused_families, kinds_speed
 from benchmarks.expert_profile import step_of
 from te_models.config.gpus import get_gpu, peak_bf16
-from te_models.config.measured_speed import FILE, sizes_of
+from te_models.config.measured_speed import FILE, size_of
 from te_models.config.model import ModelConfig
 from te_models.config.presets import get_preset
 from te_models.inspect.environment import environment
@@ -81,13 +81,12 @@ def row_of(
     """Return a row of the table from the seconds of a step over `batch` x `seq` tokens, and those under BF16."""
     peak = peak_bf16(gpu)
     assert peak is not None, gpu
-    width, experts = sizes_of(config)
+    size = size_of(config)
     flops = training_flops(config, batch * seq, seq)
     return dict(
         gpu=get_gpu(gpu).name,
         shape=shape,
-        width=width,
-        expert_width=experts,
+        **size._asdict(),
         batch=batch,
         seq_len=seq,
         recipe=recipe,

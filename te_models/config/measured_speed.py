@@ -10,6 +10,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from te_models.config.gpus import GPUS, get_gpu
 from te_models.config.model import ModelConfig
@@ -18,11 +19,27 @@ from te_models.errors import UsageError
 FILE = Path(__file__).parents[1] / "measurements" / "speed.json"
 NEAR = 1.25  # factor up to which a width counts as measured
 NEAR_TOKENS = 4.0  # the same for tokens per step
+# Octaves of width that a model with other mixers is away: attention takes another part of a step than a recurrence.
+OTHER_MIXERS = 0.5
 # A recipe pays where it is faster than this: ratios of two runs vary by about a percent.
 PAYS = 1.01
 # The same ratio on two cards with one chip, an H100 and an H200, differed by up to 4 %: between this and its inverse a
 # figure from the other card decides nothing.
 PAYS_ELSEWHERE = 1.05
+
+
+class Size(NamedTuple):
+    """What a model's speed is looked up by.
+
+    Attributes:
+        width: hidden_size.
+        expert_width: intermediate size of its experts; 0: it has none.
+        recurrent: whether it has layers that keep a state in place of keys and values (linear attention, Mamba 2).
+    """
+
+    width: int
+    expert_width: int
+    recurrent: bool
 
 
 @dataclass(frozen=True)
@@ -32,8 +49,7 @@ class MeasuredSpeed:
     Attributes:
         gpu: a name of te_models.config.gpus.
         shape: its name, for people.
-        width: hidden_size.
-        expert_width: intermediate size of its experts; 0: it has none.
+        width, expert_width, recurrent: its Size.
         batch: sequences per micro-batch and GPU.
         seq_len: tokens of each.
         recipe: its name.
@@ -51,6 +67,7 @@ class MeasuredSpeed:
     shape: str
     width: int
     expert_width: int
+    recurrent: bool
     batch: int
     seq_len: int
     recipe: str
@@ -68,6 +85,11 @@ class MeasuredSpeed:
         """Tokens of a micro-batch."""
         return self.batch * self.seq_len
 
+    @property
+    def size(self) -> Size:
+        """The size of the model."""
+        return Size(self.width, self.expert_width, self.recurrent)
+
     def __str__(self) -> str:
         size = f"hidden size {self.width}"
         if self.expert_width:
@@ -75,18 +97,22 @@ class MeasuredSpeed:
         adapters = ", LoRA" if self.lora else ""
         return f"{self.shape} ({size}{adapters}, {self.batch} x {self.seq_len:,} tokens, {self.gpu}, {self.date})"
 
-    def distance(self, width: int, expert_width: int, tokens: int | None) -> float:
+    def distance(self, size: Size, tokens: int | None) -> float:
         """Return how far a size is from the measured one, in octaves; tokens count a quarter."""
-        octaves = abs(math.log2(self.width / width))
-        if expert_width:
-            octaves += abs(math.log2(self.expert_width / expert_width))
-        return octaves + (abs(math.log2(self.tokens / tokens)) / 4 if tokens else 0)
+        octaves = abs(math.log2(self.width / size.width))
+        if size.expert_width:
+            octaves += abs(math.log2(self.expert_width / size.expert_width))
+        if self.recurrent != size.recurrent:
+            octaves += OTHER_MIXERS
+        if tokens:
+            octaves += abs(math.log2(self.tokens / tokens)) / 4
+        return octaves
 
-    def is_near(self, width: int, expert_width: int, tokens: int | None) -> bool:
+    def is_near(self, size: Size, tokens: int | None) -> bool:
         """Return whether a size counts as measured by it."""
-        pairs = [(self.width, width, NEAR)]
-        if expert_width:
-            pairs.append((self.expert_width, expert_width, NEAR))
+        pairs = [(self.width, size.width, NEAR)]
+        if size.expert_width:
+            pairs.append((self.expert_width, size.expert_width, NEAR))
         if tokens:
             pairs.append((self.tokens, tokens, NEAR_TOKENS))
         # The larger by the smaller, since a factor counts alike in both directions.
@@ -108,25 +134,27 @@ def card_name(gpu: str) -> str:
         return gpu
 
 
-def sizes_of(config: ModelConfig) -> tuple[int, int]:
-    """Return the hidden size, and the width of experts or 0."""
+def size_of(config: ModelConfig) -> Size:
+    """Return the size of a model."""
     experts = 0 if config.moe is None else config.moe.moe_intermediate_size
-    return config.hidden_size, experts
+    mixers = (mixer for layer in config.layers for mixer in layer.mixers)
+    recurrent = any(mixer.keeps != "keys and values" for mixer in mixers)
+    return Size(config.hidden_size, experts, recurrent)
 
 
 def nearest_speeds(
     gpu: str, config: ModelConfig, recipe: str, tokens: int | None = None, lora: bool = False
 ) -> list[MeasuredSpeed]:
     """Return the rows of this card, recipe and kind of model (with experts or without), the nearest first."""
-    width, experts = sizes_of(config)
+    size = size_of(config)
     rows = []
     for row in measured_speeds():
         same = row.gpu == card_name(gpu) and row.recipe == recipe and row.lora == lora
         # A model with experts says nothing about one without: its GEMMs have other sizes.
-        if same and bool(row.expert_width) == bool(experts):
+        if same and bool(row.expert_width) == bool(size.expert_width):
             rows.append(row)
     # Among equally near rows the one with the most tokens first: a run of unknown size probably fills its GPU.
-    return sorted(rows, key=lambda row: (row.distance(width, experts, tokens), -row.tokens))
+    return sorted(rows, key=lambda row: (row.distance(size, tokens), -row.tokens))
 
 
 @dataclass(frozen=True)
@@ -162,15 +190,15 @@ def gain(
         for row in nearest_speeds(card, config, recipe, tokens, lora)
         if row.over_bf16 is not None
     ]
-    width, experts = sizes_of(config)
+    size = size_of(config)
     # Ordered by distance: the first row that is near enough decides.
     for row in rows:
-        if row.is_near(width, experts, tokens):
+        if row.is_near(size, tokens):
             assert row.over_bf16 is not None
             pays = row.over_bf16 > PAYS
             return Gain(pays, f"{recipe} has {row.over_bf16:.2f} of BF16's speed in {row}")
     for row in _on_cards_with_the_chip(card, config, recipe, tokens, lora):
-        if row.is_near(width, experts, tokens):
+        if row.is_near(size, tokens):
             assert row.over_bf16 is not None
             text = f"{recipe} has {row.over_bf16:.2f} of BF16's speed in {row}"
             clear = row.over_bf16 > PAYS_ELSEWHERE or row.over_bf16 < 1 / PAYS_ELSEWHERE

@@ -33,9 +33,21 @@ def _source(c, turned, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _heads(
-    base, head, c, heads, size, cos, sin, gain, turned, eps,
-    ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, NORMED: tl.constexpr, CENTERED: tl.constexpr,
-):  # fmt: skip
+    base,
+    head,
+    c,
+    heads,
+    size,
+    cos,
+    sin,
+    gain,
+    turned,
+    eps,
+    ROTATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORMED: tl.constexpr,
+    CENTERED: tl.constexpr,
+):
     """Return these heads [G, W] of queries or keys, normed and rotated as the model asks for, in their dtype."""
     dtype = base.dtype.element_ty
     inside = (head < heads)[:, None] & (c < size)[None, :]
@@ -97,11 +109,37 @@ def _online_softmax(top, score):
 
 @triton.jit
 def _attention_kernel(
-    qkvg, keys, values, mask, filled, cos, sin, q_gain, k_gain, sums, tops, totals,
-    width, key_heads, group, size, slots, turned, cos_stride, parts, scale, cap, eps,
-    ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, NORMED: tl.constexpr, CENTERED: tl.constexpr,
-    GROUP: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+    qkvg,
+    keys,
+    values,
+    mask,
+    filled,
+    cos,
+    sin,
+    q_gain,
+    k_gain,
+    sums,
+    tops,
+    totals,
+    width,
+    key_heads,
+    group,
+    size,
+    slots,
+    turned,
+    cos_stride,
+    parts,
+    scale,
+    cap,
+    eps,
+    ROTATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORMED: tl.constexpr,
+    CENTERED: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+):
     part = tl.program_id(0)
     key_head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -114,15 +152,39 @@ def _attention_kernel(
         sin += row * cos_stride
 
     q = _heads(
-        qkvg + key_head * group * size, g, c, group, size, cos, sin, q_gain, turned, eps,
-        ROTATED, INTERLEAVED, NORMED, CENTERED,
-    )  # fmt: skip
+        qkvg + key_head * group * size,
+        g,
+        c,
+        group,
+        size,
+        cos,
+        sin,
+        q_gain,
+        turned,
+        eps,
+        ROTATED,
+        INTERLEAVED,
+        NORMED,
+        CENTERED,
+    )
     one = tl.arange(0, 1)
     key_start = qkvg + (key_heads * group + key_head) * size
     new_key = _heads(
-        key_start, one, c, 1, size, cos, sin, k_gain, turned, eps,
-        ROTATED, INTERLEAVED, NORMED, CENTERED,
-    )  # fmt: skip
+        key_start,
+        one,
+        c,
+        1,
+        size,
+        cos,
+        sin,
+        k_gain,
+        turned,
+        eps,
+        ROTATED,
+        INTERLEAVED,
+        NORMED,
+        CENTERED,
+    )
     new_value = tl.load(key_start + key_heads * size + c, c < size, 0.0)[None, :]
 
     count = tl.load(filled).to(tl.int32)
@@ -159,9 +221,23 @@ def _attention_kernel(
 
 @triton.jit
 def _combine_kernel(
-    sums, tops, totals, sinks, qkvg, out, width, gate_at, heads, size, tokens, parts,
-    GATE: tl.constexpr, SOFTPLUS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    sums,
+    tops,
+    totals,
+    sinks,
+    qkvg,
+    out,
+    width,
+    gate_at,
+    heads,
+    size,
+    tokens,
+    parts,
+    GATE: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Join the parts of one head, and apply the gate."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)

@@ -101,10 +101,20 @@ def _input(x, j, i, tokens, width, inverse, norm, NORM: tl.constexpr, CENTERED: 
 
 @triton.jit
 def _scales(
-    x, norm, input_scale, t, tokens, width, eps, epsilon,
-    NORM: tl.constexpr, CENTERED: tl.constexpr, FP8: tl.constexpr, POWER_OF_2: tl.constexpr,
+    x,
+    norm,
+    input_scale,
+    t,
+    tokens,
+    width,
+    eps,
+    epsilon,
+    NORM: tl.constexpr,
+    CENTERED: tl.constexpr,
+    FP8: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
     CHUNK: tl.constexpr,
-):  # fmt: skip
+):
     """Return 1 / RMS of each of rows t [T] of x, and the scale of the cast; ones where there is no norm, or no cast."""
     channel = tl.arange(0, CHUNK)
     inverse = tl.zeros_like(t).to(tl.float32)
@@ -140,13 +150,34 @@ def _sums(first, j, o, v, width, outputs, FP8: tl.constexpr):
 
 @triton.jit
 def _few_kernel(
-    x, norm, weight, bias, weight_inverse, input_scale, residual, out,
-    rows, tokens, width, outputs, eps, epsilon, factor,
-    NORM: tl.constexpr, CENTERED: tl.constexpr, FP8: tl.constexpr, POWER_OF_2: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
+    x,
+    norm,
+    weight,
+    bias,
+    weight_inverse,
+    input_scale,
+    residual,
+    out,
+    rows,
+    tokens,
+    width,
+    outputs,
+    eps,
+    epsilon,
+    factor,
+    NORM: tl.constexpr,
+    CENTERED: tl.constexpr,
+    FP8: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
-):  # fmt: skip
+):
     """The product of a few tokens, without tensor cores: weights go from memory to registers."""
     dtype = out.dtype.element_ty
     t = tl.arange(0, TOKENS)
@@ -172,9 +203,22 @@ def _few_kernel(
         sums *= back
         up *= back
     _store_product(
-        sums, up, bias, residual, out, t[:, None], o[None, :], tokens, tokens, outputs, factor,
-        ACTIVATION, GATED, SCALED, dtype,
-    )  # fmt: skip
+        sums,
+        up,
+        bias,
+        residual,
+        out,
+        t[:, None],
+        o[None, :],
+        tokens,
+        tokens,
+        outputs,
+        factor,
+        ACTIVATION,
+        GATED,
+        SCALED,
+        dtype,
+    )
     # Rows after the tokens: the modules that read the result take zeros there.
     padding = tokens + tl.arange(0, ROWS)[:, None]
     blank = tl.zeros([ROWS, OUTPUTS], dtype)
@@ -184,9 +228,22 @@ def _few_kernel(
 
 @triton.jit
 def _store_product(
-    sums, up, bias, residual, out, i, o, rows, tokens, outputs, factor,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
+    sums,
+    up,
+    bias,
+    residual,
+    out,
+    i,
+    o,
+    rows,
+    tokens,
+    outputs,
+    factor,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    dtype: tl.constexpr,
+):
     """Store the sums of rows i and outputs o after bias, activation, factor and residual stream.
 
     i and o have the shape of the sums, or 1 where they do not vary.
@@ -215,21 +272,52 @@ def _store_product(
 
 @triton.jit
 def _product_kernel(
-    x, norm, weight, bias, weight_inverse, input_scale, residual, out,
-    rows, tokens, width, outputs, eps, epsilon, factor,
-    NORM: tl.constexpr, CENTERED: tl.constexpr, FP8: tl.constexpr, POWER_OF_2: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    norm,
+    weight,
+    bias,
+    weight_inverse,
+    input_scale,
+    residual,
+    out,
+    rows,
+    tokens,
+    width,
+    outputs,
+    eps,
+    epsilon,
+    factor,
+    NORM: tl.constexpr,
+    CENTERED: tl.constexpr,
+    FP8: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     dtype = out.dtype.element_ty
     i = tl.arange(0, ROWS)
     o = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     channel = tl.arange(0, WIDTH)
 
     inverse, scale = _scales(
-        x, norm, input_scale, i, tokens, width, eps, epsilon,
-        NORM, CENTERED, FP8, POWER_OF_2, WIDTH,
-    )  # fmt: skip
+        x,
+        norm,
+        input_scale,
+        i,
+        tokens,
+        width,
+        eps,
+        epsilon,
+        NORM,
+        CENTERED,
+        FP8,
+        POWER_OF_2,
+        WIDTH,
+    )
     first = weight + o.to(tl.int64)[:, None] * width
     second = first + outputs.to(tl.int64) * width  # the rows of `up`, where there is a gate
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -255,9 +343,22 @@ def _product_kernel(
         sums *= back
         up *= back
     _store_product(
-        sums, up, bias, residual, out, i[None, :], o[:, None], rows, tokens, outputs, factor,
-        ACTIVATION, GATED, SCALED, dtype,
-    )  # fmt: skip
+        sums,
+        up,
+        bias,
+        residual,
+        out,
+        i[None, :],
+        o[:, None],
+        rows,
+        tokens,
+        outputs,
+        factor,
+        ACTIVATION,
+        GATED,
+        SCALED,
+        dtype,
+    )
 
 
 def product(

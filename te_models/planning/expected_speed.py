@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from te_models.config.gpus import peak_bf16
-from te_models.config.measured_speed import MeasuredSpeed, card_name, nearest_speeds, sizes_of
+from te_models.config.measured_speed import MeasuredSpeed, card_name, nearest_speeds, size_of
 from te_models.config.model import ModelConfig
 from te_models.planning.flops import training_flops
 
@@ -65,8 +65,7 @@ def expected_speed(
         if _is_same(row, config, batch, seq_len, flops) and _part_of(recompute) == row.part:
             return ExpectedSpeed(row.tokens_per_second * gpus, f"measured with {row}{caveat}")
     nearest = rows[0]
-    width, expert_width = sizes_of(config)
-    if nearest.distance(width, expert_width, batch * seq_len) > FARTHEST:
+    if nearest.distance(size_of(config), batch * seq_len) > FARTHEST:
         return None
     # `flops` and `peak_share` leave recomputed operations out, which take time all the same.
     nearest_recompute = "full" if "recomputed" in nearest.part else "none"
@@ -89,8 +88,7 @@ def _is_same(
     row: MeasuredSpeed, config: ModelConfig, batch: int, seq_len: int, flops: float
 ) -> bool:
     """Return whether a row was measured at this size and with as many operations per token, so at this shape."""
-    size = (row.batch, row.seq_len, row.width, row.expert_width)
-    if size != (batch, seq_len, *sizes_of(config)):
+    if (row.batch, row.seq_len, row.size) != (batch, seq_len, size_of(config)):
         return False
     return abs(row.flops_per_token / flops - 1) < SAME
 

@@ -83,7 +83,7 @@ def test_the_map_counts_at_its_sizes() -> None:
 def test_the_nearest_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two sizes in tokens the nearer one, whatever the other says."""
     row = MeasuredSpeed(
-        gpu="H200", shape="small", width=768, expert_width=0, batch=1, seq_len=1024, recipe="current", lora=False,
+        gpu="H200", shape="small", width=768, expert_width=0, recurrent=False, batch=1, seq_len=1024, recipe="current", lora=False,
         part="pass", tokens_per_second=1.0, flops_per_token=1.0, peak_share=0.1, over_bf16=0.8, source="", date="",
     )  # fmt: skip
     rows = (row, replace(row, batch=32, over_bf16=1.3))
@@ -96,6 +96,15 @@ def test_the_nearest_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (few[0].name, many[0].name) == ("bf16", "current")
     assert "0.80 of BF16's speed" in few[1] and "1.30 of BF16's speed" in many[1]
     assert gain("H200", config, "current", 2048, lora=True).pays is None
+
+
+def test_a_row_of_the_same_mixers_counts_first() -> None:
+    """Hybrids and models of attention alone have rows at width 2,048; without those of its kind, a model has others."""
+    by_attention = gain("H200", get_preset("gated-1b"), "current")
+    hybrid = gain("H200", get_preset("qwen3.5-2b"), "current")
+    assert "in 4 layers (hidden size 2048" in by_attention.text
+    assert "in 2b (hidden size 2048" in hybrid.text
+    assert "in 4 layers (hidden size 1024" in gain("H200", get_preset("qwen3.5-0.8b"), "current").text
 
 
 def test_plan_has_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
