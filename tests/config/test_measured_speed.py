@@ -83,8 +83,9 @@ def test_the_map_counts_at_its_sizes() -> None:
 def test_the_nearest_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two sizes in tokens the nearer one, whatever the other says."""
     row = MeasuredSpeed(
-        gpu="H200", shape="small", width=768, expert_width=0, recurrent=False, batch=1, seq_len=1024, recipe="current", lora=False,
-        part="pass", tokens_per_second=1.0, flops_per_token=1.0, peak_share=0.1, over_bf16=0.8, source="", date="",
+        gpu="H200", shape="small", width=768, expert_width=0, recurrent=False, batch=1, seq_len=1024, recipe="current",
+        lora=False, part="pass", tokens_per_second=1.0, flops_per_token=1.0, peak_share=0.1, over_bf16=0.8, source="",
+        date="",
     )  # fmt: skip
     rows = (row, replace(row, batch=32, over_bf16=1.3))
     monkeypatch.setattr("te_models.config.measured_speed.measured_speeds", lambda: rows)
