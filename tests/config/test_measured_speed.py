@@ -105,7 +105,9 @@ def test_a_row_of_the_same_mixers_counts_first() -> None:
     hybrid = gain("H200", get_preset("qwen3.5-2b"), "current")
     assert "in 4 layers (hidden size 2048" in by_attention.text
     assert "in 2b (hidden size 2048" in hybrid.text
-    assert "in 4 layers (hidden size 1024" in gain("H200", get_preset("qwen3.5-0.8b"), "current").text
+    assert (
+        "in 4 layers (hidden size 1024" in gain("H200", get_preset("qwen3.5-0.8b"), "current").text
+    )
 
 
 def test_plan_has_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
