@@ -70,6 +70,9 @@ def capture(
             # Not for a caller that had switched it off.
             if collects:
                 gc.enable()
+        # PyTorch zeroes the graph's random offset on the capture's stream, and each replay sets it on its own stream:
+        # unordered, the zero may come last, and the first replay draws other numbers.
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 class _Address:

@@ -59,18 +59,21 @@ def finished(
 
 
 def least_sqnr(record: Record) -> np.ndarray[Any, Any]:
-    """The SQNR that a cast has at least, in dB, [steps, tensors]: no element has a larger relative error.
+    """The SQNR that a cast has at least, in dB, [steps, tensors].
 
-    Rounding changes an element by half a step (1/16 of it in E4M3, 1/8 in E5M2) at most. A scale of `delayed` from
-    smaller values clips the largest element to largest / (amax * scale) of it, and every other one less. Subnormal
-    numbers have larger relative errors, but weigh less than 0.01 dB beside elements that use the format's range.
+    Rounding changes an element by half a step: relative to it 1/16 in E4M3 and 1/8 in E5M2 at most, and less than half
+    a subnormal number where it is smaller than the normal ones. A scale of `delayed` from smaller values clips the
+    largest element to largest / (amax * scale) of it, and every other one less.
     """
     e5m2 = record.field("format") == 8
     largest = np.where(e5m2, 57344.0, 448.0)
     rounded = np.where(e5m2, 1 / 8, 1 / 16)
-    beyond = record.field("amax") * record.field("scale_min") / largest
-    clipped = 1 - 1 / np.maximum(beyond, 1)
-    found: np.ndarray[Any, Any] = -20 * np.log10(np.maximum(rounded, clipped)) - 0.01
+    scale = record.field("scale_min")
+    clipped = 1 - largest / np.maximum(record.field("amax") * scale, largest)
+    half_subnormal = np.where(e5m2, 2.0**-17, 2.0**-10) / scale
+    noise = np.maximum(rounded, clipped) ** 2
+    noise += record.field("elements") * half_subnormal**2 / record.field("signal")
+    found: np.ndarray[Any, Any] = -10 * np.log10(noise)
     return found
 
 
@@ -120,7 +123,13 @@ def test_every_operand_has_its_values_counted(
     inner = np.array([tensor.layer in (1, 2) for tensor in record.tensors])
     counted = record.counted & inner
     counted[0] = False  # the quantizers of most recipes are made in step 1
-    dense = np.array([tensor.expert is None for tensor in record.tensors])
+    never_cast = ("mlp.router", "mlp.shared_gate")  # they run in BF16 under every recipe
+    dense = np.array(
+        [
+            tensor.expert is None and not tensor.linear.endswith(never_cast)
+            for tensor in record.tensors
+        ]
+    )
     assert counted[1:, inner & dense].all() and counted[:, inner].any(0).mean() > 0.9
     unknown = set()
     for name in ("zeros", "flushed", "signal", "noise"):
@@ -139,9 +148,7 @@ def test_every_operand_has_its_values_counted(
     if recipe == "blockwise":
         assert (exact[known] > 15).all()
         return
-    # An expert with few rows may have a scale of much larger values.
-    least = np.where(dense, least_sqnr(record), 10.0)
-    assert (exact[known] > least[known]).all()
+    assert (exact[known] > least_sqnr(record)[known]).all()
     # Kernels that write parts of one tensor note its scale once.
     assert (record.field("blocks")[counted] == 1).all()
     scaled = record.field("scale_min") == record.field("scale_max")
