@@ -128,11 +128,14 @@ def new_state(HIGH: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def count_four(state, values, word, hashes, inverse, outside, E5M2: tl.constexpr):
+def count_four(
+    state, values, word, hashes, inverse, outside, E5M2: tl.constexpr, inverse_of_runs=None
+):
     """Return a state to which four FP32 tiles, `values`, and the words of their codes are added.
 
     `inverse` is the inverse scale, and `outside` how many of the values are not in the tensor: they are 0. `hashes`,
-    int64 [high, wide / WORDS], are their parts in the hash.
+    int64 [high, wide / WORDS], are their parts in the hash. Where blocks have scales, `inverse` is a tile of them, and
+    `inverse_of_runs` [high, wide / WORDS] has one for each run of a thread.
     """
     signal, noise, filled, normal, zeros, largest, hashed, marks, outsides, places = state
     decoded = decode_four(word, E5M2)
@@ -149,7 +152,11 @@ def count_four(state, values, word, hashes, inverse, outside, E5M2: tl.constexpr
     normal += flags_from(word, 4 if E5M2 else 8)
     of_tile = tl.reduce(in_thread(_largest(values)), 2, _larger)
     largest = _larger(largest, of_tile)
-    marks |= tl.where(of_tile <= _limit(inverse, E5M2), 0, mark_of(places // (4 * word.numel)))
+    if inverse_of_runs is None:
+        limit = _limit(inverse, E5M2)
+    else:
+        limit = _limit(inverse_of_runs, E5M2)
+    marks |= tl.where(of_tile <= limit, 0, mark_of(places // (4 * word.numel)))
     hashed += hashes
     outsides += outside
     places += 4 * word.numel

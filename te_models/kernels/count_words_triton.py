@@ -1,7 +1,7 @@
 """Counts of a cast with one scale whose codes lie in rows, read four at a time as words.
 
-Other layouts and block scales have te_models.kernels.count_cast_triton.count_cast. Tested
-on a CPU through Triton's interpreter, against the counts in PyTorch.
+Block scales have te_models.kernels.count_blocks_triton, other layouts te_models.kernels.count_cast_triton. Tested on a
+CPU through Triton's interpreter, against the counts in PyTorch.
 """
 
 from typing import Any
@@ -57,7 +57,7 @@ def _place(number, words, ROWS: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _values(source, i, j, rows, words, stride):
+def values_of_words(source, i, j, rows, words, stride):
     """Return the values before the cast of words j of rows i as four FP32 tiles."""
     inside = (i < rows)[:, None] & (j < words)[None, :]
     kind: tl.constexpr = source.dtype.element_ty
@@ -79,7 +79,7 @@ def _values(source, i, j, rows, words, stride):
 
 
 @triton.jit
-def _codes(data, i, j, rows, words, stride):
+def words_of_codes(data, i, j, rows, words, stride):
     """Return the words of codes, int32, 0 outside of the tensor."""
     four = data.to(tl.pointer_type(tl.int32), bitcast=True)
     address = four + i[:, None] * (stride // 4) + j[None, :]
@@ -95,7 +95,7 @@ def _column_bytes(WORDS: tl.constexpr, FAMILY: tl.constexpr):
 
 
 @triton.jit
-def _hashes(word, top, left, ROWS: tl.constexpr, WORDS: tl.constexpr):
+def hashes_of_words(word, top, left, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """Return the parts of a tile of words in the hash, int64 [ROWS, WORDS / 4]: of words that one thread has."""
     # Neither a block of 4 x 64 codes nor a run of four words ends inside of another.
     four_rows = (top + tl.arange(0, ROWS)) // 4
@@ -109,9 +109,10 @@ def _hashes(word, top, left, ROWS: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _outside(top, left, rows, words, ROWS: tl.constexpr, WORDS: tl.constexpr):
+def places_outside(top, left, rows, words, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """Return how many values of a tile are not in the tensor, int64."""
-    inside = tl.minimum(rows - top, ROWS) * tl.minimum(words - left, WORDS)
+    high = tl.maximum(tl.minimum(rows - top, ROWS), 0)
+    inside = high * tl.minimum(words - left, WORDS)
     return 4 * (ROWS * WORDS - inside).to(tl.int64)
 
 
@@ -143,10 +144,10 @@ def count_words_kernel(
     state = new_state(ROWS, WORDS)
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
         top, left, i, j = _place(number, words, ROWS, WORDS)
-        values = _values(source, i, j, rows, words, source_stride)
-        word = _codes(data, i, j, rows, words, data_stride)
-        hashes = _hashes(word, top, left, ROWS, WORDS)
-        outside = _outside(top, left, rows, words, ROWS, WORDS)
+        values = values_of_words(source, i, j, rows, words, source_stride)
+        word = words_of_codes(data, i, j, rows, words, data_stride)
+        hashes = hashes_of_words(word, top, left, ROWS, WORDS)
+        outside = places_outside(top, left, rows, words, ROWS, WORDS)
         state = count_four(state, values, word, hashes, one_inverse, outside, E5M2)
     if SCALED:
         factor = tl.load(scale)
@@ -160,9 +161,9 @@ def count_words_kernel(
         care = new_care()
         for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
             top, left, i, j = _place(number, words, ROWS, WORDS)
-            values = _values(source, i, j, rows, words, source_stride)
-            word = _codes(data, i, j, rows, words, data_stride)
-            outside = _outside(top, left, rows, words, ROWS, WORDS)
+            values = values_of_words(source, i, j, rows, words, source_stride)
+            word = words_of_codes(data, i, j, rows, words, data_stride)
+            outside = places_outside(top, left, rows, words, ROWS, WORDS)
             care = count_with_care(care, values, word, one_inverse, outside, E5M2)
         add_care(fields, codes, spread, care)
     elif marks != 0:
@@ -170,7 +171,7 @@ def count_words_kernel(
         for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
             if (marks & mark_of(number // tl.num_programs(0))) != 0:
                 _, _, i, j = _place(number, words, ROWS, WORDS)
-                values = _values(source, i, j, rows, words, source_stride)
+                values = values_of_words(source, i, j, rows, words, source_stride)
                 saturated += saturated_of(values, one_inverse, E5M2)
         add_saturated(fields, spread, saturated)
 
@@ -203,10 +204,10 @@ def count_codes_kernel(
     hashed = tl.zeros((ROWS, WORDS // 4), tl.int64)
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
         top, left, i, j = _place(number, words, ROWS, WORDS)
-        word = _codes(data, i, j, rows, words, data_stride)
+        word = words_of_codes(data, i, j, rows, words, data_stride)
         filled += flags_from(word, 1)
         normal += flags_from(word, 4 if E5M2 else 8)
-        hashed += _hashes(word, top, left, ROWS, WORDS)
+        hashed += hashes_of_words(word, top, left, ROWS, WORDS)
         sizes = word & 0x7F7F7F7F
         above = tl.maximum(above, tl.maximum(sizes, sizes << 8))
         above = tl.maximum(above, tl.maximum(sizes << 16, sizes << 24))
@@ -220,7 +221,7 @@ def count_codes_kernel(
         sizes_of = tl.zeros((ROWS, WORDS), tl.float32)
         for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
             _, _, i, j = _place(number, words, ROWS, WORDS)
-            word = _codes(data, i, j, rows, words, data_stride)
+            word = words_of_codes(data, i, j, rows, words, data_stride)
             of_clipped += flags_from(word, largest)
             of_wrong += flags_from(word, largest + 1)
             a, b, c, d = decode_four(word, E5M2)

@@ -22,14 +22,9 @@ MOST_SPREAD = 4096  # tensors of a model that has them
 SUMMED = [name not in (*LARGEST, *SMALLEST) for name in FIELDS]
 
 
-def kernels() -> ModuleType:
-    """Return the module of the kernels that count; it needs Triton."""
-    return importlib.import_module("te_models.kernels.count_cast_triton")
-
-
-def kernels_of_words() -> ModuleType:
-    """Return the module of the faster kernels that count casts with one scale; it needs Triton."""
-    return importlib.import_module("te_models.kernels.count_words_triton")
+def kernels(name: str) -> ModuleType:
+    """Return a module of kernels that count, "cast", "words", "blocks" or "experts"; it needs Triton."""
+    return importlib.import_module(f"te_models.kernels.count_{name}_triton")
 
 
 class Table:
@@ -165,32 +160,34 @@ class Table:
             return
         # The kernels read one code per byte; FP4 has two.
         if self.kernels and cast.format != E2M1:
-            one_scale = cast.inverse.numel() == 1
-            if one_scale and kernels_of_words().are_words(source, cast.codes):
-                kernels_of_words().count_words(
-                    source,
-                    cast.codes,
-                    cast.inverse,
-                    cast.scale,
-                    e5m2=cast.format == E5M2,
-                    counts=self.counts(row),
-                )
-                return
-            kernels().count_cast(
-                source,
-                cast.codes,
-                cast.inverse,
-                None if one_scale else cast.block,
-                cast.scale,
-                e5m2=cast.format == E5M2,
-                counts=self.counts(row),
-            )
+            self._count_on_device(row, source, cast)
         else:
             self.add_cast(row, source, cast)
 
+    def _count_on_device(self, row: int, source: Tensor | None, cast: Cast) -> None:
+        """Count a cast by the fastest kernel that can."""
+        counts = self.counts(row)
+        e5m2 = cast.format == E5M2
+        one_scale = cast.inverse.numel() == 1
+        if not kernels("words").are_words(source, cast.codes):
+            block = None if one_scale else cast.block
+            kernels("cast").count_cast(
+                source, cast.codes, cast.inverse, block, cast.scale, e5m2, counts
+            )
+        elif one_scale:
+            kernels("words").count_words(source, cast.codes, cast.inverse, cast.scale, e5m2, counts)
+        elif source is not None:
+            kernels("blocks").count_blocks(
+                source, cast.codes, cast.inverse, cast.block, e5m2, counts
+            )
+        else:
+            kernels("cast").count_cast(
+                source, cast.codes, cast.inverse, cast.block, cast.scale, e5m2, counts
+            )
+
     def counts(self, row: int) -> Any:
         """Return where a kernel adds the counts of a tensor (te_models.kernels.count_cast_triton.Counts)."""
-        return kernels().Counts(self.parts[row], self.codes[row : row + 1])
+        return kernels("cast").Counts(self.parts[row], self.codes[row : row + 1])
 
     def expert_counts(self, rows: Sequence[int]) -> Any:
         """Return where a kernel adds the counts of one operand of every expert, whose rows are equally far apart."""
@@ -198,8 +195,7 @@ class Table:
         apart = rows[1] - first if len(rows) > 1 else 1
         # The kernel finds the row of an expert by one stride.
         assert list(rows) == [first + apart * expert for expert in range(len(rows))]
-        module = importlib.import_module("te_models.kernels.count_experts_triton")
-        return module.ExpertCounts(self.parts[first:], self.codes[first:], apart)
+        return kernels("experts").ExpertCounts(self.parts[first:], self.codes[first:], apart)
 
     def add_cast(self, row: int, source: Tensor | None, cast: Cast) -> None:
         """Count a cast, in plain PyTorch."""

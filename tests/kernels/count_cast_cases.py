@@ -13,11 +13,13 @@ from fewer import every
 from torch import Tensor
 
 from te_models.kernels import (
+    count_blocks_triton,
     count_cast_triton,
     count_words_triton,
     fp8_tiles_triton,
     handover_triton,
 )
+from te_models.kernels.count_blocks_triton import count_blocks
 from te_models.kernels.count_cast_triton import Counts, count_cast
 from te_models.kernels.count_words_triton import are_words, count_words
 from te_models.numerics.formats import DType
@@ -160,6 +162,63 @@ def test_words_have_the_counts_of_pytorch(
     assert counts.codes.item() == codes.item()
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # infinity less infinity
+@pytest.mark.parametrize(
+    ("kind", "size", "matrix"),
+    every(3, ["row", "square", "mx"], SIZES, [*MATRICES, (300, 520, torch.bfloat16)], rest=3),
+)
+def test_blocks_have_the_counts_of_pytorch(
+    kind: str, size: str, matrix: tuple[int, int, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(count_blocks_triton, "PROGRAMS", 2)  # each goes through several units
+    rows, columns, dtype = matrix
+    if kind == "mx":
+        # It has whole blocks alone.
+        rows = 32 * math.ceil(rows / 32)
+        columns = 32 * math.ceil(columns / 32)
+    x = (values(rows, columns).float() * SIZES[size]).to(dtype)
+    if size != "mixed":
+        x = torch.where(x.isfinite(), x, 0)
+    cast = cast_of(quantizer(kind)(x))
+    assert cast is not None and are_words(x, cast.codes)
+    counts = table(3)
+    count_blocks(x, cast.codes, cast.inverse, cast.block, cast.format == 8, counts)
+    expected, codes = reference(x, cast)
+    wanted = dict(zip(FIELDS, expected.tolist(), strict=True))
+    del wanted["scale_age"]
+    assert_counts(summed(counts), wanted)
+    assert counts.codes.item() == codes.item()
+
+
+@pytest.mark.parametrize("rows", [1, 128])
+def test_saturated_values_of_blocks(rows: int) -> None:
+    """Under scales that are too large for some blocks, as no cast of ours has them."""
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    inverse = torch.ones(256 // rows, 2, device=DEVICE)
+    inverse[1::2, 1] = 2.0**-9
+    each = inverse.repeat_interleave(rows, 0).repeat_interleave(128, 1)
+    codes = (x / each).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    counts = table(3)
+    count_blocks(x, codes, inverse, (rows, 128), False, counts)
+    found = summed(counts)
+    assert found["saturated"] == int((x.abs() > 464 * each).sum()) > 1000
+    assert found["nonfinite"] == 0 and found["scale_max"] == 512 and found["scale_min"] == 1
+
+
+def test_an_inverse_scale_of_zero_flushes_its_block() -> None:
+    """The inverse of a very large scale is 0 in FP32: the block's codes are not, but what they stand for."""
+    x = torch.ones(64, 256, device=DEVICE)
+    codes = x.to(torch.float8_e4m3fn).view(torch.uint8)
+    inverse = torch.ones(64, 2, device=DEVICE)
+    inverse[5, 1] = 0
+    counts = table(3)
+    count_blocks(x, codes, inverse, (1, 128), False, counts)
+    found = summed(counts)
+    assert found["flushed"] == 128 == found["noise"] and found["blocks"] == 127
+    assert found["scale_max"] == found["scale_min"] == 1
+
+
 # Of 35 tiles: the first and the last one, two that share a mark (1 and 33), and one with many.
 SATURATED_IN = {0: 1, 1: 2, 20: 900, 33: 3, 34: 1}
 
@@ -231,6 +290,10 @@ def test_memory_around_a_tensor_is_not_counted(kind: str, known: bool) -> None:
         counts = table(3)
         assert are_words(own, data)
         count_words(own, data, cast.inverse, None, e5m2, counts)
+        found.append(summed(counts))
+    elif known:
+        counts = table(3)
+        count_blocks(source, data, cast.inverse, cast.block, e5m2, counts)
         found.append(summed(counts))
     for fields in found:
         assert fields["nonfinite"] == 0 and fields["elements"] == rows * columns
