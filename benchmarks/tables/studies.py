@@ -293,11 +293,16 @@ def gated_near() -> str:
         found = values_by_rate(runs, gate, "bf16", "held_out")
         if not found:
             continue
-        best = interpolated_best({rate: statistics.mean(found[rate]) for rate in found})
         cells = [losses_cell(found.get(rate)) for rate in rates]
-        lines.append([gate, *cells, f"{best:.2e}".replace("e-03", "e-3")])
+        best = interpolated_best({rate: statistics.mean(found[rate]) for rate in found})
+        of_seeds = []
+        for seed in sorted({name.rpartition("-")[2] for name in runs}):
+            own = {name: run for name, run in runs.items() if name.endswith(f"-{seed}")}
+            of_seeds.append(interpolated_best(means(own, gate, "bf16", "held_out")))
+        said = [f"{rate:.2e}".replace("e-03", "e-3") for rate in (best, *sorted(of_seeds))]
+        lines.append([gate, *cells, said[0], ", ".join(said[1:])])
     columns = " | ".join(f"{rate:g}" for rate in rates)
-    return markdown(f"gate | {columns} | best rate, interpolated", lines)
+    return markdown(f"gate | {columns} | best rate, interpolated | of each seed", lines)
 
 
 @table
