@@ -1,6 +1,6 @@
 """Steps of families whose attention or MLP asks for more than Llama's, beside a plain Llama of the same matrices.
 
-    python -m benchmarks.fused_families --out benchmarks/results/fused_families_h100.json     # about 3 minutes
+    python -m benchmarks.fused_families --out benchmarks/results/fused_families_h200.json     # about 3 minutes
 
 Each is a slice of ten layers of width 2,560 under `bf16` and `delayed`, 2 x 6,144 tokens, a vocabulary of 32,000 and no
 BF16 edges, as the CUDA graph of forward and backward that the Trainer runs. Times are medians of CUDA events; the plain

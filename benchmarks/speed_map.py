@@ -218,7 +218,7 @@ def of_experts(name: str) -> Iterator[dict[str, Any]]:
 
 def of_families() -> Iterator[dict[str, Any]]:
     """Yield ten layers of a plain Llama shape: what a family is compared with in the same run."""
-    found = load("fused_families_h100")
+    found = load("fused_families_h200")
     seconds = {}
     for row in found["rows"]:
         if row["family"] == "Qwen3":
@@ -227,7 +227,7 @@ def of_families() -> Iterator[dict[str, Any]]:
     for recipe, each in seconds.items():
         yield row_of(
             found["environment"]["gpu"], "Llama, 10 layers", config, found["batch"], found["seq"], recipe, each,
-            bf16=seconds["bf16"], source="fused_families_h100.json", date=found["environment"]["date"],
+            bf16=seconds["bf16"], source="fused_families_h200.json", date=found["environment"]["date"],
         )  # fmt: skip
 
 
