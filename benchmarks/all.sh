@@ -19,6 +19,7 @@ done
 python3 benchmarks/profile_step.py gated-8b delayed+no_edges --layers 4 --kv-heads 32 --batch-size 4 --seq-len 4096 --out "$out/profile_8b4.json"
 python3 benchmarks/whole_step.py speed gated-896 delayed --batch-size 16 --seq-len 1024 --accumulation 1,8,8-eager --out "$out/accumulation_896.json"
 python3 benchmarks/whole_step.py speed gated-1b delayed --accumulation 1,8 --micro-batches 8 --out "$out/accumulation_1b.json"
+python3 benchmarks/whole_step.py speed gated-1b delayed --accumulation 1 --out "$out/whole_step_1b.json"
 python3 benchmarks/whole_step.py profile gated-1b delayed > "$out/whole_step_1b.txt"
 python3 benchmarks/whole_step.py first gated-1b delayed > "$out/first_steps_1b.txt"
 python3 benchmarks/engine_gpu.py "$out/engine_gpu.json"
@@ -40,6 +41,14 @@ te-models bench --preset gated-1b --vocab-size 32000 --hidden-size 2560 --num-hi
     --num-key-value-heads 8 --head-dim 80 --intermediate-size 6912 --attention-gate none --batch-size 2 --seq-len 6144 \
     --max-position-embeddings 8192 --recipes bf16+graph,delayed+no_edges+graph,current+no_edges+graph \
     --peers torch,torchao --out "$out/heads_80"
+hybrid="te-models bench --preset qwen3.5-4b --num-hidden-layers 8 --vocab-size 32768 --max-position-embeddings 65536"
+$hybrid --batch-size 2 --seq-len 6144 --steps 11 --out "$out/hybrid" \
+    --recipes bf16+graph,delayed+no_edges+graph,current+no_edges+graph,blockwise+no_edges+graph
+$hybrid --batch-size 1 --seq-len 65536 --steps 5 --warm-up 2 --recipes bf16+full,delayed+full,current+full --out "$out/hybrid_65536"
+for way in bf16 delayed+no_edges; do # each beside torch: with both, memory does not suffice
+    te-models bench --preset gated-1b --attention-gate none --max-position-embeddings 32768 --batch-size 1 --seq-len 32768 \
+        --steps 5 --recipes $way+graph --peers torch --out "$out/long_${way%+no_edges}"
+done
 python3 benchmarks/fast_and_plain.py --seeds 12 --processes 6 --out "$out/fast_and_plain.json"
 python3 benchmarks/checkpoint_parity.py --out "$out/checkpoint_parity.json"
 for exact in "" --deterministic; do
@@ -69,6 +78,10 @@ for way in fsdp ddp; do
         --accumulation 1,8,8-eager --parallel $way --out "$out/accumulation_896_$way.json"
 done
 python3 benchmarks/random_runs.py --count 150 --seed 2 --gpus 2 --out "$out/random_runs_x2.json"
+long="speed gated-1b delayed --batch-size 1 --seq-len 131072 --num-hidden-layers 16 --parallel fsdp --accumulation 1-eager \
+  --warm-up 1 --rounds 2 --micro-batches 1"
+full='{"activation_checkpointing":"full"}'
+torchrun --nproc-per-node 2 benchmarks/whole_step.py $long --model-options $full --context-parallel-size 2 --out "$out/context_parallel_2.json"
 two="torchrun --nproc-per-node 2 benchmarks/scaling.py run --recipe delayed"
 lean="--no-reshard --reduce-dtype bfloat16"
 experts='moe={"num_experts":128,"num_experts_per_tok":8,"moe_intermediate_size":768}'
@@ -91,6 +104,7 @@ four="torchrun --nproc-per-node 4 benchmarks/scaling.py run --recipe delayed"
 $four --preset gated-1b --warm-up 7
 $four --preset gated-1b --warm-up 7 $lean
 $four $experts
+torchrun --nproc-per-node 4 benchmarks/whole_step.py $long --model-options $full --context-parallel-size 4 --out "$out/context_parallel_4.json"
 torchrun --nproc-per-node 4 benchmarks/lora_sharded.py --out "$out/lora_70b.json"
 $four $large --accumulation 16 --steps 2
 cp benchmarks/results/scaling_h200.json "$out/"

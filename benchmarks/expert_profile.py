@@ -1,6 +1,6 @@
 """Steps of models with experts under every recipe: milliseconds, peaks, and kernels by kind.
 
-    python benchmarks/expert_profile.py --profile --out benchmarks/results/expert_profile_h200.json      # about 4 minutes
+    python benchmarks/expert_profile.py --profile --out benchmarks/results/expert_profile_h200.json    # about 4 minutes
     python benchmarks/expert_profile.py --shapes olmoe --recipes bf16,delayed --profile
 
 Slices of published models with a vocabulary of 32,000 and no BF16 edges. All recipes of a shape exist side by side and

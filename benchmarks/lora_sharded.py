@@ -1,6 +1,6 @@
 """Tune the shape of Llama 3.1 70B with adapters on several GPUs, which divide its FP8 weights: tokens/s, peak, plan.
 
-    torchrun --nproc-per-node 4 benchmarks/lora_sharded.py --out benchmarks/results/lora_70b_h100_x4.json
+    torchrun --nproc-per-node 4 benchmarks/lora_sharded.py --out benchmarks/results/lora_70b_h200_x4.json
     torchrun --nproc-per-node 2 benchmarks/lora_sharded.py --tiny   # anywhere: does it work?
 
 FSDP2 divides a model on the meta device, and each process fills its own rows with random FP8 values, so that no process

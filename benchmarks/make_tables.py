@@ -19,6 +19,7 @@ from benchmarks.gated_learning_rates import draw_results as draw_gated
 from benchmarks.optimizer_study import draw_results as draw_optimizers
 from benchmarks.soak import draw as draw_soak
 from benchmarks.tables import (  # noqa: F401  they register their tables
+    benches,
     buffers,
     checks,
     claims,
@@ -39,6 +40,7 @@ from benchmarks.tables import (  # noqa: F401  they register their tables
     split_sums,
     stored,
     studies,
+    whole_steps,
 )
 from benchmarks.tables.speed import RUNS, precision_of
 from benchmarks.tables.text import GIB, TABLES, load

@@ -110,7 +110,7 @@ def head_casts() -> str:
     means = {tile: sum(ratios) / len(ratios) for tile, ratios in over_best.items()}
     others = sorted(mean for tile, mean in means.items() if tile != default)
     about = prose(
-        f"Medians in a CUDA graph, microseconds. The tile that is used, {default[0]} tokens by {default[1]} warps, takes "
+        f"Medians in a CUDA graph, microseconds. The tile in use, {default[0]} tokens by {default[1]} warps, takes "
         f"{means[default]:.2f} times the best of six tiles in the mean of these rows, the others {others[0]:.2f} to "
         f"{others[-1]:.2f} times. {measured_on(result)}"
     )

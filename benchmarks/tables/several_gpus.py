@@ -1,13 +1,10 @@
-"""Tables of long rows on several GPUs."""
+"""Tables of long rows, and of adapters on a large model, on several GPUs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.tables.text import load, markdown, table
-
-# Results of benchmarks/whole_step.py, of one row whose tokens all GPUs divide; those of a name are compared.
-LONG_ROWS: dict[str, tuple[str, ...]] = {}
+from benchmarks.tables.text import COUNTS, GIB, load, markdown, measured_on, prose, table
 
 
 def card_of(result: dict[str, Any]) -> str:
@@ -18,47 +15,42 @@ def card_of(result: dict[str, Any]) -> str:
 @table
 def long_rows() -> str:
     """Steps of one long row, its tokens divided by the GPUs."""
-    first = load("context_parallel_h200")
+    result = load("context_parallel_h200")
+    tokens = result["settings"]["seq_len"]
+    alone = {}
+    for row in result["rows"]:
+        if row["gpus"] == 1:
+            alone[row["recipe"]] = row["tokens_per_second"]
     lines = []
-    alone = first["rows"][0]["tokens_per_second"]
-    for row in first["rows"]:
+    for row in sorted(result["rows"], key=lambda row: row["recipe"]):
+        speed = row["tokens_per_second"]
         gpus = row["gpus"]
         lines.append(
             [
-                "2,048 x 16, attention",
-                f"{first['settings']['seq_len']:,}",
-                f"{gpus} {card_of(first)}",
+                f"{gpus} {card_of(result)}",
                 f"`{row['recipe']}`",
-                f"{first['settings']['seq_len'] / row['tokens_per_second']:.1f}",
-                f"{row['tokens_per_second']:,.0f}",
-                f"{row['tokens_per_second'] / alone / gpus:.2f}" if row["recipe"] == "bf16" else "",
+                f"{tokens / speed:.1f}",
+                f"{speed:,.0f}",
+                f"{speed / alone[row['recipe']] / gpus:.2f}",
                 f"{row['peak_gib']:.1f} GiB",
             ]
         )
-    for label, names in LONG_ROWS.items():
-        base: dict[str, float] = {}
-        for name in names:
-            result = load(name)
-            settings = result["settings"]
-            row = result["rows"][0]
-            gpus = max(1, settings["context_parallel_size"])
-            speed = row["tokens_per_second"]
-            recipe = settings["recipe"]
-            if gpus == 1:
-                base[recipe] = speed
-            lines.append(
-                [
-                    label,
-                    f"{settings['seq_len']:,}",
-                    f"{gpus} {card_of(result)}",
-                    f"`{recipe}`",
-                    f"{row['ms'] / 1e3:.1f}",
-                    f"{speed:,.0f}",
-                    f"{speed / base[recipe] / gpus:.2f}" if recipe in base else "",
-                    f"{row['peak_gib']:.1f} GiB",
-                ]
-            )
-    header = (
-        "model | tokens | GPUs | recipe | seconds per step | tokens/s | of linear | peak per GPU"
+    return markdown("GPUs | recipe | seconds per step | tokens/s | of linear | peak per GPU", lines)
+
+
+@table
+def lora_70b() -> str:
+    """Adapters on the shape of Llama 3.1 70B, whose FP8 weights several GPUs divide."""
+    result = load("lora_70b_h200_x4")
+    peak = result["peak"] / GIB
+    planned = result["planned"] / GIB
+    return prose(
+        f"All {result['layers']} layers of Llama 3.1 70B's shape ({result['parameters'] / 1e9:.1f} billion parameters, "
+        f"random) with adapters of rank {result['rank']} on the linears of all blocks ({result['trained'] / 1e9:.2f} "
+        f"billion parameters), the rest in FP8 under `{result['recipe']}` and divided by FSDP2, all activations "
+        f"recomputed, {result['batch']} x {result['seq']:,} tokens on each GPU: {result['tokens_per_second']:,.0f} "
+        f"tokens/s of all {COUNTS[result['gpus']]}, {peak:.1f} GiB at the peak of each (planned: {planned:.1f}, "
+        f"{planned / peak - 1:+.1%}), {result['seconds'][0]:.1f} s for the first step. Building the model took "
+        f"{result['seconds_to_build']:.0f} s and up to {result['peak_of_building'] / GIB:.1f} GiB on a GPU. "
+        f"{measured_on(result)}"
     )
-    return markdown(header, lines)

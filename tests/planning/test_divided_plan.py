@@ -78,14 +78,15 @@ def test_peaks_of_shared_experts(recipe: str) -> None:
     assert plan.peak.total / 2**30 == pytest.approx(row["peak_gib"], rel=0.01)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 @pytest.mark.parametrize("gpus", [1, 2, 4])
-def test_peaks_of_shared_rows(gpus: int) -> None:
+def test_peaks_of_shared_rows(gpus: int, recipe: str) -> None:
     """The keys and values of a whole row are on each GPU, in the layer that runs."""
     rows = json.loads((RESULTS / "context_parallel_h200.json").read_text())["rows"]
-    measured = next(row for row in rows if row["gpus"] == gpus and row["recipe"] == "bf16")
+    measured = next(row for row in rows if (row["gpus"], row["recipe"]) == (gpus, recipe))
     plan = plan_memory(
         get_preset("gated-1b", num_hidden_layers=16, max_position_embeddings=131072),
-        get_recipe("bf16"),
+        get_recipe(recipe),
         batch_size=1,
         seq_len=131072,
         gpus=gpus,

@@ -1,0 +1,51 @@
+"""Table of hybrids and of long rows, as `te-models bench` measured them."""
+
+from __future__ import annotations
+
+from benchmarks.tables.speed import VARIANTS
+from benchmarks.tables.text import load, markdown, measured_on, prose, table
+
+# Results of `te-models bench` -> the model.
+BENCHES = {
+    "hybrid_bench_h200": "Qwen3.5-4B's width, 8 layers",
+    "hybrid_bench_65536_h200": "the same, full recomputation",
+    "long_bench_bf16_h200": "`gated-1b` without gates",
+    "long_bench_delayed_h200": "`gated-1b` without gates",
+}
+
+
+def variant(name: str) -> str:
+    """Return a variant of `te-models bench` as a table says it."""
+    if name in VARIANTS:
+        return VARIANTS[name].replace("*", "")
+    recipe, *options = name.removeprefix("te-models ").split("+")
+    quantized = recipe != "bf16" and "no_edges" not in options
+    return f"te-models `{recipe}`" + (", first and last layer in BF16" if quantized else "")
+
+
+@table
+def hybrids_and_long_rows() -> str:
+    """Forward and backward of a hybrid, and of long rows."""
+    lines = []
+    limits = []
+    for file, model in BENCHES.items():
+        result = load(file)
+        settings = result["settings"]
+        tokens = f"{settings['batch_size']} x {settings['seq_len']:,}"
+        rows = result["rows"]
+        for row in rows:
+            cells = [model, tokens, variant(row["name"]), f"{row['ms']:.1f}"]
+            cells += [f"{row['tokens_per_second']:,.0f}", f"{row['speed']:.2f}x"]
+            cells.append(f"{row['of_roofline']:.2f}" if "of_roofline" in row else "")
+            lines.append([*cells, f"{row['peak_gib']:.1f} GiB"])
+        # The roofline counts no recomputation.
+        if result["roofline"] is not None and not rows[0]["name"].endswith("+full"):
+            most = rows[0]["ms"] / result["roofline"]["total"]
+            limits.append(f"{most:.2f} times {variant(rows[0]['name'])} at {tokens} tokens")
+    header = (
+        "model | tokens per step | variant | ms | tokens/s | speed | of the roofline | peak memory"
+    )
+    about = prose(
+        f"{measured_on(load('hybrid_bench_h200'))} The roofline is at {' and '.join(limits)}."
+    )
+    return f"{markdown(header, lines)}\n\n{about}"
