@@ -43,13 +43,15 @@ _ONE_BITS = tl.constexpr(0x3F800000)
 
 
 @triton.jit
-def _place(turn, words, HEIGHT: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Return the first row and the first word of the tile that this program reads as number `turn`.
+def place_of_turn(
+    turn, words, programs, HEIGHT: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr
+):
+    """Return the first row and the first word of the tile that this program, of `programs`, reads as number `turn`.
 
     A program reads units of HEIGHT rows and WORDS words, each in tiles of ROWS rows from the top.
     """
     tiles: tl.constexpr = HEIGHT // ROWS
-    unit = tl.program_id(0) + turn // tiles * tl.num_programs(0)
+    unit = tl.program_id(0) + turn // tiles * programs
     wide = tl.cdiv(words, WORDS)
     return unit // wide * HEIGHT + turn % tiles * ROWS, unit % wide * WORDS
 
@@ -77,7 +79,7 @@ def _tile(
 
 
 @triton.jit
-def _inverses(
+def inverses_of(
     inverse,
     top,
     left,
@@ -100,7 +102,7 @@ def _inverses(
 
 
 @triton.jit
-def _of_words(of_runs):
+def for_words(of_runs):
     """Return a value for each word, [high, wide], from those of runs [high, wide / WORDS_OF_RUN]."""
     high: tl.constexpr = of_runs.shape[0]
     runs: tl.constexpr = of_runs.shape[1]
@@ -109,7 +111,7 @@ def _of_words(of_runs):
 
 
 @triton.jit
-def _filled(word, of_runs):
+def filled_runs(word, of_runs):
     """Return the bits of the inverse scale of each run of words that has a code other than 0, and -1 for the others.
 
     Inverse scales are not negative, and so ordered as their bits are: int32 [high, wide / WORDS_OF_RUN].
@@ -119,7 +121,7 @@ def _filled(word, of_runs):
 
 
 @triton.jit
-def _new_scales(HIGH: tl.constexpr, WIDE: tl.constexpr):
+def new_scales(HIGH: tl.constexpr, WIDE: tl.constexpr):
     """Return the state of scales of no block: tiles [HIGH, WIDE].
 
     The bits of the largest inverse scale, of the least one, and of the least one above 0, int32; how many blocks there
@@ -136,12 +138,16 @@ def _new_scales(HIGH: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _count_scales(scales, filled):
-    """Return the state of scales to which blocks are added: the largest of `_filled` in each.
+def count_scales(scales, seen, BLOCK_ROWS: tl.constexpr):
+    """Return the state of scales to which blocks are added: `seen` is `filled_runs` in the tiles of a unit.
 
     A block of zeros has a scale of its own making, which says nothing about the values.
     """
     most, least, least_above, blocks, logarithms, squares = scales
+    wide: tl.constexpr = most.shape[1]
+    filled = tl.max(tl.reshape(seen, (seen.shape[0], wide, seen.shape[1] // wide)), 2)
+    if BLOCK_ROWS > 1:
+        filled = tl.max(filled, 0)[None, :]
     above = filled > 0
     most = tl.maximum(most, filled)
     least = tl.minimum(least, tl.where(filled >= 0, filled, _INF_BITS))
@@ -154,7 +160,7 @@ def _count_scales(scales, filled):
 
 
 @triton.jit
-def _sums_of_scales(scales):
+def sums_of_scales(scales):
     """Return a program's sums for `add_scale_sums`."""
     most, least, least_above, blocks, logarithms, squares = scales
     one = tl.full((), 1.0, tl.float32)
@@ -205,69 +211,66 @@ def count_blocks_kernel(
     blocks: tl.constexpr = WORDS // BLOCK_WORDS
     runs: tl.constexpr = WORDS // WORDS_OF_RUN
     units = tl.cdiv(rows, HEIGHT) * tl.cdiv(words, WORDS)
-    turns = tl.cdiv(units - tl.program_id(0), tl.num_programs(0)) * tiles
+    programs = tl.num_programs(0)
+    turns = tl.cdiv(units - tl.program_id(0), programs) * tiles
     state = new_state(ROWS, WORDS)
     # Scales are counted once per block: in each tile, or after the last tile of a unit.
-    scales = _new_scales(ROWS if BLOCK_ROWS == 1 else 1, blocks)
-    seen = tl.full((ROWS, runs), -1, tl.int32)  # `_filled` in the tiles of a unit so far
+    scales = new_scales(ROWS if BLOCK_ROWS == 1 else 1, blocks)
+    seen = tl.full((ROWS, runs), -1, tl.int32)  # `filled_runs` in the tiles of a unit so far
     for turn in range(turns):
-        top, left = _place(turn, words, HEIGHT, ROWS, WORDS)
+        top, left = place_of_turn(turn, words, programs, HEIGHT, ROWS, WORDS)
         values, word, outside = _tile(
             source, data, top, left, rows, words, source_stride, data_stride, ROWS, WORDS
         )
-        of_runs = _inverses(
+        of_runs = inverses_of(
             inverse, top, left, rows, words, inverse_row, inverse_column,
             BLOCK_ROWS, BLOCK_WORDS, ROWS, WORDS, WORDS_OF_RUN,
         )  # fmt: skip
         hashes = hashes_of_words(word, top, left, ROWS, WORDS)
         state = count_four(
-            state, values, word, hashes, _of_words(of_runs), outside, E5M2, inverse_of_runs=of_runs
+            state,
+            values,
+            word,
+            hashes,
+            for_words(of_runs),
+            outside,
+            E5M2,
+            inverse_of_runs=of_runs,
         )
-        filled = _filled(word, of_runs)
-        if BLOCK_ROWS == 1:
-            of_blocks = tl.reshape(filled, (ROWS, blocks, runs // blocks))
-            scales = _count_scales(scales, tl.max(of_blocks, 2))
-        else:
-            seen = tl.maximum(seen, filled)
-            if turn % tiles == tiles - 1:
-                of_blocks = tl.reshape(seen, (ROWS, blocks, runs // blocks))
-                scales = _count_scales(scales, tl.max(tl.max(of_blocks, 2), 0)[None, :])
-                seen = tl.full((ROWS, runs), -1, tl.int32)
+        filled = filled_runs(word, of_runs)
+        seen = tl.maximum(seen, filled)
+        if turn % tiles == tiles - 1:
+            scales = count_scales(scales, seen, BLOCK_ROWS)
+            seen = tl.full((ROWS, runs), -1, tl.int32)
     one = tl.full((), 1.0, tl.float32)
     elements = tl.full((), 4.0, tl.float64) * rows * words
     care_needed = needs_care(state, tl.min(scales[1]).to(tl.float32, bitcast=True))
     # The scale is noted below, by block.
     add_state(fields, codes, spread, state, care_needed, one, elements, E5M2, begins=False)
     program_fields = fields + (tl.program_id(0) % spread) * _WIDTH
-    add_scale_sums(program_fields, _sums_of_scales(scales))
+    add_scale_sums(program_fields, sums_of_scales(scales))
     marks = marked(state)
-    if care_needed > 0:
+    if (care_needed > 0) | (marks != 0):
         care = new_care()
-        for turn in range(turns):
-            top, left = _place(turn, words, HEIGHT, ROWS, WORDS)
-            values, word, outside = _tile(
-                source, data, top, left, rows, words, source_stride, data_stride, ROWS, WORDS
-            )
-            of_words = _inverses(
-                inverse, top, left, rows, words, inverse_row, inverse_column,
-                BLOCK_ROWS, BLOCK_WORDS, ROWS, WORDS, 1,
-            )  # fmt: skip
-            care = count_with_care(care, values, word, of_words, outside, E5M2)
-        add_care(fields, codes, spread, care)
-    elif marks != 0:
         saturated = tl.zeros((), tl.int64)
         for turn in range(turns):
-            if (marks & mark_of(turn)) != 0:
-                top, left = _place(turn, words, HEIGHT, ROWS, WORDS)
+            if (care_needed > 0) | ((marks & mark_of(turn)) != 0):
+                top, left = place_of_turn(turn, words, programs, HEIGHT, ROWS, WORDS)
                 values, word, outside = _tile(
                     source, data, top, left, rows, words, source_stride, data_stride, ROWS, WORDS
                 )
-                of_words = _inverses(
+                by = inverses_of(
                     inverse, top, left, rows, words, inverse_row, inverse_column,
                     BLOCK_ROWS, BLOCK_WORDS, ROWS, WORDS, 1,
                 )  # fmt: skip
-                saturated += saturated_of(values, of_words, E5M2)
-        add_saturated(fields, spread, saturated)
+                if care_needed > 0:
+                    care = count_with_care(care, values, word, by, outside, E5M2)
+                else:
+                    saturated += saturated_of(values, by, E5M2)
+        if care_needed > 0:
+            add_care(fields, codes, spread, care)
+        else:
+            add_saturated(fields, spread, saturated)
 
 
 def count_blocks(

@@ -1,8 +1,9 @@
 """Counts about the FP8 of all experts at once, each expert's added to rows of its own in the table on the device.
 
-A program counts a share of one expert's rows, with the functions of te_models.kernels.count_cast_triton. Values before
-the cast are read as the cast read them: through the places of weights, or the tokens whose copies the rows are. Those
-that a kernel computed and cast at once, an activation and its gradient, are computed once more by its own functions.
+A program counts a share of one expert's rows, four codes at a time, with the functions of
+te_models.kernels.count_words_triton and count_blocks_triton. Values before the cast are read as the cast read them:
+through the places of weights, or the tokens whose copies the rows are. Those that a kernel computed and cast at once,
+an activation and its gradient, are computed once more by its own functions.
 """
 
 from __future__ import annotations
@@ -14,20 +15,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.kernels.count_cast_triton import (
-    _WIDTH,
-    COLUMNS,
+from te_models.kernels.count_blocks_triton import (
+    count_scales,
+    filled_runs,
+    for_words,
+    inverses_of,
+    new_scales,
+    place_of_turn,
+    sums_of_scales,
+)
+from te_models.kernels.count_cast_triton import _WIDTH, SQUARE, add_scale_sums
+from te_models.kernels.count_four_triton import (
+    MOST_TILES,
+    add_care,
+    add_saturated,
+    add_state,
+    count_four,
+    count_with_care,
+    mark_of,
+    marked,
+    needs_care,
+    new_care,
+    new_state,
+    saturated_of,
+)
+from te_models.kernels.count_four_triton import WORDS as WORDS_OF_RUN
+from te_models.kernels.count_words_triton import (
+    COUNTING,
     ROWS,
-    SQUARE,
-    _note_tensor,
-    add_scale_sums,
-    add_sums,
-    code_weights,
-    count_row_scales,
-    count_square_scale,
-    count_tile,
-    new_scale_sums,
-    new_sums,
+    WORDS,
+    hashes_of_words,
+    places_outside,
+    words_of_codes,
 )
 from te_models.kernels.expert_blocks_triton import Blocks, WeightBlocks
 from te_models.kernels.expert_cast_triton import FP8Matrices, Matrices, load_rows
@@ -122,6 +141,59 @@ def _values(
 
 
 @triton.jit
+def _tile(
+    # as in count_experts_kernel
+    data,
+    source,
+    factor,
+    tokens,
+    places,
+    dy,
+    alpha,
+    cast_codes,
+    # the expert, its first row, and how many rows it has
+    e,
+    begin,
+    rows,
+    # the first row and word of the tile
+    top,
+    left,
+    columns,
+    VALUES: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Return a tile's values before the cast as four FP32 tiles, its words of codes, and the places outside."""
+    words = columns // 4
+    i = top.to(tl.int64) + tl.arange(0, ROWS)
+    j = left.to(tl.int64) + tl.arange(0, WORDS)
+    values = ()
+    for place in tl.static_range(4):
+        x = _values(
+            data,
+            source,
+            factor,
+            tokens,
+            places,
+            dy,
+            alpha,
+            e,
+            begin,
+            i,
+            4 * j + place,
+            rows,
+            columns,
+            VALUES,
+            LIMIT,
+        )
+        values = values + (x,)
+    word = words_of_codes(cast_codes + begin * columns, i, j, rows, words, columns)
+    return values, word, places_outside(top, left, rows, words, ROWS, WORDS)
+
+
+# As in count_blocks_kernel, threads load the inverse scales of the codes that they have.
+@triton.jit(do_not_specialize=["inverse_row", "inverse_column"])
 def count_experts_kernel(
     # the values before the cast, as expert_cast_triton.Matrices or `Activated`, whose rows of padding `source` tells
     data,
@@ -133,79 +205,10 @@ def count_experts_kernel(
     alpha,
     # where each expert begins, int64 [E + 1]
     first,
-    # the cast: uint8 [R, columns], and inverse scales and scales, FP32 [E]
+    # the cast: uint8 [R, columns], inverse scales, and scales or None, FP32
     cast_codes,
     scales_inverse,
     scales,
-    # ExpertCounts
-    fields,
-    codes,
-    columns,
-    spread,
-    apart,
-    E5M2: tl.constexpr,
-    # what is cast: "rows", "activation" or "gradient", and the limit of the activation
-    VALUES: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Count expert program_id(0)'s matrix; its programs share its tiles."""
-    e = tl.program_id(0).to(tl.int64)
-    begin = tl.load(first + e)
-    rows = tl.load(first + e + 1) - begin
-    # An expert without rows casts nothing, and its fields keep what they have.
-    if rows > 0:
-        program_fields = fields + (e * apart * spread + tl.program_id(1) % spread) * _WIDTH
-        inverse = tl.load(scales_inverse + e)
-        wide = tl.cdiv(columns, COLUMNS)
-        sums = new_sums()
-        units = tl.cdiv(rows, ROWS) * wide
-        for unit in range(tl.program_id(1), units, tl.num_programs(1)):
-            i = (unit // wide).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-            j = (unit % wide).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-            inside = (i < rows)[:, None] & (j < columns)[None, :]
-            code = tl.load(cast_codes + (begin + i)[:, None] * columns + j[None, :], inside, 0)
-            x = _values(
-                data,
-                source,
-                factor,
-                tokens,
-                places,
-                dy,
-                alpha,
-                e,
-                begin,
-                i,
-                j,
-                rows,
-                columns,
-                VALUES,
-                LIMIT,
-            )
-            weights = code_weights(i, j)
-            sums = count_tile(sums, x, code, inverse, inside, weights, E5M2, True)
-        add_sums(program_fields, codes + e * apart, sums, True)
-        if tl.program_id(1) == 0:
-            elements = tl.full((), 1.0, tl.float64) * rows * columns
-            _note_tensor(program_fields, elements, tl.load(scales + e), E5M2, True, False)
-
-
-@triton.jit
-def count_expert_blocks_kernel(
-    # the values before the cast, as in count_experts_kernel
-    data,
-    source,
-    factor,
-    tokens,
-    places,
-    dy,
-    alpha,
-    # where each expert begins, int64 [E + 1]
-    first,
-    # the cast: uint8 [R, columns], and inverse scales FP32
-    cast_codes,
-    scales_inverse,
     # from one expert's inverse scales to the next one's, and between blocks of an expert
     inverse_expert,
     inverse_row,
@@ -216,77 +219,106 @@ def count_expert_blocks_kernel(
     columns,
     spread,
     apart,
+    # programs of an expert, but for one that has too many tiles for them
+    few,
+    E5M2: tl.constexpr,
     # what is cast: "rows", "activation" or "gradient", and the limit of the activation
     VALUES: tl.constexpr,
     LIMIT: tl.constexpr,
-    # rows and columns that share a scale, and the unit that a program reads at a time
+    # rows and words that share a scale, or 0: an expert has one scale; tile, and rows of a unit, which has whole blocks
     BLOCK_ROWS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    WORDS: tl.constexpr,
     HEIGHT: tl.constexpr,
+    MOST_TILES: tl.constexpr,
 ):
-    """Count expert program_id(0)'s matrix of E4M3 with a scale per block of BLOCK_ROWS rows and COLUMNS columns.
-
-    Its programs share its units of HEIGHT rows: BLOCK_ROWS is 1, or HEIGHT.
-    """
-    e = tl.program_id(0).to(tl.int64)
+    """Count expert program_id(1)'s matrix; its programs share its units."""
+    e = tl.program_id(1).to(tl.int64)
     begin = tl.load(first + e)
-    rows = tl.load(first + e + 1) - begin
+    rows = (tl.load(first + e + 1) - begin).to(tl.int32)
+    words = columns // 4
+    tiles: tl.constexpr = HEIGHT // ROWS
+    units = tl.cdiv(rows, HEIGHT) * tl.cdiv(words, WORDS)
+    programs = tl.maximum(few, tl.cdiv(units, MOST_TILES // tiles))
     # An expert without rows casts nothing, and its fields keep what they have.
-    if rows > 0:
-        program_fields = fields + (e * apart * spread + tl.program_id(1) % spread) * _WIDTH
+    if tl.program_id(0) < tl.minimum(programs, units):
+        expert_fields = fields + e * apart * spread * _WIDTH
+        expert_codes = codes + e * apart
         inverse = scales_inverse + e * inverse_expert
         if BLOCK_ROWS == 1:
             inverse += begin * inverse_row
-        wide = tl.cdiv(columns, COLUMNS)
-        sums = new_sums()
-        scale_sums = new_scale_sums()
-        units = tl.cdiv(rows, HEIGHT) * wide
-        for unit in range(tl.program_id(1), units, tl.num_programs(1)):
-            across = (unit % wide).to(tl.int64)
-            j = across * COLUMNS + tl.arange(0, COLUMNS)
-            in_block = tl.zeros((), tl.float32)  # the largest code of a square block
-            for start in range(0, HEIGHT, ROWS):
-                i = (unit // wide).to(tl.int64) * HEIGHT + start + tl.arange(0, ROWS)
-                inside = (i < rows)[:, None] & (j < columns)[None, :]
-                code = tl.load(cast_codes + (begin + i)[:, None] * columns + j[None, :], inside, 0)
-                x = _values(
-                    data,
-                    source,
-                    factor,
-                    tokens,
-                    places,
-                    dy,
-                    alpha,
-                    e,
-                    begin,
-                    i,
-                    j,
-                    rows,
-                    columns,
-                    VALUES,
-                    LIMIT,
+        runs: tl.constexpr = WORDS // WORDS_OF_RUN
+        turns = tl.cdiv(units - tl.program_id(0), programs) * tiles
+        state = new_state(ROWS, WORDS)
+        if BLOCK_ROWS == 0:
+            one_inverse = tl.load(inverse)
+        else:
+            scale_sums = new_scales(ROWS if BLOCK_ROWS == 1 else 1, WORDS // BLOCK_WORDS)
+            seen = tl.full((ROWS, runs), -1, tl.int32)  # `filled_runs` in the tiles of a unit
+        for turn in range(turns):
+            top, left = place_of_turn(turn, words, programs, HEIGHT, ROWS, WORDS)
+            values, word, outside = _tile(
+                data, source, factor, tokens, places, dy, alpha, cast_codes,
+                e, begin, rows, top, left, columns, VALUES, LIMIT, ROWS, WORDS,
+            )  # fmt: skip
+            hashes = hashes_of_words(word, top, left, ROWS, WORDS)
+            if BLOCK_ROWS == 0:
+                state = count_four(state, values, word, hashes, one_inverse, outside, E5M2)
+            else:
+                of_runs = inverses_of(
+                    inverse, top, left, rows, words, inverse_row, inverse_column,
+                    BLOCK_ROWS, BLOCK_WORDS, ROWS, WORDS, WORDS_OF_RUN,
+                )  # fmt: skip
+                state = count_four(
+                    state, values, word, hashes, for_words(of_runs), outside, E5M2, of_runs
                 )
-                scales = inverse + (i // BLOCK_ROWS) * inverse_row + across * inverse_column
-                by = tl.load(scales, i < rows, 0.0)
-                weights = code_weights(i, j)
-                sums = count_tile(sums, x, code, by[:, None], inside, weights, False, True)
-                # Codes without their sign are ordered as magnitudes are; only 0 matters here.
-                size = tl.where(inside, (code & 0x7F).to(tl.float32), 0.0)
-                if BLOCK_ROWS > 1:
-                    in_block = tl.maximum(in_block, tl.max(tl.max(size, 1), 0))
-                else:
-                    sizes = tl.reshape(size, (ROWS, 1, COLUMNS))
-                    scale_sums = count_row_scales(scale_sums, scales[:, None], sizes)
-            # A square block is as high as the unit, so its scale is counted once its rows have been read.
-            if BLOCK_ROWS > 1:
-                square = tl.load(inverse + unit // wide * inverse_row + across * inverse_column)
-                scale_sums = count_square_scale(scale_sums, square, in_block)
-        add_sums(program_fields, codes + e * apart, sums, True)
-        add_scale_sums(program_fields, scale_sums)
-        if tl.program_id(1) == 0:
-            elements = tl.full((), 1.0, tl.float64) * rows * columns
-            _note_tensor(program_fields, elements, 1.0, False, True, True)
+                seen = tl.maximum(seen, filled_runs(word, of_runs))
+                if turn % tiles == tiles - 1:
+                    scale_sums = count_scales(scale_sums, seen, BLOCK_ROWS)
+                    seen = tl.full((ROWS, runs), -1, tl.int32)
+        elements = tl.full((), 4.0, tl.float64) * rows * words
+        if BLOCK_ROWS == 0:
+            care_needed = needs_care(state, one_inverse)
+            scale = tl.load(scales + e)
+            add_state(
+                expert_fields, expert_codes, spread, state, care_needed, scale, elements, E5M2
+            )
+        else:
+            care_needed = needs_care(state, tl.min(scale_sums[1]).to(tl.float32, bitcast=True))
+            one = tl.full((), 1.0, tl.float32)
+            add_state(
+                expert_fields, expert_codes, spread, state, care_needed, one, elements, E5M2,
+                begins=False,
+            )  # fmt: skip
+            program_fields = expert_fields + (tl.program_id(0) % spread) * _WIDTH
+            add_scale_sums(program_fields, sums_of_scales(scale_sums))
+        marks = marked(state)
+        if (care_needed > 0) | (marks != 0):
+            care = new_care()
+            saturated = tl.zeros((), tl.int64)
+            for turn in range(turns):
+                if (care_needed > 0) | ((marks & mark_of(turn)) != 0):
+                    top, left = place_of_turn(turn, words, programs, HEIGHT, ROWS, WORDS)
+                    values, word, outside = _tile(
+                        data, source, factor, tokens, places, dy, alpha, cast_codes,
+                        e, begin, rows, top, left, columns, VALUES, LIMIT, ROWS, WORDS,
+                    )  # fmt: skip
+                    if BLOCK_ROWS == 0:
+                        by = one_inverse
+                    else:
+                        by = inverses_of(
+                            inverse, top, left, rows, words, inverse_row, inverse_column,
+                            BLOCK_ROWS, BLOCK_WORDS, ROWS, WORDS, 1,
+                        )  # fmt: skip
+                    if care_needed > 0:
+                        care = count_with_care(care, values, word, by, outside, E5M2)
+                    else:
+                        saturated += saturated_of(values, by, E5M2)
+            if care_needed > 0:
+                add_care(expert_fields, expert_codes, spread, care)
+            else:
+                add_saturated(expert_fields, spread, saturated)
 
 
 def count_experts(
@@ -301,28 +333,21 @@ def count_experts(
     Args:
         values: the matrices before the cast, or what they are computed from.
         groups: the rows of each.
-        quantized: the result.
+        quantized: the result, whose rows are multiples of four codes.
         form: torch.float8_e4m3fn or float8_e5m2.
         counts: where they go.
     """
-    columns = quantized.data.shape[1]
-    with torch.cuda.device_of(quantized.data):
-        count_experts_kernel[_grid(groups, columns, ROWS)](
-            **_of_values(values),
-            first=groups.first,
-            cast_codes=quantized.data,
-            scales_inverse=quantized.scale_inv,
-            scales=quantized.scale,
-            fields=counts.fields,
-            codes=counts.codes,
-            columns=columns,
-            spread=counts.fields.shape[1],
-            apart=counts.apart,
-            E5M2=form == torch.float8_e5m2,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
-            num_warps=4,
-        )
+    _count(
+        values,
+        groups,
+        quantized.data,
+        scales_inverse=quantized.scale_inv,
+        scales=quantized.scale,
+        strides=(1, 0, 0),
+        e5m2=form == torch.float8_e5m2,
+        block=(0, 0),
+        counts=counts,
+    )
 
 
 def count_expert_blocks(
@@ -342,34 +367,69 @@ def count_expert_blocks(
     data = quantized.data
     inverse = quantized.scale_inv
     assert data is not None and inverse is not None
-    columns = data.shape[1]
     if isinstance(quantized, WeightBlocks):
-        block_rows = height = SQUARE
-        inverse_expert, inverse_row, inverse_column = inverse.stride()
+        block = (SQUARE, SQUARE)
+        expert, row, column = inverse.stride()
     else:
-        block_rows = 1
-        height = ROWS
-        inverse_expert = 0  # the scales of rows lie where the rows do
-        inverse_column, inverse_row = inverse.stride()
+        block = (1, SQUARE)
+        expert = 0  # the scales of rows lie where the rows do
+        column, row = inverse.stride()
+    _count(
+        values,
+        groups,
+        data,
+        scales_inverse=inverse,
+        scales=None,
+        strides=(expert, row, column),
+        e5m2=False,
+        block=block,
+        counts=counts,
+    )
+
+
+def _count(
+    values: Matrices | Activated,
+    groups: Groups,
+    data: Tensor,
+    *,
+    scales_inverse: Tensor,
+    scales: Tensor | None,
+    strides: tuple[int, int, int],
+    e5m2: bool,
+    block: tuple[int, int],
+    counts: ExpertCounts,
+) -> None:
+    """Launch the kernel: `strides` are those of inverse scales, between experts, rows and columns of blocks."""
+    columns = data.shape[1]
+    assert columns % 4 == 0
+    height = max(ROWS, block[0])
+    units = triton.cdiv(max(groups.most, 1), height) * triton.cdiv(columns // 4, WORDS)
+    few = max(1, min(units, PROGRAMS // groups.experts))
+    most = max(few, triton.cdiv(units, MOST_TILES // (height // ROWS)))
     with torch.cuda.device_of(data):
-        count_expert_blocks_kernel[_grid(groups, columns, height)](
+        count_experts_kernel[(most, groups.experts)](
             **_of_values(values),
             first=groups.first,
             cast_codes=data,
-            scales_inverse=inverse,
-            inverse_expert=inverse_expert,
-            inverse_row=inverse_row,
-            inverse_column=inverse_column,
+            scales_inverse=scales_inverse,
+            scales=scales,
+            inverse_expert=strides[0],
+            inverse_row=strides[1],
+            inverse_column=strides[2],
             fields=counts.fields,
             codes=counts.codes,
             columns=columns,
             spread=counts.fields.shape[1],
             apart=counts.apart,
-            BLOCK_ROWS=block_rows,
+            few=few,
+            E5M2=e5m2,
+            BLOCK_ROWS=block[0],
+            BLOCK_WORDS=block[1] // 4,
             ROWS=ROWS,
-            COLUMNS=COLUMNS,
+            WORDS=WORDS,
             HEIGHT=height,
-            num_warps=4,
+            MOST_TILES=MOST_TILES,
+            **COUNTING,
         )
 
 
@@ -399,9 +459,3 @@ def _of_values(values: Matrices | Activated) -> dict[str, Any]:
         VALUES="rows",
         LIMIT=None,
     )
-
-
-def _grid(groups: Groups, columns: int, height: int) -> tuple[int, int]:
-    """Return the experts, and the programs of each, which go through units of `height` rows."""
-    units = triton.cdiv(max(groups.most, 1), height) * triton.cdiv(columns, COLUMNS)
-    return groups.experts, max(1, min(units, PROGRAMS) // groups.experts)
