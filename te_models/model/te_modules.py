@@ -56,6 +56,12 @@ class Factory:
         """The initial value of a norm's weight."""
         return 0.0 if self.zero_centered else 1.0
 
+    @property
+    def te_device(self) -> torch.device | str:
+        """The device of te.Linears, as the text "meta" if they are to have no memory yet."""
+        # Transformer Engine compares with that text: for a torch.device("meta") it makes whole weights on the GPU.
+        return "meta" if self.device.type == "meta" else self.device
+
     def linear(self, spec: LinearSpec, fp8_weight: bool = True) -> nn.Module:
         """Return the te.Linear of this rank's share `spec`, without values: `initialize`, or a loader, gives them.
 
@@ -104,7 +110,7 @@ class Factory:
                 bias=spec.bias,
                 init_method=_leave_empty,
                 params_dtype=self.dtype,
-                device=self.device,
+                device=self.te_device,
                 use_grouped_tensor=False,
             )
             lay_together(grouped)
@@ -125,7 +131,7 @@ class Factory:
             bias=spec.bias,
             init_method=_leave_empty,
             params_dtype=self.dtype,
-            device=self.device,
+            device=self.te_device,
             **parallel,
         )
 

@@ -394,3 +394,17 @@ def test_a_product_leaves_those_of_other_threads_alone(name: str, dtype: torch.d
     with te.exact_gemm(0), Watch():
         run(m, RECIPES[name](), x, torch.randn(32, 64, dtype=dtype))
     assert seen == {(before, torch.get_float32_matmul_precision())}
+
+
+@pytest.mark.parametrize(
+    ("device", "linear", "experts"),
+    [("cpu", "cpu", "cpu"), ("meta", "meta", "meta"), (torch.device("meta"), "cpu", "meta")],
+    ids=str,
+)
+def test_only_the_text_meta_leaves_a_linear_without_memory(
+    device: torch.device | str, linear: str, experts: str
+) -> None:
+    """Transformer Engine 2.20 compares a te.Linear's device with that text, and the type of a te.GroupedLinear's."""
+    assert te.Linear(16, 32, device=device).get_parameter("weight").device.type == linear
+    grouped = te.GroupedLinear(2, 16, 32, device=device)
+    assert grouped.get_parameter("weight0").device.type == experts

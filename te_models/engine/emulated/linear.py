@@ -141,6 +141,11 @@ class Linear(TransformerEngineBaseModule):
         self.return_bias = return_bias
         self.make_parameters(init_method, params_dtype or torch.get_default_dtype(), device)
 
+    def waits_for_memory(self, device: torch.device | str | None) -> bool:
+        """Return whether new weights are left on meta: for "meta" they are, but not for torch.device("meta")."""
+        # Transformer Engine compares the device with that text, so that it takes the other for a device with memory.
+        return super().waits_for_memory(device) and not isinstance(device, torch.device)
+
     @property
     def parallelism(self) -> Parallelism:
         """The way the layer is split, and its communication."""

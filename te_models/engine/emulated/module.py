@@ -115,8 +115,12 @@ class TransformerEngineBaseModule(EmptyExtraState):
             setattr(self, bias, nn.Parameter(values) if self.use_bias else values)
         if self.primary_weights_in_fp8:
             self.init_fp8_metadata()
-        if self.weights[0].device.type != "meta":
+        if not self.waits_for_memory(device):
             self.reset_parameters()
+
+    def waits_for_memory(self, device: torch.device | str | None) -> bool:
+        """Return whether new weights on this device are left on meta, without memory and values."""
+        return self.weights[0].device.type == "meta"
 
     def _clear_fp8_state(self) -> None:
         self.fp8_meta: dict[str, Any] = {}
