@@ -280,18 +280,18 @@ def relink(model: nn.Module, built: Callable[[str], EngineRecipe | None]) -> Non
         _keep_kind_of_scales(fp8)
 
 
-@torch.no_grad()
 def make_shards(
     model: nn.Module,
+    device: torch.device,
     linears: tuple[type[nn.Module], ...],
     recipe: Recipe,
     built: Callable[[str], EngineRecipe | None],
     group: ProcessGroup | None,
 ) -> None:
-    """Replace this rank's rows of the FP8 layers' weights by empty FP8 ones, for `write_weight` to fill.
+    """Give the shards of a model on the meta device memory on `device`, without values: FP8 layers' weights in FP8.
 
-    `linears` are the engine's classes of them, `built` returns the engine's recipe object of a module by its name, and
-    `group` are the processes that share each weight, over which current scaling takes its amax.
+    `linears` are the engine's classes of those layers, `built` returns the engine's recipe object of a module by its
+    name, and `group` are the processes that share each weight, over which current scaling takes its amax.
     """
     for used in recipe.in_use:
         if used.scheme not in SHARDED_SCHEMES:
@@ -299,6 +299,7 @@ def make_shards(
                 f"sharded FP8 primary weights need one scale per weight, which recipe {used.name!r} does not have: "
                 "choose recipe='delayed' or 'current', or leave fp8_params out"
             )
+    quantizers: dict[int, Quantizer] = {}  # by the id of the weight
     for name, module, gemm, weight in _weights(model):
         if not (isinstance(module, linears) and module.primary_weights_in_fp8):
             continue
@@ -308,12 +309,22 @@ def make_shards(
                 "processes, as FP8 primary weights have to be: change the number of processes, or leave fp8_params out"
             )
         quantizer = _weight_quantizer(module, gemm, built(name))
-        shard = local(weight)
         quantizer.set_usage(rowwise=True, columnwise=False)
-        fp8 = quantizer.make_empty(shard.shape, dtype=shard.dtype, device=shard.device)
+        quantizers[id(weight)] = quantizer
+
+    def with_memory(tensor: Tensor) -> Tensor:
+        """Return an empty tensor on the device in place of one on meta."""
+        quantizer = quantizers.get(id(tensor))
+        if quantizer is None:
+            return torch.empty_like(tensor, device=device)
+        shard = local(tensor)
+        fp8 = quantizer.make_empty(shard.shape, dtype=shard.dtype, device=device)
         reduce_amax_over(fp8._quantizer, group)
-        # FSDP2 looks for it before the first forward.
-        weight._local_tensor = FP8Shard(cast(Float8Tensor, fp8))
+        return from_shard(FP8Shard(cast(Float8Tensor, fp8)), tensor)
+
+    # As `to_empty` does. Had it made BF16 shards first, FSDP2 would keep those until the first forward pass, beside the
+    # FP8 ones.
+    model._apply(with_memory)
 
 
 def _weight_quantizer(module: Any, gemm: int, built: EngineRecipe | None) -> Quantizer:

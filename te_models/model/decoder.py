@@ -164,6 +164,8 @@ class Decoder(DecoderRecipe):
         device = choose_device(device)
         _, self.engine, self.engine_reason = get_engine(engine, device)
         self.fp8_params = bool(fp8_params)
+        # Whether FP8 weights keep the values that they are made from on the CPU, for the masters of an optimizer.
+        self.keeps_initial_values = True
         self.stored_linears = stored_linears
         if stored_linears:
             live_recipe.check_stored(self)

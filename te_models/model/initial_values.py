@@ -29,7 +29,7 @@ def set_initial_values(model: Decoder) -> None:
     # Every parameter in the order of an undivided model: ranks draw the numbers of each other's experts and rows too,
     # and throw them away, so that one seed gives one model however it is divided.
     for name, parameter in model.ep.every(model.named_parameters(), scratch):
-        with model.tp.filling(name, parameter, config) as values:
+        with model.tp.filling(name, parameter, config, model.keeps_initial_values) as values:
             if name.startswith("layers."):
                 _, layer, rest = name.split(".", 2)
                 cast(Block, model.layers[int(layer)]).initialize(rest, values, std, residual)

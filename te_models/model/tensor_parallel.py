@@ -176,11 +176,13 @@ class TensorParallel(MeshRanks):
             parameter.tp_sharded = divided  # type: ignore[attr-defined]  # our attribute
 
     @contextmanager
-    def filling(self, name: str, target: Tensor, config: ModelConfig) -> Iterator[Tensor]:
+    def filling(
+        self, name: str, target: Tensor, config: ModelConfig, for_master: bool = True
+    ) -> Iterator[Tensor]:
         """Yield a tensor to write all values of the whole parameter into; this rank's part of it goes to `target`.
 
         Every rank draws all random numbers, so that a model starts with the same values on any number of ranks. An FP8
-        weight is quantized once all its values are there.
+        weight is quantized once all its values are there, and stores them for its master if `for_master`.
         """
         linear = None if self.size == 1 else divided_linear(name, config)
         if linear is None and not is_quantized(target):
@@ -191,7 +193,7 @@ class TensorParallel(MeshRanks):
         full = torch.empty(shape, dtype=target.dtype, device=target.device)
         yield full
         # Only now: an FP8 weight has one scale, which follows from all its values.
-        write_weight(target, shard(name, full, config, self))
+        write_weight(target, shard(name, full, config, self), for_master)
 
     def check_same_random_state(self, device: torch.device) -> None:
         """Raise if the ranks would draw different random numbers for the parameters that they share."""

@@ -208,10 +208,10 @@ def load_weights(
     in_fp8 = {name.rsplit(".", 1)[0] for name in quantized or {}}
     for name, tensor in model.ep.local_parameters(tensors):
         local_part = shard(name, tensor, model.config, model.tp)
-        if name in in_fp8:
+        if name not in in_fp8:
+            write_weight(live[name], local_part, model.keeps_initial_values)
+        elif model.keeps_initial_values:
             keep_initial_value(live[name], local_part)
-        else:
-            write_weight(live[name], local_part)
     if quantized:
         load_quantized_weights(model, quantized)
 

@@ -398,14 +398,14 @@ def _grown(tensors: Iterator[tuple[str, Tensor]], model: Decoder) -> Iterator[tu
 
 
 @torch.no_grad()
-def _double_output_projections(model: nn.Module) -> None:
+def _double_output_projections(model: Decoder) -> None:
     """Double every o_proj, the second half of adding a gate: a gate of zeros halves the output of attention.
 
     sigmoid(0) is 1/2. Both factors are powers of two, so the model's outputs keep every bit.
     """
     for name, parameter in model.named_parameters():
         if name.endswith("self_attn.o_proj.weight"):
-            write_weight(parameter, plain(parameter) * 2)
+            write_weight(parameter, plain(parameter) * 2, model.keeps_initial_values)
 
 
 def saved_folder(folder: str | Path) -> Path:

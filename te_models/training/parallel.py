@@ -135,7 +135,10 @@ class Parallel:
 
     def build(self, config: ModelConfig, *, initialize: bool = True, **options: Any) -> CausalLM:
         """Build a CausalLM, with CausalLM's arguments, split over the processes; on the meta device it is whole."""
-        if options.get("device") == "meta":  # whose shapes are compared with a folder's
+        if options.get("device") in (
+            "meta",
+            torch.device("meta"),
+        ):  # whose shapes are compared with a folder's
             return CausalLM(config, **options, initialize=initialize)
         if self.device is not None:
             options["device"] = self.device
@@ -161,25 +164,27 @@ class Parallel:
         fsdp = self.uses_fsdp
         if self.ranks.world > 1:
             options["amax_group"] = dist.group.WORLD
-        model = CausalLM(
-            config, **options, initialize=initialize and not fsdp, materialize=not fsdp
-        )
+        model = CausalLM(config, **options, initialize=False, materialize=not fsdp)
+        # Weights that are not trained get no masters.
+        model.keeps_initial_values = not self.frozen
         if fsdp:
             shard(model, self)
             assert self.device is not None
             # Sharded on the meta device first: no process ever holds a whole model.
-            model.to_empty(device=self.device)
-            model.tp.mark(model, model.config)
             if model.fp8_params:
                 make_shards(
                     model,
+                    self.device,
                     model.te.LINEARS,
                     model.recipe,
                     model.precision.te_recipe_of,
                     self.data_group,
                 )
-            if initialize:
-                model.init_weights()
+            else:
+                model.to_empty(device=self.device)
+            model.tp.mark(model, model.config)
+        if initialize:
+            model.init_weights()
         return model
 
     def refuse_stored(self) -> None:

@@ -1,14 +1,14 @@
 """Optimizers that need whole tensors, over sharded parameters: one process's losses, state and checkpoints,
 on two."""
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from allocated import allocated
 from bits import assert_same_bits
 from distributed_job import alone, assert_same_checkpoints, continue_from, make_trainer, solo, start
 from state_bytes import state_bytes
@@ -110,7 +110,7 @@ ROWS = (3000, 100)  # of a large table and of a small one
 
 
 @buffers(BUFFER)
-def peaks(shared: Parallel, root: Path) -> list[list[float]]:
+def peaks(shared: Parallel, root: Path) -> list[list[int]]:
     """The most memory of each rank, in bytes, that collecting tables of BF16 in FP32 takes, and returning them."""
     tables = [torch.randn(rows, 64).bfloat16() for rows in ROWS]
     parameters: Any = [
@@ -120,26 +120,16 @@ def peaks(shared: Parallel, root: Path) -> list[list[float]]:
         Owners(parameters, shared.dp.get_group(), shared.ranks),
         [local(p).detach() for p in parameters],
     )
-    found = [most_allocated(lambda: owners.collect(parameters, own, [torch.float32] * 2))]
+    found = [allocated(lambda: owners.collect(parameters, own, [torch.float32] * 2)).most]
     wholes: Any = owners.collect(parameters, own, [torch.float32] * 2)
     back: list[Tensor] = []
     found.append(
-        most_allocated(
+        allocated(
             lambda: back.extend(owners.distribute(parameters, wholes, [torch.bfloat16] * 2))
-        )
+        ).most
     )
     assert all(torch.equal(one, other) for one, other in zip(back, own, strict=True))
     return shared.ranks.gather(found)
-
-
-def most_allocated(work: Callable[[], Any]) -> float:
-    """The highest sum of bytes that `work` had allocated on the CPU."""
-    with torch.profiler.profile(profile_memory=True) as profiler:
-        work()
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(itertools.accumulate(changes, initial=0))
 
 
 @pytest.fixture(scope="module")
