@@ -176,8 +176,8 @@ def evaluate_recipes(
         sizes: keywords of `make_batches`.
     """
     bad = BadRecords(skip=on_bad_record == "skip")
-    # Without data, to find scales on.
-    documents = read_documents(data or PYTHON_DOCSTRINGS, columns, bad)
+    # Without data, to find scales on, for recipes that need some.
+    documents = None if data is None else read_documents(data, columns, bad)
     losses = []
     scores = []
     batches = []
@@ -193,11 +193,14 @@ def evaluate_recipes(
                 raise
             losses.append(RecipeLoss(str(name), note=str(error)))
             continue
-        if not batches:
+        if documents is None and needs_scales(network):
+            documents = read_documents(PYTHON_DOCSTRINGS, "", bad)
+        if documents is not None and not batches:
             # With the first model, whose longest sequence bounds them; all recipes see the same tokens.
             batches, remarks = make_batches(documents, tokenizer, network, bad=bad, **sizes)
             text_bytes = sum(counted_bytes(batch, tokenizer) for batch in batches)
-        progress(f"{network.recipe.name}: {sum(map(count_targets, batches)):,} tokens")
+        if batches:
+            progress(f"{network.recipe.name}: {sum(map(count_targets, batches)):,} tokens")
         note = calibrate(network, batches)
         if data is not None:
             losses.append(measure_loss(network, batches, text_bytes, note))
@@ -206,7 +209,10 @@ def evaluate_recipes(
             scores += score(network)
         # Two models at a time may not fit.
         del network  # before the next one is loaded
-    return Evaluation(model, data or "", tuple(losses), tuple(scores), tuple(remarks))
+    # Lines about data that nobody gave say nothing to anybody.
+    return Evaluation(
+        model, data or "", tuple(losses), tuple(scores), tuple(remarks if data else ())
+    )
 
 
 def make_batches(
@@ -267,13 +273,18 @@ def measure_loss(
     )
 
 
+def needs_scales(model: CausalLM) -> bool:
+    """Return whether the recipe of a model finds its scales while it runs, and none are saved."""
+    return model.recipe.stateful and not fp8_state(model)
+
+
 def calibrate(model: CausalLM, batches: Sequence[Batch]) -> str:
     """Find the first scales of a recipe that finds its scales while it runs; return a note about it, or "".
 
     Delayed scaling without saved scales would run with scales of one. Two training forwards of the first batches find
     them, as training would.
     """
-    if not model.recipe.stateful or fp8_state(model):
+    if not needs_scales(model):
         return ""
     # Scales are updated in training mode alone.
     was_training = model.training

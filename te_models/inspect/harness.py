@@ -15,7 +15,7 @@ from te_models.files.atomic import first_line
 from te_models.huggingface.modeling import TEModelsForCausalLM
 from te_models.inspect.evaluate import Score
 
-with needs("--tasks", "lm-eval", "0.4.9", "eval"):
+with needs("--tasks", "lm-eval", "0.4.12", "eval"):
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -27,7 +27,12 @@ def find_tasks(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
 
     Args:
         names: tasks, groups of tasks, YAML files that describe one, or folders of such files, for all tasks in them.
+
+    Raises:
+        UsageError: there is no name, or no such task.
     """
+    if not names:
+        raise UsageError("--tasks names no task: give a name, a YAML file or a folder of them")
     folders: list[str | Path] = [name for name in names if Path(name).is_dir()]
     files = [name for name in names if name.endswith((".yaml", ".yml")) and Path(name).is_file()]
     manager = TaskManager(
@@ -85,8 +90,10 @@ def score_tasks(
         raise
     except Exception as error:  # the libraries that read a task have no common base but this one
         reason = f"{type(error).__name__}: {first_line(error)}"
+        # A task may have fewer solved examples than are asked for.
+        check = "check file or network" if not few_shot else "check file, network or --few-shot"
         raise DataError(
-            f"--tasks {','.join(tasks)}: a task or its examples cannot be read ({reason}): check file or network"
+            f"--tasks {','.join(tasks)}: a task or its examples cannot be read ({reason}): {check}"
         ) from error
     return list(_scores(model.recipe.name, results["results"]))
 

@@ -475,6 +475,29 @@ MISTAKES = [
         "plan --preset gated-nano --memory --fp8-params --recipe bf16",
         "fp8_params=True needs an FP8 recipe",
     ),
+    ("evaluate --preset gated-nano --data text --limit 1", "--limit is about --tasks: add"),
+    ("evaluate --preset gated-nano --data text --few-shot 1", "--few-shot is about --tasks: add"),
+    ("evaluate --preset gated-nano --tasks arc_easy --seq-len 8", "--seq-len is about --data: add"),
+    (
+        "evaluate --preset gated-nano --tasks arc_easy --max-batches 1",
+        "--max-batches is about --data: add",
+    ),
+    (
+        "evaluate --preset gated-nano --tasks arc_easy --columns prompt=text",
+        "--columns is about --data: add",
+    ),
+    (
+        "evaluate --preset gated-nano --tasks arc_easy --truncate prompt",
+        "--truncate is about --data: add",
+    ),
+    (
+        "evaluate --preset gated-nano --tasks arc_easy --chat-template chatml",
+        "--chat-template is about --data: add",
+    ),
+    (
+        "evaluate --preset gated-nano --tasks arc_easy --on-bad-record skip",
+        "--on-bad-record is about --data: add",
+    ),
     ("plan --preset gated-nano --memory --gpus 3", "cannot be shared by gpus=3"),
     ("plan --preset gated-nano --memory --gpus 0", "gpus=0 is out of range: give 1 or more"),
     (

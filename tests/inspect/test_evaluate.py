@@ -12,8 +12,10 @@ from chat_model import write_chat_model
 from te_models import CausalLM, load_tokenizer
 from te_models.cli import main
 from te_models.data.documents import load_documents
+from te_models.data.formats import Document
 from te_models.errors import DataError, UsageError
 from te_models.fp8.scaling_state import fp8_state
+from te_models.inspect import evaluate as evaluate_module
 from te_models.inspect.evaluate import (
     Evaluation,
     RecipeLoss,
@@ -167,6 +169,31 @@ def test_scores_stand_side_by_side() -> None:
     refused = Evaluation("m", "d", (RecipeLoss("bf16", note="why"),))
     losses: Any = refused.to_dict()["losses"]
     assert losses[0]["loss"] is None and refused.refused
+
+
+@pytest.mark.parametrize(("recipe", "finds_scales"), [("current", False), ("delayed", True)])
+def test_tasks_alone_read_records_only_to_find_scales(
+    recipe: str, finds_scales: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = []
+
+    def read(path: str, *rest: Any) -> list[Document]:
+        reads.append(path)
+        too_long = Document("x" * 5000, prompt="?", name="long")
+        return [Document("green bottles", prompt="?", name="short"), too_long]
+
+    monkeypatch.setattr(evaluate_module, "read_documents", read)
+    score = Score(recipe, "piqa", "acc", 0.7)
+    found = evaluate_recipes(
+        lambda name: load(folder, name),
+        [recipe],
+        load_tokenizer(folder),
+        model="m",
+        score=lambda model: [score],
+    )
+    assert bool(reads) == finds_scales
+    # Nobody gave these records, so no line is about them.
+    assert found.scores == (score,) and not found.losses and not found.remarks
 
 
 def test_records_that_are_all_too_long_are_an_error(

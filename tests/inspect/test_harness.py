@@ -130,6 +130,7 @@ def test_the_scores_of_a_folder_of_tasks_are_those_of_transformers(
             "nowhere",
         ),
         ("nothing.yaml", None, "unknown task"),
+        (",", None, "--tasks names no task"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -144,9 +145,26 @@ def test_mistakes_are_one_line(
     if content is not None:
         (tmp_path / task).write_text(content)
     assert (
-        main(["evaluate", "--model", str(folder / "model"), "--tasks", str(tmp_path / task)]) == 2
+        main(
+            [
+                "evaluate",
+                "--model",
+                str(folder / "model"),
+                "--tasks",
+                task if task == "," else str(tmp_path / task),
+            ]
+        )
+        == 2
     )
     error = [
         line for line in capsys.readouterr().err.splitlines() if line.startswith("te-models: ")
     ]
     assert len(error) == 1 and message in error[0]
+
+
+def test_more_solved_examples_than_a_task_has_are_one_line(
+    folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    command = ["evaluate", "--model", folder / "model", "--tasks", folder / "tasks" / "which.yaml"]
+    assert main([*map(str, command), "--few-shot", "99"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("check file, network or --few-shot")
