@@ -44,8 +44,10 @@ def capture(run: str, steps: tuple[int, ...], every: int) -> None:
         steps_to_keep.append(
             f"step{'s' * (len(marks.steps) > 1)} {', '.join(map(str, marks.steps))}"
         )
-    if marks.every:
-        steps_to_keep.append(f"each {marks.every}-th step")
+    if marks.every == 1:
+        steps_to_keep.append("every step")
+    elif marks.every:
+        steps_to_keep.append(f"one step of every {marks.every}")
     again = f"te-models replay {shlex.quote(run)} --step N"
     show_line(f"{run} keeps {' and '.join(steps_to_keep)} when it gets there; then `{again}`")
     # Steps may be marked before the run starts; a name that was mistyped looks the same.

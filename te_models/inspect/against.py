@@ -22,6 +22,7 @@ from torch import Tensor
 
 from te_models.causal_lm import CausalLM
 from te_models.config.recipe import SCHEMES, Recipe
+from te_models.device.choice import choose_device
 from te_models.device.determinism import deterministic
 from te_models.engine import engine_module, get_engine
 from te_models.errors import UsageError
@@ -209,10 +210,10 @@ def verify_against(
         DataError: the run has recorded no card.
     """
     card = read_card(run)
-    te, name, _ = get_engine(engine, device)
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() and name == "native" else "cpu"
-    place = torch.device(device)
+    place = None if device is None else choose_device(device)
+    te, name, _ = get_engine(engine, place)
+    if place is None:
+        place = torch.device("cuda" if torch.cuda.is_available() and name == "native" else "cpu")
     products: list[ComparedProduct] = []
     refused: dict[str, str] = {}
     for sample in card.linears:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from te_models.config.recipe import Recipe, get_recipe, list_recipes
+from te_models.device.choice import choose_device
 from te_models.errors import DataError, TeModelsError, UsageError
 from te_models.inspect.replay_processes import processes_here, run_steps
 from te_models.inspect.replay_report import (
@@ -76,6 +77,9 @@ def replay(
     capture = read_capture(folder, step)
     if device is None:
         device = "cpu" if engine == "emulated" else "cuda"
+    else:
+        # An unknown one is refused here, and not in each of several processes.
+        choose_device(device)
     run_recipe = saved_choices(capture.state)["recipe"]
     # The same twice: two runs that differ cannot tell anything about a third.
     same = [run_recipe, run_recipe] if twice else [run_recipe]

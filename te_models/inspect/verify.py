@@ -152,7 +152,7 @@ class Verification(Printable):
         if any(gemm.milliseconds for gemm in fp8):
             return []  # a measurement is better
         if self.recipe.scheme in ("MXFP8BlockScaling", "NVFP4BlockScaling"):
-            return [f"No estimate of its speed: it needs {self.recipe.hardware}."]
+            return [f"No estimate of its speed: an H200 does not run {self.recipe.scheme}."]
         before = 0.0
         after = 0.0
         for gemm in fp8:

@@ -149,6 +149,9 @@ def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert document["recorded"]["versions"]["torch"] and len(document["products"]) == 6
     assert main(["verify", "--against", str(run), "--recipe", "current"]) == 2
     assert "--recipe has no part in --against" in capsys.readouterr().err
+    for device in ("gpu", "mps", ""):
+        assert main(["verify", "--against", str(run), "--device", device]) == 2
+        assert f"device {device!r} is not supported: give cpu" in capsys.readouterr().err
     # The loss needs the checkpoint of the step at which the card was recorded.
     card = read_card(run)
     checkpoint = run / f"checkpoints/step-{card.step:08d}"

@@ -245,7 +245,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["capture", run, "--every", "3"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(
-        f"{run} keeps steps 2, {MARKED} and each 3-th step when it gets there"
+        f"{run} keeps steps 2, {MARKED} and one step of every 3 when it gets there"
     )
     assert read_marks(Path(run)) == Marks((2, MARKED), 3)
     trainer(Path(run), "current").run()
@@ -261,6 +261,9 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "layers, as recorded and replayed" in text and "does the same again" in text
     assert main(["replay", run, "--step", "5"]) == 2
     assert "has not kept state and batch of step 5 (but of 2, 3, 4, 6)" in capsys.readouterr().err
+    for device in ("gpu", ""):
+        assert main(["replay", run, "--step", "2", "--device", device]) == 2
+        assert f"device {device!r} is not supported: give cpu" in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "none"), "--step", "5"]) == 2
     assert main(["capture", run]) == 2
 

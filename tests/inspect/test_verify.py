@@ -14,6 +14,7 @@ import te_models.engine.emulated as emulated
 from te_models import CausalLM, get_recipe, list_recipes
 from te_models.cli import main
 from te_models.config.presets import get_preset
+from te_models.config.recipe import recipe_from_dict
 from te_models.fp8.scaling_state import fp8_state
 from te_models.inspect.verify import (
     Verification,
@@ -228,6 +229,12 @@ def test_the_verdict_names_the_speedup() -> None:
     )
     assert "2.00x as fast" in found_with(2048, 1024, dict(bf16=1.0, recipe=0.5)).verdict()[1]
     assert "H200" not in slow
+    # A recipe that a saved model brings has no text about its hardware.
+    saved = recipe_from_dict(get_recipe("mxfp8").to_dict())
+    assert (
+        "an H200 does not run MXFP8BlockScaling."
+        in dataclasses.replace(large, recipe=saved).verdict()[-1]
+    )
 
 
 @pytest.mark.parametrize(
