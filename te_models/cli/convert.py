@@ -1,5 +1,7 @@
 """`te-models convert`: rewrite a model in another format."""
 
+from pathlib import Path
+
 import click
 
 from te_models.cli.options import (
@@ -63,6 +65,8 @@ def convert(
             f"--format {format} has no place for a recipe: leave --recipe out, or give --format te"
         )
     refuse_to_replace(out, overwrite, model)
+    if beside is not None and Path(beside).resolve() == Path(out).resolve():
+        raise click.UsageError(f"--out {out} is the folder of --beside: give another one")
     if dtype is not None:
         check_known("dtype", dtype, DTYPES)
     if (preset is None) != (te_checkpoint is None):

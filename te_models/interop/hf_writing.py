@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
+from te_models.config.model import ModelConfig
 from te_models.errors import UsageError
 from te_models.files.atomic import replacing_folder, write_file
 from te_models.files.formats import Document, Fields, list_some, render_index, render_json
@@ -197,13 +198,17 @@ class _Form:
 def _choose_form(model: Decoder, origin: Origin, folder: Path, with_others: bool) -> _Form:
     """Return how the model is written; `with_others` includes the tensors of its release's other models."""
     if not origin.config:
+        if with_others and origin.beside is not None:
+            raise UsageError(
+                f"this model came from no release, so no tensors of {origin.beside} belong beside it: leave out beside"
+            )
         family = family_for(model.config)
         return _Form(family, stored_as=family, other_tensors={})
     preferred = family_of(origin.config)
     others: Mapping[str, Tensor] | None = {}
     stored_as = preferred
     if with_others:
-        others, stored_as = _read_other_tensors(origin, preferred)
+        others, stored_as = _read_other_tensors(origin, preferred, model.config)
     # A text model without the rest of its release is written as the family of texts, which transformers loads alone.
     alone = bool(preferred.other_models) and not others
     prefixes = preferred.other_prefixes(origin.config)
@@ -231,14 +236,16 @@ def _generation(model: Decoder, origin: Origin) -> Document:
     return {"_from_model_config": True, **ids}
 
 
-def _read_other_tensors(origin: Origin, family: Family) -> tuple[dict[str, Tensor] | None, Family]:
+def _read_other_tensors(
+    origin: Origin, family: Family, config: ModelConfig
+) -> tuple[dict[str, Tensor] | None, Family]:
     """Return the tensors beside the text model in the folder that it came from, or in the one given as `beside`.
 
     The second value is `family` as this folder stores it: with its order of stacked experts and its names in a layer.
     Where the folder is not, or no longer, one of Hugging Face, the first is None and the second is `family` itself.
 
     Raises:
-        UsageError: `beside` was given and has none.
+        UsageError: `beside` was given, and has none or those of another model than one of this `family` and `config`.
     """
     folder = origin.beside or origin.folder
     others = None
@@ -246,14 +253,39 @@ def _read_other_tensors(origin: Origin, family: Family) -> tuple[dict[str, Tenso
     if folder is not None and documents is not None:
         with open_hugging_face(folder, documents) as opened:
             others = _tensors_of_others(opened)
+            if origin.beside is not None and others:
+                _refuse_another_release(origin.beside, opened, family, config)
             # The names follow this folder, so that its other files still fit.
             order = opened.family.stacked or family.stacked
             family = dataclasses.replace(family, stacked=order, layer=opened.family.layer)
+    if origin.beside is not None and documents is None:
+        raise UsageError(
+            f"{origin.beside} is no folder of Hugging Face, and so has no tensors that belong beside this model: give "
+            "the release that it came from"
+        )
     if origin.beside is not None and not others:
         raise UsageError(
             f"{origin.beside} has no tensors that belong beside this model: leave out beside"
         )
     return others, family
+
+
+def _refuse_another_release(
+    beside: Path, opened: HuggingFaceFolder, family: Family, config: ModelConfig
+) -> None:
+    """Raise a UsageError if the folder given as `beside` is a release of another architecture or width."""
+    release = family_of(opened.origin.config or {})
+    advice = "give the folder of the release that the model came from"
+    if release is not family:
+        raise UsageError(
+            f"{beside} is a release of {release.model_type}, and this model came from {family.model_type}: {advice}"
+        )
+    # What an image encoder hands over is as wide as the text model.
+    if opened.config.hidden_size != config.hidden_size:
+        raise UsageError(
+            f"{beside} is a release with hidden_size={opened.config.hidden_size}, and this model has "
+            f"{config.hidden_size}: {advice}"
+        )
 
 
 def _tensors_of_others(opened: HuggingFaceFolder) -> dict[str, Tensor]:

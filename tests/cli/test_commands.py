@@ -854,6 +854,15 @@ def test_a_model_in_the_folder_to_write_is_replaced_only_when_asked(
     assert "is the folder of --model" in capsys.readouterr().err
 
 
+def test_the_release_beside_a_model_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["convert", "--model", "gated-nano", "--beside", "mine", "--out", "mine/"]
+    assert main([*command, "--overwrite"]) == 2
+    assert "--out mine/ is the folder of --beside" in capsys.readouterr().err
+
+
 def test_a_recipe_is_not_dropped_where_the_format_has_no_place_for_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ from hf_models import (
 from judge import transformers
 from safetensors.torch import save_file
 
+from te_models import CausalLM
 from te_models.errors import UsageError
 from te_models.interop.hf_families import family_of
 
@@ -188,6 +189,48 @@ def test_the_text_of_a_folder_with_images(
         native.save_pretrained(tmp_path / "text", format="hf")
     own = dict(trust_remote_code=True) if name == "MuseGlimmer" else {}  # which has no text class
     close(read_by_transformers(tmp_path / "text", **own)(ids).logits, reference, 1e-4)
+
+
+def write_release(folder: Path, case: str, **sizes: int) -> None:
+    """Write a small random model with an image encoder, as transformers does."""
+    name, text, outer = CASES[case]
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**SIZES, **text, **sizes},
+        vision_config={**VISION, **MORE_VISION[name]},
+        **outer,
+    )
+    getattr(transformers, f"{name}ForConditionalGeneration")(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("source", "beside", "message"),
+    [
+        ("text", "gemma3", "release of gemma3, and this model came from gemma3_text: give"),
+        ("gemma3", "mistral3", "release of mistral3, and this model came from gemma3: give"),
+        ("gemma3", "wide", "release with hidden_size=.*, and this model has"),
+        ("gemma3", "nowhere", "nowhere is no folder of Hugging Face, and so has no tensors"),
+        ("preset", "gemma3", "this model came from no release, so no tensors of"),
+    ],
+)
+def test_tensors_of_another_release_are_not_written_beside_a_model(
+    source: str, beside: str, message: str, tmp_path: Path
+) -> None:
+    """transformers would load such a folder, with a random image encoder."""
+    for case in {source, beside} & CASES.keys():
+        write_release(tmp_path / case, case)
+    if beside == "wide":
+        write_release(tmp_path / "wide", "gemma3", hidden_size=2 * SIZES["hidden_size"])
+    if source == "text":
+        load(tmp_path / "gemma3").save_pretrained(tmp_path / "native")
+        with pytest.warns(UserWarning, match="the text model alone"):
+            load(tmp_path / "native").save_pretrained(tmp_path / "text", format="hf")
+    if source == "preset":
+        model = CausalLM.from_preset("gated-nano", num_hidden_layers=1, device="cpu")
+    else:
+        model = load(tmp_path / source)
+    with pytest.raises(UsageError, match=message):
+        model.save_pretrained(tmp_path / "out", format="hf", beside=tmp_path / beside)
+    assert not (tmp_path / "out").exists()
 
 
 def text_of(judge: Any) -> Any:
