@@ -72,13 +72,10 @@ def preview(
 
 def _context(model: str) -> int | None:
     """Return the longest sequence that a model allows; say why, and return None, if that is not known."""
-    from te_models.saving.adapters import trained_config  # noqa: PLC0415  imports torch
-    from te_models.saving.pretrained import adapter_folder, read_shape  # noqa: PLC0415
+    from te_models.saving.pretrained import trained_shape  # noqa: PLC0415  imports torch
 
     try:
-        adapters = adapter_folder(model)
-        trained = None if adapters is None else trained_config(adapters)
-        config = read_shape(model).config if trained is None else trained.config
+        config = trained_shape(model)
     except TeModelsError as error:
         # A folder may hold a tokenizer alone, or adapters that do not tell the shape of their base.
         show_line(

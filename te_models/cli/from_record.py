@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from te_models.cli.options import SHAPE_NAMES, is_given, option
+from te_models.cli.options import option
 from te_models.config.gpus import Gpu
 from te_models.config.recipe import AUTO
 from te_models.errors import UsageError
@@ -29,8 +29,7 @@ try_step_option = option(
 
 def advice_of(
     run: str,
-    preset: str | None,
-    model: str | None,
+    config: ModelConfig | None,
     options: Mapping[str, Any],
     gpu: Gpu | None = None,
     try_step: bool = False,
@@ -39,7 +38,7 @@ def advice_of(
 
     Args:
         run: the folder of the run.
-        preset, model: the model that the advice is for; both None: the run's own.
+        config: the shape of the model that the advice is for; None: the run's own.
         options: of the command; a recipe among them is refused.
         gpu: the GPU that the advice is for; None: this machine's, or where it has none, or the engine is the emulated
             one, the run's.
@@ -58,19 +57,20 @@ def advice_of(
         gpu = card_at_hand()
     return advise_recipe(
         run,
-        _shape(preset, model, options),
+        config,
         gpu,
         fp8_params=bool(options.get("fp8_params")),
         try_step=try_step,
     )
 
 
-def _shape(preset: str | None, model: str | None, options: Mapping[str, Any]) -> ModelConfig | None:
-    """Return the shape of a preset, with the fields that the command line gives, or of a saved model; None: neither."""
+def shape_of(
+    preset: str | None, model: str | None, fields: Mapping[str, Any]
+) -> ModelConfig | None:
+    """Return the shape of a preset, with the `fields` that replace its own, or of a saved model; None: neither."""
     from te_models.config.presets import get_preset  # noqa: PLC0415
-    from te_models.saving.pretrained import read_shape  # noqa: PLC0415  imports torch
+    from te_models.saving.pretrained import trained_shape  # noqa: PLC0415  imports torch
 
     if preset is not None:
-        shape = {name: options[name] for name in SHAPE_NAMES if is_given(name)}
-        return get_preset(preset, **shape)
-    return None if model is None else read_shape(model).config
+        return get_preset(preset, **fields)
+    return None if model is None else trained_shape(model)

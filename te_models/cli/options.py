@@ -386,6 +386,11 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def given_shape(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a model's shape that the user gave."""
+    return {name: options[name] for name in SHAPE_NAMES if is_given(name)}
+
+
 def build_model(
     preset: str | None, model: str | None, options: Mapping[str, object], merge: bool = False
 ) -> CausalLM:

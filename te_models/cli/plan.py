@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from te_models.cli.from_record import advice_of, from_record_option, try_step_option
+from te_models.cli.from_record import advice_of, from_record_option, shape_of, try_step_option
 from te_models.cli.options import (
-    SHAPE_NAMES,
     Command,
     build_model,
+    given_shape,
     is_given,
     json_option,
     model_options,
@@ -126,7 +126,8 @@ def plan(
         options["device"] = options["device"] or "meta"
     advice = None
     if from_record is not None:
-        advice = advice_of(from_record, preset, model, options, card, try_step)
+        config = shape_of(preset, model, given_shape(options))
+        advice = advice_of(from_record, config, options, card, try_step)
         options["recipe"] = advice.recipe
         if preset is None and model is None:
             model = from_record
@@ -236,8 +237,7 @@ def _recipe_on(gpu: Gpu, preset: str | None, options: Mapping[str, Any]) -> Any:
         return recipe
     from te_models.model.recipe_fit import best_on  # noqa: PLC0415  imports torch
 
-    shape = {name: options[name] for name in SHAPE_NAMES if is_given(name)}
-    return best_on(gpu, get_preset(preset, **shape))[0].name
+    return best_on(gpu, get_preset(preset, **given_shape(options)))[0].name
 
 
 def _echo_json(plan: object, advice: dict[str, Any] | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from te_models.cli.from_record import advice_of, from_record_option
+from te_models.cli.from_record import advice_of, from_record_option, shape_of
 from te_models.cli.options import (
     SHAPE_NAMES,
     Command,
@@ -93,7 +93,11 @@ def run_training(
             "--epochs 0 trains nothing: give passes over the data, such as 1, or --steps"
         )
     if from_record is not None:
-        advice = advice_of(from_record, options["preset"], options["model"], options)
+        # Preset and shape may be in the file.
+        settings = run_settings(command, user_options, Path(file) if file is not None else None)
+        shape = {name: settings.build[name] for name in TABLES["shape"] if name in settings.build}
+        config = shape_of(settings.preset, settings.model, shape)
+        advice = advice_of(from_record, config, {**options, **settings.build})
         user_options["recipe"] = advice.recipe
         # Under torchrun every process reads the record, and one prints.
         if os.environ.get("RANK", "0") == "0":

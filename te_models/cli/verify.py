@@ -6,11 +6,12 @@ from typing import Any
 
 import click
 
-from te_models.cli.from_record import advice_of, from_record_option, try_step_option
+from te_models.cli.from_record import advice_of, from_record_option, shape_of, try_step_option
 from te_models.cli.options import (
     Command,
     build_model,
     given_options,
+    given_shape,
     is_given,
     json_option,
     model_options,
@@ -59,7 +60,8 @@ def verify(
     if try_step and from_record is None:
         raise click.UsageError("--try-step tries the advice of --from-record RUN: give both")
     if from_record is not None:
-        advice = advice_of(from_record, preset, model, options, try_step=try_step)
+        config = shape_of(preset, model, given_shape(options))
+        advice = advice_of(from_record, config, options, try_step=try_step)
         options["recipe"] = advice.recipe
         if preset is None and model is None:
             model = from_record

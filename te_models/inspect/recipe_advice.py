@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from te_models.config.gpus import Gpu, get_gpu, suited, why_not
+from te_models.config.layer import LinearSpec, named_linears
 from te_models.config.model import ModelConfig
-from te_models.config.precision import precisions
+from te_models.config.precision import HEAD
 from te_models.config.recipe import Recipe, get_recipe
 from te_models.config.toml import read_toml
 from te_models.errors import CheckpointError, ConfigError, DataError, UsageError, plural
@@ -31,7 +32,7 @@ from te_models.inspect.replay_report import Variant
 from te_models.inspect.run_facts import RunFacts, read_facts
 from te_models.model.recipe_fit import check_layers, check_sizes, pays_on
 from te_models.recorder.record import Record
-from te_models.saving.pretrained import read_shape
+from te_models.saving.pretrained import trained_shape
 from te_models.training.captures import captured_steps
 from te_models.training.run_file import read_provenance
 from te_models.training.settings import RUN_FILE
@@ -81,9 +82,10 @@ def advise_recipe(
             f"the record of {run} has no step in FP8: record a short run under an FP8 recipe, such as --recipe current "
             "--record 1 --steps 20"
         )
-    config = config or _own_config(run)
+    own_config = _own_config(run)
     if config is not None:
-        _check_same_linears(facts, config)
+        _check_same_linears(facts, own_config, config)
+    config = config or own_config
     card = _card(run, gpu)
     diagnosis = diagnose(facts)
     numbers, reasons, linears = _by_numbers(facts, diagnosis.findings, config, card)
@@ -113,20 +115,46 @@ def advise_recipe(
 def _own_config(run: str | Path) -> ModelConfig | None:
     """Return the shape of a run's model; None for a run that ended before its first checkpoint."""
     try:
-        return read_shape(run).config
+        return trained_shape(run)
     except CheckpointError:
         return None
 
 
-def _check_same_linears(facts: RunFacts, config: ModelConfig) -> None:
-    """Raise a UsageError if the record has te.Linears that the model lacks."""
-    known = precisions(get_recipe("bf16"), config.layers)
+def _check_same_linears(
+    facts: RunFacts, own_config: ModelConfig | None, config: ModelConfig
+) -> None:
+    """Raise a UsageError unless a model has the te.Linears of the run, in the same sizes.
+
+    Args:
+        facts: of the run, which name the te.Linears that it recorded.
+        own_config: the shape of the run's model; None: it is not saved.
+        config: the shape of the model to advise about.
+    """
+    advice = "record a short run of this model"
+    known = dict(named_linears(config.layers))
     for tensor in facts.tensors:
-        if tensor.linear not in known:
+        if tensor.linear != HEAD and tensor.linear not in known:
             raise UsageError(
-                f"the record is of another model: it has {tensor.linear}, which this one lacks; record a short run of "
-                "this model"
+                f"the record is of another model: it has {tensor.linear}, which this one lacks; {advice}"
             )
+    if own_config is None:
+        return
+    recorded = dict(named_linears(own_config.layers))
+    for name, linear in known.items():
+        if name not in recorded:
+            raise UsageError(f"the record is of another model: it lacks {name}; {advice}")
+        then = _size(recorded[name])
+        now = _size(linear)
+        if then != now:
+            raise UsageError(
+                f"the record is of another model: {name} is {then} there, and {now} in this one; {advice}"
+            )
+
+
+def _size(linear: LinearSpec) -> str:
+    """Return the inputs and outputs of a te.Linear as `te-models plan` prints them, and its experts."""
+    size = f"{linear.inputs} -> {linear.outputs}"
+    return f"{linear.experts} x {size}" if linear.experts else size
 
 
 def _card(run: str | Path, gpu: Gpu | str | None) -> Gpu | None:

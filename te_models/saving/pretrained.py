@@ -37,6 +37,7 @@ from te_models.model.expert_parallel import stand_in
 from te_models.model.options import SKETCH
 from te_models.model.tensor_parallel import gather_state
 from te_models.numerics.stored import StoredWeight
+from te_models.saving.adapters import trained_config
 from te_models.saving.checkpoint_choice import only_best
 from te_models.saving.folder import MANIFEST, MAX_SHARD_BYTES, load_folder, read_listed, save_folder
 from te_models.saving.load_model import load_weights, open_te_folder, own_folder, read_recipe
@@ -485,3 +486,10 @@ def read_shape(name: str | Path, overrides: Document | None = None) -> SavedShap
                 config, read_recipe(saved), dtype, any(readable(folder).glob("fp8_weights*"))
             )
     return shape._replace(config=_gated(shape.config, overrides or {}))
+
+
+def trained_shape(name: str | Path) -> ModelConfig:
+    """Return the shape of a saved model; of a folder with adapters that of the model they were trained on."""
+    adapters = adapter_folder(name)
+    trained = None if adapters is None else trained_config(adapters)
+    return read_shape(name).config if trained is None else trained.config

@@ -148,7 +148,8 @@ def check_launch(config: TrainConfig) -> None:
         )
     if config.fp8_dispatch and kind != "fsdp+ep":
         raise UsageError(
-            "--fp8-dispatch sends tokens to the experts of other processes: it is only for --parallel fsdp+ep"
+            "--fp8-dispatch sends tokens to the experts of other processes, which is only for --parallel fsdp+ep: "
+            "leave it out"
         )
     if kind in ("tp", "fsdp+tp", "fsdp+ep") and config.optimizer != "adamw":
         raise UsageError(
@@ -166,10 +167,10 @@ def check_launch(config: TrainConfig) -> None:
             "choose one of them"
         )
     if config.sequence_parallel and kind not in ("tp", "fsdp+tp"):
-        raise UsageError("--sequence-parallel is only for --parallel tp and fsdp+tp")
+        raise UsageError("--sequence-parallel is only for --parallel tp and fsdp+tp: leave it out")
     if tensor and kind != "fsdp+tp":
         raise UsageError(
-            "--tensor-parallel-size is only for --parallel fsdp+tp; tp uses all processes"
+            "--tensor-parallel-size is only for --parallel fsdp+tp: leave it out; tp uses all processes"
         )
 
 

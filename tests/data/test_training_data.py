@@ -462,7 +462,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
         "one object around the records: write the list 'data' alone",
     ),
     "half of a pair of processes": (
-        {"a.jsonl": PAIRS}, ["--sequence-parallel"], "--sequence-parallel is only for --parallel tp and fsdp+tp",
+        {"a.jsonl": PAIRS}, ["--sequence-parallel"], "is only for --parallel tp and fsdp+tp: leave it out",
     ),
     "epochs and steps": ({"a.jsonl": PAIRS}, ["--steps", "3", "--epochs", "1"], "give one of them"),
 }  # fmt: skip

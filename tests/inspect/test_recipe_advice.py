@@ -19,6 +19,7 @@ from te_models.errors import DataError, UsageError
 from te_models.inspect import recipe_advice
 from te_models.inspect.run_facts import RunFacts, read_facts
 from te_models.recorder.layout import INDEX
+from te_models.saving.pretrained import trained_shape
 
 BF16 = {LINEAR: "bf16"}
 # Failure, recipe of the run -> the recipe by its numbers, and its table of precisions.
@@ -168,6 +169,15 @@ def test_fp8_that_does_not_pay_on_a_card(healthy: Path) -> None:
 def test_records_that_say_nothing(healthy: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the record is of another model: it has layers.2"):
         advise_recipe(healthy, get_preset("gated-nano", num_hidden_layers=2))
+    own = trained_shape(healthy)
+    for fields, message in (
+        ({"num_hidden_layers": own.num_hidden_layers + 1}, "it lacks layers.3.self_attn.qkvg_proj"),
+        ({"intermediate_size": 2 * own.intermediate_size}, "layers.0.mlp.gate_up_proj is "),
+    ):
+        with pytest.raises(UsageError, match=f"the record is of another model: {message}"):
+            advise_recipe(healthy, replace(own, **fields))
+    # Rows for more tokens are no other te.Linears.
+    advise_recipe(healthy, replace(own, vocab_size=own.vocab_size + 64))
     with pytest.raises(DataError, match="no such folder; give the folder of a run"):
         advise_recipe(tmp_path / "misspelled")
     with pytest.raises(DataError, match="has no record: run it with --record"):
@@ -208,6 +218,12 @@ def test_commands_take_the_recipe_of_a_record(
     for command in (["plan"], ["verify"], [*short, "--out", "other"]):
         assert main([*command, "--from-record", "seen", "--recipe", "current"]) == 2
         assert "chooses the recipe: leave out --recipe current" in capsys.readouterr().err
+    # A file of settings may name another model than that of the record.
+    Path("wide.toml").write_text(
+        '[run]\npreset = "gated-nano"\n[shape]\nintermediate_size = 1024\n[training]\nsteps = 1\n'
+    )
+    assert main(["pretrain", "wide.toml", "--from-record", "seen", "--out", "wide"]) == 2
+    assert "the record is of another model: " in capsys.readouterr().err
     assert main(["pretrain", "--resume", "advised", "--from-record", "seen"]) == 2
     assert "leave it out of --resume" in capsys.readouterr().err
     assert main(["plan", "--preset", "gated-nano", "--try-step"]) == 2
@@ -215,6 +231,23 @@ def test_commands_take_the_recipe_of_a_record(
         warnings.simplefilter("ignore")
         assert main(["plan", "--from-record", "seen", "--gpu", "H100"]) == 0
     assert "FP8 does not pay on H100" in capsys.readouterr().out
+
+
+def test_a_run_of_adapters_has_the_shape_of_its_base(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("base")
+    tiny_model(intermediate_size=128).save_pretrained("other")
+    Path("a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    tune = ["finetune", "--model", "base", "--data", "a.txt", "--lora", "2", "--steps", "2"]
+    tune += ["--seq-len", "16", "--batch-size", "2", "--sample-tokens", "0"]
+    assert main([*tune, "--recipe", "current", "--record", "1", "--out", "adapted"]) == 0
+    for model in ("base", "adapted"):
+        assert main(["plan", "--from-record", "adapted", "--model", model]) == 0, model
+    capsys.readouterr()
+    assert main(["plan", "--from-record", "adapted", "--model", "other"]) == 2
+    assert "the record is of another model: layers.0.mlp" in capsys.readouterr().err
 
 
 def test_an_outlier_of_a_wide_linear_asks_for_blocks(tmp_path: Path) -> None:
