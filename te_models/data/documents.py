@@ -41,8 +41,8 @@ def load_documents(
     * A .jsonl (.ndjson, .json) file has one object per line or is an array of objects, a .parquet, .csv or .tsv file
       has one record per row: te_models.data.formats lists their formats.
     * Any other file is one document of UTF-8 text, unless its first line is a JSON object: then it is read as JSONL.
-    * A folder is read recursively; hidden files, __pycache__, links to folders and binary files (a NUL byte in the
-      first 8000, as git defines it) are skipped.
+    * A folder is read recursively; hidden files, __pycache__, links to folders, folders of runs and models, and binary
+      files (a NUL byte in the first 8000, as git defines it) are skipped.
     * "owner/name" or "owner/name#split", where there is no such folder, is a dataset of the Hugging Face Hub.
     * None gives the running Python's language documentation and the sources of its standard library.
 
@@ -58,7 +58,7 @@ def load_documents(
     """
     if path is None:
         return _python_corpus()
-    system, files = find_files(str(path))
+    system, files, left_out = find_files(str(path))
     documents = []
     for file in files:
         # Ranges of any size: each file is one.
@@ -68,7 +68,7 @@ def load_documents(
                     documents.append(document)
     if not documents and bad is not None:
         bad.refuse_all(str(path))
-    check_text(str(path), documents)
+    check_text(str(path), documents, left_out)
     return documents
 
 

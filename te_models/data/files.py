@@ -8,16 +8,23 @@ import io
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import PurePosixPath
-from typing import IO, cast
+from typing import IO, NamedTuple, cast
 
 import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from te_models.errors import DataError, DataUnavailable, TeModelsError, UsageError, needs
+from te_models.errors import (
+    DataError,
+    DataUnavailable,
+    TeModelsError,
+    UsageError,
+    needs,
+    plural,
+)
 from te_models.files.atomic import first_line
 from te_models.files.formats import lookalike
 
@@ -48,15 +55,27 @@ _ABOUT_DATA = (
 )
 
 
-def find_files(path: str) -> tuple[AbstractFileSystem | None, list[str]]:
+class Found(NamedTuple):
+    """The files of a corpus.
+
+    Attributes:
+        system: the fsspec file system that they are in; None: a Hub dataset.
+        files: their sorted paths (absolute here, with the protocol elsewhere).
+        left_out: folders of runs and of models below a folder, whose files are no data; sorted, relative to it.
+    """
+
+    system: AbstractFileSystem | None
+    files: list[str]
+    left_out: list[str]
+
+
+def find_files(path: str) -> Found:
     """Find the files of a corpus: a file, a folder (recursive, without hidden files), a glob, a URL or a Hub dataset.
 
     In a folder with JSONL, JSON, CSV or Parquet files, those that are about the data (README, LICENSE,
-    dataset_info.json) are skipped.
-
-    Returns:
-        the fsspec file system, and the sorted paths in it (absolute here, with the protocol elsewhere). A Hub dataset,
-        named "owner/name", "owner/name#split" or "owner/name#config/split", is one file, with HUB before its name.
+    dataset_info.json) are skipped. Folders of runs and models below a local folder are left out: `--data .` means a
+    project's texts, and not what was trained on them. A Hub dataset, named "owner/name", "owner/name#split" or
+    "owner/name#config/split", is one file, with HUB before its name.
 
     Raises:
         UsageError: the path is empty, which would stand for the current folder.
@@ -65,7 +84,8 @@ def find_files(path: str) -> tuple[AbstractFileSystem | None, list[str]]:
     if not path.strip():
         raise UsageError(f"the path of the data is empty; {HELP}")
     if path.startswith(HUB) or is_hub_name(path):
-        return None, [HUB + path.removeprefix(HUB)]
+        return Found(None, [HUB + path.removeprefix(HUB)], [])
+    left_out: list[str] = []
     with readable_errors(path):
         system, root = fsspec.core.url_to_fs(path)
         if not isinstance(system, LocalFileSystem):
@@ -74,11 +94,11 @@ def find_files(path: str) -> tuple[AbstractFileSystem | None, list[str]]:
             if "://" in path:
                 files = [system.unstrip_protocol(file) for file in files]
         elif os.path.isdir(root):
-            files = sorted(walk(root, skip={"__pycache__"}))
+            files = sorted(walk(root, skip={"__pycache__"}, left_out=left_out))
         else:
             # A name with brackets or stars may be a file's own name, which comes before the pattern.
             files = [root] if os.path.lexists(root) else _matching(system, root)
-        check_text(path, files or not os.path.isdir(root))
+        check_text(path, files or not os.path.isdir(root), left_out)
         if not files:
             raise DataUnavailable(f"{path}: no such file or folder; {HELP}")
         # A README beside Parquet files describes the data. In a folder of texts it is one of them.
@@ -92,13 +112,14 @@ def find_files(path: str) -> tuple[AbstractFileSystem | None, list[str]]:
             # Reading from a pipe or a device may wait forever.
             if isinstance(system, LocalFileSystem) and not stat.S_ISREG(os.stat(file).st_mode):
                 raise DataError(f"{file}: not a regular file; {HELP}")
-    return system, files
+    return Found(system, files, sorted(os.path.relpath(folder, root) for folder in left_out))
 
 
-def check_text(source: str, content: object) -> None:
-    """Raise a DataError if nothing was found in a source."""
+def check_text(source: str, content: object, left_out: Sequence[str] = ()) -> None:
+    """Raise a DataError if nothing was found in a source, of which folders of runs and models were left out."""
     if not content:
-        raise DataError(f"{source}: there is no text in it; {HELP}")
+        beside = f" beside {plural(len(left_out), 'folder')} of runs or models" if left_out else ""
+        raise DataError(f"{source}: there is no text in it{beside}; {HELP}")
 
 
 def is_hub_name(path: str) -> bool:
@@ -223,13 +244,28 @@ def has_utf16_mark(raw: bytes, at: int) -> bool:
     return at == 0 and raw.startswith((b"\xff\xfe", b"\xfe\xff"))
 
 
-def walk(root: str, skip: Collection[str]) -> Iterator[str]:
-    """Yield the files below a local folder; not hidden ones, nor those in folders of these names or behind links."""
+def walk(root: str, skip: Collection[str], left_out: list[str] | None = None) -> Iterator[str]:
+    """Yield the files below a local folder; not hidden ones, nor those in folders of these names or behind links.
+
+    With `left_out`, nor those of runs and models below it, whose folders are appended to this list.
+    """
     for folder, subfolders, names in os.walk(root, onerror=_refuse):
+        if left_out is not None and folder != root and _is_output({*names, *subfolders}):
+            left_out.append(folder)
+            subfolders.clear()
+            continue
         subfolders[:] = [
             name for name in subfolders if name not in skip and not name.startswith(".")
         ]
         yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
+
+
+def _is_output(names: set[str]) -> bool:
+    """Return whether a folder with these entries is a run, or a model of te-models or Hugging Face."""
+    if "run.toml" in names and names & {"metrics.jsonl", "checkpoints"}:
+        return True
+    described = names & {"config.json", "adapter_config.json"}
+    return bool(described) and any(name.endswith(".safetensors") for name in names)
 
 
 def _refuse(error: OSError) -> None:

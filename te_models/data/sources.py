@@ -17,6 +17,7 @@ from te_models.data.rows import TEXT as TEXT_FILE
 from te_models.data.rows import FileRange, file_ranges, first_rows
 from te_models.data.unrecognized_rows import misspelled
 from te_models.errors import DataError, UsageError
+from te_models.files.formats import list_some
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Source:
         format: its format, recognized by its first record: a key of te_models.data.formats, or "text files".
         talks: True if the first record is a conversation, which needs a chat template.
         first: the first record of a file.
+        left_out: folders of runs and models in it, which are not read.
         documents: of records in memory; None: they are in the files.
     """
 
@@ -42,6 +44,7 @@ class Source:
     talks: bool
     documents: Sequence[Document] | None = None
     first: Document | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def is_text(self) -> bool:
@@ -56,7 +59,10 @@ class Source:
         first = ""
         if len(self.files) > 1 and self.format != "text files":
             first = ", by the first record"
-        return f"{self.path}: {kind}{first}{weight}"
+        left_out = ""
+        if self.left_out:
+            left_out = f", without {list_some(self.left_out)} (runs or models)"
+        return f"{self.path}: {kind}{first}{left_out}{weight}"
 
     def text_bytes(self) -> int:
         """Estimate the bytes of text in all files."""
@@ -89,12 +95,21 @@ def open_sources(
             raise UsageError(
                 f"{path_and_weight}: the weight {weight:g} is out of range: give above 0 and at most {MAX_WEIGHT:,}"
             )
-        system, files = find_files(path)
+        system, files, left_out = find_files(path)
         kind, row, first = _first_row(system, files, path, columns, skip_bad)
         # Sources of different formats may share --columns, so it is enough that one has such a column.
         renamed = renamed or not columns.keys().isdisjoint((*row, *_turn_fields(row)))
         talks = first is not None and first.conversation is not None
-        source = Source(path, weight or 1.0, tuple(files), system, kind, talks, first=first)
+        source = Source(
+            path,
+            weight or 1.0,
+            tuple(files),
+            system,
+            kind,
+            talks,
+            first=first,
+            left_out=tuple(left_out),
+        )
         sources.append(source)
     if required and columns and not renamed:
         shown = ", ".join(map(repr, columns))

@@ -19,6 +19,8 @@ import te_models.data.rows as rows_module
 from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.data.corpus_chunks import ChunkReader, find_chunks
 from te_models.data.documents import Document, load_documents, split_documents
+from te_models.data.files import find_files
+from te_models.data.sources import open_sources
 from te_models.errors import DataError, UsageError
 
 
@@ -139,6 +141,34 @@ def test_globs_match_hidden_files_only_by_name(tmp_path: Path) -> None:
         (".e/*", [".e/f.txt"]),
     ):
         assert [document.text for document in load_documents(tmp_path / pattern)] == names, pattern
+
+
+OUTPUTS = {
+    "a run": ["run.toml", "metrics.jsonl", "loss.png"],
+    "a run that was killed": ["run.toml", "checkpoints/step-00000001/config.json"],
+    "a model": ["config.json", "model.safetensors", "README.md"],
+    "a model in shards": ["config.json", "model-00001-of-00002.safetensors"],
+    "adapters": ["adapter_config.json", "adapter_model.safetensors"],
+}
+
+
+@pytest.mark.parametrize("files", OUTPUTS.values(), ids=OUTPUTS.keys())
+def test_runs_and_models_in_a_project_are_no_data(files: list[str], tmp_path: Path) -> None:
+    for name in ["texts/a.txt", "configs/run.toml", *(f"runs/one/{file}" for file in files)]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"text of {name}")
+    documents = load_documents(tmp_path)
+    assert [document.text for document in documents] == [
+        "text of configs/run.toml",
+        "text of texts/a.txt",
+    ]
+    (source,) = open_sources([str(tmp_path)], {})
+    assert source.left_out == ("runs/one",) and len(source.files) == 2
+    assert source.describe().endswith(": text files, without runs/one (runs or models)")
+    with pytest.raises(DataError, match="no text in it beside 1 folder of runs or models; give"):
+        open_sources([str(tmp_path / "runs")], {})
+    # Named itself, it is what the user wants to read.
+    assert not find_files(str(tmp_path / "runs/one")).left_out
 
 
 def test_folder_is_read_sorted_without_hidden_and_binary_files(tmp_path: Path) -> None:
