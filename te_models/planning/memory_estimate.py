@@ -10,6 +10,7 @@ rounds up a tensor.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -177,8 +178,13 @@ def _standing(
                 if tensor.is_matrix and not (tensor.expert and training.expert_replicas == 1):
                     matrices += count * tensor.numel * element
         whole_gradients = tables + 2 * (matrices // depth)
-        sharded = blocks + (experts if training.expert_replicas > 1 else 0)
-        gathered_weights = tables + 2 * (sharded // depth)
+        shared = []  # bytes of each block's weights that other ranks have parts of
+        for layer in layers:
+            alone = standing.expert_weights[layer] if training.expert_replicas == 1 else 0
+            shared.append(standing.weights[layer] - alone)
+        # Blocks at the ends may be in BF16 beside others in FP8.
+        pairs = [one + other for one, other in itertools.pairwise([*shared, 0])]
+        gathered_weights = tables + max(pairs)
     trained = trained_elements(tensors)
     adapter_bytes = trained * element if training.lora_rank else 0
     state = 0
