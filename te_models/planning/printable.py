@@ -6,11 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.segment import Segment
+from rich.table import Column, Table
+from rich.text import Text
 
 from te_models.errors import for_terminal
 
+FOLDED = 12  # characters of a word in a column that may break words
+ELLIPSIS = "…"  # where rich cuts a word
 BLANKS_AT_END = re.compile(" +(?=\n)")
 
 
@@ -29,8 +34,11 @@ class Terminal(Console):
     ) -> Iterable[Segment]:
         """Yield the segments of `renderable`; those that control the terminal are rich's own.
 
-        In a file no line ends in the spaces that pad a table.
+        In a file no line ends in the spaces that pad a table. A table that is wider than the terminal, and would be
+        cut, becomes a list.
         """
+        if isinstance(renderable, Table) and self._is_too_narrow(renderable, options):
+            renderable = _as_list(renderable)
         blanks: list[Segment] = []  # seen since the last text, which may be at the end of a line
         for segment in super().render(renderable, options):
             if segment.control:
@@ -50,6 +58,60 @@ class Terminal(Console):
                 if text != safe.text:
                     blanks.append(Segment(safe.text[len(text) :], safe.style))
         yield from blanks
+
+    def _is_too_narrow(self, table: Table, options: ConsoleOptions | None) -> bool:
+        """Return whether a table does not fit into a line: words would be broken into pieces, or cut."""
+        options = options or self.options
+        if _least_width(table) > options.max_width:
+            return True
+        # Columns that fit by their longest words may still get less: rich takes from the widest ones in proportion.
+        shown = "".join(segment.text for segment in super().render(table, options))
+        texts = [str(table.title)]
+        for column in table.columns:
+            texts += [str(column.header), *_cells(column)]
+        return shown.count(ELLIPSIS) > sum(text.count(ELLIPSIS) for text in texts)
+
+
+def _cells(column: Column) -> list[str]:
+    """Return the cells of a column as plain text."""
+    return [str(cell) for cell in column.cells]
+
+
+def _least_width(table: Table) -> int:
+    """Return the characters in a line below which a table of text without a box loses some."""
+    widths = []
+    for column in table.columns:
+        texts = [str(column.header), *_cells(column)]
+        if column.no_wrap:
+            pieces = texts
+        else:
+            pieces = [word for text in texts for word in text.split()]
+        width = max(map(cell_len, pieces), default=0)
+        if column.overflow == "fold":
+            # Such a column breaks a long word, such as the name of a linear, and loses nothing.
+            width = min(width, FOLDED)
+        widths.append(width)
+    _, right, _, left = table.padding
+    between = max(left, right) if table.collapse_padding else left + right
+    edges = left + right if table.pad_edge else 0
+    return sum(widths) + between * (len(widths) - 1) + edges
+
+
+def _as_list(table: Table) -> Group:
+    """Return a table as one entry per row, "first cell: heading cell, heading cell", without empty cells."""
+    entries: list[Text] = []
+    if table.title:
+        entries.append(Text(str(table.title), "bold"))
+    first, *others = table.columns
+    for number, name in enumerate(_cells(first)):
+        figures = []
+        for column in others:
+            cell = _cells(column)[number]
+            if cell:
+                figures.append(f"{column.header} {cell}".strip())
+        entry = f"{name}: {', '.join(figures)}" if figures else name
+        entries.append(Text(entry, overflow="fold"))
+    return Group(*entries)
 
 
 class Printable(ABC):

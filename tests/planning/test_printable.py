@@ -1,14 +1,17 @@
 """Printed text obeys no character of a name, of data or of generated text."""
 
+import importlib
 import io
 from pathlib import Path
 
 import click
 import pytest
+from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
 from te_models import CausalLM
+from te_models.cli import options as options_module
 from te_models.cli.commands import main
 from te_models.cli.sampling import show_piece
 from te_models.data.byte_tokenizer import ByteTokenizer
@@ -158,3 +161,44 @@ def test_no_line_of_a_file_ends_in_spaces() -> None:
     console.print(Text("words that are broken between them " * 4))
     assert out.getvalue().startswith("asked: said\n")
     assert not any(line.endswith(" ") for line in out.getvalue().splitlines())
+
+
+def presets() -> Table:
+    table = Table(title="shapes", title_justify="left", box=None)
+    for heading in ("name", "size", "note"):
+        table.add_column(heading, no_wrap=heading == "name")
+    table.add_row("gated-hybrid-nano", "3.6 M", "checkpointing selective")
+    table.add_row("gated-moe-nano", "", "none")
+    return table
+
+
+@pytest.mark.parametrize(("width", "as_list"), [(60, False), (44, False), (30, True), (20, True)])
+def test_a_table_that_would_be_cut_is_a_list(width: int, as_list: bool) -> None:
+    out = io.StringIO()
+    Terminal(file=out, width=width).print(Group(presets(), Text("below")))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width and "…" not in out.getvalue()
+    assert lines[0].split() == ["shapes"] and lines[-1] == "below"
+    said = " ".join(out.getvalue().split())
+    rows = "gated-hybrid-nano: size 3.6 M, note checkpointing selective gated-moe-nano: note none below"
+    assert (rows in said) == as_list
+    assert ("name size note" in said) != as_list
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+@pytest.mark.parametrize(
+    "command",
+    ["list", "list --runs", "plan --preset gated-nano --memory", "plan --preset gated-nano"],
+)
+def test_no_word_is_cut_on_a_narrow_terminal(
+    command: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The name te_models.cli.list is also in the package, as any other command.
+    list_module = importlib.import_module("te_models.cli.list")
+    for module in (list_module, options_module):
+        monkeypatch.setattr(module, "console", lambda: Terminal(width=width))
+    assert main(command.split()) == 0
+    said = capsys.readouterr().out
+    assert "…" not in said and max(map(len, said.splitlines())) <= max(
+        width, 66
+    )  # of the lines outside tables
