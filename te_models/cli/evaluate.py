@@ -13,11 +13,11 @@ from te_models.cli.options import (
     Command,
     build_model,
     console,
-    is_given,
     json_option,
     model_options,
     one_source_option,
     option,
+    refuse_without,
     setting_option,
     setting_options,
     show,
@@ -97,8 +97,8 @@ def evaluate(
     """
     if data is None and tasks is None:
         raise click.UsageError("give --data PATH, --tasks NAMES, or both")
-    _refuse_without("--data PATH", data, OF_DATA)
-    _refuse_without("--tasks NAMES", tasks, OF_TASKS)
+    refuse_without("--data PATH", data, OF_DATA)
+    refuse_without("--tasks NAMES", tasks, OF_TASKS)
     names = _recipe_names(recipe, recipes)
     DataConfig(columns=columns, truncate=truncate, on_bad_record=on_bad_record)  # checks them
     from te_models.inspect.evaluate import evaluate_recipes  # noqa: PLC0415  imports torch
@@ -132,16 +132,6 @@ def evaluate(
         )
     show(evaluation, as_json)
     return _exit_code(evaluation)
-
-
-def _refuse_without(source: str, given: str | None, names: Sequence[str]) -> None:
-    """Raise a UsageError for an option about a source, such as "--data PATH", that is not given."""
-    for name in names:
-        if given is None and is_given(name):
-            flag = f"--{name.replace('_', '-')}"
-            raise click.UsageError(
-                f"{flag} is about {source.split()[0]}: add {source}, or leave it out"
-            )
 
 
 def _exit_code(evaluation: Evaluation) -> int:

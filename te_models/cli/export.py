@@ -6,12 +6,14 @@ from te_models.cli.before_tuning import base_model, base_option, rounding_option
 from te_models.cli.options import (
     Command,
     build_trained_model,
+    is_given,
     model_options,
     one_source_option,
     option,
     out_option,
     overwrite_option,
     refuse_to_replace,
+    refuse_without,
     setting_option,
     setting_options,
     show_choice,
@@ -19,6 +21,9 @@ from te_models.cli.options import (
 )
 from te_models.config.settings import EVERYDAY
 from te_models.errors import check_known
+
+OF_DATA = ("batches", "seq_len", "columns", "truncate")
+NOT_OF_STORED = ("data", "rounding", "base", "recipe")
 
 
 @click.command(cls=Command)
@@ -66,6 +71,7 @@ def export(
         export_unchanged,
     )
 
+    refuse_without("--data PATH", data, OF_DATA)
     if format is not None:
         # Before the model is read, which may take minutes.
         check_known("format", format, [*FORMATS, UNCHANGED])
@@ -74,6 +80,11 @@ def export(
             raise click.UsageError(
                 f"--format {UNCHANGED} writes a base with adapters: give --model"
             )
+        for name in NOT_OF_STORED:
+            if is_given(name):
+                raise click.UsageError(
+                    f"--{name} has no part in --format {UNCHANGED}, which copies a base unchanged: leave it out"
+                )
         show_choice(model)
         files = export_unchanged(adapter_folder(local_folder(model)), out)
         show_line(f"{out}: {len(files)} files of the base, unchanged; adapters in {out}/{ADAPTER}")
@@ -82,6 +93,11 @@ def export(
     built = build_trained_model(preset, model, options)
     if format is None:
         format = default_format(built, built.origin)
+    if data is not None and not FORMATS[format].static:
+        choices = " or ".join(name for name in FORMATS if FORMATS[name].static)
+        raise click.UsageError(
+            f"--data sets the scales of inputs, and {format} stores none: leave it out, or choose {choices}"
+        )
     calibration = None
     if data is not None:
         read = read_batches(built, data, tokenizer or model, batches, seq_len, columns, truncate)

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -374,6 +374,16 @@ def is_given(name: str) -> bool:
         click.get_current_context().get_parameter_source(name)
         is click.core.ParameterSource.COMMANDLINE
     )
+
+
+def refuse_without(source: str, given: str | None, names: Sequence[str]) -> None:
+    """Raise a UsageError for an option about a source, such as "--data PATH", that is not given."""
+    for name in names:
+        if given is None and is_given(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise click.UsageError(
+                f"{flag} is about {source.split()[0]}: add {source}, or leave it out"
+            )
 
 
 def seq_len_for(config: ModelConfig, seq_len: int) -> int:

@@ -19,6 +19,7 @@ from te_models.cli.options import (
     Command,
     build_model,
     build_trained_model,
+    is_given,
     model_options,
     option,
     setting_option,
@@ -80,6 +81,11 @@ def serve(
             if backend == "vllm":
                 raise
             show_line(f"vLLM cannot serve it ({error}): it serves itself", err=True)
+    elif is_given("format"):
+        raise UsageError(
+            f"--format {format} is for vLLM, and the model itself answers here: leave it out, or install vLLM "
+            "(pip install 'te-models[vllm]') and leave out --backend own"
+        )
     from te_models.data.dataset import check_fit  # noqa: PLC0415  imports torch
     from te_models.data.named_templates import use_template  # noqa: PLC0415
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415

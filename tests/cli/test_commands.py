@@ -475,6 +475,25 @@ MISTAKES = [
         "plan --preset gated-nano --memory --fp8-params --recipe bf16",
         "fp8_params=True needs an FP8 recipe",
     ),
+    (
+        "export --preset gated-nano --out e --batches 2",
+        "--batches is about --data: add --data PATH",
+    ),
+    ("export --preset gated-nano --out e --seq-len 16", "--seq-len is about --data: add --data"),
+    ("export --preset gated-nano --out e --truncate prompt", "--truncate is about --data: add"),
+    ("export --preset gated-nano --out e --columns prompt=text", "--columns is about --data: add"),
+    (
+        "export --preset gated-nano --out e --format fp8-channel --data text",
+        "fp8-channel stores none: leave it out, or choose fp8-tensor or nvfp4",
+    ),
+    (
+        "export --model gated-nano --out e --format stored --rounding stochastic",
+        "--rounding has no part in --format stored, which copies a base unchanged: leave it out",
+    ),
+    (
+        "serve --preset gated-nano --backend own --format fp8-block",
+        "--format fp8-block is for vLLM, and the model itself answers here: leave it out",
+    ),
     ("evaluate --preset gated-nano --data text --limit 1", "--limit is about --tasks: add"),
     ("evaluate --preset gated-nano --data text --few-shot 1", "--few-shot is about --tasks: add"),
     ("evaluate --preset gated-nano --tasks arc_easy --seq-len 8", "--seq-len is about --data: add"),
