@@ -45,6 +45,8 @@ def test_commands_run(
     for line in "\n".join(blocks("bash")).splitlines():
         words = shlex.split(line, comments=True)
         if words[:1] == ["te-models"] and words[1] not in ELSEWHERE:
-            assert main([*words[1:], "--device", "cpu", "--seq-len", "32"]) == 0, line
+            # An export reads no rows, unless it is given data.
+            shorter = ["--seq-len", "32"] if words[1] != "export" or "--data" in words else []
+            assert main([*words[1:], "--device", "cpu", *shorter]) == 0, line
             ran += 1
     assert ran == 5 and "KL (nats" in capsys.readouterr().out
