@@ -170,6 +170,7 @@ def test_memory_plan(run: Any) -> None:
     assert peak is not None and float(peak[0].split()[0]) < 24e9 / 2**30
 
 
+@pytest.mark.slow
 def test_own_recipe(run: Any, tmp_path: Path) -> None:
     out = run("own_recipe.py", "--steps", 3, "--out", tmp_path)
     assert "Float8BlockScaling" in out and "num_layers_at_start_in_bf16 = 2" in out

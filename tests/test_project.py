@@ -105,6 +105,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_the_quickstart_needs_nothing_that_windows_lacks() -> None:
     """As far as that can be tried elsewhere: the modules and flags of POSIX are gone."""
     command = [sys.executable, "-c", WITHOUT_POSIX, str(ROOT / ".ci/quickstart.py")]

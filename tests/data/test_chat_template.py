@@ -45,7 +45,14 @@ REFUSED: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+# "doubling" fills the memory that a template may have.
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "doubling" else name
+        for name in REFUSED
+    ],
+)
 def test_a_template_that_fails_is_one_line(case: str) -> None:
     source, message = REFUSED[case]
     template = ChatTemplate(source, {})

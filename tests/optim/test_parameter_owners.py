@@ -149,6 +149,7 @@ def two(root: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_compute_what_one_does(
     name: str, two: dict[str, Any], root: Path, tmp_path: Path
@@ -182,10 +183,12 @@ def size_of_moments(folder: Any) -> dict[str, float]:
     return {kind: total**0.5 for kind, total in sums.items()}
 
 
+@pytest.mark.slow
 def test_pieces_travel_in_every_bit(two: dict[str, Any]) -> None:
     assert two["travelled"]
 
 
+@pytest.mark.slow
 def test_an_owner_needs_no_second_copy_of_a_large_table(two: dict[str, Any]) -> None:
     """Beyond the results: what is sent, received and put in place, each of at most BUFFER bytes, and pieces of rounds
     before, which a thread of gloo may not have released yet. A second copy, in BF16, would be 11 times BUFFER.
@@ -199,6 +202,7 @@ def test_an_owner_needs_no_second_copy_of_a_large_table(two: dict[str, Any]) -> 
         assert shards <= returning <= shards + 8 * BUFFER
 
 
+@pytest.mark.slow
 def test_owners_share_the_state_out(two: dict[str, Any], tmp_path: Path) -> None:
     with torch.compiler.set_stance("force_eager"):
         run = make_trainer(Parallel(), tmp_path, alone(STEP))
@@ -207,11 +211,13 @@ def test_owners_share_the_state_out(two: dict[str, Any], tmp_path: Path) -> None
     assert sum(two["state"]) == pytest.approx(whole, abs=100) and max(two["state"]) < 0.55 * whole
 
 
+@pytest.mark.slow
 def test_a_resume_on_as_many_ranks_is_exact(two: dict[str, Any], root: Path) -> None:
     assert two["resumed"] == two["saved"]
     assert_same_checkpoints(root / "saved", root / "resumed")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_codes_and_the_values_of_the_masters(
     two: dict[str, Any], root: Path
 ) -> None:
@@ -235,6 +241,7 @@ def test_a_checkpoint_has_the_codes_and_the_values_of_the_masters(
         assert_same_bits(name, quantizer(master)._data, tensor)
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_goes_on_from_any_other(
     two: dict[str, Any], root: Path, tmp_path: Path
 ) -> None:
