@@ -9,7 +9,7 @@ import torch
 
 
 class Allocated(NamedTuple):
-    """What work returned, and the bytes that it had allocated and not freed: at most, and in the end."""
+    """The result of a piece of work, and the bytes that it held: `most` at one time, and `left` at its end."""
 
     result: Any
     most: int

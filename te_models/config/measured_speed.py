@@ -29,7 +29,7 @@ PAYS_ELSEWHERE = 1.05
 
 
 class Size(NamedTuple):
-    """What a model's speed is looked up by.
+    """The facts about a model by which its measured speed is found.
 
     Attributes:
         width: hidden_size.

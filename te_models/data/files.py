@@ -247,7 +247,7 @@ def has_utf16_mark(raw: bytes, at: int) -> bool:
 def walk(root: str, skip: Collection[str], left_out: list[str] | None = None) -> Iterator[str]:
     """Yield the files below a local folder; not hidden ones, nor those in folders of these names or behind links.
 
-    With `left_out`, nor those of runs and models below it, whose folders are appended to this list.
+    With `left_out`, files of runs and models below it are left out too, and their folders appended to this list.
     """
     for folder, subfolders, names in os.walk(root, onerror=_refuse):
         if left_out is not None and folder != root and _is_output({*names, *subfolders}):

@@ -245,7 +245,7 @@ def _read_other_tensors(
     Where the folder is not, or no longer, one of Hugging Face, the first is None and the second is `family` itself.
 
     Raises:
-        UsageError: `beside` was given, and has none or those of another model than one of this `family` and `config`.
+        UsageError: `beside` was given, but has no such tensors, or belongs to a model of another `family` or `config`.
     """
     folder = origin.beside or origin.folder
     others = None

@@ -103,7 +103,7 @@ def inverses_of(
 
 @triton.jit
 def for_words(of_runs):
-    """Return a value for each word, [high, wide], from those of runs [high, wide / WORDS_OF_RUN]."""
+    """Return a value for each word, [high, wide], from one for each run, [high, wide / WORDS_OF_RUN]."""
     high: tl.constexpr = of_runs.shape[0]
     runs: tl.constexpr = of_runs.shape[1]
     each = tl.broadcast_to(of_runs[:, :, None], (high, runs, WORDS_OF_RUN))
@@ -223,9 +223,19 @@ def count_blocks_kernel(
             source, data, top, left, rows, words, source_stride, data_stride, ROWS, WORDS
         )
         of_runs = inverses_of(
-            inverse, top, left, rows, words, inverse_row, inverse_column,
-            BLOCK_ROWS, BLOCK_WORDS, ROWS, WORDS, WORDS_OF_RUN,
-        )  # fmt: skip
+            inverse,
+            top,
+            left,
+            rows,
+            words,
+            inverse_row,
+            inverse_column,
+            BLOCK_ROWS,
+            BLOCK_WORDS,
+            ROWS,
+            WORDS,
+            WORDS_OF_RUN,
+        )
         hashes = hashes_of_words(word, top, left, ROWS, WORDS)
         state = count_four(
             state,
@@ -260,9 +270,19 @@ def count_blocks_kernel(
                     source, data, top, left, rows, words, source_stride, data_stride, ROWS, WORDS
                 )
                 by = inverses_of(
-                    inverse, top, left, rows, words, inverse_row, inverse_column,
-                    BLOCK_ROWS, BLOCK_WORDS, ROWS, WORDS, 1,
-                )  # fmt: skip
+                    inverse,
+                    top,
+                    left,
+                    rows,
+                    words,
+                    inverse_row,
+                    inverse_column,
+                    BLOCK_ROWS,
+                    BLOCK_WORDS,
+                    ROWS,
+                    WORDS,
+                    1,
+                )
                 if care_needed > 0:
                     care = count_with_care(care, values, word, by, outside, E5M2)
                 else:

@@ -8,7 +8,7 @@ an activation and its gradient, are computed once more by its own functions.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -49,8 +49,8 @@ from te_models.kernels.count_words_triton import (
     words_of_codes,
 )
 from te_models.kernels.expert_blocks_triton import Blocks, WeightBlocks
-from te_models.kernels.expert_cast_triton import FP8Matrices, Matrices, load_rows
-from te_models.kernels.expert_hidden_triton import Activation, gradient_values, hidden_values
+from te_models.kernels.expert_cast_triton import FP8Matrices, Matrices
+from te_models.kernels.expert_values_triton import Activated, values_arguments, values_of_experts
 from te_models.kernels.groups import Groups
 
 PROGRAMS = 528  # of all experts together: four per multiprocessor of an H100
@@ -68,76 +68,6 @@ class ExpertCounts(NamedTuple):
     fields: Tensor
     codes: Tensor
     apart: int
-
-
-class Activated(NamedTuple):
-    """Values that are cast where they are computed: an activation [R, F], or its gradient [R, 2F].
-
-    Attributes:
-        gate_up: [R, 2F] = [gate | up].
-        activation: of gate_up.
-        dy: the gradient of the activation [R, F]; None: the values are the activation.
-    """
-
-    gate_up: Tensor
-    activation: Activation
-    dy: Tensor | None = None
-
-
-@triton.jit
-def _values(
-    # as the arguments of the kernels below
-    data,
-    source,
-    factor,
-    tokens,
-    places,
-    dy,
-    alpha,
-    # the expert, and its first row
-    e,
-    begin,
-    # rows and columns of the tile, and how many the expert has
-    i,
-    j,
-    rows,
-    columns,
-    VALUES: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
-    """Return values before the cast, FP32 [i, j]."""
-    if source is not None:
-        source += begin
-    if VALUES == "rows":
-        if places is not None:
-            data += tl.load(places + e)
-        elif source is None:
-            data += begin * columns
-        if factor is not None:
-            factor += begin
-        x = load_rows(data, source, factor, tokens, i, j, rows, columns)
-    elif VALUES == "activation":
-        data += begin * 2 * columns
-        x = hidden_values(data, source, tokens, i, j, rows, columns, alpha, LIMIT)
-    else:
-        tl.static_assert(VALUES == "gradient")
-        # The left half is of the gate, the right one of up; a tile may have columns of both.
-        half = columns // 2
-        place = tl.where(j < half, j, j - half)
-        of_gate, of_up, _ = gradient_values(
-            dy + begin * half,
-            data + begin * columns,
-            source,
-            tokens,
-            i,
-            place,
-            rows,
-            half,
-            alpha,
-            LIMIT,
-        )
-        x = tl.where((j < half)[None, :], of_gate, of_up)
-    return x
 
 
 @triton.jit
@@ -170,7 +100,7 @@ def _tile(
     j = left.to(tl.int64) + tl.arange(0, WORDS)
     values = ()
     for place in tl.static_range(4):
-        x = _values(
+        x = values_of_experts(
             data,
             source,
             factor,
@@ -259,17 +189,43 @@ def count_experts_kernel(
         for turn in range(turns):
             top, left = place_of_turn(turn, words, programs, HEIGHT, ROWS, WORDS)
             values, word, outside = _tile(
-                data, source, factor, tokens, places, dy, alpha, cast_codes,
-                e, begin, rows, top, left, columns, VALUES, LIMIT, ROWS, WORDS,
-            )  # fmt: skip
+                data,
+                source,
+                factor,
+                tokens,
+                places,
+                dy,
+                alpha,
+                cast_codes,
+                e,
+                begin,
+                rows,
+                top,
+                left,
+                columns,
+                VALUES,
+                LIMIT,
+                ROWS,
+                WORDS,
+            )
             hashes = hashes_of_words(word, top, left, ROWS, WORDS)
             if BLOCK_ROWS == 0:
                 state = count_four(state, values, word, hashes, one_inverse, outside, E5M2)
             else:
                 of_runs = inverses_of(
-                    inverse, top, left, rows, words, inverse_row, inverse_column,
-                    BLOCK_ROWS, BLOCK_WORDS, ROWS, WORDS, WORDS_OF_RUN,
-                )  # fmt: skip
+                    inverse,
+                    top,
+                    left,
+                    rows,
+                    words,
+                    inverse_row,
+                    inverse_column,
+                    BLOCK_ROWS,
+                    BLOCK_WORDS,
+                    ROWS,
+                    WORDS,
+                    WORDS_OF_RUN,
+                )
                 state = count_four(
                     state, values, word, hashes, for_words(of_runs), outside, E5M2, of_runs
                 )
@@ -288,9 +244,16 @@ def count_experts_kernel(
             care_needed = needs_care(state, tl.min(scale_sums[1]).to(tl.float32, bitcast=True))
             one = tl.full((), 1.0, tl.float32)
             add_state(
-                expert_fields, expert_codes, spread, state, care_needed, one, elements, E5M2,
+                expert_fields,
+                expert_codes,
+                spread,
+                state,
+                care_needed,
+                one,
+                elements,
+                E5M2,
                 begins=False,
-            )  # fmt: skip
+            )
             program_fields = expert_fields + (tl.program_id(0) % spread) * _WIDTH
             add_scale_sums(program_fields, sums_of_scales(scale_sums))
         marks = marked(state)
@@ -301,16 +264,42 @@ def count_experts_kernel(
                 if (care_needed > 0) | ((marks & mark_of(turn)) != 0):
                     top, left = place_of_turn(turn, words, programs, HEIGHT, ROWS, WORDS)
                     values, word, outside = _tile(
-                        data, source, factor, tokens, places, dy, alpha, cast_codes,
-                        e, begin, rows, top, left, columns, VALUES, LIMIT, ROWS, WORDS,
-                    )  # fmt: skip
+                        data,
+                        source,
+                        factor,
+                        tokens,
+                        places,
+                        dy,
+                        alpha,
+                        cast_codes,
+                        e,
+                        begin,
+                        rows,
+                        top,
+                        left,
+                        columns,
+                        VALUES,
+                        LIMIT,
+                        ROWS,
+                        WORDS,
+                    )
                     if BLOCK_ROWS == 0:
                         by = one_inverse
                     else:
                         by = inverses_of(
-                            inverse, top, left, rows, words, inverse_row, inverse_column,
-                            BLOCK_ROWS, BLOCK_WORDS, ROWS, WORDS, 1,
-                        )  # fmt: skip
+                            inverse,
+                            top,
+                            left,
+                            rows,
+                            words,
+                            inverse_row,
+                            inverse_column,
+                            BLOCK_ROWS,
+                            BLOCK_WORDS,
+                            ROWS,
+                            WORDS,
+                            1,
+                        )
                     if care_needed > 0:
                         care = count_with_care(care, values, word, by, outside, E5M2)
                     else:
@@ -399,7 +388,7 @@ def _count(
     block: tuple[int, int],
     counts: ExpertCounts,
 ) -> None:
-    """Launch the kernel: `strides` are those of inverse scales, between experts, rows and columns of blocks."""
+    """Launch the kernel; `strides` of the inverse scales are between experts, rows of blocks and columns of blocks."""
     columns = data.shape[1]
     assert columns % 4 == 0
     height = max(ROWS, block[0])
@@ -408,7 +397,7 @@ def _count(
     most = max(few, triton.cdiv(units, MOST_TILES // (height // ROWS)))
     with torch.cuda.device_of(data):
         count_experts_kernel[(most, groups.experts)](
-            **_of_values(values),
+            **values_arguments(values),
             first=groups.first,
             cast_codes=data,
             scales_inverse=scales_inverse,
@@ -431,31 +420,3 @@ def _count(
             MOST_TILES=MOST_TILES,
             **COUNTING,
         )
-
-
-def _of_values(values: Matrices | Activated) -> dict[str, Any]:
-    """Return the arguments of a kernel for the values before a cast."""
-    if isinstance(values, Activated):
-        activation = values.activation
-        return dict(
-            data=values.gate_up,
-            source=activation.token,
-            factor=None,
-            tokens=activation.tokens,
-            places=None,
-            dy=values.dy,
-            alpha=activation.alpha,
-            VALUES="activation" if values.dy is None else "gradient",
-            LIMIT=activation.limit,
-        )
-    return dict(
-        data=values.data,
-        source=values.source,
-        factor=values.factor,
-        tokens=len(values.data),
-        places=values.places,
-        dy=None,
-        alpha=1.0,
-        VALUES="rows",
-        LIMIT=None,
-    )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from te_models.device.autograd import Context
-from te_models.kernels.count_experts_triton import Activated, count_expert_blocks
+from te_models.kernels.count_experts_triton import count_expert_blocks
 from te_models.kernels.expert_block_gradients_triton import BlockGradients, gradient_blocks
 from te_models.kernels.expert_block_products_triton import block_rows_times, block_weights_from
 from te_models.kernels.expert_blocks_triton import (
@@ -27,6 +27,7 @@ from te_models.kernels.expert_cast_triton import Matrices
 from te_models.kernels.expert_hidden_triton import Activation
 from te_models.kernels.expert_rows import Route
 from te_models.kernels.expert_rows_triton import total
+from te_models.kernels.expert_values_triton import Activated
 from te_models.kernels.grouped_linear_triton import Locations, Seen, matrices_of
 from te_models.kernels.groups import Groups
 from te_models.kernels.joint_experts_triton import Passed, rows_of_tokens

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from te_models.device.autograd import Context
-from te_models.kernels.count_experts_triton import Activated, count_experts
+from te_models.kernels.count_experts_triton import count_experts
 from te_models.kernels.expert_cast_triton import (
     FP8Matrices,
     Matrices,
@@ -25,6 +25,7 @@ from te_models.kernels.expert_cast_triton import (
 )
 from te_models.kernels.expert_rows import Route
 from te_models.kernels.expert_scales_triton import Delayed
+from te_models.kernels.expert_values_triton import Activated
 from te_models.kernels.expert_weights_triton import (
     EqualMatrices,
     cast_equal,

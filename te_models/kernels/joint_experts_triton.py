@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from te_models.device.autograd import Context
-from te_models.kernels.count_experts_triton import Activated
 from te_models.kernels.expert_cast_triton import (
     FP8Matrices,
     Matrices,
@@ -30,6 +29,7 @@ from te_models.kernels.expert_cast_triton import (
 from te_models.kernels.expert_hidden_triton import Activation, HiddenGradients, gradients, hidden
 from te_models.kernels.expert_rows import Route
 from te_models.kernels.expert_rows_triton import dots, total
+from te_models.kernels.expert_values_triton import Activated
 from te_models.kernels.expert_weights_triton import EqualMatrices, transposed, turned_equal
 from te_models.kernels.grouped_gemm_triton import ExpertMatrices, rows_times, weights_from
 from te_models.kernels.grouped_linear_triton import (

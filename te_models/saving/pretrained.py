@@ -489,7 +489,7 @@ def read_shape(name: str | Path, overrides: Document | None = None) -> SavedShap
 
 
 def trained_shape(name: str | Path) -> ModelConfig:
-    """Return the shape of a saved model; of a folder with adapters that of the model they were trained on."""
+    """Return the shape of a saved model; for a folder with adapters, the shape of the model they were trained on."""
     adapters = adapter_folder(name)
     trained = None if adapters is None else trained_config(adapters)
     return read_shape(name).config if trained is None else trained.config

@@ -136,7 +136,7 @@ class Parallel:
     def build(self, config: ModelConfig, *, initialize: bool = True, **options: Any) -> CausalLM:
         """Build a CausalLM, with CausalLM's arguments, split over the processes; on the meta device it is whole."""
         if options.get("device") in ("meta", torch.device("meta")):
-            # Its shapes are compared with those of a folder.
+            # The caller compares its shapes with the ones in a folder.
             return CausalLM(config, **options, initialize=initialize)
         if self.device is not None:
             options["device"] = self.device

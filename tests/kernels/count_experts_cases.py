@@ -13,7 +13,6 @@ from torch import Tensor
 
 from te_models.kernels import count_experts_triton, count_four_triton, count_words_triton
 from te_models.kernels.count_experts_triton import (
-    Activated,
     ExpertCounts,
     count_expert_blocks,
     count_experts,
@@ -33,6 +32,7 @@ from te_models.kernels.expert_cast_triton import (
 )
 from te_models.kernels.expert_hidden_triton import Activation, gradients, hidden
 from te_models.kernels.expert_scales_triton import Delayed
+from te_models.kernels.expert_values_triton import Activated
 from te_models.kernels.expert_weights_triton import EqualMatrices, cast_equal
 from te_models.kernels.grouped_linear_triton import matrices_of, on_device
 from te_models.kernels.groups import Groups
