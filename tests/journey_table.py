@@ -267,10 +267,10 @@ TWO_GPUS: dict[str, Journey] = {
     "two-fsdp-fp8-params": together(f"{SHARED} fsdp --fp8-params", graph=False),
     "two-fsdp-full": together(f"{SHARED} fsdp --activation-checkpointing full"),
     "two-fsdp-selective": together(f"{SHARED} fsdp --activation-checkpointing selective"),
-    "two-fsdp-accumulate": together(f"{SHARED} fsdp --gradient-accumulation 2", graph=False),
+    "two-fsdp-accumulate": together(f"{SHARED} fsdp --gradient-accumulation 2"),
     "two-fsdp-kept-accumulate": together(
-        "--recipe current --parallel fsdp --no-reshard-after-forward --gradient-accumulation 3",
-        graph=False),
+        "--recipe current --parallel fsdp --no-reshard-after-forward --gradient-accumulation 3"
+    ),
     "two-ddp-accumulate": together(f"{SHARED} ddp --gradient-accumulation 3"),
     "two-fsdp-save": together(f"{SHARED} fsdp --save-every 8"),
     "two-fsdp-length-333": together(f"{SHARED} fsdp --seq-len 333 --batch-size 6"),
@@ -300,7 +300,7 @@ TWO_GPUS: dict[str, Journey] = {
     ),
     "two-lora": Journey(
         (tune("--recipe delayed --data {chats} --lora 8 --learning-rate 2e-3 --merge", launch=TORCHRUN),),
-        gpus=2, graph=False, falls=0.1, needs=("peft",), prints="merged",
+        gpus=2, falls=0.1, needs=("peft",), prints="merged",
     ),
     "two-chat-fsdp": Journey(
         (tune("--recipe delayed --data {chats} --learning-rate 1e-3 --parallel fsdp", launch=TORCHRUN),),
