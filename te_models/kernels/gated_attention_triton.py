@@ -77,8 +77,15 @@ def _rotate_kernel(
     inside = (head < heads) & exists[None, :]
     source = x + batch * x_batch + place * x_seq + head * x_head
     target = out + batch * out_batch + place * out_seq + head * out_head
-    a = tl.load(source + first[None, :], inside, 0.0).to(tl.float32)
-    b = tl.load(source + second[None, :], inside, 0.0).to(tl.float32)
+    if interleaved:
+        # Both members of a pair are in one thread: reading every second channel would take twice as many loads.
+        channel = tl.arange(0, 2 * width)
+        among = (head < heads) & (channel < 2 * half)[None, :]
+        both = tl.load(source + channel[None, :], among, 0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(both, (block, width, 2)))
+    else:
+        a = tl.load(source + first[None, :], inside, 0.0).to(tl.float32)
+        b = tl.load(source + second[None, :], inside, 0.0).to(tl.float32)
     other = 2 * half + tl.arange(0, rest)
     beside = (head < heads) & (other < dim)[None, :]
     if 2 * half < dim:
@@ -103,8 +110,12 @@ def _rotate_kernel(
         one = a * turn - b * slant
         b = b * turn + a * slant
         a = one
-    tl.store(target + first[None, :], a.to(out.dtype.element_ty), inside)
-    tl.store(target + second[None, :], b.to(out.dtype.element_ty), inside)
+    if interleaved:
+        both = tl.reshape(tl.join(a, b), (block, 2 * width))
+        tl.store(target + channel[None, :], both.to(out.dtype.element_ty), among)
+    else:
+        tl.store(target + first[None, :], a.to(out.dtype.element_ty), inside)
+        tl.store(target + second[None, :], b.to(out.dtype.element_ty), inside)
     if 2 * half < dim and not in_place:
         tl.store(target + other[None, :], c.to(out.dtype.element_ty), beside)
 

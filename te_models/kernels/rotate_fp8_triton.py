@@ -14,7 +14,6 @@ from te_models.kernels.count_four_triton import (
     add_care,
     add_saturated,
     add_state,
-    count_columns,
     count_rows,
     count_rows_with_care,
     marked,
@@ -42,7 +41,6 @@ from te_models.kernels.head_groups_triton import (
 )
 from te_models.kernels.head_tiles_triton import (
     head_tiles,
-    pairs,
     rotation_tables,
     row_and_place,
 )
@@ -65,24 +63,63 @@ def _angles(cos, sin, i, table_batch, table_seq, seq, sign, pair, inside):
 
 
 @triton.jit
-def _rotated(x_at, i, head, seq, c, s, first, second, inside):
-    """Return both members of the turned pairs of a head at tokens i."""
+def _rotated(
+    x_at,
+    i,
+    head,
+    seq,
+    c,
+    s,
+    exists,
+    half: tl.constexpr,
+    wide: tl.constexpr,
+    interleaved: tl.constexpr,
+):
+    """Return the turned channels of a head at tokens i: the first and second members of pairs, or all in one tile.
+
+    `exists` are the tokens that do.
+    """
     at = token_rows(x_at, i, head, seq)
-    one = read_head(at, first, inside)
-    two = read_head(at, second, inside)
-    return one * c - two * s, two * c + one * s
+    channel = tl.arange(0, wide)
+    if interleaved:
+        # Both members of a pair are in one thread: reading every second channel would take twice as many loads.
+        both = read_head(at, channel, exists & (channel < 2 * half)[None, :])
+        one, two = tl.split(tl.reshape(both, (both.shape[0], wide // 2, 2)))
+        turned = tl.join(one * c - two * s, two * c + one * s)
+        tiles = (tl.reshape(turned, (both.shape[0], wide)),)
+    else:
+        inside = exists & (channel < half)[None, :]
+        one = read_head(at, channel, inside)
+        two = read_head(at, half + channel, inside)
+        tiles = (one * c - two * s, two * c + one * s)
+    return tiles
 
 
 @triton.jit
-def _turned_four(x_at, i, head, seq, cosines, sines, first, second, inside):
-    """Return both members of a head's turned pairs, each of the first to fourth rows of groups of four at tokens i."""
+def _turned_four(
+    x_at,
+    i,
+    head,
+    seq,
+    cosines,
+    sines,
+    exists,
+    half: tl.constexpr,
+    wide: tl.constexpr,
+    interleaved: tl.constexpr,
+):
+    """Return `_rotated` of the first to fourth rows of groups of four at tokens i, four tiles for each of its tiles."""
     ca, cb, cc, cd = cosines
     sa, sb, sc, sd = sines
-    a, e = _rotated(x_at, i, head, seq, ca, sa, first, second, inside)
-    b, f = _rotated(x_at, i + 1, head, seq, cb, sb, first, second, inside)
-    c, g = _rotated(x_at, i + 2, head, seq, cc, sc, first, second, inside)
-    d, h = _rotated(x_at, i + 3, head, seq, cd, sd, first, second, inside)
-    return (a, b, c, d), (e, f, g, h)
+    a = _rotated(x_at, i, head, seq, ca, sa, exists, half, wide, interleaved)
+    b = _rotated(x_at, i + 1, head, seq, cb, sb, exists, half, wide, interleaved)
+    c = _rotated(x_at, i + 2, head, seq, cc, sc, exists, half, wide, interleaved)
+    d = _rotated(x_at, i + 3, head, seq, cd, sd, exists, half, wide, interleaved)
+    if interleaved:
+        turned = ((a[0], b[0], c[0], d[0]),)
+    else:
+        turned = ((a[0], b[0], c[0], d[0]), (a[1], b[1], c[1], d[1]))
+    return turned
 
 
 @triton.jit
@@ -96,75 +133,66 @@ def _read_four(x_at, i, head, seq, channel, inside):
 
 
 @triton.jit
-def _count_pairs(
+def _count_turned(
     state,
-    # as in store_pairs
-    firsts,
-    seconds,
-    first,
-    second,
+    # of `_turned_four`
+    turned,
     scale,
     # the first row, the column where the head begins, and how many rows there are
     top,
     begin,
     rows,
-    half: tl.constexpr,
-    interleaved: tl.constexpr,
+    # channels of each of its tiles that exist
+    size: tl.constexpr,
     E5M2: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Return a state to which the pairs of a head are added."""
-    if interleaved:
-        state = count_columns(state, firsts, scale, top, rows, begin + first, half, E5M2)
-        state = count_columns(state, seconds, scale, top, rows, begin + second, half, E5M2)
-    else:
-        state = count_rows(state, firsts, scale, top, 0, rows, half, begin, E5M2, ALIGNED)
-        state = count_rows(state, seconds, scale, top, 0, rows, half, begin + half, E5M2, ALIGNED)
+    """Return a state to which the turned channels of a head are added."""
+    for tile in tl.static_range(len(turned)):
+        at = begin + tile * size
+        state = count_rows(state, turned[tile], scale, top, 0, rows, size, at, E5M2, ALIGNED)
     return state
 
 
 @triton.jit
-def _store_pairs(
-    # the first and the second members of the pairs of a head, four tiles each, and their channels
-    firsts,
-    seconds,
-    first,
-    second,
+def _store_turned(
+    # of `_turned_four`
+    turned,
     scale,
-    # groups of four rows; the columns of the output where the head begins and where its first members end; its rows
-    # and columns
+    # groups of four rows; the column of the output where the head begins; its rows and columns
     group,
     begin,
-    end,
     rows,
     columns,
     data,
     transposed,
-    half: tl.constexpr,
+    # channels of each of its tiles that exist, and their columns
+    size: tl.constexpr,
+    wide: tl.constexpr,
     E5M2: tl.constexpr,
 ):
-    """Quantize the pairs of a head into both copies; return the largest magnitudes."""
-    a, b, c, d = firsts
-    e, f, g, h = seconds
-    one = store_fp8(
-        a, b, c, d, scale, group, begin + first, rows, end, data, transposed, columns, E5M2
-    )
-    two = store_fp8(
-        a=e,
-        b=f,
-        c=g,
-        d=h,
-        scale=scale,
-        group=group,
-        j=begin + second,
-        rows=rows,
-        columns=begin + 2 * half,
-        data=data,
-        transposed=transposed,
-        stride=columns,
-        E5M2=E5M2,
-    )
-    return tl.maximum(one, two)
+    """Quantize the turned channels of a head into both copies; return the largest magnitudes."""
+    largest = tl.zeros(turned[0][0].shape, tl.float32)
+    for tile in tl.static_range(len(turned)):
+        a, b, c, d = turned[tile]
+        at = begin + tile * size
+        stored = store_fp8(
+            a,
+            b,
+            c,
+            d,
+            scale,
+            group,
+            at + tl.arange(0, wide),
+            rows,
+            at + size,
+            data,
+            transposed,
+            columns,
+            E5M2,
+        )
+        largest = tl.maximum(largest, stored)
+    return largest
 
 
 @triton.jit
@@ -214,9 +242,12 @@ def _rotate_fp8_kernel(
     group, part, pair, inside = place_of_heads(
         rows, tl.cdiv(heads, turned), half, width, block, BAND
     )
-    _, first, second = pairs(half, width, interleaved)
+    # A head's turned channels are one tile where pairs are neighbors, else two.
+    wide: tl.constexpr = 2 * width if interleaved else width
+    size: tl.constexpr = 2 * half if interleaved else half
+    exists = (4 * group < rows)[:, None]
     other = 2 * half + tl.arange(0, rest)
-    beside = (4 * group < rows)[:, None] & (other < dim)[None, :]
+    beside = exists & (other < dim)[None, :]
     i = 4 * group
     x_at = (x, x_batch, x_seq, x_head)
     s = tl.load(scale)
@@ -226,65 +257,39 @@ def _rotate_fp8_kernel(
     cd, sd = _angles(cos, sin, i + 3, table_batch, table_seq, seq, sign, pair, inside)
     cosines = (ca, cb, cc, cd)
     sines = (sa, sb, sc, sd)
-    largest = tl.zeros((block // 4, width), tl.float32)
+    largest = tl.zeros((block // 4, wide), tl.float32)
+    largest_rest = tl.zeros((block // 4, rest), tl.float32)
     top = first_row(rows, tl.cdiv(heads, turned), block, BAND)
     if counts is not None:
-        state = new_state(block // 4, width)
+        state = new_state(block // 4, wide)
         if 2 * half < dim:
             rest_state = new_state(block // 4, rest)
     for step in range(tl.minimum(turned, heads - part * turned)):
         head = part * turned + step
-        firsts, seconds = _turned_four(x_at, i, head, seq, cosines, sines, first, second, inside)
+        four = _turned_four(x_at, i, head, seq, cosines, sines, exists, half, wide, interleaved)
         begin = start + head * dim
         stop = begin + dim
-        # Beyond the last pair there are no columns: the bound of a half is where the other begins.
-        end = begin + 2 * half if interleaved else begin + half
-        stored = _store_pairs(
-            firsts,
-            seconds,
-            first,
-            second,
-            s,
-            group,
-            begin,
-            end,
-            rows,
-            columns,
-            data,
-            transposed,
-            half,
-            E5M2,
+        stored = _store_turned(
+            four, s, group, begin, rows, columns, data, transposed, size, wide, E5M2
         )
         largest = tl.maximum(largest, stored)
         if counts is not None:
-            state = _count_pairs(
-                state,
-                firsts,
-                seconds,
-                first,
-                second,
-                s,
-                top,
-                begin,
-                rows,
-                half,
-                interleaved,
-                E5M2,
-                ALIGNED,
-            )
+            state = _count_turned(state, four, s, top, begin, rows, size, E5M2, ALIGNED)
         if 2 * half < dim:
             others = _read_four(x_at, i, head, seq, other, beside)
             a, b, c, d = others
             three = store_fp8(
                 a, b, c, d, s, group, begin + other, rows, stop, data, transposed, columns, E5M2
             )
-            raise_amax(amax, three)
+            largest_rest = tl.maximum(largest_rest, three)
             if counts is not None:
                 at = begin + 2 * half
                 rest_state = count_rows(
                     rest_state, others, s, top, 0, rows, dim - 2 * half, at, E5M2, False
                 )
     raise_amax(amax, largest)
+    if 2 * half < dim:
+        raise_amax(amax, largest_rest)
     if counts is not None:
         inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
         elements = tl.full((), 1.0, tl.float64) * rows * heads * dim
@@ -300,11 +305,11 @@ def _rotate_fp8_kernel(
             care = new_care()
             for step in range(tl.minimum(turned, heads - part * turned)):
                 head = part * turned + step
-                firsts, seconds = _turned_four(
-                    x_at, i, head, seq, cosines, sines, first, second, inside
+                four = _turned_four(
+                    x_at, i, head, seq, cosines, sines, exists, half, wide, interleaved
                 )
-                care = count_rows_with_care(care, firsts, s, top, 0, rows, half, E5M2)
-                care = count_rows_with_care(care, seconds, s, top, 0, rows, half, E5M2)
+                for tile in tl.static_range(len(four)):
+                    care = count_rows_with_care(care, four[tile], s, top, 0, rows, size, E5M2)
                 if 2 * half < dim:
                     others = _read_four(x_at, i, head, seq, other, beside)
                     care = count_rows_with_care(care, others, s, top, 0, rows, dim - 2 * half, E5M2)
@@ -313,11 +318,11 @@ def _rotate_fp8_kernel(
             saturated = tl.zeros((), tl.int64)
             for step in range(tl.minimum(turned, heads - part * turned)):
                 head = part * turned + step
-                firsts, seconds = _turned_four(
-                    x_at, i, head, seq, cosines, sines, first, second, inside
+                four = _turned_four(
+                    x_at, i, head, seq, cosines, sines, exists, half, wide, interleaved
                 )
-                saturated += saturated_of(firsts, inverse, E5M2)
-                saturated += saturated_of(seconds, inverse, E5M2)
+                for tile in tl.static_range(len(four)):
+                    saturated += saturated_of(four[tile], inverse, E5M2)
                 if 2 * half < dim:
                     others = _read_four(x_at, i, head, seq, other, beside)
                     saturated += saturated_of(others, inverse, E5M2)
