@@ -23,6 +23,7 @@ from te_models.files.formats import Fields, read_json
 from te_models.fp8.region import saving
 from te_models.saving.folder import load_folder, save_folder
 from te_models.saving.run_folder import Checkpoints
+from te_models.recorder.record import FOLDER as RECORD_FOLDER
 from te_models.training.evaluation import Batch
 from te_models.training.recording import RecordedStep, Recorder, RecordLog
 from te_models.training.resume import run_choices
@@ -106,18 +107,16 @@ class Captures:
         """Return the recorder if a step, which has begun, is to be recorded; capture the step if it is marked."""
         trainer = self.trainer
         captured = self.is_due(step)
-        if captured:
-            self.save(step, micro_batches)
-            if trainer.recorder is None:
-                self._record_from_now_on()
-        # The checkpoint before this step is a state to replay from: with the batch it makes a capture, for few bytes.
+        if captured and trainer.recorder is None:
+            self._record_from_now_on()
         # A bad step that was kept stays, though the run takes the step once more.
-        elif (
-            trainer.recorder is not None
-            and trainer.saved_step == step - 1
-            and step != self.bad_step
-        ):
-            self.save_batch(step, micro_batches)
+        if step != self.bad_step:
+            if captured:
+                self.save(step, micro_batches)
+            # The checkpoint before this step is a state to replay from: with the batch it makes a capture, for few
+            # bytes.
+            elif trainer.recorder is not None and trainer.saved_step == step - 1:
+                self.save_batch(step, micro_batches)
         recorder = trainer.recorder
         return recorder if recorder is not None and (captured or recorder.is_due(step)) else None
 
@@ -145,6 +144,7 @@ class Captures:
                 "capture": self._document(step, len(micro_batches)) | {"bad": bad},
             }
             folder = trainer.new_checkpoints(trainer.out / FOLDER, keep_last=KEPT)
+            self._drop_record(step)
             folder.save(step, tensors, documents)
 
     def save_batch(self, step: int, micro_batches: list[Batch]) -> None:
@@ -155,6 +155,7 @@ class Captures:
         root = self.trainer.out / FOLDER
         self._drop_stale(root)
         path = capture_folder(self.trainer.out, step)
+        self._drop_record(step)
         save_folder(path, {"batch": batch}, {"capture": self._document(step, len(micro_batches))})
 
     def save_bad_step(
@@ -174,6 +175,11 @@ class Captures:
         log = RecordLog(recorder, capture_folder(self.trainer.out, step), after_step=0)
         log.write(recorded)
         log.close()
+
+    def _drop_record(self, step: int) -> None:
+        """Delete the record in the capture of a bad step that a resumed run takes again: no save replaces it."""
+        if self.trainer.parallel.ranks.first:
+            shutil.rmtree(capture_folder(self.trainer.out, step) / RECORD_FOLDER, ignore_errors=True)
 
     def _drop_stale(self, root: Path) -> None:
         """Delete batches whose checkpoint is gone."""

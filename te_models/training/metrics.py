@@ -15,6 +15,7 @@ from te_models.training.timing import Row
 MAX_LINE_BYTES = 2**16
 PLOTTED = ("loss", "learning_rate", "tokens_per_second")  # numbers that each row has
 EVENT = "event"  # the key that only rows about events have
+STOP = "stop"  # the action of an event that ended the run
 # A bound for numbers in the file: no metric is as large, and a plot can still compute with it.
 LARGEST = 1e30
 
@@ -24,7 +25,8 @@ class MetricsLog:
 
     Args:
         path: of the file; None: nothing is written, as on every process of a run except the first.
-        after_step: rows of later steps are dropped, since a resumed run takes these steps again.
+        after_step: the step after which a resumed run goes on. Rows of later steps are dropped, since it takes these
+            steps again; of events those that the state of this step does not know. 0: a run that begins anew.
 
     Raises:
         DataError: the file is there and has a damaged line.
@@ -36,7 +38,7 @@ class MetricsLog:
         self.file: TextIO | None = None
         if path is not None:
             rows = _read_rows(path) if path.exists() else []
-            self._restart(path, [row for row in rows if row["step"] <= after_step])
+            self._restart(path, _rows_until(rows, after_step))
 
     def drop_after(self, step: int) -> None:
         """Drop the rows of the steps after `step`, which the run takes once more, but not those about events."""
@@ -63,6 +65,20 @@ class MetricsLog:
         if self.file is not None:
             self.file.close()
             self.file = None
+
+
+def _rows_until(rows: list[Row], step: int) -> list[Row]:
+    """Return the rows of a run's history up to the state of `step`."""
+    kept: list[Row] = []
+    followed = False
+    # From the end: an event belongs to the history of the state if a step of that history comes after it.
+    for row in reversed(rows):
+        # What ended the run is no step that is taken again: without its row nobody would know why it was resumed.
+        ended = bool(step) and row.get("action") == STOP
+        if row["step"] <= step or (EVENT in row and (followed or ended)):
+            kept.append(row)
+            followed = followed or EVENT not in row
+    return kept[::-1]
 
 
 def read_metrics(path: str | Path) -> list[Row]:

@@ -25,7 +25,7 @@ from te_models.recorder.record import read_record
 from te_models.saving.folder import load_folder
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.bad_tensor import BadTensors, first_of_all
-from te_models.training.captures import captured_steps
+from te_models.training.captures import Marks, captured_steps, write_marks
 from te_models.training.metrics import read_events
 from te_models.training.spikes import FEWEST, SpikeBounds, robust_bound
 from te_models.training.trainer import Trainer
@@ -310,6 +310,57 @@ def test_a_bad_step_is_compared_with_its_own_record_after_rewinding(tmp_path: Pa
     assert f"{LINEAR}.input" in bad
     equal = {one.tensor.name: one.equal for one in found.tensors}
     assert equal["layers.1.mlp.gate_up_proj.input"] and not equal[f"{LINEAR}.input"]
+
+
+class Killed(BaseException):
+    """The end of a run that has no time to save anything."""
+
+
+@pytest.mark.parametrize("policy", ["skip", "rewind", "demote", "stop"])
+def test_a_run_that_was_killed_takes_its_bad_step_again(policy: str, tmp_path: Path) -> None:
+    """The capture of the bad step has a record, which the one of the second time replaces."""
+    deep = dict(build={**TINY, "num_hidden_layers": 4})
+    options: dict[str, Any] = dict(save_every=2, record=1, steps=BEGIN + 3, keep_last=9, **deep)
+
+    def new_run(policy: str) -> Trainer:
+        run = trainer(tmp_path, policy, False, **options)
+        if policy != "demote":
+            return breaking(run, spoil_input, BEGIN)
+        nan_in_fp8(run, Site(LINEAR))
+        return run
+
+    def killed(row: dict[str, Any]) -> None:
+        if read_events(tmp_path / "metrics.jsonl"):
+            raise Killed
+
+    run = new_run("skip" if policy == "stop" else policy)
+    run.on_step = killed
+    with pytest.raises(Killed):
+        run.run()
+    assert captured_steps(tmp_path)[-1] == BEGIN
+    resumed = new_run(policy)
+    if policy == "stop":
+        with pytest.raises(Diverged):
+            resumed.run(resume=True)
+    else:
+        assert resumed.run(resume=True).step == BEGIN + 3
+    (event,) = read_events(tmp_path / "metrics.jsonl")
+    assert (event["step"], event["action"]) == (BEGIN, policy)
+    found = replay(tmp_path, BEGIN, twice=False)
+    assert any(one.recorded.nonfinite for one in found.tensors)
+    assert found.tensors[0].equal
+
+
+def test_a_marked_step_that_is_bad_is_kept_as_such(tmp_path: Path) -> None:
+    """The step that takes its place has no capture: there is one of each number."""
+    write_marks(tmp_path, Marks(steps=(BEGIN,)))
+    deep = dict(build={**TINY, "num_hidden_layers": 4})
+    run = trainer(tmp_path, "demote", False, steps=BEGIN + 1, record=1, **deep)
+    nan_in_fp8(run, Site(LINEAR))
+    assert run.run().step == BEGIN + 1
+    found = replay(tmp_path, BEGIN, twice=False)
+    assert math.isnan(found.recorded_loss or 0)
+    assert any(one.recorded.nonfinite for one in found.tensors)
 
 
 def test_demotion_stays_under_a_schedule_of_recipes(

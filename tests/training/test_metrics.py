@@ -41,6 +41,34 @@ def test_rows_come_back_without_half_a_line(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
 
 
+def event(step: int, action: str) -> dict[str, Any]:
+    return {"step": step, "event": "nonfinite", "action": action}
+
+
+@pytest.mark.parametrize(
+    ("after_step", "kept"),
+    [
+        (0, []),  # begun anew
+        (2, [1, 2, "stop"]),  # of a checkpoint from before the steps that were taken back
+        (3, [1, 2, "rewind", 3, "stop"]),
+        (4, [1, 2, "rewind", 3, 4, "stop"]),
+    ],
+)
+def test_a_resumed_run_keeps_the_events_of_its_history(
+    after_step: int, kept: list[int | str], tmp_path: Path
+) -> None:
+    """A return from step 5 to step 2, two steps that were taken again, a skipped step, and the end of the run."""
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    actions = [row(1), row(2), event(5, "rewind"), row(3), row(4), event(5, "skip"), event(6, "stop")]  # fmt: skip
+    for action in actions:
+        log.write(action)
+    log.close()
+    MetricsLog(path, after_step=after_step).close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [one.get("action", one["step"]) for one in rows] == kept
+
+
 LINES = [b"{", b"3", b"{}", b"\xff", b"", b"[" * 100_000, b'{"step": 1, "step": 1}']
 VALUES = [
     *(("step", value) for value in (None, True, "2", -1, 2.0, 2**62, math.nan)),
