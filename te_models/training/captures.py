@@ -179,7 +179,9 @@ class Captures:
     def _drop_record(self, step: int) -> None:
         """Delete the record in the capture of a bad step that a resumed run takes again: no save replaces it."""
         if self.trainer.parallel.ranks.first:
-            shutil.rmtree(capture_folder(self.trainer.out, step) / RECORD_FOLDER, ignore_errors=True)
+            shutil.rmtree(
+                capture_folder(self.trainer.out, step) / RECORD_FOLDER, ignore_errors=True
+            )
 
     def _drop_stale(self, root: Path) -> None:
         """Delete batches whose checkpoint is gone."""

@@ -316,7 +316,13 @@ class Killed(BaseException):
     """The end of a run that has no time to save anything."""
 
 
-@pytest.mark.parametrize("policy", ["skip", "rewind", "demote", "stop"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "demote",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("skip", "rewind", "stop")),
+    ],
+)
 def test_a_run_that_was_killed_takes_its_bad_step_again(policy: str, tmp_path: Path) -> None:
     """The capture of the bad step has a record, which the one of the second time replaces."""
     deep = dict(build={**TINY, "num_hidden_layers": 4})
