@@ -21,9 +21,9 @@ from te_models.errors import CheckpointError, ConfigError, DataError
 from te_models.files.atomic import replace_text
 from te_models.files.formats import Fields, read_json
 from te_models.fp8.region import saving
+from te_models.recorder.record import FOLDER as RECORD_FOLDER
 from te_models.saving.folder import load_folder, save_folder
 from te_models.saving.run_folder import Checkpoints
-from te_models.recorder.record import FOLDER as RECORD_FOLDER
 from te_models.training.evaluation import Batch
 from te_models.training.recording import RecordedStep, Recorder, RecordLog
 from te_models.training.resume import run_choices
