@@ -33,7 +33,6 @@ from te_models.recorder.record import Record, check_folder, has_record, read_rec
 from te_models.training.captures import Capture, capture_folder, device_name, read_capture
 from te_models.training.metrics import read_events, read_metrics
 from te_models.training.recipe_schedule import in_bf16
-from te_models.training.resume import saved_choices
 from te_models.training.timing import Row
 
 
@@ -80,7 +79,7 @@ def replay(
     else:
         # An unknown one is refused here, and not in each of several processes.
         choose_device(device)
-    run_recipe = saved_choices(capture.state)["recipe"]
+    run_recipe = capture.recipe
     # The same twice: two runs that differ cannot tell anything about a third.
     same = [run_recipe, run_recipe] if twice else [run_recipe]
     changes = list(_changes(run_recipe, recipes, bf16, margins, histories))

@@ -31,7 +31,6 @@ from te_models.recorder.record import Record
 from te_models.training.captures import Capture, read_capture
 from te_models.training.launch import parallel
 from te_models.training.parallel import Parallel
-from te_models.training.resume import saved_choices
 
 MOST = 16  # processes on one machine; each needs memory for Python and PyTorch
 # Seconds that processes wait for each other, which emulate FP8 on a slow machine.
@@ -92,10 +91,9 @@ def _tried(
     capture: Capture, recipe: Recipe, place: dict[str, Any], *shared: Parallel
 ) -> StepRun | TeModelsError:
     """Return the run of a step, or the error that keeps it from running."""
-    own: Recipe = saved_choices(capture.state)["recipe"]
     try:
         with warnings.catch_warnings():
-            if recipe.to_dict() != own.to_dict():
+            if recipe.to_dict() != capture.recipe.to_dict():
                 # It is tried to see what it does: its warnings are not about the run.
                 warnings.simplefilter("ignore")
             return run_step(capture, recipe, place, *shared)

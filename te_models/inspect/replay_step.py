@@ -48,10 +48,11 @@ def run_step(
         place: keywords of CausalLM: device and engine.
         shared: this process's place among those that share the step, all of which call this; by default there is one.
     """
-    saved: Recipe = saved_choices(capture.state)["recipe"]
-    same = saved.to_dict() == recipe.to_dict()
+    same = capture.recipe.to_dict() == recipe.to_dict()
     alone = shared.ranks.world == 1
-    config = _step_config(capture, alone, calibrate=not same)
+    # Captures of earlier versions do not say it; then the state has all scales.
+    calibrate = bool(capture.about.get("calibrates", False)) if same else True
+    config = _step_config(capture, alone, calibrate)
     # Anew for each run: a pass changes scales and histories.
     model = _load_model(capture, recipe, same, place, build=None if alone else shared.build)
     weigh_losses(model, config)
@@ -112,10 +113,18 @@ def _load_model(
     build: Callable[..., CausalLM] | None,
 ) -> CausalLM:
     """Return the model as it was before the step; `same` says whether `recipe` is the run's own."""
-    fp8_params = bool(saved_choices(capture.state)["fp8_params"])
+    saved = saved_choices(capture.state)
+    fp8_params = bool(saved["fp8_params"])
     model = CausalLM.from_pretrained(
-        capture.state, build=build, recipe=recipe, fp8_params=fp8_params and same, **place
+        capture.state,
+        build=build,
+        recipe=saved["recipe"] if same else recipe,
+        fp8_params=fp8_params and same,
+        **place,
     )
+    # A schedule has changed it for this step, as here.
+    if model.recipe.to_dict() != recipe.to_dict():
+        model.set_recipe(recipe)
     # Under another recipe the saved scales would be the wrong ones, or for a format that it does not use.
     if not same:
         _remake_scales(model)

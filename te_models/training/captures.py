@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from te_models.config.recipe import Recipe, recipe_from_dict
 from te_models.errors import CheckpointError, ConfigError, DataError
 from te_models.files.atomic import replace_text
 from te_models.files.formats import Fields, read_json
@@ -26,7 +27,7 @@ from te_models.saving.folder import load_folder, save_folder
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.evaluation import Batch
 from te_models.training.recording import RecordedStep, Recorder, RecordLog
-from te_models.training.resume import run_choices
+from te_models.training.resume import run_choices, saved_choices
 
 if TYPE_CHECKING:
     from te_models.training.trainer import Trainer
@@ -210,6 +211,9 @@ class Captures:
             "device": device_name(trainer.device),
             "processes": trainer.parallel.ranks.world,
             "shares": trainer.parallel.data_world,
+            # A schedule may have changed it since the checkpoint before this step.
+            "recipe": trainer.model.recipe.to_dict(),
+            "calibrates": trainer.passes.calibrates,
             "config": config,
         }
 
@@ -258,6 +262,15 @@ class Capture:
     shares: list[list[Batch]]
     random: Tensor
     about: Fields
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the step, which may be another than the one that its state was saved under."""
+        fields = self.about.get("recipe")
+        if fields is None:  # of an earlier version
+            saved: Recipe = saved_choices(self.state)["recipe"]
+            return saved
+        return recipe_from_dict(fields)
 
     @property
     def processes(self) -> int:

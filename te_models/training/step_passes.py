@@ -138,9 +138,14 @@ class StepPasses:
         if self.graph is not None:
             self.graph.close()
 
+    @property
+    def calibrates(self) -> bool:
+        """True if the next step first gives scales to the te.Linears that have none for the model's recipe."""
+        return self.config.calibrate and self._calibrated_for is not self.model.recipe
+
     def _calibrate(self, micro_batches: list[Batch], weights: StepWeights) -> None:
         """Give the model scales from the micro-batches of a step, if it has none for its recipe."""
-        if not self.config.calibrate or self._calibrated_for is self.model.recipe:
+        if not self.calibrates:
             return
         self.model.train()
         self.model.calibrate(

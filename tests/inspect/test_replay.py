@@ -120,6 +120,21 @@ def test_with_a_record_the_step_after_a_checkpoint_can_be_replayed(tmp_path: Pat
     assert all(one.equal for one in found.tensors) and found.repeatable is None
 
 
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("later", ["delayed", "bf16"])
+def test_the_first_step_under_another_recipe_comes_out_bit_for_bit(
+    later: str, marked: bool, tmp_path: Path
+) -> None:
+    """The checkpoint before it has the recipe before, and `delayed` measures its first scales in this step."""
+    write_marks(tmp_path, Marks((MARKED,) if marked else ()))
+    options: dict[str, Any] = dict(recipe_schedule=f"{later}@{MARKED - 1}", save_every=MARKED - 1)
+    trainer(tmp_path, "current", record=1, keep_last=9, **options).run()
+    found = replay(tmp_path, MARKED, twice=False)
+    assert found.first.loss == losses(tmp_path)[MARKED - 1]
+    assert bool(found.tensors) == (later == "delayed")
+    assert all(one.equal for one in found.tensors)
+
+
 def test_with_a_record_the_first_step_of_a_resumed_run_can_be_replayed(tmp_path: Path) -> None:
     trainer(tmp_path, "current", record=1, steps=3).run()
     for steps in (4, 5):
