@@ -29,11 +29,13 @@ import te_models.kernels.handover as handover_plain
 import te_models.kernels.handover_triton as handover_triton
 import te_models.kernels.head_norm_triton as head_norm_triton
 import te_models.kernels.norm_fp8_triton as norm_fp8_triton
+import te_models.kernels.residual_norm_triton as residual_norm_triton
 from te_models.device.autograd import Context
 from te_models.device.hooks import is_untouched
 from te_models.engine import native_experts, native_inference
 from te_models.engine.native_norm import LayerNormWithoutBias
 from te_models.engine.native_observers import give_observer, observe, observer_of
+from te_models.engine.norm_widths import TUNED
 from te_models.kernels import decode_triton
 from te_models.kernels.count_cast_triton import Counts
 from te_models.kernels.early_save import save_early, save_input, saved_input
@@ -162,6 +164,16 @@ def _te_norm(
     return y, inverse
 
 
+def _has_no_tuned_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the norm of x [N, D] is one of our kernels': for its width Transformer Engine has general ones.
+
+    These take two to three times as long (docs/internals/kernels.md). FP32 stays with Transformer Engine.
+    """
+    columns = x.shape[-1]
+    half = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype
+    return half and columns not in TUNED and residual_norm_triton.takes(columns)
+
+
 class _Norm(torch.autograd.Function):
     """RMSNorm that writes FP8; its backward adds the gradient of the residual stream in the same kernel."""
 
@@ -202,6 +214,10 @@ class _Norm(torch.autograd.Function):
                 counts=target.counts,
             )
             y = target.tensor(fp8, x.dtype)
+        elif quantizer is None and _has_no_tuned_kernel(x, weight):
+            y, total, inverse = residual_norm_triton.forward(
+                x, delta, weight=weight, eps=module.eps, zero_centered=ctx.zero_centered
+            )
         else:
             # Without a scale that is known before, or under BF16: the sum in PyTorch, the norm by Transformer Engine.
             total = (x if delta is None else x + delta).contiguous()  # rmsnorm_fwd reads no strides
@@ -219,8 +235,39 @@ class _Norm(torch.autograd.Function):
         dy = dy.contiguous()
         dtotal = dtotal.contiguous()
         # The residual gradient is added in the same kernel, which saves reading and writing [N, D] once.
-        dx, dweight = tex.rmsnorm_bwd_add(dy, total, dtotal, inverse, weight, 0, ctx.zero_centered)
+        if _has_no_tuned_kernel(total, weight):
+            dx, dweight = residual_norm_triton.backward(
+                dy, total, dtotal, weight=weight, rstd=inverse, zero_centered=ctx.zero_centered
+            )
+        else:
+            dx, dweight = tex.rmsnorm_bwd_add(
+                dy, total, dtotal, inverse, weight, 0, ctx.zero_centered
+            )
         return dx, dx if ctx.both else None, dweight, None, None
+
+
+class _OutputNorm(torch.autograd.Function):
+    """RMSNorm of a part's output [N, D] by our kernels."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, weight: Tensor, module: RMSNorm) -> Tensor:
+        """Return the norm of x [N, D]."""
+        ctx.zero_centered = module.zero_centered_gamma
+        y, x, inverse = residual_norm_triton.forward(
+            x, None, weight=weight, eps=module.eps, zero_centered=ctx.zero_centered
+        )
+        ctx.save_for_backward(x, weight, inverse)
+        return y
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and of the weight."""
+        (dy,) = grads
+        x, weight, inverse = ctx.saved_tensors
+        dx, dweight = residual_norm_triton.backward(
+            dy, x, None, weight=weight, rstd=inverse, zero_centered=ctx.zero_centered
+        )
+        return dx, dweight, None
 
 
 # (activation, gated) -> Transformer Engine's kernel and its gradient.
@@ -367,6 +414,15 @@ def _norm(
     return native_inference.norm(module, total), total
 
 
+def _output_norm(module: Module, x: Tensor) -> Tensor:
+    """See te_models.kernels.handover.output_norm."""
+    if not torch.is_grad_enabled() or not native_inference.is_plain_norm(module, x):
+        return module(x)
+    if not _has_no_tuned_kernel(x, module.weight):
+        return module(x)
+    return _OutputNorm.apply(x, module.weight, module)
+
+
 def _activate(
     gate_up: Tensor,
     producer: Module | None,
@@ -487,6 +543,7 @@ def _cast_weight(module: Module) -> Float8Tensor | None:
 
 handover = {
     "norm": _norm,
+    "output_norm": _output_norm,
     "activate": _activate,
     "gated_heads": _gated_heads,
     "linear": _linear,

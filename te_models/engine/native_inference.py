@@ -138,20 +138,24 @@ def _quantized(module: Linear, quantizer: Any, is_first_microbatch: bool | None)
     return weight
 
 
+def is_plain_norm(module: Module, x: Tensor) -> TypeGuard[RMSNorm]:
+    """Return whether the module is a te.RMSNorm that would do no more for x [N, D] than its kernel does."""
+    if type(module) is not RMSNorm or not is_untouched(module) or type(x) is not Tensor:
+        return False
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda"):
+        return False
+    return module.weight.dtype == x.dtype and x.dim() == 2
+
+
 def norm(module: Module, x: Tensor) -> Tensor:
     """Return a te.RMSNorm of x [N, D] without gradients, in the dtype of x."""
-    if type(module) is not RMSNorm or not is_untouched(module) or type(x) is not Tensor:
-        return module(x)
-    weight = module.weight
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda"):
-        return module(x)
-    if weight.dtype != x.dtype or x.dim() != 2:
+    if not is_plain_norm(module, x):
         return module(x)
     # Positional, as Transformer Engine itself calls it: out (None: a new tensor), quantizer, dtype of the output,
     # multiprocessors to leave free, zero-centred weight.
     y, _, _ = tex.rmsnorm_fwd(
         x.contiguous(),
-        weight,
+        module.weight,
         module.eps,
         None,
         None,

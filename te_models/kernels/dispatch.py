@@ -41,7 +41,7 @@ class Kernels:
     """One implementation of every operation that is not a GEMM; the defaults are the plain ones.
 
     Shapes: elementwise.py for rope, gate, cross_entropy and embedding, lm_head.py for loss_and_gradient and multiply,
-    handover.py for norm, activate, gated_heads, linear, grouped and experts.
+    handover.py for norm, output_norm, activate, gated_heads, linear, grouped and experts.
     """
 
     rope: Callable[[Tensor, Tensor, Tensor], Tensor] = elementwise.rope
@@ -54,6 +54,7 @@ class Kernels:
     norm: Callable[[nn.Module, Tensor, Tensor | None, nn.Module | None], tuple[Tensor, Tensor]] = (
         handover.norm
     )
+    output_norm: Callable[[nn.Module, Tensor], Tensor] = handover.output_norm
     activate: Callable[..., Tensor] = handover.activate
     mlp_activation: Callable[..., Tensor] = elementwise.mlp_activation
     mlp_activation_backward: Callable[..., Tensor] = elementwise.mlp_activation_backward

@@ -52,6 +52,11 @@ def norm(
     return module(total), total
 
 
+def output_norm(module: nn.Module, x: Tensor) -> Tensor:
+    """Return module(x), the norm of a part's output x [N, D] before it is added to the residual stream."""
+    return module(x)
+
+
 Operation = Callable[..., Tensor]
 
 

@@ -148,11 +148,11 @@ class Block(nn.Module):
         delta = None
         if mixer is not None:
             h, x = self._normed(self.input_layernorm, x, None, mixer, context)
-            delta = self._delta(self.attention_output_norm, mixer(h, context))
+            delta = self._delta(self.attention_output_norm, mixer(h, context), context)
         if mlp is not None:
             # x and delta are added behind this call: the norm's kernel adds them on its way, in one pass over memory.
             hidden, x = context.recompute.run_mlp(self, mlp, self._mlp_hidden, x, delta, context)
-            delta = self._delta(self.mlp_output_norm, mlp.output(hidden, context))
+            delta = self._delta(self.mlp_output_norm, mlp.output(hidden, context), context)
         assert delta is not None  # a block has at least one of the two
         # The next block's norm could fuse this sum too, but the result of a block is one tensor, whatever comes next.
         return self._ended(x + delta, context)
@@ -164,9 +164,9 @@ class Block(nn.Module):
         assert mixer is not None and mlp is not None
         # No consumer: mixer and MLP have quantizers of their own, so that the norm cannot write FP8 for both.
         h, x = self._normed(self.input_layernorm, x, None, None, context)
-        mixed = self._delta(None, mixer(h, context))
+        mixed = self._delta(None, mixer(h, context), context)
         hidden = context.recompute.run_mlp(self, mlp, self._hidden_beside, h, None, context)
-        from_mlp = self._delta(None, mlp.output(hidden, context))
+        from_mlp = self._delta(None, mlp.output(hidden, context), context)
         return self._ended(x + mixed + from_mlp, context)
 
     def _hidden_beside(self, h: Tensor, delta: None, context: ForwardContext) -> Tensor:
@@ -185,7 +185,7 @@ class Block(nn.Module):
             )
             if output is None:
                 h, x = self._normed(self.input_layernorm, x, None, mixer, context)
-                output = x + self._delta(self.attention_output_norm, mixer(h, context))
+                output = x + self._delta(self.attention_output_norm, mixer(h, context), context)
             x = output
         if mlp is not None:
             output = self._by_kernels(
@@ -193,7 +193,7 @@ class Block(nn.Module):
             )
             if output is None:
                 hidden, x = self._mlp_hidden(x, None, context)
-                output = x + self._delta(self.mlp_output_norm, mlp.output(hidden, context))
+                output = x + self._delta(self.mlp_output_norm, mlp.output(hidden, context), context)
             x = output
         return self._ended(x, context)
 
@@ -228,10 +228,13 @@ class Block(nn.Module):
         h, x = self._normed(self.post_attention_layernorm, x, delta, mlp, context)
         return mlp.hidden_with_residual(h, x, context), x
 
-    def _delta(self, norm: nn.Module | None, out: Tensor) -> Tensor:
+    def _delta(self, norm: nn.Module | None, out: Tensor, context: ForwardContext) -> Tensor:
         """Return the contribution of a part's output to the residual stream."""
         if norm is not None:
-            out = self.tp.norm(norm, out, self.tp.scatters)
+            if self.tp.size == 1:
+                out = context.kernels.output_norm(norm, out)
+            else:
+                out = self.tp.norm(norm, out, self.tp.scatters)
         return out if self.residual_multiplier == 1 else out * self.residual_multiplier
 
     def _normed(

@@ -27,12 +27,11 @@ from torch.nn.functional import pad
 
 from te_models.device.host import on_host
 from te_models.device.measured import once
+from te_models.engine.norm_widths import TUNED
 
 LANES = 32
 _FEW = 2**13  # elements of a step of generation
-# Columns for which there is a tuned kernel, and the multiple that its rows must be.
-_TUNED = (512, 768, 1024, 2048, 4096, 8192)
-_TUNED_ROWS = 4
+_TUNED_ROWS = 4  # the multiple that the rows of a tuned kernel must be
 # Columns that each general kernel handles at most.
 _GENERAL = {"forward": (128, 512, 1024, 2048, 8192), "backward": (128, 512, 1024, 2048, 4096)}
 # The size of the largest kernel that gives a row to one warp; larger ones give it to four.
@@ -63,7 +62,7 @@ class Kernel(NamedTuple):
     def of(cls, stage: str, x: Tensor) -> Kernel:
         """Return the kernel for x [rows, cols]; `stage` is "forward" or "backward"."""
         rows, cols = x.shape
-        tuned = rows % row_multiple(cols) == 0 and cols in _TUNED
+        tuned = rows % row_multiple(cols) == 0 and cols in TUNED
         if tuned:
             size = cols
         else:
@@ -127,7 +126,7 @@ class Kernel(NamedTuple):
 
 def row_multiple(cols: int) -> int:
     """Return the number whose multiples of rows have one kernel, and other rows another."""
-    return _TUNED_ROWS if cols in _TUNED else 1
+    return _TUNED_ROWS if cols in TUNED else 1
 
 
 def reciprocal_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
