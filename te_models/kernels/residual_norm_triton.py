@@ -27,14 +27,16 @@ class Tiles(NamedTuple):
         chunk: columns of one of its tensors, a power of two.
         warps: of a program.
         programs: the most that are launched; None: one for all rows that it holds at a time.
-        ahead: whether a program loads its next rows before it computes with those that it has.
+        stages: rows of which a program's loads are under way at once, or have come.
+        registers: the most of a thread; None: as many as it takes.
     """
 
     rows: int
     chunk: int
     warps: int
     programs: int | None = None
-    ahead: bool = False
+    stages: int = 1
+    registers: int | None = None
 
 
 def forward_tiles(columns: int) -> Tiles:
@@ -44,9 +46,14 @@ def forward_tiles(columns: int) -> Tiles:
 
 def backward_tiles(columns: int) -> Tiles:
     """Return the tiles of the backward kernel for rows of this width."""
-    warps = 4 if columns <= 4096 else 8
-    # As many as run at once on an H200, whose number of multiprocessors is 132.
-    return Tiles(rows=1, chunk=512, warps=warps, programs=528 if warps == 4 else 264, ahead=True)
+    # As many programs as an H200, with 132 multiprocessors, runs at once with these registers.
+    if columns <= 2560:
+        return Tiles(rows=1, chunk=512, warps=4, programs=528, stages=3, registers=128)
+    if columns <= 3584:
+        return Tiles(rows=1, chunk=512, warps=4, programs=396, stages=3, registers=168)
+    if columns <= 5120:
+        return Tiles(rows=1, chunk=1024, warps=8, programs=264, stages=3, registers=128)
+    return Tiles(rows=1, chunk=2048, warps=16, programs=132, stages=3, registers=128)
 
 
 def takes(columns: int) -> bool:
@@ -152,7 +159,7 @@ def _backward_kernel(
     ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
-    AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     CHUNKS: tl.constexpr = (columns + CHUNK - 1) // CHUNK
     step = tl.num_programs(0) * ROWS
@@ -161,20 +168,14 @@ def _backward_kernel(
     sums = ()
     for _ in tl.static_range(CHUNKS):
         sums = sums + (tl.zeros((ROWS, CHUNK), tl.float32),)
-    i = (first + tl.arange(0, ROWS)).to(tl.int64)
-    values = _load_rows(total, i, rows, columns, CHUNK)
-    slopes = _load_rows(dy, i, rows, columns, CHUNK)
-    if ADD:
-        others = _load_rows(dtotal, i, rows, columns, CHUNK)
-    factor = tl.load(rstd + i, i < rows, 0.0)
-    for start in range(first, rows, step):
+    # With several stages the loads of later rows are on their way, through shared memory, while this one is computed.
+    for start in tl.range(first, rows, step, num_stages=STAGES):
         i = (start + tl.arange(0, ROWS)).to(tl.int64)
-        if AHEAD:
-            next_values = _load_rows(total, i + step, rows, columns, CHUNK)
-            next_slopes = _load_rows(dy, i + step, rows, columns, CHUNK)
-            if ADD:
-                next_others = _load_rows(dtotal, i + step, rows, columns, CHUNK)
-            next_factor = tl.load(rstd + i + step, i + step < rows, 0.0)
+        factor = tl.load(rstd + i, i < rows, 0.0)
+        values = _load_rows(total, i, rows, columns, CHUNK)
+        slopes = _load_rows(dy, i, rows, columns, CHUNK)
+        if ADD:
+            others = _load_rows(dtotal, i, rows, columns, CHUNK)
         products = tl.zeros((ROWS, CHUNK), tl.float32)
         new_sums = ()
         for k in tl.static_range(CHUNKS):
@@ -192,18 +193,6 @@ def _backward_kernel(
             if ADD:
                 gradient += others[k].to(tl.float32)
             tl.store(dx + at, gradient.to(dx.dtype.element_ty), inside)
-        if AHEAD:
-            values = next_values
-            slopes = next_slopes
-            if ADD:
-                others = next_others
-            factor = next_factor
-        else:
-            values = _load_rows(total, i + step, rows, columns, CHUNK)
-            slopes = _load_rows(dy, i + step, rows, columns, CHUNK)
-            if ADD:
-                others = _load_rows(dtotal, i + step, rows, columns, CHUNK)
-            factor = tl.load(rstd + i + step, i + step < rows, 0.0)
     for k in tl.static_range(CHUNKS):
         j = k * CHUNK + tl.arange(0, CHUNK)
         part = parts + tl.program_id(0).to(tl.int64) * columns + j
@@ -324,8 +313,9 @@ def backward(
             ZERO_CENTERED=zero_centered,
             ROWS=tiles.rows,
             CHUNK=tiles.chunk,
-            AHEAD=tiles.ahead,
+            STAGES=tiles.stages,
             num_warps=tiles.warps,
+            maxnreg=tiles.registers,
         )
         _add_parts_kernel[(triton.cdiv(columns, 32),)](
             parts, dweight, programs, columns, ROWS=64, COLUMNS=32, num_warps=4
