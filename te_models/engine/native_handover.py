@@ -1,13 +1,13 @@
 """The operations that write FP8 for a te.Linear with its own scale and amax (te_models.kernels.handover).
 
-A part of te_models.engine.native: Transformer Engine's kernels where it has one, else ours. In shapes: N rows, D the
-width of the residual stream, F of the MLP.
+A part of te_models.engine.native: Transformer Engine's kernels where it has one, else ours. In shapes: N rows, F the
+width of the MLP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformer_engine_torch as tex
@@ -22,96 +22,27 @@ from transformer_engine.pytorch import (
     QuantizedTensor,
     RMSNorm,
 )
-from transformer_engine.pytorch.constants import TE_DType
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 import te_models.kernels.handover as handover_plain
 import te_models.kernels.handover_triton as handover_triton
 import te_models.kernels.head_norm_triton as head_norm_triton
-import te_models.kernels.norm_fp8_triton as norm_fp8_triton
-import te_models.kernels.residual_norm_triton as residual_norm_triton
 from te_models.device.autograd import Context
 from te_models.device.hooks import is_untouched
-from te_models.engine import native_experts, native_inference
-from te_models.engine.native_norm import LayerNormWithoutBias
-from te_models.engine.native_observers import give_observer, observe, observer_of
-from te_models.engine.norm_widths import TUNED
+from te_models.engine import native_experts, native_inference, native_residual_norm
+from te_models.engine.native_observers import observe
+from te_models.engine.native_targets import (
+    PerTensorQuantizer,
+    QuantizerTarget,
+    current_target_of,
+    quantizer_of,
+    target_of,
+)
 from te_models.kernels import decode_triton
-from te_models.kernels.count_cast_triton import Counts
 from te_models.kernels.early_save import save_early, save_input, saved_input
-from te_models.kernels.fp8_tiles_triton import FP8Data, new_fp8, write_current_scale
+from te_models.kernels.fp8_tiles_triton import new_fp8, write_current_scale
 from te_models.kernels.gradient_room import Slot, empty
 from te_models.kernels.handover import CastScale
 from te_models.numerics.stored import StoredWeight
-
-# The quantizers with one scale per tensor, for which one module hands FP8 to the next.
-PerTensorQuantizer = Float8Quantizer | Float8CurrentScalingQuantizer
-
-
-class QuantizerTarget(NamedTuple):
-    """Where a kernel writes FP8 for a te.Linear, as its own quantizer would (te_models.kernels.handover.CastTarget)."""
-
-    quantizer: PerTensorQuantizer
-
-    @property
-    def counts(self) -> Counts | None:
-        """Where the kernel counts what it casts; None where nothing is recorded."""
-        observer = observer_of(self.quantizer)
-        return None if observer is None else observer.counts
-
-    @property
-    def cast_scale(self) -> CastScale:
-        """The quantizer's own scale and amax, which only delayed scaling knows before the values."""
-        assert isinstance(self.quantizer, Float8Quantizer)
-        return CastScale(
-            scale=self.quantizer.scale,
-            amax=self.quantizer.amax,
-            e5m2=self.quantizer.dtype == DType.kFloat8E5M2,
-        )
-
-    def tensor(self, fp8: FP8Data, dtype: torch.dtype) -> Float8Tensor:
-        """Return Transformer Engine's tensor of FP8 data [N, K], with the nominal `dtype`."""
-        assert fp8.transposed is not None
-        return Float8Tensor(
-            shape=fp8.transposed.shape[::-1],
-            dtype=dtype,
-            data=fp8.data,
-            data_transpose=fp8.transposed,
-            fp8_scale_inv=fp8.scale_inv,
-            fp8_dtype=self.quantizer.dtype,
-            quantizer=self.quantizer,
-            device=fp8.transposed.device,
-        )
-
-
-def _quantizer(
-    linear: Module | None, direction: str, operand: int = 0
-) -> PerTensorQuantizer | None:
-    """Return a te.Linear's quantizer of the input ("scaling_fwd"; operand 1: the weight) or of dy ("scaling_bwd").
-
-    It shares the module's scale and amax. None where the module takes BF16, and for block scaling, which gains nothing.
-    """
-    if not (isinstance(linear, Linear) and FP8GlobalStateManager.is_fp8_enabled()):
-        return None
-    # Without it there is no quantizer before the module's first forward.
-    linear.init_fp8_metadata(num_gemms=1)
-    of_operand = linear.quantizers[direction][operand]
-    if not isinstance(of_operand, (Float8Quantizer, Float8CurrentScalingQuantizer)):
-        return None
-    # The module sets the usage of its own one anew at each call; this copy shares scale and amax.
-    quantizer = of_operand.copy()
-    # Autograd can pass on tensors, not Transformer Engine's bare storages.
-    quantizer.internal = False
-    quantizer.set_usage(rowwise=True, columnwise=linear.weight.requires_grad)
-    give_observer(quantizer, linear, direction, operand)
-    return quantizer
-
-
-def _target(quantizer: PerTensorQuantizer | None) -> QuantizerTarget | None:
-    """Return the target of our own kernels: only for delayed scaling, whose scale is known before the values."""
-    if isinstance(quantizer, Float8Quantizer) and quantizer.columnwise_usage:
-        return QuantizerTarget(quantizer)
-    return None
 
 
 def _targets(
@@ -120,154 +51,18 @@ def _targets(
     """See te_models.kernels.handover.targets."""
     if not torch.is_grad_enabled():
         return None, None
-    gradient = _target(_quantizer(producer, "scaling_bwd"))
+    gradient = target_of(quantizer_of(producer, "scaling_bwd"))
     if isinstance(producer, Linear) and producer.use_bias:  # the bias gradient is summed from BF16
         gradient = None
-    return gradient, _target(_quantizer(consumer, "scaling_fwd"))
+    return gradient, target_of(quantizer_of(consumer, "scaling_fwd"))
 
 
 def _gradient_target(producer: Module | None) -> QuantizerTarget | None:
     """Return the target for the gradient of an activation's input, which may be measured before it is written."""
     if isinstance(producer, Linear) and producer.use_bias:  # the bias gradient is summed from BF16
         return None
-    quantizer = _quantizer(producer, "scaling_bwd")
-    return _target(quantizer) or _current_target(quantizer)
-
-
-def _current_target(quantizer: PerTensorQuantizer | None) -> QuantizerTarget | None:
-    """Return the target of our own kernels under current scaling, which measure values before they write them."""
-    if not isinstance(quantizer, Float8CurrentScalingQuantizer):
-        return None
-    # Another rule of scales, or one scale for several processes, is left to Transformer Engine.
-    usual = not quantizer.force_pow_2_scales and quantizer.amax_epsilon == 0
-    if usual and quantizer.columnwise_usage and not quantizer.with_amax_reduction:
-        return QuantizerTarget(quantizer)
-    return None
-
-
-def _te_norm(
-    x: Tensor, weight: Tensor, module: RMSNorm, quantizer: PerTensorQuantizer | None
-) -> tuple[Tensor, Tensor]:
-    """Return the norm of x [N, D] by Transformer Engine's kernel, quantized or in x's dtype, and 1 / RMS, FP32 [N]."""
-    # Positional, as Transformer Engine itself calls it: out (None: a new tensor), quantizer, dtype of the output,
-    # multiprocessors to leave free, zero-centred weight.
-    y, _, inverse = tex.rmsnorm_fwd(
-        x,
-        weight,
-        module.eps,
-        None,
-        quantizer,
-        TE_DType[x.dtype],
-        0,
-        module.zero_centered_gamma,
-    )
-    return y, inverse
-
-
-def _has_no_tuned_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the norm of x [N, D] is one of our kernels': for its width Transformer Engine has general ones.
-
-    These take two to three times as long (docs/internals/kernels.md). FP32 stays with Transformer Engine.
-    """
-    columns = x.shape[-1]
-    half = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype
-    return half and columns not in TUNED and residual_norm_triton.takes(columns)
-
-
-class _Norm(torch.autograd.Function):
-    """RMSNorm that writes FP8; its backward adds the gradient of the residual stream in the same kernel."""
-
-    @staticmethod
-    def forward(
-        ctx: Context,
-        x: Tensor,
-        delta: Tensor | None,
-        weight: Tensor,
-        module: RMSNorm,
-        quantizer: PerTensorQuantizer | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (y [N, D], x + delta), from x and delta [N, D]."""
-        ctx.zero_centered = module.zero_centered_gamma
-        ctx.both = delta is not None
-        if (target := _target(quantizer)) is not None:
-            cast_scale = target.cast_scale
-            fp8, total, inverse = norm_fp8_triton.norm(
-                x,
-                delta,
-                weight=weight,
-                eps=module.eps,
-                zero_centered=ctx.zero_centered,
-                scale=cast_scale.scale,
-                amax=cast_scale.amax,
-                e5m2=cast_scale.e5m2,
-                counts=target.counts,
-            )
-            y = target.tensor(fp8, x.dtype)
-        elif (target := _current_target(quantizer)) is not None and x.shape[0] % 4 == 0:
-            fp8, total, inverse = norm_fp8_triton.norm_measured(
-                x,
-                delta,
-                weight=weight,
-                eps=module.eps,
-                zero_centered=ctx.zero_centered,
-                e5m2=target.quantizer.dtype == DType.kFloat8E5M2,
-                counts=target.counts,
-            )
-            y = target.tensor(fp8, x.dtype)
-        elif quantizer is None and _has_no_tuned_kernel(x, weight):
-            y, total, inverse = residual_norm_triton.forward(
-                x, delta, weight=weight, eps=module.eps, zero_centered=ctx.zero_centered
-            )
-        else:
-            # Without a scale that is known before, or under BF16: the sum in PyTorch, the norm by Transformer Engine.
-            total = (x if delta is None else x + delta).contiguous()  # rmsnorm_fwd reads no strides
-            y, inverse = _te_norm(total, weight, module, quantizer)
-            observe(quantizer, y, lambda: _te_norm(total, weight, module, None)[0])
-        ctx.save_for_backward(total, weight, inverse)
-        # Autograd must not see an input returned as an output: a view is another tensor.
-        return y, total.view_as(total) if delta is None else total
-
-    @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and delta, which are one tensor, and of the weight."""
-        dy, dtotal = grads
-        total, weight, inverse = ctx.saved_tensors
-        dy = dy.contiguous()
-        dtotal = dtotal.contiguous()
-        # The residual gradient is added in the same kernel, which saves reading and writing [N, D] once.
-        if _has_no_tuned_kernel(total, weight):
-            dx, dweight = residual_norm_triton.backward(
-                dy, total, dtotal, weight=weight, rstd=inverse, zero_centered=ctx.zero_centered
-            )
-        else:
-            dx, dweight = tex.rmsnorm_bwd_add(
-                dy, total, dtotal, inverse, weight, 0, ctx.zero_centered
-            )
-        return dx, dx if ctx.both else None, dweight, None, None
-
-
-class _OutputNorm(torch.autograd.Function):
-    """RMSNorm of a part's output [N, D] by our kernels."""
-
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, module: RMSNorm) -> Tensor:
-        """Return the norm of x [N, D]."""
-        ctx.zero_centered = module.zero_centered_gamma
-        y, x, inverse = residual_norm_triton.forward(
-            x, None, weight=weight, eps=module.eps, zero_centered=ctx.zero_centered
-        )
-        ctx.save_for_backward(x, weight, inverse)
-        return y
-
-    @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and of the weight."""
-        (dy,) = grads
-        x, weight, inverse = ctx.saved_tensors
-        dx, dweight = residual_norm_triton.backward(
-            dy, x, None, weight=weight, rstd=inverse, zero_centered=ctx.zero_centered
-        )
-        return dx, dweight, None
+    quantizer = quantizer_of(producer, "scaling_bwd")
+    return target_of(quantizer) or current_target_of(quantizer)
 
 
 # (activation, gated) -> Transformer Engine's kernel and its gradient.
@@ -296,7 +91,7 @@ class _Activation(torch.autograd.Function):
         ctx.gradient = gradient
         ctx.kind = kind
         save_input(ctx, gate_up, recompute=lambda: _activation_for_backward(quantizer, kind))
-        if (target := _target(quantizer)) is not None:
+        if (target := target_of(quantizer)) is not None:
             cast_scale = target.cast_scale
             activation, gated = kind
             fp8 = handover_triton.activate(
@@ -374,7 +169,7 @@ def _activation_for_backward(
     quantizer: PerTensorQuantizer | None, kind: tuple[str, bool]
 ) -> Callable[[Tensor], Tensor]:
     """Return a function that recomputes the activation for te.Linear's backward: the present scale, no amax."""
-    target = _target(quantizer)
+    target = target_of(quantizer)
     if target is None:
         return lambda gate_up: ACTIVATIONS[kind][0](gate_up, quantizer)
     activation, gated = kind
@@ -400,29 +195,6 @@ def _activation_for_backward(
     return again
 
 
-def _norm(
-    module: RMSNorm | LayerNormWithoutBias,
-    x: Tensor,
-    delta: Tensor | None,
-    consumer: Module | None,
-) -> tuple[Tensor, Tensor]:
-    """See te_models.kernels.handover.norm."""
-    # LayerNorm runs its own forward: no kernel of it adds the residual stream or writes FP8.
-    if torch.is_grad_enabled() and isinstance(module, RMSNorm):
-        return _Norm.apply(x, delta, module.weight, module, _quantizer(consumer, "scaling_fwd"))
-    total = x if delta is None else x + delta
-    return native_inference.norm(module, total), total
-
-
-def _output_norm(module: Module, x: Tensor) -> Tensor:
-    """See te_models.kernels.handover.output_norm."""
-    if not torch.is_grad_enabled() or not native_inference.is_plain_norm(module, x):
-        return module(x)
-    if not _has_no_tuned_kernel(x, module.weight):
-        return module(x)
-    return _OutputNorm.apply(x, module.weight, module)
-
-
 def _activate(
     gate_up: Tensor,
     producer: Module | None,
@@ -436,7 +208,7 @@ def _activate(
         return ACTIVATIONS[kind][0](gate_up, None)
     gate_up = save_early(gate_up)
     gradient = _gradient_target(producer)
-    return _Activation.apply(gate_up, gradient, _quantizer(consumer, "scaling_fwd"), kind)
+    return _Activation.apply(gate_up, gradient, quantizer_of(consumer, "scaling_fwd"), kind)
 
 
 class _GatedHeads(torch.autograd.Function):
@@ -483,7 +255,7 @@ def _gated_heads(
     known = type(module) is RMSNorm and is_untouched(module) and not module.zero_centered_gamma
     if not known or x.dtype.itemsize != 2:
         return handover_plain.gated_heads(module, x, z, consumer)
-    target = _target(_quantizer(consumer, "scaling_fwd")) if torch.is_grad_enabled() else None
+    target = target_of(quantizer_of(consumer, "scaling_fwd")) if torch.is_grad_enabled() else None
     if x.shape[0] % 4:  # the transposed copy is written in words of four rows
         target = None
     x = x.flatten(1).contiguous()  # [T, C]
@@ -527,7 +299,7 @@ def _cast_weight(module: Module) -> Float8Tensor | None:
         return None
     if isinstance(weight, (QuantizedTensor, StoredWeight)):
         return None
-    target = _target(_quantizer(module, "scaling_fwd", 1))
+    target = target_of(quantizer_of(module, "scaling_fwd", 1))
     if target is None or module.is_fsdp2:  # FSDP2 gathers and casts again in backward
         return None
     cast_scale = target.cast_scale
@@ -542,8 +314,8 @@ def _cast_weight(module: Module) -> Float8Tensor | None:
 
 
 handover = {
-    "norm": _norm,
-    "output_norm": _output_norm,
+    "norm": native_residual_norm.norm,
+    "output_norm": native_residual_norm.output_norm,
     "activate": _activate,
     "gated_heads": _gated_heads,
     "linear": _linear,

@@ -41,7 +41,7 @@ def _layernorm(
     x: Tensor, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return te.LayerNorm of x [T, H] without a bias, and mean and 1 / standard deviation, FP32 [T]."""
-    # Positional, as in native_handover._Norm; the kernels need a bias.
+    # Positional, as in native_residual_norm._Norm; the kernels need a bias.
     zeros = torch.zeros_like(weight)
     y, mean, inverse = tex.layernorm_fwd(
         x, weight, zeros, eps, None, None, TE_DType[x.dtype], 0, zero_centered

@@ -111,7 +111,7 @@ LINEARS = (Linear, GroupedLinear)
 
 
 class _Target(NamedTuple):
-    """native_handover.QuantizerTarget: where a kernel writes FP8 for a te.Linear."""
+    """native_targets.QuantizerTarget: where a kernel writes FP8 for a te.Linear."""
 
     quantizer: Quantizer
     cast_scale: None = None

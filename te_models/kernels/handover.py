@@ -193,7 +193,7 @@ class CastScale(NamedTuple):
 
 
 class CastTarget(Protocol):
-    """Where a kernel may write FP8 for a te.Linear (te_models.engine.native_handover.QuantizerTarget)."""
+    """Where a kernel may write FP8 for a te.Linear (te_models.engine.native_targets.QuantizerTarget)."""
 
     @property
     def cast_scale(self) -> CastScale:

@@ -19,7 +19,7 @@ MOST_COLUMNS = 8192
 ALIGNMENT = 8  # columns, of which one load of a thread takes as many
 
 
-class Tiles(NamedTuple):
+class RowTiles(NamedTuple):
     """How a kernel goes through rows.
 
     Attributes:
@@ -39,21 +39,21 @@ class Tiles(NamedTuple):
     registers: int | None = None
 
 
-def forward_tiles(columns: int) -> Tiles:
+def forward_tiles(columns: int) -> RowTiles:
     """Return the tiles of the forward kernel for rows of this width."""
-    return Tiles(rows=1, chunk=512, warps=4 if columns <= 4096 else 8)
+    return RowTiles(rows=1, chunk=512, warps=4 if columns <= 4096 else 8)
 
 
-def backward_tiles(columns: int) -> Tiles:
+def backward_tiles(columns: int) -> RowTiles:
     """Return the tiles of the backward kernel for rows of this width."""
     # As many programs as an H200, with 132 multiprocessors, runs at once with these registers.
     if columns <= 2560:
-        return Tiles(rows=1, chunk=512, warps=4, programs=528, stages=3, registers=128)
+        return RowTiles(rows=1, chunk=512, warps=4, programs=528, stages=3, registers=128)
     if columns <= 3584:
-        return Tiles(rows=1, chunk=512, warps=4, programs=396, stages=3, registers=168)
+        return RowTiles(rows=1, chunk=512, warps=4, programs=396, stages=3, registers=168)
     if columns <= 5120:
-        return Tiles(rows=1, chunk=1024, warps=8, programs=264, stages=3, registers=128)
-    return Tiles(rows=1, chunk=2048, warps=16, programs=132, stages=3, registers=128)
+        return RowTiles(rows=1, chunk=1024, warps=8, programs=264, stages=3, registers=128)
+    return RowTiles(rows=1, chunk=2048, warps=16, programs=132, stages=3, registers=128)
 
 
 def takes(columns: int) -> bool:
@@ -224,7 +224,7 @@ def forward(
     weight: Tensor,
     eps: float,
     zero_centered: bool,
-    tiles: Tiles | None = None,
+    tiles: RowTiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute RMSNorm of x + delta (None: of x) [N, D].
 
@@ -273,7 +273,7 @@ def backward(
     weight: Tensor,
     rstd: Tensor,
     zero_centered: bool,
-    tiles: Tiles | None = None,
+    tiles: RowTiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of `forward`.
 

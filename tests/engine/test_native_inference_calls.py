@@ -1,10 +1,11 @@
 """Which calls a te.Linear without gradients makes (engine/native_inference.py), on stand-ins for Transformer Engine.
 
-And that modules in the place of te.Linears and te.GroupedLinears run themselves.
+And that modules in the place of te.Linears and te.GroupedLinears run themselves, and which norms our kernels compute.
 """
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,6 +75,20 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         return x @ self.weight.T
+
+
+class RMSNorm(nn.Module):
+    """The attributes of a te.RMSNorm that are read."""
+
+    eps = 1e-5
+    zero_centered_gamma = False
+
+    def __init__(self, width: int, dtype: torch.dtype = BF16) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
 
 
 class GroupedLinear(nn.Module):
@@ -150,12 +165,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             LayerNorm=type("LayerNorm", (nn.Module,), {}),
             Linear=Linear,
             QuantizedTensor=type("QuantizedTensor", (Tensor,), {}),
-            RMSNorm=type("RMSNorm", (nn.Module,), {}),
+            RMSNorm=RMSNorm,
         ),
         "transformer_engine.debug.pytorch.debug_state": dict(
             TEDebugState=type("TEDebugState", (), {"debug_enabled": False})
         ),
-        f"{package}.constants": dict(TE_DType={}),
+        f"{package}.constants": dict(TE_DType={BF16: "BF16", torch.float32: "FP32"}),
         f"{package}.cpp_extensions": dict(general_gemm=general_gemm),
         f"{package}.distributed": dict(is_fp8_activation_recompute_enabled=lambda: False),
         f"{package}.module.base": dict(quantize_weight=quantize_weight),
@@ -177,7 +192,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "transformer_engine_torch", MagicMock())
     loaded = {}
-    for name in ("linear", "inference", "norm", "experts", "handover"):  # each imports those before
+    # Each imports those before.
+    for name in ("linear", "inference", "norm", "targets", "residual_norm", "experts", "handover"):
         full = f"te_models.engine.native_{name}"
         path = Path(te_models.__file__).parent / f"engine/native_{name}.py"
         spec = importlib.util.spec_from_file_location(full, path)
@@ -374,8 +390,8 @@ def test_a_weight_that_is_made_in_the_call_is_not_cast_before(
     handover = engine["handover"]
     weights: list[Tensor] = []
     target = MagicMock()
-    monkeypatch.setattr(handover, "_target", lambda quantizer: target)
-    monkeypatch.setattr(handover, "_quantizer", lambda *args: None)
+    monkeypatch.setattr(handover, "target_of", lambda quantizer: target)
+    monkeypatch.setattr(handover, "quantizer_of", lambda *args: None)
     monkeypatch.setattr(
         handover.handover_triton, "cast", lambda weight, **_: weights.append(weight)
     )
@@ -401,3 +417,157 @@ def test_a_module_in_the_place_of_experts_runs_itself(case: str, engine: dict[st
     base = module if isinstance(module, GroupedLinear) else module._modules.get("base_layer")
     if isinstance(base, GroupedLinear):
         assert experts._is_plain(base) == (case in ("plain", "lora"))
+
+
+class Norms:
+    """Stand-ins for the kernels of a norm, ours and Transformer Engine's, which note their calls."""
+
+    def __init__(self, norms: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        monkeypatch.setattr(norms.residual_norm_triton, "forward", self.forward)
+        monkeypatch.setattr(norms.residual_norm_triton, "backward", self.backward)
+        monkeypatch.setattr(norms.tex, "rmsnorm_fwd", self.te_forward)
+        monkeypatch.setattr(norms.tex, "rmsnorm_bwd_add", self.te_backward)
+
+    def forward(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self.calls.append("our forward")
+        total = x if delta is None else x + delta
+        return total * (weight + zero_centered), total, total[:, 0].float()
+
+    def backward(
+        self,
+        dy: Tensor,
+        total: Tensor,
+        dtotal: Tensor | None,
+        weight: Tensor,
+        rstd: Tensor,
+        zero_centered: bool,
+    ) -> tuple[Tensor, Tensor]:
+        self.calls.append("our backward")
+        dx = dy * (weight + zero_centered)
+        return dx if dtotal is None else dx + dtotal, (dy * total).sum(0)
+
+    def te_forward(
+        self, x: Tensor, weight: Tensor, eps: float, *options: Any
+    ) -> tuple[Tensor, None, Tensor]:
+        self.calls.append("forward")
+        return x * (weight + options[-1]), None, x[:, 0].float()
+
+    def te_backward(
+        self, dy: Tensor, total: Tensor, dtotal: Tensor, rstd: Tensor, weight: Tensor, *options: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.calls.append("backward")
+        return dy * (weight + options[-1]) + dtotal, (dy * total).sum(0)
+
+
+@pytest.fixture
+def norms(engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Norms:
+    """The kernels of norms, which note their calls."""
+    return Norms(engine["residual_norm"], monkeypatch)
+
+
+# Width, dtype -> whether our kernels compute the norm.
+NORMS = {
+    (2560, BF16): True,
+    (2880, BF16): True,
+    (8184, torch.float16): True,
+    # Transformer Engine has kernels for these.
+    (1024, BF16): False,
+    (2048, BF16): False,
+    (4096, BF16): False,
+    (8192, BF16): False,
+    # Ours do not take them.
+    (640, BF16): False,
+    (2564, BF16): False,
+    (8200, BF16): False,
+    (2560, torch.float32): False,
+}
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("with_delta", [False, True])
+@pytest.mark.parametrize(("width", "dtype"), [(2560, BF16), (2048, BF16), (2560, torch.float32)])
+def test_our_kernels_compute_the_norm_before_a_part_at_widths_without_a_tuned_one(
+    width: int,
+    dtype: torch.dtype,
+    with_delta: bool,
+    zero_centered: bool,
+    engine: dict[str, Any],
+    norms: Norms,
+) -> None:
+    module = RMSNorm(width, dtype)
+    module.zero_centered_gamma = zero_centered
+    x = torch.randn(3, width, dtype=dtype, requires_grad=True)
+    delta = torch.randn(3, width, dtype=dtype, requires_grad=True) if with_delta else None
+    inputs = [x, module.weight] if delta is None else [x, delta, module.weight]
+    y, total = engine["handover"].handover["norm"](module, x, delta, None)
+    found = torch.autograd.grad([y, total], inputs, [2 * y, total])
+    wanted_total = x if delta is None else x + delta
+    wanted = wanted_total * (module.weight + zero_centered)
+    assert torch.equal(y, wanted) and torch.equal(total, wanted_total)
+    outputs = [wanted, wanted_total]
+    gradients = torch.autograd.grad(outputs, inputs, [2 * wanted, wanted_total])
+    for one, other in zip(found, gradients, strict=True):
+        torch.testing.assert_close(one, other)
+    ours = NORMS[width, dtype]
+    assert norms.calls == (["our forward", "our backward"] if ours else ["forward", "backward"])
+
+
+@pytest.mark.parametrize(("width", "dtype"), NORMS)
+def test_our_kernels_compute_the_norm_of_an_output_at_widths_without_a_tuned_one(
+    width: int, dtype: torch.dtype, engine: dict[str, Any], norms: Norms
+) -> None:
+    module = RMSNorm(width, dtype)
+    x = torch.randn(3, width, dtype=dtype, requires_grad=True)
+    y = engine["handover"].handover["output_norm"](module, x)
+    assert torch.equal(y, module(x))
+    dy = torch.randn(3, width).to(dtype)
+    found = torch.autograd.grad(y, [x, module.weight], dy)
+    wanted = torch.autograd.grad(module(x), [x, module.weight], dy)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    assert norms.calls == (["our forward", "our backward"] if NORMS[width, dtype] else [])
+
+
+def _hooked(module: RMSNorm) -> RMSNorm:
+    module.register_forward_hook(lambda *given: None)
+    return module
+
+
+def _of_another_dtype(module: RMSNorm) -> RMSNorm:
+    module.weight.data = module.weight.data.float()
+    return module
+
+
+def _of_a_subclass(module: RMSNorm) -> RMSNorm:
+    class Other(RMSNorm):
+        """What computes something else."""
+
+    module.__class__ = Other
+    return module
+
+
+@pytest.mark.parametrize("change", [_hooked, _of_another_dtype, _of_a_subclass])
+def test_a_norm_of_an_output_that_is_no_plain_te_rmsnorm_runs_itself(
+    change: Callable[[RMSNorm], RMSNorm], engine: dict[str, Any], norms: Norms
+) -> None:
+    module = change(RMSNorm(2560))
+    x = torch.randn(3, 2560, dtype=BF16)
+    assert torch.equal(engine["handover"].handover["output_norm"](module, x), module(x))
+    assert norms.calls == []
+
+
+@pytest.mark.parametrize("name", ["torch.compiler.is_compiling", "torch.is_autocast_enabled"])
+def test_a_compiler_and_torchs_autocast_see_the_norm_of_an_output(
+    name: str, engine: dict[str, Any], norms: Norms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = RMSNorm(2560)
+    x = torch.randn(3, 2560, dtype=BF16)
+    with monkeypatch.context() as patch:
+        patch.setattr(name, lambda *given: True)
+        engine["handover"].handover["output_norm"](module, x)
+    with torch.no_grad():
+        engine["handover"].handover["output_norm"](module, x)
+    assert norms.calls == []

@@ -132,6 +132,7 @@ ELSEWHERE = {
     "kernels/stored_experts_triton.py": "kernels/stored_cases.py",
     "engine/native_handover.py": "model/test_strides_on_gpu.py",
     "engine/native_norm.py": "model/test_strides_on_gpu.py",
+    "engine/native_residual_norm.py": "model/test_strides_on_gpu.py",
     "model/tensor_parallel.py": "model/test_tensor_parallel.py",
 }
 

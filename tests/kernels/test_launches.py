@@ -23,7 +23,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
 class Launch(NamedTuple):
@@ -32,7 +32,7 @@ class Launch(NamedTuple):
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
-    options: dict[str, int]
+    options: dict[str, int | None]
 
 
 @pytest.fixture
@@ -110,6 +110,18 @@ def recur(batch: int, seq: int, heads: int) -> None:
     head_norm_triton.head_norm_fp8(rows, rows, weight, 1e-6, fp8, cast_scale)
 
 
+def normalize(rows: int, columns: int) -> None:
+    """The norm of the residual stream, forward and backward, with and without a sum."""
+    from te_models.kernels import residual_norm_triton  # noqa: PLC0415  the skip above comes first
+
+    x = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(columns, dtype=torch.bfloat16, device="meta")
+    rstd = torch.empty(rows, dtype=torch.float32, device="meta")
+    for other in (None, x):
+        residual_norm_triton.forward(x, other, weight, 1e-6, False)
+        residual_norm_triton.backward(x, x, other, weight, rstd, False)
+
+
 @pytest.mark.parametrize(
     ("batch", "seq", "heads"), [(700, 64, 128), (1, 262144, 128), (80000, 16, 1), (4, 2048, 4)]
 )
@@ -119,6 +131,7 @@ def test_grids_are_those_that_a_gpu_has(
     """2**31 - 1 programs in the first dimension, and 65,535 in the others."""
     attend(batch, seq, Heads(heads, max(1, heads // 4), 128, "elementwise"))
     recur(batch, seq, heads)
+    normalize(batch * seq, 2560)
     assert launches
     for launch in launches:
         most = (2**31 - 1, 65535, 65535)
@@ -163,5 +176,14 @@ def test_heads_of_any_size_compile(size: int, launches: list[Launch]) -> None:
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_operations_around_a_recurrence_compile(launches: list[Launch]) -> None:
     recur(1, 64, 4)
+    for launch in launches:
+        compile_for_h200(launch)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("columns", [1032, 2560, 2880, 5120, 8184])
+def test_norms_of_the_residual_stream_compile(columns: int, launches: list[Launch]) -> None:
+    normalize(64, columns)
     for launch in launches:
         compile_for_h200(launch)

@@ -110,6 +110,35 @@ def test_each_module_knows_its_successor(small: Build, monkeypatch: pytest.Monke
     assert len(calls) == len(expected), "unfused() ended with its block"
 
 
+@pytest.mark.parametrize("small", ["emulated"], indirect=True)
+@pytest.mark.parametrize("position", ["post", "both"])
+def test_the_norm_of_an_output_is_an_operation(
+    small: Build, position: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine's twin gets the norms behind mixer and MLP, and the model goes on with the tensor it returns."""
+    calls: list[Any] = []
+    factor = 1
+
+    def output_norm(module: Any, x: Tensor) -> Tensor:
+        calls.append(module)
+        return factor * handover.output_norm(module, x)
+
+    options = dict(num_hidden_layers=3, norm_position=position)
+    plain = small("current", fused=True, **options)
+    monkeypatch.setattr(emulated, "handover", dict(output_norm=output_norm))
+    model = small("current", fused=True, **options)
+    ids = tokens()
+    expected = plain(ids, labels=ids).loss
+    assert model(ids, labels=ids).loss == expected
+    norms = []
+    for block in model.layers:
+        norms += [block.attention_output_norm, block.mlp_output_norm]
+    assert calls == norms
+    factor = 2
+    assert model(ids, labels=ids).loss != expected
+    assert len(calls) == 2 * len(norms)
+
+
 def test_a_block_by_itself_is_refused(small: Build) -> None:
     model = small("current")
     calls: list[Any] = []
