@@ -48,11 +48,8 @@ def _te_norm(
     return y, inverse
 
 
-def _has_no_tuned_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the norm of x [N, D] is one of our kernels': for its width Transformer Engine has general ones.
-
-    These take two to three times as long (docs/internals/kernels.md). FP32 stays with Transformer Engine.
-    """
+def _is_ours(x: Tensor, weight: Tensor) -> bool:
+    """Return whether our kernels compute the norm of x [N, D]: in 16 bits, at a width that has no tuned one."""
     columns = x.shape[-1]
     half = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype
     return half and columns not in TUNED and residual_norm_triton.takes(columns)
@@ -98,7 +95,7 @@ class _Norm(torch.autograd.Function):
                 counts=target.counts,
             )
             y = target.tensor(fp8, x.dtype)
-        elif quantizer is None and _has_no_tuned_kernel(x, weight):
+        elif quantizer is None and _is_ours(x, weight):
             y, total, inverse = residual_norm_triton.forward(
                 x, delta, weight=weight, eps=module.eps, zero_centered=ctx.zero_centered
             )
@@ -119,7 +116,7 @@ class _Norm(torch.autograd.Function):
         dy = dy.contiguous()
         dtotal = dtotal.contiguous()
         # The residual gradient is added in the same kernel, which saves reading and writing [N, D] once.
-        if _has_no_tuned_kernel(total, weight):
+        if _is_ours(total, weight):
             dx, dweight = residual_norm_triton.backward(
                 dy, total, dtotal, weight=weight, rstd=inverse, zero_centered=ctx.zero_centered
             )
@@ -172,6 +169,6 @@ def output_norm(module: Module, x: Tensor) -> Tensor:
     """See te_models.kernels.handover.output_norm."""
     if not torch.is_grad_enabled() or not native_inference.is_plain_norm(module, x):
         return module(x)
-    if not _has_no_tuned_kernel(x, module.weight):
+    if not _is_ours(x, module.weight):
         return module(x)
     return _OutputNorm.apply(x, module.weight, module)
