@@ -44,15 +44,17 @@ def forward_tiles(columns: int) -> RowTiles:
     return RowTiles(rows=1, chunk=512, warps=4 if columns <= 4096 else 8)
 
 
-def backward_tiles(columns: int) -> RowTiles:
-    """Return the tiles of the backward kernel for rows of this width."""
-    # As many programs as an H200, with 132 multiprocessors, runs at once with these registers.
+def backward_tiles(columns: int, add: bool) -> RowTiles:
+    """Return the tiles of the backward kernel for rows of this width; `add`: it adds another gradient."""
+    # As many programs as an H200, with 132 multiprocessors, runs at once with these registers. The fastest of four to
+    # six at 2,560, 2,880, 3,584 and 5,120 (docs/internals/kernels.md has the times).
     if columns <= 2560:
-        return RowTiles(rows=1, chunk=512, warps=4, programs=528, stages=3, registers=128)
+        return RowTiles(rows=1, chunk=512, warps=4, programs=396, stages=3)
     if columns <= 3584:
         return RowTiles(rows=1, chunk=512, warps=4, programs=396, stages=3, registers=168)
     if columns <= 5120:
-        return RowTiles(rows=1, chunk=1024, warps=8, programs=264, stages=3, registers=128)
+        stages = 2 if add else 3
+        return RowTiles(rows=1, chunk=1024, warps=8, programs=264, stages=stages, registers=128)
     return RowTiles(rows=1, chunk=2048, warps=16, programs=132, stages=3, registers=128)
 
 
@@ -290,7 +292,7 @@ def backward(
         the gradient of x + delta [N, D], rounded once, and of the weight [D].
     """
     rows, columns = total.shape
-    tiles = tiles or backward_tiles(columns)
+    tiles = tiles or backward_tiles(columns, add=dtotal is not None)
     assert tiles.programs is not None
     dy = dy.contiguous()
     dtotal = None if dtotal is None else dtotal.contiguous()
@@ -318,6 +320,6 @@ def backward(
             maxnreg=tiles.registers,
         )
         _add_parts_kernel[(triton.cdiv(columns, 32),)](
-            parts, dweight, programs, columns, ROWS=64, COLUMNS=32, num_warps=4
+            parts, dweight, programs, columns, ROWS=128, COLUMNS=32, num_warps=8
         )
     return dx, dweight
