@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -399,6 +400,36 @@ def optimizer_speed_result() -> str:
             parts.append(f"projecting in backward changes GaLore's peak by {change:+.2f} GiB")
         lines.append(f"- `{result['preset']}`: {'; '.join(parts)}.")
     return "\n".join(lines)
+
+
+@table
+def optimizer_offload() -> str:
+    """AdamW in CPU memory at 1B, which an H200 measured with its host idle."""
+    result = load("optimizer_speed_1b_h200")
+    rows = result["rows"]
+    size = result["size"]
+    lines = []
+    for name in ("adamw", "adamw, in CPU memory"):
+        row = rows[name]
+        lines.append(
+            [
+                _optimizer(name),
+                f"{row['optimizer']:,.0f} ms",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['peak_bytes'] / GIB:.2f} GiB",
+            ]
+        )
+    rest = statistics.median(rows["adamw"]["seconds"]) - rows["adamw"]["optimizer"] / 1e3
+    update = rows["adamw, in CPU memory"]["optimizer"] / 1e3
+    shape = f"{size['batch_size']} x {size['seq_len']:,} tokens"
+    about = f"{measured_on(result)} `{result['preset']}`, {shape} per update."
+    # An update of `update` seconds takes a fifth of the time of n micro-batches of `rest` seconds each.
+    enough = math.ceil(update / (0.2 * rest))
+    return (
+        f"{about}\n\n{markdown('optimizer | its part of a step | tokens/s | peak', lines)}\n\n"
+        f"An update takes the time of {update / rest:.0f} such micro-batches, so it costs a run 20 % from "
+        f"{enough} micro-batches per update on."
+    )
 
 
 def draw_divergence(path: Path) -> None:
