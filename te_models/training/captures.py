@@ -26,6 +26,7 @@ from te_models.recorder.record import FOLDER as RECORD_FOLDER
 from te_models.saving.folder import load_folder, save_folder
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.evaluation import Batch
+from te_models.training.failed_run import broken_tensor
 from te_models.training.recording import RecordedStep, Recorder, RecordLog
 from te_models.training.resume import run_choices, saved_choices
 
@@ -128,16 +129,19 @@ class Captures:
         trainer.passes.use_recorder(trainer.recorder)
         trainer.guard.use_recorder(trainer.recorder)
 
-    def save(self, step: int, micro_batches: list[Batch], bad: bool = False) -> None:
+    def save(self, step: int, micro_batches: list[Batch], bad: bool = False) -> bool:
         """Write the state before a step, which has begun, and its batch. All processes call this together.
 
-        `bad` says that the step did not count: the run may take another one of this number.
+        `bad` says that the step did not count: the run may take another one of this number. Return whether it was
+        written: a state that is broken itself is not, since no model could be loaded from it.
         """
         trainer = self.trainer
         batch = self._whole_batch(micro_batches)
         # No other thread may train the model while its weights are copied.
         with saving(trainer.model):
             tensors, documents = trainer.saved_model()
+            if broken_tensor(tensors, trainer.parallel.ranks) is not None:
+                return False
             tensors = {**tensors, "batch": batch}
             documents = {
                 **documents,
@@ -147,6 +151,7 @@ class Captures:
             folder = trainer.new_checkpoints(trainer.out / FOLDER, keep_last=KEPT)
             self._drop_record(step)
             folder.save(step, tensors, documents)
+        return True
 
     def save_batch(self, step: int, micro_batches: list[Batch]) -> None:
         """Write the batch of the step after a checkpoint, whose state the checkpoint has."""
@@ -168,8 +173,9 @@ class Captures:
         """
         if self.bad_step is not None:
             return
+        if not self.save(step, micro_batches, bad=True):
+            return
         self.bad_step = step
-        self.save(step, micro_batches, bad=True)
         recorder = self.trainer.recorder
         if recorder is None or recorded is None or not self.trainer.parallel.ranks.first:
             return

@@ -166,17 +166,20 @@ def test_what_cannot_run_is_told_in_a_line_of_its_own(tmp_path: Path) -> None:
     assert "what if" not in lines
 
 
-def test_a_state_with_a_nan_is_not_kept(tmp_path: Path) -> None:
-    run = trainer(tmp_path, "delayed", record=1)
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_state_with_a_nan_is_not_kept(policy: str, tmp_path: Path) -> None:
+    write_marks(tmp_path, Marks((MARKED + 1,)))
+    run = trainer(tmp_path, "delayed", record=1, on_nan=policy)
 
     def poison(row: dict[str, Any]) -> None:
         if row["step"] == MARKED - 1:
             run.model.layers[1].mlp.down_proj.weight.data[0, 0] = math.nan
 
     run.on_step = poison
+    # Under "skip" each step from there on is bad, and the last state cannot be saved.
     with pytest.raises(Diverged):
         run.run()
-    assert captured_steps(tmp_path) == []
+    assert captured_steps(tmp_path) == [] and not list(tmp_path.glob("captures/*/model*"))
 
 
 def test_a_difference_from_the_record_is_named(tmp_path: Path) -> None:
