@@ -59,11 +59,16 @@ def _warn_of_warmup(config: TrainConfig) -> None:
         )
 
 
-def refuse_frozen(model: CausalLM) -> None:
-    """Raise UsageError if no parameter of the model is trained."""
+def check_model(model: CausalLM, config: TrainConfig) -> None:
+    """Raise UsageError if no parameter of the model is trained, or the guard could not do what `on_nan` says."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(
             "every parameter of the model is frozen: let some require gradients, or add adapters (add_lora)"
+        )
+    if config.on_nan == "demote" and model.fp8_params:
+        raise UsageError(
+            "on_nan='demote' moves a layer to BF16, and with fp8_params=True there are no BF16 weights for it: choose "
+            "on_nan='skip' or 'rewind', or leave out fp8_params"
         )
 
 

@@ -56,11 +56,11 @@ from te_models.training.run_saves import (
 )
 from te_models.training.run_start import (
     check_arguments,
+    check_model,
     check_room,
     evaluation_batches,
     open_training_data,
     optimizer_of_run,
-    refuse_frozen,
     refuse_to_replace,
     rendered_documents,
 )
@@ -135,7 +135,7 @@ class Trainer(NamedFields):
         self.out = Path(self.out)
         # A PeftModel is unwrapped here: the run trains the model, and checkpoints hold the adapters.
         self.model, self.saved = saved_part(self.model, self.saved)
-        refuse_frozen(self.model)
+        check_model(self.model, config)
         self.device = self.model.device
         self.data = open_training_data(self.dataset, self.model, config, parallel)
         self.evaluation = evaluation_batches(self.eval_batches, config.patience)

@@ -16,7 +16,7 @@ from typed import submodule
 
 from te_models.config.toml import read_toml
 from te_models.distributed.control import Ranks
-from te_models.errors import Diverged
+from te_models.errors import Diverged, UsageError
 from te_models.files.tensors import all_finite
 from te_models.inspect.replay import replay
 from te_models.numerics.quantizers import Quantizer
@@ -386,6 +386,14 @@ def test_demotion_stays_under_a_schedule_of_recipes(
     again.run(resume=True)
     assert again.model.recipe.name == "current"
     assert again.model.recipe.precision == {"layers.1.*": "bf16"}
+
+
+def test_demote_is_refused_where_it_could_never_help(tmp_path: Path) -> None:
+    model = tiny_model("current", fp8_params=True)
+    with pytest.raises(
+        UsageError, match=r"^on_nan='demote' moves .* no BF16 weights .* fp8_params$"
+    ):
+        trainer(tmp_path, "demote", False, model=model)
 
 
 def test_demote_stops_where_it_cannot_help(tmp_path: Path) -> None:
