@@ -15,14 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from te_models.kernels.decode import MOST_ROWS, StepActivation, StepLinear, StepNorm
-from te_models.kernels.fp8_tiles_triton import INTERPRETED
-from te_models.kernels.handover_triton import activation_and_slope
+from te_models.kernels.decode_parts_triton import (
+    cast_e4m3,
+    input_scales,
+    input_tile,
+    store_product,
+)
+from te_models.kernels.decode_split_triton import SplitTile, split_product
 
 ROWS = MOST_ROWS
 FEW = 2  # tokens up to which no tensor cores are used
 CHUNK = 1024  # channels that are read at once for norms and amaxes
-LARGEST = tl.constexpr(448.0)  # of E4M3
-LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 
 
 class Tile(NamedTuple):
@@ -45,97 +48,12 @@ def _few_tile(gated: bool, normed: bool, fp8: bool) -> Tile:
     return Tile(4, 1024, 4, 1) if normed and not gated else Tile(2, 2048, 4, 1)
 
 
-def _tile(gated: bool, normed: bool, fp8: bool) -> Tile:
-    """Return the tile of a product with tensor cores."""
+def _tile(gated: bool, normed: bool, fp8: bool) -> Tile | SplitTile:
+    """Return the tile of a product with tensor cores, made here or, from a SplitTile, by decode_split_triton.py."""
     # The fastest of 11, measured with the tiles above.
     if gated:
         return Tile(64, 128, 8, 3)
     return Tile(32, 256, 4, 3) if normed or fp8 else Tile(16, 256, 2, 5)
-
-
-@triton.jit
-def _round_e4m3(v):
-    """Round FP32 values of at most 448 to E4M3, to nearest and ties to even; return them in FP16.
-
-    Adding 1.5 * 2^20 times the value's power of two leaves three bits after its first, as for any number below 2^-6.
-    """
-    power = (v.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    step = tl.maximum(power, 0.015625) * 1572864.0
-    return ((v + step) - step).to(tl.float16)
-
-
-@triton.jit
-def _cast(v, scale):
-    """Return v * scale in E4M3, saturated, as FP16 values; NaN stays NaN."""
-    v = v.to(tl.float32) * scale
-    if not INTERPRETED:  # one instruction for two values, which saturates too
-        return v.to(tl.float8e4nv).to(tl.float16)
-    clamped = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)
-    return tl.where(v != v, v, _round_e4m3(clamped)).to(tl.float16)
-
-
-@triton.jit
-def _current_scale(amax, epsilon, POWER_OF_2: tl.constexpr):
-    """Return the scale of an amax, as te_models.numerics.scale_rules.scale_from_amax."""
-    amax = tl.maximum(amax, epsilon)
-    usable = (amax > 0) & (amax < float("inf"))
-    scale = tl.minimum(tl.div_rn(LARGEST, tl.where(usable, amax, 1.0)), LARGEST_FLOAT)
-    scale = tl.where(usable, scale, 1.0)
-    if POWER_OF_2:
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return scale
-
-
-@triton.jit
-def _input(x, j, i, tokens, width, inverse, norm, NORM: tl.constexpr, CENTERED: tl.constexpr):
-    """Return channels j of rows i of the product's input [ROWS, WIDTH], normed, in the dtype of x."""
-    inside = (i < tokens)[:, None] & (j < width)[None, :]
-    value = tl.load(x + i[:, None] * width + j[None, :], inside, 0.0)
-    if NORM:
-        gain = tl.load(norm + j, j < width, 0.0).to(tl.float32)
-        if CENTERED:
-            gain += 1.0
-        value = (value.to(tl.float32) * inverse[:, None] * gain[None, :]).to(x.dtype.element_ty)
-    return value
-
-
-@triton.jit
-def _scales(
-    x,
-    norm,
-    input_scale,
-    t,
-    tokens,
-    width,
-    eps,
-    epsilon,
-    NORM: tl.constexpr,
-    CENTERED: tl.constexpr,
-    FP8: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Return 1 / RMS of each of rows t [T] of x, and the scale of the cast; ones where there is no norm, or no cast."""
-    channel = tl.arange(0, CHUNK)
-    inverse = tl.zeros_like(t).to(tl.float32)
-    if NORM:
-        squares = inverse
-        for at in range(0, width, CHUNK):
-            v = _input(x, at + channel, t, tokens, width, inverse, norm, False, CENTERED)
-            v = v.to(tl.float32)
-            squares += tl.sum(v * v, 1)
-        inverse = tl.rsqrt(squares / width + eps)
-    scale = 1.0
-    if FP8:
-        if input_scale is not None:
-            scale = tl.load(input_scale)
-        else:
-            largest = tl.zeros_like(t).to(tl.float32)
-            for at in range(0, width, CHUNK):
-                v = _input(x, at + channel, t, tokens, width, inverse, norm, NORM, CENTERED)
-                largest = tl.maximum(largest, tl.max(tl.abs(v.to(tl.float32)), 1))
-            scale = _current_scale(tl.max(largest, 0), epsilon, POWER_OF_2)
-    return inverse, scale
 
 
 @triton.jit
@@ -182,7 +100,7 @@ def _few_kernel(
     dtype = out.dtype.element_ty
     t = tl.arange(0, TOKENS)
     o = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    inverse, scale = _scales(
+    inverse, scale = input_scales(
         x, norm, input_scale, t, tokens, width, eps, epsilon, NORM, CENTERED, FP8, POWER_OF_2, CHUNK
     )
     first = weight + o.to(tl.int64)[:, None] * width
@@ -191,9 +109,9 @@ def _few_kernel(
     up = tl.zeros([TOKENS, OUTPUTS], tl.float32)
     for at in range(0, width, WIDTH):
         j = at + tl.arange(0, WIDTH)
-        v = _input(x, j, t, tokens, width, inverse, norm, NORM, CENTERED)
+        v = input_tile(x, j, t, tokens, width, inverse, norm, NORM, CENTERED)
         if FP8:
-            v = _cast(v, scale)
+            v = cast_e4m3(v, scale)
         v = v.to(tl.float32)
         sums += _sums(first, j, o, v, width, outputs, FP8)
         if GATED:
@@ -202,7 +120,7 @@ def _few_kernel(
         back = tl.load(weight_inverse) * tl.div_rn(1.0, scale)
         sums *= back
         up *= back
-    _store_product(
+    store_product(
         sums,
         up,
         bias,
@@ -224,50 +142,6 @@ def _few_kernel(
     blank = tl.zeros([ROWS, OUTPUTS], dtype)
     inside = (padding < rows) & (o < outputs)[None, :]
     tl.store(out + padding * outputs + o[None, :], blank, inside)
-
-
-@triton.jit
-def _store_product(
-    sums,
-    up,
-    bias,
-    residual,
-    out,
-    i,
-    o,
-    rows,
-    tokens,
-    outputs,
-    factor,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    SCALED: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """Store the sums of rows i and outputs o after bias, activation, factor and residual stream.
-
-    i and o have the shape of the sums, or 1 where they do not vary.
-    """
-    inside = (i < tokens) & (o < outputs)
-    if bias is not None:
-        sums += tl.load(bias + o, o < outputs, 0.0).to(tl.float32)
-        if GATED:
-            up += tl.load(bias + outputs + o, o < outputs, 0.0).to(tl.float32)
-    # Rounded where the modules would store it, so that both ways round alike.
-    y = sums.to(dtype)
-    if ACTIVATION is not None:
-        opened, _ = activation_and_slope(y.to(tl.float32), ACTIVATION)
-        if GATED:
-            opened *= up.to(dtype).to(tl.float32)
-        y = opened.to(dtype)
-    if SCALED:
-        y = (y.to(tl.float32) * factor).to(dtype)
-    place = i * outputs + o
-    if residual is not None:
-        before = tl.load(residual + place, inside, 0.0)
-        y = (y.to(tl.float32) + before.to(tl.float32)).to(dtype)
-    y = tl.where(i < tokens, y, 0.0)  # rows of padding remain zeros, whatever the bias
-    tl.store(out + place, y, (i < rows) & (o < outputs))
 
 
 @triton.jit
@@ -303,7 +177,7 @@ def _product_kernel(
     o = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     channel = tl.arange(0, WIDTH)
 
-    inverse, scale = _scales(
+    inverse, scale = input_scales(
         x,
         norm,
         input_scale,
@@ -325,10 +199,10 @@ def _product_kernel(
     for at in range(0, width, WIDTH):
         j = at + channel
         inside = (o < outputs)[:, None] & (j < width)[None, :]
-        v = _input(x, j, i, tokens, width, inverse, norm, NORM, CENTERED)
+        v = input_tile(x, j, i, tokens, width, inverse, norm, NORM, CENTERED)
         w = tl.load(first + j[None, :], inside, 0)
         if FP8:
-            v = _cast(v, scale)
+            v = cast_e4m3(v, scale)
             w = w.to(tl.float8e4nv, bitcast=True).to(tl.float16)
         v = tl.trans(v)
         sums += tl.dot(w, v, input_precision="ieee")
@@ -342,7 +216,7 @@ def _product_kernel(
         back = tl.load(weight_inverse) * tl.div_rn(1.0, scale)
         sums *= back
         up *= back
-    _store_product(
+    store_product(
         sums,
         up,
         bias,
@@ -399,6 +273,19 @@ def product(
         )
         return out
     tile = _tile(gated, normed, fp8)
+    if isinstance(tile, SplitTile):
+        split_product(
+            tile,
+            x,
+            operand,
+            out,
+            tokens,
+            norm=norm,
+            activation=activation,
+            residual=residual,
+            factor=factor,
+        )
+        return out
     _product_kernel[(triton.cdiv(outputs, tile.outputs),)](
         **arguments,
         OUTPUTS=tile.outputs,

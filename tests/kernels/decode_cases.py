@@ -20,6 +20,7 @@ from te_models.kernels.decode import (
 )
 from te_models.kernels.decode_attention_triton import attention
 from te_models.kernels.decode_product_triton import product
+from te_models.kernels.decode_split_triton import SplitTile
 from te_models.numerics.casts import cast_fp8, decode_fp8
 from te_models.numerics.formats import DType
 from te_models.numerics.scale_rules import scale_from_amax
@@ -42,6 +43,15 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(decode_product_triton, "_tile", lambda *kind: tile)
         monkeypatch.setattr(decode_product_triton, "_few_tile", lambda *kind: tile)
         monkeypatch.setattr(decode_attention_triton, "KEYS", {256: 16})
+
+
+def use_split(monkeypatch: pytest.MonkeyPatch, parts: int, ready: bool) -> None:
+    """Let decode_split_triton.py compute the products, also those of one and two tokens."""
+    tile = SplitTile(outputs=16, width=16, warps=1, stages=1, parts=parts, ready=ready)
+    if ON_GPU:
+        tile = SplitTile(outputs=64, width=128, warps=4, stages=4, parts=parts, ready=ready)
+    monkeypatch.setattr(decode_product_triton, "_tile", lambda *kind: tile)
+    monkeypatch.setattr(decode_product_triton, "FEW", 0)
 
 
 def near(found: Tensor, wanted: Tensor) -> None:
@@ -70,10 +80,10 @@ def activated(y: Tensor, activation: StepActivation) -> Tensor:
     return act(gate) * up
 
 
-@pytest.mark.parametrize(
+scalings = pytest.mark.parametrize(
     "scaling", ["none", "delayed", "current", pytest.param("power of 2", marks=SLOW)]
 )
-@pytest.mark.parametrize(
+shapes = pytest.mark.parametrize(
     ("tokens", "rows", "width", "outputs", "activation", "centered"),
     [
         (1, 1, 48, 40, None, None),
@@ -83,6 +93,10 @@ def activated(y: Tensor, activation: StepActivation) -> Tensor:
         pytest.param(16, 16, 32, 64, StepActivation("gelu_pytorch_tanh", True), False, marks=SLOW),
     ],
 )
+
+
+@scalings
+@shapes
 def test_a_product_with_all_that_surrounds_it(
     tokens: int,
     rows: int,
@@ -133,8 +147,35 @@ def test_a_product_with_all_that_surrounds_it(
     assert not found[tokens:].any()
 
 
-def test_a_cast_rounds_as_the_format_does() -> None:
+@pytest.mark.parametrize(
+    ("parts", "ready"), [(1, True), (3, True), pytest.param(2, False, marks=SLOW)]
+)
+@scalings
+@shapes
+def test_a_product_whose_channels_are_divided(
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    rows: int,
+    width: int,
+    outputs: int,
+    activation: StepActivation | None,
+    centered: bool | None,
+    scaling: str,
+    parts: int,
+    ready: bool,
+) -> None:
+    """The same, by the kernels of decode_split_triton.py, also where a part has no channels."""
+    use_split(monkeypatch, parts, ready)
+    test_a_product_with_all_that_surrounds_it(
+        tokens, rows, width, outputs, activation, centered, scaling
+    )
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_cast_rounds_as_the_format_does(monkeypatch: pytest.MonkeyPatch, divided: bool) -> None:
     """Ties, subnormals, saturation and NaN, as a product with the identity shows them."""
+    if divided:
+        use_split(monkeypatch, 1, True)
     numbers = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     codes = decode_fp8(numbers, E4M3)
     finite = codes[codes.isfinite()].unique()
