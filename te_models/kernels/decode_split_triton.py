@@ -138,7 +138,7 @@ def _weights(first, j, inside, FP8: tl.constexpr):
     return w
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens"])
 def _split_kernel(
     values,
     weight,
