@@ -38,6 +38,7 @@ python3 -m benchmarks.attention_kernels --out "$out/attention_kernels.json"
 python3 -m benchmarks.fused_families --out "$out/fused_families.json"
 python3 -m benchmarks.head_casts --out "$out/head_casts.json"
 python3 -m benchmarks.decode_tiles --out "$out/decode_tiles.json"
+python3 -m benchmarks.decode_attention --out "$out/decode_attention.json"
 te-models bench --preset gated-1b --vocab-size 32000 --hidden-size 2560 --num-hidden-layers 10 --num-attention-heads 32 \
     --num-key-value-heads 8 --head-dim 80 --intermediate-size 6912 --attention-gate none --batch-size 2 --seq-len 6144 \
     --max-position-embeddings 8192 --recipes bf16+graph,delayed+no_edges+graph,current+no_edges+graph \

@@ -19,6 +19,9 @@ from te_models.kernels.decode import StepAttention, StepKeys
 KEYS = {128: 64, 256: 32}
 PROGRAMS = 264  # of attention, two for each multiprocessor of an H200: as many fill it
 MOST_PARTS = 32
+APART = False  # attend to the new key after a loop over the others, which need no selection then
+WARPS = 4
+STAGES = 1
 
 
 @triton.jit
@@ -84,9 +87,9 @@ def _gain(value, inverse, gain, at, inside, dtype: tl.constexpr, CENTERED: tl.co
 
 
 @triton.jit
-def _scores(q, k, mask, slot, end, scale, cap):
-    """Return the scores [G, KEYS] of q [G, WIDTH] with the keys at these slots, -inf where a slot is not seen."""
-    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+def _scores(product, mask, slot, end, scale, cap):
+    """Return the scores [G, KEYS] from queries times the keys at these slots, -inf where a slot is not seen."""
+    score = product * scale
     if cap is not None:
         score = (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0) * cap  # cap * tanh(score / cap)
     seen = tl.load(mask + slot, slot < end, float("-inf")).to(tl.float32)
@@ -139,6 +142,7 @@ def _attention_kernel(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
+    APART: tl.constexpr,
 ):
     part = tl.program_id(0)
     key_head = tl.program_id(1)
@@ -189,12 +193,19 @@ def _attention_kernel(
 
     count = tl.load(filled).to(tl.int32)
     newest = count - 1
-    length = tl.cdiv(tl.cdiv(count, parts), KEYS) * KEYS  # of each part
-    begin = part * length
-    end = tl.minimum(begin + length, count)
+    if APART:
+        # Whole tiles of the keys before the new one, as equal as may be.
+        tiles = tl.cdiv(newest, KEYS)
+        begin = part * tiles // parts * KEYS
+        end = tl.minimum((part + 1) * tiles // parts * KEYS, newest)
+    else:
+        length = tl.cdiv(tl.cdiv(count, parts), KEYS) * KEYS  # of each part
+        begin = part * length
+        end = tl.minimum(begin + length, count)
     base = (row * key_heads + key_head) * slots * size
     keys += base
     values += base
+    mask += row * slots
     top = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     out = tl.zeros([GROUP, WIDTH], tl.float32)
@@ -202,16 +213,30 @@ def _attention_kernel(
         s = at + tl.arange(0, KEYS)
         inside = (s < end)[:, None] & (c < size)[None, :]
         place = s.to(tl.int64)[:, None] * size + c[None, :]
-        new = (s == newest)[:, None]
-        k = tl.where(new, new_key, tl.load(keys + place, inside, 0.0))
-        v = tl.where(new, new_value, tl.load(values + place, inside, 0.0))
-        # The only program of this head whose keys include the new one.
-        tl.store(keys + place, k, inside & new)
-        tl.store(values + place, v, inside & new)
-        score = _scores(q, k, mask + row * slots, s, end, scale, cap)
+        k = tl.load(keys + place, inside, 0.0)
+        v = tl.load(values + place, inside, 0.0)
+        if not APART:
+            new = (s == newest)[:, None]
+            k = tl.where(new, new_key, k)
+            v = tl.where(new, new_value, v)
+            # The only program of this head whose keys include the new one.
+            tl.store(keys + place, k, inside & new)
+            tl.store(values + place, v, inside & new)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        score = _scores(score, mask, s, end, scale, cap)
         top, shrunk, weight = _online_softmax(top, score)
         total = total * shrunk + tl.sum(weight, 1)
         out = out * shrunk[:, None] + tl.dot(weight.to(dtype), v, input_precision="ieee")
+    if APART and part == parts - 1:
+        s = newest + one
+        place = s.to(tl.int64)[:, None] * size + c[None, :]
+        tl.store(keys + place, new_key, (c < size)[None, :])
+        tl.store(values + place, new_value, (c < size)[None, :])
+        score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1)[:, None]
+        score = _scores(score, mask, s, count, scale, cap)
+        top, shrunk, weight = _online_softmax(top, score)
+        total = total * shrunk + tl.sum(weight, 1)
+        out = out * shrunk[:, None] + weight.to(dtype).to(tl.float32) * new_value.to(tl.float32)
     head = (row * key_heads + key_head) * group + g
     tl.store(tops + head * parts + part, top, g < group)
     tl.store(totals + head * parts + part, total, g < group)
@@ -369,7 +394,8 @@ def _partial_attention(
         GROUP=max(16, triton.next_power_of_2(group)),
         WIDTH=wide,
         KEYS=tile,
-        num_warps=4,
-        num_stages=1,
+        APART=APART,
+        num_warps=WARPS,
+        num_stages=STAGES,
     )
     return partial

@@ -13,6 +13,7 @@ OUT = ["--out", "out.json"]
 ARGUMENTS = {
     "attention_kernels": OUT,
     "checkpoint_grid": ["run", *OUT],
+    "decode_attention": OUT,
     "decode_tiles": OUT,
     "delta_rule_tuning": OUT,
     "engine_gpu": ["out.json"],

@@ -211,11 +211,13 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(("used", "slots"), [(1, 16), (17, 32), pytest.param(70, 80, marks=SLOW)])
 @pytest.mark.parametrize(
     ("batch", "heads", "turned", "interleaved", "centered", "cap", "sinks"), CASES
 )
 def test_attention_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
     batch: int,
     heads: Heads,
     turned: int,
@@ -225,8 +227,10 @@ def test_attention_of_a_step(
     sinks: bool,
     used: int,
     slots: int,
+    apart: bool,
 ) -> None:
     """By its definition, over a cache in which some slots are hidden; the new keys and values are written."""
+    monkeypatch.setattr(decode_attention_triton, "APART", apart)
     options = dict(device=DEVICE, dtype=DTYPE)
     width = sum(section.stored for section in heads.sections)
     rows = batch + 2
