@@ -27,13 +27,13 @@ from te_models.inspect.environment import environment, require_gpu
 from te_models.kernels import decode_product_triton
 from te_models.kernels.decode import MOST_ROWS, StepActivation, StepLinear, StepNorm
 from te_models.kernels.decode_product_triton import Tile
-from te_models.kernels.decode_split_triton import SplitTile
+from te_models.kernels.decode_split_triton import SplitTile, parts_of
 
 MODES = ("bf16", "delayed", "current")
 LAUNCHES = 12  # of a graph, at least
 REPLAYS = 9
 COLD = 160 * 2**20  # bytes of weights in a graph: three times the L2 cache of an H200
-PROGRAMS = (96, 1000)  # the fewest and the most of a divided product
+PROGRAMS = (1, 132, 264, 396, 528)  # that a product is divided into
 OWN = decode_product_triton._tile
 
 
@@ -90,12 +90,14 @@ def split_tiles(shape: Shape, mode: str) -> list[SplitTile]:
         (128, width, 8, 4),
     ]
     tiles = []
-    for outputs, channels, warps, stages in loops:
-        programs = math.ceil(shape.outputs // (1 + shape.gated) / outputs)
-        for parts in (1, 2, 3, 4, 6, 8):
-            fits = PROGRAMS[0] <= programs * parts <= PROGRAMS[1]
-            if fits and shape.width // channels >= 2 * parts:
-                tiles.append(SplitTile(outputs, channels, warps, stages, parts))
+    for loop in loops:
+        parts = set()
+        for programs in PROGRAMS:
+            tile = SplitTile(*loop, programs=programs)
+            count = parts_of(tile, shape.width, shape.outputs // (1 + shape.gated))
+            if count not in parts:
+                tiles.append(tile)
+            parts.add(count)
     if mode == "delayed" and not shape.normed:
         # One kernel instead of two, whose programs cast the input.
         for outputs, channels, warps, stages in loops[:4]:
@@ -122,7 +124,12 @@ def to_compile(timed: list[Case]) -> list[Case]:
         shape = case.shape
         # A number of tokens that 16 divides is compiled apart, but not by the kernels that divide channels.
         apart = case.tile is None and case.tokens % 16 == 0
-        key = (shape.normed, shape.gated, shape.added, case.mode, case.tile, apart)
+        parts = 1
+        tile = case.tile
+        if isinstance(tile, SplitTile):
+            parts = parts_of(tile, shape.width, shape.outputs // (1 + shape.gated))
+            tile = tile._replace(programs=1)
+        key = (shape.normed, shape.gated, shape.added, case.mode, tile, parts, apart)
         first.setdefault(key, case)
     return list(first.values())
 

@@ -38,7 +38,7 @@ class SplitTile(NamedTuple):
         outputs: the rows of a weight that a program multiplies.
         width: the channels of one iteration, whose FP8 products the tensor cores add with about 14 bits.
         warps, stages: of the loop over channels.
-        parts: programs that divide the channels of one tile of outputs among themselves.
+        programs: how many there should be; where the outputs give fewer, channels are divided too (parts_of).
         ready: cast an input without a norm in the first kernel too; otherwise each program casts it again.
     """
 
@@ -46,8 +46,15 @@ class SplitTile(NamedTuple):
     width: int
     warps: int
     stages: int
-    parts: int = 1
+    programs: int = 1
     ready: bool = True
+
+
+def parts_of(tile: SplitTile, width: int, outputs: int) -> int:
+    """Return how many programs divide the channels of one tile of outputs among themselves."""
+    tiles = triton.cdiv(outputs, tile.outputs)
+    iterations = triton.cdiv(width, tile.width)
+    return max(1, min(round(tile.programs / tiles), iterations))
 
 
 class Prepared(NamedTuple):
@@ -74,7 +81,7 @@ def _prepare_kernel(
     values,
     largest,
     arrived,
-    tiles,
+    counters,
     tokens,
     width,
     eps,
@@ -89,9 +96,9 @@ def _prepare_kernel(
     channel = tl.arange(0, CHUNK)
     if arrived is not None:
         zero = tl.zeros([LINE], tl.int32)
-        for at in range(tl.program_id(0) * LINE, tiles, tl.num_programs(0) * LINE):
+        for at in range(tl.program_id(0) * LINE, counters, tl.num_programs(0) * LINE):
             k = at + tl.arange(0, LINE)
-            tl.store(arrived + k, zero, k < tiles)
+            tl.store(arrived + k, zero, k < counters)
     inverse, scale = input_scales(
         x,
         norm,
@@ -153,7 +160,7 @@ def _split_kernel(
     rows,
     tokens,
     width,
-    length,
+    iterations,
     outputs,
     epsilon,
     factor,
@@ -186,8 +193,8 @@ def _split_kernel(
     second = first + outputs.to(tl.int64) * width  # the rows of `up`, where there is a gate
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     up = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    begin = part * length
-    end = tl.minimum(begin + length, width)
+    begin = part * iterations // PARTS * WIDTH
+    end = (part + 1) * iterations // PARTS * WIDTH
     for at in range(begin, end, WIDTH):
         j = at + channel
         inside = (o < outputs)[:, None] & (j < width)[None, :]
@@ -272,13 +279,13 @@ def split_product(
     fp8 = operand.weight_inverse is not None
     gated = activation is not None and activation.gated
     tiles = triton.cdiv(outputs, tile.outputs)
-    prepared = _prepare(tile, x.contiguous(), operand, tokens, tiles, norm)
+    parts = parts_of(tile, width, outputs)
+    prepared = _prepare(tile, x.contiguous(), operand, tokens, tiles if parts > 1 else 0, norm)
     sums_of_parts = None
-    if tile.parts > 1:
-        shape = (tiles, tile.parts, 1 + gated, tile.outputs, MOST_ROWS)
+    if parts > 1:
+        shape = (tiles, parts, 1 + gated, tile.outputs, MOST_ROWS)
         sums_of_parts = torch.empty(shape, dtype=torch.float32, device=x.device)
-    iterations = triton.cdiv(width, tile.width)
-    _split_kernel[(tiles, tile.parts)](
+    _split_kernel[(tiles, parts)](
         values=prepared.values,
         weight=operand.weight,
         bias=operand.bias,
@@ -292,7 +299,7 @@ def split_product(
         rows=x.shape[0],
         tokens=tokens,
         width=width,
-        length=triton.cdiv(iterations, tile.parts) * tile.width,
+        iterations=triton.cdiv(width, tile.width),
         outputs=outputs,
         epsilon=operand.epsilon,
         factor=factor,
@@ -305,7 +312,7 @@ def split_product(
         ROWS=MOST_ROWS,
         OUTPUTS=tile.outputs,
         WIDTH=tile.width,
-        PARTS=tile.parts,
+        PARTS=parts,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -316,7 +323,7 @@ def _prepare(
     x: Tensor,
     operand: StepLinear,
     tokens: int,
-    tiles: int,
+    counters: int,
     norm: StepNorm | None,
 ) -> Prepared:
     """Run what comes before the product, in one kernel, or in none where there is nothing to do."""
@@ -326,14 +333,13 @@ def _prepare(
     current = fp8 and operand.input_scale is None
     cast = fp8 and not current and (norm is not None or tile.ready)
     largest = torch.empty(rows, dtype=torch.float32, device=device) if current else None
-    if norm is None and not cast and not current:
-        arrived = None
-        if tile.parts > 1:
-            arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
-        return Prepared(x, cast, largest, arrived)
     arrived = None
-    if tile.parts > 1:
-        arrived = torch.empty(tiles, dtype=torch.int32, device=device)
+    if norm is None and not cast and not current:
+        if counters:
+            arrived = torch.zeros(counters, dtype=torch.int32, device=device)
+        return Prepared(x, cast, largest, arrived)
+    if counters:
+        arrived = torch.empty(counters, dtype=torch.int32, device=device)
     values = None
     if cast:
         values = torch.empty(rows, width, dtype=torch.uint8, device=device)
@@ -346,7 +352,7 @@ def _prepare(
         values=values,
         largest=largest,
         arrived=arrived,
-        tiles=tiles,
+        counters=counters,
         tokens=tokens,
         width=width,
         eps=0.0 if norm is None else norm.eps,

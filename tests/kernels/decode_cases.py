@@ -45,11 +45,11 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(decode_attention_triton, "KEYS", {256: 16})
 
 
-def use_split(monkeypatch: pytest.MonkeyPatch, parts: int, ready: bool) -> None:
+def use_split(monkeypatch: pytest.MonkeyPatch, programs: int, ready: bool) -> None:
     """Let decode_split_triton.py compute the products, also those of one and two tokens."""
-    tile = SplitTile(outputs=16, width=16, warps=1, stages=1, parts=parts, ready=ready)
-    if ON_GPU:
-        tile = SplitTile(outputs=64, width=128, warps=4, stages=4, parts=parts, ready=ready)
+    # On a GPU the smallest tile that Hopper's tensor cores multiply.
+    outputs, width, warps = (64, 32, 4) if ON_GPU else (16, 16, 1)
+    tile = SplitTile(outputs, width, warps, stages=3, programs=programs, ready=ready)
     monkeypatch.setattr(decode_product_triton, "_tile", lambda *kind: tile)
     monkeypatch.setattr(decode_product_triton, "FEW", 0)
 
@@ -91,6 +91,7 @@ shapes = pytest.mark.parametrize(
         (5, 8, 64, 96, StepActivation("silu", True), True),
         (2, 2, 33, 32, StepActivation("relu2", False), None),
         pytest.param(16, 16, 32, 64, StepActivation("gelu_pytorch_tanh", True), False, marks=SLOW),
+        pytest.param(4, 8, 272, 144, None, None, marks=SLOW),
     ],
 )
 
@@ -148,7 +149,7 @@ def test_a_product_with_all_that_surrounds_it(
 
 
 @pytest.mark.parametrize(
-    ("parts", "ready"), [(1, True), (3, True), pytest.param(2, False, marks=SLOW)]
+    ("programs", "ready"), [(1, True), (1000, True), pytest.param(5, False, marks=SLOW)]
 )
 @scalings
 @shapes
@@ -161,11 +162,11 @@ def test_a_product_whose_channels_are_divided(
     activation: StepActivation | None,
     centered: bool | None,
     scaling: str,
-    parts: int,
+    programs: int,
     ready: bool,
 ) -> None:
-    """The same, by the kernels of decode_split_triton.py, also where a part has no channels."""
-    use_split(monkeypatch, parts, ready)
+    """The same, by the kernels of decode_split_triton.py, with whole channels and with one iteration for a program."""
+    use_split(monkeypatch, programs, ready)
     test_a_product_with_all_that_surrounds_it(
         tokens, rows, width, outputs, activation, centered, scaling
     )
