@@ -3,7 +3,7 @@
     python -m benchmarks.decode_attention --out benchmarks/results/decode_attention_h200.json   # about 40 seconds
 
 As in decode_tiles.py: the median of replays of a CUDA graph whose launches read different caches. Both kernels of
-attention are timed together. A result is compared with the result of the constants that are in use today.
+attention are timed together. A result is compared with the result of the constants in use.
 """
 
 from __future__ import annotations
@@ -34,30 +34,27 @@ PROGRAMS = (264, 528, 1056)
 class Constants(NamedTuple):
     """The constants of decode_attention_triton.py that are varied."""
 
-    apart: bool
     keys: int
     warps: int
     stages: int
     programs: int
 
 
-TODAY = Constants(
-    apart=kernels.APART,
+IN_USE = Constants(
     keys=kernels.KEYS[128],
     warps=kernels.WARPS,
     stages=kernels.STAGES,
     programs=kernels.PROGRAMS,
 )
-# apart, keys, warps, stages
+# keys, warps, stages
 LOOPS = (
-    (False, 64, 4, 1),
-    (True, 64, 4, 1),
-    (True, 64, 4, 2),
-    (True, 64, 4, 3),
-    (True, 64, 8, 2),
-    (True, 32, 4, 3),
-    (True, 32, 4, 5),
-    (True, 128, 8, 2),
+    (64, 4, 1),
+    (64, 4, 2),
+    (64, 4, 3),
+    (64, 8, 2),
+    (32, 4, 3),
+    (32, 4, 5),
+    (128, 8, 2),
 )
 
 
@@ -103,7 +100,6 @@ class Step:
 
     def __call__(self, cache: StepKeys, constants: Constants) -> Tensor:
         """Attend, with these constants."""
-        kernels.APART = constants.apart
         kernels.KEYS = {256: constants.keys}
         kernels.WARPS = constants.warps
         kernels.STAGES = constants.stages
@@ -133,7 +129,7 @@ def time_constants(
         model=shape.model,
         batch=step.batch,
         **constants._asdict(),
-        today=constants == TODAY,
+        in_use=constants == IN_USE,
         ms=ms,
         gigabytes_per_second=size / ms / 1e6,
         distance=distance,
@@ -142,10 +138,10 @@ def time_constants(
 
 def describe(row: dict[str, Any]) -> str:
     """Return the line of a row."""
-    names = ("apart", "keys", "warps", "stages", "programs")
+    names = ("keys", "warps", "stages", "programs")
     settings = " ".join(f"{name} {row[name]!s:5}" for name in names)
     return (
-        f"{row['model']:12} batch {row['batch']:2} {settings} {'today' if row['today'] else '':5} "
+        f"{row['model']:12} batch {row['batch']:2} {settings} {'in use' if row['in_use'] else '':6} "
         f"{row['ms']:.4f} ms {row['gigabytes_per_second']:5.0f} GB/s, distance {row['distance']:.5f}"
     )
 
@@ -156,11 +152,11 @@ def describe(row: dict[str, Any]) -> str:
 def main(out: Path, processes: int) -> None:
     """Measure, print and write."""
     require_gpu()
-    choices = [TODAY]
+    choices = [IN_USE]
     for loop in LOOPS:
         for programs in PROGRAMS:
             constants = Constants(*loop, programs=programs)
-            if constants != TODAY:
+            if constants != IN_USE:
                 choices.append(constants)
     compiled = []
     for shape in SHAPES:
@@ -174,7 +170,7 @@ def main(out: Path, processes: int) -> None:
         for batch in BATCHES:
             size = 2 * 2 * batch * USED * shape.heads.kv_size
             step = Step(shape, batch, max(LAUNCHES, math.ceil(COLD / size)))
-            exact = step(step.caches[0], TODAY).double()
+            exact = step(step.caches[0], IN_USE).double()
             found = []
             for constants in choices:
                 found.append(time_constants(shape, step, constants, exact, size))

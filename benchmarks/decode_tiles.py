@@ -1,10 +1,10 @@
 """Time the products of a step of decoding with many tiles: milliseconds, and bytes of the weight per second.
 
-    python -m benchmarks.decode_tiles --out benchmarks/results/decode_tiles_h200.json     # about 90 seconds
+    python -m benchmarks.decode_tiles --out benchmarks/results/decode_tiles_h200.json     # about 4 minutes
 
 Each time is the median of replays of a CUDA graph, whose launches multiply different weights, so that none of them
-lies in the L2 cache. A result is compared with the result of the tile that `product` takes today: both sum the same
-products in another order. Kernels are compiled first, in several processes.
+lies in the L2 cache. A result is compared with the result of the tile in use: both sum the same products in another
+order. Kernels are compiled first, in several processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from triton.runtime.errors import OutOfResources
 from te_models.inspect.environment import environment, require_gpu
 from te_models.kernels import decode_product_triton
 from te_models.kernels.decode import MOST_ROWS, StepActivation, StepLinear, StepNorm
-from te_models.kernels.decode_product_triton import Tile
 from te_models.kernels.decode_split_triton import SplitTile, parts_of
 
 MODES = ("bf16", "delayed", "current")
@@ -34,7 +33,7 @@ LAUNCHES = 12  # of a graph, at least
 REPLAYS = 9
 COLD = 160 * 2**20  # bytes of weights in a graph: three times the L2 cache of an H200
 PROGRAMS = (1, 132, 264, 396, 528)  # that a product is divided into
-OWN = decode_product_triton._tile
+IN_USE = decode_product_triton._tile
 
 
 @dataclass(frozen=True)
@@ -62,13 +61,23 @@ SHAPES = (
 )
 
 
+def tile_in_use(shape: Shape, mode: str) -> SplitTile:
+    """Return the tile that `product` takes."""
+    return IN_USE(shape.gated, shape.normed, mode != "bf16")
+
+
 class Case(NamedTuple):
-    """One product to time; tile None: today's."""
+    """One product to time."""
 
     shape: Shape
     mode: str
     tokens: int
-    tile: Tile | SplitTile | None
+    tile: SplitTile
+
+    @property
+    def in_use(self) -> bool:
+        """Whether `product` takes this tile."""
+        return self.tile == tile_in_use(self.shape, self.mode)
 
     @property
     def bytes(self) -> int:
@@ -78,7 +87,8 @@ class Case(NamedTuple):
 
 
 def split_tiles(shape: Shape, mode: str) -> list[SplitTile]:
-    """Return the tiles that divide a product into a reasonable number of programs."""
+    """Return the tile in use, and others that divide the product into a reasonable number of programs."""
+    in_use = tile_in_use(shape, mode)
     width = 64 if mode == "bf16" else 128
     loops = [
         # outputs, channels of an iteration, warps, stages
@@ -89,29 +99,24 @@ def split_tiles(shape: Shape, mode: str) -> list[SplitTile]:
         (128, width, 4, 4),
         (128, width, 8, 4),
     ]
-    tiles = []
+    tiles = [in_use]
     for loop in loops:
         parts = set()
         for programs in PROGRAMS:
             tile = SplitTile(*loop, programs=programs)
             count = parts_of(tile, shape.width, shape.outputs // (1 + shape.gated))
-            if count not in parts:
+            if count not in parts and tile != in_use:
                 tiles.append(tile)
             parts.add(count)
-    if mode == "delayed" and not shape.normed:
-        # One kernel instead of two, whose programs cast the input.
-        for outputs, channels, warps, stages in loops[:4]:
-            tiles.append(SplitTile(outputs, channels, warps, stages, ready=False))
     return tiles
 
 
 def cases(shapes: list[Shape], modes: list[str], tokens: list[int]) -> list[Case]:
-    """Return what is timed; today's tile comes first of each shape, mode and number of tokens."""
+    """Return what is timed; the tile in use comes first of each shape, mode and number of tokens."""
     found = []
     for shape in shapes:
         for mode in modes:
             for count in tokens:
-                found.append(Case(shape, mode, count, None))
                 for tile in split_tiles(shape, mode):
                     found.append(Case(shape, mode, count, tile))
     return found
@@ -122,14 +127,9 @@ def to_compile(timed: list[Case]) -> list[Case]:
     first: dict[tuple[object, ...], Case] = {}
     for case in timed:
         shape = case.shape
-        # A number of tokens that 16 divides is compiled apart, but not by the kernels that divide channels.
-        apart = case.tile is None and case.tokens % 16 == 0
-        parts = 1
-        tile = case.tile
-        if isinstance(tile, SplitTile):
-            parts = parts_of(tile, shape.width, shape.outputs // (1 + shape.gated))
-            tile = tile._replace(programs=1)
-        key = (shape.normed, shape.gated, shape.added, case.mode, tile, parts, apart)
+        parts = parts_of(case.tile, shape.width, shape.outputs // (1 + shape.gated))
+        tile = case.tile._replace(programs=1)
+        key = (shape.normed, shape.gated, shape.added, case.mode, tile, parts)
         first.setdefault(key, case)
     return list(first.values())
 
@@ -162,9 +162,9 @@ class Product:
         scale = torch.full((1,), 64.0, device="cuda") if self.case.mode == "delayed" else None
         return StepLinear(codes, None, inverse, scale)
 
-    def __call__(self, operand: StepLinear, tile: Tile | SplitTile | None) -> Tensor:
+    def __call__(self, operand: StepLinear, tile: SplitTile) -> Tensor:
         """Multiply, with this tile."""
-        decode_product_triton._tile = OWN if tile is None else lambda *kind: tile
+        decode_product_triton._tile = lambda *kind: tile
         return decode_product_triton.product(
             self.x,
             operand,
@@ -201,9 +201,9 @@ def milliseconds(run: Callable[[], object], launches: int) -> float:
     return statistics.median(times[1:])
 
 
-def time_tile(product: Product, tile: Tile | SplitTile | None, exact: Tensor) -> dict[str, Any]:
-    """Return a row of the result: the time of a tile, and its distance from the result of today's."""
-    case = product.case
+def time_tile(product: Product, case: Case, exact: Tensor) -> dict[str, Any]:
+    """Return a row of the result: the time of the case's tile, and its distance from the result of the tile in use."""
+    tile = case.tile
     found = product(product.operands[0], tile)
     distance = float((found.double() - exact).norm() / exact.norm())
 
@@ -212,17 +212,13 @@ def time_tile(product: Product, tile: Tile | SplitTile | None, exact: Tensor) ->
             product(operand, tile)
 
     ms = milliseconds(multiply_all, len(product.operands))
-    chosen = tile
-    if chosen is None:
-        chosen = OWN(case.shape.gated, case.shape.normed, case.mode != "bf16")
     return dict(
         model=case.shape.model,
         shape=case.shape.name,
         mode=case.mode,
         tokens=case.tokens,
-        kernel=type(chosen).__name__,
-        tile=list(chosen),
-        today=tile is None,
+        tile=list(tile),
+        in_use=case.in_use,
         ms=ms,
         gigabytes_per_second=case.bytes / ms / 1e6,
         distance=distance,
@@ -232,7 +228,7 @@ def time_tile(product: Product, tile: Tile | SplitTile | None, exact: Tensor) ->
 def describe(row: dict[str, Any]) -> str:
     """Return the line of a row."""
     case = f"{row['model']:12} {row['shape']:8} {row['mode']:8} {row['tokens']:2}"
-    tile = f"{row['kernel']:9} {row['tile']!s:28} {'today' if row['today'] else '':5}"
+    tile = f"{row['tile']!s:22} {'in use' if row['in_use'] else '':6}"
     return (
         f"{case} {tile} {row['ms']:.4f} ms {row['gigabytes_per_second']:5.0f} GB/s, "
         f"distance {row['distance']:.5f}"
@@ -240,7 +236,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def best_per_layer(rows: list[dict[str, Any]]) -> list[str]:
-    """Return lines with the sums of the products of a layer, by today's tiles and by the fastest."""
+    """Return lines with the sums of the products of a layer, by the tiles in use and by the fastest."""
     lines = []
     kinds = sorted({(row["model"], row["mode"], row["tokens"]) for row in rows})
     for model, mode, tokens in kinds:
@@ -250,16 +246,16 @@ def best_per_layer(rows: list[dict[str, Any]]) -> list[str]:
             if (row["model"], row["mode"], row["tokens"]) != (model, mode, tokens):
                 continue
             shape = row["shape"]
-            if row["today"]:
+            if row["in_use"]:
                 own[shape] = row["ms"]
             if shape not in best or row["ms"] < best[shape]["ms"]:
                 best[shape] = row
         total = sum(row["ms"] for row in best.values())
         lines.append(
-            f"layer {model} {mode} {tokens}: today {sum(own.values()):.4f}, best {total:.4f} ms"
+            f"layer {model} {mode} {tokens}: in use {sum(own.values()):.4f}, best {total:.4f} ms"
         )
         for shape, row in best.items():
-            lines.append(f"    today {own[shape]:.4f}; best {describe(row)}")
+            lines.append(f"    in use {own[shape]:.4f}; best {describe(row)}")
     return lines
 
 
@@ -283,13 +279,13 @@ def main(out: Path, models: str, modes: str, tokens: str, processes: int) -> Non
     product: Product | None = None
     exact = torch.empty(0)
     for case in timed:
-        if case.tile is None:
+        if case.in_use:
             del product
             product = Product(case, max(LAUNCHES, math.ceil(COLD / case.bytes)))
-            exact = product(product.operands[0], None).double()
+            exact = product(product.operands[0], case.tile).double()
         assert product is not None
         try:
-            row = time_tile(product, case.tile, exact)
+            row = time_tile(product, case, exact)
         except OutOfResources:
             continue
         rows.append(row)

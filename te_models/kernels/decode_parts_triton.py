@@ -45,7 +45,7 @@ def current_scale(amax, epsilon, POWER_OF_2: tl.constexpr):
 
 @triton.jit
 def input_tile(x, j, i, tokens, width, inverse, norm, NORM: tl.constexpr, CENTERED: tl.constexpr):
-    """Return channels j of rows i of the product's input [ROWS, WIDTH], normed, in the dtype of x."""
+    """Return channels j of rows i of the product's input [T, WIDTH], normed, in the dtype of x."""
     inside = (i < tokens)[:, None] & (j < width)[None, :]
     value = tl.load(x + i[:, None] * width + j[None, :], inside, 0.0)
     if NORM:

@@ -1,13 +1,13 @@
 """The product of a step of decoding (decode.py) in Triton: norm, cast, te.Linear, activation and residual stream.
 
-A product reads each weight once, with all rows of the step in one tile, and makes its input anew in every program: the
-norm, the amax and the cast of a few rows cost less than a kernel of their own. FP8 values are multiplied as FP16, which
-represents E4M3 exactly, and summed in FP32.
+One or two tokens are multiplied here, without tensor cores: a tile of 16 rows would be mostly padding. Every program
+makes the input anew, since the norm, the amax and the cast of two rows cost less than a kernel of their own. More
+tokens are multiplied in decode_split_triton.py.
 
 Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), in FP16, since it multiplies BF16 wrongly.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,51 +23,41 @@ from te_models.kernels.decode_parts_triton import (
 )
 from te_models.kernels.decode_split_triton import SplitTile, split_product
 
-ROWS = MOST_ROWS
 FEW = 2  # tokens up to which no tensor cores are used
 CHUNK = 1024  # channels that are read at once for norms and amaxes
 
 
-class Tile(NamedTuple):
-    """The rows of a weight that a program multiplies, the channels of one iteration, warps and stages of its loop."""
+class FewTile(NamedTuple):
+    """The rows of a weight that a program multiplies without tensor cores, the channels of one iteration, and warps."""
 
     outputs: int
     width: int
     warps: int
-    stages: int
 
 
-def _few_tile(gated: bool, normed: bool, fp8: bool) -> Tile:
+def _few_tile(gated: bool, normed: bool, fp8: bool) -> FewTile:
     """Return the tile of a product without tensor cores.
 
     Every program computes the norm of its input again, so a product with a norm has larger tiles and fewer programs.
     """
     # The fastest of 14 for most of eight shapes on an H100 (benchmarks/results/decode_tiles_h100.json).
     if fp8:
-        return Tile(8, 1024, 4, 1) if normed else Tile(2, 1024, 2, 1)
-    return Tile(4, 1024, 4, 1) if normed and not gated else Tile(2, 2048, 4, 1)
+        return FewTile(8, 1024, 4) if normed else FewTile(2, 1024, 2)
+    return FewTile(4, 1024, 4) if normed and not gated else FewTile(2, 2048, 4)
 
 
-# Tiles of a product with tensor cores. The fastest of 11, measured with the tiles above; a SplitTile in place of a Tile
-# lets decode_split_triton.py compute it.
-BF16_TILES: dict[str, Tile | SplitTile] = {
-    "gated": Tile(64, 128, 8, 3),
-    "normed": Tile(32, 256, 4, 3),
-    "plain": Tile(16, 256, 2, 5),
-}
-FP8_TILES: dict[str, Tile | SplitTile] = {
-    "gated": Tile(64, 128, 8, 3),
-    "normed": Tile(32, 256, 4, 3),
-    "plain": Tile(32, 256, 4, 3),
-}
-
-
-def _tile(gated: bool, normed: bool, fp8: bool) -> Tile | SplitTile:
+def _tile(gated: bool, normed: bool, fp8: bool) -> SplitTile:
     """Return the tile of a product with tensor cores."""
-    tiles = FP8_TILES if fp8 else BF16_TILES
+    # Within 4 % of the fastest of 17 to 35 for each product of llama-3.1-8b with 4, 8 and 16 tokens, on an H200
+    # (benchmarks/results/decode_tiles_h200.json). FP8 tiles of 256 channels are as fast, but move sums to FP32 half as
+    # often. BF16 without a norm has tiles of 16 outputs, too small for Hopper's WGMMA: they run as MMA.
+    if fp8:
+        if gated:
+            return SplitTile(64, 128, 4, 4)
+        return SplitTile(64, 128, 4, 4, 396) if normed else SplitTile(64, 128, 4, 6, 264)
     if gated:
-        return tiles["gated"]
-    return tiles["normed"] if normed else tiles["plain"]
+        return SplitTile(64, 128, 4, 3)
+    return SplitTile(64, 64, 4, 4, 396) if normed else SplitTile(16, 256, 2, 5)
 
 
 @triton.jit
@@ -158,97 +148,6 @@ def _few_kernel(
     tl.store(out + padding * outputs + o[None, :], blank, inside)
 
 
-@triton.jit
-def _product_kernel(
-    x,
-    norm,
-    weight,
-    bias,
-    weight_inverse,
-    input_scale,
-    residual,
-    out,
-    rows,
-    tokens,
-    width,
-    outputs,
-    eps,
-    epsilon,
-    factor,
-    NORM: tl.constexpr,
-    CENTERED: tl.constexpr,
-    FP8: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    SCALED: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    dtype = out.dtype.element_ty
-    i = tl.arange(0, ROWS)
-    o = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    channel = tl.arange(0, WIDTH)
-
-    inverse, scale = input_scales(
-        x,
-        norm,
-        input_scale,
-        i,
-        tokens,
-        width,
-        eps,
-        epsilon,
-        NORM,
-        CENTERED,
-        FP8,
-        POWER_OF_2,
-        WIDTH,
-    )
-    first = weight + o.to(tl.int64)[:, None] * width
-    second = first + outputs.to(tl.int64) * width  # the rows of `up`, where there is a gate
-    sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    up = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for at in range(0, width, WIDTH):
-        j = at + channel
-        inside = (o < outputs)[:, None] & (j < width)[None, :]
-        v = input_tile(x, j, i, tokens, width, inverse, norm, NORM, CENTERED)
-        w = tl.load(first + j[None, :], inside, 0)
-        if FP8:
-            v = cast_e4m3(v, scale)
-            w = w.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        v = tl.trans(v)
-        sums += tl.dot(w, v, input_precision="ieee")
-        if GATED:
-            w = tl.load(second + j[None, :], inside, 0)
-            if FP8:
-                w = w.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-            up += tl.dot(w, v, input_precision="ieee")
-
-    if FP8:
-        back = tl.load(weight_inverse) * tl.div_rn(1.0, scale)
-        sums *= back
-        up *= back
-    store_product(
-        sums,
-        up,
-        bias,
-        residual,
-        out,
-        i[None, :],
-        o[:, None],
-        rows,
-        tokens,
-        outputs,
-        factor,
-        ACTIVATION,
-        GATED,
-        SCALED,
-        dtype,
-    )
-
-
 def product(
     x: Tensor,
     operand: StepLinear,
@@ -268,28 +167,16 @@ def product(
         residual: [N, O], added last.
         factor: what the product is multiplied by before the residual stream is added.
     """
-    rows = x.shape[0]
+    rows, width = x.shape
     gated = activation is not None and activation.gated
     normed = norm is not None
     fp8 = operand.weight_inverse is not None
     outputs = operand.weight.shape[0] // (1 + gated)
+    x = x.contiguous()
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    arguments = _common_arguments(x, operand, out, tokens, norm, activation, residual, factor)
-    if tokens <= FEW:
-        few = _few_tile(gated, normed, fp8)
-        _few_kernel[(triton.cdiv(outputs, few.outputs),)](
-            **arguments,
-            TOKENS=triton.next_power_of_2(tokens),
-            OUTPUTS=few.outputs,
-            WIDTH=few.width,
-            CHUNK=CHUNK,
-            num_warps=few.warps,
-        )
-        return out
-    tile = _tile(gated, normed, fp8)
-    if isinstance(tile, SplitTile):
+    if tokens > FEW:
         split_product(
-            tile,
+            _tile(gated, normed, fp8),
             x,
             operand,
             out,
@@ -300,29 +187,9 @@ def product(
             factor=factor,
         )
         return out
-    _product_kernel[(triton.cdiv(outputs, tile.outputs),)](
-        **arguments,
-        OUTPUTS=tile.outputs,
-        WIDTH=tile.width,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    return out
-
-
-def _common_arguments(
-    x: Tensor,
-    operand: StepLinear,
-    out: Tensor,
-    tokens: int,
-    norm: StepNorm | None,
-    activation: StepActivation | None,
-    residual: Tensor | None,
-    factor: float,
-) -> dict[str, Any]:
-    """Return the arguments, by name, that the kernels with and without tensor cores have in common."""
-    return dict(
-        x=x.contiguous(),
+    tile = _few_tile(gated, normed, fp8)
+    _few_kernel[(triton.cdiv(outputs, tile.outputs),)](
+        x=x,
         norm=None if norm is None else norm.weight,
         weight=operand.weight,
         bias=operand.bias,
@@ -330,19 +197,25 @@ def _common_arguments(
         input_scale=operand.input_scale,
         residual=residual,
         out=out,
-        rows=x.shape[0],
+        rows=rows,
         tokens=tokens,
-        width=x.shape[1],
-        outputs=out.shape[1],
+        width=width,
+        outputs=outputs,
         eps=0.0 if norm is None else norm.eps,
         epsilon=operand.epsilon,
         factor=factor,
-        NORM=norm is not None,
+        NORM=normed,
         CENTERED=norm is not None and norm.zero_centered,
-        FP8=operand.weight_inverse is not None,
+        FP8=fp8,
         POWER_OF_2=operand.power_of_2,
         ACTIVATION=None if activation is None else activation.name,
-        GATED=activation is not None and activation.gated,
+        GATED=gated,
         SCALED=factor != 1.0,
-        ROWS=ROWS,
+        ROWS=MOST_ROWS,
+        TOKENS=triton.next_power_of_2(tokens),
+        OUTPUTS=tile.outputs,
+        WIDTH=tile.width,
+        CHUNK=CHUNK,
+        num_warps=tile.warps,
     )
+    return out

@@ -1,7 +1,7 @@
-"""The product of a step of decoding (decode.py) in Triton, for weights that shared memory hands to the tensor cores.
+"""The product of three tokens or more in a step of decoding (decode.py) in Triton, on tensor cores.
 
-In decode_product_triton.py every program makes the input anew, and converts its weights from E4M3 to FP16: for 3 to 16
-rows that takes longer than reading FP8 weights. Here one kernel makes the input, and a second multiplies it as it is
+If every program made the input anew and converted its weights from E4M3 to FP16, an FP8 product of so many tokens would
+take longer than reading its weights. So one kernel norms and casts the input, and a second multiplies it as it is
 stored: operands in E4M3, which go from memory to shared memory and from there to Hopper's tensor cores, without an
 instruction for a single weight. Its sums over one tile's channels are moved to FP32, since the tensor cores add E4M3's
 products with fewer bits. The channels are divided among programs where the outputs alone are too few to fill a GPU;
@@ -39,7 +39,6 @@ class SplitTile(NamedTuple):
         width: the channels of one iteration, whose FP8 products the tensor cores add with about 14 bits.
         warps, stages: of the loop over channels.
         programs: how many there should be; where the outputs give fewer, channels are divided too (parts_of).
-        ready: cast an input without a norm in the first kernel too; otherwise each program casts it again.
     """
 
     outputs: int
@@ -47,7 +46,6 @@ class SplitTile(NamedTuple):
     warps: int
     stages: int
     programs: int = 1
-    ready: bool = True
 
 
 def parts_of(tile: SplitTile, width: int, outputs: int) -> int:
@@ -165,7 +163,7 @@ def _split_kernel(
     epsilon,
     factor,
     FP8: tl.constexpr,
-    READY: tl.constexpr,
+    CAST: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
@@ -200,7 +198,7 @@ def _split_kernel(
         inside = (o < outputs)[:, None] & (j < width)[None, :]
         seen = (i < tokens)[:, None] & (j < width)[None, :]
         place = i[:, None] * width
-        if READY:
+        if CAST:
             v = _weights(values + place, j, seen, True)
         else:
             v = tl.load(values + place + j[None, :], seen, 0.0)
@@ -273,14 +271,14 @@ def split_product(
     residual: Tensor | None = None,
     factor: float = 1.0,
 ) -> None:
-    """Write the product of x [N, I] and `operand` to `out` [N, O]; the arguments are those of `product`."""
+    """Write the product of contiguous x [N, I] and `operand` to `out` [N, O]; for arguments see `product`."""
     width = x.shape[1]
     outputs = out.shape[1]
     fp8 = operand.weight_inverse is not None
     gated = activation is not None and activation.gated
     tiles = triton.cdiv(outputs, tile.outputs)
     parts = parts_of(tile, width, outputs)
-    prepared = _prepare(tile, x.contiguous(), operand, tokens, tiles if parts > 1 else 0, norm)
+    prepared = _prepare(x, operand, tokens, tiles if parts > 1 else 0, norm)
     sums_of_parts = None
     if parts > 1:
         shape = (tiles, parts, 1 + gated, tile.outputs, MOST_ROWS)
@@ -304,7 +302,7 @@ def split_product(
         epsilon=operand.epsilon,
         factor=factor,
         FP8=fp8,
-        READY=prepared.cast,
+        CAST=prepared.cast,
         POWER_OF_2=operand.power_of_2,
         ACTIVATION=None if activation is None else activation.name,
         GATED=gated,
@@ -319,25 +317,24 @@ def split_product(
 
 
 def _prepare(
-    tile: SplitTile,
     x: Tensor,
     operand: StepLinear,
     tokens: int,
     counters: int,
     norm: StepNorm | None,
 ) -> Prepared:
-    """Run what comes before the product, in one kernel, or in none where there is nothing to do."""
+    """Norm and cast the input, and set `counters` counters to zero; without norm and FP8 the input remains as it is."""
     rows, width = x.shape
     device = x.device
     fp8 = operand.weight_inverse is not None
     current = fp8 and operand.input_scale is None
-    cast = fp8 and not current and (norm is not None or tile.ready)
+    cast = fp8 and not current
     largest = torch.empty(rows, dtype=torch.float32, device=device) if current else None
     arrived = None
-    if norm is None and not cast and not current:
+    if norm is None and not fp8:
         if counters:
             arrived = torch.zeros(counters, dtype=torch.int32, device=device)
-        return Prepared(x, cast, largest, arrived)
+        return Prepared(x, False, None, arrived)
     if counters:
         arrived = torch.empty(counters, dtype=torch.int32, device=device)
     values = None

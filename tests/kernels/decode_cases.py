@@ -39,19 +39,9 @@ E4M3 = DType.kFloat8E4M3
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if not ON_GPU:
-        tile = decode_product_triton.Tile(outputs=16, width=16, warps=1, stages=1)
-        monkeypatch.setattr(decode_product_triton, "_tile", lambda *kind: tile)
+        tile = decode_product_triton.FewTile(outputs=16, width=16, warps=1)
         monkeypatch.setattr(decode_product_triton, "_few_tile", lambda *kind: tile)
         monkeypatch.setattr(decode_attention_triton, "KEYS", {256: 16})
-
-
-def use_split(monkeypatch: pytest.MonkeyPatch, programs: int, ready: bool) -> None:
-    """Let decode_split_triton.py compute the products, also those of one and two tokens."""
-    # On a GPU the smallest tile that Hopper's tensor cores multiply.
-    outputs, width, warps = (64, 32, 4) if ON_GPU else (16, 16, 1)
-    tile = SplitTile(outputs, width, warps, stages=3, programs=programs, ready=ready)
-    monkeypatch.setattr(decode_product_triton, "_tile", lambda *kind: tile)
-    monkeypatch.setattr(decode_product_triton, "FEW", 0)
 
 
 def near(found: Tensor, wanted: Tensor) -> None:
@@ -91,7 +81,9 @@ shapes = pytest.mark.parametrize(
         (5, 8, 64, 96, StepActivation("silu", True), True),
         (2, 2, 33, 32, StepActivation("relu2", False), None),
         pytest.param(16, 16, 32, 64, StepActivation("gelu_pytorch_tanh", True), False, marks=SLOW),
-        pytest.param(4, 8, 272, 144, None, None, marks=SLOW),
+        (4, 8, 272, 144, None, None),
+        (7, 8, 300, 144, StepActivation("silu", False), False),
+        pytest.param(6, 8, 272, 288, StepActivation("silu", True), False, marks=SLOW),
     ],
 )
 
@@ -148,12 +140,10 @@ def test_a_product_with_all_that_surrounds_it(
     assert not found[tokens:].any()
 
 
-@pytest.mark.parametrize(
-    ("programs", "ready"), [(1, True), (1000, True), pytest.param(5, False, marks=SLOW)]
-)
+@pytest.mark.parametrize("programs", [1, 1000])
 @scalings
 @shapes
-def test_a_product_whose_channels_are_divided(
+def test_a_product_in_small_tiles(
     monkeypatch: pytest.MonkeyPatch,
     tokens: int,
     rows: int,
@@ -163,20 +153,21 @@ def test_a_product_whose_channels_are_divided(
     centered: bool | None,
     scaling: str,
     programs: int,
-    ready: bool,
 ) -> None:
-    """The same, by the kernels of decode_split_triton.py, with whole channels and with one iteration for a program."""
-    use_split(monkeypatch, programs, ready)
+    """The same on tensor cores, also with one and two tokens: a program has all channels, or those of one iteration."""
+    # On a GPU the smallest tile that Hopper's WGMMA multiplies.
+    loop = (64, 32, 4, 3) if ON_GPU else (16, 16, 1, 1)
+    tile = SplitTile(*loop, programs=programs)
+    monkeypatch.setattr(decode_product_triton, "_tile", lambda *kind: tile)
+    monkeypatch.setattr(decode_product_triton, "FEW", 0)
     test_a_product_with_all_that_surrounds_it(
         tokens, rows, width, outputs, activation, centered, scaling
     )
 
 
-@pytest.mark.parametrize("divided", [False, True])
-def test_a_cast_rounds_as_the_format_does(monkeypatch: pytest.MonkeyPatch, divided: bool) -> None:
+@pytest.mark.parametrize("tokens", [2, 16])
+def test_a_cast_rounds_as_the_format_does(tokens: int) -> None:
     """Ties, subnormals, saturation and NaN, as a product with the identity shows them."""
-    if divided:
-        use_split(monkeypatch, 1, True)
     numbers = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     codes = decode_fp8(numbers, E4M3)
     finite = codes[codes.isfinite()].unique()
@@ -185,11 +176,11 @@ def test_a_cast_rounds_as_the_format_does(monkeypatch: pytest.MonkeyPatch, divid
     values = values[: len(values) // 16 * 16].view(-1, 16).to(DTYPE)
     one = torch.ones(1, device=DEVICE)
     identity = cast_fp8(torch.eye(16, device=DEVICE), one, E4M3)
-    for x in values.split(16):
+    for x in values.split(tokens):
         found = product(x, StepLinear(identity, None, one, one), len(x))
         assert torch.equal(found, decode_fp8(cast_fp8(x, one, E4M3), E4M3).to(DTYPE))
-    x = torch.full((1, 16), torch.nan, device=DEVICE, dtype=DTYPE)
-    assert product(x, StepLinear(identity, None, one, one), 1).isnan().all()
+    x = torch.full((tokens, 16), torch.nan, device=DEVICE, dtype=DTYPE)
+    assert product(x, StepLinear(identity, None, one, one), tokens).isnan().all()
 
 
 def rotated(x: Tensor, rotary: Rotary) -> Tensor:
@@ -212,13 +203,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize(("used", "slots"), [(1, 16), (17, 32), pytest.param(70, 80, marks=SLOW)])
+@pytest.mark.parametrize(
+    ("used", "slots"),
+    [(1, 16), (20, 32), pytest.param(17, 32, marks=SLOW), pytest.param(70, 80, marks=SLOW)],
+)
 @pytest.mark.parametrize(
     ("batch", "heads", "turned", "interleaved", "centered", "cap", "sinks"), CASES
 )
 def test_attention_of_a_step(
-    monkeypatch: pytest.MonkeyPatch,
     batch: int,
     heads: Heads,
     turned: int,
@@ -228,10 +220,8 @@ def test_attention_of_a_step(
     sinks: bool,
     used: int,
     slots: int,
-    apart: bool,
 ) -> None:
     """By its definition, over a cache in which some slots are hidden; the new keys and values are written."""
-    monkeypatch.setattr(decode_attention_triton, "APART", apart)
     options = dict(device=DEVICE, dtype=DTYPE)
     width = sum(section.stored for section in heads.sections)
     rows = batch + 2
