@@ -58,8 +58,10 @@ class BadTensors:
         te = self.model.te
         with ExitStack() as stack:
             for name, module in quantizing_modules(self.model):
-                before, after = self._hooks(name, module)
+                before, at_product, after = self._hooks(name, module)
                 stack.enter_context(module.register_forward_pre_hook(before))
+                # First of all: the gradient is of the product itself, whatever other hooks make of it.
+                stack.enter_context(module.register_forward_hook(at_product, prepend=True))
                 stack.enter_context(module.register_forward_hook(after))
                 te.set_observers(module, self._observers(name, module))
                 stack.callback(te.set_observers, module, None)
@@ -79,8 +81,8 @@ class BadTensors:
 
     def _hooks(
         self, name: str, module: nn.Module
-    ) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return hooks for before and after a te module's forward pass."""
+    ) -> tuple[Callable[..., None], ...]:
+        """Return hooks for before a te module's forward pass, for its product, and for what it returns."""
         experts = experts_of(self.model, name, module)
 
         def named(operand: str, expert: int | None) -> RecordedTensor:
@@ -102,16 +104,19 @@ class BadTensors:
             for expert, weight in zip(experts, weights_of(module), strict=True):
                 self.note(named("weight", expert), weight)
 
+        def at_product(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            result = output[0] if isinstance(output, tuple) else output
+            rows = rows_of(inputs)
+            if result.requires_grad and self.first is None and not in_backward():
+                result.register_hook(lambda gradient: at_gradient(gradient, rows))
+
         @torch.no_grad()
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if self.first is not None or in_backward():
                 return
             result = output[0] if isinstance(output, tuple) else output
-            rows = rows_of(inputs)
-            for expert, y in zip(experts, by_expert(result, rows), strict=True):
+            for expert, y in zip(experts, by_expert(result, rows_of(inputs)), strict=True):
                 self.note(named(OUTPUT, expert), y)
-            if result.requires_grad:
-                result.register_hook(lambda gradient: at_gradient(gradient, rows))
 
         def at_gradient(gradient: Tensor, rows: list[int] | None) -> None:
             if self.first is None:
@@ -121,7 +126,7 @@ class BadTensors:
                 for expert, dy in zip(experts, by_expert(flat, rows), strict=True):
                     self.note(named("grad_output", expert), dy)
 
-        return before, after
+        return before, at_product, after
 
 
 def finite(value: object) -> bool:

@@ -484,3 +484,22 @@ def test_a_spike_of_the_gradient_is_skipped(ahead: bool, tmp_path: Path) -> None
     resumed = trainer(tmp_path, "skip", ahead, "current", steps=bad + 4, spike_bound=30)
     resumed.run(resume=True)
     assert list(resumed.guard.spikes.losses) == losses(tmp_path)
+
+
+def test_a_gradient_that_a_hook_makes_is_the_one_of_its_linear(tmp_path: Path) -> None:
+    """In BF16 no cast sees it; what the hook returns has a gradient without a NaN."""
+
+    class Spoiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            return gradients[0] * math.nan
+
+    run = trainer(tmp_path, "stop", False, "bf16", steps=1)
+    module = run.model.get_submodule(LINEAR)
+    module.register_forward_hook(lambda module, inputs, output: Spoiled.apply(output))
+    with pytest.raises(Diverged, match=f"first bad tensor is {LINEAR}.grad_output"):
+        run.run()
