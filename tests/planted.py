@@ -135,8 +135,8 @@ def growth(step: int, base: float, most: int) -> float:
     return base ** max(0, min(step - BEGIN + 1, most))
 
 
-def outlier(trainer: Trainer, site: Site) -> None:
-    """A channel of the inputs grows by a factor of 16 with each step."""
+def outlier(trainer: Trainer, site: Site, base: float = 16.0, most: int = 5) -> None:
+    """A channel of the inputs grows by a factor with each step, 5 times by 16."""
     step = [0]
 
     def grow(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -144,7 +144,7 @@ def outlier(trainer: Trainer, site: Site) -> None:
         if rows is None:
             return args
         x = args[0].clone()
-        x[rows, ..., 3] = x[rows, ..., 3] * growth(step[0], 16.0, 5)
+        x[rows, ..., 3] = x[rows, ..., 3] * growth(step[0], base, most)
         return (x, *args[1:])
 
     at_each_step(trainer, lambda number: step.__setitem__(0, number))

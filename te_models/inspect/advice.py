@@ -293,9 +293,11 @@ def _grown(facts: RunFacts) -> Mask:
 def outliers(facts: RunFacts) -> Mask:
     """Return where scales fit and most values are too small for them all the same, bool [steps, tensors].
 
-    The scale of a block fits always. Of FP4 many values are subnormal in any tensor.
+    A scale that is too large for the largest values, as while they grow under `delayed`, would have to be smaller: then
+    even more of the others were lost. The scale of a block fits always. Of FP4 many values are subnormal in any tensor.
     """
-    fits = np.abs(facts.headroom()) <= UNUSED_BITS
+    with np.errstate(invalid="ignore"):
+        fits = facts.headroom() <= UNUSED_BITS
     formats = facts.record.field("format")
     fits |= ~facts.one_scale() & (formats != int(DType.kFloat4E2M1))
     return fits & (facts.lost() > LOST)

@@ -79,9 +79,7 @@ class BadTensors:
             for expert in experts_of(self.model, name, module)
         ]
 
-    def _hooks(
-        self, name: str, module: nn.Module
-    ) -> tuple[Callable[..., None], ...]:
+    def _hooks(self, name: str, module: nn.Module) -> tuple[Callable[..., None], ...]:
         """Return hooks for before a te module's forward pass, for its product, and for what it returns."""
         experts = experts_of(self.model, name, module)
 

@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from planted import (
     Site,
     at_each_step,
     heals,
+    outlier,
     run_planted,
     write_recipe,
 )
@@ -106,6 +108,16 @@ def test_failures_are_named_with_accumulation(name: str, recipe: str, tmp_path: 
     found = {finding.rule: finding for finding in diagnose(facts).findings}
     assert failure.rule in found
     assert found[failure.rule].tensor == failure.tensor() or not failure.operand
+
+
+def test_an_outlier_that_outgrows_its_scale_is_named(tmp_path: Path) -> None:
+    """It saturates in each step, since the scale is of the step before, and all other values are lost below it."""
+    failure = FAILURES["outlier channel grows"]
+    fast = replace(failure, plant=partial(outlier, base=256.0, most=9))
+    findings = diagnose(read_facts(run_planted(tmp_path, "delayed", fast))).findings
+    (found,) = [one for one in findings if one.rule == "outlier"]
+    assert found.tensor == failure.tensor()
+    assert failure.begun <= found.step <= failure.begun + WITHIN
 
 
 def test_advice_says_what_the_guard_did(tmp_path: Path) -> None:
