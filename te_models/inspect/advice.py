@@ -24,7 +24,6 @@ from te_models.recorder.layout import INDEX
 from te_models.recorder.record import Floats
 from te_models.training.timing import Row
 
-# Beside the rules and what they return, the input of `diagnose`, for callers.
 __all__ = ["RULES", "Diagnosis", "Finding", "Rule", "RunFacts", "diagnose", "read_facts"]
 
 # A share of saturated elements that no healthy run has: a scale of the tensor's own amax saturates nothing, and one of
@@ -293,11 +292,10 @@ def _grown(facts: RunFacts) -> Mask:
 def outliers(facts: RunFacts) -> Mask:
     """Return where scales fit and most values are too small for them all the same, bool [steps, tensors].
 
-    A scale that is too large for the largest values, as while they grow under `delayed`, would have to be smaller: then
-    even more of the others were lost. The scale of a block fits always. Of FP4 many values are subnormal in any tensor.
+    Where the largest values saturate a fitting scale would lose even more. That of a block fits always. Of FP4 many
+    values are subnormal in any tensor.
     """
-    with np.errstate(invalid="ignore"):
-        fits = facts.headroom() <= UNUSED_BITS
+    fits = facts.headroom() <= UNUSED_BITS
     formats = facts.record.field("format")
     fits |= ~facts.one_scale() & (formats != int(DType.kFloat4E2M1))
     return fits & (facts.lost() > LOST)
