@@ -1,5 +1,6 @@
 """Building a model takes the memory of what it leaves, and of about one layer beside it."""
 
+import gc
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -117,11 +118,15 @@ def test_a_folder_is_read_into_the_final_weights(
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["bf16", "current", "delayed"])
 def test_on_a_gpu_a_process_builds_its_shards_and_nothing_else(recipe: str) -> None:
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    options = dict(recipe=recipe, fp8_params=recipe != "bf16", initialize=False)
     with as_one_of(RANKS):
         shared = fsdp("cuda:0", frozen=True)
-        model = shared.build(shape(), recipe=recipe, fp8_params=recipe != "bf16", initialize=False)
+        # The first model of a process also makes the GEMMs' workspace, of 32 MiB.
+        shared.build(shape(), **options)
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model = shared.build(shape(), **options)
+        most = torch.cuda.max_memory_allocated() - before
         held = held_bytes(model)
-    assert torch.cuda.max_memory_allocated() - before < held + block_bytes()
+    assert most < held + block_bytes()
