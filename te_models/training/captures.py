@@ -195,7 +195,7 @@ class Captures:
         states = {path.name for path in self.trainer.checkpoints.all()}
         for path in Checkpoints(root).all():
             before = f"step-{int(path.name.removeprefix('step-')) - 1:08d}"
-            if not (path / "config.json").exists() and before not in states:
+            if not _has_own_model(path) and before not in states:
                 # Another process or the user may delete it at the same moment; nothing depends on it.
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -323,11 +323,14 @@ def steps_saved(run: Path) -> int:
 
 
 def _state_of(run: Path, step: int) -> Path:
-    # A marked step has a model of its own; the batch after a checkpoint has only the batch.
     captured = capture_folder(run, step)
+    return captured if _has_own_model(captured) else run / "checkpoints" / f"step-{step - 1:08d}"
+
+
+def _has_own_model(capture: Path) -> bool:
+    """Return whether a capture has a model, as marked steps do; one after a checkpoint has only the batch."""
     # A LoRA run saves adapters alone.
-    own_model = (captured / "config.json").exists() or (captured / "adapter_config.json").exists()
-    return captured if own_model else run / "checkpoints" / f"step-{step - 1:08d}"
+    return (capture / "config.json").exists() or (capture / "adapter_config.json").exists()
 
 
 def read_capture(run: Path, step: int) -> Capture:
