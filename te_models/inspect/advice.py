@@ -18,6 +18,7 @@ from te_models.errors import plural
 from te_models.inspect.findings import Finding, Rule, over, with_first_cause
 from te_models.inspect.learning_rate import find_learning_rate
 from te_models.inspect.run_facts import Mask, RunFacts, read_facts
+from te_models.inspect.spike_rule import SPIKE
 from te_models.numerics.formats import DType
 from te_models.planning.printable import Printable
 from te_models.recorder.layout import INDEX
@@ -34,9 +35,8 @@ LOST = 0.3
 UNUSED_BITS = 3.0  # powers of two that a scale may leave unused above a tensor's largest magnitude
 JUMP_BITS = 3.0  # by which a scale may not change from one step to the next while the amax stays
 DEAD_STEPS = 3
-GROWTH = (
-    16.0  # of a largest value, by which an outlier is told from what training changes in some steps
-)
+# Of a largest value, by which an outlier is told from what training changes in some steps.
+GROWTH = 16.0
 CLIPPED_SQNR = 10.0  # dB, below which it is what saturates that takes a cast its exactness
 LASTING = 3  # recorded steps in a row in which few values are far beyond the format
 # dB below which a cast is worth a word, by format: LEEWAY below what numbers of a normal distribution have.
@@ -307,8 +307,7 @@ def _dead(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     # Too few steps to tell a dead tensor from one that was zero by chance.
     if len(zero) < DEAD_STEPS:
         return
-    # Steps of a streak that lasts to the end.
-    # Backwards from the newest step: a tensor that was zero for a while and lives again is no finding.
+    # Steps of a streak that lasts to the end: a tensor that was zero for a while and lives again is no finding.
     always = np.logical_and.accumulate(zero[::-1], axis=0)[::-1]
     always &= always.sum(0) >= DEAD_STEPS
 
@@ -453,6 +452,7 @@ RULES: tuple[Rule, ...] = (
         "sqnr",
         _inexact,
     ),
+    SPIKE,
 )
 
 

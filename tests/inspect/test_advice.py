@@ -110,6 +110,19 @@ def test_failures_are_named_with_accumulation(name: str, recipe: str, tmp_path: 
     assert found[failure.rule].tensor == failure.tensor() or not failure.operand
 
 
+def test_a_spike_that_the_guard_met_is_named(healthy: Path) -> None:
+    """The tensor is only the least exact one: a rule that knows more of it finds it too."""
+    facts = read_facts(healthy)
+    name = facts.tensors[0].name
+    assert diagnose(facts).findings == ()
+    spike = {"event": "spike", "tensor": name, "message": "step 9: the loss is above 3: skipped"}
+    facts.events = [spike | {"step": 9}, spike | {"step": 11}]
+    (found,) = diagnose(facts).findings
+    assert (found.rule, found.step, found.tensor) == ("spike", 9, name)
+    assert found.message == "step 9: the loss is above 3: skipped (and 1 later spike)"
+    assert "--on-nan skip" in found.change
+
+
 def test_an_outlier_that_outgrows_its_scale_is_named(tmp_path: Path) -> None:
     """It saturates in each step, since the scale is of the step before, and all other values are lost below it."""
     failure = FAILURES["outlier channel grows"]
@@ -146,7 +159,7 @@ def test_so_it_is_under_the_other_recipes(name: str, recipe: str, tmp_path: Path
 
 def test_every_rule_is_planted_or_looked_at_here() -> None:
     planted = {failure.rule for failure in FAILURES.values()}
-    looked_at = {"saturation", "inexact", "clipped-between"}
+    looked_at = {"saturation", "inexact", "clipped-between", "spike"}
     assert {rule.key for rule in RULES} - planted == looked_at
     assert len({rule.key for rule in RULES}) == len(RULES)
 
