@@ -1,6 +1,7 @@
 """A step of decoding in Triton, judged by FP64; test_triton_kernels.py runs it in the interpreter and on a GPU."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from te_models.kernels.decode import (
 )
 from te_models.kernels.decode_attention_triton import attention
 from te_models.kernels.decode_product_triton import product
-from te_models.kernels.decode_split_triton import SplitTile
+from te_models.kernels.decode_split_triton import SplitTile, split_product
 from te_models.numerics.casts import cast_fp8, decode_fp8
 from te_models.numerics.formats import DType
 from te_models.numerics.scale_rules import scale_from_amax
@@ -163,6 +164,30 @@ def test_a_product_in_small_tiles(
     test_a_product_with_all_that_surrounds_it(
         tokens, rows, width, outputs, activation, centered, scaling
     )
+
+
+def test_large_weights_in_fp8_are_multiplied_on_tensor_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For one token, too; in BF16 and with fewer weights they are not."""
+    many: list[int] = []
+
+    def counted(*given: Any, **options: Any) -> None:
+        many.append(given[2].weight.numel())
+        split_product(*given, **options)
+
+    monkeypatch.setattr(decode_product_triton, "split_product", counted)
+    monkeypatch.setattr(decode_product_triton, "MANY_WEIGHTS", 64 * 48)
+    one = torch.ones(1, device=DEVICE)
+    for outputs in (32, 48, 64):
+        weight = torch.randn(outputs, 64, device=DEVICE, dtype=DTYPE)
+        x = torch.randn(1, 64, device=DEVICE, dtype=DTYPE)
+        product(x, StepLinear(weight), 1)
+        codes = cast_fp8(weight, one, E4M3)
+        found = product(x, StepLinear(codes, None, one, one), 1)
+        seen = decode_fp8(cast_fp8(x, one, E4M3), E4M3).double()
+        near(found, seen @ decode_fp8(codes, E4M3).double().T)
+    assert many == [48 * 64, 64 * 64]
 
 
 @pytest.mark.parametrize("tokens", [2, 16])
