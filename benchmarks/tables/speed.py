@@ -170,10 +170,9 @@ def precision_of(row: dict[str, Any]) -> tuple[str, str]:
     return row["recipe"], "FP8" if row["fp8_params"] else "BF16"
 
 
-@table
-def generation() -> str:
-    """Prefill and decoding beside transformers."""
-    result = load("generate_h100")
+def _generation(name: str) -> str:
+    """Return prefill and decoding beside transformers, as the result `name` has them."""
+    result = load(name)
     base = {(r["model"], r["batch"]): r["decode_tokens_per_second"] for r in result["rows"]
             if r["who"] == "transformers default"}  # fmt: skip
     rows = (
@@ -187,6 +186,18 @@ def generation() -> str:
     return (
         f"A prompt of {result['prompt']} tokens. {measured_on(result)}\n\n{markdown(header, rows)}"
     )
+
+
+@table
+def generation() -> str:
+    """Prefill and decoding beside transformers, at 1.7B."""
+    return _generation("generate_h100")
+
+
+@table
+def generation_8b() -> str:
+    """Prefill and decoding beside transformers, at 8B."""
+    return _generation("generate_8b_h200")
 
 
 @table
