@@ -3,8 +3,8 @@
 Run by test_triton_kernels.py in Triton's interpreter and on a GPU.
 """
 
+import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -87,17 +87,20 @@ def close(found: Tensor, wanted: Tensor, size: Tensor) -> None:
     assert ((found.double() - wanted).abs() <= allowed).all()
 
 
-def table() -> list[Any]:
-    # The last has more parts of the weight's gradient than are added at a time.
-    more = pytest.param(1000, 70, False, True)
-    return [*every(4, WIDTHS, ROWS, [False, True], [False, True], rest=2), more]
+SHAPES = list(itertools.product(WIDTHS, ROWS))
+# The last has more parts of the weight's gradient than are added at a time.
+CASES = [
+    *every(8, SHAPES, [False, True], [False, True], [None, SMALL], rest=2),
+    pytest.param((1000, 70), False, True, SMALL),
+]
+cases = pytest.mark.parametrize(("shape", "zero_centered", "add", "tiles"), CASES)
 
 
-@pytest.mark.parametrize(("columns", "rows", "zero_centered", "add"), table())
-@pytest.mark.parametrize("tiles", [None, SMALL])
+@cases
 def test_the_norm(
-    columns: int, rows: int, zero_centered: bool, add: bool, tiles: RowTiles | None
+    shape: tuple[int, int], zero_centered: bool, add: bool, tiles: RowTiles | None
 ) -> None:
+    columns, rows = shape
     case = Case(rows, columns, zero_centered, add)
     y, total, rstd = case.forward(tiles)
     assert torch.equal(total, case.total)
@@ -106,11 +109,11 @@ def test_the_norm(
     close(y, case.y, case.y.abs())
 
 
-@pytest.mark.parametrize(("columns", "rows", "zero_centered", "add"), table())
-@pytest.mark.parametrize("tiles", [None, SMALL])
+@cases
 def test_the_gradients(
-    columns: int, rows: int, zero_centered: bool, add: bool, tiles: RowTiles | None
+    shape: tuple[int, int], zero_centered: bool, add: bool, tiles: RowTiles | None
 ) -> None:
+    columns, rows = shape
     case = Case(rows, columns, zero_centered, add)
     dx, dweight = case.backward(tiles)
     shared = (case.slope * case.unit).abs().mean(1, keepdim=True)
