@@ -156,10 +156,15 @@ def _joins_shares(capture: Capture, recipe: Recipe) -> bool:
 
 
 def _train_adapters(model: CausalLM, capture: Capture) -> None:
-    """Let adapters, which are loaded to be used, train with the run's dropout, which their file may not have."""
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            parameter.requires_grad_(True)
+    """Let adapters, which are loaded to be used, train: in the model's dtype, with dropout that their file may lack."""
+    adapters = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
+    if not adapters:
+        return
+    from te_models.training.lora_run import take_dtype  # noqa: PLC0415  needs peft
+
+    for parameter in adapters:
+        parameter.requires_grad_(True)
+    take_dtype(model)
     trained = load_folder(capture.state, [], optional=[TRAINED]).documents.get(TRAINED)
     facts = trained.get("lora") if isinstance(trained, dict) else None
     dropout = facts["dropout"] if isinstance(facts, dict) else 0.0

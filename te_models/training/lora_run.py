@@ -140,11 +140,15 @@ class LoraRun(SavedAdapters):
         self.adapted.peft_config["default"].base_model_name_or_path = base
         # Before hours of training, and not only when they are saved.
         warn_of_peft(model, "default", settings.dora)
-        # peft makes adapters in FP32, for a Trainer with autocast. Here the masters are FP32, and A and B have the
-        # model's dtype.
-        for name, parameter in trained(model).items():
-            if "lora_magnitude" not in name:
-                parameter.data = parameter.data.to(model.dtype)
+        take_dtype(model)
+
+
+def take_dtype(model: CausalLM) -> None:
+    """Give A and B of the adapters that train the model's dtype, in which their gradients are then summed."""
+    # peft makes and loads them in FP32, for a Trainer with autocast. Here the masters are FP32.
+    for name, parameter in trained(model).items():
+        if "lora_magnitude" not in name:
+            parameter.data = parameter.data.to(model.dtype)
 
 
 def saved_live(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -53,6 +53,10 @@ CAPTURED: dict[str, dict[str, Any]] = {
         parallel="ddp", recipe="current", gradient_accumulation=2, folder=True,
         lora=dict(rank=4, alpha=8.0, dropout=0.1),
     ),
+    # Gradients are summed over the processes in the adapters' own dtype.
+    "replay-bf16-adapters": dict(
+        parallel="ddp", recipe="current", dtype="bfloat16", folder=True, lora=dict(rank=4, alpha=8.0)
+    ),
     "replay-tokens": dict(parallel="fsdp", recipe="blockwise", context_parallel_size=2),
     "replay-layers": dict(parallel="tp", recipe="current", sequence_parallel=True),
     "replay-lengths": dict(parallel="ddp", recipe="current", gradient_accumulation=2),
@@ -210,7 +214,7 @@ def test_a_step_of_two_processes_is_replayed_by_one(name: str, root: Path) -> No
     if name not in ("replay-layers", "replay-fp8"):
         assert weights and all(one.equal for one in weights)
     # Shares one after another have the scales of the run.
-    if name in ("replay-ddp", "replay-fp8", "replay-lengths"):
+    if name in ("replay-ddp", "replay-fp8", "replay-lengths", "replay-bf16-adapters"):
         assert all(one.equal for one in found.tensors)
     # Elsewhere one process adds in another order than two: no difference speaks for a fault of the hardware.
     else:
