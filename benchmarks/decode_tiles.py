@@ -76,7 +76,7 @@ class Case(NamedTuple):
 
     @property
     def in_use(self) -> bool:
-        """Whether `product` takes this tile."""
+        """Return whether decoding uses this tile."""
         return self.tile == tile_in_use(self.shape, self.mode)
 
     @property

@@ -3,9 +3,9 @@
 A layer of te modules takes some forty kernels for it, each too short to reach the memory's bandwidth. These operations
 take six: norm with cast, product and bias; RoPE with the write to the cache and attention over parts of the keys; their
 combination with the gate; and products that add to the residual stream or apply the MLP's activation. With three rows
-or more, norm and cast are kernels of their own: eight in BF16, ten in FP8. The kernels are in decode_product_triton.py,
-decode_split_triton.py and decode_attention_triton.py, and the parts of a block decide in their method `step` whether
-they run.
+or more, or with large weights in FP8, norm and cast are kernels of their own: eight in BF16, ten in FP8. The kernels
+are in decode_product_triton.py, decode_split_triton.py and decode_attention_triton.py, and the parts of a block decide
+in their method `step` whether they run.
 
 Shapes: N rows, of which the first B are tokens and the others zeros; I and O channels in and out of a te.Linear.
 """

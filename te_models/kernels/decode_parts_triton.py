@@ -1,4 +1,4 @@
-"""What the products of a step of decoding (decode.py) have in common in Triton: input, cast, scales and epilogue."""
+"""Triton functions that both kernels of a decoding step's products (decode.py) call: input, cast, scale, epilogue."""
 
 import triton
 import triton.language as tl

@@ -56,7 +56,7 @@ def parts_of(tile: SplitTile, width: int, outputs: int) -> int:
 
 
 class Prepared(NamedTuple):
-    """What the first kernel leaves to the second.
+    """The output of the first kernel, which the second reads.
 
     Attributes:
         values: [N, I], the input after its norm: E4M3 as uint8 if `cast`, otherwise in the dtype of the model.

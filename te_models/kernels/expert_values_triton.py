@@ -1,4 +1,4 @@
-"""What the FP8 of all experts is cast from, as the kernels that count casts read it or compute it once more."""
+"""The values that the experts' FP8 tensors are cast from, read or computed again by the kernels that count casts."""
 
 from __future__ import annotations
 

@@ -543,7 +543,7 @@ def _of_another_dtype(module: RMSNorm) -> RMSNorm:
 
 def _of_a_subclass(module: RMSNorm) -> RMSNorm:
     class Other(RMSNorm):
-        """What computes something else."""
+        """A norm of another kind."""
 
     module.__class__ = Other
     return module
