@@ -15,6 +15,11 @@ from torch import Tensor
 
 Json = TypeVar("Json")  # a value that JSON has; tuples arrive as lists
 
+# The collectives of this process's newest exchange. Gloo's thread lets go of their tensors some time after they are
+# done, and whoever does so last needs Python's lock: a process that ends meanwhile would be aborted. Kept here, they
+# are freed by Python itself.
+_newest: list[dist.Work] = []
+
 
 class Ranks:
     """Rank `rank` of `world` processes. Without a group there is one process, and nothing is ever sent.
@@ -34,14 +39,22 @@ class Ranks:
             return [value]
         message = _encode(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(message)]), group=self.group)
+        self._all_gather(sizes, torch.tensor([len(message)]))
         # all_gather takes tensors of one size, so lengths travel first and messages are padded.
         longest = max(int(size) for size in sizes)
         messages = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(message)] = message
-        dist.all_gather(messages, padded, group=self.group)
+        self._all_gather(messages, padded)
         return [_decode(padded[: int(size)]) for padded, size in zip(messages, sizes, strict=True)]
+
+    def _all_gather(self, parts: list[Tensor], own: Tensor) -> None:
+        """Fill `parts` with the tensors `own` of all ranks."""
+        work = dist.all_gather(parts, own, group=self.group, async_op=True)
+        assert work is not None  # it would be None on a process outside the group
+        work.wait()
+        # The lengths and the messages of one exchange.
+        _newest[:] = [*_newest[-1:], work]
 
     def from_first(self, action: Callable[[], Json], error: type[Exception] = RuntimeError) -> Json:
         """Run `action` on rank 0 and return its result, a JSON value, on every rank.
