@@ -15,10 +15,10 @@ from torch import Tensor
 
 Json = TypeVar("Json")  # a value that JSON has; tuples arrive as lists
 
-# The collectives of this process's newest exchange. Gloo's thread lets go of their tensors some time after they are
-# done, and whoever does so last needs Python's lock: a process that ends meanwhile would be aborted. Kept here, they
-# are freed by Python itself.
-_newest: list[dist.Work] = []
+# The collectives of the last exchange. A gloo thread drops its references to their tensors some time after the caller
+# has the result, and needs the GIL if it holds the last one: if the interpreter ends meanwhile, the process aborts
+# ("terminate called without an active exception"). Kept here, the tensors are freed by the main thread.
+_last_collectives: list[dist.Work] = []
 
 
 class Ranks:
@@ -53,8 +53,8 @@ class Ranks:
         work = dist.all_gather(parts, own, group=self.group, async_op=True)
         assert work is not None  # it would be None on a process outside the group
         work.wait()
-        # The lengths and the messages of one exchange.
-        _newest[:] = [*_newest[-1:], work]
+        # Two collectives are one exchange: the lengths, then the messages.
+        _last_collectives[:] = [*_last_collectives[-1:], work]
 
     def from_first(self, action: Callable[[], Json], error: type[Exception] = RuntimeError) -> Json:
         """Run `action` on rank 0 and return its result, a JSON value, on every rank.

@@ -40,8 +40,8 @@ def test_one_process_sends_nothing() -> None:
         ranks.from_first(lambda: (_ for _ in ()).throw(OSError("disk full")))
 
 
-# A switch interval this long leaves Python's lock with the main thread from the end of the exchange to the end of the
-# process, when gloo's thread would ask for it to free the message.
+# A switch interval this long leaves the GIL with the main thread from the end of the exchange to the end of the process,
+# while a gloo thread waits for it in order to free the message.
 ENDS_AFTER_AN_EXCHANGE = """
 import sys
 import torch.distributed as dist
@@ -55,7 +55,7 @@ assert Ranks(dist.new_group(backend="gloo")).gather("last words") == ["last word
 
 @pytest.mark.slow
 def test_a_process_may_end_right_after_an_exchange(tmp_path: Path) -> None:
-    # Without the mend about one pair in two is aborted.
+    # Where the gloo thread holds the last reference, about one pair in two aborts.
     for attempt in range(8):
         meeting = str(tmp_path / f"pair-{attempt}")
         command = [sys.executable, "-c", ENDS_AFTER_AN_EXCHANGE]
