@@ -52,7 +52,7 @@ def _is_ours(x: Tensor, weight: Tensor) -> bool:
     """Return whether our kernels compute the norm of x [N, D]: in 16 bits, at a width that has no tuned one."""
     columns = x.shape[-1]
     half = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype
-    return half and columns not in TUNED and residual_norm_triton.takes(columns)
+    return half and columns not in TUNED and residual_norm_triton.supports_width(columns)
 
 
 class _Norm(torch.autograd.Function):
