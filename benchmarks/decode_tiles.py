@@ -33,7 +33,7 @@ LAUNCHES = 12  # of a graph, at least
 REPLAYS = 9
 COLD = 160 * 2**20  # bytes of weights in a graph: three times the L2 cache of an H200
 PROGRAMS = (1, 132, 264, 396, 528)  # that a product is divided into
-IN_USE = decode_product_triton._tile
+IN_USE = decode_product_triton._split_tile
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Product:
 
     def __call__(self, operand: StepLinear, tile: SplitTile) -> Tensor:
         """Multiply, with this tile."""
-        decode_product_triton._tile = lambda *kind: tile
+        decode_product_triton._split_tile = lambda *kind: tile
         return decode_product_triton.product(
             self.x,
             operand,

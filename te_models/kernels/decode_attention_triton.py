@@ -281,10 +281,10 @@ def _combine_kernel(
             else:
                 logit = tl.zeros([WIDTH], tl.float32) + tl.load(gate + head).to(tl.float32)
             if SOFTPLUS:
-                opening = tl.maximum(logit, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(logit)))
+                gate_factor = tl.maximum(logit, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(logit)))
             else:
-                opening = tl.sigmoid(logit)
-            value = (value.to(tl.float32) * opening).to(dtype)
+                gate_factor = tl.sigmoid(logit)
+            value = (value.to(tl.float32) * gate_factor).to(dtype)
         tl.store(to, value, c < size)
 
 

@@ -1,8 +1,8 @@
 """The product of a step of decoding (decode.py) in Triton: norm, cast, te.Linear, activation and residual stream.
 
-One or two tokens are multiplied here, without tensor cores: a tile of 16 rows would be mostly padding. Every program
-makes the input anew, since the norm, the amax and the cast of two rows cost less than a kernel of their own. More
-tokens, and large weights in FP8, are multiplied in decode_split_triton.py.
+One or two tokens are multiplied here, without tensor cores, whose tiles of 16 rows would be mostly padding. Every
+program norms and casts the whole input, since for two rows that costs less than a kernel of its own. More tokens, and
+large weights in FP8, are multiplied in decode_split_triton.py.
 
 Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), in FP16, since it multiplies BF16 wrongly.
 """
@@ -32,7 +32,13 @@ CHUNK = 1024  # channels that are read at once for norms and amaxes
 
 
 class FewTile(NamedTuple):
-    """The rows of a weight that a program multiplies without tensor cores, the channels of one iteration, and warps."""
+    """How a product without tensor cores is divided.
+
+    Attributes:
+        outputs: rows of the weight, so output channels, per program.
+        width: input channels per iteration.
+        warps: warps per program.
+    """
 
     outputs: int
     width: int
@@ -45,30 +51,38 @@ def _few_tile(gated: bool, normed: bool, fp8: bool) -> FewTile:
     Every program computes the norm of its input again, so a product with a norm has larger tiles and fewer programs.
     """
     # The fastest of 14 for most of eight shapes on an H100 (benchmarks/results/decode_tiles_h100.json).
+    if fp8 and normed:
+        return FewTile(outputs=8, width=1024, warps=4)
     if fp8:
-        return FewTile(8, 1024, 4) if normed else FewTile(2, 1024, 2)
-    return FewTile(4, 1024, 4) if normed and not gated else FewTile(2, 2048, 4)
+        return FewTile(outputs=2, width=1024, warps=2)
+    if normed and not gated:
+        return FewTile(outputs=4, width=1024, warps=4)
+    return FewTile(outputs=2, width=2048, warps=4)
 
 
-def _tile(gated: bool, normed: bool, fp8: bool) -> SplitTile:
+def _split_tile(gated: bool, normed: bool, fp8: bool) -> SplitTile:
     """Return the tile of a product with tensor cores."""
     # Within 4 % of the fastest of 17 to 35 for each product of llama-3.1-8b with 4, 8 and 16 tokens, on an H200
     # (benchmarks/results/decode_tiles_h200.json). FP8 tiles of 256 channels are as fast, but move sums to FP32 half as
     # often. BF16 without a norm has tiles of 16 outputs, too small for Hopper's WGMMA: they run as MMA.
     if fp8:
         if gated:
-            return SplitTile(64, 128, 4, 4)
-        return SplitTile(64, 128, 4, 4, 396) if normed else SplitTile(64, 128, 4, 6, 264)
+            return SplitTile(outputs=64, width=128, warps=4, stages=4)
+        if normed:
+            return SplitTile(outputs=64, width=128, warps=4, stages=4, programs=396)
+        return SplitTile(outputs=64, width=128, warps=4, stages=6, programs=264)
     if gated:
-        return SplitTile(64, 128, 4, 3)
-    return SplitTile(64, 64, 4, 4, 396) if normed else SplitTile(16, 256, 2, 5)
+        return SplitTile(outputs=64, width=128, warps=4, stages=3)
+    if normed:
+        return SplitTile(outputs=64, width=64, warps=4, stages=4, programs=396)
+    return SplitTile(outputs=16, width=256, warps=2, stages=5)
 
 
 @triton.jit
-def _sums(first, j, o, v, width, outputs, FP8: tl.constexpr):
-    """Return the sums over channels j of v [T, WIDTH] times these rows of a weight: [T, O]."""
-    inside = (o < outputs)[:, None] & (j < width)[None, :]
-    w = tl.load(first + j[None, :], inside, 0)
+def _partial_product(weight_rows, j, o, v, width, outputs, FP8: tl.constexpr):
+    """Return v [T, WIDTH], channels j of the input, times the weight's rows at `weight_rows` [O, 1]: FP32 [T, O]."""
+    mask = (o < outputs)[:, None] & (j < width)[None, :]
+    w = tl.load(weight_rows + j[None, :], mask, 0)
     if FP8:
         w = w.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     return tl.sum(w.to(tl.float32)[None, :, :] * v[:, None, :], 2)
@@ -76,18 +90,23 @@ def _sums(first, j, o, v, width, outputs, FP8: tl.constexpr):
 
 @triton.jit
 def _few_kernel(
+    # the input [N, I], and the weight of its norm [I]
     x,
     norm,
+    # the fields of StepLinear
     weight,
     bias,
     weight_inverse,
     input_scale,
+    # the residual stream to add [N, O] or None, and the output [N, O]
     residual,
     out,
+    # N, the rows that are tokens, I and O
     rows,
     tokens,
     width,
     outputs,
+    # added to the mean square of the norm, the smallest amax of a scale, and the factor before the residual stream
     eps,
     epsilon,
     factor,
@@ -104,33 +123,45 @@ def _few_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The product of a few tokens, without tensor cores: weights go from memory to registers."""
+    """Write OUTPUTS channels of the product of a few tokens, without tensor cores: weights go straight to registers."""
     dtype = out.dtype.element_ty
     t = tl.arange(0, TOKENS)
     o = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    inverse, scale = input_scales(
-        x, norm, input_scale, t, tokens, width, eps, epsilon, NORM, CENTERED, FP8, POWER_OF_2, CHUNK
+    inverse_rms, scale = input_scales(
+        x,
+        norm,
+        input_scale,
+        t,
+        tokens,
+        width,
+        eps,
+        epsilon,
+        NORM=NORM,
+        CENTERED=CENTERED,
+        FP8=FP8,
+        POWER_OF_2=POWER_OF_2,
+        CHUNK=CHUNK,
     )
-    first = weight + o.to(tl.int64)[:, None] * width
-    second = first + outputs.to(tl.int64) * width  # the rows of `up`, where there is a gate
+    weight_rows = weight + o.to(tl.int64)[:, None] * width
+    up_rows = weight_rows + outputs.to(tl.int64) * width  # below the gate's rows, if GATED
     sums = tl.zeros([TOKENS, OUTPUTS], tl.float32)
-    up = tl.zeros([TOKENS, OUTPUTS], tl.float32)
-    for at in range(0, width, WIDTH):
-        j = at + tl.arange(0, WIDTH)
-        v = input_tile(x, j, t, tokens, width, inverse, norm, NORM, CENTERED)
+    up_sums = tl.zeros([TOKENS, OUTPUTS], tl.float32)
+    for start in range(0, width, WIDTH):
+        j = start + tl.arange(0, WIDTH)
+        v = input_tile(x, j, t, tokens, width, inverse_rms, norm, NORM, CENTERED)
         if FP8:
             v = cast_e4m3(v, scale)
         v = v.to(tl.float32)
-        sums += _sums(first, j, o, v, width, outputs, FP8)
+        sums += _partial_product(weight_rows, j, o, v, width, outputs, FP8)
         if GATED:
-            up += _sums(second, j, o, v, width, outputs, FP8)
+            up_sums += _partial_product(up_rows, j, o, v, width, outputs, FP8)
     if FP8:
-        back = tl.load(weight_inverse) * tl.div_rn(1.0, scale)
-        sums *= back
-        up *= back
+        dequantize = tl.load(weight_inverse) * tl.div_rn(1.0, scale)
+        sums *= dequantize
+        up_sums *= dequantize
     store_product(
         sums,
-        up,
+        up_sums,
         bias,
         residual,
         out,
@@ -140,16 +171,16 @@ def _few_kernel(
         tokens,
         outputs,
         factor,
-        ACTIVATION,
-        GATED,
-        SCALED,
-        dtype,
+        ACTIVATION=ACTIVATION,
+        GATED=GATED,
+        SCALED=SCALED,
+        dtype=dtype,
     )
-    # Rows after the tokens: the modules that read the result take zeros there.
+    # Rows after the tokens are padding: the modules that read the result expect zeros there.
     padding = tokens + tl.arange(0, ROWS)[:, None]
-    blank = tl.zeros([ROWS, OUTPUTS], dtype)
-    inside = (padding < rows) & (o < outputs)[None, :]
-    tl.store(out + padding * outputs + o[None, :], blank, inside)
+    zeros = tl.zeros([ROWS, OUTPUTS], dtype)
+    mask = (padding < rows) & (o < outputs)[None, :]
+    tl.store(out + padding * outputs + o[None, :], zeros, mask)
 
 
 def product(
@@ -162,14 +193,16 @@ def product(
     residual: Tensor | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """Return the te.Linear `operand` of x [N, I], whose first `tokens` rows are not padding: [N, O].
+    """Return the output of a te.Linear [N, O] in the dtype of x, with the operations around it.
 
     Args:
-        x: at most MOST_ROWS rows.
-        norm: runs on x before.
-        activation: runs on the product; with a gate the result has half the channels.
-        residual: [N, O], added last.
-        factor: what the product is multiplied by before the residual stream is added.
+        x: [N, I], N at most MOST_ROWS.
+        operand: the te.Linear.
+        tokens: the first rows of x, which are no padding; the result has zeros in the others.
+        norm: applied to x first; None: none.
+        activation: applied to the product; a gated one halves the channels: O is half the rows of the weight.
+        residual: the residual stream [N, O], added last; None: nothing is added.
+        factor: multiplies the product before the residual stream is added.
     """
     rows, width = x.shape
     gated = activation is not None and activation.gated
@@ -180,7 +213,7 @@ def product(
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     if tokens > FEW or (fp8 and operand.weight.numel() >= MANY_WEIGHTS):
         split_product(
-            _tile(gated, normed, fp8),
+            _split_tile(gated, normed, fp8),
             x,
             operand,
             out,

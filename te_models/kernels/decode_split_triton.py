@@ -1,11 +1,14 @@
 """The product of three tokens or more in a step of decoding (decode.py) in Triton, on tensor cores.
 
-If every program made the input anew and converted its weights from E4M3 to FP16, an FP8 product of so many tokens would
-take longer than reading its weights. So one kernel norms and casts the input, and a second multiplies it as it is
-stored: operands in E4M3, which go from memory to shared memory and from there to Hopper's tensor cores, without an
-instruction for a single weight. Its sums over one tile's channels are moved to FP32, since the tensor cores add E4M3's
-products with fewer bits. The channels are divided among programs where the outputs alone are too few to fill a GPU;
-the last program of a tile adds the parts in order, so that results are the same in every run.
+A single kernel would norm and cast the input in each of its programs, and convert every weight from E4M3 to FP16. An
+FP8 product of so many tokens would then take longer than reading its weights. So there are two kernels. The first norms
+and casts the input. The second multiplies the E4M3 operands as they are stored: they go from memory to shared memory,
+and from there to Hopper's tensor cores, without an instruction for a single weight. The tensor cores add products of
+E4M3 with fewer bits than FP32 has, so the sums over the channels of one tile are added to others in FP32.
+
+Where the outputs alone give too few programs to fill a GPU, the input channels are divided among programs as well
+(split-K). The program of an output tile that finishes last adds the partial sums in order, so that results are the same
+in every run.
 
 Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), in FP16, since it multiplies BF16 wrongly.
 """
@@ -28,17 +31,18 @@ from te_models.kernels.decode_parts_triton import (
 from te_models.numerics.fp8_triton import INTERPRETED, decode_fp8, encode_fp8
 
 CHUNK = 4096  # channels that a program of the first kernel reads at once
-LINE = 1024  # counters that it sets to zero at once
+COUNTERS_AT_ONCE = 1024  # counters that it sets to zero with one store
 
 
 class SplitTile(NamedTuple):
     """How a product is divided.
 
     Attributes:
-        outputs: the rows of a weight that a program multiplies.
-        width: the channels of one iteration, whose FP8 products the tensor cores add with about 14 bits.
-        warps, stages: of the loop over channels.
-        programs: how many there should be; where the outputs give fewer, channels are divided too (parts_of).
+        outputs: rows of the weight, so output channels, per program.
+        width: input channels per iteration, whose FP8 products the tensor cores add with about 14 bits.
+        warps: warps per program.
+        stages: stages of the software pipeline of loads.
+        programs: how many programs to aim for; where the outputs give fewer, input channels are divided (`parts_of`).
     """
 
     outputs: int
@@ -49,7 +53,13 @@ class SplitTile(NamedTuple):
 
 
 def parts_of(tile: SplitTile, width: int, outputs: int) -> int:
-    """Return how many programs divide the channels of one tile of outputs among themselves."""
+    """Return the number of programs that share one tile of outputs, each with a part of the input channels.
+
+    Args:
+        tile: how the product is divided.
+        width: input channels of the product.
+        outputs: output channels of the product.
+    """
     tiles = triton.cdiv(outputs, tile.outputs)
     iterations = triton.cdiv(width, tile.width)
     return max(1, min(round(tile.programs / tiles), iterations))
@@ -59,25 +69,29 @@ class Prepared(NamedTuple):
     """The output of the first kernel, which the second reads.
 
     Attributes:
-        values: [N, I], the input after its norm: E4M3 as uint8 if `cast`, otherwise in the dtype of the model.
-        cast: whether it is cast; under current scaling it is not, since no scale is known before all rows are.
-        largest: FP32 [N], the amax of each row, under current scaling.
-        arrived: int32 [tiles], zeros: how many parts of a tile are done; None: there is one.
+        values: the input after its norm [N, I]: E4M3 as uint8 if `cast`, otherwise in the dtype of the model.
+        cast: whether `values` are in E4M3. Under current scaling they are not: the scale follows from the amax of all
+            rows, which only the second kernel knows.
+        row_amaxes: FP32 [N] under current scaling; None otherwise.
+        arrived: int32 [tiles], all 0: the second kernel counts the parts of each tile that are done. None: each tile
+            has one part.
     """
 
     values: Tensor
     cast: bool
-    largest: Tensor | None
+    row_amaxes: Tensor | None
     arrived: Tensor | None
 
 
 @triton.jit
 def _prepare_kernel(
+    # the input [N, I], the weight of its norm [I], and the scale of its cast, FP32 [1]
     x,
     norm,
     input_scale,
+    # outputs, the fields of Prepared; each may be None. `counters` is the length of `arrived`
     values,
-    largest,
+    row_amaxes,
     arrived,
     counters,
     tokens,
@@ -87,17 +101,20 @@ def _prepare_kernel(
     CENTERED: tl.constexpr,
     CAST: tl.constexpr,
     CHUNK: tl.constexpr,
-    LINE: tl.constexpr,
+    COUNTERS_AT_ONCE: tl.constexpr,
 ):
-    """Norm and cast one row of x; set the counters to zero."""
+    """Norm and cast one row of x, or write its amax; set a part of the counters to zero."""
     row = tl.program_id(0) + tl.arange(0, 1)
     channel = tl.arange(0, CHUNK)
     if arrived is not None:
-        zero = tl.zeros([LINE], tl.int32)
-        for at in range(tl.program_id(0) * LINE, counters, tl.num_programs(0) * LINE):
-            k = at + tl.arange(0, LINE)
+        zero = tl.zeros([COUNTERS_AT_ONCE], tl.int32)
+        begin = tl.program_id(0) * COUNTERS_AT_ONCE
+        step = tl.num_programs(0) * COUNTERS_AT_ONCE
+        for start in range(begin, counters, step):
+            k = start + tl.arange(0, COUNTERS_AT_ONCE)
             tl.store(arrived + k, zero, k < counters)
-    inverse, scale = input_scales(
+    # A cast here has a scale that is known, so that no smallest amax and no rounding of a scale matter.
+    inverse_rms, scale = input_scales(
         x,
         norm,
         input_scale,
@@ -105,21 +122,21 @@ def _prepare_kernel(
         tokens,
         width,
         eps,
-        0.0,
-        NORM,
-        CENTERED,
-        CAST,
-        False,
-        CHUNK,
+        epsilon=0.0,
+        NORM=NORM,
+        CENTERED=CENTERED,
+        FP8=CAST,
+        POWER_OF_2=False,
+        CHUNK=CHUNK,
     )
-    top = tl.zeros([1], tl.float32)
-    for at in range(0, width, CHUNK):
-        j = at + channel
-        v = input_tile(x, j, row, tokens, width, inverse, norm, NORM, CENTERED)
-        place = row[:, None] * width + j[None, :]
-        inside = (row < tokens)[:, None] & (j < width)[None, :]
-        if largest is not None:
-            top = tl.maximum(top, tl.max(tl.abs(v.to(tl.float32)), 1))
+    amax = tl.zeros([1], tl.float32)
+    for start in range(0, width, CHUNK):
+        j = start + channel
+        v = input_tile(x, j, row, tokens, width, inverse_rms, norm, NORM, CENTERED)
+        offsets = row[:, None] * width + j[None, :]
+        mask = (row < tokens)[:, None] & (j < width)[None, :]
+        if row_amaxes is not None:
+            amax = tl.maximum(amax, tl.max(tl.abs(v.to(tl.float32)), 1))
         if CAST:
             v = v.to(tl.float32) * scale
             if INTERPRETED:
@@ -127,39 +144,45 @@ def _prepare_kernel(
             else:  # one instruction for two values, which saturates too
                 v = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         if values is not None:
-            tl.store(values + place, v, inside)
-    if largest is not None:
-        tl.store(largest + row, top)
+            tl.store(values + offsets, v, mask)
+    if row_amaxes is not None:
+        tl.store(row_amaxes + row, amax)
 
 
 @triton.jit
-def _weights(first, j, inside, FP8: tl.constexpr):
-    """Return rows of a weight at channels j, in the dtype in which they are multiplied."""
+def _load_operand(row_pointers, j, mask, FP8: tl.constexpr):
+    """Return channels j of the rows at `row_pointers` [R, 1], in the dtype in which they are multiplied."""
     if FP8 and not INTERPRETED:
-        first = first.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
-    w = tl.load(first + j[None, :], inside, 0.0)
+        row_pointers = row_pointers.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+    values = tl.load(row_pointers + j[None, :], mask, 0.0)
     if FP8 and INTERPRETED:
-        w = decode_fp8(w, False).to(tl.float16)
-    return w
+        values = decode_fp8(values, False).to(tl.float16)
+    return values
 
 
 @triton.jit(do_not_specialize=["rows", "tokens"])
 def _split_kernel(
+    # the input (Prepared.values), weight and bias; for FP8 the weight's factor and the scale of the input, FP32 [1], or
+    # the amaxes of its rows
     values,
     weight,
     bias,
     weight_inverse,
     input_scale,
-    largest,
+    row_amaxes,
+    # the residual stream to add [N, O] or None, and the output [N, O]
     residual,
     out,
-    sums_of_parts,
+    # where parts meet if PARTS > 1: FP32 [tiles, PARTS, 2 if GATED else 1, OUTPUTS, ROWS], and int32 [tiles]
+    partial_sums,
     arrived,
+    # N, the rows that are tokens, I, iterations of WIDTH channels in I, and O
     rows,
     tokens,
     width,
     iterations,
     outputs,
+    # the smallest amax of a scale, and the factor before the residual stream is added
     epsilon,
     factor,
     FP8: tl.constexpr,
@@ -173,6 +196,7 @@ def _split_kernel(
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    """Write a tile of outputs for all rows; of several parts that share a tile, the last one writes it."""
     dtype = out.dtype.element_ty
     i = tl.arange(0, ROWS)
     tile = tl.program_id(0)
@@ -184,65 +208,66 @@ def _split_kernel(
         if input_scale is not None:
             scale = tl.load(input_scale)
         else:
-            amax = tl.max(tl.load(largest + i, i < tokens, 0.0), 0)
+            amax = tl.max(tl.load(row_amaxes + i, i < tokens, 0.0), 0)
             scale = current_scale(amax, epsilon, POWER_OF_2)
 
-    first = weight + o.to(tl.int64)[:, None] * width
-    second = first + outputs.to(tl.int64) * width  # the rows of `up`, where there is a gate
+    weight_rows = weight + o.to(tl.int64)[:, None] * width
+    up_rows = weight_rows + outputs.to(tl.int64) * width  # below the gate's rows, if GATED
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    up = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     begin = part * iterations // PARTS * WIDTH
     end = (part + 1) * iterations // PARTS * WIDTH
-    for at in range(begin, end, WIDTH):
-        j = at + channel
-        inside = (o < outputs)[:, None] & (j < width)[None, :]
-        seen = (i < tokens)[:, None] & (j < width)[None, :]
-        place = i[:, None] * width
+    for start in range(begin, end, WIDTH):
+        j = start + channel
+        weight_mask = (o < outputs)[:, None] & (j < width)[None, :]
+        value_mask = (i < tokens)[:, None] & (j < width)[None, :]
+        row_offsets = i[:, None] * width
         if CAST:
-            v = _weights(values + place, j, seen, True)
+            v = _load_operand(values + row_offsets, j, value_mask, True)
         else:
-            v = tl.load(values + place + j[None, :], seen, 0.0)
+            v = tl.load(values + row_offsets + j[None, :], value_mask, 0.0)
             if FP8:
                 v = cast_e4m3(v, scale)
                 if not INTERPRETED:
                     v = v.to(tl.float8e4nv)
-        v = tl.trans(v)
-        w = _weights(first, j, inside, FP8)
-        # Not the product's third argument: E4M3's partial sums are added in FP32.
+        v = tl.trans(v)  # [WIDTH, ROWS]
+        w = _load_operand(weight_rows, j, weight_mask, FP8)  # [OUTPUTS, WIDTH]
+        # The sum is not tl.dot's accumulator: partial sums of E4M3 are added in FP32 here.
         sums += tl.dot(w, v, input_precision="ieee")
         if GATED:
-            w = _weights(second, j, inside, FP8)
-            up += tl.dot(w, v, input_precision="ieee")
+            w = _load_operand(up_rows, j, weight_mask, FP8)
+            up_sums += tl.dot(w, v, input_precision="ieee")
 
-    last = True
+    is_last = True
     if PARTS > 1:
         # Every part writes its sums; the one that comes last adds all of them in order.
         size: tl.constexpr = OUTPUTS * ROWS
-        inner = tl.arange(0, OUTPUTS)[:, None] * ROWS + i[None, :]
-        shared = sums_of_parts + tile * PARTS * (1 + GATED) * size + inner
-        own = shared + part * (1 + GATED) * size
-        tl.store(own, sums)
+        element = tl.arange(0, OUTPUTS)[:, None] * ROWS + i[None, :]
+        tile_sums = partial_sums + tile * PARTS * (1 + GATED) * size + element
+        own_sums = tile_sums + part * (1 + GATED) * size
+        tl.store(own_sums, sums)
         if GATED:
-            tl.store(own + size, up)
+            tl.store(own_sums + size, up_sums)
         tl.debug_barrier()  # the writes of all threads come before the count
-        last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == PARTS - 1
+        is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == PARTS - 1
         tl.debug_barrier()
-    if last:
+    if is_last:
         if PARTS > 1:
             sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-            up = tl.zeros([OUTPUTS, ROWS], tl.float32)
+            up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
             for k in tl.static_range(PARTS):
-                one = shared + k * (1 + GATED) * size
-                sums += tl.load(one, cache_modifier=".cg")  # past the L1 cache, which may be stale
+                part_sums = tile_sums + k * (1 + GATED) * size
+                # ".cg": past the L1 cache, which may be stale.
+                sums += tl.load(part_sums, cache_modifier=".cg")
                 if GATED:
-                    up += tl.load(one + size, cache_modifier=".cg")
+                    up_sums += tl.load(part_sums + size, cache_modifier=".cg")
         if FP8:
-            back = tl.load(weight_inverse) * tl.div_rn(1.0, scale)
-            sums *= back
-            up *= back
+            dequantize = tl.load(weight_inverse) * tl.div_rn(1.0, scale)
+            sums *= dequantize
+            up_sums *= dequantize
         store_product(
             sums,
-            up,
+            up_sums,
             bias,
             residual,
             out,
@@ -252,10 +277,10 @@ def _split_kernel(
             tokens,
             outputs,
             factor,
-            ACTIVATION,
-            GATED,
-            SCALED,
-            dtype,
+            ACTIVATION=ACTIVATION,
+            GATED=GATED,
+            SCALED=SCALED,
+            dtype=dtype,
         )
 
 
@@ -271,28 +296,37 @@ def split_product(
     residual: Tensor | None = None,
     factor: float = 1.0,
 ) -> None:
-    """Write the product of contiguous x [N, I] and `operand` to `out` [N, O]; for arguments see `product`."""
+    """Write the product of a step's input and a te.Linear; see decode_product_triton.product.
+
+    Args:
+        tile: how the product is divided.
+        x: contiguous [N, I], N at most MOST_ROWS.
+        operand: the te.Linear.
+        out: [N, O] in the dtype of x, written; with a gated activation O is half the rows of the weight.
+        tokens: the first rows of x, which are no padding.
+        norm, activation, residual, factor: as in `product`.
+    """
     width = x.shape[1]
     outputs = out.shape[1]
     fp8 = operand.weight_inverse is not None
     gated = activation is not None and activation.gated
     tiles = triton.cdiv(outputs, tile.outputs)
     parts = parts_of(tile, width, outputs)
-    prepared = _prepare(x, operand, tokens, tiles if parts > 1 else 0, norm)
-    sums_of_parts = None
+    prepared = _prepare(x, operand, tokens, counters=tiles if parts > 1 else 0, norm=norm)
+    partial_sums = None
     if parts > 1:
         shape = (tiles, parts, 1 + gated, tile.outputs, MOST_ROWS)
-        sums_of_parts = torch.empty(shape, dtype=torch.float32, device=x.device)
+        partial_sums = torch.empty(shape, dtype=torch.float32, device=x.device)
     _split_kernel[(tiles, parts)](
         values=prepared.values,
         weight=operand.weight,
         bias=operand.bias,
         weight_inverse=operand.weight_inverse,
         input_scale=operand.input_scale,
-        largest=prepared.largest,
+        row_amaxes=prepared.row_amaxes,
         residual=residual,
         out=out,
-        sums_of_parts=sums_of_parts,
+        partial_sums=partial_sums,
         arrived=prepared.arrived,
         rows=x.shape[0],
         tokens=tokens,
@@ -323,18 +357,21 @@ def _prepare(
     counters: int,
     norm: StepNorm | None,
 ) -> Prepared:
-    """Norm and cast the input, and set `counters` counters to zero; without norm and FP8 the input remains as it is."""
+    """Norm and cast the input, and make `counters` counters that are 0.
+
+    Without a norm and FP8 there is nothing to compute: the result holds x itself.
+    """
     rows, width = x.shape
     device = x.device
     fp8 = operand.weight_inverse is not None
     current = fp8 and operand.input_scale is None
     cast = fp8 and not current
-    largest = torch.empty(rows, dtype=torch.float32, device=device) if current else None
     arrived = None
     if norm is None and not fp8:
         if counters:
             arrived = torch.zeros(counters, dtype=torch.int32, device=device)
-        return Prepared(x, False, None, arrived)
+        return Prepared(values=x, cast=False, row_amaxes=None, arrived=arrived)
+    row_amaxes = torch.empty(rows, dtype=torch.float32, device=device) if current else None
     if counters:
         arrived = torch.empty(counters, dtype=torch.int32, device=device)
     values = None
@@ -347,7 +384,7 @@ def _prepare(
         norm=None if norm is None else norm.weight,
         input_scale=operand.input_scale,
         values=values,
-        largest=largest,
+        row_amaxes=row_amaxes,
         arrived=arrived,
         counters=counters,
         tokens=tokens,
@@ -357,7 +394,12 @@ def _prepare(
         CENTERED=norm is not None and norm.zero_centered,
         CAST=cast,
         CHUNK=min(CHUNK, triton.next_power_of_2(width)),
-        LINE=LINE,
+        COUNTERS_AT_ONCE=COUNTERS_AT_ONCE,
         num_warps=8,
     )
-    return Prepared(x if values is None else values, cast, largest, arrived)
+    return Prepared(
+        values=x if values is None else values,
+        cast=cast,
+        row_amaxes=row_amaxes,
+        arrived=arrived,
+    )

@@ -159,7 +159,7 @@ def test_a_product_in_small_tiles(
     # On a GPU the smallest tile that Hopper's WGMMA multiplies.
     loop = (64, 32, 4, 3) if ON_GPU else (16, 16, 1, 1)
     tile = SplitTile(*loop, programs=programs)
-    monkeypatch.setattr(decode_product_triton, "_tile", lambda *kind: tile)
+    monkeypatch.setattr(decode_product_triton, "_split_tile", lambda *kind: tile)
     monkeypatch.setattr(decode_product_triton, "FEW", 0)
     test_a_product_with_all_that_surrounds_it(
         tokens, rows, width, outputs, activation, centered, scaling
