@@ -130,9 +130,10 @@ def _rotated(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
 
 
 def _unit(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x / rms(x), the factors of its channels, and 1 / rms(x), FP32, over the last dimension or the last two.
+    """Return x / rms(x) [B, S, heads, H], the norm's factors, and 1 / rms(x), in FP32.
 
-    The last dimension of a norm of each head is H; a norm of all heads has [heads*H], here [heads, H].
+    A norm of each head has factors [H] and takes rms over H. A norm of all heads together has factors [heads, H] and
+    takes rms over both dimensions.
     """
     together = norm.weight.shape[-1] != x.shape[-1]
     dims = (-2, -1) if together else (-1,)
@@ -167,14 +168,14 @@ def copy(x: Tensor, out: Tensor) -> None:
     out.copy_(x)
 
 
-def _opening(logits: Tensor, softplus: bool) -> Tensor:
-    """Return the factor of a gate in FP32."""
+def _gate_factor(logits: Tensor, softplus: bool) -> Tensor:
+    """Return the factor of a gate in FP32, in the shape of its logits."""
     return F.softplus(logits.float()) if softplus else torch.sigmoid(logits.float())
 
 
 def gate(x: Tensor, logits: Tensor, softplus: bool) -> Tensor:
     """Return x [B, S, A, H] * sigmoid or softplus(logits [B, S, A, H or 1]), contiguous, computed in FP32."""
-    return (x.float() * _opening(logits, softplus)).to(x.dtype).contiguous()
+    return (x.float() * _gate_factor(logits, softplus)).to(x.dtype).contiguous()
 
 
 def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor, softplus: bool) -> Tensor:
@@ -185,7 +186,14 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor, softpl
     if not softplus:
         slope = slope * (1 - sigmoid)
     dlogits.copy_(slope if logits.shape[-1] == x.shape[-1] else slope.sum(-1, keepdim=True))
-    return (dy.float() * _opening(logits, softplus)).to(dy.dtype).contiguous()
+    return (dy.float() * _gate_factor(logits, softplus)).to(dy.dtype).contiguous()
 
 
-PLAIN = Operations(rotate, norm, norm_backward, copy, gate, gate_backward)
+PLAIN = Operations(
+    rotate=rotate,
+    norm=norm,
+    norm_backward=norm_backward,
+    copy=copy,
+    gate=gate,
+    gate_backward=gate_backward,
+)

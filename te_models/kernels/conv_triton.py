@@ -166,9 +166,9 @@ def _conv_backward_kernel(
         for ahead in tl.static_range(TAPS):
             later = token + ahead
             total = _sums(x, stride, taps, bias, documents, later, column, seq, columns, TAPS)
-            opening = sigmoid(total)
+            sigma = sigmoid(total)
             of_total = _channels(dy, dy_stride, later, column, _inside(later, seq), columns)
-            of_total *= opening * (1 + total * (1 - opening))
+            of_total *= sigma * (1 + total * (1 - sigma))
             tap = tl.load(taps + column * TAPS + (TAPS - 1 - ahead), column < columns, 0.0)
             seen = _seen(documents, later, ahead, seq)
             slope += tl.where(seen[:, None], of_total * tap.to(tl.float32)[None, :], 0.0)

@@ -104,10 +104,10 @@ def clamped_swiglu_backward(dy: Tensor, gate_up: Tensor, limit: float, alpha: fl
     gate_half = gate_half.clamp(max=limit)
     up = up.clamp(-limit, limit)
     dy = dy.float()
-    opening = torch.sigmoid(alpha * gate_half)
+    sigma = torch.sigmoid(alpha * gate_half)
     # The derivative of x sigmoid(alpha x) is sigmoid + alpha x sigmoid (1 - sigmoid).
-    dgate = dy * (up + 1) * opening * (1 + alpha * gate_half * (1 - opening)) * inside[0]
-    return torch.cat((dgate, dy * gate_half * opening * inside[1]), dim=-1).to(gate_up.dtype)
+    dgate = dy * (up + 1) * sigma * (1 + alpha * gate_half * (1 - sigma)) * inside[0]
+    return torch.cat((dgate, dy * gate_half * sigma * inside[1]), dim=-1).to(gate_up.dtype)
 
 
 def limited_swiglu(gate_up: Tensor, limit: float) -> Tensor:
@@ -122,13 +122,13 @@ def limited_swiglu(gate_up: Tensor, limit: float) -> Tensor:
 def limited_swiglu_backward(dy: Tensor, gate_up: Tensor, limit: float) -> Tensor:
     """Return the gradient of limited_swiglu's input [..., 2F] from the gradient `dy` [..., F] of its output."""
     gate_half, up = gate_up.float().chunk(2, dim=-1)
-    opening = torch.sigmoid(gate_half)
-    opened = gate_half * opening
+    sigma = torch.sigmoid(gate_half)
+    silu = gate_half * sigma
     dy = dy.float()
     # The derivative of silu, where the limit did not cut it.
-    slope = opening * (1 + gate_half * (1 - opening)) * (opened <= limit)
+    slope = sigma * (1 + gate_half * (1 - sigma)) * (silu <= limit)
     dgate = dy * up.clamp(-limit, limit) * slope
-    dup = dy * opened.clamp(max=limit) * (up.abs() <= limit)
+    dup = dy * silu.clamp(max=limit) * (up.abs() <= limit)
     return torch.cat((dgate, dup), dim=-1).to(gate_up.dtype)
 
 
@@ -274,13 +274,13 @@ def gated_norm(
     x, z [T, C], weight [C]; computed in FP32, in the dtype of x.
     """
     z = z.float()
-    opening = F.silu(z if factor == 1 else z * factor)
-    values = x.float() if before_gate else x.float() * opening
+    gate = F.silu(z if factor == 1 else z * factor)
+    values = x.float() if before_gate else x.float() * gate
     parts = values.unflatten(-1, (groups, -1))  # [T, groups, C / groups]
     # Each group by its own RMS, as if it were on a rank of its own.
     parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)
     out = parts.flatten(-2) * weight.float()
-    return (out * opening if before_gate else out).to(x.dtype)
+    return (out * gate if before_gate else out).to(x.dtype)
 
 
 def silu_gate(x: Tensor, z: Tensor, *, factor: float = 1.0) -> Tensor:

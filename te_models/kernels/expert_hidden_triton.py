@@ -84,16 +84,16 @@ def gradient_values(dy, gate_up, token, tokens, i, j, rows, columns, alpha, LIMI
         between = tl.abs(up) <= LIMIT
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
-        opening = sigmoid(alpha * gate)
-        of_gate = slope * up * opening * (1 + alpha * gate * (1 - opening))
+        sigma = sigmoid(alpha * gate)
+        of_gate = slope * up * sigma * (1 + alpha * gate * (1 - sigma))
         of_gate = tl.where(inside, of_gate, of_gate * 0.0)
-        of_up = slope * gate * opening
+        of_up = slope * gate * sigma
         of_up = tl.where(between, of_up, of_up * 0.0)
-        value = up * gate * opening
+        value = up * gate * sigma
     else:
-        opening = sigmoid(gate)
-        silu = gate * opening
-        of_gate = slope * up * (opening + silu * (1 - opening))
+        sigma = sigmoid(gate)
+        silu = gate * sigma
+        of_gate = slope * up * (sigma + silu * (1 - sigma))
         of_up = slope * silu
         value = silu * up
     of_gate = rounded(of_gate, gate_up.dtype.element_ty)

@@ -42,8 +42,8 @@ from te_models.kernels.head_groups_triton import (
     token_rows,
 )
 from te_models.kernels.head_tiles_triton import (
-    opening_of,
-    opening_slope,
+    gate_factor,
+    gate_factor_slope,
     width_of,
 )
 
@@ -62,7 +62,7 @@ def _gated(heads_at, i, head, seq, channel, inside, softplus: tl.constexpr):
         logit_rows = token_rows(logits_at, i, head, seq)
         value = read_head(x_rows, channel, inside)
         logit = read_head(logit_rows, channel, inside)
-        value *= opening_of(logit, sigmoid(logit), softplus)
+        value *= gate_factor(logit, sigmoid(logit), softplus)
     return value
 
 
@@ -81,11 +81,11 @@ def _gate_slopes(heads_at, i, head, seq, channel, inside, softplus: tl.constexpr
     slope = read_head(dy_rows, channel, inside)
     value = read_head(x_rows, channel, inside)
     logit = read_head(logit_rows, channel, inside)
-    squashed = sigmoid(logit)
-    opening = opening_of(logit, squashed, softplus)
+    sigma = sigmoid(logit)
+    gate = gate_factor(logit, sigma, softplus)
     dtype = dx_rows.dtype.element_ty
-    tl.store(dx_rows + channel[None, :], (slope * opening).to(dtype), mask=inside)
-    return slope * value * opening_slope(squashed, softplus)
+    tl.store(dx_rows + channel[None, :], (slope * gate).to(dtype), mask=inside)
+    return slope * value * gate_factor_slope(sigma, softplus)
 
 
 @triton.jit

@@ -6,4 +6,10 @@ from te_models.kernels.gate_fp8_triton import gate_backward_fp8, gate_fp8
 from te_models.kernels.head_norm_backward_fp8_triton import norm_backward_fp8
 from te_models.kernels.rotate_fp8_triton import rotate_fp8
 
-FP8 = FP8Operations(new_fp8, gate_fp8, rotate_fp8, norm_backward_fp8, gate_backward_fp8)
+FP8 = FP8Operations(
+    new=new_fp8,
+    gate=gate_fp8,
+    rotate=rotate_fp8,
+    norm_backward=norm_backward_fp8,
+    gate_backward=gate_backward_fp8,
+)

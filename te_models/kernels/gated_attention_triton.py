@@ -1,8 +1,9 @@
 """The elementwise parts of attention in Triton: each tensor is read once and written once, in any layout.
 
-A program handles a few heads of one token. Its tiles have `width` channels, the power of two from a head's own on, and
-strides are multiplied by 64-bit numbers, since a tensor may have more than 2**31 elements. Tested against the plain
-operations through Triton's interpreter on a CPU (TRITON_INTERPRET=1).
+A program handles a few heads of one token. Its tiles are `width` channels wide, the next power of two from the head's
+own number on. Indices are 64-bit numbers before they are multiplied by strides, since a tensor may have more than 2**31
+elements. Tested against the plain operations (attention_parts.py) through Triton's interpreter on a CPU
+(TRITON_INTERPRET=1).
 
 RoPE and QK-norm take a head in three tiles: the `first` and `second` channels of the pairs that RoPE turns, and the
 `rest`, which it leaves. Without RoPE all channels are pairs that do not turn.
@@ -14,23 +15,21 @@ import triton.language as tl
 from torch import Tensor
 
 from te_models.kernels.attention_parts import Norm, Operations, Rotation
+from te_models.kernels.gate_triton import gate, gate_backward
 from te_models.kernels.gated_attention_fp8_triton import FP8
 from te_models.kernels.head_copy_triton import copy
 from te_models.kernels.head_tiles_triton import (
     HEADS,
-    factor,
     head_tiles,
     heads_of_token,
-    opening_of,
-    opening_slope,
+    norm_factor,
     pairs,
     rotation_tables,
     row_and_place,
-    width_of,
 )
 from te_models.kernels.span_attention_triton import spans
 
-NORMED = 16  # tokens per program of norm_backward, which sums their gradients of the weight
+NORM_TOKENS = 16  # tokens per program of norm_backward, which adds up their gradients of the weight
 
 
 @triton.jit
@@ -70,7 +69,10 @@ def _rotate_kernel(
     rest: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Write x, normed if there is a weight, with RoPE if there are tables."""
+    """Write x, normed if there is a weight, with RoPE if there are tables.
+
+    a and b are the first and second channels of the pairs [block, width], c the channels that do not turn.
+    """
     token, batch, place, head, _, _ = heads_of_token(seq, heads, half, width, block)
     pair, first, second = pairs(half, width, interleaved)
     exists = pair < half
@@ -99,17 +101,17 @@ def _rotate_kernel(
         else:
             inverse = tl.rsqrt(squares / dim + eps)[:, None]
         offset = head * dim if together else head * 0
-        a *= inverse * factor(weight, offset, first[None, :], inside, zero_centered)
-        b *= inverse * factor(weight, offset, second[None, :], inside, zero_centered)
+        a *= inverse * norm_factor(weight, offset, first[None, :], inside, zero_centered)
+        b *= inverse * norm_factor(weight, offset, second[None, :], inside, zero_centered)
         if 2 * half < dim:
-            c *= inverse * factor(weight, offset, other[None, :], beside, zero_centered)
+            c *= inverse * norm_factor(weight, offset, other[None, :], beside, zero_centered)
     if cos is not None:
         at = batch * table_batch + place * table_seq + pair
-        turn = tl.load(cos + at, exists, 0.0).to(tl.float32)[None, :]
-        slant = tl.load(sin + at, exists, 0.0).to(tl.float32)[None, :] * sign
-        one = a * turn - b * slant
-        b = b * turn + a * slant
-        a = one
+        cosine = tl.load(cos + at, exists, 0.0).to(tl.float32)[None, :]
+        sine = tl.load(sin + at, exists, 0.0).to(tl.float32)[None, :] * sign
+        turned_a = a * cosine - b * sine
+        b = b * cosine + a * sine
+        a = turned_a
     if interleaved:
         both = tl.reshape(tl.join(a, b), (block, 2 * width))
         tl.store(target + channel[None, :], both.to(out.dtype.element_ty), among)
@@ -162,7 +164,10 @@ def _norm_backward_kernel(
     block: tl.constexpr,
     program_tokens: tl.constexpr,
 ):
-    """Undo RoPE, then differentiate the norm: dx, and this program's part of the gradient of the weight."""
+    """Write dx and this program's part of the gradient of the weight: undo RoPE, then differentiate the norm.
+
+    The names end in a and b for the channels of pairs [block, width], and in c for those that do not turn.
+    """
     head = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)[:, None]
     pair, first, second = pairs(half, width, interleaved)
     exists = pair < half
@@ -170,12 +175,12 @@ def _norm_backward_kernel(
     other = 2 * half + tl.arange(0, rest)
     beside = (head < heads) & (other < dim)[None, :]
     offset = head * dim if together else head * 0
-    factor_a = factor(weight, offset, first[None, :], inside, zero_centered)
-    factor_b = factor(weight, offset, second[None, :], inside, zero_centered)
+    factor_a = norm_factor(weight, offset, first[None, :], inside, zero_centered)
+    factor_b = norm_factor(weight, offset, second[None, :], inside, zero_centered)
     sum_a = tl.zeros((block, width), tl.float32)
     sum_b = tl.zeros((block, width), tl.float32)
     if 2 * half < dim:
-        factor_c = factor(weight, offset, other[None, :], beside, zero_centered)
+        factor_c = norm_factor(weight, offset, other[None, :], beside, zero_centered)
         sum_c = tl.zeros((block, rest), tl.float32)
     begin = tl.program_id(0).to(tl.int64) * program_tokens
     for step in range(tl.minimum(program_tokens, tokens - begin)):
@@ -190,11 +195,12 @@ def _norm_backward_kernel(
         db = tl.load(slope + second[None, :], inside, 0.0).to(tl.float32)
         if cos is not None:
             at = batch * table_batch + place * table_seq + pair
-            turn = tl.load(cos + at, exists, 0.0).to(tl.float32)[None, :]
-            slant = tl.load(sin + at, exists, 0.0).to(tl.float32)[None, :]
-            one = da * turn + db * slant
-            db = db * turn - da * slant
-            da = one
+            cosine = tl.load(cos + at, exists, 0.0).to(tl.float32)[None, :]
+            sine = tl.load(sin + at, exists, 0.0).to(tl.float32)[None, :]
+            # The inverse rotation, which is the gradient of RoPE.
+            turned_da = da * cosine + db * sine
+            db = db * cosine - da * sine
+            da = turned_da
         squares = tl.sum(a * a + b * b, 1)
         products = tl.sum(a * da * factor_a + b * db * factor_b, 1)
         if 2 * half < dim:
@@ -233,107 +239,25 @@ def _norm_backward_kernel(
             tl.store(part + other, tl.sum(sum_c, 0), other < dim)
 
 
-@triton.jit
-def _gate_kernel(
-    x,
-    logits,
-    out,
-    x_batch,
-    x_seq,
-    x_head,
-    g_batch,
-    g_seq,
-    g_head,
-    seq,
-    heads,
-    headwise: tl.constexpr,
-    softplus: tl.constexpr,
-    dim: tl.constexpr,
-    width: tl.constexpr,
-    block: tl.constexpr,
-):
-    token, batch, place, head, channel, inside = heads_of_token(seq, heads, dim, width, block)
-    value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside).to(
-        tl.float32
-    )
-    column = head * g_head + (0 if headwise else channel)
-    logit = tl.load(logits + batch * g_batch + place * g_seq + column, inside, 0.0).to(tl.float32)
-    opening = opening_of(logit, tl.sigmoid(logit), softplus)
-    tl.store(
-        out + (token * heads + head) * dim + channel,
-        (value * opening).to(out.dtype.element_ty),
-        inside,
-    )
-
-
-@triton.jit
-def _gate_backward_kernel(
-    dy,
-    x,
-    logits,
-    dlogits,
-    dx,
-    dy_batch,
-    dy_seq,
-    dy_head,
-    x_batch,
-    x_seq,
-    x_head,
-    g_batch,
-    g_seq,
-    g_head,
-    dg_batch,
-    dg_seq,
-    dg_head,
-    seq,
-    heads,
-    headwise: tl.constexpr,
-    softplus: tl.constexpr,
-    dim: tl.constexpr,
-    width: tl.constexpr,
-    block: tl.constexpr,
-):
-    token, batch, place, head, channel, inside = heads_of_token(seq, heads, dim, width, block)
-    slope = tl.load(
-        dy + batch * dy_batch + place * dy_seq + head * dy_head + channel, inside, 0.0
-    ).to(tl.float32)
-    value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside, 0.0).to(
-        tl.float32
-    )
-    column = head * g_head + (0 if headwise else channel)
-    logit = tl.load(logits + batch * g_batch + place * g_seq + column, inside, 0.0).to(tl.float32)
-    squashed = tl.sigmoid(logit)
-    opening = opening_of(logit, squashed, softplus)
-    tl.store(
-        dx + (token * heads + head) * dim + channel,
-        (slope * opening).to(dx.dtype.element_ty),
-        inside,
-    )
-    change = slope * value * opening_slope(squashed, softplus)
-    target = dlogits + batch * dg_batch + place * dg_seq + head * dg_head
-    if headwise:
-        change = tl.sum(change, axis=1)[:, None]
-        tl.store(target, change.to(dlogits.dtype.element_ty), head < heads)
-    else:
-        tl.store(target + channel, change.to(dlogits.dtype.element_ty), inside)
-
-
 def rotate(x: Tensor, out: Tensor, rotation: Rotation, inverse: bool) -> None:
     """See attention_parts.rotate."""
-    _write_heads(x, out, None, rotation, -1.0 if inverse else 1.0)
+    _write_heads(x, out, norm=None, rotation=rotation, sign=-1.0 if inverse else 1.0)
 
 
 def norm(x: Tensor, norm: Norm, rotation: Rotation | None) -> Tensor:
     """See attention_parts.norm."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _write_heads(x, out, norm, rotation, 1.0)
+    _write_heads(x, out, norm=norm, rotation=rotation, sign=1.0)
     return out
 
 
 def _write_heads(
     x: Tensor, out: Tensor, norm: Norm | None, rotation: Rotation | None, sign: float
 ) -> None:
-    """Write x [B, S, heads, H] with the norm and RoPE, where there are such, into `out`, which may be x."""
+    """Write x [B, S, heads, H] with the norm and RoPE into `out`, which may be x; None leaves one of them out.
+
+    `sign` is 1 for RoPE and -1 for its inverse.
+    """
     batch, seq, heads, dim = x.shape
     (cos, sin), (table_batch, table_seq) = rotation_tables(rotation)
     # A weight of all heads: one norm over the whole token, so a program has all its heads.
@@ -373,7 +297,7 @@ def norm_backward(
     (cos, sin), (table_batch, table_seq) = rotation_tables(rotation)
     together = len(norm.weight) != dim
     block = triton.next_power_of_2(heads) if together else HEADS
-    grid = (triton.cdiv(batch * seq, NORMED), triton.cdiv(heads, block))
+    grid = (triton.cdiv(batch * seq, NORM_TOKENS), triton.cdiv(heads, block))
     size = heads * dim if together else dim
     # Each program writes its own part, since atomic additions would have no fixed order.
     parts = torch.empty(grid[0] * grid[1], size, dtype=torch.float32, device=x.device)
@@ -404,78 +328,18 @@ def norm_backward(
         together=together,
         zero_centered=norm.zero_centered,
         block=block,
-        program_tokens=NORMED,
+        program_tokens=NORM_TOKENS,
     )
     return parts.sum(0)
 
 
-def gate(x: Tensor, logits: Tensor, softplus: bool) -> Tensor:
-    """See attention_parts.gate."""
-    batch, seq, heads, dim = x.shape
-    out = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
-    grid = (batch * seq, triton.cdiv(heads, HEADS))
-    _gate_kernel[grid](
-        x=x,
-        logits=logits,
-        out=out,
-        x_batch=x.stride(0),
-        x_seq=x.stride(1),
-        x_head=x.stride(2),
-        g_batch=logits.stride(0),
-        g_seq=logits.stride(1),
-        g_head=logits.stride(2),
-        seq=seq,
-        heads=heads,
-        headwise=logits.shape[-1] != dim,
-        softplus=softplus,
-        dim=dim,
-        width=width_of(dim),
-        block=HEADS,
-    )
-    return out
-
-
-def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor, softplus: bool) -> Tensor:
-    """See attention_parts.gate_backward."""
-    batch, seq, heads, dim = x.shape
-    dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
-    grid = (batch * seq, triton.cdiv(heads, HEADS))
-    _gate_backward_kernel[grid](
-        dy=dy,
-        x=x,
-        logits=logits,
-        dlogits=dlogits,
-        dx=dx,
-        dy_batch=dy.stride(0),
-        dy_seq=dy.stride(1),
-        dy_head=dy.stride(2),
-        x_batch=x.stride(0),
-        x_seq=x.stride(1),
-        x_head=x.stride(2),
-        g_batch=logits.stride(0),
-        g_seq=logits.stride(1),
-        g_head=logits.stride(2),
-        dg_batch=dlogits.stride(0),
-        dg_seq=dlogits.stride(1),
-        dg_head=dlogits.stride(2),
-        seq=seq,
-        heads=heads,
-        headwise=logits.shape[-1] != dim,
-        softplus=softplus,
-        dim=dim,
-        width=width_of(dim),
-        block=HEADS,
-    )
-    return dx
-
-
 TRITON = Operations(
-    rotate,
-    norm,
-    norm_backward,
-    copy,
-    gate,
-    gate_backward,
-    FP8,
-    spans,
+    rotate=rotate,
+    norm=norm,
+    norm_backward=norm_backward,
+    copy=copy,
+    gate=gate,
+    gate_backward=gate_backward,
+    fp8=FP8,
+    spans=spans,
 )

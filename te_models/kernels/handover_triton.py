@@ -79,9 +79,9 @@ GELU_CUBE = tl.constexpr(0.044715)
 def activation_and_slope(x, ACTIVATION: tl.constexpr):
     """Return the activation of this name (te_models.kernels.elementwise.ACTIVATIONS), and its derivative."""
     if ACTIVATION == "silu":
-        opening = sigmoid(x)
-        value = x * opening
-        slope = opening + value * (1 - opening)
+        sigma = sigmoid(x)
+        value = x * sigma
+        slope = sigma + value * (1 - sigma)
     elif ACTIVATION == "relu2":
         positive = tl.maximum(x, 0.0)
         value = positive * positive
@@ -90,9 +90,9 @@ def activation_and_slope(x, ACTIVATION: tl.constexpr):
         tl.static_assert(ACTIVATION == "gelu_pytorch_tanh")
         # (1 + tanh(u)) / 2 is the sigmoid of 2 u.
         square = x * x * GELU_CUBE
-        opening = sigmoid(tl.maximum((x + x * square) * GELU, -80.0))  # exp(80) is finite
-        value = x * opening
-        slope = opening + value * (1 - opening) * (1 + 3 * square) * GELU
+        sigma = sigmoid(tl.maximum((x + x * square) * GELU, -80.0))  # exp(80) is finite
+        value = x * sigma
+        slope = sigma + value * (1 - sigma) * (1 + 3 * square) * GELU
     return value, slope
 
 

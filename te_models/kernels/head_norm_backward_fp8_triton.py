@@ -34,8 +34,8 @@ from te_models.kernels.fp8_tiles_triton import (
 from te_models.kernels.handover import CastScale
 from te_models.kernels.head_groups_triton import TOKENS, WARPS, read_head, token_rows
 from te_models.kernels.head_tiles_triton import (
-    factor,
     members,
+    norm_factor,
     rotation_tables,
     row_and_place,
     width_of,
@@ -64,10 +64,10 @@ def _pairs_at(places, i, head, seq, pair, half: tl.constexpr, interleaved: tl.co
     if cos is not None:
         row, place = row_and_place(i, seq)
         at = (row * table_batch + place * table_seq)[:, None]
-        turn = read_head(cos + at, pair, inside)
-        slant = read_head(sin + at, pair, inside)
-        turned = da * turn + db * slant
-        db = db * turn - da * slant
+        cosine = read_head(cos + at, pair, inside)
+        sine = read_head(sin + at, pair, inside)
+        turned = da * cosine + db * sine
+        db = db * cosine - da * sine
         da = turned
     return read_head(source, first, inside), read_head(source, second, inside), da, db
 
@@ -114,14 +114,14 @@ def _norm_sums(
         pair = at + tl.arange(0, TILE)
         first, second = members(pair, half, interleaved)
         a, b, da, db = _pairs_at(places, token, head, seq, pair, half, interleaved, exists)
-        da *= factor(weight, 0, first, pair < half, zero_centered)[None, :]
-        db *= factor(weight, 0, second, pair < half, zero_centered)[None, :]
+        da *= norm_factor(weight, 0, first, pair < half, zero_centered)[None, :]
+        db *= norm_factor(weight, 0, second, pair < half, zero_centered)[None, :]
         squares += tl.sum(a * a + b * b, 1)
         products += tl.sum(a * da + b * db, 1)
     for at in tl.static_range(2 * half, dim, TILE):
         other = at + tl.arange(0, TILE)
         c, dc = _rest_at(places, token, head, seq, other, dim, exists)
-        dc *= factor(weight, 0, other, other < dim, zero_centered)[None, :]
+        dc *= norm_factor(weight, 0, other, other < dim, zero_centered)[None, :]
         squares += tl.sum(c * c, 1)
         products += tl.sum(c * dc, 1)
     inverse = tl.rsqrt(squares / dim + eps)
@@ -155,8 +155,8 @@ def _pair_slopes(
 ):
     """Return the gradients of both members of pairs, four tiles each, and their sums for the weight [pairs]."""
     first, second = members(pair, half, interleaved)
-    one = factor(weight, 0, first, pair < half, zero_centered)[None, :]
-    two = factor(weight, 0, second, pair < half, zero_centered)[None, :]
+    one = norm_factor(weight, 0, first, pair < half, zero_centered)[None, :]
+    two = norm_factor(weight, 0, second, pair < half, zero_centered)[None, :]
     inverses, means = sums
     x1, x2, d1, d2 = _pairs_at(places, i, head, seq, pair, half, interleaved, exists)
     a, of_first = _slope(x1, d1, one, inverses[0], means[0])
@@ -194,7 +194,7 @@ def _rest_slopes(
     zero_centered: tl.constexpr,
 ):
     """Return the gradients of channels that do not turn, four tiles, and their sums for the weight [channels]."""
-    gamma = factor(weight, 0, other, other < dim, zero_centered)[None, :]
+    gamma = norm_factor(weight, 0, other, other < dim, zero_centered)[None, :]
     inverses, means = sums
     x, dx = _rest_at(places, i, head, seq, other, dim, exists)
     a, of_weight = _slope(x, dx, gamma, inverses[0], means[0])

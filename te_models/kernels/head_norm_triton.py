@@ -236,14 +236,14 @@ def _head_norm_backward_kernel(
     normed = (unit * gamma).to(x.dtype.element_ty).to(tl.float32)
     gate = _load(z + first, z_stride, token, channel, rows, dim)
     slope = _load(dy + first, dy_stride, token, channel, rows, dim)
-    opening = sigmoid(gate)
+    sigma = sigmoid(gate)
     inside = (token < rows)[:, None] & (channel < dim)[None, :]
     at = token.to(tl.int64)[:, None]
-    of_gate = slope * normed * (opening * (1 + gate * (1 - opening)))
+    of_gate = slope * normed * (sigma * (1 + gate * (1 - sigma)))
     tl.store(
         dz + at * dz_stride + first + channel[None, :], of_gate.to(dz.dtype.element_ty), inside
     )
-    of_norm = slope * (gate * opening)
+    of_norm = slope * (gate * sigma)
     tl.store(
         dweight + tl.program_id(0).to(tl.int64) * dim + channel,
         tl.sum(of_norm * unit, 0),

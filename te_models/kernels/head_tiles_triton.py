@@ -28,39 +28,42 @@ def pairs(half: tl.constexpr, width: tl.constexpr, interleaved: tl.constexpr):
 
 
 @triton.jit
-def factor(weight, offset, channel, exists, zero_centered: tl.constexpr):
-    """Load the factors of some channels of a norm in FP32."""
-    factor = tl.load(weight + offset + channel, exists, 0.0).to(tl.float32)
-    return factor + 1 if zero_centered else factor
+def norm_factor(weight, offset, channel, exists, zero_centered: tl.constexpr):
+    """Return the factors of some channels after a norm, in FP32: 1 + weight if zero_centered.
+
+    `offset` is where the head's channels begin in the weight, and 0 where all heads share one weight [H].
+    """
+    gamma = tl.load(weight + offset + channel, exists, 0.0).to(tl.float32)
+    return gamma + 1 if zero_centered else gamma
 
 
 @triton.jit
-def opening_of(logit, squashed, softplus: tl.constexpr):
-    """Return the factor of a gate, of FP32 logits and their sigmoid."""
-    factor = squashed
+def gate_factor(logit, sigma, softplus: tl.constexpr):
+    """Return the factor of a gate with FP32 logits: `sigma`, which is their sigmoid, or softplus(logit)."""
+    factor = sigma
     if softplus:
         factor = tl.maximum(logit, 0.0) + tl.log(1 + tl.exp(-tl.abs(logit)))
     return factor
 
 
 @triton.jit
-def opening_slope(squashed, softplus: tl.constexpr):
-    """Return the derivative of `opening_of`, of the sigmoid of the logits."""
-    slope = squashed
+def gate_factor_slope(sigma, softplus: tl.constexpr):
+    """Return the derivative of `gate_factor` by the logit, from `sigma`, the sigmoid of the logit."""
+    slope = sigma
     if not softplus:
-        slope = squashed * (1 - squashed)
+        slope = sigma * (1 - sigma)
     return slope
 
 
 def width_of(dim: int) -> int:
-    """Return the channels of a tile."""
+    """Return the width of a tile that holds `dim` channels: Triton's tensors have powers of two."""
     return triton.next_power_of_2(dim)
 
 
 def rotation_tables(
     rotation: Rotation | None,
 ) -> tuple[tuple[Tensor | None, Tensor | None], tuple[int, int]]:
-    """Return cos and sin, or None for both, and the strides of their rows and places."""
+    """Return (cos, sin), or None for both, and the strides (per row of the batch, per token) of these tables."""
     if rotation is None:
         return (None, None), (0, 0)
     cos = rotation.cos.contiguous()
@@ -70,7 +73,11 @@ def rotation_tables(
 
 
 def head_tiles(dim: int, rotation: Rotation | None) -> dict[str, int | bool]:
-    """Return the keywords of a kernel that tell a head's tiles."""
+    """Return the arguments of a kernel that describe the tiles of a head.
+
+    dim: channels of a head; half: pairs that turn; interleaved: whether pairs are neighbors; width and rest: powers of
+    two from the pairs on, and from the channels on that do not turn.
+    """
     half = (dim if rotation is None else rotation.cos.shape[-1]) // 2
     return dict(
         dim=dim,

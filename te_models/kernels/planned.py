@@ -128,8 +128,8 @@ def _read_in_backward(function: Callable[..., Any], leaves: list[Any]) -> tuple[
     return tuple(n in saved for n in range(len(leaves)))
 
 
-# Attention as one operation: the wrappers of gated_attention_triton.py, rotate_fp8_triton.py, gate_fp8_triton.py and
-# head_norm_backward_fp8_triton.py. Each returns empty tensors of the kernel's shapes and dtypes.
+# Attention as one operation: the wrappers of gated_attention_triton.py, gate_triton.py, rotate_fp8_triton.py,
+# gate_fp8_triton.py and head_norm_backward_fp8_triton.py. Each returns empty tensors of the kernel's shapes and dtypes.
 
 
 def _rotate(x: Tensor, out: Tensor, rotation: Rotation, inverse: bool) -> None:

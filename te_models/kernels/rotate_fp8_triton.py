@@ -1,6 +1,9 @@
-"""RoPE and its inverse that write FP8 for a te.Linear, and parts of the backward pass of a norm before RoPE.
+"""RoPE and its inverse that write FP8 for a te.Linear, data and transposed copy at once.
 
-A program handles some tokens, in groups of four, of a few heads; see fp8_tiles_triton.py for the layout of its words.
+A program handles some tokens of a few heads. Its tiles hold every fourth token: the first to fourth tile have the
+tokens i, i + 1, i + 2 and i + 3 of groups that begin at tokens i. So the bytes of one group are one word of the
+transposed copy, see fp8_tiles_triton.py.
+
 Tested against the plain operations through Triton's interpreter on a CPU (TRITON_INTERPRET=1).
 """
 
@@ -45,21 +48,21 @@ from te_models.kernels.head_tiles_triton import (
     row_and_place,
 )
 
-TURNED = 8  # heads per program, which share a token's angles
+HEADS_PER_PROGRAM = 8  # they share the angles of a token
 
 
 @triton.jit
 def _angles(cos, sin, i, table_batch, table_seq, seq, sign, pair, inside):
-    """Return cos and sin of the pairs at tokens i; 1 and 0 where there are no tables."""
+    """Return cos and sign * sin of the pairs at tokens i, FP32 [len(i), pairs]; without tables 1 and 0."""
     if cos is not None:
         row, place = row_and_place(i, seq)
         at = (row * table_batch + place * table_seq)[:, None]
-        turn = read_head(cos + at, pair, inside)
-        slant = read_head(sin + at, pair, inside) * sign
+        cosine = read_head(cos + at, pair, inside)
+        sine = read_head(sin + at, pair, inside) * sign
     else:
-        turn = inside.to(tl.float32)
-        slant = turn * 0
-    return turn, slant
+        cosine = inside.to(tl.float32)
+        sine = cosine * 0
+    return cosine, sine
 
 
 @triton.jit
@@ -75,23 +78,24 @@ def _rotated(
     wide: tl.constexpr,
     interleaved: tl.constexpr,
 ):
-    """Return the turned channels of a head at tokens i: the first and second members of pairs, or all in one tile.
+    """Return the channels of a head that RoPE turns, at tokens i, after the rotation by cos c and sin s.
 
-    `exists` are the tokens that do.
+    Interleaved pairs are in one tile, others in two: the first and the second members. `exists` [len(i), 1] says which
+    tokens there are.
     """
     at = token_rows(x_at, i, head, seq)
     channel = tl.arange(0, wide)
     if interleaved:
         # Both members of a pair are in one thread: reading every second channel would take twice as many loads.
         both = read_head(at, channel, exists & (channel < 2 * half)[None, :])
-        one, two = tl.split(tl.reshape(both, (both.shape[0], wide // 2, 2)))
-        turned = tl.join(one * c - two * s, two * c + one * s)
+        first, second = tl.split(tl.reshape(both, (both.shape[0], wide // 2, 2)))
+        turned = tl.join(first * c - second * s, second * c + first * s)
         tiles = (tl.reshape(turned, (both.shape[0], wide)),)
     else:
         inside = exists & (channel < half)[None, :]
-        one = read_head(at, channel, inside)
-        two = read_head(at, half + channel, inside)
-        tiles = (one * c - two * s, two * c + one * s)
+        first = read_head(at, channel, inside)
+        second = read_head(at, half + channel, inside)
+        tiles = (first * c - second * s, second * c + first * s)
     return tiles
 
 
@@ -108,7 +112,7 @@ def _turned_four(
     wide: tl.constexpr,
     interleaved: tl.constexpr,
 ):
-    """Return `_rotated` of the first to fourth rows of groups of four at tokens i, four tiles for each of its tiles."""
+    """Return `_rotated` of tokens i, i + 1, i + 2 and i + 3: for each of its tiles a tuple of four."""
     ca, cb, cc, cd = cosines
     sa, sb, sc, sd = sines
     a = _rotated(x_at, i, head, seq, ca, sa, exists, half, wide, interleaved)
@@ -124,7 +128,7 @@ def _turned_four(
 
 @triton.jit
 def _read_four(x_at, i, head, seq, channel, inside):
-    """Return channels of a head of the first to fourth rows of groups of four at tokens i."""
+    """Return channels of a head at tokens i, i + 1, i + 2 and i + 3: four tiles [len(i), channels]."""
     a = read_head(token_rows(x_at, i, head, seq), channel, inside)
     b = read_head(token_rows(x_at, i + 1, head, seq), channel, inside)
     c = read_head(token_rows(x_at, i + 2, head, seq), channel, inside)
@@ -147,7 +151,7 @@ def _count_turned(
     E5M2: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Return a state to which the turned channels of a head are added."""
+    """Return a state of counts (count_four_triton.py) to which the turned channels of a head are added."""
     for tile in tl.static_range(len(turned)):
         at = begin + tile * size
         state = count_rows(state, turned[tile], scale, top, 0, rows, size, at, E5M2, ALIGNED)
@@ -234,13 +238,13 @@ def _rotate_fp8_kernel(
     rest: tl.constexpr,
     # tokens and heads per program, and how tiles are ordered
     block: tl.constexpr,
-    turned: tl.constexpr,
+    heads_per_program: tl.constexpr,
     BAND: tl.constexpr,
     E5M2: tl.constexpr,
     ALIGNED: tl.constexpr,  # of counts: whether halves of heads are whole blocks of the hash
 ):
     group, part, pair, inside = place_of_heads(
-        rows, tl.cdiv(heads, turned), half, width, block, BAND
+        rows, tl.cdiv(heads, heads_per_program), half, width, block, BAND
     )
     # A head's turned channels are one tile where pairs are neighbors, else two.
     wide: tl.constexpr = 2 * width if interleaved else width
@@ -259,13 +263,13 @@ def _rotate_fp8_kernel(
     sines = (sa, sb, sc, sd)
     largest = tl.zeros((block // 4, wide), tl.float32)
     largest_rest = tl.zeros((block // 4, rest), tl.float32)
-    top = first_row(rows, tl.cdiv(heads, turned), block, BAND)
+    top = first_row(rows, tl.cdiv(heads, heads_per_program), block, BAND)
     if counts is not None:
         state = new_state(block // 4, wide)
         if 2 * half < dim:
             rest_state = new_state(block // 4, rest)
-    for step in range(tl.minimum(turned, heads - part * turned)):
-        head = part * turned + step
+    for step in range(tl.minimum(heads_per_program, heads - part * heads_per_program)):
+        head = part * heads_per_program + step
         four = _turned_four(x_at, i, head, seq, cosines, sines, exists, half, wide, interleaved)
         begin = start + head * dim
         stop = begin + dim
@@ -278,10 +282,10 @@ def _rotate_fp8_kernel(
         if 2 * half < dim:
             others = _read_four(x_at, i, head, seq, other, beside)
             a, b, c, d = others
-            three = store_fp8(
+            stored = store_fp8(
                 a, b, c, d, s, group, begin + other, rows, stop, data, transposed, columns, E5M2
             )
-            largest_rest = tl.maximum(largest_rest, three)
+            largest_rest = tl.maximum(largest_rest, stored)
             if counts is not None:
                 at = begin + 2 * half
                 rest_state = count_rows(
@@ -290,6 +294,7 @@ def _rotate_fp8_kernel(
     raise_amax(amax, largest)
     if 2 * half < dim:
         raise_amax(amax, largest_rest)
+    # The same passes over counts as in the other kernels that count: see the first lines of count_four_triton.py.
     if counts is not None:
         inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
         elements = tl.full((), 1.0, tl.float64) * rows * heads * dim
@@ -302,9 +307,10 @@ def _rotate_fp8_kernel(
             add_state(counts, codes, spread, rest_state, care_needed, s, nothing, E5M2, False)
         add_state(counts, codes, spread, state, care_needed, s, elements, E5M2, start == 0)
         if care_needed > 0:
+            # Not finite, or too large or small for FP32 squares: count all of the tiles once more, with care.
             care = new_care()
-            for step in range(tl.minimum(turned, heads - part * turned)):
-                head = part * turned + step
+            for step in range(tl.minimum(heads_per_program, heads - part * heads_per_program)):
+                head = part * heads_per_program + step
                 four = _turned_four(
                     x_at, i, head, seq, cosines, sines, exists, half, wide, interleaved
                 )
@@ -315,9 +321,10 @@ def _rotate_fp8_kernel(
                     care = count_rows_with_care(care, others, s, top, 0, rows, dim - 2 * half, E5M2)
             add_care(counts, codes, spread, care)
         elif marks != 0:
+            # Some values saturated: count these.
             saturated = tl.zeros((), tl.int64)
-            for step in range(tl.minimum(turned, heads - part * turned)):
-                head = part * turned + step
+            for step in range(tl.minimum(heads_per_program, heads - part * heads_per_program)):
+                head = part * heads_per_program + step
                 four = _turned_four(
                     x_at, i, head, seq, cosines, sines, exists, half, wide, interleaved
                 )
@@ -345,13 +352,20 @@ def rotate_fp8(
     inverse: bool,
     counts: Counts | None = None,
 ) -> None:
-    """Write attention_parts.rotate as FP8 into `out`.
+    """Write attention_parts.rotate of x as FP8 into `out`.
 
-    Here and below `counts` are where a recorder counts what the cast does to the values; None: it does not.
+    Args:
+        out: uint8 data [N, K] or None, and transposed [K, N]; N = B * S is a multiple of 4.
+        cast_scale: the scale of the cast, and the amax to raise.
+        first: the column of `out` where the first head begins.
+        x: q or k [B, S, heads, H] with contiguous channels.
+        rotation: the tables of RoPE.
+        inverse: rotate by the opposite angles, as the backward pass does.
+        counts: where a recorder counts what the cast does to the values; None: it does not.
     """
     batch, seq, heads, dim = x.shape
     (cos, sin), (table_batch, table_seq) = rotation_tables(rotation)
-    _rotate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED),)](
+    _rotate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, HEADS_PER_PROGRAM),)](
         x=x,
         cos=cos,
         sin=sin,
@@ -374,7 +388,7 @@ def rotate_fp8(
         sign=-1.0 if inverse else 1.0,
         **head_tiles(dim, rotation),
         block=TOKENS,
-        turned=TURNED,
+        heads_per_program=HEADS_PER_PROGRAM,
         BAND=BAND,
         E5M2=cast_scale.e5m2,
         ALIGNED=_halves_are_blocks(dim, rotation, first),

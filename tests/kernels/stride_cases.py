@@ -15,6 +15,7 @@ from torch import Tensor
 from te_models.config.attention import Heads
 from te_models.kernels import (
     embedding_triton,
+    gate_triton,
     gated_attention_triton,
     handover_triton,
     head_copy_triton,
@@ -238,10 +239,10 @@ def test_a_head_may_be_beyond_two_billion_elements() -> None:
     for source, out in ((x, found), (near, wanted)):
         gated_attention_triton.rotate(source, out, Rotation(cos, cos), False)
     assert torch.equal(found, wanted)
-    gate = gated_attention_triton.gate
+    gate = gate_triton.gate
     assert torch.equal(gate(x, x, False), gate(near, near, False))
     slopes = [torch.empty_like(near) for _ in range(2)]
-    backward = gated_attention_triton.gate_backward
+    backward = gate_triton.gate_backward
     assert torch.equal(
         backward(x, x, x, slopes[0], False), backward(near, near, near, slopes[1], False)
     )
