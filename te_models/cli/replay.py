@@ -19,7 +19,7 @@ def capture(run: str, steps: tuple[int, ...], every: int) -> None:
     A run in one process sees the marks before its next step; several processes see them when the run starts or
     resumes. A kept step takes the size of the model on the disk.
     """
-    from te_models.training.captures import Marks, read_marks, steps_saved, write_marks  # noqa: PLC0415
+    from te_models.training.captures import Marks, newest_saved_step, read_marks, write_marks  # noqa: PLC0415
 
     folder = Path(run)
     if not steps and not every:
@@ -29,7 +29,7 @@ def capture(run: str, steps: tuple[int, ...], every: int) -> None:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{run} is not a folder")
     before = read_marks(folder)
-    saved = steps_saved(folder)
+    saved = newest_saved_step(folder)
     for step in steps:
         if step <= saved and step not in before.steps:
             raise UsageError(

@@ -30,6 +30,7 @@ from te_models.inspect.replay_report import plain
 from te_models.inspect.verify import sqnr_db
 from te_models.planning.printable import Printable
 from te_models.saving.pretrained import saved_folder
+from te_models.saving.run_folder import step_name
 from te_models.training.captures import device_name
 from te_models.training.card import Card, compute, read_card
 from te_models.training.evaluation import evaluate
@@ -307,7 +308,7 @@ def loss_here(
 ) -> tuple[float | None, str]:
     """Return the loss of the run's last model on the recorded batch, or None and the reason."""
     folder = saved_folder(run)
-    if folder.name != f"step-{card.step:08d}":
+    if folder.name != step_name(card.step):
         return None, f"its newest checkpoint is not of step {card.step}"
     place: dict[str, Any] = {"engine": engine, "device": device}
     try:

@@ -62,7 +62,7 @@ def run_step(
     recorder = Recorder.of_run(model, shared, config, every=0)
     passes = StepPasses(model, gradients, shared, config, recorder)
     if alone:
-        micro_batches = capture.of_one_process(joined=_joins_shares(capture, recipe))
+        micro_batches = capture.micro_batches_of_one_process(joined=_joins_shares(capture, recipe))
     else:
         micro_batches = capture.shares[shared.data_rank]
     recorder.begin()
@@ -160,11 +160,11 @@ def _train_adapters(model: CausalLM, capture: Capture) -> None:
     adapters = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
     if not adapters:
         return
-    from te_models.training.lora_run import take_dtype  # noqa: PLC0415  needs peft
+    from te_models.training.lora_run import cast_adapters  # noqa: PLC0415  needs peft
 
     for parameter in adapters:
         parameter.requires_grad_(True)
-    take_dtype(model)
+    cast_adapters(model)
     trained = load_folder(capture.state, [], optional=[TRAINED]).documents.get(TRAINED)
     facts = trained.get("lora") if isinstance(trained, dict) else None
     dropout = facts["dropout"] if isinstance(facts, dict) else 0.0

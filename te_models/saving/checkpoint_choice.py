@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from te_models.errors import CheckpointError
 from te_models.files.formats import read_json
-from te_models.saving.run_folder import LATEST, Checkpoints
+from te_models.saving.run_folder import LATEST, Checkpoints, step_of
 
 METRICS = "metrics.jsonl"  # in the folder of a run, a line per step
 BEST = "best"  # the folder in a run's with the checkpoint of the lowest evaluation loss
@@ -94,11 +94,6 @@ def only_best(run: Path) -> Path | None:
     is_run = (run / METRICS).is_file()
     saved = (run / "config.json").exists() or Checkpoints(run / "checkpoints").latest() is not None
     return run / BEST if best is not None and is_run and not saved else None
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the step in the name of a checkpoint."""
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def read_losses(checkpoint: Path) -> Losses | None:

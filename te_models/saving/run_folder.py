@@ -32,6 +32,16 @@ MAX_FAILED_SAVES = 2  # in a row, in the background, before the next save raises
 _HIDDEN_STEP = re.compile(r"\.(step-\d{8,18})\.replaced")
 
 
+def step_name(step: int) -> str:
+    """Return the name of a checkpoint's folder, such as "step-00000200"."""
+    return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step in the name of a checkpoint's folder."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 class Checkpoints:
     """The checkpoints of one run: `root/step-00000200`, ..., and the file `root/latest` with the newest complete one.
 
@@ -102,7 +112,7 @@ class Checkpoints:
         if self._failed_saves >= MAX_FAILED_SAVES and not blocking:
             self.wait()
         content = prepare(tensors, documents)
-        path = self.root / f"step-{step:08d}"
+        path = self.root / step_name(step)
         if blocking:
             self._retrying(lambda: self._commit(path, content))
         else:
@@ -197,7 +207,7 @@ class Checkpoints:
         # A kill between the two renames of a replacement leaves the old folder under a hidden name: it still counts.
         names = {_HIDDEN_STEP.sub(r"\1", name) for name in os.listdir(self.root)}
         paths = [self.root / name for name in names if _STEP.fullmatch(name)]
-        return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
+        return sorted(paths, key=step_of)
 
     def _snapshot(
         self, tensors: TensorGroups, streams: Iterable[torch.cuda.Stream]

@@ -42,7 +42,7 @@ from te_models.saving.folder import (
     refuse_foreign_files,
     write_index,
 )
-from te_models.saving.run_folder import MAX_FAILED_SAVES, Checkpoints
+from te_models.saving.run_folder import MAX_FAILED_SAVES, Checkpoints, step_name
 
 _OPTIMIZER = re.compile(r"optimizer\.(masters|state)\.(\d+)")
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class ShardedCheckpoints(Checkpoints):
         # Enough failures in a row: raise the last one here instead of logging another.
         if self._failed_saves >= MAX_FAILED_SAVES and not blocking:
             self.wait()
-        path = self.root / f"step-{step:08d}"
+        path = self.root / step_name(step)
         try:
             self._retrying(lambda: self._save(path, tensors, documents))
         except SaveError as error:

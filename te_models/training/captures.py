@@ -1,7 +1,8 @@
 """Captured steps: the state before a step and its batch, from which `te-models replay` runs the step again.
 
-A capture is a folder `captures/step-<N>` of the run with the tensors of a saved model (without the optimizer's), the
-group "batch" and the document "capture". One after a checkpoint has no model of its own: its state is that checkpoint.
+A capture is a folder `captures/step-<N>` of the run. It holds a saved model (without the optimizer's state), the batch
+in the group "batch", and the settings of the step in the document "capture". The capture of the step after a checkpoint
+has no model of its own, since that checkpoint is the state before it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from te_models.files.formats import Fields, read_json
 from te_models.fp8.region import saving
 from te_models.recorder.record import FOLDER as RECORD_FOLDER
 from te_models.saving.folder import load_folder, save_folder
-from te_models.saving.run_folder import Checkpoints
+from te_models.saving.run_folder import Checkpoints, step_name, step_of
 from te_models.training.evaluation import Batch
 from te_models.training.failed_run import broken_tensor
 from te_models.training.recording import RecordedStep, Recorder, RecordLog
@@ -35,8 +36,7 @@ if TYPE_CHECKING:
 
 FOLDER = "captures"
 MARKS = "capture.json"  # in the folder of a run: the steps to capture
-RANDOM = "random"  # beside the micro-batches
-KEPT = 1_000_000  # captures are deleted by hand
+RANDOM = "random"  # the state of the random numbers, beside the micro-batches in the group "batch"
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,20 @@ def write_marks(run: Path, marks: Marks) -> None:
 
 
 class Captures:
-    """Writes the captures of a run."""
+    """Writes the captures of a run.
+
+    Attributes:
+        marks: the steps to capture.
+        bad_step: the bad step whose capture was written; None: there was none yet.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.marks = Marks()
-        self._read_at: int | None = None  # the time of change of the file that was read
-        self.bad_step: int | None = None  # the bad step that was kept
+        self.bad_step: int | None = None
+        self._marks_changed: int | None = (
+            None  # when the file that was read last had changed, in nanoseconds
+        )
 
     def begin(self) -> None:
         """Read the marks when a run starts; several processes agree on the marks of the first."""
@@ -92,35 +99,41 @@ class Captures:
     def is_due(self, step: int) -> bool:
         """Return whether a step is marked; one process looks for new marks."""
         if self.trainer.parallel.ranks.world == 1:
-            self._read_again()
+            self._reread_marks()
         return self.marks.has(step)
 
-    def _read_again(self) -> None:
-        # A stat for each step; the file is read where it has changed.
+    def _reread_marks(self) -> None:
+        """Read the file of marks if it has changed; to find that out takes one call of stat per step."""
         try:
             changed = os.stat(self.trainer.out / MARKS).st_mtime_ns
         except OSError:
             return
-        if changed != self._read_at:
-            self._read_at = changed
+        if changed != self._marks_changed:
+            self._marks_changed = changed
             self.marks = read_marks(self.trainer.out)
 
     def recorder_of(self, step: int, micro_batches: list[Batch]) -> Recorder | None:
-        """Return the recorder if a step, which has begun, is to be recorded; capture the step if it is marked."""
+        """Return the recorder if a step, which has begun, is to be recorded, else None.
+
+        Captures the step if it is marked, and its batch if there is a checkpoint of the state before it.
+        """
         trainer = self.trainer
         captured = self.is_due(step)
         if captured and trainer.recorder is None:
             self._record_from_now_on()
-        # A bad step that was kept stays, though the run takes the step once more.
-        if step != self.bad_step:
-            if captured:
-                self.save(step, micro_batches)
+        recorder = trainer.recorder
+        if step == self.bad_step:
+            # The run takes the bad step once more: its capture stays as it is.
+            pass
+        elif captured:
+            self.save(step, micro_batches)
+        elif recorder is not None and trainer.saved_step == step - 1:
             # The checkpoint before this step is a state to replay from: with the batch it makes a capture, for few
             # bytes.
-            elif trainer.recorder is not None and trainer.saved_step == step - 1:
-                self.save_batch(step, micro_batches)
-        recorder = trainer.recorder
-        return recorder if recorder is not None and (captured or recorder.is_due(step)) else None
+            self.save_batch(step, micro_batches)
+        if recorder is not None and (captured or recorder.is_due(step)):
+            return recorder
+        return None
 
     def _record_from_now_on(self) -> None:
         """Make a recorder for captured steps. A graph that was captured without one counts nothing, so it goes."""
@@ -132,8 +145,13 @@ class Captures:
     def save(self, step: int, micro_batches: list[Batch], bad: bool = False) -> bool:
         """Write the state before a step, which has begun, and its batch. All processes call this together.
 
-        `bad` says that the step did not count: the run may take another one of this number. Return whether it was
-        written: a state that is broken itself is not, since no model could be loaded from it.
+        Args:
+            step: its number.
+            micro_batches: this process's.
+            bad: whether the step did not count, so that the run may take another one of this number.
+
+        Returns:
+            whether it was written: a state with a NaN is not, since no model could be loaded from it.
         """
         trainer = self.trainer
         batch = self._whole_batch(micro_batches)
@@ -148,9 +166,9 @@ class Captures:
                 "run": run_choices(trainer.model),
                 "capture": self._document(step, len(micro_batches)) | {"bad": bad},
             }
-            folder = trainer.new_checkpoints(trainer.out / FOLDER, keep_last=KEPT)
+            captures = trainer.new_checkpoints(trainer.out / FOLDER, keep_last=None)
             self._drop_record(step)
-            folder.save(step, tensors, documents)
+            captures.save(step, tensors, documents)
         return True
 
     def save_batch(self, step: int, micro_batches: list[Batch]) -> None:
@@ -158,10 +176,9 @@ class Captures:
         batch = self._whole_batch(micro_batches)
         if not self.trainer.parallel.ranks.first:
             return
-        root = self.trainer.out / FOLDER
-        self._drop_stale(root)
-        path = capture_folder(self.trainer.out, step)
+        self._drop_batches_without_checkpoint()
         self._drop_record(step)
+        path = capture_folder(self.trainer.out, step)
         save_folder(path, {"batch": batch}, {"capture": self._document(step, len(micro_batches))})
 
     def save_bad_step(
@@ -169,11 +186,12 @@ class Captures:
     ) -> None:
         """Write the capture of the first bad step of a run that goes on; further ones would fill the disk.
 
-        What the recorder saw of it goes into the capture, since the run may take another step of this number.
+        The recorder's entry of the step goes into the capture, since the run may take another step of this number.
         """
         if self.bad_step is not None:
             return
-        if not self.save(step, micro_batches, bad=True):
+        written = self.save(step, micro_batches, bad=True)
+        if not written:
             return
         self.bad_step = step
         recorder = self.trainer.recorder
@@ -184,22 +202,25 @@ class Captures:
         log.close()
 
     def _drop_record(self, step: int) -> None:
-        """Delete the record in the capture of a bad step that a resumed run takes again: no save replaces it."""
-        if self.trainer.parallel.ranks.first:
-            shutil.rmtree(
-                capture_folder(self.trainer.out, step) / RECORD_FOLDER, ignore_errors=True
-            )
+        """Delete the record in an older capture of a step, which a save leaves in place.
 
-    def _drop_stale(self, root: Path) -> None:
-        """Delete batches whose checkpoint is gone."""
-        states = {path.name for path in self.trainer.checkpoints.all()}
-        for path in Checkpoints(root).all():
-            before = f"step-{int(path.name.removeprefix('step-')) - 1:08d}"
-            if not _has_own_model(path) and before not in states:
+        A bad step has one, and a resumed run may take that step again.
+        """
+        if self.trainer.parallel.ranks.first:
+            folder = capture_folder(self.trainer.out, step) / RECORD_FOLDER
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _drop_batches_without_checkpoint(self) -> None:
+        """Delete captures without a model of their own whose checkpoint is gone."""
+        checkpoints = {path.name for path in self.trainer.checkpoints.all()}
+        for path in Checkpoints(self.trainer.out / FOLDER).all():
+            before = step_name(step_of(path) - 1)
+            if not _has_own_model(path) and before not in checkpoints:
                 # Another process or the user may delete it at the same moment; nothing depends on it.
                 shutil.rmtree(path, ignore_errors=True)
 
     def _document(self, step: int, micro_batches: int) -> Fields:
+        """Return the document "capture": the settings of a step with this number of micro-batches."""
         trainer = self.trainer
         config: Fields = {}
         for name, value in asdict(trainer.config).items():
@@ -224,29 +245,34 @@ class Captures:
         }
 
     def _whole_batch(self, micro_batches: list[Batch]) -> dict[str, Tensor]:
-        """Return the micro-batches of all shares of the data, "<number>.<share>.<name>" -> [B, S], and "random".
+        """Return the tensors of the group "batch", of all processes, which call this together.
 
-        That is the state of each process's random numbers, uint8 [processes, length], which stochastic rounding draws
-        from.
+        Returns:
+            "<number>.<share>.<name>": of each micro-batch and share of the data, an argument of the model [B, S].
+            "random": the state of each process's random numbers, uint8 [processes, length], which stochastic rounding
+                draws from.
         """
         parallel = self.trainer.parallel
-        local_share: list[Any] = [parallel.data_rank]
+        own_batches = []
         for batch in micro_batches:
-            local_share.append({name: tensor.tolist() for name, tensor in batch.items()})
-        # Of processes that share a model (tensor parallelism) all have the same rows: one of each share counts.
-        shares = {gathered[0]: gathered[1:] for gathered in parallel.ranks.gather(local_share)}
-        whole = {RANDOM: self._random_states()}
+            own_batches.append({name: tensor.tolist() for name, tensor in batch.items()})
+        own_share: list[Any] = [parallel.data_rank, own_batches]
+        shares: dict[int, list[Any]] = {}
+        for share, batches in parallel.ranks.gather(own_share):
+            # Processes that share a model (tensor parallelism) have the same rows: any of them will do.
+            shares[share] = batches
+        tensors = {RANDOM: self._random_states()}
         for number, batch in enumerate(micro_batches):
             for name, tensor in batch.items():
-                for share, rows in shares.items():
-                    values = torch.tensor(rows[number][name], dtype=tensor.dtype)
-                    whole[f"{number}.{share}.{name}"] = values
-        return whole
+                for share, batches in shares.items():
+                    values = torch.tensor(batches[number][name], dtype=tensor.dtype)
+                    tensors[f"{number}.{share}.{name}"] = values
+        return tensors
 
     def _random_states(self) -> Tensor:
         """Return the state of each process's random numbers when the step began, uint8 [processes, length]."""
         begun = self.trainer.begun
-        random_state = torch.get_rng_state() if begun is None else begun.random
+        random_state = torch.get_rng_state() if begun is None else begun.random.cpu
         states = self.trainer.parallel.ranks.gather(random_state.tolist())
         return torch.tensor(states, dtype=torch.uint8)
 
@@ -257,9 +283,9 @@ class Capture:
 
     Attributes:
         step: its number.
-        state: the folder of the model before it.
-        shares: the micro-batches of each share of the data.
-        random: the states of the random numbers of each process on the CPU, uint8 [processes, length].
+        state: the folder of the model before it: the capture's own, or a checkpoint.
+        shares: of each share of the data its micro-batches, whose tensors are [B, S].
+        random: the state of each process's random numbers on the CPU, uint8 [processes, length].
         about: the document "capture".
     """
 
@@ -271,7 +297,7 @@ class Capture:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the step, which may be another than the one that its state was saved under."""
+        """The recipe of the step; a schedule may have changed it since the state before the step was saved."""
         fields = self.about.get("recipe")
         if fields is None:  # of an earlier version
             saved: Recipe = saved_choices(self.state)["recipe"]
@@ -280,51 +306,65 @@ class Capture:
 
     @property
     def processes(self) -> int:
-        """The number of processes that took the step; 1 for a capture that has not kept their shares apart."""
-        return int(self.about.get("processes", 1)) if "shares" in self.about else 1
+        """The number of processes that took the step; 1 for a capture of an early version, without their shares."""
+        if "shares" not in self.about:
+            return 1
+        return int(self.about.get("processes", 1))
 
-    def of_one_process(self, joined: bool) -> list[Batch]:
-        """Return all micro-batches for one process, with the rows of the shares joined, or one share after another."""
-        count = len(self.shares[0])
+    def micro_batches_of_one_process(self, joined: bool) -> list[Batch]:
+        """Return the micro-batches with which one process takes the step of all.
+
+        With `joined` the rows of all shares are one micro-batch, where they have the same length. Otherwise the shares
+        follow each other.
+        """
         micro_batches = []
-        for number in range(count):
-            of_shares = [share[number] for share in self.shares]
-            shapes = [{name: tensor.shape[1:] for name, tensor in one.items()} for one in of_shares]
-            # Rows of different lengths cannot be joined.
-            if joined and all(other == shapes[0] for other in shapes):
-                rows = {name: torch.cat([one[name] for one in of_shares]) for name in shapes[0]}
+        for number in range(len(self.shares[0])):
+            batches = [share[number] for share in self.shares]
+            if joined and _have_same_length(batches):
+                rows = {}
+                for name in batches[0]:
+                    rows[name] = torch.cat([batch[name] for batch in batches])
                 micro_batches.append(rows)
             else:
-                micro_batches += of_shares
+                micro_batches += batches
         return micro_batches
+
+
+def _have_same_length(batches: list[Batch]) -> bool:
+    """Return whether the rows of several batches can be joined."""
+    shapes = []
+    for batch in batches:
+        shapes.append({name: tensor.shape[1:] for name, tensor in batch.items()})
+    return all(shape == shapes[0] for shape in shapes)
 
 
 def capture_folder(run: Path, step: int) -> Path:
     """Return the folder of a captured step."""
-    return run / FOLDER / f"step-{step:08d}"
+    return run / FOLDER / step_name(step)
 
 
 def captured_steps(run: Path) -> list[int]:
     """Return the steps that can be replayed: those with a batch, and the state before them."""
     steps = []
     for path in Checkpoints(run / FOLDER).all():
-        step = int(path.name.removeprefix("step-"))
+        step = step_of(path)
         if _state_of(run, step).is_dir():
             steps.append(step)
     return steps
 
 
-def steps_saved(run: Path) -> int:
+def newest_saved_step(run: Path) -> int:
     """Return the step of a run's newest checkpoint, from which a resumed run goes on; 0 without one."""
-    steps = [
-        int(path.name.removeprefix("step-")) for path in Checkpoints(run / "checkpoints").all()
-    ]
-    return max(steps, default=0)
+    checkpoints = Checkpoints(run / "checkpoints").all()
+    return max((step_of(path) for path in checkpoints), default=0)
 
 
 def _state_of(run: Path, step: int) -> Path:
+    """Return the folder of the model before a captured step: the capture itself, or the checkpoint before the step."""
     captured = capture_folder(run, step)
-    return captured if _has_own_model(captured) else run / "checkpoints" / f"step-{step - 1:08d}"
+    if _has_own_model(captured):
+        return captured
+    return run / "checkpoints" / step_name(step - 1)
 
 
 def _has_own_model(capture: Path) -> bool:
@@ -341,20 +381,7 @@ def read_capture(run: Path, step: int) -> Capture:
         ConfigError: it was captured by another version, whose settings this one does not know.
     """
     if step not in captured_steps(run):
-        steps = ", ".join(map(str, captured_steps(run)))
-        others = f"but of {steps}" if steps else "nor of another"
-        name = shlex.quote(str(run))
-        # A step in the past can only be taken again, one in the future can still be marked.
-        if step <= steps_saved(run):
-            what_to_do = (
-                f"that step has passed, so mark it for a new folder with `te-models capture NEW --step {step}`, and "
-                f"repeat the run there from {shlex.quote(f'{run}/run.toml')} with --out NEW"
-            )
-        else:
-            what_to_do = f"mark steps in advance with `te-models capture {name} --step {step}`, and run or --resume it"
-        raise CheckpointError(
-            f"{run} has not kept state and batch of step {step} ({others}): {what_to_do}"
-        )
+        raise CheckpointError(_not_captured(run, step))
     folder = load_folder(capture_folder(run, step), ["batch", "capture"])
     about = folder.documents["capture"]
     if not isinstance(about, dict) or not isinstance(about.get("config"), dict):
@@ -367,14 +394,38 @@ def read_capture(run: Path, step: int) -> Capture:
     random = tensors.pop(RANDOM, None)
     if random is None:
         raise CheckpointError(f"{capture_folder(run, step)} has no state of random numbers")
-    # Names are "0.1.input_ids": the numbers of the micro-batch and of the share, and the argument of the model.
     for name, tensor in tensors.items():
-        number, _, rest = name.partition(".")
-        share, _, part = rest.partition(".") if "shares" in about else ("0", ".", rest)
-        shares[int(share)][int(number)][part] = tensor
-    # Captures of earlier versions have the first process's state alone.
-    states = random.reshape(-1, random.shape[-1])
-    return Capture(step, _state_of(run, step), shares, states, about)
+        # "0.1.input_ids": the numbers of the micro-batch and of the share, and the argument of the model. Captures of
+        # early versions have one share, and names without its number.
+        number, _, argument = name.partition(".")
+        share = "0"
+        if "shares" in about:
+            share, _, argument = argument.partition(".")
+        shares[int(share)][int(number)][argument] = tensor
+    return Capture(
+        step=step,
+        state=_state_of(run, step),
+        shares=shares,
+        # Captures of early versions have the first process's state alone, [length].
+        random=random.reshape(-1, random.shape[-1]),
+        about=about,
+    )
+
+
+def _not_captured(run: Path, step: int) -> str:
+    """Return the error for a step that was not captured: what there is, and what to do."""
+    steps = ", ".join(map(str, captured_steps(run)))
+    others = f"but of {steps}" if steps else "nor of another"
+    # A step in the past can only be taken again, one in the future can still be marked.
+    if step <= newest_saved_step(run):
+        advice = (
+            f"that step has passed, so mark it for a new folder with `te-models capture NEW --step {step}`, and "
+            f"repeat the run there from {shlex.quote(f'{run}/run.toml')} with --out NEW"
+        )
+    else:
+        name = shlex.quote(str(run))
+        advice = f"mark steps in advance with `te-models capture {name} --step {step}`, and run or --resume it"
+    return f"{run} has not kept state and batch of step {step} ({others}): {advice}"
 
 
 def device_name(device: torch.device) -> str:

@@ -15,6 +15,7 @@ from te_models.files.atomic import reraising
 from te_models.training.parallel import Parallel
 from te_models.training.result import Result
 from te_models.training.run_file import read_provenance
+from te_models.training.step_start import RandomState
 
 COUNT_LIMIT = 2**62
 
@@ -41,17 +42,17 @@ def check_random_state(state: object, rank: int, generator: torch.Generator, nam
         return random
 
 
-def read_random_states(
+def read_random_state(
     state: Mapping[str, object], folder: Path, rank: int, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
-    """Return the random states of `rank` on the CPU and on its CUDA device, if any, from a saved training state."""
-    random = check_random_state(state["rng"], rank, torch.Generator(), f"{folder}: rng")
+) -> RandomState:
+    """Return the random numbers of `rank` on the CPU and on its CUDA device, if any, from a saved training state."""
+    cpu = check_random_state(state["rng"], rank, torch.Generator(), f"{folder}: rng")
+    cuda = None
     # A run may go on with another kind of device than it was saved on.
-    if state["cuda_rng"] is None or device.type != "cuda":
-        return random, None
-    return random, check_random_state(
-        state["cuda_rng"], rank, torch.Generator(device), f"{folder}: cuda_rng"
-    )
+    if state["cuda_rng"] is not None and device.type == "cuda":
+        generator = torch.Generator(device)
+        cuda = check_random_state(state["cuda_rng"], rank, generator, f"{folder}: cuda_rng")
+    return RandomState(cpu, cuda)
 
 
 def random_states(random: Tensor, ranks: Ranks) -> Tensor:

@@ -13,8 +13,7 @@ from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local
 from te_models.errors import Diverged, SaveError, TeModelsError
 from te_models.files.tensors import all_finite
-from te_models.saving.checkpoint_choice import step_of
-from te_models.saving.run_folder import Checkpoints
+from te_models.saving.run_folder import Checkpoints, step_name, step_of
 from te_models.training.evaluation import KEPT
 from te_models.training.metrics import MetricsLog
 
@@ -94,7 +93,7 @@ def save_failed_run(trainer: Trainer, error: Exception, metrics: MetricsLog) -> 
     if not step:
         return
     outcome = f"step {step} is saved in {trainer.out}, and --resume continues from it"
-    if latest is None or latest.name != f"step-{step:08d}":
+    if latest is None or latest.name != step_name(step):
         if trainer.begun is not None:
             trainer.starts.put_back(trainer.begun)
         try:

@@ -1,8 +1,9 @@
 """The guard of a run: what happens after a step whose loss or gradient is not finite, or far above those before it.
 
 Such a step changes no weight: on a CPU it ends before the update, on a GPU the update skips itself. The guard gives the
-model the scales from before the step, runs the step once more to name the tensor that broke it, and then stops, skips
-the step's data, moves the layer to BF16 and repeats the step, or goes back to the last checkpoint.
+model the scales from before the step and runs the step once more, to name the tensor that broke it. Then it does what
+the setting `on_nan` says: it stops, skips the step's data, moves the layer to BF16 and repeats the step ("demote"), or
+goes back to the last checkpoint ("rewind").
 """
 
 from __future__ import annotations
@@ -19,69 +20,26 @@ from torch import Tensor
 from te_models.causal_lm import CausalLM
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local
-from te_models.errors import Diverged, UsageError, plural
+from te_models.errors import Diverged, UsageError
 from te_models.fp8.primary_weights import quantized
 from te_models.recorder.layout import INDEX, RecordedTensor
+from te_models.training.bad_step import NONFINITE, SPIKE, BadStep
 from te_models.training.bad_tensor import OUTPUT, BadTensors, first_of_all
 from te_models.training.evaluation import KEPT, Batch, diagnosis
 from te_models.training.metrics import MetricsLog, read_metrics
 from te_models.training.recording import RecordedStep, Recorder, RecordLog, quantizing_modules
 from te_models.training.run_saves import keep_recipe, newest_step, rewind
 from te_models.training.spikes import Bounds, SpikeBounds
-from te_models.training.step_start import StepStart
+from te_models.training.step_start import RandomState, StepStart
 from te_models.training.timing import QueuedStep, Row
 
 if TYPE_CHECKING:
     from te_models.training.trainer import Trainer
 
-NONFINITE = "nonfinite"
-SPIKE = "spike"
 MOST_IN_A_ROW = 10  # bad steps without a good one between them that end a run under any policy
 MOST_RETURNS = 3  # to one state, under "rewind"
 
 log = logging.getLogger(__name__)
-
-
-class BadStep(Diverged):
-    """Raised within the loop for a step that must not count; the guard decides what follows.
-
-    `bad_values` is how many values of its FP8 tensors were not finite, where it was recorded.
-    """
-
-    def __init__(
-        self, queued: QueuedStep, event: str, loss: float, grad_norm: float, bad_values: float = 0
-    ) -> None:
-        super().__init__(f"step {queued.step}: the loss is {loss}, the gradient norm {grad_norm}")
-        # The mean over processes that have copies of one tensor may be less than one.
-        self.bad_values = math.ceil(bad_values)
-        self.queued = queued
-        self.event = event
-        self.loss = loss
-        self.grad_norm = grad_norm
-
-    @property
-    def step(self) -> int:
-        """The number of the step."""
-        return self.queued.step
-
-    @property
-    def reason(self) -> str:
-        """The reason why the step is bad, in words: its loss, its gradient norm, or values of its FP8 tensors."""
-        if not math.isfinite(self.loss):
-            return f"the loss is {self.loss}"
-        if not math.isfinite(self.grad_norm):
-            return f"the gradient norm is {self.grad_norm}"
-        # Such as infinities, of which a cast made the format's largest number.
-        are = "is" if self.bad_values == 1 else "are"
-        return f"{plural(self.bad_values, 'value')} of FP8 tensors {are} not finite, which the loss does not show"
-
-    @property
-    def bound(self) -> float | None:
-        """The bound that a spike exceeded."""
-        if self.event != SPIKE:
-            return None
-        bounds = self.queued.bounds
-        return bounds.loss if self.loss > bounds.loss else bounds.grad_norm
 
 
 @dataclass(frozen=True)
@@ -92,12 +50,29 @@ class Drawn:
     micro_batches: list[Batch]
 
 
+@dataclass(frozen=True)
+class SecondRun:
+    """The result of running a bad step once more.
+
+    Attributes:
+        tensor: the tensor that broke the step; None: none was found.
+        reproduced: whether the step was bad again; if not, the hardware may be at fault.
+    """
+
+    tensor: RecordedTensor | None
+    reproduced: bool
+
+
 class Guard:
     """Judges the steps of a run, and acts on bad ones.
 
     Attributes:
+        policy: the setting `on_nan`: "stop", "skip", "demote" or "rewind".
         metrics, record_log: where it writes what it did, while the run lasts.
         returned: micro-batches that were drawn and are to be used by the next steps, oldest first.
+        in_a_row: bad steps since the last good one.
+        returns: under "rewind", how often the run went back to the checkpoint of each step.
+        first_rms: `weight_rms` when the run began or was resumed.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -109,8 +84,8 @@ class Guard:
         self.record_log: RecordLog | None = None
         self.returned: list[Drawn] = []
         self.in_a_row = 0
-        self.returns: dict[int, int] = {}  # to each step, under "rewind"
-        self.first_rms: float | None = None  # of the weights when the run began or was resumed
+        self.returns: dict[int, int] = {}
+        self.first_rms: float | None = None
 
     def begin(self, metrics: MetricsLog, record: RecordLog) -> None:
         """Prepare for a run: one that is resumed knows the steps before it from its metrics."""
@@ -120,9 +95,8 @@ class Guard:
         self.first_rms = weight_rms(trainer.model, trainer.parallel.ranks)
         if self.spikes.deviations:
             self.spikes.replace(trainer.parallel.ranks.from_first(self._recent))
-        # The first state to go back to.
+        # The first bad step may come before the first checkpoint, and needs a state to go back to.
         if self.policy == "rewind" and trainer.checkpoints.latest() is None:
-            # Under "rewind" the first bad step may come before the first checkpoint.
             trainer.save()
 
     def _recent(self) -> list[list[float]]:
@@ -178,52 +152,65 @@ class Guard:
     def act(self, bad: BadStep, drawn: Drawn | None) -> int:
         """Do what the policy says about a bad step; return the number of the step after which the run goes on.
 
-        `drawn` is the step that was drawn last: the bad one, or on a GPU the next one. All processes call this.
+        All processes call this.
+
+        Args:
+            bad: the step.
+            drawn: the step that was drawn last: the bad one, or on a GPU the next one.
 
         Raises:
             Diverged: the run ends.
         """
         trainer = self.trainer
         begun = bad.queued.begun
-        # The search below draws random numbers of its own; a run that skips goes on with those it had.
-        random = random_state(trainer.device)
-        # On a GPU the loss is read a step late: the next step was drawn, and began, before this one was known to be
-        # bad.
+        # The second run draws random numbers too; a run that skips the step goes on with those that it has now.
+        random = RandomState.now(trainer.device)
+        # On a GPU the loss is read a step late: by then the next step has drawn its data, and begun.
         later = None if drawn is None or drawn.begun is begun else drawn
         trainer.pending = None
         trainer.begun = begun
-        # Before the search, which stops the recorder.
-        entry = self._keep_entry(bad, finished=later is not None)
-        # The run ends here, so its folder gets what a replay needs, whatever else was kept.
+        # Before the second run, which stops the recorder.
+        entry = self._keep_entry(bad, next_step_has_begun=later is not None)
         if self.policy == "stop":
+            # A replay needs the batch. It is written first, since the second run may fail.
             trainer.captures.save_batch(bad.step, bad.queued.micro_batches)
-            # The batch is written first: finding the tensor runs the step again, and that may fail.
             raise self.stopped(bad) from None
-        self._forget(begun)
+        self._restore_start(begun)
         trainer.captures.save_bad_step(bad.step, bad.queued.micro_batches, entry)
-        tensor, reproduced = self._search(bad)
-        self._forget(begun)
+        second_run = self._run_again(bad)
+        self._restore_start(begun)
         # Counted under any policy: a model whose every step is bad would skip all its data, or rewind for ever.
         self.in_a_row += 1
         if self.in_a_row > MOST_IN_A_ROW:
-            self._give_up(bad, tensor, reproduced, f"{MOST_IN_A_ROW} other bad steps in a row")
+            self._give_up(bad, second_run, f"{MOST_IN_A_ROW} other bad steps in a row")
         if self.policy == "demote":
-            self._demote(bad, tensor, reproduced)
-            # The same step again, from the state of the random numbers in which it began.
+            self._demote(bad, second_run)
+            # The same step again, with the random numbers that it began with; then the one that was drawn after it.
             self.returned = [Drawn(begun, bad.queued.micro_batches)]
-            self.returned += [] if later is None else [later]
-            set_random_state((begun.random, begun.cuda_random), trainer.device)
+            if later is not None:
+                self.returned.append(later)
+            begun.random.restore(trainer.device)
             return bad.step - 1
         self.returned = [] if later is None else [later]
         if self.policy == "rewind":
-            return self._rewind(bad, tensor, reproduced)
-        # "skip": the step that was drawn after the bad one is used next, as if it had followed at once.
-        self._report(bad, "skip", tensor, reproduced, "its data is skipped")
+            return self._rewind(bad, second_run, later)
+        return self._skip(bad, second_run, later, random)
+
+    def _skip(
+        self, bad: BadStep, second_run: SecondRun, later: Drawn | None, random: RandomState
+    ) -> int:
+        """Go on behind a bad step, as if `later` had been drawn in its place; return the bad step's number.
+
+        `random` is the state of the random numbers with which a run goes on that has drawn nothing since.
+        """
+        trainer = self.trainer
+        self._report(bad, "skip", second_run, "its data is skipped")
+        trainer.begun = None
         if later is not None:
             # It drew its data already: its random numbers start where they did the first time.
-            random = (later.begun.random, later.begun.cuda_random)
-        set_random_state(random, trainer.device)
-        trainer.begun = None if later is None else later.begun
+            random = later.begun.random
+            trainer.begun = later.begun
+        random.restore(trainer.device)
         trainer.result.step = bad.step
         return bad.step
 
@@ -231,7 +218,7 @@ class Guard:
         """Return the error of a run that a bad step ends, which names what broke it; the event is written."""
         trainer = self.trainer
         begun = bad.queued.begun
-        # The search runs the step again, and must find weights and FP8 state as they were before it.
+        # The diagnosis runs the step again, and must find weights and FP8 state as they were before it.
         trainer.starts.put_back(begun)
         if bad.event == SPIKE:
             line = f"{self._spike(bad)}. {KEPT}"
@@ -246,23 +233,26 @@ class Guard:
                 bad.grad_norm,
                 bad.queued.micro_batches,
             )
-        tensor, reproduced = self._search(bad)
-        self._forget(begun)
-        self._report(bad, "stop", tensor, reproduced, "the run ends")
-        place = self._place(bad, tensor)
+        second_run = self._run_again(bad)
+        self._restore_start(begun)
+        self._report(bad, "stop", second_run, "the run ends")
+        place = self._place(bad, second_run.tensor)
         return Diverged(line.replace(f". {KEPT}", f"{place}. {KEPT}", 1))
 
-    def _keep_entry(self, bad: BadStep, finished: bool) -> RecordedStep | None:
-        """Write what the recorder saw of a bad step, and return it; `finished`: the next step has begun since."""
+    def _keep_entry(self, bad: BadStep, next_step_has_begun: bool) -> RecordedStep | None:
+        """Write the recorder's entry of a bad step, and return it; None if the step was not recorded."""
         recorder = self.trainer.recorder
         entry = bad.queued.recorded
-        if recorder is not None and recorder.recording and not finished and entry is None:
+        # Without an entry the recorder may still be recording: this step, unless the next one has begun.
+        still_recording = recorder is not None and recorder.recording and not next_step_has_begun
+        if recorder is not None and still_recording and entry is None:
             entry = recorder.end(bad.step)
-        if entry is not None and self.policy != "rewind":  # which takes the step again
+        # "rewind" takes the step again, and records it then.
+        if entry is not None and self.policy != "rewind":
             self.record(entry)
         return entry
 
-    def _forget(self, begun: StepStart) -> None:
+    def _restore_start(self, begun: StepStart) -> None:
         """Give the model the scales from before a step, and drop its gradients."""
         trainer = self.trainer
         trainer.starts.put_back(begun)
@@ -270,16 +260,16 @@ class Guard:
             trainer.gradients.drop(parameter)
             parameter.grad = None
 
-    def _search(self, bad: BadStep) -> tuple[RecordedTensor | None, bool]:
-        """Run a bad step once more; return the tensor that broke it, and whether the step was bad again."""
+    def _run_again(self, bad: BadStep) -> SecondRun:
+        """Run a bad step once more, without an update, to find the tensor that broke it."""
         trainer = self.trainer
         queued = bad.queued
-        set_random_state((queued.begun.random, queued.begun.cuda_random), trainer.device)
+        queued.begun.random.restore(trainer.device)
         if trainer.recorder is not None:
-            # The steps of a search are no steps of the run, which the record holds.
+            # This second run is no step of the run, which is all that the record holds.
             trainer.recorder.stop()
         if bad.event == SPIKE:
-            return self._least_exact(queued), True
+            return SecondRun(tensor=self._least_exact(queued), reproduced=True)
         watched = BadTensors(trainer.model)
         with watched.watching():
             # Not as a captured CUDA graph: it calls no hooks.
@@ -287,9 +277,10 @@ class Guard:
         # The gradients are taken as in a step, since the norm may be what is not finite.
         norm = trainer.optimizer.take_gradients(trainer.config.clip_grad_norm)
         # A second run of the same numbers that is finite tells a fault of the hardware from one of the model.
-        again = watched.first is not None or not bool((loss + norm).isfinite())
+        bad_here = watched.first is not None or not bool((loss + norm).isfinite())
         ranks = trainer.parallel.ranks
-        return first_of_all(watched, ranks), any(ranks.gather(again))
+        tensor = first_of_all(watched, ranks)
+        return SecondRun(tensor, reproduced=any(ranks.gather(bad_here)))
 
     def _least_exact(self, queued: QueuedStep) -> RecordedTensor | None:
         """Return the tensor of a spike that a cast changed most: by saturation, else by its noise over its signal."""
@@ -311,42 +302,46 @@ class Guard:
         noise = values[:, INDEX["noise"]] / values[:, INDEX["signal"]].clamp(min=1e-300)
         return recorder.tensors[int(noise.argmax())]
 
-    def _demote(self, bad: BadStep, tensor: RecordedTensor | None, reproduced: bool) -> None:
-        """Move the layer of a tensor to BF16 for the rest of the run; raise Diverged if that cannot help."""
+    def _demote(self, bad: BadStep, second_run: SecondRun) -> None:
+        """Move the layer of the tensor that broke a step to BF16 for the rest of the run.
+
+        Raises:
+            Diverged: that cannot help.
+        """
         trainer = self.trainer
         model = trainer.model
-        reason = ""
-        pattern = "" if tensor is None else demoted_pattern(tensor)
-        if tensor is None:
+        if second_run.tensor is None:
             reason = "no tensor of a te.Linear was found that broke it"
-        elif not is_quantized_layer(trainer, pattern):
-            reason = f"{pattern} runs in BF16 already"
-        else:
-            try:
-                # For the rest of the run, in the schedule, so that a change of recipe later does not undo it.
-                trainer.schedule.demote(pattern, bad.step)
-            except (UsageError, ValueError) as error:
-                reason = f"{pattern} cannot run in BF16: {error}"
-        if reason:
-            self._report(bad, "stop", tensor, reproduced, reason)
-            raise Diverged(f"{self._line(bad, tensor)}; on_nan='demote' cannot help: {reason}")
+            self._cannot_demote(bad, second_run, reason)
+        pattern = demoted_pattern(second_run.tensor)
+        if not is_quantized_layer(trainer, pattern):
+            self._cannot_demote(bad, second_run, f"{pattern} runs in BF16 already")
+        try:
+            # In the schedule, so that a change of recipe later does not undo it.
+            trainer.schedule.demote(pattern, bad.step)
+        except (UsageError, ValueError) as error:
+            self._cannot_demote(bad, second_run, f"{pattern} cannot run in BF16: {error}")
         outcome = f"{pattern} runs in BF16 from here on, and the step is repeated"
         if not model.recipe.quantized:
             outcome += "; nothing of the model is left in FP8"
-        self._report(bad, "demote", tensor, reproduced, outcome, demoted=pattern)
+        self._report(bad, "demote", second_run, outcome, demoted=pattern)
         keep_recipe(trainer)
         assert model.recipe.precision[pattern] == "bf16"
 
-    def _rewind(self, bad: BadStep, tensor: RecordedTensor | None, reproduced: bool) -> int:
+    def _cannot_demote(self, bad: BadStep, second_run: SecondRun, reason: str) -> NoReturn:
+        """End the run because no layer can be moved to BF16."""
+        self._report(bad, "stop", second_run, reason)
+        line = self._line(bad, second_run.tensor)
+        raise Diverged(f"{line}; on_nan='demote' cannot help: {reason}") from None
+
+    def _rewind(self, bad: BadStep, second_run: SecondRun, later: Drawn | None) -> int:
         """Restore the last checkpoint without its place in the data; return its step."""
         trainer = self.trainer
-        later = self.returned
-        trainer.begun = None if not later else later[0].begun
+        trainer.begun = None if later is None else later.begun
         target = newest_step(trainer)
         # The data goes on, so each return tries other batches; if those fail too, the state itself is at fault.
         if self.returns.get(target, 0) == MOST_RETURNS:
-            reason = f"{MOST_RETURNS} returns to step {target}"
-            self._give_up(bad, tensor, reproduced, reason)
+            self._give_up(bad, second_run, f"{MOST_RETURNS} returns to step {target}")
         self.returns[target] = self.returns.get(target, 0) + 1
         step = rewind(trainer)
         if self.metrics is not None:
@@ -355,29 +350,23 @@ class Guard:
         if self.record_log is not None:
             self.record_log.drop_after(step)
         outcome = f"the run goes back to step {step} and on with the data that follows"
-        self._report(bad, "rewind", tensor, reproduced, outcome, to=step)
+        self._report(bad, "rewind", second_run, outcome, to=step)
         return step
 
-    def _give_up(
-        self, bad: BadStep, tensor: RecordedTensor | None, reproduced: bool, reason: str
-    ) -> NoReturn:
+    def _give_up(self, bad: BadStep, second_run: SecondRun, reason: str) -> NoReturn:
         """End the run, whose policy does not help."""
         self.trainer.begun = bad.queued.begun
-        self._report(bad, "stop", tensor, reproduced, f"the run ends after {reason}")
-        raise Diverged(f"{self._line(bad, tensor)}; the run ends after {reason}")
+        self._report(bad, "stop", second_run, f"the run ends after {reason}")
+        line = self._line(bad, second_run.tensor)
+        raise Diverged(f"{line}; the run ends after {reason}")
 
     def _report(
-        self,
-        bad: BadStep,
-        action: str,
-        tensor: RecordedTensor | None,
-        reproduced: bool,
-        outcome: str,
-        **more: object,
+        self, bad: BadStep, action: str, second_run: SecondRun, outcome: str, **more: object
     ) -> None:
-        """Write the event to metrics.jsonl, and a line to the log."""
+        """Write the event to metrics.jsonl, with `more` keys, and a line to the log."""
+        tensor = second_run.tensor
         line = f"{self._line(bad, tensor)}: {outcome}"
-        if not reproduced:
+        if not second_run.reproduced:
             line += "; a second run of the step was finite, as after a fault of the hardware"
         rms = weight_rms(self.trainer.model, self.trainer.parallel.ranks)
         # All keys in each row, so that a reader of the file needs no case for events without a tensor.
@@ -398,9 +387,9 @@ class Guard:
         }
         if tensor is not None:
             entry = tensor.to_dict()
-            row |= {**entry, "tensor": entry["name"]}
-            del row["name"]
-        row |= {"reproduced": reproduced, **more, "message": line}
+            row["tensor"] = entry.pop("name")
+            row |= entry
+        row |= {"reproduced": second_run.reproduced, **more, "message": line}
         if self.metrics is not None:
             self.metrics.write(row)
         if self.trainer.parallel.ranks.first:
@@ -425,6 +414,7 @@ class Guard:
         return f"; the first bad tensor is {tensor.name}"
 
     def _spike(self, bad: BadStep) -> str:
+        """Describe a spike: the value that is too large, and its bound."""
         bounds = bad.queued.bounds
         by_loss = bad.loss > bounds.loss
         value = "loss" if by_loss else "gradient norm"
@@ -436,7 +426,10 @@ class Guard:
 
 
 def demoted_pattern(tensor: RecordedTensor) -> str:
-    """Return the pattern of a recipe's table `precision` for the layer of a tensor, or for its te.Linear outside."""
+    """Return the pattern for a recipe's table `precision` that names the block of a tensor.
+
+    Outside the blocks it names the te.Linear alone.
+    """
     return tensor.linear if tensor.layer is None else f"layers.{tensor.layer}.*"
 
 
@@ -452,11 +445,11 @@ def is_quantized_layer(trainer: Trainer, pattern: str) -> bool:
 
 
 def weight_rms(model: CausalLM, ranks: Ranks) -> float | None:
-    """Return the median of the root mean squares of the trained weights of all te.Linears; None without any.
+    """Return the median, over the trained weights of all te.Linears, of a weight's root mean square; None without any.
 
     All ranks call it; where they have parts of a weight, each part counts as a weight.
     """
-    sizes = []
+    own_rms = []
     for _, module in quantizing_modules(model):
         for name, parameter in module.named_parameters(recurse=False):
             if not name.startswith("weight") or not parameter.requires_grad:
@@ -466,34 +459,16 @@ def weight_rms(model: CausalLM, ranks: Ranks) -> float | None:
                 local(parameter.detach()) if fp8 is None else fp8.dequantize(dtype=torch.float32)
             )
             if values.numel():
-                # Of an FP32 sum, without a copy of the weight in FP32.
-                size = torch.linalg.vector_norm(values, dtype=torch.float32) / math.sqrt(
-                    values.numel()
-                )
-                sizes.append(size)
-    own_sizes = torch.stack(sizes).tolist() if sizes else []
-    known = []
-    for rank in ranks.gather(own_sizes):
-        known += [size for size in rank if math.isfinite(size)]
-    return statistics.median(known) if known else None
-
-
-RandomState = tuple[Tensor, Tensor | None]
-
-
-def random_state(device: torch.device) -> RandomState:
-    """Return the state of the random numbers of this process."""
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), cuda
-
-
-def set_random_state(state: RandomState, device: torch.device) -> None:
-    """Restore the random numbers of this process."""
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
+                # The norm sums in FP32, without a copy of the weight in FP32.
+                norm = torch.linalg.vector_norm(values, dtype=torch.float32)
+                own_rms.append(norm / math.sqrt(values.numel()))
+    own_values = torch.stack(own_rms).tolist() if own_rms else []
+    finite = []
+    for rank_values in ranks.gather(own_values):
+        finite += [rms for rms in rank_values if math.isfinite(rms)]
+    return statistics.median(finite) if finite else None
 
 
 def finite_or_none(value: float) -> float | None:
-    """Return a number as JSON can write it."""
+    """Return a number, or None in place of NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None

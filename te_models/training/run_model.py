@@ -18,9 +18,8 @@ from te_models.distributed.environment import number
 from te_models.errors import UsageError, plural
 from te_models.files.formats import Document, Fields
 from te_models.model.recipe_fit import auto_recipe
-from te_models.saving.checkpoint_choice import step_of
 from te_models.saving.pretrained import read_shape, refuse_adapters
-from te_models.saving.run_folder import Checkpoints
+from te_models.saving.run_folder import Checkpoints, step_of
 from te_models.training.launch import restarts
 from te_models.training.parallel import Parallel
 from te_models.training.resume import (

@@ -14,7 +14,7 @@ from te_models.files.formats import Fields
 from te_models.fp8.region import saving
 from te_models.optim.state_tensors import bytes_in
 from te_models.saving.pretrained import model_content
-from te_models.saving.run_folder import Checkpoints
+from te_models.saving.run_folder import Checkpoints, step_of
 from te_models.saving.sharded import ShardedCheckpoints, shared_amaxes
 from te_models.training.facts import facts_now
 from te_models.training.failed_run import broken_line, broken_tensor
@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 SAVE_RETRY_PAUSES = (1.0, 5.0)  # seconds before a failed save is tried again
 
 
-def checkpoints_in(trainer: Trainer, folder: Path, keep_last: int) -> Checkpoints:
-    """Return a writer of checkpoints of this run in `folder`; of several processes each writes its shards."""
+def checkpoints_in(trainer: Trainer, folder: Path, keep_last: int | None) -> Checkpoints:
+    """Return a writer of checkpoints of this run in `folder`; of several processes each writes its shards.
+
+    It keeps the newest `keep_last` of them; None: all.
+    """
     ranks = trainer.parallel.ranks
     if ranks.world == 1:
         return Checkpoints(folder, keep_last=keep_last, retry_pauses=SAVE_RETRY_PAUSES)
@@ -80,7 +83,8 @@ def write_checkpoint(trainer: Trainer, blocking: bool) -> Path:
         if broken is not None:
             raise Diverged(broken_line(broken, step, trainer.checkpoints, trainer.best))
         if not blocking and trainer.config.save_every is None:
-            # A save in the background copies all to host memory, which nobody asked for here.
+            # A save in the background copies all to host memory. Nobody asked for this save, so it must not use up
+            # memory that the user counts on.
             size = sum(bytes_in(members) for members in tensors.values())
             blocking = 2 * size > available_memory(torch.device("cpu"))
         return trainer.checkpoints.save(
@@ -101,7 +105,7 @@ def reserve_room(trainer: Trainer) -> None:
 def newest_step(trainer: Trainer) -> int:
     """Return the step of the newest checkpoint, once a save under way is done."""
     trainer.checkpoints.wait()
-    return int(trainer.checkpoints.to_resume().name.removeprefix("step-"))
+    return step_of(trainer.checkpoints.to_resume())
 
 
 def rewind(trainer: Trainer) -> int:

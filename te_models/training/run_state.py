@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from te_models.files.formats import Fields, flatten_state
@@ -21,12 +20,13 @@ from te_models.training.check_state import (
     check_trained,
     gradient_factor,
     random_states,
-    read_random_states,
+    read_random_state,
     read_result,
 )
 from te_models.training.facts import resumed_facts
 from te_models.training.optimizer_state import optimizer_names, optimizer_state, trained_names
 from te_models.training.resume import run_choices
+from te_models.training.step_start import RandomState
 
 if TYPE_CHECKING:
     from te_models.training.trainer import Trainer
@@ -38,20 +38,17 @@ def checkpoint_content(trainer: Trainer) -> tuple[dict[str, dict[str, Tensor]], 
     start = trainer.begun
     ranks = trainer.parallel.ranks
     if start is None:
-        random = torch.get_rng_state()
-        cuda = trainer.device.type == "cuda"
-        cuda_random = torch.cuda.get_rng_state(trainer.device) if cuda else None
+        random = RandomState.now(trainer.device)
         position = trainer.data.state_dict()
     else:
         # The step that follows has begun, and failed: it is to begin again as it did, on the same batches.
         random = start.random
-        cuda_random = start.cuda_random
         position = trainer.starts.whole_data(start)
     state = {
         "optimizer": optimizer_state(trainer.optimizer, trainer.model),
         "dataset": position,
-        "rng": random_states(random, ranks),
-        "cuda_rng": None if cuda_random is None else random_states(cuda_random, ranks),
+        "rng": random_states(random.cpu, ranks),
+        "cuda_rng": None if random.cuda is None else random_states(random.cuda, ranks),
         "result": asdict(trainer.result),
         # The gradients that the scales were measured on, over the same gradients in one process.
         "gradient_factor": 1,
@@ -78,9 +75,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, with_data: bool) -> None
     check_trained(state.get("trained"), names, checkpoint)
     optimizer = _own_optimizer_state(trainer, state["optimizer"])
     trainer.optimizer.check_state_dict(optimizer)
-    random, cuda_random = read_random_states(
-        state, checkpoint, trainer.parallel.ranks.rank, trainer.device
-    )
+    random = read_random_state(state, checkpoint, trainer.parallel.ranks.rank, trainer.device)
     result = read_result(state["result"])
     factor = gradient_factor(state, trainer.out, trainer.parallel)
     check_patience(result, trainer.config.patience)
@@ -94,9 +89,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, with_data: bool) -> None
         divide_gradient_amaxes(trainer.model, factor)
     trainer.optimizer.load_state_dict(optimizer)
     drop_initial_values(trainer.model)
-    torch.set_rng_state(random)
-    if cuda_random is not None:
-        torch.cuda.set_rng_state(cuda_random, trainer.device)
+    random.restore(trainer.device)
     trainer.result = replace(result, stopped_early=False, signal=0)
     trainer.saved_step = trainer.result.step
     trainer.facts = resumed_facts(trainer.facts, facts_in(checkpoint))

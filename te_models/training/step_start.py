@@ -23,13 +23,44 @@ Data = TokenDataset | StreamingDataset | OwnBatches
 
 
 @dataclass(frozen=True)
+class RandomState:
+    """The state of this process's random numbers.
+
+    Attributes:
+        cpu: uint8 [length].
+        cuda: of the model's device, uint8 [length]; None: the model is on the CPU.
+    """
+
+    cpu: Tensor
+    cuda: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """Return the present state of the random numbers on the CPU and on `device`."""
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(cpu=torch.get_rng_state(), cuda=cuda)
+
+    def restore(self, device: torch.device) -> None:
+        """Let random numbers go on from this state, on the CPU and on `device`."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, device)
+
+
+@dataclass(frozen=True)
 class StepStart:
-    """The state of this process at the start of a step, without weights and optimizer, which change only at its end."""
+    """The state of this process at the start of a step, without weights and optimizer, which change only at its end.
+
+    Attributes:
+        recipe: the model's recipe.
+        data: the position in the data.
+        random: the random numbers.
+        fp8: copies of scales and amax histories, which are valid until two more are taken (StepStarts).
+    """
 
     recipe: Recipe
     data: Fields
-    random: Tensor
-    cuda_random: Tensor | None
+    random: RandomState
     fp8: Copies
 
 
@@ -49,7 +80,6 @@ class StepStarts:
         position: Fields = (
             data.own_state() if isinstance(data, StreamingDataset) else data.state_dict()
         )
-        cuda = self.model.device.type == "cuda"
         # Two sets of buffers, used in turn: the step before may still be put back.
         memory = self._memory.pop(0)
         fp8 = self.copies.take(into=memory) if self.model.recipe.stateful else {}
@@ -57,8 +87,7 @@ class StepStarts:
         return StepStart(
             recipe=self.model.recipe,
             data=position,
-            random=torch.get_rng_state(),
-            cuda_random=torch.cuda.get_rng_state(self.model.device) if cuda else None,
+            random=RandomState.now(self.model.device),
             fp8=fp8,
         )
 

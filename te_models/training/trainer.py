@@ -31,13 +31,14 @@ from te_models.files.atomic import replace_text
 from te_models.files.formats import Fields
 from te_models.files.lock import locked
 from te_models.saving.run_folder import Checkpoints
+from te_models.training.bad_step import BadStep
 from te_models.training.callback import Callback
 from te_models.training.captures import Captures
 from te_models.training.card import keep_card
 from te_models.training.evaluation import Batch, evaluate
 from te_models.training.facts import facts_at_start
 from te_models.training.failed_run import background_saves, save_failed_run
-from te_models.training.guard import BadStep, Drawn, Guard
+from te_models.training.guard import Drawn, Guard
 from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel
 from te_models.training.profiling import StepProfiler
@@ -147,10 +148,8 @@ class Trainer(NamedFields):
         self.optimizer = optimizer_of_run(self.model, config, parallel)
         self.gradients = self.optimizer.gradients  # an optimizer may project some of them
         self.schedule = RecipeSchedule(self.model, self.recipe or self.model.recipe, config)
-        first = parallel.ranks.first
-        self.profiler = StepProfiler(
-            self.model, config.profile, self.out if first else None, last=config.steps
-        )
+        trace_folder = self.out if parallel.ranks.first else None
+        self.profiler = StepProfiler(self.model, config.profile, trace_folder, last=config.steps)
         self.data_wait = 0.0  # seconds that the last step waited for its data
         self.recorder: Recorder | None = None
         if config.record:
@@ -467,8 +466,8 @@ class Trainer(NamedFields):
     def _evaluate(self) -> float:
         return evaluate(self.model, self.evaluation, self.parallel.sum)
 
-    def new_checkpoints(self, folder: Path, keep_last: int) -> Checkpoints:
-        """Return a writer of checkpoints of this run in `folder`."""
+    def new_checkpoints(self, folder: Path, keep_last: int | None) -> Checkpoints:
+        """Return a writer of checkpoints of this run in `folder`, which keeps the newest `keep_last`; None: all."""
         return checkpoints_in(self, folder, keep_last)
 
     def save(self, blocking: bool = True, interrupted: bool = False) -> None:
