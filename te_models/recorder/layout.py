@@ -8,24 +8,24 @@ from typing import Any
 
 OPERANDS = ("input", "weight", "grad_output")  # the three FP8 tensors of a te.Linear
 
-# The fields that casts count, in the order in which kernels know them.
+# The fields that casts count, in the order in which kernels know them; docs/internals/recorder.md defines each.
 FIELDS = (
     "amax",
     "scale_min",
     "scale_max",
-    "scale_age",
+    "scale_age",  # steps since the amax was measured that gave the scale
     "elements",
     "zeros",
     "saturated",
-    "flushed",
+    "flushed",  # not 0 before the cast, 0 after it
     "subnormal",
     "nonfinite",
-    "signal",
-    "noise",
-    "blocks",
-    "block_log2",
+    "signal",  # the sum of the squares before the cast
+    "noise",  # the sum of the squares of the changes that the cast made
+    "blocks",  # blocks that have a scale of their own and a value other than 0
+    "block_log2",  # over these blocks, the sum of log2(scale)
     "block_log2_squares",
-    "format",
+    "format",  # Transformer Engine's number of the format
 )
 # Fields of the steps since the last recorded one, from the histories of delayed scaling.
 BETWEEN = ("amax_between", "amax_between_age")
@@ -60,7 +60,7 @@ class RecordedTensor:
     def layer(self) -> int | None:
         """The number of its block; None outside the blocks."""
         parts = self.linear.split(".")
-        # Whatever stands before it, such as the name of a wrapper.
+        # "layers" may come after other parts, such as the name of a wrapper.
         for before, part in zip(parts, parts[1:], strict=False):
             if before == "layers" and part.isdigit():
                 return int(part)
@@ -68,7 +68,11 @@ class RecordedTensor:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> RecordedTensor:
-        """Return the tensor of an entry of layout.json; a ValueError if it is none."""
+        """Return the tensor of an entry of layout.json.
+
+        Raises:
+            KeyError, ValueError: the entry lacks a key, or has an unknown operand.
+        """
         if entry["operand"] not in OPERANDS:
             raise ValueError(f"{entry['operand']!r} is no operand")
         expert = entry["expert"]

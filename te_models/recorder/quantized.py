@@ -26,7 +26,7 @@ def cast_of(storage: Any, scale: Tensor | None = None) -> Cast | None:
 
     Args:
         storage: the tensor or storage of either engine.
-        scale: the scale that it was cast with, FP32 [1], where it was known before the values.
+        scale: the scale that it was cast with, FP32 [1], where that was known before the values (delayed scaling).
 
     Returns:
         None if it has no rowwise copy, or a format that is not known here.
@@ -45,6 +45,7 @@ def cast_of(storage: Any, scale: Tensor | None = None) -> Cast | None:
 
 
 def _of_tensor(storage: Any, scale: Tensor | None) -> Cast | None:
+    """Return FP8 with one scale per tensor."""
     if storage._data is not None:
         codes = as_matrix(storage._data)
     elif storage._transpose is not None:
@@ -57,6 +58,7 @@ def _of_tensor(storage: Any, scale: Tensor | None) -> Cast | None:
 
 
 def _of_blocks(storage: Any) -> Cast | None:
+    """Return FP8 with one scale per 128 columns of a row, or per 128 x 128 values."""
     if storage._rowwise_data is None:
         return None
     codes = as_matrix(storage._rowwise_data)
@@ -66,12 +68,13 @@ def _of_blocks(storage: Any) -> Cast | None:
         # GEMMs read padded scales: cut them to the blocks that there are, [ceil(M / 128), ceil(K / 128)].
         inverse = inverse[: -(-rows // BLOCK), : -(-columns // BLOCK)]
         return _fp8(codes, storage._fp8_dtype, inverse, (BLOCK, BLOCK))
-    # One row of scales per block of columns.
+    # Stored as [blocks of columns, padded rows]: return [M, ceil(K / 128)].
     inverse = inverse[: -(-columns // BLOCK), :rows].t()
     return _fp8(codes, storage._fp8_dtype, inverse, (1, BLOCK))
 
 
 def _of_mx_blocks(storage: Any) -> Cast | None:
+    """Return MXFP8: one power of two per 32 columns of a row."""
     if storage._rowwise_data is None:
         return None
     codes = as_matrix(storage._rowwise_data)
@@ -83,6 +86,7 @@ def _of_mx_blocks(storage: Any) -> Cast | None:
 
 
 def _of_fp4_blocks(storage: Any) -> Cast | None:
+    """Return NVFP4: one scale per 16 columns of a row, and one of the tensor."""
     if storage._rowwise_data is None:
         return None
     packed = as_matrix(storage._rowwise_data)
@@ -91,10 +95,10 @@ def _of_fp4_blocks(storage: Any) -> Cast | None:
     codes = torch.stack((low, packed >> 4), -1).reshape(len(packed), -1)
     rows, columns = codes.shape
     block_scales = _scales_by_rows(storage)[:rows, : columns // FP4_BLOCK]
-    # A division by a Python number would be a product on a GPU.
-    # NVFP4 has two scales: one of the tensor, from its amax, and E4M3 per block, [M, K / 16].
-    whole = storage._amax_rowwise / torch.full_like(storage._amax_rowwise, TOP)
-    inverse = block_scales.view(torch.float8_e4m3fn).float() * whole
+    # NVFP4 has two scales: one of the tensor, from its amax, and E4M3 per block, [M, K / 16]. The divisor is a tensor,
+    # since on a GPU PyTorch multiplies by the reciprocal of a Python number, which may round otherwise.
+    tensor_scale = storage._amax_rowwise / torch.full_like(storage._amax_rowwise, TOP)
+    inverse = block_scales.view(torch.float8_e4m3fn).float() * tensor_scale
     return Cast(codes, inverse, (1, FP4_BLOCK), E2M1)
 
 
@@ -120,4 +124,11 @@ def _fp8(
     block: tuple[int, ...],
     scale: Tensor | None = None,
 ) -> Cast:
-    return Cast(codes.view(torch.uint8), inverse, (block[0], block[1]), int(dtype), scale)
+    """Return a cast to FP8, from codes of any type of one byte [M, K]."""
+    return Cast(
+        codes=codes.view(torch.uint8),
+        inverse=inverse,
+        block=(block[0], block[1]),
+        format=int(dtype),
+        scale=scale,
+    )

@@ -18,24 +18,37 @@ from te_models.files.formats import read_json
 from te_models.recorder.layout import INDEX, RECORDED_FIELDS, RecordedTensor
 
 FOLDER = "record"  # in the folder of a run
-LAYOUT, STEPS = "layout.json", "steps.bin"
+LAYOUT = "layout.json"
+STEPS = "steps.bin"
 VERSION = 2
-FIRST_VERSION = 1  # whose hashes of codes are others
-UNKNOWN = -1.0  # a count that nobody could make
-MOST_TENSORS = 2**22
+FIRST_VERSION = 1  # it has another hash of codes
+UNKNOWN = (
+    -1.0
+)  # in a file: a count that could not be made, since the values before the cast were not in memory
+MOST_TENSORS = 2**22  # a layout with more is taken for damaged
 
 Floats = NDArray[np.float64]
 
 
 def entry_type(tensors: int, fields: int) -> np.dtype[np.void]:
-    """Return the type of an entry of steps.bin."""
+    """Return the NumPy type of an entry of steps.bin: one step with all tensors, little-endian."""
     return np.dtype(
         [("step", "<i8"), ("values", "<f8", (tensors, fields)), ("codes", "<u8", (tensors,))]
     )
 
 
 class RecordWriter:
-    """Appends entries to the record of a run; opening it drops the entries after `after_step`."""
+    """Appends entries to the record of a run.
+
+    Args:
+        run: the folder of the run.
+        tensors: the tensors of each entry, in the order of its rows.
+        after_step: the step after which the run goes on: entries of later steps are dropped. 0: a new run, without the
+            entries of an earlier one.
+
+    Raises:
+        SaveError: the files cannot be written.
+    """
 
     def __init__(self, run: Path, tensors: Sequence[RecordedTensor], after_step: int = 0) -> None:
         folder = run / FOLDER
@@ -48,14 +61,14 @@ class RecordWriter:
         }
         with reraising(folder, OSError, error=SaveError):
             folder.mkdir(parents=True, exist_ok=True)
-            self._take_over(folder / LAYOUT, json.dumps(layout, indent=1), after_step)
+            self._keep_earlier_entries(folder / LAYOUT, json.dumps(layout, indent=1), after_step)
             # Unbuffered: a run that is killed leaves at most its last entry cut short.
             self.file = self.path.open("ab", buffering=0)
 
-    def _take_over(self, layout: Path, text: str, after_step: int) -> None:
-        """Keep the entries of an earlier part of this run; drop entries of another model and of repeated steps."""
-        # A run that begins anew, or another model in the same folder, has a record of its own.
-        if not (after_step and layout.exists() and layout.read_text() == text):
+    def _keep_earlier_entries(self, layout: Path, text: str, after_step: int) -> None:
+        """Keep the entries up to `after_step` if the layout in the folder is `text`, else begin a new record."""
+        same_run = after_step > 0 and layout.exists() and layout.read_text() == text
+        if not same_run:
             self.path.unlink(missing_ok=True)
             replace_text(layout, text)
             return
@@ -91,9 +104,9 @@ class Record:
     Attributes:
         tensors: the recorded tensors, in the order of the model.
         steps: the recorded steps, ascending.
-        values: the fields as they were recorded, float64 [steps, tensors, fields].
-        codes: the hashes, uint64 [steps, tensors].
-        version: of its files; only hashes of the same version are comparable.
+        values: the fields as they were recorded, float64 [steps, tensors, RECORDED_FIELDS]; see `field`.
+        codes: the hashes of the FP8 data, uint64 [steps, tensors].
+        version: the version of its files; only hashes of the same version are comparable.
     """
 
     tensors: list[RecordedTensor]
@@ -108,11 +121,11 @@ class Record:
         return self.values[:, :, INDEX["elements"]] > 0
 
     def field(self, name: str) -> Floats:
-        """Return a field, [steps, tensors]; NaN where nothing was quantized, or nobody could count."""
+        """Return a field, float64 [steps, tensors]; NaN where nothing was quantized, or the count is unknown."""
         values = self.values[:, :, INDEX[name]]
-        # An amax may be infinite, which says something; in another field it says that nobody could count.
-        amax = name in ("amax", "amax_between")
-        known = self.counted & (values != UNKNOWN) & (np.isfinite(values) | amax)
+        # The amax of a tensor may be infinite. Another field that is infinite is unknown.
+        is_amax = name in ("amax", "amax_between")
+        known = self.counted & (values != UNKNOWN) & (np.isfinite(values) | is_amax)
         return np.where(known, values, np.nan)
 
     def share(self, name: str) -> Floats:
@@ -129,19 +142,24 @@ class Record:
         with np.errstate(divide="ignore", invalid="ignore"):
             blocks = self.field("blocks")
             mean = self.field("block_log2") / blocks
-            # Of sums over all blocks: the blocks themselves are not recorded.
+            # Mean of squares minus square of the mean: the record has sums over blocks, not the blocks themselves.
             variance = self.field("block_log2_squares") / blocks - mean**2
-        # Rounding may take the difference of two large numbers below zero.
+        # Rounding may make the difference of two large numbers negative.
         return np.sqrt(np.maximum(variance, 0.0))
 
     def at(self, step: int) -> int:
-        """Return the place of a step; a DataError if it was not recorded."""
+        """Return the index of a step in `steps`.
+
+        Raises:
+            DataError: it was not recorded.
+        """
         if step not in self.steps:
             raise DataError(f"step {step} was not recorded: {_range(self.steps)}")
         return self.steps.index(step)
 
 
 def _range(steps: Sequence[int]) -> str:
+    """Describe which steps a record has."""
     if not steps:
         return "the record has no step yet"
     return f"the record has {len(steps)} steps from {steps[0]} to {steps[-1]}"
@@ -166,7 +184,7 @@ def check_record(run: str | os.PathLike[str]) -> None:
 
 
 def read_record(run: str | os.PathLike[str]) -> Record:
-    """Return what the run in a folder recorded.
+    """Return the record of the run in a folder, of any version.
 
     Raises:
         DataError: it has no record, or one that cannot be read.
@@ -200,10 +218,10 @@ def _parse_layout(layout: object) -> tuple[int, list[str], list[RecordedTensor]]
 
 
 def _read_entries(path: Path, kind: np.dtype[np.void]) -> NDArray[np.void]:
-    """Return the whole entries of steps.bin."""
+    """Return the complete entries of steps.bin."""
     if not path.exists():
         return np.zeros(0, kind)
-    # Without an entry that was cut short, or is being written while the run goes on.
-    whole = path.stat().st_size // kind.itemsize
+    # The last entry may be cut short, or half written by a run that goes on: leave it out.
+    count = path.stat().st_size // kind.itemsize
     with path.open("rb") as file:
-        return np.fromfile(file, kind, whole)
+        return np.fromfile(file, kind, count)

@@ -15,19 +15,22 @@ from te_models.numerics.code_weights import BLOCK_MIX, COLUMN_MIX, ROW_WEIGHTS
 from te_models.numerics.formats import DType
 from te_models.recorder.layout import FIELDS, INDEX
 
-E4M3, E5M2, E2M1 = 7, 8, 10  # Transformer Engine's numbers of the formats
+# Transformer Engine's numbers of the formats.
+E4M3 = 7
+E5M2 = 8
+E2M1 = 10
 TILE = 1 << 20  # elements that are counted at a time
-# A count that nobody could make, since the values before the cast were not in memory. Sums with it stay unknown.
+# A count that could not be made, since the values before the cast were not in memory. Sums with a NaN stay unknown.
 UNKNOWN = math.nan
 
 
 @dataclass(frozen=True)
 class FormatLimits:
-    """The numbers of a format that decide about a cast.
+    """The limits of a format's numbers.
 
     Attributes:
         largest: its largest finite number.
-        beyond: what is larger than this would round to a larger number than `largest`.
+        beyond: halfway from `largest` to where the next number would be: larger values are clipped, not rounded.
         normal: its smallest normal number.
     """
 
@@ -48,8 +51,8 @@ class Cast:
     """The rowwise copy of a quantized tensor.
 
     Attributes:
-        codes: the quantized data, uint8 [M, K]; of FP4 one element per byte.
-        inverse: inverse scales, FP32 [ceil(M / block[0]), ceil(K / block[1])].
+        codes: the quantized data, uint8 [M, K]; FP4 also has one element per byte here.
+        inverse: inverse scales, FP32 [ceil(M / block[0]), ceil(K / block[1])]: value = number of the code * inverse.
         block: rows and columns that share a scale; (M, K) where the tensor has one.
         format: Transformer Engine's number of the format.
         scale: the scale of the tensor where it was given, FP32 [1]; None: it follows from `inverse`.
@@ -73,7 +76,7 @@ def count_cast(source: Tensor | None, cast: Cast) -> tuple[Tensor, Tensor]:
     rows, columns = cast.codes.shape
     counts = torch.zeros(len(FIELDS), dtype=torch.float64, device=cast.codes.device)
     codes = torch.zeros((), dtype=torch.int64, device=cast.codes.device)
-    # Filled, since an assignment copies a number from the host, which no CUDA graph may.
+    # fill_, since an assignment copies a number from the host, which a CUDA graph does not allow.
     counts[INDEX["elements"]].fill_(rows * columns)
     counts[INDEX["format"]].fill_(cast.format)
     counts[INDEX["scale_age"]].fill_(-1.0)  # Table.set_scale_ages sets it, and larger values win
@@ -81,7 +84,8 @@ def count_cast(source: Tensor | None, cast: Cast) -> tuple[Tensor, Tensor]:
         counts[INDEX["scale_min"]].fill_(math.inf)
         return counts, codes
     occupied = []  # whether each block has a value other than 0, by rows of blocks
-    for part in row_tiles(rows, columns, math.lcm(cast.block[0], 4)):  # 4: of the hash
+    # Whole blocks, and whole groups of the four rows that the hash takes together.
+    for part in row_tiles(rows, columns, math.lcm(cast.block[0], 4)):
         values = decode(cast.codes[part], cast.format)
         inverse = _spread(cast.inverse, cast.block, part, columns)
         tile_source = None if source is None else source[part]
@@ -96,10 +100,10 @@ def count_cast(source: Tensor | None, cast: Cast) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, format: int) -> Tensor:
-    """Return the numbers of codes, uint8, before scaling: FP32."""
+    """Return the numbers that codes stand for before scaling, FP32, from uint8 of the same shape."""
     if format != E2M1:
         return casts.decode_fp8(codes, DType.cast(format))
-    # E2M1 has 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+    # Sign, two bits of exponent, one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
     exponent = (codes >> 1 & 3).float()
     half = (codes & 1) * 0.5
     magnitudes = torch.where(exponent > 0, (1 + half) * torch.exp2(exponent - 1), half)
@@ -114,39 +118,44 @@ def row_tiles(rows: int, columns: int, multiple: int) -> Iterator[slice]:
 
 
 def hash_codes(codes: Tensor, first_row: int = 0) -> Tensor:
-    """Return the hash of codes, uint8 [M, K], whose first row has the number `first_row`, a multiple of 4: int64 []."""
+    """Return the hash of codes, uint8 [M, K], an int64 scalar; hashes of all parts of a tensor add up to its own.
+
+    `first_row` is the number of the first row in the whole tensor, a multiple of 4. te_models.numerics.code_weights
+    describes the hash.
+    """
     rows, columns = codes.shape
     padded = F.pad(codes, (0, -columns % 64, 0, -rows % 4))
+    # Blocks of 4 rows and 64 columns: [rows / 4, 4, columns / 64, 64].
     blocks = padded.reshape(-1, 4, padded.shape[1] // 64, 64).float()
     device = codes.device
-    high = torch.arange(first_row // 4, first_row // 4 + len(blocks), device=device)[:, None]
-    wide = torch.arange(blocks.shape[2], device=device)
+    block_row = torch.arange(first_row // 4, first_row // 4 + len(blocks), device=device)[:, None]
+    block_column = torch.arange(blocks.shape[2], device=device)
     total = torch.zeros((), dtype=torch.int64, device=device)
     for row_word, mix, (down, across, added) in zip(
         ROW_WEIGHTS, COLUMN_MIX, BLOCK_MIX, strict=True
     ):
-        # No constants from the host, which a CUDA graph could not copy.
-        of_rows = row_word >> 8 * torch.arange(4, device=device) & 0xFF
-        columns_of = (torch.arange(1, 65, device=device) * mix & 0xFFFFFFFF) >> 24 | 1
+        # Weights are computed on the device: a CUDA graph cannot copy constants from the host.
+        row_weights = row_word >> 8 * torch.arange(4, device=device) & 0xFF  # [4]
+        column_weights = (torch.arange(1, 65, device=device) * mix & 0xFFFFFFFF) >> 24 | 1  # [64]
         # FP32 holds these sums exactly: they are below 2^22.
-        sums = (blocks @ columns_of.float()).to(torch.int64)
-        sums = (sums * of_rows[:, None]).sum(1)
-        word = (high * down + wide * across + added) & 0xFFFFFFFF
+        sums = (blocks @ column_weights.float()).to(torch.int64)  # [rows / 4, 4, columns / 64]
+        sums = (sums * row_weights[:, None]).sum(1)  # [rows / 4, columns / 64]
+        word = (block_row * down + block_column * across + added) & 0xFFFFFFFF
         total += (sums * (word ^ word >> 16)).sum()
     return total
 
 
 def block_largest(magnitudes: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return the largest of each block of [M, K]: [ceil(M / block[0]), ceil(K / block[1])]."""
+    """Return the largest of each block of [M, K], NaN as 0: [ceil(M / block[0]), ceil(K / block[1])]."""
     rows, columns = magnitudes.shape
-    high = min(block[0], rows)
-    wide = min(block[1], columns)
-    padded = F.pad(magnitudes.nan_to_num(nan=0.0), (0, -columns % wide, 0, -rows % high))
-    return padded.reshape(-(-rows // high), high, -(-columns // wide), wide).amax((1, 3))
+    height = min(block[0], rows)
+    width = min(block[1], columns)
+    padded = F.pad(magnitudes.nan_to_num(nan=0.0), (0, -columns % width, 0, -rows % height))
+    return padded.reshape(-(-rows // height), height, -(-columns // width), width).amax((1, 3))
 
 
 def _spread(inverse: Tensor, block: tuple[int, int], part: slice, columns: int) -> Tensor:
-    """Return the inverse scale of each element of some rows, [rows, columns] or what broadcasts to it."""
+    """Return the inverse scale of each element of the rows `part`: [rows, columns], or [1, 1] for a single scale."""
     if inverse.numel() == 1:
         return inverse.reshape(1, 1)
     row_scales = inverse[part.start // block[0] : -(-part.stop // block[0])]
@@ -157,7 +166,15 @@ def _spread(inverse: Tensor, block: tuple[int, int], part: slice, columns: int) 
 def _count_tile(
     counts: Tensor, source: Tensor | None, values: Tensor, inverse: Tensor, limits: FormatLimits
 ) -> None:
-    """Add the counts of some rows, except about scales."""
+    """Add the counts of some rows, except about scales.
+
+    Args:
+        counts: float64 [fields], changed.
+        source: the values before the cast [rows, K]; None: they are not in memory.
+        values: the numbers of the codes before scaling, FP32 [rows, K].
+        inverse: their inverse scales, of that shape or [1, 1].
+        limits: of the format.
+    """
     magnitude = values.abs()
     after = values * inverse
     before = after if source is None else source.float()
@@ -180,7 +197,10 @@ def _count_tile(
 
 
 def _count_scales(counts: Tensor, cast: Cast, occupied: Tensor) -> None:
-    """Set the fields about scales; blocks of zeros, whose scale says nothing, are left out."""
+    """Set the fields about scales, without blocks that hold only zeros, whose scale says nothing.
+
+    `occupied` is bool [blocks of rows, blocks of columns]: whether a block has another value.
+    """
     scales = cast.inverse.reciprocal() if cast.scale is None else cast.scale.reshape(1, 1)
     if scales.numel() == 1:
         occupied = torch.ones_like(occupied)

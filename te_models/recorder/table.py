@@ -18,7 +18,8 @@ from te_models.recorder.quantized import cast_of
 from te_models.recorder.statistics import E2M1, E5M2, Cast, count_cast
 
 SPREAD = 16  # rows of fields per tensor on a GPU
-MOST_SPREAD = 4096  # tensors of a model that has them
+MOST_SPREAD = 4096  # a model with more tensors than this has one row for each
+# Whether a field of several casts is the sum of theirs; the others are the largest or the smallest.
 SUMMED = [name not in (*LARGEST, *SMALLEST) for name in FIELDS]
 
 
@@ -89,10 +90,9 @@ class Table:
 
     def set_scale_ages(self, rows: Tensor, ages: Tensor) -> None:
         """Set the ages of the scales of some rows, int64 [rows], in steps: FP32 [rows]."""
-        # In every row that a tensor is spread over: `values` takes the largest of them.
-        self.parts[:, :, INDEX["scale_age"]].index_copy_(
-            0, rows, ages.to(self.parts)[:, None].expand(-1, self.parts.shape[1])
-        )
+        # In every row of fields that a tensor has: `values` takes the largest of them.
+        ages = ages.to(self.parts)[:, None].expand(-1, self.parts.shape[1])  # [rows, spread]
+        self.parts[:, :, INDEX["scale_age"]].index_copy_(0, rows, ages)
 
     def set_amaxes_between(self, rows: Tensor, amaxes: Tensor, ages: Tensor) -> None:
         """Set the largest amaxes of the steps since the last recorded one, FP32 [rows], and how long ago they were."""
@@ -103,9 +103,11 @@ class Table:
         self.recording = False
 
     def end(self) -> tuple[Tensor, Tensor]:
-        """Stop recording; return values [tensors, RECORDED_FIELDS] and codes of all ranks, on the device.
+        """Stop recording; return the fields and the hashes of the step, over all processes, which call this together.
 
-        Several processes call this together.
+        Returns:
+            values: float64 [tensors, RECORDED_FIELDS] on the device; -1 where a count is unknown.
+            codes: int64 [tensors] on the device.
         """
         self.stop()
         values = self.values
@@ -132,7 +134,7 @@ class Table:
 
     def _over_ranks(self, values: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the fields of all ranks: sums over the first copies, and the largest and smallest values."""
-        # A tensor that several ranks have a copy of, such as a replicated weight, is counted on one of them.
+        # A tensor of which several ranks have a copy, such as a replicated weight, is counted on one of them.
         sums = torch.where(self._counted[:, None] & self._summed, values, 0.0)
         # The smallest value is the largest negative one.
         extremes = torch.where(self._largest, values, -values)
@@ -148,7 +150,7 @@ class Table:
         """Count a cast.
 
         Args:
-            row: of the tensor.
+            row: the tensor's row of the table.
             source: the values before the cast, [..., K]; None: they are not in memory.
             storage: the quantized tensor of either engine.
             scale: the scale of the cast, FP32 [1], where it was known before; None: it follows from `storage`.
@@ -165,24 +167,22 @@ class Table:
             self.add_cast(row, source, cast)
 
     def _count_on_device(self, row: int, source: Tensor | None, cast: Cast) -> None:
-        """Count a cast by the fastest kernel that can."""
+        """Count a cast to FP8 by the fastest kernel that can."""
         counts = self.counts(row)
         e5m2 = cast.format == E5M2
         one_scale = cast.inverse.numel() == 1
-        if not kernels("words").are_words(source, cast.codes):
-            block = None if one_scale else cast.block
-            kernels("cast").count_cast(
-                source, cast.codes, cast.inverse, block, cast.scale, e5m2, counts
-            )
-        elif one_scale:
+        # Two kernels read four values at a time, where the memory allows that.
+        in_words = kernels("words").are_words(source, cast.codes)
+        if in_words and one_scale:
             kernels("words").count_words(source, cast.codes, cast.inverse, cast.scale, e5m2, counts)
-        elif source is not None:
+        elif in_words and source is not None:
             kernels("blocks").count_blocks(
                 source, cast.codes, cast.inverse, cast.block, e5m2, counts
             )
         else:
+            block = None if one_scale else cast.block
             kernels("cast").count_cast(
-                source, cast.codes, cast.inverse, cast.block, cast.scale, e5m2, counts
+                source, cast.codes, cast.inverse, block, cast.scale, e5m2, counts
             )
 
     def counts(self, row: int) -> Any:
@@ -190,12 +190,15 @@ class Table:
         return kernels("cast").Counts(self.parts[row], self.codes[row : row + 1])
 
     def expert_counts(self, rows: Sequence[int]) -> Any:
-        """Return where a kernel adds the counts of one operand of every expert, whose rows are equally far apart."""
+        """Return where a kernel adds the counts of one operand of every expert.
+
+        `rows` are the experts' rows of the table, which have one stride.
+        """
         first = rows[0]
-        apart = rows[1] - first if len(rows) > 1 else 1
-        # The kernel finds the row of an expert by one stride.
-        assert list(rows) == [first + apart * expert for expert in range(len(rows))]
-        return kernels("experts").ExpertCounts(self.parts[first:], self.codes[first:], apart)
+        stride = rows[1] - first if len(rows) > 1 else 1
+        # The kernel finds the row of an expert by the stride.
+        assert list(rows) == [first + stride * expert for expert in range(len(rows))]
+        return kernels("experts").ExpertCounts(self.parts[first:], self.codes[first:], stride)
 
     def add_cast(self, row: int, source: Tensor | None, cast: Cast) -> None:
         """Count a cast, in plain PyTorch."""
@@ -276,7 +279,7 @@ class ExpertObserver:
         first = self.observers[0]
         if not (first.table.kernels and first.open):
             return None
-        return first.table.expert_counts([one.row for one in self.observers])
+        return first.table.expert_counts([observer.row for observer in self.observers])
 
 
 Observers = tuple[Observer, Observer, Observer]  # of input, weight and gradient of the output

@@ -24,7 +24,14 @@ from te_models.training.timing import copy_to_host
 
 @dataclass
 class RecordedStep:
-    """The entry of a step on its way to the host, where it is complete once `ready` is reached."""
+    """The entry of a step on its way to the host.
+
+    Attributes:
+        step: its number.
+        values: the fields, float64 [tensors, RECORDED_FIELDS] on the host.
+        codes: the hashes, int64 [tensors] on the host.
+        ready: both are complete once this is reached; None: they are.
+    """
 
     step: int
     values: Tensor
@@ -43,8 +50,8 @@ class Recorder:
     Args:
         model: the model in training.
         parallel: how processes share the run; all of them make a recorder together.
-        every: steps between recorded ones; 0: only steps that `begin` is told to record.
-        micro_batches: of a step.
+        every: record each `every`-th step; 0: none but those for which the caller calls `begin`.
+        micro_batches: micro-batches per step.
         weight_casts: how often a step casts each weight.
     """
 
@@ -111,6 +118,7 @@ class Recorder:
             self.model.te.set_observers(module, self.observers[name])
             for (_, weight, _), fp8 in zip(self.observers[name], _fp8_weights(module), strict=True):
                 if fp8 is not None:
+                    # The optimizer casts FP8 weights, by a quantizer of their own.
                     observer = Observer(self.table, weight.row, "stored weight")
                     self.model.te.observe_quantizer(fp8._quantizer, observer)
 
@@ -123,7 +131,10 @@ class Recorder:
                     self.model.te.observe_quantizer(fp8._quantizer, None)
 
     def begin(self, step: int = 0) -> None:
-        """Record from here on; call it before the step's first forward pass, with its number if it is one of a run."""
+        """Record from here on; call it before the step's first forward pass.
+
+        `step` is its number in the run; 0 for a step that belongs to no run.
+        """
         # At every recorded step: a change of recipe, or a load, makes new quantizers, which know no observers.
         self.attach()
         self.table.begin()
@@ -147,9 +158,8 @@ class Recorder:
         """Return how many steps before this one were not recorded, back to the last recorded one."""
         before = self.last_step
         self.last_step = step
-        if (
-            before is None or before >= step
-        ):  # the first one since a start, or a step that is taken again
+        # The first recorded step since the run started or resumed, or one that is taken again.
+        if before is None or before >= step:
             before = max(step - self.every, 0) if self.every else step
         return max(step - before - 1, 0)
 
@@ -170,12 +180,12 @@ class Recorder:
         return self.table.parts[:, :, INDEX["nonfinite"]].sum()
 
     def next_micro_batch(self, first: bool) -> None:
-        """Say that a micro-batch begins, the first of its step or another one, which counts no weight again."""
+        """Note that a micro-batch begins; only the `first` of a step counts the weights."""
         self.table.first_micro_batch = first
 
     def end(self, step: int) -> RecordedStep:
         """End the recording of a step after its update; return its entry. All processes call this together."""
-        # Sums and counts of codes on the device; both copies run while the next step begins.
+        # Both copies run while the next step begins.
         values, codes = self.table.end()
         values, _ = copy_to_host(values)
         codes, ready = copy_to_host(codes)
@@ -199,9 +209,12 @@ class Recorder:
 
 
 class RecordLog:
-    """The record of a run while it lasts; without a recorder, or on processes without a folder, it writes nothing.
+    """The record of a run while it lasts. Leaving its `with` block detaches the recorder.
 
-    Opening it drops the entries after `after_step`, as a resumed run needs. Closing it detaches the recorder.
+    Args:
+        recorder: the recorder whose tensors it writes; None: none yet, see `use`.
+        out: the folder of the run; None: this process writes nothing.
+        after_step: the step after which the run goes on; entries of later steps are dropped.
     """
 
     def __init__(self, recorder: Recorder | None, out: Path | None, after_step: int) -> None:
@@ -251,18 +264,18 @@ def quantizing_modules(model: CausalLM) -> Iterator[tuple[str, Any]]:
 
 
 def linear_name(name: str) -> str:
-    """Return the name of a te.Linear without the parts that wrappers add to it."""
-    return ".".join(part for part in name.split(".") if part not in ("base_layer",))
+    """Return the name of a te.Linear without the part "base_layer", which peft's layers add to it."""
+    return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
 def experts_of(model: CausalLM, name: str, module: nn.Module) -> list[int | None]:
     """Return the numbers of a te module's experts in the whole model; of a te.Linear, None."""
     if not isinstance(module, model.te.GroupedLinear):
         return [None]
-    held = gemms_of(module)
-    # Expert parallelism: this rank holds a block of the experts, whose numbers in the model go on.
-    first = model.ep.rank * held if model.ep.divides(name) else 0
-    return list(range(first, first + held))
+    count = gemms_of(module)
+    # Under expert parallelism each rank holds `count` of the model's experts, one rank after the other.
+    first = model.ep.rank * count if model.ep.divides(name) else 0
+    return list(range(first, first + count))
 
 
 def _fp8_weights(module: Any) -> list[Any]:
@@ -283,21 +296,27 @@ def _of_all_ranks(local_tensors: list[RecordedTensor], parallel: Parallel) -> li
             by_module.setdefault(tensor.linear, set()).add(tensor)
     ordered = []
     for tensors in by_module.values():
-        # The order of a dict of sets differs between processes; rows of the table are summed over them.
-        ordered += sorted(tensors, key=lambda one: (one.expert or 0, OPERANDS.index(one.operand)))
+        # Sorted: a set has another order in each process, and rows of the table are summed over processes.
+        ordered += sorted(tensors, key=_order_in_module)
     return ordered
+
+
+def _order_in_module(tensor: RecordedTensor) -> tuple[int, int]:
+    """Return the place of a tensor among those of one te module: by expert, then by operand."""
+    return tensor.expert or 0, OPERANDS.index(tensor.operand)
 
 
 def _first_copies(modules: dict[str, Any], model: CausalLM, parallel: Parallel) -> list[bool]:
     """Return, for each operand of each GEMM, whether this rank has the first copy of it, or a part of its own."""
     first_copies = []
     for name, module in modules.items():
-        # A tensor that all ranks of a layer have whole is counted by the first one alone, a divided one by each.
-        split = layer_parts(module) if parallel.tp is not None else dict.fromkeys(OPERANDS, True)
-        first_layer_rank = parallel.tp is None or parallel.tp.get_local_rank() == 0
+        # Under tensor parallelism some operands are divided among ranks, and each rank counts its part. The others are
+        # whole on all ranks, and the first rank alone counts them.
+        is_first_rank = parallel.tp is None or parallel.tp.get_local_rank() == 0
+        divided = dict.fromkeys(OPERANDS, True) if parallel.tp is None else divided_operands(module)
         for gemm, _ in enumerate(experts_of(model, name, module)):
             for operand in OPERANDS:
-                counts = first_layer_rank or split[operand]
+                counts = is_first_rank or divided[operand]
                 if operand == "weight":
                     # FP8 weights under FSDP are cast shard by shard: each process has a part of its own.
                     stored = _fp8_weights(module)[gemm] is not None and parallel.uses_fsdp
@@ -313,8 +332,8 @@ def _has_first_weight(name: str, model: CausalLM, parallel: Parallel) -> bool:
     return parallel.replicas is None or parallel.replicas.get_local_rank() == 0
 
 
-def layer_parts(module: Any) -> dict[str, bool]:
-    """Return which operands of a tensor-parallel te.Linear differ between the ranks that share it."""
+def divided_operands(module: Any) -> dict[str, bool]:
+    """Return, for each operand of a tensor-parallel te.Linear, whether it differs between the ranks that share it."""
     mode = module.parallel_mode
     return {
         "input": mode == "row" or (mode == "column" and module.sequence_parallel),
