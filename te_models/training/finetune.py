@@ -206,7 +206,7 @@ class Run:
         trainer = self.trainer
         content = None
         if self.adapters is not None and not trainer.result.interrupted:
-            content = self.adapters.content(live=False)  # all processes take part
+            content = self.adapters.content(resumable=False)  # all processes take part
         if not trainer.parallel.ranks.first:
             return {}
         saved = {}

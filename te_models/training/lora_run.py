@@ -34,12 +34,18 @@ from te_models.training.resume import saved_choices
 from te_models.training.run_settings import read_run_file
 from te_models.training.settings import RUN_FILE, LoraSettings
 
-LIVE = "adapters"  # the group of tensors that are trained, and of frozen ones of adapters
+# The group of tensors in a checkpoint from which a run resumes: those that it trains, and frozen ones of adapters.
+RUN_TENSORS = "adapters"
 Content = tuple[dict[str, dict[str, Tensor]], dict[str, object]]  # tensors by group, and documents
 
 
 class SavedAdapters:
-    """The adapters of a model that a Trainer trains, as its `saved` argument."""
+    """The adapters of a model that a Trainer trains, as its `saved` argument: what checkpoints contain, and its loader.
+
+    Attributes:
+        adapted: peft's model around `model`.
+        model: the model with the adapters in it.
+    """
 
     def __init__(self, adapted: AdaptedModel) -> None:
         self.adapted = adapted
@@ -47,15 +53,15 @@ class SavedAdapters:
         # No optimizer starts from the weights before their rounding to FP8.
         drop_initial_values(self.model)
 
-    def content(self, live: bool = True) -> Content:
-        """Return a checkpoint's tensors and documents; without `live` only those that peft and `load_lora` read.
+    def content(self, resumable: bool = True) -> Content:
+        """Return the tensors and documents of a checkpoint from which a run can resume.
 
-        All processes that share experts call it.
+        Without `resumable` only those that peft and `load_lora` read. All processes that share experts call it.
         """
         tensors, documents = adapter_content(self.adapted, of_run=True)
-        if live:
-            tensors[LIVE] = {
-                name: parameter.detach() for name, parameter in saved_live(self.model).items()
+        if resumable:
+            tensors[RUN_TENSORS] = {
+                name: parameter.detach() for name, parameter in run_parameters(self.model).items()
             }
         return tensors, documents
 
@@ -66,17 +72,18 @@ class SavedAdapters:
             CheckpointError: the checkpoint is damaged, or of other adapters.
         """
         with offering_older(folder):
-            saved = load_folder(folder, ["recipe", "training", LIVE], optional=["fp8_state"])
-        live = saved_live(self.model)
-        for name, parameter in list(live.items()):
-            # A checkpoint up to November 2026 has what was trained alone.
-            if not parameter.requires_grad and name not in saved.tensors[LIVE]:
-                del live[name]
-        match(live, saved.tensors[LIVE])
+            saved = load_folder(folder, ["recipe", "training", RUN_TENSORS], optional=["fp8_state"])
+        tensors = saved.tensors[RUN_TENSORS]
+        parameters = run_parameters(self.model)
+        for name, parameter in list(parameters.items()):
+            # Checkpoints up to November 2026 have no frozen tensors of adapters.
+            if not parameter.requires_grad and name not in tensors:
+                del parameters[name]
+        match(parameters, tensors)
         self._check_shape(folder)
         state = training_document(saved)
-        scales = self._live_names(saved.tensors.get("fp8_state", {}))
-        check_fp8_state(self.model, scales)
+        fp8_state = self._with_adapted_names(saved.tensors.get("fp8_state", {}))
+        check_fp8_state(self.model, fp8_state)
         recipe = read_recipe(saved)
         if recipe.to_dict() != self.model.recipe.to_dict():
             new = self.model.recipe.name
@@ -84,44 +91,51 @@ class SavedAdapters:
                 f"{folder} was trained under recipe {recipe.name!r}; it goes on with {new!r}",
                 stacklevel=3,
             )
-        return TrainingState(state, lambda: self._write(saved.tensors[LIVE], scales, recipe))
+        return TrainingState(state, lambda: self._write(tensors, fp8_state, recipe))
 
     def _check_shape(self, folder: Path) -> None:
         """Raise a CheckpointError if the adapters were trained on a model of another shape."""
-        config = trained_config(folder)
-        if config is None:
+        saved = trained_config(folder)
+        if saved is None:
             return
-        now = self.model.config.to_dict()
-        for name, then in config.config.to_dict().items():
-            if then != now[name]:
+        own_fields = self.model.config.to_dict()
+        for name, value in saved.config.to_dict().items():
+            if value != own_fields[name]:
                 raise CheckpointError(
-                    f"{folder} was trained with {name}={then!r}, not {now[name]!r}: resume with the same config, or "
-                    "start a new run"
+                    f"{folder} was trained with {name}={value!r}, not {own_fields[name]!r}: resume with the same "
+                    "config, or start a new run"
                 )
 
     @torch.no_grad()
     def _write(
-        self, tensors: Mapping[str, Tensor], scales: dict[str, Tensor], recipe: Recipe
+        self, tensors: Mapping[str, Tensor], fp8_state: dict[str, Tensor], recipe: Recipe
     ) -> None:
-        live = saved_live(self.model)
+        """Copy what was read into the model."""
+        parameters = run_parameters(self.model)
         for name, tensor in tensors.items():
-            live[name].copy_(tensor)
-        self.model.take_fp8_state(scales, recipe)
+            parameters[name].copy_(tensor)
+        self.model.take_fp8_state(fp8_state, recipe)
 
-    def _live_names(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return saved FP8 state under the names of te.Linears with adapters."""
-        live = {without_layers(name): name for name, _ in self.model.named_modules()}
-        names = {}
+    def _with_adapted_names(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return saved FP8 state under the names that te.Linears have inside of adapters.
+
+        peft's layers add a part to the name of the te.Linear that they wrap, and files leave it out.
+        """
+        adapted_names = {without_layers(name): name for name, _ in self.model.named_modules()}
+        renamed = {}
         for name, tensor in state.items():
-            owner, *rest = name.rsplit(".", 2)
-            names[".".join((live.get(owner, owner), *rest))] = tensor
-        return names
+            module, *rest = name.rsplit(".", 2)
+            renamed[".".join((adapted_names.get(module, module), *rest))] = tensor
+        return renamed
 
 
 class LoraRun(SavedAdapters):
-    """Adapters that are added to a model in place, in its own dtype, over which the optimizer has FP32 masters.
+    """Adapters that are added to a model in place, in its own dtype; the optimizer has FP32 masters of them.
 
-    `base` is the model's name or folder, for adapter_config.json.
+    Args:
+        model: the model, whose own weights are frozen.
+        settings: rank, targets and the other options of the adapters.
+        base: the model's name or folder, for adapter_config.json.
     """
 
     def __init__(self, model: CausalLM, settings: LoraSettings, base: str | None = None) -> None:
@@ -140,10 +154,10 @@ class LoraRun(SavedAdapters):
         self.adapted.peft_config["default"].base_model_name_or_path = base
         # Before hours of training, and not only when they are saved.
         warn_of_peft(model, "default", settings.dora)
-        take_dtype(model)
+        cast_adapters(model)
 
 
-def take_dtype(model: CausalLM) -> None:
+def cast_adapters(model: CausalLM) -> None:
     """Give A and B of the adapters that train the model's dtype, in which their gradients are then summed."""
     # peft makes and loads them in FP32, for a Trainer with autocast. Here the masters are FP32.
     for name, parameter in trained(model).items():
@@ -151,14 +165,14 @@ def take_dtype(model: CausalLM) -> None:
             parameter.data = parameter.data.to(model.dtype)
 
 
-def saved_live(model: nn.Module) -> dict[str, nn.Parameter]:
+def run_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return name -> parameter of those that a checkpoint holds: what a run trains, and all of the adapters."""
-    live = {}
+    parameters = {}
     for name, parameter in model.named_parameters():
         of_adapter = ".lora_" in name or ".modules_to_save." in name
         if parameter.requires_grad or of_adapter:
-            live[name] = parameter
-    return live
+            parameters[name] = parameter
+    return parameters
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -171,31 +185,41 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 def load_adapted(folder: Path, merge: bool = False, **options: Any) -> CausalLM:
     """Return the model that the adapters in `folder` were trained on, with them in it, in evaluation mode.
 
-    The folder is a checkpoint of a run with adapters, or what it or `save_lora` wrote at its end; `options` are those
-    of CausalLM.from_pretrained. Without `recipe` and `dtype` the model runs as it was trained: under that recipe,
-    with weights of that kind and dtype. Its shape is the one that the run had, and the folder's tokenizer and token ids
-    are saved with it. Adapters that name no model, or do not fit it, are a CheckpointError. `merge` is load_merged.
+    Its shape is the one that the run had, and the folder's tokenizer and token ids are saved with it.
+
+    Args:
+        folder: a checkpoint of a run with adapters, or the folder that the run or `save_lora` wrote at its end.
+        merge: add the adapters to the weights, as `load_merged` does.
+        options: the options of CausalLM.from_pretrained. Without `recipe` and `dtype` the model runs as it was trained:
+            under that recipe, with weights of that kind and dtype.
+
+    Raises:
+        CheckpointError: the adapters name no model, or do not fit it.
     """
     if merge:
         return load_merged(folder, **options)
-    return _load(folder, None, options).get_base_model()
+    return _load(folder, base=None, options=options).get_base_model()
 
 
 def load_merged(folder: Path, *, base: str | None = None, **options: Any) -> CausalLM:
     """Return the model of `load_adapted` with the adapters merged into its weights, each sum rounded once.
 
-    Under dtype=torch.float32 no small update vanishes in the rounding. The weights are not in FP8 unless `fp8_params`
-    says so, and a quantized release's weights are dequantized unless `base_weights` says otherwise. `base` is the
-    model; None: the one that adapter_config.json names.
+    Args:
+        folder: as in `load_adapted`.
+        base: the model's name or folder; None: the one that adapter_config.json names.
+        options: as in `load_adapted`. Under dtype=torch.float32 no small update vanishes in the rounding. The weights
+            are not in FP8 unless `fp8_params` says so, and a quantized release's weights are dequantized unless
+            `base_weights` says otherwise.
     """
-    whole = {"fp8_params": False, "base_weights": DEQUANTIZED}
-    model = _load(folder, base, {**whole, **options}).merge_and_unload()
+    # Weights that a sum can be written into.
+    plain_weights = {"fp8_params": False, "base_weights": DEQUANTIZED}
+    model = _load(folder, base, {**plain_weights, **options}).merge_and_unload()
     assert isinstance(model, CausalLM)
     return model
 
 
 def _load(folder: Path, base: str | None, options: dict[str, Any]) -> AdaptedModel:
-    """Return the model with adapters; see `load_adapted`."""
+    """Return the model with adapters; see `load_adapted` and `load_merged`."""
     if base is None:
         config = read_json(folder / ADAPTERS)
         base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
@@ -207,21 +231,25 @@ def _load(folder: Path, base: str | None, options: dict[str, Any]) -> AdaptedMod
         # The run said so when it began.
         warnings.filterwarnings("ignore", "vocab_size=.* adds .* to the model")
         model = CausalLM.from_pretrained(base, **_as_trained(folder, options))
-    chosen = {name: model.config.to_dict()[name] for name in TOKEN_IDS if name in options}
-    generation = trained_generation(folder) or model.origin.generation
-    facts = facts_in(folder)
-    origin = replace(model.origin, adapters=folder, generation=generation, trained=facts)
-    model.origin = origin.with_token_ids(chosen)
+    token_ids = {name: model.config.to_dict()[name] for name in TOKEN_IDS if name in options}
+    origin = replace(
+        model.origin,
+        adapters=folder,
+        generation=trained_generation(folder) or model.origin.generation,
+        trained=facts_in(folder),
+    )
+    model.origin = origin.with_token_ids(token_ids)
     return load_lora(model, folder)
 
 
 def _as_trained(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords with which the model of adapters is built: `options`, else the ones it was trained with."""
-    if not (folder / "recipe.json").is_file():  # of peft
+    """Return the options of from_pretrained for the model of adapters: `options`, else those of the run."""
+    # Adapters that peft saved: nothing says how they were trained.
+    if not (folder / "recipe.json").is_file():
         return dict(options)
     saved = saved_choices(folder)
     shape = {name: value for name, value in saved.items() if name in config_fields()}
-    shape = shape or _recorded_shape(folder)
+    shape = shape or _shape_in_run_file(folder)
     if "base_weights" in saved:
         shape["base_weights"] = saved["base_weights"]
     chosen = dict(options)
@@ -233,8 +261,8 @@ def _as_trained(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     return {**shape, **chosen}
 
 
-def _recorded_shape(folder: Path) -> dict[str, Any]:
-    """Return the options of the shape in the run.toml above a checkpoint that does not hold the shape itself."""
+def _shape_in_run_file(folder: Path) -> dict[str, Any]:
+    """Return the options of the shape in the run.toml above a checkpoint; empty without such a file."""
     for parent in folder.resolve().parents[:4]:
         if (parent / RUN_FILE).is_file():
             saved = read_run_file(parent / RUN_FILE)

@@ -38,7 +38,7 @@ def save_adapters(
 
     Args:
         adapters: of the run.
-        content: of the adapters' files, by `adapters.content(live=False)`, which several processes may have to call.
+        content: of the adapters' files, from `adapters.content(resumable=False)`, which processes call together.
         folder: of the run.
         tokenizer: of the run, whose files are saved with both.
         batches: the batches of this process on which the merged model's loss is measured.

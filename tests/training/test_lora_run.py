@@ -60,7 +60,7 @@ def save_at_the_end(run: Trainer) -> dict[str, str]:
     """Train, and write what the command writes at the end of a run with adapters."""
     result, adapters = run.run(), run.saved
     assert isinstance(adapters, LoraRun)
-    content = adapters.content(live=False)
+    content = adapters.content(resumable=False)
     return save_adapters(adapters, content, run.out, load_tokenizer(None), run.evaluation, result)
 
 
