@@ -40,7 +40,7 @@ def test_one_process_sends_nothing() -> None:
         ranks.from_first(lambda: (_ for _ in ()).throw(OSError("disk full")))
 
 
-# A switch interval this long leaves the GIL with the main thread from the end of the exchange to the end of the process,
+# So long a switch interval leaves the GIL with the main thread from the end of the exchange to the end of the process,
 # while a gloo thread waits for it in order to free the message.
 ENDS_AFTER_AN_EXCHANGE = """
 import sys
