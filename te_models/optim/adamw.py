@@ -1,9 +1,12 @@
-"""AdamW in FP32: PyTorch's, and on a GPU one kernel that also clips the gradients and rounds the masters."""
+"""AdamW in FP32: PyTorch's, and ways to clip the gradients and to round the masters in the same pass over memory.
+
+On a GPU that is one kernel (adamw_triton.py), on a CPU PyTorch's operations on blocks (adamw_blocks.py).
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 from te_models.distributed.dtensor import local
+from te_models.optim.adamw_blocks import Tensors, update_in_blocks
 from te_models.optim.state_tensors import Group, State, like, scalar
 
 LAUNCHES = 16  # whose tables are kept on the device
@@ -50,15 +54,8 @@ class AdamW(torch.optim.AdamW):
         """
         kernel = importlib.import_module("te_models.optim.adamw_triton")
         bad: Tensor | None = getattr(self, "found_inf", None)
-        of_master = {id(update.master): update for update in updates}
-        for group in self.param_groups:
-            in_group = [of_master[id(p)] for p in group["params"] if id(p) in of_master]
-            if not in_group:
-                continue
-            states = [self._state_of(update.master) for update in in_group]
+        for group, in_group, states in self._count_steps(updates, bad):
             steps = [state["step"] for state in states]
-            # A list: for a single tensor PyTorch reads its value on the host, which would wait for the backward pass.
-            torch._foreach_add_(steps, 1.0 if bad is None else [1.0 - bad] * len(steps))
             entries = []
             for update, state in zip(in_group, states, strict=True):
                 parameter = update.parameter
@@ -80,6 +77,50 @@ class AdamW(torch.optim.AdamW):
                 numbers = _numbers(kernel, group, torch.stack([steps[place] for place in members]))
                 launch = self._launch(kernel, together)
                 launch.run(together, numbers, group["betas"], group["eps"], factor, bad)
+
+    @torch.no_grad()
+    def update_on_cpu(self, updates: Sequence[Update], factor: Tensor | None) -> None:
+        """Update tensors in CPU memory as `step` does, in every bit, with gradients times `factor`.
+
+        Neither gradients nor their `grad` are read or changed. If `found_inf` is 1, nothing changes.
+
+        Args:
+            updates: whose parameters may have any floating dtype.
+            factor: FP32 scalar on any device; None: 1.
+        """
+        bad: Tensor | None = getattr(self, "found_inf", None)
+        if factor is not None:
+            factor = factor.cpu()
+        for group, in_group, states in self._count_steps(updates, bad):
+            tensors = []
+            for update, state in zip(in_group, states, strict=True):
+                parameter = update.parameter
+                tensors.append(
+                    Tensors(
+                        gradient=local(update.gradient).contiguous(),
+                        master=local(update.master),
+                        first=local(state["exp_avg"]),
+                        second=local(state["exp_avg_sq"]),
+                        step=state["step"],
+                        parameter=None if parameter is None else local(parameter),
+                    )
+                )
+            update_in_blocks(tensors, group, factor, bad)
+
+    def _count_steps(
+        self, updates: Sequence[Update], bad: Tensor | None
+    ) -> Iterator[tuple[Group, list[Update], list[State]]]:
+        """Yield each group that has some of `updates`, with these and their states, whose step counts have grown."""
+        of_master = {id(update.master): update for update in updates}
+        for group in self.param_groups:
+            in_group = [of_master[id(p)] for p in group["params"] if id(p) in of_master]
+            if not in_group:
+                continue
+            states = [self._state_of(update.master) for update in in_group]
+            steps = [state["step"] for state in states]
+            # A list: for a single tensor PyTorch reads its value on the host, which would wait for the backward pass.
+            torch._foreach_add_(steps, 1.0 if bad is None else [1.0 - bad] * len(steps))
+            yield group, in_group, states
 
     def _state_of(self, master: Tensor) -> State:
         state = self.state[master]

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 
-def to_host(tensors: Iterable[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Return copies of a GPU's tensors in CPU memory, each in its dtype of `dtypes`; waits for them."""
+def to_host(tensors: Iterable[Tensor], dtypes: Sequence[torch.dtype] | None = None) -> list[Tensor]:
+    """Return copies of a GPU's tensors in CPU memory, each in its dtype of `dtypes` (None: its own); waits for them."""
     copies = []
     for tensor in tensors:
         copies.append(_pinned(tensor, tensor.dtype))
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    if dtypes is None:
+        return copies
     converted = []
     for copy, dtype in zip(copies, dtypes, strict=True):
         converted.append(copy if copy.dtype == dtype else _pinned(copy, dtype))
@@ -31,6 +33,11 @@ def to_device(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for tensor, value in zip(tensors, values, strict=True):
         # Rounded on the CPU. The pinned memory is not used again before the copy has ended.
         tensor.copy_(_pinned(value, tensor.dtype), non_blocking=True)
+
+
+def pinned_room(tensor: Tensor) -> Tensor:
+    """Return pinned memory for a tensor of this shape and dtype, with any values."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
 
 
 def _pinned(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,7 @@ from te_models.fp8.primary_weights import is_quantized, new_master, take_master
 from te_models.optim.adamw import AdamW, Update
 from te_models.optim.gradients import Gradients, Norm, chunks, clip_factor, gradient_norm, scale
 from te_models.optim.groups import ParameterRows
-from te_models.optim.host_copies import to_device, to_host
+from te_models.optim.host_copies import pinned_room, to_device, to_host
 from te_models.optim.parameter_owners import Owners, placeholder
 from te_models.optim.projected import ProjectedGradients
 from te_models.optim.state_tensors import (
@@ -110,12 +110,21 @@ class MasterWeights:
             isinstance(o, torch.optim.AdamW) and o.defaults["fused"] for o in self.optimizers
         )
         self.can_skip = fused and owners is None and not offload  # whether `skip_if` works
-        # Whether one kernel does all that a step does.
-        self._at_once = (
-            self.can_skip
+        whole_adamw = (
+            owners is None
             and all(isinstance(o, AdamW) for o in self.optimizers)
             and all(part.stop is None for part in parts)
-            and all(runs_triton(m.device) and local(m).is_contiguous() for m in self.masters)
+            and all(local(m).is_contiguous() for m in self.masters)
+        )
+        # Whether one kernel does all that a step does.
+        self._at_once = (
+            whole_adamw and self.can_skip and all(runs_triton(m.device) for m in self.masters)
+        )
+        # Whether a step clips, updates and rounds block by block.
+        self._on_cpu = (
+            whole_adamw
+            and all(m.device.type == "cpu" for m in self.masters)
+            and all(is_quantized(p) or local(p).is_contiguous() for p in self.parameters)
         )
 
     def _find_copied(self) -> list[bool]:
@@ -192,33 +201,70 @@ class MasterWeights:
         # A chunk at a time: gradients in FP32 of all parameters at once would take as much memory as the masters.
         for parameters in chunks(list(used), UPDATE_CHUNK):
             chunk = [(parameter, masters[parameter]) for parameter in parameters]
-            # Taken out one by one, so that a gradient is freed once its FP32 copy exists.
-            self._hand_over(chunk, (used.pop(parameter) for parameter in parameters))
-            for optimizer in self.optimizers:
-                optimizer.step()
-            for parameter, _ in chunk:
-                for _, view in self._views[id(parameter)]:
-                    # Dropped before the values are spread, which needs memory of its own; also an optimizer updates all
-                    # that have one.
-                    view.grad = None
-            values = self._values(chunk)
-            copies = []
-            for p, v in values:
-                # A parameter that is its own master has its value; FP8 weights are cast below, with their scales.
-                if v is not p and not is_quantized(p):
-                    copies.append((p, v))
-            targets = [local(p) for p, _ in copies]
-            new = [local(v) for _, v in copies]
-            if self._offloaded:
-                to_device(targets, new)
-            elif copies:
-                torch._foreach_copy_(targets, new)
-            for parameter, value in values:
-                if is_quantized(parameter):
-                    take_master(parameter, value)
+            # Taken out one by one, so that a gradient is freed once its copy for the master exists.
+            gradients = (used.pop(parameter) for parameter in parameters)
+            if self._on_cpu:
+                self._update_on_cpu(chunk, gradients)
+            else:
+                self._update_by_passes(chunk, gradients)
         self._clip = None
         if self.can_skip:
             self._set_found_inf(None)
+
+    def _update_by_passes(
+        self, chunk: list[tuple[nn.Parameter, Tensor]], used: Iterable[Tensor]
+    ) -> None:
+        """Update parameters, given with their masters, from their gradients `used`, by an operation after the other."""
+        self._hand_over(chunk, used)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for parameter, _ in chunk:
+            for _, view in self._views[id(parameter)]:
+                # Dropped before the values are spread, which needs memory of its own; also an optimizer updates all
+                # that have one.
+                view.grad = None
+        values = self._values(chunk)
+        copies = []
+        for p, v in values:
+            # A parameter that is its own master has its value; FP8 weights are cast below, with their scales.
+            if v is not p and not is_quantized(p):
+                copies.append((p, v))
+        targets = [local(p) for p, _ in copies]
+        new = [local(v) for _, v in copies]
+        if self._offloaded:
+            to_device(targets, new)
+        elif copies:
+            torch._foreach_copy_(targets, new)
+        for parameter, value in values:
+            if is_quantized(parameter):
+                take_master(parameter, value)
+
+    def _update_on_cpu(
+        self, chunk: list[tuple[nn.Parameter, Tensor]], used: Iterable[Tensor]
+    ) -> None:
+        """Update parameters, given with their masters in CPU memory, from their gradients `used`, block by block."""
+        gradients = list(used)
+        if self._offloaded:
+            gradients = to_host(gradients)
+        updates = []
+        rounded = []  # values in CPU memory of parameters on a GPU
+        for (parameter, master), gradient in zip(chunk, gradients, strict=True):
+            target = None
+            if master is not parameter and not is_quantized(parameter):
+                target = parameter
+                if self._offloaded:
+                    target = pinned_room(parameter)
+                    rounded.append((parameter, target))
+            updates.append(Update(master, gradient, target))
+        for optimizer in self.optimizers:
+            assert isinstance(optimizer, AdamW)
+            optimizer.update_on_cpu(updates, self._clip)
+        for parameter, value in rounded:
+            # The pinned memory is not used again before the copy has ended.
+            parameter.copy_(value, non_blocking=True)
+        for parameter, master in chunk:
+            if is_quantized(parameter):
+                take_master(parameter, master)
 
     def _update_at_once(self, used: list[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
         """Update parameters, given with their masters and gradients, in one kernel per group and kind of tensors."""
