@@ -39,6 +39,7 @@ from te_models.optim.state_tensors import (
 
 Live = TypeVar("Live")
 Saved = TypeVar("Saved")
+Pairs = list[tuple[nn.Parameter, Tensor]]  # parameters with their masters, or with new values
 
 
 class MasterWeights:
@@ -148,7 +149,7 @@ class MasterWeights:
         return groups
 
     @property
-    def saved_masters(self) -> list[tuple[nn.Parameter, Tensor]]:
+    def saved_masters(self) -> Pairs:
         """The masters of `state_dict`, with their parameters: an FP32 parameter is its own and not among them."""
         pairs = zip(self.parameters, self.masters, strict=True)
         return list(compress(pairs, self._copied))
@@ -211,10 +212,8 @@ class MasterWeights:
         if self.can_skip:
             self._set_found_inf(None)
 
-    def _update_by_passes(
-        self, chunk: list[tuple[nn.Parameter, Tensor]], used: Iterable[Tensor]
-    ) -> None:
-        """Update parameters, given with their masters, from their gradients `used`, by an operation after the other."""
+    def _update_by_passes(self, chunk: Pairs, used: Iterable[Tensor]) -> None:
+        """Update parameters, given with their masters, from their gradients `used`, one operation after the other."""
         self._hand_over(chunk, used)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -239,9 +238,7 @@ class MasterWeights:
             if is_quantized(parameter):
                 take_master(parameter, value)
 
-    def _update_on_cpu(
-        self, chunk: list[tuple[nn.Parameter, Tensor]], used: Iterable[Tensor]
-    ) -> None:
+    def _update_on_cpu(self, chunk: Pairs, used: Iterable[Tensor]) -> None:
         """Update parameters, given with their masters in CPU memory, from their gradients `used`, block by block."""
         gradients = list(used)
         if self._offloaded:
@@ -280,7 +277,7 @@ class MasterWeights:
             if is_quantized(parameter):
                 take_master(parameter, master)
 
-    def _hand_over(self, chunk: list[tuple[nn.Parameter, Tensor]], used: Iterable[Tensor]) -> None:
+    def _hand_over(self, chunk: Pairs, used: Iterable[Tensor]) -> None:
         """Give the masters, or their rows, the gradients `used` of their parameters in the masters' dtype, clipped."""
         gradients = []
         for (parameter, master), summed in zip(chunk, self._gradients(chunk, used), strict=True):
@@ -293,9 +290,7 @@ class MasterWeights:
         if self._clip is not None and gradients:
             scale([local(gradient) for gradient in gradients], self._clip)
 
-    def _gradients(
-        self, chunk: list[tuple[nn.Parameter, Tensor]], used: Iterable[Tensor]
-    ) -> Iterable[Tensor | None]:
+    def _gradients(self, chunk: Pairs, used: Iterable[Tensor]) -> Iterable[Tensor | None]:
         """Return each parameter's gradient, where its master is; with owners the whole one on the owner, else None."""
         dtypes = [master.dtype for _, master in chunk]
         if self._offloaded:
@@ -306,9 +301,7 @@ class MasterWeights:
             [p for p, _ in chunk], [local(gradient) for gradient in used], dtypes
         )
 
-    def _values(
-        self, chunk: list[tuple[nn.Parameter, Tensor]]
-    ) -> list[tuple[nn.Parameter, Tensor]]:
+    def _values(self, chunk: Pairs) -> Pairs:
         """Return each parameter with its new value: its master, or this rank's shard of it."""
         if self.owners is None:
             return chunk
