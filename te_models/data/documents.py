@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from te_models.config.shares import share_of
 from te_models.data.bad_records import BadRecords
-from te_models.data.files import check_text, find_files, walk
+from te_models.data.files import check_text, find_files, walk, without_outputs
 from te_models.data.formats import Document
 from te_models.data.marks import ignored_fields
 from te_models.data.rows import file_ranges, read_range
@@ -35,6 +35,7 @@ def load_documents(
     path: str | Path | None,
     columns: Mapping[str, str] | None = None,
     bad: BadRecords | None = None,
+    remarks: list[str] | None = None,
 ) -> list[Document]:
     """Load all documents at `path`, sorted by file name.
 
@@ -52,6 +53,7 @@ def load_documents(
         path: file, folder, glob, URL or name.
         columns: your column names -> the formats' (te_models.config.data.parse_columns).
         bad: may skip records that cannot be read; None raises their error.
+        remarks: gets a line that names the folders of runs and models that are skipped, if there are some.
 
     Raises:
         DataError: a file cannot be read or is of another format, or there is no text.
@@ -69,6 +71,8 @@ def load_documents(
     if not documents and bad is not None:
         bad.refuse_all(str(path))
     check_text(str(path), documents, left_out)
+    if left_out and remarks is not None:
+        remarks.append(f"{path}: read {without_outputs(left_out)}")
     return documents
 
 

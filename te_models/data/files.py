@@ -26,7 +26,7 @@ from te_models.errors import (
     plural,
 )
 from te_models.files.atomic import first_line
-from te_models.files.formats import lookalike
+from te_models.files.formats import list_some, lookalike
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 FORMATS = {  # any other suffix: text
@@ -113,6 +113,11 @@ def find_files(path: str) -> Found:
             if isinstance(system, LocalFileSystem) and not stat.S_ISREG(os.stat(file).st_mode):
                 raise DataError(f"{file}: not a regular file; {HELP}")
     return Found(system, files, sorted(os.path.relpath(folder, root) for folder in left_out))
+
+
+def without_outputs(left_out: Sequence[str]) -> str:
+    """Return the words that name the folders of runs and models that are not read."""
+    return f"without {list_some(left_out)} (runs or models)"
 
 
 def check_text(source: str, content: object, left_out: Sequence[str] = ()) -> None:

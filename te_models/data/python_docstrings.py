@@ -45,7 +45,12 @@ _NOT_READ = {  # tests, generated tables, programs, and code of other projects
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def read_documents(data: str, columns: str = "", bad: BadRecords | None = None) -> list[Document]:
+def read_documents(
+    data: str,
+    columns: str = "",
+    bad: BadRecords | None = None,
+    remarks: list[str] | None = None,
+) -> list[Document]:
     """Return the documents at a path, or of one of the two names above, to evaluate on.
 
     Args:
@@ -53,10 +58,12 @@ def read_documents(data: str, columns: str = "", bad: BadRecords | None = None) 
             modules that training does not see are returned.
         columns: as in DataConfig.
         bad: may skip records that cannot be read.
+        remarks: as in load_documents.
     """
     if data == PYTHON_DOCSTRINGS:
         return python_docstrings()[1]
-    return load_documents(None if data == PYTHON_DOCS else data, parse_columns(columns), bad)
+    path = None if data == PYTHON_DOCS else data
+    return load_documents(path, parse_columns(columns), bad, remarks)
 
 
 def python_docstrings() -> tuple[list[Document], list[Document]]:

@@ -10,14 +10,20 @@ from fsspec import AbstractFileSystem
 
 from te_models.config.data import MAX_WEIGHT, split_weight
 from te_models.data.bad_records import BadRecords
-from te_models.data.files import file_format, find_files, open_bytes, readable_errors, text_bytes
+from te_models.data.files import (
+    file_format,
+    find_files,
+    open_bytes,
+    readable_errors,
+    text_bytes,
+    without_outputs,
+)
 from te_models.data.formats import TEXT, Document, recognize, rename, row_document
 from te_models.data.row_values import without_nulls
 from te_models.data.rows import TEXT as TEXT_FILE
 from te_models.data.rows import FileRange, file_ranges, first_rows
 from te_models.data.unrecognized_rows import misspelled
 from te_models.errors import DataError, UsageError
-from te_models.files.formats import list_some
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Source:
             first = ", by the first record"
         left_out = ""
         if self.left_out:
-            left_out = f", without {list_some(self.left_out)} (runs or models)"
+            left_out = f", {without_outputs(self.left_out)}"
         return f"{self.path}: {kind}{first}{left_out}{weight}"
 
     def text_bytes(self) -> int:

@@ -177,11 +177,11 @@ def evaluate_recipes(
     """
     bad = BadRecords(skip=on_bad_record == "skip")
     # Without data, to find scales on, for recipes that need some.
-    documents = None if data is None else read_documents(data, columns, bad)
+    remarks: list[str] = []
+    documents = None if data is None else read_documents(data, columns, bad, remarks)
     losses = []
     scores = []
     batches = []
-    remarks = []
     text_bytes = 0
     for name in recipes:
         progress(f"loading the model under {name or 'its own recipe'}")
@@ -197,7 +197,8 @@ def evaluate_recipes(
             documents = read_documents(PYTHON_DOCSTRINGS, "", bad)
         if documents is not None and not batches:
             # With the first model, whose longest sequence bounds them; all recipes see the same tokens.
-            batches, remarks = make_batches(documents, tokenizer, network, bad=bad, **sizes)
+            batches, of_batches = make_batches(documents, tokenizer, network, bad=bad, **sizes)
+            remarks += of_batches
             text_bytes = sum(counted_bytes(batch, tokenizer) for batch in batches)
         if batches:
             progress(f"{network.recipe.name}: {sum(map(count_targets, batches)):,} tokens")

@@ -325,7 +325,8 @@ def read_batches(
     text_tokenizer = load_tokenizer(tokenizer)
     check_fit(text_tokenizer, model.config)
     length = min(seq_len, model.config.longest_sequence)
-    documents = read_documents(data, columns)
+    remarks: list[str] = []
+    documents = read_documents(data, columns, remarks=remarks)
     if any(document.conversation is not None for document in documents):
         text_tokenizer.ensure_chat_template()
     # As in a run: a record is whole in its window, and does not see the others there.
@@ -340,7 +341,7 @@ def read_batches(
         packing=packing,
         truncate=truncate,
     )
-    for line in dataset.remarks:
+    for line in (*remarks, *dataset.remarks):
         warnings.warn(line, stacklevel=2)
     return dataset.eval_batches(count)
 

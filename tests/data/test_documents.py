@@ -157,11 +157,13 @@ def test_runs_and_models_in_a_project_are_no_data(files: list[str], tmp_path: Pa
     for name in ["texts/a.txt", "configs/run.toml", *(f"runs/one/{file}" for file in files)]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"text of {name}")
-    documents = load_documents(tmp_path)
+    remarks: list[str] = []
+    documents = load_documents(tmp_path, remarks=remarks)
     assert [document.text for document in documents] == [
         "text of configs/run.toml",
         "text of texts/a.txt",
     ]
+    assert remarks == [f"{tmp_path}: read without runs/one (runs or models)"]
     (source,) = open_sources([str(tmp_path)], {})
     assert source.left_out == ("runs/one",) and len(source.files) == 2
     assert source.describe().endswith(": text files, without runs/one (runs or models)")
@@ -169,6 +171,8 @@ def test_runs_and_models_in_a_project_are_no_data(files: list[str], tmp_path: Pa
         open_sources([str(tmp_path / "runs")], {})
     # Named itself, it is what the user wants to read.
     assert not find_files(str(tmp_path / "runs/one")).left_out
+    load_documents(tmp_path / "texts", remarks=remarks)
+    assert len(remarks) == 1, "nothing was left out there"
 
 
 def test_folder_is_read_sorted_without_hidden_and_binary_files(tmp_path: Path) -> None:

@@ -262,6 +262,29 @@ def test_bad_records_are_skipped_by_choice(tmp_path: Path, capsys: pytest.Captur
     assert "2 bad records are skipped" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("always")  # warnings are lines of the command
+@pytest.mark.parametrize("command", ["evaluate", "parity", "export"])
+def test_runs_in_the_folder_of_the_data_are_named(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and what is beside them is read."""
+    monkeypatch.chdir(tmp_path)
+    Path("runs/one").mkdir(parents=True)
+    Path("runs/one/run.toml").write_text("steps = 1\n")
+    Path("runs/one/metrics.jsonl").write_text('{"step": 1}\n')
+    Path("a.txt").write_text("Some text of a project.\n" * 9)
+    options = {
+        "evaluate": ["--max-batches", "1"],
+        "parity": ["--export", "bf16", "--batches", "1"],
+        "export": ["--format", "fp8-tensor", "--out", "out", "--batches", "1"],
+    }
+    model = ["--model", "gated-nano", "--device", "cpu", "--data", ".", "--seq-len", "16"]
+    assert main([command, *model, *options[command]]) == 0
+    printed = capsys.readouterr()
+    line = ".: read without runs/one (runs or models)"
+    assert (printed.out + printed.err).count(line) == 1
+
+
 def test_the_checkpoint_is_named_before_the_spinner(monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
 
