@@ -9,7 +9,14 @@ from te_models.interop import hf_parts as parts
 from te_models.interop import hf_places as places
 from te_models.interop import hf_rope_parts as ropes
 from te_models.interop import hf_window_parts as windows
-from te_models.interop.hf_family import LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
+from te_models.interop.hf_family import (
+    LENGTHS,
+    NO_DROPOUT,
+    TEXT_ALONE,
+    UNGATED,
+    Family,
+    whole_heads,
+)
 from te_models.interop.hf_hybrid_parts import LATENT, ROTATED_HEAD_DIM, WHOLE_HEAD_DIM
 from te_models.interop.hf_parts import Fields
 from te_models.interop.hf_step_parts import STEP_LAYERS
@@ -428,10 +435,8 @@ EXPERT_FAMILIES = (
     ),
     Family(
         model_type="llama4", architecture="Llama4ForConditionalGeneration", models="Llama 4 Scout, Maverick", **_LLAMA4,
-        inner="text_config", inside="language_model.model.", root="language_model.model.",
+        **TEXT_ALONE, inside="language_model.model.", root="language_model.model.",
         head="language_model.lm_head", other_models=("vision_model.", "multi_modal_projector."),
-        accepts=lambda config: False,
-        note="the text model of a folder whose other tensors are kept aside and written back",
     ),
     Family(
         model_type="gpt_oss", architecture="GptOssForCausalLM", models="gpt-oss-20b, gpt-oss-120b",

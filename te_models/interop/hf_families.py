@@ -20,6 +20,7 @@ from te_models.interop.hf_expert_families import EXPERT_FAMILIES
 from te_models.interop.hf_family import (
     LENGTHS,
     NO_DROPOUT,
+    TEXT_ALONE,
     UNGATED,
     Family,
     prefixes_of,
@@ -122,12 +123,10 @@ _MINISTRAL3: Fields = dict(
 _MISTRAL3: Fields = dict(
     model_type="mistral3",
     architecture="Mistral3ForConditionalGeneration",
-    inner="text_config",
+    **TEXT_ALONE,
     root="language_model.model.",
     head="language_model.lm_head",
     other_models=("vision_tower.", "multi_modal_projector."),
-    accepts=lambda config: False,
-    note="the text model of a folder whose other tensors are kept aside and written back",
 )
 _COHERE: Fields = dict(
     layer=places.PARALLEL_LAYER,

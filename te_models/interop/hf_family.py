@@ -409,3 +409,9 @@ def whole_heads(config: ModelConfig) -> bool:
 NO_DROPOUT = {"attention_dropout": (0.0,)}
 UNGATED = {"attention_gate": "none"}
 LENGTHS = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
+# The text model of a folder that has other models too, such as one for images. No other model is written as such.
+TEXT_ALONE: Fields = dict(
+    inner="text_config",
+    accepts=lambda config: False,
+    note="the text model of a folder whose other tensors are kept aside and written back",
+)

@@ -8,6 +8,7 @@ from te_models.interop import hf_rope_parts as ropes
 from te_models.interop import hf_window_parts as windows
 from te_models.interop.hf_family import (
     NO_DROPOUT,
+    TEXT_ALONE,
     UNGATED,
     Family,
     whole_heads,
@@ -138,7 +139,7 @@ _GEMMA4_MOE: Fields = {
     "ignored": frozenset(("hidden_act", "vocab_size_per_layer_input", "use_double_wide_mlp")),
 }
 _GEMMA4_IMAGES: Fields = dict(
-    inner="text_config",
+    **TEXT_ALONE,
     root="model.language_model.",
     other_models=(
         "model.vision_tower.",
@@ -146,8 +147,6 @@ _GEMMA4_IMAGES: Fields = dict(
         "model.audio_tower.",
         "model.embed_audio.",
     ),
-    accepts=lambda config: False,
-    note="the text model of a folder whose other tensors are kept aside and written back",
 )
 _GEMMA4_UNIFIED: Fields = {
     **_GEMMA4_LARGE,
@@ -251,12 +250,10 @@ GEMMA_FAMILIES = (
         architecture="Gemma3ForConditionalGeneration",
         models="Gemma 3 4B, 12B, 27B",
         **_GEMMA3_IMAGES,
-        inner="text_config",
+        **TEXT_ALONE,
         root="language_model.model.",
         head="language_model.lm_head",
         other_models=("vision_tower.", "multi_modal_projector."),
-        accepts=lambda config: False,
-        note="the text model of a folder whose other tensors are kept aside and written back",
     ),
     Family(
         model_type="gemma4_text",
@@ -301,10 +298,8 @@ GEMMA_FAMILIES = (
         architecture="Gemma4UnifiedForConditionalGeneration",
         models="Gemma 4 12B",
         **_GEMMA4_UNIFIED,
-        inner="text_config",
+        **TEXT_ALONE,
         root="model.language_model.",
         other_models=("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."),
-        accepts=lambda config: False,
-        note="the text model of a folder whose other tensors are kept aside and written back",
     ),
 )

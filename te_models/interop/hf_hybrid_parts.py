@@ -90,8 +90,11 @@ WHOLE_MROPE = ConfigKeys(
 
 
 def _read_latent(theirs: Values) -> Fields:
-    """Read the sizes of latent attention, and whether RoPE turns pairs of neighboring channels."""
-    """Read the sizes; refuse a factor of the logits that te-models computes under YaRN alone."""
+    """Read the sizes of latent attention, and whether RoPE turns pairs of neighboring channels.
+
+    Raises:
+        ConfigError: the file has a factor of the logits that te-models computes under YaRN alone.
+    """
     rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type"))
     # Their latent attention takes it from any scaling. One without a type is refused with the other fields of RoPE.

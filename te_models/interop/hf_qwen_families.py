@@ -8,6 +8,7 @@ from te_models.interop import hf_window_parts as windows
 from te_models.interop.hf_family import (
     LENGTHS,
     NO_DROPOUT,
+    TEXT_ALONE,
     UNGATED,
     Family,
 )
@@ -28,12 +29,6 @@ _VISION_KEYS = (
     "vision_end_token_id",
     "vision_token_id",
 )
-# The text model of Qwen's models for images and videos.
-_QWEN_VL: Fields = dict(
-    inner="text_config",
-    accepts=lambda config: False,
-    note="the text model of a folder whose other tensors are kept aside and written back",
-)
 _QWEN2_VL: Fields = dict(
     layer=places.LAYER,
     parts=(WHOLE_MROPE, windows.WINDOW_BY_FLAG, ACT),
@@ -50,7 +45,7 @@ _QWEN2_VL: Fields = dict(
         "eos_token_id": 151645,
     },
     only=NO_DROPOUT,
-    **_QWEN_VL,
+    **TEXT_ALONE,
 )
 _QWEN3_VL: Fields = dict(
     root="model.language_model.",
@@ -64,7 +59,7 @@ _QWEN3_VL: Fields = dict(
         "rope_theta": 500000.0,
     },
     only=NO_DROPOUT,
-    **_QWEN_VL,
+    **TEXT_ALONE,
 )
 _QWEN3_VL_MOE: Fields = {
     **_QWEN3_VL,
@@ -196,11 +191,9 @@ GATED_QWEN_FAMILIES = (
         architecture="Qwen3_5ForConditionalGeneration",
         models="Qwen3.5, 3.6 and 3.8, dense, with images",
         **_QWEN3_5,
-        inner="text_config",
+        **TEXT_ALONE,
         root="model.language_model.",
         other_models=("model.visual.", "mtp."),
-        accepts=lambda config: False,
-        note="the text model of a folder whose other tensors are kept aside and written back",
     ),
     Family(
         model_type="qwen3_5_moe_text",
@@ -214,11 +207,9 @@ GATED_QWEN_FAMILIES = (
         architecture="Qwen3_5MoeForConditionalGeneration",
         models="Qwen3.5, 3.6 and 3.8 with experts, with images",
         **_QWEN3_5_MOE,
-        inner="text_config",
+        **TEXT_ALONE,
         root="model.language_model.",
         other_models=("model.visual.", "mtp."),
-        accepts=lambda config: False,
-        note="the text model of a folder whose other tensors are kept aside and written back",
     ),
     Family(
         model_type="qwen3_next",

@@ -1,4 +1,4 @@
-"""Chunks of a recurrence whose state decays by one number per head and token: how much is left of what, and where.
+"""Chunks of a recurrence whose state decays: how much is left of what and where, and the walk from chunk to chunk.
 
 Shapes: B batch, S sequence, H heads, n chunks of C tokens.
 """
@@ -59,3 +59,41 @@ def of_documents(document: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (document == last[..., None]).float(),
         (last == before).float(),
     )
+
+
+def through_chunks(
+    q: Tensor,
+    k: Tensor,
+    written: Tensor,
+    read: Tensor,
+    scores: Tensor,
+    passed: Tensor,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs [B, H, n C, d_v] and the last state of a delta rule, from chunk to chunk.
+
+    Args:
+        q: queries times the decay from the start of the chunk [B, H, n, C, d_k].
+        k: keys times the decay to the end of the chunk [B, H, n, C, d_k].
+        written: what the tokens write from their own values [B, H, n, C, d_v].
+        read: what their values lose per state before the chunk [B, H, n, C, d_k].
+        scores: the products of queries and keys within a chunk, decayed [B, H, n, C, C].
+        passed: the decay of the state over a chunk [B, H, n, d_k or 1, 1].
+        state: before the first token [B, H, d_k, d_v].
+    """
+    outputs = []
+    # unbind, since backward of an index would write all chunks once per chunk.
+    for query, key, from_values, seen_before, score, decay in zip(
+        q.unbind(2),
+        k.unbind(2),
+        written.unbind(2),
+        read.unbind(2),
+        scores.unbind(2),
+        passed.unbind(2),
+        strict=True,
+    ):
+        # What the tokens write, now that the state before them is known.
+        new = from_values - seen_before @ state  # [B, H, C, d_v]
+        outputs.append(query @ state + score @ new)
+        state = state * decay + key.mT @ new  # [B, H, d_k, d_v]
+    return torch.cat(outputs, dim=2), state

@@ -25,7 +25,7 @@ from te_models.config.deltanet import CHUNK
 from te_models.device.allocations import on_gpu
 from te_models.device.autograd import Context
 from te_models.device.operations import count_flops
-from te_models.kernels.chunks import chunked_decays
+from te_models.kernels.chunks import chunked_decays, through_chunks
 from te_models.kernels.from_inputs import from_inputs
 
 log = logging.getLogger(__name__)
@@ -137,22 +137,9 @@ def chunked(
     # Decays from the start of the chunk to the query, and from the key to the end of the chunk.
     q = q * since[..., None]
     k = k * until[..., None]
-    outputs = []
-    # unbind, since backward of an index would write all chunks once per chunk.
-    for query, key, from_values, seen_before, score, decay in zip(
-        q.unbind(2),
-        k.unbind(2),
-        written.unbind(2),
-        read.unbind(2),
-        scores.unbind(2),
-        passed[..., None, None].unbind(2),
-        strict=True,
-    ):
-        # What the tokens write, now that the state before them is known.
-        new = from_values - seen_before @ state  # [B, heads, C, d_v]
-        outputs.append(query @ state + score @ new)
-        state = state * decay + key.mT @ new  # [B, heads, d_k, d_v]
-    out = torch.cat(outputs, dim=2)[:, :, :seq]  # [B, heads, S, d_v]
+    decays = passed[..., None, None]
+    out, state = through_chunks(q, k, written, read, scores, decays, state)
+    out = out[:, :, :seq]  # [B, heads, S, d_v]
     return out.transpose(1, 2).to(v.dtype), state
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from te_models.kernels.head_tiles_triton import (
     HEADS,
     heads_of_token,
+    strides_of,
     width_of,
 )
 
@@ -39,12 +40,7 @@ def copy(x: Tensor, out: Tensor) -> None:
     _copy_kernel[grid](
         x=x,
         out=out,
-        x_batch=x.stride(0),
-        x_seq=x.stride(1),
-        x_head=x.stride(2),
-        out_batch=out.stride(0),
-        out_seq=out.stride(1),
-        out_head=out.stride(2),
+        **strides_of(x=x, out=out),
         seq=seq,
         heads=heads,
         dim=dim,

@@ -38,6 +38,7 @@ from te_models.kernels.head_tiles_triton import (
     norm_factor,
     rotation_tables,
     row_and_place,
+    strides_of,
     width_of,
 )
 
@@ -417,12 +418,7 @@ def norm_backward_fp8(
         scale=cast_scale.scale,
         amax=cast_scale.amax,
         scale_inv=out.scale_inv,
-        dy_batch=dy.stride(0),
-        dy_seq=dy.stride(1),
-        dy_head=dy.stride(2),
-        x_batch=x.stride(0),
-        x_seq=x.stride(1),
-        x_head=x.stride(2),
+        **strides_of(dy=dy, x=x),
         table_batch=table_batch,
         table_seq=table_seq,
         rows=batch * seq,

@@ -88,6 +88,16 @@ def head_tiles(dim: int, rotation: Rotation | None) -> dict[str, int | bool]:
     )
 
 
+def strides_of(**tensors: Tensor) -> dict[str, int]:
+    """Return the strides of each tensor [B, S, heads, H] in elements, as kernels name them: x_batch, x_seq, x_head."""
+    strides = {}
+    for name, tensor in tensors.items():
+        strides[f"{name}_batch"] = tensor.stride(0)
+        strides[f"{name}_seq"] = tensor.stride(1)
+        strides[f"{name}_head"] = tensor.stride(2)
+    return strides
+
+
 HEADS = 8  # heads per program
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from te_models.config.kda import CHUNK
 from te_models.device.allocations import on_gpu
-from te_models.kernels.chunks import of_documents
+from te_models.kernels.chunks import of_documents, through_chunks
 from te_models.kernels.delta_rule import EPSILON, FORGET, kernels_without_data
 from te_models.kernels.from_inputs import from_inputs
 
@@ -146,41 +146,9 @@ def chunked(
     # The decay from before the chunk to the query, per channel of the keys.
     q = q * since
     k = k * until
-    out, state = _through_chunks(q, k, written, read, scores, passed, state)
+    out, state = through_chunks(q, k, written, read, scores, passed[..., None], state)
     out = out[:, :, :seq]  # [B, H, S, d_v]
     return out.transpose(1, 2).to(v.dtype), state
-
-
-def _through_chunks(
-    q: Tensor,
-    k: Tensor,
-    written: Tensor,
-    read: Tensor,
-    scores: Tensor,
-    passed: Tensor,
-    state: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return the outputs [B, H, n C, d_v] and the last state [B, H, d, d_v], from the first, chunk by chunk.
-
-    q and k [B, H, n, C, d] have their decays to the start and the end of the chunk, `passed` [B, H, n, d] is the decay
-    of the state over a chunk, and `scores` [B, H, n, C, C] are the products of queries and keys within it.
-    """
-    outputs = []
-    # unbind, since backward of an index would write all chunks once per chunk.
-    for query, key, from_values, seen_before, score, decay in zip(
-        q.unbind(2),
-        k.unbind(2),
-        written.unbind(2),
-        read.unbind(2),
-        scores.unbind(2),
-        passed[..., None].unbind(2),
-        strict=True,
-    ):
-        # Values that the tokens write, without what the state already answers for their keys.
-        new = from_values - seen_before @ state  # [B, H, C, d_v]
-        outputs.append(query @ state + score @ new)
-        state = state * decay + key.mT @ new  # [B, H, d, d_v]
-    return torch.cat(outputs, dim=2), state
 
 
 def _prepared(

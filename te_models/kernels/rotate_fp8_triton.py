@@ -46,6 +46,7 @@ from te_models.kernels.head_tiles_triton import (
     head_tiles,
     rotation_tables,
     row_and_place,
+    strides_of,
 )
 
 HEADS_PER_PROGRAM = 8  # they share the angles of a token
@@ -374,9 +375,7 @@ def rotate_fp8(
         scale=cast_scale.scale,
         amax=cast_scale.amax,
         scale_inv=out.scale_inv,
-        x_batch=x.stride(0),
-        x_seq=x.stride(1),
-        x_head=x.stride(2),
+        **strides_of(x=x),
         table_batch=table_batch,
         table_seq=table_seq,
         rows=batch * seq,
