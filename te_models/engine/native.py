@@ -125,8 +125,11 @@ def outside_autocast() -> Iterator[recipe.Recipe | None]:
     saved = FP8GlobalStateManager.get_autocast_state()
     depth = state.autocast_depth
     left = state.fp8_recipe if state.fp8_enabled else None
-    state.fp8_enabled = state.fp8_calibration = state.is_first_fp8_module = False
-    state.fp8_recipe = state.fp8_distributed_group = None
+    state.fp8_enabled = False
+    state.fp8_calibration = False
+    state.is_first_fp8_module = False
+    state.fp8_recipe = None
+    state.fp8_distributed_group = None
     # Depth 1: an autocast inside is never the outermost one, whose exit updates scales.
     state.autocast_depth = 1
     try:

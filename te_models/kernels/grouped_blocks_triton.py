@@ -86,7 +86,7 @@ def _transposed_weights(
     """Return transposed weights in backward, cast again where the forward made none."""
     if transposed is not None:
         return WeightBlocks(None, transposed, scale_inv)
-    return cast_weight_blocks(weights[0], at.again(weights), straight=False)
+    return cast_weight_blocks(weights[0], at.in_backward(weights).places, straight=False)
 
 
 def _transposed_rows(x: Tensor, groups: Groups, token: Tensor | None) -> Blocks:

@@ -61,28 +61,35 @@ def count_if_seen(
 
 
 class Casts(NamedTuple):
-    """How a recipe casts the operands x, weights and dy of the three products, and how precisely those add."""
+    """How a recipe casts the operands x, weights and dy of the three products, and how precisely those add.
 
-    gradient: torch.dtype  # the format of dy; the other operands are E4M3
-    # Whether the sums of a product are precise (`rows_times`).
+    Attributes:
+        gradient: the format of dy; the other operands are E4M3.
+        precise_output, precise_input_gradient, precise_weight_gradient: whether the sums of a product are precise
+            (`rows_times`).
+        of_x, of_weights, of_dy: the scales of each operand under delayed scaling; None under current scaling.
+        after_backward: called at the end of a backward pass; None: nothing is.
+        seen_x, seen_weights, seen_dy: observers that count the casts of a recorded run
+            (te_models.recorder.table.ExpertObserver).
+    """
+
+    gradient: torch.dtype
     precise_output: bool
     precise_input_gradient: bool
     precise_weight_gradient: bool
-    # Under delayed scaling, the scales of each operand, and what a backward pass has to call at its end.
     of_x: Delayed | None = None
     of_weights: Delayed | None = None
     of_dy: Delayed | None = None
     after_backward: Callable[[], None] | None = None
-    # Observers that count the casts of a recorded run (te_models.recorder.table.ExpertObserver).
     seen_x: Seen | None = None
     seen_weights: Seen | None = None
     seen_dy: Seen | None = None
 
 
 def on_device(numbers: list[int], device: torch.device) -> Tensor:
-    """Return numbers as int64 on a device, from the arguments of kernels.
+    """Return numbers as int64 [len(numbers)] on a device, written by kernels that have them as arguments.
 
-    A copy from the host's memory would wait for the device, and in a CUDA graph read what is there at its replay.
+    A copy from the host's memory would wait for the device; in a CUDA graph it would read that memory at each replay.
     """
     out = torch.zeros(len(numbers), dtype=torch.int64, device=device)
     # One launch takes some hundred numbers as its arguments.
@@ -124,19 +131,15 @@ class Locations(NamedTuple):
         return cls(addresses, places, together)
 
     @property
-    def apart(self) -> Tensor | None:
+    def places_if_apart(self) -> Tensor | None:
         """`places`, or None where the matrices are together, for kernels that are faster without it."""
         return None if self.together else self.places
 
-    def now(self, tensors: Sequence[Tensor]) -> Locations:
-        """Return where the same tensors are in a backward pass."""
+    def in_backward(self, tensors: Sequence[Tensor]) -> Locations:
+        """Return where the same tensors are in a backward pass, to which they may have been moved."""
         current = self.of(tensors, self)
         assert current is not None  # memory that PyTorch allocates begins at multiples of 16 bytes
         return current
-
-    def again(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the places of the same tensors in a backward pass."""
-        return self.now(tensors).places
 
 
 class Weights(NamedTuple):
@@ -189,7 +192,7 @@ class _BF16(torch.autograd.Function):
         ctx.at = at
         x = x.contiguous()
         ctx.save_for_backward(x if ctx.needs_input_grad[4] else None, *weights)
-        b = ExpertMatrices(weights[0], places=at.apart)
+        b = ExpertMatrices(weights[0], places=at.places_if_apart)
         return rows_times(
             ExpertMatrices(x),
             b,
@@ -207,7 +210,7 @@ class _BF16(torch.autograd.Function):
         (x, *weights) = ctx.saved_tensors
         height, width = weights[0].shape
         a = ExpertMatrices(dy)  # [R, O]
-        b = ExpertMatrices(weights[0], places=ctx.at.now(weights).apart)
+        b = ExpertMatrices(weights[0], places=ctx.at.in_backward(weights).places_if_apart)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = rows_times(a, b, ctx.groups, width, down=True, precise=False, dtype=dy.dtype)
@@ -315,10 +318,10 @@ class _FP8(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             if to_cast_again:
                 scale, *weights = to_cast_again
-                w_matrices = EqualMatrices(weights[0], ctx.at.again(weights))
+                w_matrices = EqualMatrices(weights[0], ctx.at.in_backward(weights).places)
                 w_transposed = turned_equal(w_matrices, scale)
             elif ctx.stored:
-                w_transposed = transposed(ctx.stored[0], ctx.at.again(ctx.stored))
+                w_transposed = transposed(ctx.stored[0], ctx.at.in_backward(ctx.stored).places)
             a = ExpertMatrices(fp8_dy.data.view(casts.gradient), fp8_dy.scale_inv)
             b = ExpertMatrices(w_transposed.view(E4M3), w_inverse)
             dx = rows_times(

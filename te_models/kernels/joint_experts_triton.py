@@ -118,9 +118,9 @@ def _backward_operand(half: _Half, saved: Sequence[Tensor]) -> ExpertMatrices:
     """Return the transposed weights, made anew where none are there: all layers' would take half of BF16 weights."""
     scale_inv, w_transposed, scale, *weights = saved
     if half.stored:
-        w_transposed = transposed(half.stored[0], half.at.again(half.stored))
+        w_transposed = transposed(half.stored[0], half.at.in_backward(half.stored).places)
     elif w_transposed is None:
-        w_matrices = EqualMatrices(weights[0], half.at.again(weights))
+        w_matrices = EqualMatrices(weights[0], half.at.in_backward(weights).places)
         w_transposed = turned_equal(w_matrices, scale)
     return ExpertMatrices(w_transposed.view(E4M3), scale_inv)
 

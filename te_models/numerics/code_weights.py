@@ -1,14 +1,16 @@
 """The weights of codes in the hash of a recorded tensor (te_models.recorder.statistics.hash_codes).
 
-The hash is a sum, which needs no order, so kernels of any shape agree. Each code is weighted by its place, so that
-exchanged codes change it: by a byte of its row (of four), a byte of its column (of 64), and a word of that block of
-4 x 64. A kernel multiplies four codes by bytes in one instruction. The hash has two such sums, of two families of
-weights.
+A code is a byte of FP8 data. The hash is a sum over all codes, which does not depend on their order, so that kernels
+with any tiles agree. To notice codes that were exchanged, each is multiplied by three weights of its place: a byte for
+its row in a block of 4 x 64 codes, a byte for its column there, and a word of 32 bits for the block. Bytes, since a
+kernel multiplies four codes by four bytes in one instruction. The hash is the sum of two such sums, which have two
+families of weights.
 """
 
-# Four bytes in a word, the lowest of the first row.
+# Of each family, the weights of four rows: bytes of a word, the lowest for the first row.
 ROW_WEIGHTS = (0x3BB5D71F, 0x65A3E947)
-# Column j of 64 has the highest byte of (j + 1) times this, modulo 2^32, and at least 1: its last bit is set.
+# The weight of column j of 64 is the highest byte of (j + 1) times this, modulo 2^32, with its last bit set: it is odd.
 COLUMN_MIX = (0x9E3779B1, 0x85EBCA77)
-# Block (g, b) has h ^ (h >> 16) of h = g * first + b * second + third, modulo 2^32.
+# The weight of block (g, b), the g-th of four rows and the b-th of 64 columns, is h ^ (h >> 16), where h is
+# g * first + b * second + third, modulo 2^32.
 BLOCK_MIX = ((0xC2B2AE3D, 0x27D4EB2F, 0x165667B1), (0x2545F491, 0x9E3779B1, 0x7FEB352D))

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from te_models.numerics.fp8_triton import decode_fp8
 
-# Of a tile.
+# Rows and columns of a tile.
 ROWS = 32
 COLUMNS = 256
-# How a kernel reads scales.
+# The formats of scales, as the kernel's argument KIND.
 FLOAT = 0
 E4M3 = 1
 E8M0 = 2
@@ -60,9 +60,9 @@ def _dequantize_kernel(
     if scale_rows is not None:
         row = tl.load(scale_rows + i, i < rows, 0).to(tl.int64)
     scale = tl.load(scales + row[:, None] * groups + (j // width)[None, :], inside, 0)
-    if KIND == 1:
+    if KIND == 1:  # E4M3
         scale = decode_fp8(scale, False)
-    elif KIND == 2:
+    elif KIND == 2:  # E8M0
         scale = _e8m0(scale)
     else:
         scale = scale.to(tl.float32)
@@ -87,7 +87,18 @@ def dequantize(
     factors: Tensor | None,
     divide: bool,
 ) -> None:
-    """Write the values of quantized rows into contiguous `out` [rows, columns]; see stored.StoredRows."""
+    """Write the values of quantized rows into `out`; see stored.StoredRows.
+
+    Args:
+        out: contiguous [rows, columns], of any float dtype.
+        data: FP4 [rows, columns / 2] if `packed`, else E4M3 [rows, columns], as uint8.
+        scales: FP32, BF16, E4M3 or E8M0 (uint8) [scale rows, groups].
+        width: columns that share a scale.
+        packed: whether a byte holds two values of FP4.
+        scale_rows: the row of `scales` of each row, int [rows]; None: its own.
+        factors: FP32 [rows], a second scale of each row; None: there is none.
+        divide: whether `factors` divide the scales, and do not multiply them.
+    """
     rows, columns = out.shape
     kind = FLOAT
     if scales.dtype == torch.float8_e4m3fn:

@@ -111,16 +111,16 @@ class Launch:
 
 
 def kind(entry: Entry) -> tuple[object, ...]:
-    """Return what entries of one launch have in common."""
+    """Return the key of a launch: entries with the same key, of device, dtypes and alignment, share one."""
     dtypes = (tensor.dtype for tensor in entry if tensor is not None)
     return (entry.master.device, *dtypes, aligned(entry))
 
 
 @triton.jit
 def _offsets(places, gradient, ALIGNED: tl.constexpr):
-    """Return where gradient, master, both moments and parameter of an entry begin.
+    """Return where gradient, master, both moments and parameter of an entry begin, in elements from the first entry's.
 
-    In elements from one tensor of each kind, since a kernel takes a fixed number of pointers.
+    A kernel takes a fixed number of pointers, so that it gets those of one entry, and distances.
     """
     gradient_at = tl.load(places)
     master_at = tl.load(places + 1)
@@ -141,18 +141,22 @@ def _offsets(places, gradient, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _adamw_kernel(
+    # the tensors of the first entry; those of the others are found by their distance from these
     gradient,
     master,
     first,
     second,
     parameter,
+    # TensorBlocks: those distances, int64 [n, 5]; the elements of each entry, its first program; each program's entry
     places,
     counts,
     begins,
     owners,
+    # Numbers
     decay,
     sizes,
     roots,
+    # FP32 scalars: multiplies gradients, and 1 for a step that must change nothing; None: not compiled
     factor,
     bad,
     BETA1: tl.constexpr,
