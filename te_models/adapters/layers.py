@@ -278,7 +278,7 @@ class LoraExperts(LoraLinear):
         if self.disable_adapters and self.merged:
             self.unmerge()
         result = run(self.base_layer, x, *rows, **options)
-        return add_expert_updates(result, x, [Part(self)], self._experts, *rows)
+        return add_expert_updates(result, x, [Part(self)], self._experts, rows[0])
 
     def __getattr__(self, name: str) -> Any:
         """Return the weight of an expert by its name, as peft's layers do for `weight`."""

@@ -119,7 +119,7 @@ def add_expert_updates(
     x: Tensor,
     parts: Iterable[Part],
     experts: int,
-    *rows: list[int] | Groups,
+    rows: list[int] | Groups,
 ) -> Tensor:
     """Return the output of a te.GroupedLinear with the updates of all active adapters of its experts.
 
@@ -141,7 +141,7 @@ def add_expert_updates(
                 # An adapter of up alone, for one, leaves the rows of gate as they are.
                 b = torch.zeros_like(b).index_copy(1, part.columns, b)
             dropped = layer.lora_dropout[adapter](x.to(dtype))
-            result = result + low_rank_product(dropped, a, b, layer.scaling[adapter], *rows)
+            result = result + low_rank_product(dropped, a, b, layer.scaling[adapter], rows)
     return result
 
 
@@ -253,6 +253,6 @@ def _scale_rows(
         else:
             unchanged_rows = product.index_select(-1, part.columns)
             unscaled = unscaled.index_copy(-1, part.columns, unchanged_rows)
-    more = factors.to(result.dtype) - 1
+    # factors * (base + update) + bias, where the update is `updated` - `result`, which have the bias already.
     without_bias = unscaled if bias is None else unscaled - bias.to(result.dtype)
-    return updated + more * (without_bias + updated - result)
+    return updated + (factors.to(result.dtype) - 1) * (without_bias + updated - result)

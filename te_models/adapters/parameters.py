@@ -112,8 +112,12 @@ def write_rows(owner: nn.Module, name: str, place: Place, values: Tensor) -> Non
 class Stack:
     """A parameter of transformers: the weights [E, out, in] of the E experts of `owner`, or its one weight [out, in].
 
-    `place` says where their rows are in ours; `transposed` ones are [E, in, out]. With `swapped` peft does not know
-    that they are, and takes inputs for outputs.
+    Attributes:
+        owner: our te module, or router.
+        place: the rows of our weights that hold the parameter.
+        experts: E; 0: the parameter is one weight.
+        transposed: the parameter is [E, in, out].
+        swapped: it is transposed, but peft does not know that, and takes inputs for outputs.
     """
 
     owner: nn.Module
@@ -203,7 +207,8 @@ class AdaptedWeight(nn.Module):
         **options: object,
     ) -> Tensor:
         """Map x [R, in] to [R, out]; `rows` counts the rows of each expert, and `run` computes base_layer's forward."""
-        parts = self._parts()  # before the product: it takes out what is merged and switched off
+        # Before the product: adapters that are merged and switched off leave the weight here.
+        parts = self._parts()
 
         def base(x: Tensor) -> Tensor:
             if run is None:
@@ -212,8 +217,8 @@ class AdaptedWeight(nn.Module):
 
         if rows:
             experts: Any = self.base_layer.num_gemms
-            return add_expert_updates(base(x), x, parts, experts, *rows)
-        return add_updates(base(x), x, parts, base, None)
+            return add_expert_updates(base(x), x, parts, experts, rows[0])
+        return add_updates(base(x), x, parts, base, bias=None)
 
     def _parts(self) -> list[Part]:
         """Return the layers of peft around the parameter."""

@@ -57,6 +57,21 @@ def parity(
     from te_models.serving.parity import read_batches  # noqa: PLC0415
 
     built = build_trained_model(preset, model, options)
-    read = read_batches(built, data, tokenizer or model, batches, seq_len, columns, truncate)
-    before = base_model(built, model, base)
-    show(run(built, built.origin, exports, read, rounding, before), as_json)
+    token_batches = read_batches(
+        built,
+        data,
+        tokenizer=tokenizer or model,
+        count=batches,
+        seq_len=seq_len,
+        columns=columns,
+        truncate=truncate,
+    )
+    result = run(
+        built,
+        built.origin,
+        exports=exports,
+        batches=token_batches,
+        rounding=rounding,
+        base=base_model(built, model, base),
+    )
+    show(result, as_json)

@@ -76,8 +76,11 @@ def serve(
                 raise UsageError(
                     "--chat-template is for --backend own; vLLM takes the template that is saved with the model"
                 )
-            return _through_vllm(preset, model, options, host, port, name, format)
-        except ConfigError as error:  # no server has this architecture
+            return _through_vllm(
+                preset, model, options, host=host, port=port, name=name, format=format
+            )
+        except ConfigError as error:
+            # vLLM has no such architecture.
             if backend == "vllm":
                 raise
             show_line(f"vLLM cannot serve it ({error}): it serves itself", err=True)
@@ -100,7 +103,7 @@ def serve(
     def note(line: str) -> None:
         show_line(line, err=True)
 
-    with make_server(network, text_tokenizer, name, host, port, note) as server:
+    with make_server(network, text_tokenizer, name=name, host=host, port=port, note=note) as server:
         if not is_local(host):
             note(f"note: {host} is not only this machine's: whoever reaches it can use the model")
         show_line(f"serving {name} at {server.url} (Ctrl-C stops)")
@@ -113,6 +116,7 @@ def _through_vllm(
     preset: str | None,
     model: str | None,
     options: dict[str, Any],
+    *,
     host: str,
     port: int,
     name: str,
@@ -126,12 +130,14 @@ def _through_vllm(
         for note in result.notes:
             show_line(f"note: {note}", err=True)
         command = [*server, str(folder), "--host", host, "--port", str(port)]
+        command += ["--served-model-name", name]
         # SIGTERM, by default, would end this process alone and leave the server and the folder behind.
         before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        process = subprocess.Popen([*command, "--served-model-name", name])
+        process = subprocess.Popen(command)
         try:
             return process.wait()
-        except KeyboardInterrupt:  # which vLLM has received too
+        except KeyboardInterrupt:
+            # vLLM has received Ctrl-C too, and ends by itself.
             return process.wait()
         finally:
             process.terminate()

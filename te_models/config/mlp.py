@@ -25,31 +25,31 @@ class MLPSpec(FeedforwardSpec):
     gate: bool = True
     bias: bool = False
     limit: float | None = None  # of silu(gate) and |up|
-    multipliers: tuple[float, ...] | None = (
-        None  # two: on the gate before its activation, and on the output
-    )
+    # Two factors: on the gate before its activation, and on the output.
+    multipliers: tuple[float, ...] | None = None
 
     name: ClassVar[str] = "mlp"
     title: ClassVar[str] = "MLP"
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
+        """The te.Linears: gate_up_proj and down_proj."""
         size = self.intermediate_size
-        into = tuple(
-            Section(name, size, size) for name in (("gate", "up") if self.gate else ("up",))
-        )
-        out = (Section("down", self.hidden_size, self.hidden_size),)
+        gate_up = [Section("up", size, size)]
+        if self.gate:
+            gate_up.insert(0, Section("gate", size, size))
+        down = (Section("down", self.hidden_size, self.hidden_size),)
         return (
-            LinearSpec("gate_up_proj", self.hidden_size, into, "column", self.bias),
-            LinearSpec("down_proj", size, out, "row", self.bias, residual=True),
+            LinearSpec("gate_up_proj", self.hidden_size, tuple(gate_up), "column", self.bias),
+            LinearSpec("down_proj", size, down, "row", self.bias, residual=True),
         )
 
     @property
     def obstacles(self) -> tuple[str, ...]:
-        """The fields that rule out those kernels: with a bias, they would write into rows of padding."""
+        """The names of the settings for which no kernel computes the activation with down_proj's FP8 input."""
         obstacles = {
             "hidden_act": self.activation not in HANDED_OVER,
-            "mlp_bias": self.bias,
+            "mlp_bias": self.bias,  # it would be added to rows of padding too, which must stay 0
             "mlp_limits": self.limit is not None,
             "mlp_multipliers": self.multipliers is not None,
         }

@@ -13,6 +13,7 @@ _QWEN2_VL: PresetFields = dict(
     eos_token_id=151645,
 )
 
+# shape_of(hidden size, intermediate size, layers, query heads, key and value heads).
 TEXT_TOWERS: dict[str, PresetFields] = {
     "qwen2-vl-7b": shape_of(
         3584, 18944, 28, 28, 4, vocab_size=152064, max_position_embeddings=32768, **_QWEN2_VL

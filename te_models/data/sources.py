@@ -94,7 +94,7 @@ def open_sources(
     for path_and_weight in paths:
         path = path_and_weight
         weight = None
-        # A file may have a colon in its name: only a path that is none may end in a weight.
+        # A file may have a colon in its name, so a path that exists is taken as a whole.
         if not os.path.lexists(path):
             path, weight = split_weight(path_and_weight)
         if weight is not None and not 0 < weight <= MAX_WEIGHT:
@@ -107,12 +107,12 @@ def open_sources(
         renamed = renamed or not columns.keys().isdisjoint((*row, *_turn_fields(row)))
         talks = first is not None and first.conversation is not None
         source = Source(
-            path,
-            weight or 1.0,
-            tuple(files),
-            system,
-            kind,
-            talks,
+            path=path,
+            weight=weight or 1.0,
+            files=tuple(files),
+            system=system,
+            format=kind,
+            talks=talks,
             first=first,
             left_out=tuple(left_out),
         )
@@ -154,9 +154,9 @@ def _first_row(
             continue
         row, document = first
         kind = str(recognize(rename(row, columns)))
-        # Text among texts is welcome; among records it is a mistake.
-        suspects = [] if kind == TEXT else texts
-        for text in suspects:
+        # Text files belong with records of plain text, and not with records of another format.
+        unexpected = [] if kind == TEXT else texts
+        for text in unexpected:
             other = _first_range(system, text)
             if other is not None and other.group == TEXT_FILE and _has_text(other):
                 raise DataError(
@@ -188,6 +188,7 @@ def _first_document(
 
 
 def _first_range(system: AbstractFileSystem | None, file: str) -> FileRange | None:
+    """Return the first range of a file; None if the file is empty."""
     with readable_errors(file):
         return next((part for part, _ in file_ranges(system, file, sys.maxsize)), None)
 
@@ -263,7 +264,15 @@ def read_records(
         raise DataError(f"{name} has no record: give at least one")
     kind = str(recognize(rename(first, columns)))
     talks = documents[0].conversation is not None
-    return Source(name, 1.0, (), None, kind, talks, documents)
+    return Source(
+        path=name,
+        weight=1.0,
+        files=(),
+        system=None,
+        format=kind,
+        talks=talks,
+        documents=documents,
+    )
 
 
 def _formatted(row: object, place: str, by_function: bool) -> dict[str, object]:

@@ -101,7 +101,14 @@ def _most(rows: Groups | list[int]) -> int:
 
 
 class _ExpertCopies:
-    """The experts' weights in FP8, of a byte each: a rowwise copy, and a transposed one where they are kept."""
+    """The experts' weights in FP8, of a byte each: a rowwise copy, and a transposed one where they are kept.
+
+    Attributes:
+        module: the experts.
+        size: elements of all their weights.
+        stored: whether the weights themselves are in FP8, so that the forward makes no copy.
+        rowwise, transposed: the copies [size]; None: there is none, or none any longer.
+    """
 
     def __init__(self, module: GroupedLinear, is_first_microbatch: bool | None) -> None:
         self.module = module
@@ -109,13 +116,13 @@ class _ExpertCopies:
         self.stored = isinstance(module.weights[0], QuantizedTensor)
         # Kept for the other micro-batches of the step, unless FSDP frees the weight that they belong to.
         keeps = is_first_microbatch is not None and not module._is_fsdp2
-        self.straight: Tensor | None = None
-        self.turned: Tensor | None = None
+        self.rowwise: Tensor | None = None
+        self.transposed: Tensor | None = None
         if self.stored:
             return
         with counted_as(WEIGHT_COPIES):
-            self.straight = _bytes(self.size)
-            self.turned = _bytes(self.size) if keeps else None
+            self.rowwise = _bytes(self.size)
+            self.transposed = _bytes(self.size) if keeps else None
         if keeps:
             module._fp8_workspaces["experts"] = self  # type: ignore[assignment]
 
@@ -124,9 +131,14 @@ class _ExpertCopies:
         """True if the weights get gradients."""
         return self.module.weights[0].requires_grad
 
+    def drop_rowwise(self) -> None:
+        """Free the rowwise copy after the forward pass, unless the copies are kept for other micro-batches."""
+        if self.transposed is None:
+            self.rowwise = None
+
     def in_backward(self) -> Tensor:
         """Return the transposed copy, made where there is none."""
-        return _bytes(self.size) if self.turned is None else self.turned
+        return _bytes(self.size) if self.transposed is None else self.transposed
 
 
 def _bytes(size: int) -> Tensor:
@@ -148,18 +160,17 @@ class _JointLinear(torch.autograd.Function):
         trained = ctx.needs_input_grad[4]
         # As the kernels allocate it, in this order: only then is the highest sum of bytes the one of a real run.
         fp8_x = _bytes(rows * module.in_features)
-        turned = _bytes(rows * module.in_features) if trained and route is None else None
+        transposed = _bytes(rows * module.in_features) if trained and route is None else None
         ctx.copies = copies
         ctx.rows = rows
         ctx.route = route
         ctx.biases = len(module.biases)
         # With a route the tokens are saved, T rows in place of one per expert and token; backward casts them anew.
-        ctx.save_for_backward(x if trained and route is not None else turned)
+        ctx.save_for_backward(x if trained and route is not None else transposed)
         ctx.shape = x.shape
         out = _wide(rows, module.out_features, x)
         count_flops(out, 2.0 * out.numel() * module.in_features)
-        # A copy that no later micro-batch reads is freed at once, before backward.
-        copies.straight = None if copies.turned is None else copies.straight
+        copies.drop_rowwise()
         del fp8_x
         return out
 
@@ -169,7 +180,7 @@ class _JointLinear(torch.autograd.Function):
         module: GroupedLinear = ctx.copies.module
         (x,) = ctx.saved_tensors
         data = _bytes(dy.numel())
-        turned = None if x is None else _bytes(dy.numel())
+        transposed = None if x is None else _bytes(dy.numel())
         dx = None
         if ctx.needs_input_grad[0]:
             weights = ctx.copies.in_backward()
@@ -182,7 +193,7 @@ class _JointLinear(torch.autograd.Function):
         if x is not None and ctx.route is not None:
             rows = _bytes(ctx.rows * module.in_features)
         of_weights = expert_gradients(ctx, module, dy.dtype)
-        del rows, turned
+        del rows, transposed
         return dx, None, None, None, *of_weights
 
 
@@ -207,18 +218,18 @@ class _UpOfExperts(torch.autograd.Function):
     ) -> Tensor:
         module = copies.module
         fp8_x = _bytes(rows * module.in_features)
-        turned = None
+        transposed = None
         if copies.trained and route is None:
-            turned = _bytes(rows * module.in_features)
+            transposed = _bytes(rows * module.in_features)
         ctx.copies = copies
         ctx.rows = rows
         ctx.route = route
         ctx.passed = passed
         ctx.biases = len(module.biases)
-        ctx.save_for_backward(x if copies.trained and route is not None else turned)
+        ctx.save_for_backward(x if copies.trained and route is not None else transposed)
         out = _wide(rows, module.out_features, x)
         count_flops(out, 2.0 * out.numel() * module.in_features)
-        copies.straight = None if copies.turned is None else copies.straight
+        copies.drop_rowwise()
         del fp8_x
         return out
 
@@ -227,7 +238,7 @@ class _UpOfExperts(torch.autograd.Function):
         dtype = grads[0].dtype
         module: GroupedLinear = ctx.copies.module
         (x,) = ctx.saved_tensors
-        slopes, turned = ctx.passed.pop()
+        slopes, transposed = ctx.passed.pop()
         dx = None
         if ctx.needs_input_grad[0]:
             weights = ctx.copies.in_backward()
@@ -240,7 +251,7 @@ class _UpOfExperts(torch.autograd.Function):
         if x is not None and ctx.route is not None:
             rows = _bytes(ctx.rows * module.in_features)
         of_weights = expert_gradients(ctx, module, dtype)
-        del rows, turned
+        del rows, transposed
         return dx, None, None, None, None, *of_weights
 
 
@@ -262,7 +273,7 @@ class _DownOfExperts(torch.autograd.Function):
         hidden = _bytes(len(gate_up) * module.in_features)
         out = _wide(len(gate_up), module.out_features, gate_up)
         count_flops(out, 2.0 * out.numel() * module.in_features)
-        copies.straight = None if copies.turned is None else copies.straight
+        copies.drop_rowwise()
         del hidden
         ctx.copies = copies
         ctx.route = route
@@ -280,17 +291,17 @@ class _DownOfExperts(torch.autograd.Function):
         dgates = None if gates is None else torch.empty_like(gates)
         size = len(gate_up) * module.out_features
         data = _bytes(size)
-        turned = _bytes(size) if ctx.copies.trained else None
+        transposed = _bytes(size) if ctx.copies.trained else None
         weights = ctx.copies.in_backward()
         dh = _wide(len(gate_up), module.in_features, dy)
         del data, weights
         slopes = _bytes(gate_up.numel())
-        slopes_turned = _bytes(gate_up.numel()) if ctx.trained_up else None
+        slopes_transposed = _bytes(gate_up.numel()) if ctx.trained_up else None
         hidden = _bytes(dh.numel()) if ctx.copies.trained else None
         del dh
         of_weights = expert_gradients(ctx, module, dy.dtype)
-        del hidden, turned
-        ctx.passed.append((slopes, slopes_turned))
+        del hidden, transposed
+        ctx.passed.append((slopes, slopes_transposed))
         # Autograd asks for a gradient of the shape of gate_up; the slopes in FP8 go past it, by `passed`.
         passed = gate_up.new_zeros(1).expand_as(gate_up)
         return passed, dgates, None, None, None, None, *of_weights

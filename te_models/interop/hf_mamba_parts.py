@@ -19,18 +19,17 @@ _MAMBA = {
     "conv_bias": "mamba_conv_bias",
     "bias": "mamba_proj_bias",
 }
+# Kinds of layers in older files -> the same kinds in newer ones.
 _LEGACY_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
-
-
 _INFINITE = {"__float__": "Infinity"}  # as transformers writes infinity in JSON
 
 
 def _time_steps(theirs: Values) -> Fields:
-    """Read the bounds of time steps, of which 0 and infinity are none."""
+    """Read the bounds of time steps; 0 and infinity mean no bound, which is None here."""
     low, high = theirs.get("time_step_limit") or (0.0, math.inf)
     # JSON has no infinity: each writer found a spelling of its own.
-    none = high in (_INFINITE, math.inf, "inf", "Infinity")
-    return {"time_step_min": low or None, "time_step_max": None if none else high}
+    unbounded = high in (_INFINITE, math.inf, "inf", "Infinity")
+    return {"time_step_min": low or None, "time_step_max": None if unbounded else high}
 
 
 def _mamba_types(theirs: Values) -> list[str]:
@@ -69,6 +68,7 @@ def write_mamba(sizes: Mamba2Config) -> Fields:
 
 
 def _read_granite_layers(theirs: Values) -> Fields:
+    """Read the kinds of layers, the sizes of Mamba 2, and whether attention has RoPE."""
     types = _mamba_types(theirs)
     fields: Fields = {}
     if "mamba2" in types:
@@ -81,6 +81,7 @@ def _read_granite_layers(theirs: Values) -> Fields:
 
 
 def _write_granite_layers(config: ModelConfig) -> Fields:
+    """Return the keys that `_read_granite_layers` reads; a ConfigError if they cannot express the model."""
     types = config.layer_types or ("full_attention",) * config.num_hidden_layers
     theirs = {"mamba2": "linear_attention"}
     keys: Fields = {"layer_types": [theirs.get(kind, kind) for kind in types]}
@@ -98,8 +99,9 @@ def _write_granite_layers(config: ModelConfig) -> Fields:
 def _read_bamba_layers(theirs: Values) -> Fields:
     """Read which layers have attention, by their numbers; the others have Mamba 2."""
     attention = theirs.get("attn_layer_indices") or ()
-    every = range(theirs["num_hidden_layers"])
-    types = ["full_attention" if layer in attention else "mamba2" for layer in every]
+    types = []
+    for layer in range(theirs["num_hidden_layers"]):
+        types.append("full_attention" if layer in attention else "mamba2")
     # Bamba's code rotates half of each head whatever the file says.
     fields: Fields = {**read_rope({**theirs, "partial_rotary_factor": 0.5})}
     if "mamba2" in types:
@@ -109,6 +111,7 @@ def _read_bamba_layers(theirs: Values) -> Fields:
 
 
 def _write_bamba_layers(config: ModelConfig) -> Fields:
+    """Return the keys that `_read_bamba_layers` reads; a ConfigError if they cannot express the model."""
     sizes = config.mamba2
     if sizes is None:
         raise ConfigError("a family with Mamba 2 writes no model without it")
@@ -139,7 +142,7 @@ BAMBA_LAYERS = ConfigKeys(
 )
 
 
-# Rows of Falcon-H1 beside each other, with the keys of their factors on input and output.
+# The mixers that Falcon-H1 runs in parallel: our kind, and the keys of the factors on its input and output.
 _BESIDE = (
     ("full_attention", "attention_in_multiplier", "attention_out_multiplier"),
     ("mamba2", "ssm_in_multiplier", "ssm_out_multiplier"),
@@ -178,6 +181,7 @@ def _factors(values: Iterable[float]) -> list[float]:
 
 
 def _write_falcon_layers(config: ModelConfig) -> Fields:
+    """Return the keys that `_read_falcon_layers` reads; a ConfigError if they cannot express the model."""
     sizes = config.mamba2
     beside = config.parallel_mixers
     if sizes is None or beside is None or sizes.activation != config.hidden_act:
@@ -262,6 +266,7 @@ def state_nemotron_layers(config: Values) -> Values:
 
 
 def _read_nemotron_layers(theirs: Values) -> Fields:
+    """Read the kinds of layers and the sizes of Mamba 2."""
     types = theirs["layers_block_type"]
     for kind in types:
         if kind not in _NEMOTRON_KINDS:
@@ -281,6 +286,7 @@ def _read_nemotron_layers(theirs: Values) -> Fields:
 
 
 def _write_nemotron_layers(config: ModelConfig) -> Fields:
+    """Return the keys that `_read_nemotron_layers` reads."""
     count = config.num_hidden_layers
     mixers = config.layer_types or ("full_attention",) * count
     mlps = config.mlp_layer_types or ("dense",) * count

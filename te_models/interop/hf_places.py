@@ -9,12 +9,16 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Rows:
-    """The place of a tensor of theirs in ours: these blocks of rows of `module`, or all of it.
+    """The place of a tensor of theirs in ours.
 
-    Several blocks alternate in their tensor, once per unit of `per` (a count in ModelConfig): for instance, the gate
-    of each head after the queries of that head; "row" is one row of each block. With `experts`, `module` is a
-    te.GroupedLinear, and {} in the name of their tensor the number of the expert. `form` is
-    the shape of their tensor, -1 for the rows. In layers without `module` the tensor is in `otherwise`.
+    Attributes:
+        module: our module, whose weight has the rows of their tensor.
+        blocks: the blocks of its rows that their tensor has (the sections of te_models.config); (): all rows.
+        per: several blocks alternate in their tensor, once per unit of this count in ModelConfig: for instance, the
+            gate of each head after the queries of that head. "row": one row of each block. None: they do not alternate.
+        experts: whether `module` is a te.GroupedLinear; {} in the name of their tensor is the number of the expert.
+        form: the shape of their tensor, -1 for the rows; (): the shape of ours.
+        otherwise: the place in layers that do not have `module`; None: all have it.
     """
 
     module: str
@@ -81,7 +85,7 @@ HUNYUAN_LAYER = {
     "self_attn.query_layernorm": Rows("self_attn.q_norm"),
     "self_attn.key_layernorm": Rows("self_attn.k_norm"),
 }
-_NORM_AND_MLP = {name: rows for name, rows in LAYER.items() if name[:10] != "self_attn."}
+_NORM_AND_MLP = {name: rows for name, rows in LAYER.items() if not name.startswith("self_attn.")}
 LATENT_LAYER = {
     **_NORM_AND_MLP,
     "self_attn.q_proj": Rows("self_attn.qkv_a_proj", ("q",)),

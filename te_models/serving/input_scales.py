@@ -32,22 +32,29 @@ def input_scales(
     calibration: Tensor | Iterable[Tensor] | None,
     source: HuggingFaceFolder | None,
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the static scale of the input of each module, and notes on where they come from."""
+    """Return the static scale of the input of each module, and notes on where they come from.
+
+    The first of these that there is: measured on `calibration`, learned in training (delayed scaling), stored in the
+    folder that the model came from, and for NVFP4 measured on random tokens.
+
+    Raises:
+        UsageError: a format with one scale per tensor gets no scales from any of these.
+    """
     if not format.static:
         return {}, []
     if calibration is not None:
-        amaxes = input_amaxes(
-            model, modules, [calibration] if isinstance(calibration, Tensor) else calibration
-        )
+        batches = [calibration] if isinstance(calibration, Tensor) else calibration
+        amaxes = input_amaxes(model, modules, batches)
         return {name: static_scale(format, amax) for name, amax in amaxes.items()}, []
     trained = trained_scales(model, modules)
     if trained.keys() == modules.keys():
         if format.static == "input_scale":
             return {name: scale.reciprocal().clamp(min=TINY) for name, scale in trained.items()}, []
-        return {
-            name: static_scale(format, _largest(model, name) / s.item())
-            for name, s in trained.items()
-        }, []
+        scales = {}
+        for name, scale in trained.items():
+            amax = _largest(model, name) / scale.item()
+            scales[name] = static_scale(format, amax)
+        return scales, []
     stored = stored_inputs(source, model, format)
     if source is not None and modules.keys() <= stored.keys():
         return stored, [
@@ -79,7 +86,8 @@ def input_scales(
 def _largest(model: Decoder, name: str) -> float:
     """Return the value that delayed scaling scales the amax of a linear's input to."""
     recipe = model.precision.recipe_of(name)
-    return E4M3_MAX * 2.0 ** -(recipe.fields.get("margin", 0) if recipe is not None else 0)
+    margin = 0 if recipe is None else recipe.fields.get("margin", 0)
+    return E4M3_MAX * 2.0**-margin
 
 
 def trained_scales(model: Decoder, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -87,19 +95,18 @@ def trained_scales(model: Decoder, modules: Mapping[str, nn.Module]) -> dict[str
     state = model.copied_fp8_state()
     scales = {}
     for name in modules:
-        scale, history = (
-            state.get(f"{name}.scaling_fwd.{part}") for part in ("scale", "amax_history")
-        )
+        scale = state.get(f"{name}.scaling_fwd.scale")
+        history = state.get(f"{name}.scaling_fwd.amax_history")
         if scale is None or history is None:
             continue
-        scales_of_inputs = scale[
-            0 :: WIDTHS["scaling_fwd"]
-        ]  # of each expert's input, if there are experts
+        # The input's is the first of each GEMM's scales; a te.GroupedLinear has a GEMM for each expert.
+        own_scales = scale[:: WIDTHS["scaling_fwd"]]  # [GEMMs]
+        own_history = history[:, :: WIDTHS["scaling_fwd"]]  # [steps, GEMMs]
         # A scale of 1 without an amax is where it started: an expert that got no token.
-        seen = history[:, 0 :: WIDTHS["scaling_fwd"]].any(0) | (scales_of_inputs != 1)
+        seen = own_history.any(0) | (own_scales != 1)
         if bool(seen.any()):
             # One number for all experts: the least scale, which the largest amax made.
-            scales[name] = scales_of_inputs[seen].amin().cpu()
+            scales[name] = own_scales[seen].amin().cpu()
     return scales
 
 
