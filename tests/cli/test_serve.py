@@ -158,7 +158,9 @@ def test_vllm_is_taken_where_it_is_installed(
     folder = tmp_path / "m"
     tiny_model().save_pretrained(folder)
     calls: list[str] = []
-    monkeypatch.setattr(command, "_through_vllm", lambda *given, **options: calls.append("vllm") or 0)
+    monkeypatch.setattr(
+        command, "_through_vllm", lambda *given, **options: calls.append("vllm") or 0
+    )
     for installed in (True, False):
         monkeypatch.setattr(
             command.importlib.util, "find_spec", lambda name, found=installed: found or None
