@@ -22,6 +22,7 @@ from pathlib import Path
 from te_models.errors import CheckpointError, SaveError
 
 CHUNK_BYTES = 4 * 2**20
+STAGED = "staged"  # in the names of folders that `staging_folder` makes
 _ERRNO = re.compile(r"^\[Errno \d+\] ")
 
 
@@ -67,11 +68,36 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temp, ignore_errors=True)
         if isinstance(error, Exception):
             raise SaveError(
-                f"could not save {path}: {_reason(error)}; what was there before is intact"
+                f"could not save {path}: {reason(error)}; what was there before is intact"
             ) from error
         raise
     # Last: until here the previous folder could still be put back.
     discard(_aside(path))
+
+
+@contextlib.contextmanager
+def staging_folder(folder: Path) -> Iterator[Path]:
+    """Provide an empty folder inside `folder`, from which to move finished files into it; it is deleted at the end.
+
+    What a killed writer left of its own is deleted first.
+
+    Raises:
+        SaveError: a save into the new folder failed; the message names `folder`.
+    """
+    sweep(folder, STAGED)
+    temp = _hidden(folder / STAGED)
+    temp.mkdir()
+    try:
+        yield temp
+    except SaveError as error:
+        cause = error.__cause__
+        if not isinstance(cause, Exception):
+            raise
+        raise SaveError(
+            f"could not save {folder}: {reason(cause)}; what was there before is intact"
+        ) from cause
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
 
 
 def write_file(path: Path, content: bytes) -> tuple[int, str]:
@@ -107,7 +133,7 @@ def replace_text(path: Path, text: str) -> None:
         _fsync_folder(path.parent)
     except OSError as error:
         _unlink(temp)
-        raise SaveError(f"could not write {path}: {_reason(error)}") from error
+        raise SaveError(f"could not write {path}: {reason(error)}") from error
 
 
 @contextlib.contextmanager
@@ -128,7 +154,7 @@ def replacing_file(path: Path) -> Iterator[Path]:
     except BaseException as error:
         _unlink(temp)
         if isinstance(error, OSError):
-            raise SaveError(f"could not write {path}: {_reason(error)}") from error
+            raise SaveError(f"could not write {path}: {reason(error)}") from error
         raise
 
 
@@ -171,7 +197,7 @@ def _unlink(path: Path) -> None:
         path.unlink()
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """Return why a file was not written; a system error names a hidden file, which says nothing to a user."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from te_models.causal_lm import CausalLM
 from te_models.config.model import ModelConfig
 from te_models.errors import CheckpointError, SaveError
-from te_models.files.atomic import first_line, write_file
+from te_models.files.atomic import reason, staging_folder, write_file
 from te_models.files.formats import Fields, list_some, read_json
 from te_models.fp8.extra_state import EXTRA, extra_states
 from te_models.fp8.primary_weights import plain
@@ -26,6 +25,8 @@ from te_models.saving.pretrained import model_content, read_tokenizer
 MULTIMODAL = "model.language_model."
 OTHER_ROOTS = ("language_model.model.", "language_model.")
 HEAD = f"{WRAPPED}lm_head"
+# The files of weights that transformers looks for in a folder, and their index.
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 
 
 def save_model(
@@ -70,16 +71,16 @@ def save_model(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer = read_tokenizer(model.origin)
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temp:
-            save_folder(Path(temp) / "new", tensors, documents, max_shard_bytes=max_shard_bytes)
-            _move_in(Path(temp) / "new", folder)
+        with staging_folder(folder) as temp:
+            save_folder(temp / "new", tensors, documents, max_shard_bytes=max_shard_bytes)
+            _move_in(temp / "new", folder)
         for name, content in tokenizer.items():
             # A tokenizer that the caller saved there is newer than the one the model came with.
             if not (folder / name).exists():
                 (folder / name).parent.mkdir(exist_ok=True)
                 write_file(folder / name, content)
     except OSError as error:
-        raise SaveError(f"{folder} could not be written: {first_line(error)}") from None
+        raise SaveError(f"could not save {folder}: {reason(error)}") from None
 
 
 def _move_in(new: Path, folder: Path) -> None:
@@ -90,7 +91,7 @@ def _move_in(new: Path, folder: Path) -> None:
     except (CheckpointError, LookupError, TypeError):
         old = set()
     # Weights without a manifest as well: transformers would load them together with the new ones.
-    old |= {path.name for path in folder.glob("model*.safetensors*")}
+    old |= {path.name for path in folder.iterdir() if WEIGHTS.fullmatch(path.name)}
     (folder / MANIFEST).unlink(missing_ok=True)
     # Complete only with its manifest, which therefore comes last.
     names = sorted(os.listdir(new), key=lambda name: name == MANIFEST)

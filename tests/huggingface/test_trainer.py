@@ -1,7 +1,9 @@
 """transformers' Trainer and accelerate: interrupted and resumed runs have the same bits, and their saves load."""
 
+import errno
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,15 @@ from bits import assert_same_bits, assert_same_tensors
 from fewer import every
 from judge import transformers
 from places import PLACE
+from safetensors.torch import load_file, load_model, save_model
 from torch import nn
 
 from te_models import CausalLM, TEModelsForCausalLM
-from te_models.errors import CheckpointError
+from te_models.errors import CheckpointError, SaveError
+from te_models.files import atomic
 from te_models.fp8.scaling_state import fp8_state
+from te_models.huggingface import saving
+from te_models.saving import folder as saved_folder
 from te_models.training.trainer import deterministic
 
 accelerate = pytest.importorskip("accelerate")
@@ -218,6 +224,43 @@ def test_accelerate_saves_and_restores_a_state(
     assert_same_model(again, model)
 
 
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_accelerate_saves_and_restores_every_expert(
+    wrapped: bool, build: Callable[..., CausalLM], place: dict[str, Any], tmp_path: Path
+) -> None:
+    """Experts lie together in memory, which accelerate and safetensors would take for tied tensors."""
+
+    def made(seed: int) -> Any:
+        model = build("bf16", seed, moe=EXPERTS)
+        return TEModelsForCausalLM.wrap(model) if wrapped else model
+
+    accelerator = accelerate.Accelerator(cpu=place["device"] == "cpu")
+    model = accelerator.prepare(made(0))
+    accelerator.save_state(str(tmp_path / "state"))
+    saved = load_file(tmp_path / "state/model.safetensors")
+    wanted = {name: value.cpu() for name, value in model.state_dict().items() if value.numel()}
+    assert_same_tensors({name: value for name, value in saved.items() if value.numel()}, wanted)
+    other = made(1)
+    load_model(other, str(tmp_path / "state/model.safetensors"))
+    assert_same_model(other, model)
+    save_model(other, str(tmp_path / "again.safetensors"))
+    accelerator.load_state(str(tmp_path / "state"))
+
+
+def test_writing_into_a_state_dict_changes_the_experts(build: Callable[..., CausalLM]) -> None:
+    """And counts as a change, by which quantized copies of weights are recognized as old."""
+    model = build("bf16", moe=EXPERTS)
+    weight = model.get_parameter("layers.0.mlp.gate_up_proj.weight1")
+    version = weight._version
+    value = model.state_dict()["layers.0.mlp.gate_up_proj.weight1"]
+    assert weight._version == version
+    value.fill_(0.5)
+    assert bool((weight == 0.5).all()) and weight._version == version + 1
+
+
 @pytest.mark.parametrize(
     ("recipe", "tied", "how"),
     [
@@ -290,3 +333,49 @@ def test_shards_of_an_earlier_save_are_gone(build: Callable[..., CausalLM], tmp_
         "config.json", "fp8_state.safetensors", "generation_config.json", "manifest.json", "mine.txt",
         "model.safetensors", "recipe.json",
     ]  # fmt: skip
+
+
+def test_a_save_removes_what_a_killed_one_left(
+    build: Callable[..., CausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no file of the user, whatever its name."""
+    model = TEModelsForCausalLM.wrap(build("bf16"))
+    mine = ["model-notes.txt", "model_before.safetensors", "model.fp16.safetensors"]
+    for name in mine:
+        (tmp_path / name).write_text("keep")
+
+    def kill(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "_move_in", kill)
+        # As after a kill: nothing tidies up.
+        patch.setattr(atomic.shutil, "rmtree", lambda *args, **options: None)
+        with pytest.raises(KeyboardInterrupt):
+            model.save_pretrained(tmp_path)
+    assert len(list(tmp_path.rglob("model.safetensors"))) == 1
+    model.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [*mine, "config.json", "generation_config.json", "manifest.json", "model.safetensors", "recipe.json"]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_error_of_a_save_names_its_folder(
+    there: bool, build: Callable[..., CausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = TEModelsForCausalLM.wrap(build("bf16"))
+    folder = tmp_path / "folder"
+    if there:
+        model.save_pretrained(folder)
+    before = sorted(folder.rglob("*"))
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/some/.hidden.name")
+
+    monkeypatch.setattr(saved_folder, "write_safetensors", full)
+    with pytest.raises(SaveError) as error:
+        model.save_pretrained(folder)
+    message = f"could not save {folder}: No space left on device; what was there before is intact"
+    assert str(error.value) == message
+    assert sorted(folder.rglob("*")) == before
