@@ -170,7 +170,7 @@ class Factory:
 def lay_together(grouped: nn.Module) -> None:
     """Give the weights of a te.GroupedLinear memory that follows each other, without values.
 
-    Kernels that find them so read them as one matrix.
+    Kernels that find them so read them as one matrix. In a state_dict each has a storage to itself.
     """
     number: Any = grouped.num_gemms
     weights = [grouped.get_parameter(f"weight{expert}") for expert in range(number)]
@@ -180,6 +180,24 @@ def lay_together(grouped: nn.Module) -> None:
     # By .data, so that the Parameters that hooks and names refer to stay the same objects.
     for weight, part in zip(weights, memory, strict=True):
         weight.data = part
+    grouped.register_state_dict_post_hook(_separate_storages)
+
+
+def _separate_storages(
+    grouped: nn.Module, state: dict[str, Any], prefix: str, metadata: object
+) -> None:
+    """Give each weight in a state_dict a storage of its own, over the same memory.
+
+    A hook after state_dict. By a common storage accelerate and safetensors recognize tensors that are tied: accelerate
+    would save only the first expert of a layer.
+    """
+    for name in list(state):
+        value = state[name]
+        if not name.startswith(prefix) or type(value) is not Tensor or value.is_meta:
+            continue
+        if value.untyped_storage().nbytes() > value.nbytes:
+            # By .data, so that writing to it still counts as a change of the parameter.
+            value.data = torch.from_dlpack(value)
 
 
 def _leave_empty(weight: Tensor) -> None:
