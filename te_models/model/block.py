@@ -217,7 +217,8 @@ class Block(nn.Module):
         reader = self.input_reader
         if reader is not None:
             x = x + reader(x, context)
-        return x if self.layer_scalar is None else x * self.layer_scalar
+        # Detached: a user who unfreezes all parameters does not train it either.
+        return x if self.layer_scalar is None else x * self.layer_scalar.detach()
 
     def _mlp_hidden(
         self, x: Tensor, delta: Tensor | None, context: ForwardContext

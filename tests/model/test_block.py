@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from kinds import GEMMA4
 from small_model import FP8, Build, tokens
 from torch import Tensor
 
@@ -146,6 +147,16 @@ def test_a_block_by_itself_is_refused(small: Build) -> None:
     model(tokens().to(model.device))
     with pytest.raises(EngineError, match="call the model, not its blocks"):
         model.layers[1](*calls[0])
+
+
+def test_a_stored_factor_is_not_trained_by_unfreezing_everything(small: Build) -> None:
+    """It is a buffer in transformers, which requires_grad_ of the model passes over there."""
+    model = small("bf16", **GEMMA4, num_hidden_layers=3)
+    model.requires_grad_(False).requires_grad_(True)
+    ids = tokens().to(model.device)
+    model(ids, labels=ids).loss.backward()
+    assert all(block.layer_scalar.grad is None for block in model.layers)
+    assert all(p.grad is not None for name, p in model.named_parameters() if "scalar" not in name)
 
 
 def test_blocks_that_may_draw_random_numbers_are_found(small: Build) -> None:
