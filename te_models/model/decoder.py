@@ -311,6 +311,7 @@ class Decoder(DecoderRecipe):
             cache,
             request.attention_mask,
             request.document_ids,
+            request.logits_to_keep,
         )
         has_loss = request.labels is not None
         if has_loss:

@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import EngineRecipe, Recipe
+from te_models.config.recompute_modes import check_mode
 from te_models.engine import engine_module
 from te_models.errors import UsageError
 from te_models.fp8.kept_weights import forget_kept_weights
@@ -68,10 +69,13 @@ class DecoderFacts(nn.Module):
     kernels: Kernels
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; raise a UsageError for more or fewer blocks, as peft's layer_replication would have them.
+        """Set an attribute; raise a UsageError for an unknown mode of `activation_checkpointing`.
 
-        Wrappers around each block, such as PyTorch's for checkpointing, are taken.
+        So are more or fewer blocks, as peft's layer_replication would have them. Wrappers around each block, such as
+        PyTorch's for checkpointing, are taken.
         """
+        if name == "activation_checkpointing":
+            value = check_mode(value)
         if name == "layers" and "layers" in self._modules and len(value) != len(self.layers):
             raise UsageError(
                 "the blocks of a model cannot be repeated or left out: leave out layer_replication"

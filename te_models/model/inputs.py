@@ -102,6 +102,7 @@ def check_inputs(
     cache: Cache | None,
     attention_mask: Tensor | None,
     document_ids: Tensor | None,
+    logits_to_keep: int | None,
 ) -> None:
     """Raise a UsageError for other arguments of Decoder.forward that do not fit `tokens` [B, S, ...] or each other."""
     documents = document_ids
@@ -111,6 +112,10 @@ def check_inputs(
     if documents is None and length > config.longest_sequence:
         raise UsageError(_too_long("a sequence", length, config))
     check_labels(tokens, labels)
+    if logits_to_keep is not None and logits_to_keep < 0:
+        raise UsageError(
+            f"logits_to_keep={logits_to_keep} is negative: give the number of newest positions"
+        )
     for name, t in {"attention_mask": attention_mask, "document_ids": document_ids}.items():
         if t is not None and (why := _unfit(name, t, tokens)):
             raise UsageError(why)

@@ -53,6 +53,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "labels elsewhere": (IDS, {"labels": IDS.to("meta")}, "labels is on meta, and the model on cpu: move one"),
     "sparse ids": (IDS.to_sparse(), {}, "input_ids has the layout torch.sparse_coo: give a dense tensor"),
     "sparse labels": (IDS, {"labels": IDS.to_sparse()}, "labels has the layout torch.sparse_coo: give a dense"),
+    "fewer logits than none": (IDS, {"logits_to_keep": -1}, "logits_to_keep=-1 is negative: give the number"),
     "nothing": (None, {}, "give either input_ids or inputs_embeds"),
     "both": (IDS, {"inputs_embeds": torch.zeros(2, 3, 32)}, "give either input_ids or inputs_embeds"),
 }  # fmt: skip
@@ -89,6 +90,36 @@ def test_the_same_of_the_model_of_transformers(case: str, model: CausalLM) -> No
         pytest.skip("its masks have other shapes")
     with pytest.raises(UsageError, match=f"^({message}|give input_ids or inputs_embeds)"):
         modeling.TEModelsForCausalLM.wrap(model)(ids, **others)
+
+
+OF_TRANSFORMERS: dict[str, tuple[dict[str, Any], str]] = {
+    "fewer positions": (dict(position_ids=IDS[:, 1:]), r"position_ids has shape \[2, 2\], input_ids \[2, 3\]: "),
+    "positions of other rows": (dict(position_ids=IDS.repeat(2, 1)), r"position_ids has shape \[4, 3\], "),
+    "positions of three axes": (dict(position_ids=IDS.expand(3, 2, 3)), r"position_ids has shape \[3, 2, 3\], "),
+    "positions of floats": (dict(position_ids=IDS.float()), "position_ids is of torch.float32: give an int64"),
+    "positions as a list": (dict(position_ids=[0, 1, 2]), "position_ids is a list: give an int64 tensor"),
+    "masks by name": (dict(attention_mask={"full_attention": IDS}), "attention_mask is a dict: give a tensor"),
+    "a mask of three axes": (dict(attention_mask=torch.ones(2, 3, 3)), r"attention_mask has shape \[2, 3, 3\]: give"),
+    "a square mask of int64": (dict(attention_mask=torch.ones(2, 1, 3, 3).long()), "attention_mask of four .*int64: "),
+    "a tuple as cache": (dict(past_key_values=((IDS, IDS),)), "past_key_values is a tuple: give a cache of transf"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OF_TRANSFORMERS)
+def test_what_only_the_model_of_transformers_takes(case: str, model: CausalLM) -> None:
+    modeling = pytest.importorskip("te_models.huggingface.modeling")
+    arguments, message = OF_TRANSFORMERS[case]
+    with pytest.raises(UsageError, match=f"^{message}") as caught:
+        modeling.TEModelsForCausalLM.wrap(model)(IDS, **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_mode_of_recompute_of_a_live_model(model: CausalLM) -> None:
+    with pytest.raises(
+        UsageError, match="^unknown activation_checkpointing 'ful': did you mean 'full'"
+    ):
+        model.activation_checkpointing = "ful"
+    assert model.activation_checkpointing == "none"
 
 
 def test_labels_outside_the_vocabulary_of_the_model_of_transformers(model: CausalLM) -> None:
