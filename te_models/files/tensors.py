@@ -75,6 +75,10 @@ class SafetensorsFile:
                     raise CheckpointError(f"{path} is {kind}")
                 raise ValueError(f"it claims a header of {length} bytes")
             self._prefix += file.read(length)
+            if len(self._prefix) < 8 + length:
+                raise ValueError(
+                    f"it ends after {len(self._prefix)} bytes of {8 + length} of its header"
+                )
             header = parse_json(self._prefix[8:], path)
             self._file = safe_open(path, "pt", backend="mmap" if mapped else "pread")
             self.tensors = {

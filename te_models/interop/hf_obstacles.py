@@ -62,7 +62,9 @@ def text_type(config: Mapping[str, Any]) -> str:
 
 def obstacle(config: Mapping[str, Any], types: Collection[str]) -> str:
     """Return the part of a model that te-models lacks, and the nearest of `types` that it reads; "" if unknown."""
-    kind = str(config.get("model_type"))
+    if config.get("model_type") is None:
+        return "the file lacks it"
+    kind = str(config["model_type"])
     inside = text_type(config)
     if inside:
         # "qwen3_vl_text" begins with "qwen3": the longest such name is the nearest.

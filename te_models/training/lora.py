@@ -261,7 +261,7 @@ def _linears_of_blocks(model: CausalLM | TEModelsForCausalLM) -> list[str]:
 
 def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel:
     """Add adapters of peft to the linears of transformers that `config` names by their names or ours."""
-    check_fields(config.to_dict())
+    check_fields(config.to_dict(), wrapped=True)
     modules = adaptable_modules(model.model)
     adapters = adapters_of(config, modules)
     if config.modules_to_save:

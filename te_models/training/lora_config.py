@@ -68,19 +68,24 @@ PASSED = SUPPORTED | {"task_type", "base_model_name_or_path", "revision", "infer
 INITS = (True, False, "gaussian")  # the others of peft change the base weights
 
 
-def check_fields(values: Mapping[str, Any], init: bool = True) -> None:
+def check_fields(values: Mapping[str, Any], init: bool = True, wrapped: bool = False) -> None:
     """Raise UsageError for a field of LoraConfig that te-models does not support, unless it has its default or is off.
 
-    `init` checks `init_lora_weights` as for a new adapter; otherwise as for one that has been trained.
+    `init` checks `init_lora_weights` as for a new adapter; otherwise as for one that has been trained. `wrapped` is for
+    an adapter of a TEModelsForCausalLM.
     """
-    refuse(_field_mistakes(values, init))
+    refuse(_field_mistakes(values, init, wrapped))
 
 
-def _field_mistakes(values: Mapping[str, Any], init: bool) -> Iterator[str]:
+def _field_mistakes(values: Mapping[str, Any], init: bool, wrapped: bool) -> Iterator[str]:
     elsewhere = (
         ": leave it out, or give" if init else ": load it with peft.PeftModel.from_pretrained into"
     )
     elsewhere += " a TEModelsForCausalLM, which takes the methods of peft"
+    owner = "on a CausalLM"
+    if wrapped:
+        owner = "by add_lora"
+        elsewhere = ": leave it out, or call get_peft_model of peft with this model"
     kind = values.get("peft_type", PeftType.LORA)
     if kind != PeftType.LORA:
         name = kind.value if isinstance(kind, PeftType) else str(kind)[:40]
@@ -93,7 +98,7 @@ def _field_mistakes(values: Mapping[str, Any], init: bool) -> Iterator[str]:
         # peft writes all fields, also of methods that are switched off.
         off = value is None or value is False or value in ("none", {}, [], defaults.get(name))
         if name not in SUPPORTED | HARMLESS and not off:
-            yield f"{name}={str(value)[:60]} is not supported on a CausalLM{elsewhere}"
+            yield f"{name}={str(value)[:60]} is not supported {owner}{elsewhere}"
     dropout = values.get("lora_dropout", 0.0)
     if type(dropout) not in (int, float) or not 0 <= dropout <= 1:
         yield f"lora_dropout={str(dropout)[:40]} is not a probability: give a number from 0 to 1"

@@ -579,6 +579,9 @@ def test_what_only_a_causal_lm_takes_is_refused(pair: Callable[..., Any], tmp_pa
     for fields in (dict(modules_to_save=["lm_head"]), dict(target_modules=["lm_head"])):
         with pytest.raises(UsageError, match="needs a CausalLM: give add_lora the model inside"):
             lora.add_lora(ours, **fields)
+    message = "bias=lora_only is not supported by add_lora: leave it out, or call get_peft_model of"
+    with pytest.raises(UsageError, match=message):
+        lora.add_lora(ours, target_modules=["q_proj"], bias="lora_only")
     with pytest.raises(UsageError, match=r"load its adapters with peft.PeftModel.from_pretrained"):
         lora.load_lora(ours, tmp_path)
 

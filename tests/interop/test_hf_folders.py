@@ -27,6 +27,7 @@ from te_models.saving.pretrained import weights
     [
         ("llama2", dict(model_type="gpt2"), "unknown architecture (model_type) 'gpt2'"),
         ("llama2", dict(model_type="lama"), "did you mean 'llama'"),
+        ("llama2", dict(model_type=None), "(model_type) None: the file lacks it"),
         ("llama2", dict(model_type="jamba"), "'jamba'"),
         (
             "llama2",

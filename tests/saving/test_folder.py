@@ -347,6 +347,15 @@ def test_hostile_tensor_files(name: str, tmp_path: Path) -> None:
     quickly_refused(tmp_path / "out")
 
 
+def test_a_file_that_ends_in_its_header_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes(tensor_file({"w": entry()}, bytes(4))[:30])
+    with pytest.raises(
+        CheckpointError, match="is damaged or has changed: it ends after 30 bytes of"
+    ):
+        read_safetensors(path)
+
+
 @pytest.mark.parametrize("file", ["config.json", "manifest.json", "model.safetensors.index.json"])
 @pytest.mark.parametrize("name", JSON)
 def test_hostile_json(name: str, file: str, tmp_path: Path) -> None:
