@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from te_models.errors import plural
+from te_models.inspect.exactness import INEXACT, LATE_SCALE, LOST
 from te_models.inspect.findings import Finding, Rule, over, with_first_cause
 from te_models.inspect.learning_rate import find_learning_rate
 from te_models.inspect.run_facts import Mask, RunFacts, read_facts
@@ -30,8 +31,6 @@ __all__ = ["RULES", "Diagnosis", "Finding", "Rule", "RunFacts", "diagnose", "rea
 # A share of saturated elements that no healthy run has: a scale of the tensor's own amax saturates nothing, and one of
 # the step before only the few elements that grew (2.1 % at the most in the first steps of a tiny model).
 SATURATED = 0.03
-# A share of values other than 0 that became zero or subnormal; of numbers of a normal distribution a hundredth does.
-LOST = 0.3
 UNUSED_BITS = 3.0  # powers of two that a scale may leave unused above a tensor's largest magnitude
 JUMP_BITS = 3.0  # by which a scale may not change from one step to the next while the amax stays
 DEAD_STEPS = 3
@@ -39,9 +38,6 @@ DEAD_STEPS = 3
 GROWTH = 16.0
 CLIPPED_SQNR = 10.0  # dB, below which it is what saturates that takes a cast its exactness
 LASTING = 3  # recorded steps in a row in which few values are far beyond the format
-# dB below which a cast is worth a word, by format: LEEWAY below what numbers of a normal distribution have.
-LEEWAY = 9.0
-LEAST_SQNR = {DType.kFloat8E4M3: 22.0, DType.kFloat8E5M2: 16.0, DType.kFloat4E2M1: 11.0}
 # The change to try where scales per block do not keep outliers apart.
 OUTLIER_IN_BLOCKS = (
     "blocks do not help where nearly each has such a value: keep this linear in BF16 through the recipe's table "
@@ -327,35 +323,6 @@ def _dead(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     yield from over(facts, rule, always, nearest[None], say)
 
 
-def _inexact(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
-    if not len(facts.steps):
-        return
-    sqnr = facts.record.sqnr()
-    below = below_usual(facts)
-    # In most steps, so that one odd step says nothing.
-    often = (below > 0).sum(0) > np.isfinite(sqnr).sum(0) / 2
-
-    def say(step: int, tensor: int) -> str:
-        usual = sqnr[step, tensor] + below[step, tensor] + LEEWAY
-        return (
-            f"{facts.tensors[tensor].name}: the cast leaves a signal of {sqnr[step, tensor]:.0f} dB over its noise in "
-            f"step {facts.steps[step]}, where this format usually leaves {usual:.0f}"
-        )
-
-    yield from over(facts, rule, (below > 0) & often[None], below, say)
-
-
-def below_usual(facts: RunFacts) -> Floats:
-    """Return by how many dB each cast is less exact than LEAST_SQNR, [steps, tensors]; negative if it is not."""
-    sqnr = facts.record.sqnr()
-    formats = facts.record.field("format")
-    # A format that is not listed stays NaN, and compares as not below.
-    least = np.full_like(sqnr, np.nan)
-    for number, value in LEAST_SQNR.items():
-        least[formats == int(number)] = value
-    return least - sqnr
-
-
 def _worse(lost: Floats, saturated: Floats, step: int, tensor: int) -> str:
     if saturated[step, tensor] > SATURATED:
         return f"{saturated[step, tensor]:.1%} saturates"
@@ -444,14 +411,8 @@ RULES: tuple[Rule, ...] = (
         "amax",
         find_learning_rate,
     ),
-    Rule(
-        "inexact",
-        "a cast is less exact than its format usually is",
-        "finer scales (--recipe blockwise on Hopper, mxfp8 on Blackwell), or BF16 for this linear through the recipe's "
-        "table precision",
-        "sqnr",
-        _inexact,
-    ),
+    LATE_SCALE,
+    INEXACT,
     SPIKE,
 )
 

@@ -25,7 +25,8 @@ from te_models.config.precision import HEAD
 from te_models.config.recipe import Recipe, get_recipe
 from te_models.config.toml import read_toml
 from te_models.errors import CheckpointError, ConfigError, DataError, UsageError, plural
-from te_models.inspect.advice import Finding, below_usual, diagnose, outliers
+from te_models.inspect.advice import Finding, diagnose, outliers
+from te_models.inspect.exactness import below_usual
 from te_models.inspect.recipe_report import LinearAdvice, RecipeAdvice, described
 from te_models.inspect.replay import try_recipes
 from te_models.inspect.replay_report import Variant
@@ -38,7 +39,14 @@ from te_models.training.run_file import read_provenance
 from te_models.training.settings import RUN_FILE
 
 # Rules that say that the scales of `delayed` do not follow the tensors.
-LATE_SCALES = ("uncalibrated", "wrong-scale", "stale-scale", "gradient-overflow", "saturation")
+LATE_SCALES = (
+    "uncalibrated",
+    "wrong-scale",
+    "stale-scale",
+    "late-scale",
+    "gradient-overflow",
+    "saturation",
+)
 # Rules that say that one scale does not hold a tensor's values, or that its format does not.
 COARSE = ("outlier", "inexact")
 # Rules about what no recipe heals. What a run shows from then on says nothing about its recipe.

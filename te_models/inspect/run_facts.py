@@ -107,7 +107,11 @@ class RunFacts:
             return np.sqrt(self.record.field("signal") / self.record.field("elements"))
 
     def lost(self) -> Floats:
-        """Return the share of each tensor's values other than 0 that became zero or subnormal, [steps, tensors].
+        """Return the share of each tensor's values other than 0 that became zero or subnormal, [steps, tensors]."""
+        return self.share_of_values("flushed") + self.share_of_values("subnormal")
+
+    def share_of_values(self, name: str) -> Floats:
+        """Return the share of each tensor's values other than 0 that a field counts, [steps, tensors].
 
         Zeros say nothing: an expert's rows are padded with them.
         """
@@ -116,7 +120,7 @@ class RunFacts:
         # The few values of a tensor of almost only zeros say little.
         values = np.maximum(elements - zeros, FEWEST_VALUES * elements)
         with np.errstate(divide="ignore", invalid="ignore"):
-            return (self.record.field("flushed") + self.record.field("subnormal")) / values
+            return self.record.field(name) / values
 
     def peak(self) -> Floats:
         """Return the largest magnitude of each tensor over its root mean square, [steps, tensors]."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fewer import every
 from planted import (
     FAILURES,
@@ -58,6 +59,12 @@ OTHERS = [
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run in which nothing was planted; what tests change is what they read of it."""
     return run_planted(tmp_path_factory.mktemp("healthy"), "current", None)
+
+
+@pytest.fixture(scope="module")
+def delayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of such a run under `delayed`."""
+    return run_planted(tmp_path_factory.mktemp("delayed"), "delayed", None)
 
 
 @pytest.mark.parametrize("recipe", every(2, NATIVE_RECIPES))
@@ -159,7 +166,7 @@ def test_so_it_is_under_the_other_recipes(name: str, recipe: str, tmp_path: Path
 
 def test_every_rule_is_planted_or_looked_at_here() -> None:
     planted = {failure.rule for failure in FAILURES.values()}
-    looked_at = {"saturation", "inexact", "clipped-between", "spike"}
+    looked_at = {"saturation", "late-scale", "inexact", "clipped-between", "spike"}
     assert {rule.key for rule in RULES} - planted == looked_at
     assert len({rule.key for rule in RULES}) == len(RULES)
 
@@ -445,3 +452,110 @@ def test_an_outlier_in_every_block_asks_for_bf16(tmp_path: Path) -> None:
     assert "in BF16" in finding.change and "blockwise" not in finding.change
     found = diagnose(read_facts(run_planted(tmp_path / "32", "mxfp8", failure))).findings
     assert "outlier" not in {one.rule for one in found}
+
+
+def cast_counts(x: torch.Tensor, scale: float, kind: torch.dtype) -> dict[str, float]:
+    """Return the fields of a record of a cast of x, counted here."""
+    info = torch.finfo(kind)
+    scaled = (x * scale).clamp(-info.max, info.max)
+    y = scaled.to(torch.float32).to(kind).double()
+    small = (y != 0) & (y.abs() < info.smallest_normal)
+    return dict(
+        amax=x.abs().max().item(),
+        scale_min=scale,
+        scale_max=scale,
+        elements=x.numel(),
+        zeros=0,
+        saturated=int(((x * scale).abs() > info.max * (1 + info.eps / 4)).sum()),
+        flushed=int((y == 0).sum()),
+        subnormal=int(small.sum()),
+        signal=(x**2).sum().item(),
+        noise=((y / scale - x) ** 2).sum().item(),
+    )
+
+
+def spread(shape: str, kind: torch.dtype) -> torch.Tensor:
+    """Return 20,000 numbers whose range one scale of a format holds, or does not; float64."""
+    x = torch.randn(20_000, dtype=torch.float64)
+    info = torch.finfo(kind)
+    normal_range = info.max / info.smallest_normal
+    if shape == "heavy tails":
+        quantiles = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+        return -quantiles.log()  # magnitudes of a Laplace distribution
+    if shape == "an outlier within the format's range":
+        x[0] = 0.07 * normal_range
+    if (
+        shape == "an outlier beyond it"
+    ):  # half of the others become subnormal under a scale that fits it
+        x[0] = 0.67 * normal_range
+    if shape == "most values far below the others":
+        x[4_000:] /= 2 * normal_range
+    return x
+
+
+# Of E4M3 and E5M2: what a tensor is, by what factor it changes in each step, and the rule that finds it, if any.
+MOVING = [
+    ("one size", (1.0, 1.0), ""),
+    ("heavy tails", (2.2, 2.95), "late-scale"),
+    ("one size", (2.0**-14, 2.0**-29.3), "late-scale"),
+    ("an outlier within the format's range", (1.0, 1.0), ""),
+    ("an outlier within the format's range", (4.0, 4.0), "late-scale"),
+    ("an outlier beyond it", (4.0, 4.0), "inexact"),
+    ("an outlier beyond it", (1.0, 1.0), "outlier"),
+    ("most values far below the others", (1.0, 1.0), "outlier"),
+]
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(("shape", "factors", "rule"), MOVING)
+def test_blocks_are_advised_only_where_no_single_scale_holds_a_tensor(
+    shape: str, factors: tuple[float, float], rule: str, kind: torch.dtype, delayed: Path
+) -> None:
+    """Each step casts by the amax of the one before. The judge casts each tensor by its own.
+
+    An input in either format, since of gradients other rules speak first.
+    """
+    facts = read_facts(delayed)
+    e4m3 = kind == torch.float8_e4m3fn
+    name = "layers.1.mlp.down_proj.input"
+    place = next(i for i, one in enumerate(facts.tensors) if one.name == name)
+    values = facts.record.values[:, place]
+    torch.manual_seed(0)
+    largest = torch.finfo(kind).max
+    factor = factors[0] if e4m3 else factors[1]
+    amax = spread(shape, kind).abs().max().item() / factor
+    holds = []
+    for step in range(len(values)):
+        x = spread(shape, kind) * factor**step
+        own_amax = x.abs().max().item()
+        own = cast_counts(x, largest / own_amax, kind)
+        exact = own["noise"] <= own["signal"] * 10 ** -(2.2 if e4m3 else 1.6)
+        holds.append(exact and own["flushed"] + own["subnormal"] <= 0.3 * x.numel())
+        counts = cast_counts(x, largest / amax, kind)
+        for field, value in counts.items():
+            values[step, INDEX[field]] = value
+        values[step, INDEX["scale_age"]] = 1
+        values[step, INDEX["format"]] = 7 if e4m3 else 8
+        amax = own_amax
+    findings = diagnose(facts).findings
+    assert [finding.rule for finding in findings] == [rule] * bool(rule), findings
+    assert all(holds) if rule in ("", "late-scale") else not any(holds)
+    for finding in findings:
+        assert finding.tensor == name
+        assert ("current" in finding.change) == all(holds)
+        assert ("scales per block" in finding.change or "finer" in finding.change) != all(holds)
+
+
+def test_a_scale_of_the_tensor_itself_is_not_late(healthy: Path) -> None:
+    """So a poor cast under `current` speaks for finer scales, whatever its range."""
+    facts = read_facts(healthy)
+    values = facts.record.values[:, next(np.flatnonzero(facts.record.counted[0]).__iter__())]
+    values[:, INDEX["noise"]] = 0.05 * values[:, INDEX["signal"]]
+    (finding,) = diagnose(facts).findings
+    assert finding.rule == "inexact"
+    values[:, INDEX["scale_age"]] = 1
+    (finding,) = diagnose(facts).findings
+    assert (
+        finding.rule == "late-scale"
+        and "would leave at least 24; this one is 1 step old" in finding.message
+    )

@@ -8,15 +8,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planted import FAILURES, LINEAR, SHAPE, STEPS, Planted, run_planted, write_recipe
+from planted import (
+    FAILURES,
+    LINEAR,
+    SHAPE,
+    STEPS,
+    Planted,
+    Site,
+    at_each_step,
+    run_planted,
+    write_recipe,
+)
 from tiny_runs import losses, tiny_model, tiny_trainer
+from torch import nn
 
-from te_models import Recipe, advise_recipe, get_recipe
+from te_models import Recipe, Trainer, advise_recipe, get_recipe
 from te_models.cli import main
 from te_models.config.presets import get_preset
 from te_models.config.toml import read_toml
 from te_models.errors import DataError, UsageError
 from te_models.inspect import recipe_advice
+from te_models.inspect.advice import diagnose
 from te_models.inspect.run_facts import RunFacts, read_facts
 from te_models.recorder.layout import INDEX
 from te_models.saving.pretrained import trained_shape
@@ -51,9 +63,22 @@ def trained(folder: Path, failure: Planted, recipe: Recipe) -> list[float]:
     return losses(folder)
 
 
-def check_advice(name: str, recipe: str, expected: tuple[str, dict[str, str]], out: Path) -> None:
+def doubled(trainer: Trainer, site: Site) -> None:
+    """The inputs of a linear are twice as large with each step, so that the scale of the step before clips them."""
+    step = [0]
+
+    def grow(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (args[0] * 2.0 ** step[0], *args[1:])
+
+    at_each_step(trainer, lambda number: step.__setitem__(0, number))
+    site.module(trainer.model).register_forward_pre_hook(grow)
+
+
+def check_advice(
+    planted: Planted, recipe: str, expected: tuple[str, dict[str, str]], out: Path
+) -> None:
     """See the advice, and that training under it loses no more to BF16 than training without it."""
-    failure = replace(FAILURES[name], shape={})  # in `trained` as well
+    failure = replace(planted, shape={})  # in `trained` as well
     run_planted(out / "ill", recipe, failure)
     advice = advise_recipe(out / "ill")
     assert (advice.recipe.name, dict(advice.recipe.precision)) == expected, advice
@@ -79,13 +104,23 @@ def check_advice(name: str, recipe: str, expected: tuple[str, dict[str, str]], o
 
 @pytest.mark.parametrize(("name", "recipe"), ADVISED)
 def test_advice_on_a_planted_run(name: str, recipe: str, tmp_path: Path) -> None:
-    check_advice(name, recipe, ADVISED[name, recipe], tmp_path)
+    check_advice(FAILURES[name], recipe, ADVISED[name, recipe], tmp_path)
+
+
+def test_a_scale_that_its_tensor_outgrows_asks_for_current_and_not_for_blocks(
+    tmp_path: Path,
+) -> None:
+    history = dict(amax_history_len=1, amax_compute_algo="most_recent")
+    failure = Planted(doubled, ("delayed",), "late-scale", "input", build=history)
+    check_advice(failure, "delayed", ("current", {}), tmp_path)
+    (finding,) = diagnose(read_facts(tmp_path / "ill")).findings
+    assert (finding.rule, finding.tensor) == (failure.rule, failure.tensor())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "recipe"), ADVISED_TOO)
 def test_advice_on_other_planted_runs(name: str, recipe: str, tmp_path: Path) -> None:
-    check_advice(name, recipe, ADVISED_TOO[name, recipe], tmp_path)
+    check_advice(FAILURES[name], recipe, ADVISED_TOO[name, recipe], tmp_path)
 
 
 @pytest.fixture(scope="module")

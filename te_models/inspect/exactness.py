@@ -1,0 +1,168 @@
+"""The rules of `te-models doctor` about casts that are less exact than their format usually is.
+
+One scale per tensor is enough where the tensor's own range fits the format; then a poor cast is the fault of a scale of
+other values, those of the step before. Blocks with scales of their own are needed where no single scale fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from te_models.errors import plural
+from te_models.inspect.findings import Finding, Rule, over
+from te_models.inspect.run_facts import Mask, RunFacts
+from te_models.numerics.formats import FP8_MAX, TORCH_FP8, DType
+from te_models.recorder.record import Floats
+
+# A share of values other than 0 that became zero or subnormal; of numbers of a normal distribution a hundredth does.
+LOST = 0.3
+# dB below which a cast is worth a word, by format: LEEWAY below what numbers of a normal distribution have.
+LEEWAY = 9.0
+LEAST_SQNR = {DType.kFloat8E4M3: 22.0, DType.kFloat8E5M2: 16.0, DType.kFloat4E2M1: 11.0}
+
+
+def below_usual(facts: RunFacts) -> Floats:
+    """Return by how many dB each cast is less exact than LEAST_SQNR, [steps, tensors]; negative if it is not."""
+    return _least_sqnr(facts) - facts.record.sqnr()
+
+
+def sqnr_by_own_amax(facts: RunFacts) -> Floats:
+    """Return the dB that a scale by each tensor's own amax leaves at the least, [steps, tensors].
+
+    A number x is rounded by at most half a unit in the last place, x eps / 2, or half a step of the subnormal numbers,
+    whichever is more. So the sum of the squared errors is at most the sum of both, for any values. A scale that is
+    a power of two may be half as large as the amax allows. NaN for other formats than FP8.
+    """
+    formats = facts.record.field("format")
+    peak = facts.peak()
+    bound = np.full_like(peak, np.nan)
+    for number, kind in TORCH_FP8.items():
+        format_info = torch.finfo(kind)
+        step = format_info.smallest_normal * format_info.eps
+        normal = (format_info.eps / 2) ** 2
+        # Over the mean square: half a step is amax * step / (2 * largest number), and twice that by a power of two.
+        with np.errstate(invalid="ignore", over="ignore"):
+            subnormal = (peak * step / FP8_MAX[number]) ** 2
+            decibels = -10 * np.log10(normal + subnormal)
+        bound = np.where(formats == int(number), decibels, bound)
+    return bound
+
+
+def lost_by_own_amax(facts: RunFacts) -> Floats:
+    """Return the share of values that a scale by each tensor's own amax leaves zero or subnormal, [steps, tensors].
+
+    Where the recorded scale leaves powers of two unused, the own one loses fewer values, and this is an upper bound:
+    the recorded share; or that of the values flushed to zero, where the own scale lifts these alone among the lost ones
+    to the subnormal numbers. Where the recorded scale clips, the own one is smaller, and the share grows with the
+    threshold, as it does where magnitudes are spread evenly near zero.
+    """
+    formats = facts.record.field("format")
+    room = facts.headroom()
+    lost = facts.lost()
+    flushed = facts.share_of_values("flushed")
+    with np.errstate(invalid="ignore", over="ignore"):
+        share = np.where(room < 0, lost * 2.0**-room, lost)
+    for number, kind in TORCH_FP8.items():
+        # From half of the smallest subnormal number, below which values are flushed, to the smallest normal one.
+        subnormal_bits = math.log2(2 / torch.finfo(kind).eps)
+        lifted = (formats == int(number)) & (room >= subnormal_bits)
+        share = np.where(lifted, flushed, share)
+    return share
+
+
+def _least_sqnr(facts: RunFacts) -> Floats:
+    """Return the dB of LEAST_SQNR of each cast's format, [steps, tensors]."""
+    formats = facts.record.field("format")
+    # A format that is not listed stays NaN, and compares as not below.
+    least = np.full_like(formats, np.nan)
+    for number, value in LEAST_SQNR.items():
+        least[formats == int(number)] = value
+    return least
+
+
+def _often_below(facts: RunFacts) -> Mask:
+    """Return where casts are less exact than LEAST_SQNR, of tensors that are so in most steps, [steps, tensors]."""
+    below = below_usual(facts) > 0
+    # One odd step says nothing.
+    often = below.sum(0) > np.isfinite(facts.record.sqnr()).sum(0) / 2
+    return np.asarray(below & often[None])
+
+
+def _own_scale_holds(facts: RunFacts) -> Mask:
+    """Return where one scale by a tensor's own amax holds its values, [steps, tensors]; False where nobody knows."""
+    exact = sqnr_by_own_amax(facts) >= _least_sqnr(facts)
+    return np.asarray(exact & (lost_by_own_amax(facts) <= LOST))
+
+
+def _late_scale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    """Tensors that their own scale would hold, in most of the steps in which that of another step does not."""
+    if not len(facts.steps):
+        return
+    where = _often_below(facts)
+    ages = facts.record.field("scale_age")
+    late = where & (ages != 0) & _own_scale_holds(facts)
+    mostly = late.sum(0) > where.sum(0) / 2
+    where = late & mostly[None]
+    sqnr = facts.record.sqnr()
+    own = sqnr_by_own_amax(facts)
+    room = facts.headroom()
+
+    def say(step: int, tensor: int) -> str:
+        age = int(ages[step, tensor])
+        old = "was never measured" if age < 0 else f"is {plural(age, 'step')} old"
+        bits = room[step, tensor]
+        misfit = f"leaves {bits:.0f} of the format's powers of two unused"
+        if bits < 0:
+            misfit = f"represents {2.0**bits:.2g} of its largest value"
+        return (
+            f"{facts.tensors[tensor].name}: the cast leaves a signal of {sqnr[step, tensor]:.0f} dB over its noise in "
+            f"step {facts.steps[step]}, and the tensor's own scale would leave at least "
+            f"{math.floor(own[step, tensor])}; this one {old} and {misfit}"
+        )
+
+    yield from over(facts, rule, where, below_usual(facts), say)
+
+
+def _inexact(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    if not len(facts.steps):
+        return
+    sqnr = facts.record.sqnr()
+    usual = _least_sqnr(facts) + LEEWAY
+    too_wide = facts.one_scale() & ~_own_scale_holds(facts)
+    peak = facts.peak()
+
+    def say(step: int, tensor: int) -> str:
+        reason = ""
+        if too_wide[step, tensor]:
+            reason = (
+                f"; the largest value is {peak[step, tensor]:.3g} times the root mean square, and no single scale "
+                "holds both"
+            )
+        return (
+            f"{facts.tensors[tensor].name}: the cast leaves a signal of {sqnr[step, tensor]:.0f} dB over its noise in "
+            f"step {facts.steps[step]}, where this format usually leaves {usual[step, tensor]:.0f}{reason}"
+        )
+
+    yield from over(facts, rule, _often_below(facts), below_usual(facts), say)
+
+
+LATE_SCALE = Rule(
+    "late-scale",
+    "a cast is less exact than its format usually is, under a scale of a step before, and the tensor's own scale would "
+    "hold it (`delayed`)",
+    "--recipe current takes the scale from the tensor itself, whose range the format holds: blocks are not needed",
+    "sqnr",
+    _late_scale,
+)
+INEXACT = Rule(
+    "inexact",
+    "a cast is less exact than its format usually is",
+    "finer scales (--recipe blockwise on Hopper, mxfp8 on Blackwell), or BF16 for this linear through the recipe's "
+    "table precision",
+    "sqnr",
+    _inexact,
+)
