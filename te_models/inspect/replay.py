@@ -17,7 +17,7 @@ import torch
 
 from te_models.config.recipe import Recipe, get_recipe, list_recipes
 from te_models.device.choice import choose_device
-from te_models.errors import DataError, TeModelsError, UsageError
+from te_models.errors import DataError, TeModelsError, UsageError, plural
 from te_models.inspect.replay_processes import processes_here, run_steps
 from te_models.inspect.replay_report import (
     Replay,
@@ -89,6 +89,7 @@ def replay(
     # One list, so that the processes are started once for all of them.
     results = run_steps(folder, capture, [*same, *changed], place, processes)
     first, *again = _without_errors(results[: len(same)])
+    tensors, uncompared = _compared(folder, capture, first.record)
     return Replay(
         run=str(run),
         step=step,
@@ -100,7 +101,8 @@ def replay(
         recorded_loss=_recorded_loss(folder, capture),
         first=first,
         second=again[0] if again else None,
-        tensors=_compared(folder, capture, first.record),
+        tensors=tensors,
+        uncompared=uncompared,
         variants=_variants(changes, results[len(same) :]),
     )
 
@@ -204,22 +206,24 @@ def _variant(name: str, result: StepRun | TeModelsError) -> Variant:
     )
 
 
-def _compared(run: Path, capture: Capture, replayed: Record) -> list[TensorComparison]:
-    """Compare each tensor that both the record and the replay have."""
+def _compared(run: Path, capture: Capture, replayed: Record) -> tuple[list[TensorComparison], str]:
+    """Compare each tensor that both the record and the replay have; without any, say why, else ""."""
     # A bad step's capture has the entry; the run may have taken another step of this number.
     folder = capture_folder(run, capture.step) if capture.about.get("bad", False) else run
     if not has_record(folder):
-        return []
+        return [], "the run has no record (--record)"
     record = read_record(folder)
     places = [place for place, step in enumerate(record.steps) if step == capture.step]
     if not places:
-        return []
+        return [], _not_recorded(record, capture.step)
     if record.version != replayed.version:
         raise DataError(
             f"{run} was recorded by an older te-models, whose hashes of FP8 data are others: replay it with that one"
         )
     recorded = numbers(record, places[-1])
     replayed_numbers = numbers(replayed, 0)
+    if not recorded:
+        return [], "nothing ran in FP8 in this step"
     compared = []
     for tensor, then in recorded.items():
         now = replayed_numbers.get(tensor)
@@ -227,7 +231,18 @@ def _compared(run: Path, capture: Capture, replayed: Record) -> list[TensorCompa
             equal = then.codes == now.codes
             # Equal codes need no bound; others are compared by their counts.
             compared.append(TensorComparison(tensor, then, now, equal, equal or within(then, now)))
-    return compared
+    return compared, "" if compared else "none of the recorded tensors ran in FP8 here"
+
+
+def _not_recorded(record: Record, step: int) -> str:
+    """Return why a record lacks a step: one that follows a checkpoint is kept, and recorded only where that is due."""
+    if not record.steps:
+        return "the record has no step yet"
+    nearest = min(record.steps, key=lambda one: abs(one - step))
+    return (
+        f"the record does not have this step (of {plural(len(record.steps), 'step')} the nearest is {nearest}), since "
+        "--record N takes one step of N, beside those that te-models capture marks"
+    )
 
 
 def _recorded_on(capture: Capture) -> str:

@@ -103,7 +103,8 @@ class Replay(Printable):
         recorded_processes: how many these were.
         recorded_loss: of the run's metrics; NaN if it was not finite, None for a step that has none there.
         first, second: the two runs here; `second` None: it was left out.
-        tensors: comparisons with the record; empty without one of this step.
+        tensors: comparisons with the record.
+        uncompared: why there are none, or "".
         variants: the same step under other recipes.
     """
 
@@ -119,6 +120,7 @@ class Replay(Printable):
     first: StepRun
     second: StepRun | None
     tensors: list[TensorComparison]
+    uncompared: str
     variants: list[Variant]
 
     @property
@@ -142,7 +144,9 @@ class Replay(Printable):
                 "order (try --deterministic)"
             )
         if not self.tensors:
-            return "the run has no record of this step to compare with"
+            return "; ".join(
+                [f"no tensor is compared: {self.uncompared}", *self._without_tensors()]
+            )
         # The first one of a step is nearest to the cause of the others.
         different = [one for one in by_computation(self.tensors) if not one.equal]
         outside = [one for one in different if not one.within]
@@ -178,6 +182,16 @@ class Replay(Printable):
                 "scales and sums are others"
             )
         return line
+
+    def _without_tensors(self) -> Iterator[str]:
+        """Yield what a replay shows of a step whose tensors are not compared."""
+        if self.recorded_loss is not None:
+            if np.array_equal(self.first.loss, self.recorded_loss, equal_nan=True):
+                yield "the loss is the recorded one"
+            else:
+                yield f"the loss is {self.first.loss - self.recorded_loss:+.2g} off the recorded one"
+        if self.repeatable:
+            yield "two runs of the step here are equal"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain JSON values; numbers that JSON lacks are None."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,31 @@ def test_with_a_record_the_step_after_a_checkpoint_can_be_replayed(tmp_path: Pat
     assert all(one.equal for one in found.tensors) and found.repeatable is None
 
 
+def test_a_replay_without_a_record_of_its_step_says_so_and_what_it_shows(tmp_path: Path) -> None:
+    """Step 3 follows a checkpoint, and each second step is recorded."""
+    trainer(tmp_path, "current", save_every=2, record=2, keep_last=3).run()
+    assert captured_steps(tmp_path) == [3, 5] and read_record(tmp_path).steps == [2, 4, 6]
+    found = replay(tmp_path, 5)
+    assert found.first.loss == losses(tmp_path)[4] and not found.tensors
+    missing = (
+        "no tensor is compared: the record does not have this step (of 3 steps the nearest is 4), since --record N "
+        "takes one step of N, beside those that te-models capture marks"
+    )
+    assert found.verdict == (
+        f"{missing}; the loss is the recorded one; two runs of the step here are equal"
+    )
+    other = replace(found.first, loss=found.first.loss + 0.25)
+    changed = replace(found, first=other, second=None)
+    assert changed.verdict == f"{missing}; the loss is +0.25 off the recorded one"
+    unknown = replace(found, recorded_loss=None, second=None)
+    assert unknown.verdict == missing
+    shutil.rmtree(tmp_path / FOLDER)
+    assert (
+        "no tensor is compared: the run has no record (--record); "
+        in replay(tmp_path, 5, twice=False).verdict
+    )
+
+
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("later", ["delayed", "bf16"])
 def test_the_first_step_under_another_recipe_comes_out_bit_for_bit(
@@ -135,6 +161,8 @@ def test_the_first_step_under_another_recipe_comes_out_bit_for_bit(
     assert found.first.loss == losses(tmp_path)[MARKED - 1]
     assert bool(found.tensors) == (later == "delayed")
     assert all(one.equal for one in found.tensors)
+    in_bf16 = "no tensor is compared: nothing ran in FP8 in this step; the loss is the recorded one"
+    assert (found.verdict == in_bf16) == (later == "bf16")
 
 
 def test_with_a_record_the_first_step_of_a_resumed_run_can_be_replayed(tmp_path: Path) -> None:
