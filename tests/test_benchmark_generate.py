@@ -37,6 +37,33 @@ def test_every_row_is_measured(name: str, tmp_path: Path) -> None:
     assert not rows and len(skipped) == 3 and all("no time left" in what for what in skipped)
 
 
+def test_decode_is_the_median_of_slopes_of_interleaved_repeats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps of 5 ms, a prompt of 40 ms, and captures of 30 to 90 ms; one repeat is slowed by other work."""
+    clock = [0.0]
+    calls: list[int] = []
+    captures = [0.09, 0.06, 0.03, 0.06, 0.03, 0.06, 0.09, 0.06, 0.03]
+
+    def generate_tokens(count: int) -> torch.Tensor:
+        capture = captures[len(calls) % len(captures)]
+        slow = 3.0 if len(calls) == 6 else 1.0
+        clock[0] += slow * (0.04 + capture * (count > 1) + 0.005 * (count - 1))
+        calls.append(count)
+        return torch.zeros(1, 4 + count, dtype=torch.long)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    plan = generate.Plan(4, generate.SHORT, generate.LONG, generate.REPEATS, 0.0)
+    assert plan.long - plan.short >= 192 and plan.repeats >= 5
+    found = generate.measured(generate_tokens, 2, plan)
+    assert calls == [plan.long, plan.short, 1] * (plan.repeats + 1)
+    assert len(found["seconds_per_step"]) == plan.repeats
+    # A capture is off by 60 ms at the most, over 192 steps.
+    assert abs(2 / found["decode_tokens_per_second"] - 0.005) <= 0.06 / 192
+    assert max(found["seconds_per_step"]) > 0.01, "the slow one, which the median leaves out"
+    assert found["prefill_tokens_per_second"] == pytest.approx(2 * 4 / 0.04)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_says_all_and_writes_nothing_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
