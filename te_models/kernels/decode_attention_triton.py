@@ -1,7 +1,9 @@
 """The attention of a step of decoding (decode.py) in Triton: norms of heads, RoPE, the cache, softmax and gate.
 
 It is divided over the keys, since one program per head would leave most of the GPU idle (Flash-Decoding). A first
-kernel attends to each part of the keys, a second joins the parts.
+kernel attends to each part of the keys and writes the new token's key and value to the cache; a second joins the parts.
+
+Shapes: N rows, of which the first B are tokens; A heads of queries and K of keys, H channels each; R of these rotate.
 
 Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), in FP16, since it multiplies BF16 wrongly.
 """
@@ -25,70 +27,75 @@ MOST_PARTS = 32
 
 
 @triton.jit
-def _source(c, turned, INTERLEAVED: tl.constexpr):
-    """Return where channel c of a rotated head lies in the projection: interleaved pairs become halves."""
+def _projected_channel(c, rotated, INTERLEAVED: tl.constexpr):
+    """Return the channel of the projection that becomes channel c of a rotated head.
+
+    Interleaved pairs become halves, as the cache holds them: products of queries and keys ignore the order.
+    """
     if INTERLEAVED:
-        half = turned // 2
-        inside = tl.where(c < half, 2 * c, 2 * (c - half) + 1)
-        c = tl.where(c < turned, inside, c)
+        half = rotated // 2
+        pair_channel = tl.where(c < half, 2 * c, 2 * (c - half) + 1)
+        c = tl.where(c < rotated, pair_channel, c)
     return c
 
 
 @triton.jit
 def _heads(
+    # the first of `heads` heads in the projection; the numbers of heads [G] and channels [W] to return
     base,
     head,
     c,
     heads,
+    # H, the tables of RoPE of this row [R], the weight of the norm [H], and R
     size,
     cos,
     sin,
-    gain,
-    turned,
+    weight,
+    rotated,
     eps,
     ROTATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NORMED: tl.constexpr,
     CENTERED: tl.constexpr,
 ):
-    """Return these heads [G, W] of queries or keys, normed and rotated as the model asks for, in their dtype."""
+    """Return heads [G, W] of queries or keys in their dtype, normed if NORMED, with RoPE if ROTATED."""
     dtype = base.dtype.element_ty
     inside = (head < heads)[:, None] & (c < size)[None, :]
-    at = _source(c, turned, INTERLEAVED)
+    at = _projected_channel(c, rotated, INTERLEAVED)
     value = tl.load(base + head[:, None] * size + at[None, :], inside, 0.0).to(tl.float32)
-    inverse = tl.zeros_like(tl.sum(value, 1))
+    inverse_rms = tl.zeros_like(tl.sum(value, 1))
     if NORMED:
-        inverse = tl.rsqrt(tl.sum(value * value, 1) / size + eps)
-        value = _gain(value, inverse, gain, at, c < size, dtype, CENTERED)
+        inverse_rms = tl.rsqrt(tl.sum(value * value, 1) / size + eps)
+        value = _normed(value, inverse_rms, weight, at, c < size, dtype, CENTERED)
     if ROTATED:
-        half = turned // 2
+        half = rotated // 2
         other = tl.where(c < half, c + half, c - half)
-        rotates = c < turned
-        at = _source(other, turned, INTERLEAVED)
+        rotates = c < rotated
+        at = _projected_channel(other, rotated, INTERLEAVED)
         partner = tl.load(
             base + head[:, None] * size + at[None, :], inside & rotates[None, :], 0.0
         ).to(tl.float32)
         if NORMED:
-            partner = _gain(partner, inverse, gain, at, rotates, dtype, CENTERED)
+            partner = _normed(partner, inverse_rms, weight, at, rotates, dtype, CENTERED)
         partner = tl.where((c < half)[None, :], -partner, partner)
-        turn = tl.load(cos + c, rotates, 1.0).to(tl.float32)[None, :]
-        lift = tl.load(sin + c, rotates, 0.0).to(tl.float32)[None, :]
-        value = value * turn + partner * lift
+        cosine = tl.load(cos + c, rotates, 1.0).to(tl.float32)[None, :]
+        sine = tl.load(sin + c, rotates, 0.0).to(tl.float32)[None, :]
+        value = value * cosine + partner * sine
     return value.to(dtype)
 
 
 @triton.jit
-def _gain(value, inverse, gain, at, inside, dtype: tl.constexpr, CENTERED: tl.constexpr):
-    """Return the norm of heads whose channels lie at `at`, rounded to the dtype of the model."""
-    factor = tl.load(gain + at, inside, 0.0).to(tl.float32)
+def _normed(value, inverse_rms, weight, at, inside, dtype: tl.constexpr, CENTERED: tl.constexpr):
+    """Return heads times 1 / RMS and the weight of their channels `at`, rounded to the dtype of the model."""
+    factor = tl.load(weight + at, inside, 0.0).to(tl.float32)
     if CENTERED:
         factor += 1.0
-    return (value * inverse[:, None] * factor[None, :]).to(dtype).to(tl.float32)
+    return (value * inverse_rms[:, None] * factor[None, :]).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _scores(product, mask, slot, end, scale, cap):
-    """Return the scores [G, KEYS] from queries times the keys at these slots, -inf where a slot is not seen."""
+    """Return the scores [G, KEYS] of queries times keys at slots [KEYS]: scaled, capped, and -inf where masked."""
     score = product * scale
     if cap is not None:
         score = (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0) * cap  # cap * tanh(score / cap)
@@ -98,40 +105,47 @@ def _scores(product, mask, slot, end, scale, cap):
 
 @triton.jit
 def _online_softmax(top, score):
-    """Return the largest scores [G] with a tile [G, KEYS] more, the factor of earlier sums, and the tile's weights.
+    """Return a step of the online softmax over a tile of scores [G, KEYS].
 
-    Sums so far are relative to `top`, the largest score so far.
+    `top` [G] is the largest score before the tile, by which earlier sums are exp(score - top). Returns the largest
+    score now [G], the factor that brings earlier sums to it [G], and the weights of the tile [G, KEYS].
     """
-    higher = tl.maximum(top, tl.max(score, 1))
+    new_top = tl.maximum(top, tl.max(score, 1))
     # -inf: no key of this part is seen yet, and -inf - -inf would be NaN.
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    shrunk = tl.exp(top - base)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    rescale = tl.exp(top - base)
     weight = tl.exp(score - base[:, None])
-    return higher, shrunk, weight
+    return new_top, rescale, weight
 
 
 @triton.jit
 def _attention_kernel(
+    # projections [N, Q], and the fields of StepKeys
     qkvg,
     keys,
     values,
     mask,
     filled,
+    # tables of RoPE [R] or [B, R], and weights of the norms of heads [H]; None: there is none
     cos,
     sin,
-    q_gain,
-    k_gain,
+    q_weight,
+    k_weight,
+    # outputs: the fields of PartialAttention
     sums,
     tops,
     totals,
+    # Q, K, heads of queries for each head of keys, H, slots of the cache, R, and the stride of the tables' rows
     width,
     key_heads,
     group,
     size,
     slots,
-    turned,
+    rotated,
     cos_stride,
+    # parts of the keys
     parts,
+    # the factor of scores, the cap of scores or None, and what the norms add to the mean square
     scale,
     cap,
     eps,
@@ -143,6 +157,7 @@ def _attention_kernel(
     WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
 ):
+    """Attend to one part of the keys for all queries that share a head of keys; the last part has the new key."""
     part = tl.program_id(0)
     key_head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -162,13 +177,13 @@ def _attention_kernel(
         size,
         cos,
         sin,
-        q_gain,
-        turned,
+        q_weight,
+        rotated,
         eps,
-        ROTATED,
-        INTERLEAVED,
-        NORMED,
-        CENTERED,
+        ROTATED=ROTATED,
+        INTERLEAVED=INTERLEAVED,
+        NORMED=NORMED,
+        CENTERED=CENTERED,
     )
     one = tl.arange(0, 1)
     key_start = qkvg + (key_heads * group + key_head) * size
@@ -180,19 +195,19 @@ def _attention_kernel(
         size,
         cos,
         sin,
-        k_gain,
-        turned,
+        k_weight,
+        rotated,
         eps,
-        ROTATED,
-        INTERLEAVED,
-        NORMED,
-        CENTERED,
+        ROTATED=ROTATED,
+        INTERLEAVED=INTERLEAVED,
+        NORMED=NORMED,
+        CENTERED=CENTERED,
     )
     new_value = tl.load(key_start + key_heads * size + c, c < size, 0.0)[None, :]
 
     count = tl.load(filled).to(tl.int32)
     newest = count - 1
-    # Whole tiles of the keys before the new one, as equal as may be.
+    # Whole tiles of the keys before the new one, as evenly divided among the parts as possible.
     tiles = tl.cdiv(newest, KEYS)
     begin = part * tiles // parts * KEYS
     end = tl.minimum((part + 1) * tiles // parts * KEYS, newest)
@@ -203,28 +218,28 @@ def _attention_kernel(
     top = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     out = tl.zeros([GROUP, WIDTH], tl.float32)
-    for at in range(begin, end, KEYS):
-        s = at + tl.arange(0, KEYS)
+    for start in range(begin, end, KEYS):
+        s = start + tl.arange(0, KEYS)  # slots
         inside = (s < end)[:, None] & (c < size)[None, :]
-        place = s.to(tl.int64)[:, None] * size + c[None, :]
-        k = tl.load(keys + place, inside, 0.0)
-        v = tl.load(values + place, inside, 0.0)
+        offsets = s.to(tl.int64)[:, None] * size + c[None, :]
+        k = tl.load(keys + offsets, inside, 0.0)
+        v = tl.load(values + offsets, inside, 0.0)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         score = _scores(score, mask, s, end, scale, cap)
-        top, shrunk, weight = _online_softmax(top, score)
-        total = total * shrunk + tl.sum(weight, 1)
-        out = out * shrunk[:, None] + tl.dot(weight.to(dtype), v, input_precision="ieee")
+        top, rescale, weight = _online_softmax(top, score)
+        total = total * rescale + tl.sum(weight, 1)
+        out = out * rescale[:, None] + tl.dot(weight.to(dtype), v, input_precision="ieee")
     if part == parts - 1:
         # The new key comes after the loop, whose tiles need no selection then.
         s = newest + one
-        place = s.to(tl.int64)[:, None] * size + c[None, :]
-        tl.store(keys + place, new_key, (c < size)[None, :])
-        tl.store(values + place, new_value, (c < size)[None, :])
+        offsets = s.to(tl.int64)[:, None] * size + c[None, :]
+        tl.store(keys + offsets, new_key, (c < size)[None, :])
+        tl.store(values + offsets, new_value, (c < size)[None, :])
         score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1)[:, None]
         score = _scores(score, mask, s, count, scale, cap)
-        top, shrunk, weight = _online_softmax(top, score)
-        total = total * shrunk + tl.sum(weight, 1)
-        out = out * shrunk[:, None] + weight.to(dtype).to(tl.float32) * new_value.to(tl.float32)
+        top, rescale, weight = _online_softmax(top, score)
+        total = total * rescale + tl.sum(weight, 1)
+        out = out * rescale[:, None] + weight.to(dtype).to(tl.float32) * new_value.to(tl.float32)
     head = (row * key_heads + key_head) * group + g
     tl.store(tops + head * parts + part, top, g < group)
     tl.store(totals + head * parts + part, total, g < group)
@@ -234,12 +249,15 @@ def _attention_kernel(
 
 @triton.jit
 def _combine_kernel(
+    # the fields of PartialAttention, and the logits of attention sinks [A] or None
     sums,
     tops,
     totals,
     sinks,
+    # projections [N, Q], which have the logits of the gate, and the output [N, A * H]
     qkvg,
     out,
+    # Q, the column of the gate's logits, A, H, B, and parts of the keys
     width,
     gate_at,
     heads,
@@ -251,7 +269,7 @@ def _combine_kernel(
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Join the parts of one head, and apply the gate."""
+    """Join the parts of one head and apply the gate; rows that are no tokens get zeros."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     dtype = out.dtype.element_ty
@@ -289,9 +307,16 @@ def _combine_kernel(
 
 
 def attention(qkvg: Tensor, cache: StepKeys, step: StepAttention, tokens: int) -> Tensor:
-    """Return the gated attention of the new tokens [N, A*H] from qkvg [N, Q], and write their keys and values.
+    """Return the gated attention of new tokens, and write their keys and values to the cache.
 
-    Row i of the cache belongs to row i of qkvg, for the first `tokens` of them.
+    Args:
+        qkvg: their projections [N, Q], in the dtype of the cache.
+        cache: keys and values; row i of it belongs to row i of qkvg.
+        step: the settings of attention.
+        tokens: the first rows of qkvg, which are no padding.
+
+    Returns:
+        [N, A*H] in the dtype of qkvg, zeros where a row is padding.
     """
     heads = step.heads
     rows = qkvg.shape[0]
@@ -323,11 +348,17 @@ def attention(qkvg: Tensor, cache: StepKeys, step: StepAttention, tokens: int) -
 
 
 class PartialAttention(NamedTuple):
-    """Attention over parts P of the keys, which a softmax over all of them joins; FP32."""
+    """Attention over each of P parts of the keys, FP32; a softmax over all keys follows from these.
 
-    sums: Tensor  # [N, A, P, H], of values by exp(score - top)
-    tops: Tensor  # [N, A, P], the largest score
-    totals: Tensor  # [N, A, P], the sum of exp(score - top)
+    Attributes:
+        sums: values weighted by exp(score - top), [B, A, P, H].
+        tops: the largest score, [B, A, P].
+        totals: the sum of exp(score - top), [B, A, P].
+    """
+
+    sums: Tensor
+    tops: Tensor
+    totals: Tensor
 
 
 def _partial_attention(
@@ -350,7 +381,7 @@ def _partial_attention(
     norms = step.norms
     # Rows of different lengths have tables of their own; one table for all of them has stride 0.
     per_row = rotary is not None and rotary.cos.dim() == 3 and rotary.cos.shape[0] > 1
-    turned = 0 if rotary is None else rotary.cos.shape[-1]
+    rotated = 0 if rotary is None else rotary.cos.shape[-1]
     _attention_kernel[(parts, heads.key, tokens)](
         qkvg=qkvg,
         keys=cache.keys,
@@ -359,8 +390,8 @@ def _partial_attention(
         filled=cache.filled,
         cos=None if rotary is None else rotary.cos,
         sin=None if rotary is None else rotary.sin,
-        q_gain=None if norms is None else norms.query,
-        k_gain=None if norms is None else norms.key,
+        q_weight=None if norms is None else norms.query,
+        k_weight=None if norms is None else norms.key,
         sums=partial.sums,
         tops=partial.tops,
         totals=partial.totals,
@@ -369,8 +400,8 @@ def _partial_attention(
         group=group,
         size=heads.dim,
         slots=slots,
-        turned=turned,
-        cos_stride=turned if per_row else 0,
+        rotated=rotated,
+        cos_stride=rotated if per_row else 0,
         parts=parts,
         scale=step.scale,
         cap=step.softcap,
