@@ -53,14 +53,14 @@ def _nonfinite(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
         name = str(event["tensor"])
         facts.explained.update(i for i, tensor in enumerate(facts.tensors) if tensor.name == name)
         message = f"{name}: the first NaN or infinite value of step {event['step']} is here{_answer(event)}"
-        yield Finding(rule.key, name, int(event["step"]), message, rule.change, (name,))
+        yield rule.finding(int(event["step"]), message, tensor=name, tensors=(name,))
         return
     counts = facts.record.field("nonfinite")
     where = counts > 0
     if not where.any():
         if first_bad is not None:
             message = f"{first_bad['message']}; no tensor of a te.Linear had such a value before"
-            yield Finding(rule.key, "", int(first_bad["step"]), message, rule.change)
+            yield rule.finding(int(first_bad["step"]), message)
         return
     first = int(np.flatnonzero(where.any(1))[0])
     order = np.flatnonzero(where[first])
@@ -72,7 +72,7 @@ def _nonfinite(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     name = facts.tensors[worst].name
     number = int(counts[first, worst])
     message = f"{name}: {number:,} values are NaN or infinite in step {facts.steps[first]}, the first that has any"
-    yield Finding(rule.key, name, int(facts.steps[first]), message, rule.change, names)
+    yield rule.finding(int(facts.steps[first]), message, tensor=name, tensors=names)
 
 
 def _answer(event: Row) -> str:

@@ -231,7 +231,14 @@ def verify_against(
         for gemm, recorded in sample.results.items():
             cores = {core: results[gemm] for core, results in emulated.items()}
             products.append(
-                compared(sample.name, gemm, sample.recipe.name, recorded, here.get(gemm), cores)
+                compared(
+                    sample.name,
+                    gemm,
+                    recipe=sample.recipe.name,
+                    recorded=recorded,
+                    here=here.get(gemm),
+                    cores=cores,
+                )
             )
     loss, reason = loss_here(run, card, place, name) if not refused else (None, "see above")
     return Against(

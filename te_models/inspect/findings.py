@@ -51,6 +51,19 @@ class Rule:
     shown_by: str
     look: Callable[[RunFacts, Rule], Iterator[Finding]]
 
+    def finding(
+        self, step: int, message: str, tensor: str = "", tensors: tuple[str, ...] = ()
+    ) -> Finding:
+        """Return a finding of this rule, with its advice; the arguments are fields of Finding."""
+        return Finding(
+            rule=self.key,
+            tensor=tensor,
+            step=step,
+            message=message,
+            change=self.change,
+            tensors=tensors,
+        )
+
 
 def over(
     facts: RunFacts,
@@ -98,7 +111,7 @@ def over(
         others = f" (and in {plural(len(names) - 1, 'other tensor')})"
     message = say(int(sizes[:, named].argmax()), named) + others
     step = int(facts.steps[first])
-    yield Finding(rule.key, facts.tensors[named].name, step, message, rule.change, names)
+    yield rule.finding(step, message, tensor=facts.tensors[named].name, tensors=names)
 
 
 def with_first_cause(findings: Sequence[Finding], cause: str) -> list[Finding]:

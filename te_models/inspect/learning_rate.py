@@ -61,7 +61,7 @@ def _rise(facts: RunFacts, rule: Rule, losses: Floats) -> Finding | None:
         # Of a run in BF16 no weight is recorded. FP8 cannot be its cause, and a loss above the first one is no noise.
         if smooth[end] <= (1 + LOSS_LEAP) * smooth[0]:
             return None
-        return Finding(rule.key, "", step, f"{rise}, without any FP8", rule.change)
+        return rule.finding(step, f"{rise}, without any FP8")
     if not facts.record.steps:
         return None
     if diverged:
@@ -72,7 +72,7 @@ def _rise(facts: RunFacts, rule: Rule, losses: Floats) -> Finding | None:
     growth = _largest_growth(sizes)
     if growth >= WEIGHT_GROWTH:
         message = f"{rise}, while half of the weights grew by a factor of {growth:.2f} or more"
-        return Finding(rule.key, "", step, message, rule.change)
+        return rule.finding(step, message)
     # Weights that grew before the first record do not show it, nor those that weight decay then shrank.
     rates = [float(row.get("learning_rate", 0)) for row in facts.rows[lowest : end + 1]]
     share = max(rates) / _median(sizes[:1]) if len(sizes) else 0.0
@@ -82,7 +82,7 @@ def _rise(facts: RunFacts, rule: Rule, losses: Floats) -> Finding | None:
             f"{rise}, while the learning rate, {max(rates):.3g}, was {share:.2g} times the root mean square of half of "
             "the weights or more"
         )
-        return Finding(rule.key, "", step, message, rule.change)
+        return rule.finding(step, message)
     return None
 
 
@@ -112,7 +112,7 @@ def _weight_leap(facts: RunFacts, rule: Rule, losses: Floats) -> Finding | None:
                 f"half of the weights grew by a factor of {growth:.3g} or more between steps {steps[place]} and "
                 f"{steps[place + 1]}, under a learning rate of {most:.3g}{end}"
             )
-            return Finding(rule.key, "", int(steps[place]), message, rule.change)
+            return rule.finding(int(steps[place]), message)
     if bad is None or not facts.rows:
         return None
     # Without such records the event has what the guard measured.
@@ -124,13 +124,13 @@ def _weight_leap(facts: RunFacts, rule: Rule, losses: Floats) -> Finding | None:
             f"the median of the weights' root mean squares grew by a factor of {growth:.3g} since the run began, under "
             f"a learning rate of {most:.3g}{end}"
         )
-        return Finding(rule.key, "", first, message, rule.change)
+        return rule.finding(first, message)
     if most >= LARGE_STEP * size:
         message = (
             f"the learning rate, {most:.3g}, was {most / size:.2g} times the root mean square of half of the weights "
             f"or more{end}"
         )
-        return Finding(rule.key, "", first, message, rule.change)
+        return rule.finding(first, message)
     return None
 
 

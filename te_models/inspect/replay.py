@@ -137,7 +137,7 @@ def _changes(
     margins: Sequence[int],
     histories: Sequence[int],
 ) -> Iterator[tuple[str, Recipe | TeModelsError]]:
-    """Yield the recipes to try, each with what it changes; an error in place of one that there is not."""
+    """Yield (what is changed, the recipe to try); an error in place of a recipe that does not exist."""
     names: list[str] = []
     for name in recipes:
         names += list_recipes() if name == "all" else [name]
@@ -161,6 +161,7 @@ def _with_edges(recipe: Recipe, recorded: Recipe) -> Recipe:
 
 
 def _tried(make: Callable[[], Recipe]) -> Recipe | TeModelsError:
+    """Return what `make` returns, or the error that it raises."""
     try:
         return make()
     except (UsageError, DataError) as error:
@@ -171,7 +172,10 @@ def _variants(
     changes: Sequence[tuple[str, Recipe | TeModelsError]],
     results: Sequence[StepRun | TeModelsError],
 ) -> list[Variant]:
-    """Return what came of changes, of which those that are recipes have a result each, in their order."""
+    """Return the outcome of each change.
+
+    `results` are of the changes that are recipes, in their order; a change that is an error is its own outcome.
+    """
     left = iter(results)
     variants = []
     for name, change in changes:
@@ -181,7 +185,7 @@ def _variants(
 
 
 def _variant(name: str, result: StepRun | TeModelsError) -> Variant:
-    """Return what came of the step under another recipe."""
+    """Return the outcome of the step under another recipe: loss, gradient norm, bad tensors, SQNR per layer."""
     if isinstance(result, TeModelsError):
         return Variant(name, reason=str(result))
     record = result.record
@@ -281,7 +285,7 @@ def numbers(record: Record, place: int) -> dict[RecordedTensor, TensorNumbers]:
 
 
 def _recorded_loss(run: Path, capture: Capture) -> float | None:
-    """Return the loss that the run's metrics have for a captured step; None if they have none, NaN if it was none."""
+    """Return the loss of a captured step by the run's metrics; None without one, NaN if it was not finite."""
     path = run / "metrics.jsonl"
     if path.exists() and not capture.about.get("bad", False):
         for row in read_metrics(path):

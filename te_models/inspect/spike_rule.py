@@ -20,7 +20,8 @@ def find_spikes(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     message = str(first.get("message", ""))
     if len(spikes) > 1:
         message += f" (and {plural(len(spikes) - 1, 'later spike')})"
-    yield Finding(rule.key, name, int(first["step"]), message, rule.change, (name,) if name else ())
+    tensors = (name,) if name else ()
+    yield rule.finding(int(first["step"]), message, tensor=name, tensors=tensors)
 
 
 SPIKE = Rule(

@@ -259,7 +259,7 @@ def verify(
     with frozen_fp8_state(model):
         met = _met_in_training(model, batch_size, seq_len)
         gemms = tuple(
-            _verified(model, name, linear, x, dy, counts[name])
+            _verified(model, name, linear=linear, inputs=x, dy=dy, counts=counts[name])
             for name, (linear, x, dy) in met.items()
         )
     return Verification(model.recipe, model.engine, model.device.type, gemms)

@@ -66,8 +66,13 @@ class StepPasses:
     ) -> Tensor:
         """Compute the gradients of the mean loss per counted token of the step.
 
-        `eager` runs without its graph and without the recorder, `use_graph=False` without its graph alone. Return this
-        process's part of the loss, a scalar on the device; `routed` has what the routers did.
+        Args:
+            micro_batches: this process's.
+            eager: run without the CUDA graph and without attaching the recorder.
+            use_graph: False: run without the CUDA graph, but with the recorder.
+
+        Returns:
+            this process's part of the loss, a scalar on the device; `routed` then has the metrics of the routers.
         """
         self.model.train()
         # Shares of the targets of the whole step, on all processes: the loss is a mean over tokens, not over batches.
@@ -95,7 +100,7 @@ class StepPasses:
         shapes = []
         for batch in micro_batches:
             shapes.append({name: list(value.shape) for name, value in batch.items()})
-        # A message of hosts, which run ahead of their devices.
+        # A message between the hosts, so that none waits for a device.
         every = self.parallel.ranks.gather(shapes)
         return all(other == every[0] for other in every)
 
@@ -173,10 +178,18 @@ class StepPasses:
         first: bool,
         last: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run forward and backward of a micro-batch, the first or last of its step or neither.
+        """Run forward and backward of a micro-batch.
 
-        Returns its part of the step's loss (te_models.model.output.step_loss), and RoutingReport.metrics of a model
-        with experts.
+        Args:
+            batch: arguments of the model.
+            weight: the factor of its loss in the step's.
+            router_weight: the factor of its router losses.
+            first: whether it is the first micro-batch of its step.
+            last: whether it is the last one.
+
+        Returns:
+            its part of the step's loss (te_models.model.output.step_loss), and RoutingReport.metrics of a model with
+            experts, else None.
         """
         config = self.config
         if self.recorder is not None:
@@ -200,7 +213,9 @@ class StepPasses:
             log.info("no CUDA graph of the step: %s", reason)
             return None
         # Without a calibration of its own: `run` has calibrated the model when the graph is captured.
-        return GraphedStep(self.model, False, self._micro_batch, self.gradients)
+        return GraphedStep(
+            self.model, calibrate=False, micro_batch=self._micro_batch, gradients=self.gradients
+        )
 
     def _follow_recipe(self) -> None:
         """Make a new CUDA graph of the step if the schedule or a callback has changed the model's recipe."""
