@@ -100,7 +100,15 @@ def export(
         )
     calibration = None
     if data is not None:
-        read = read_batches(built, data, tokenizer or model, batches, seq_len, columns, truncate)
+        read = read_batches(
+            built,
+            data,
+            tokenizer=tokenizer or model,
+            count=batches,
+            seq_len=seq_len,
+            columns=columns,
+            truncate=truncate,
+        )
         calibration = read_ids(read)
     # After the data: a mistake in it should not cost the time of reading a second model.
     before = base_model(built, model, base)

@@ -100,10 +100,10 @@ def find_chunks(corpus: str | Sequence[Source], chunk_bytes: int = CHUNK_BYTES) 
     return Chunks(
         sources,
         files,
-        np.array(ranges, dtype=np.int64),
-        np.array(bounds),
-        np.array(totals),
-        np.array(weights),
+        ranges=np.array(ranges, dtype=np.int64),
+        bounds=np.array(bounds),
+        sizes=np.array(totals),
+        weights=np.array(weights),
     )
 
 

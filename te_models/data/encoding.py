@@ -135,6 +135,23 @@ class Fit(NamedTuple):
         )
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A chunk of a corpus, which stands for all of it before the corpus is read.
+
+    Attributes:
+        documents: how many it has.
+        fit: which of them do not fit a window.
+        padding: the share of padding in its windows, between 0 and 1.
+        remarks: lines about ignored fields and skipped records.
+    """
+
+    documents: int
+    fit: Fit
+    padding: float
+    remarks: list[str]
+
+
 def encode_documents(
     documents: Sequence[Document],
     tokenizer: Tokenizer,

@@ -37,7 +37,7 @@ from te_models.data.chunk_workers import encode_chunk, handler_waits, interrupts
 from te_models.data.corpus_chunks import CHUNK_BYTES, ChunkReader, Chunks, find_chunks
 from te_models.data.dataset import check_position
 from te_models.data.documents import ignored_lines
-from te_models.data.encoding import Fit, encode_documents
+from te_models.data.encoding import Fit, Sample, encode_documents
 from te_models.data.files import check_text
 from te_models.data.formats import Document
 from te_models.data.lane import Lane, Position, Request
@@ -176,11 +176,8 @@ class StreamingDataset:
         """Add lines that `describe` ends with."""
         self.remarks += lines
 
-    def sample(self) -> tuple[int, Fit, float, list[str]]:
-        """Read the first chunk with text.
-
-        Return its number of documents, those that do not fit, the share of padding, and lines about ignored fields and
-        skipped records.
+    def sample(self) -> Sample:
+        """Read the first chunk with a document that fits a window; describe it.
 
         The tokens that end its answers become `ends`.
 
@@ -200,10 +197,13 @@ class StreamingDataset:
             fitted, fit = reader.fit(encoded)
             if len(fitted):
                 self.ends = answer_ends(fitted, reader.tokenizer)
-                padding = reader.windows(fitted).padding()
-                lines = [*ignored_lines(documents), *bad.describe()]
-                return len(documents), fit, padding, lines
-            # Nothing of this chunk fits: what was wrong is added up for the message at the end.
+                return Sample(
+                    documents=len(documents),
+                    fit=fit,
+                    padding=reader.windows(fitted).padding(),
+                    remarks=[*ignored_lines(documents), *bad.describe()],
+                )
+            # Nothing of this chunk fits: add up what was wrong, for the message at the end.
             number = number + len(documents)
             total = total + fit
         if not total.unanswered and not total.too_long:

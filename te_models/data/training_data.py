@@ -357,11 +357,13 @@ class _Opening:
             evaluation = dataset.held_out(eval_tokens, True)
         # The corpus is not read yet: the first chunk with text stands for it in what the run prints.
         if dataset.whole:
-            number, fit, padding, ignored = dataset.sample()
-            remarks += ignored
-            lines = fit.describe(number, self.config.seq_len, settings.truncate, self.limit)
-            remarks += [f"in the first {number:,} of them: {line}" for line in lines]
-            remarks.append(f"packed chunk by chunk, with {padding:.1%} padding in the first")
+            sample = dataset.sample()
+            remarks += sample.remarks
+            lines = sample.fit.describe(
+                sample.documents, self.config.seq_len, settings.truncate, self.limit
+            )
+            remarks += [f"in the first {sample.documents:,} of them: {line}" for line in lines]
+            remarks.append(f"packed chunk by chunk, with {sample.padding:.1%} padding in the first")
         else:
             firsts = [source.first for source in self.sources if source.first is not None]
             remarks += ignored_lines(firsts)

@@ -471,10 +471,10 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
                 save_model(
                     self.model,
                     self.config.model_config(),
-                    generation,
-                    Path(save_directory),
-                    state_dict,
-                    size,
+                    generation=generation,
+                    folder=Path(save_directory),
+                    state=state_dict,
+                    max_shard_bytes=size,
                 )
         if push_to_hub:
             self.push_to_hub(**options, token=token)

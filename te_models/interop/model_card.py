@@ -93,7 +93,14 @@ def model_card(
             name=name,
             options=", trust_remote_code=True" if code else "",
         )
-        return _card(body, model, origin, facts, "transformers", ["custom_code"] if code else [])
+        return _card(
+            body,
+            model,
+            origin=origin,
+            facts=facts,
+            library="transformers",
+            tags=["custom_code"] if code else [],
+        )
 
 
 def adapter_card(model: Decoder, origin: Origin, name: str) -> bytes | None:
@@ -109,7 +116,7 @@ def adapter_card(model: Decoder, origin: Origin, name: str) -> bytes | None:
         engine=facts.get("engine", model.engine),
         rows=_table(_run_rows(facts)),
     )
-    return _card(body, model, origin, facts, "peft", [])
+    return _card(body, model, origin=origin, facts=facts, library="peft", tags=[])
 
 
 def _card(

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_models.kernels.expert_cast_triton import FP8Matrices
 from te_models.kernels.expert_scales_triton import Delayed, amaxes, scale_of
 from te_models.kernels.fp8_tiles_triton import raise_amax, store_fp8
 from te_models.numerics.fp8_triton import encode_four
@@ -126,13 +127,10 @@ def _transpose_kernel(data, places, out, rows, columns, SIZE: tl.constexpr):
     tl.store(at, tl.trans(values), (j < columns)[:, None] & (i < rows)[None, :])
 
 
-def cast_equal(
-    given: EqualMatrices, delayed: Delayed | None = None, *, turn: bool
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Return FP8 of matrices in E4M3, by `delayed` scales, else each by its largest magnitude.
+def cast_equal(given: EqualMatrices, delayed: Delayed | None = None, *, turn: bool) -> FP8Matrices:
+    """Return matrices in E4M3, cast by `delayed` scales, else each by its largest magnitude.
 
-    Returns the fields of expert_cast_triton.FP8Matrices: data uint8 [E * O, K], with `turn` the transposed matrices
-    [K, O] in as many bytes, else None, and the inverse scales and the scales FP32 [E].
+    The result has data [E * O, K] and, with `turn`, the transposed matrices [K, O] one after the other.
     """
     rows, columns = given.data.shape
     count = len(given.places)
@@ -158,7 +156,8 @@ def cast_equal(
                 num_warps=FLAT_WARPS,
             )
     inverse, scale = factors.unbind()
-    return data, turned_equal(given, scale) if turn else None, inverse, scale
+    transposed_data = turned_equal(given, scale) if turn else None
+    return FP8Matrices(data, transposed_data, scale_inv=inverse, scale=scale)
 
 
 def turned_equal(given: EqualMatrices, scale: Tensor) -> Tensor:

@@ -138,12 +138,12 @@ class _AttentionCore(torch.autograd.Function):
         *slopes, dsinks = _attention_backward(
             dmixed.transpose(1, 2),
             normed_q.transpose(1, 2),
-            normed_k.transpose(1, 2),
-            v.transpose(1, 2),
-            out,
-            saved_parts,
-            sinks,
-            setting,
+            k=normed_k.transpose(1, 2),
+            v=v.transpose(1, 2),
+            out=out,
+            saved=saved_parts,
+            sinks=sinks,
+            setting=setting,
         )
         # Copies of q and k: free them before the gradients are written, where the peak is.
         del normed_q, normed_k

@@ -154,7 +154,7 @@ class Weights(NamedTuple):
         """Return the weights in FP8, with `turn` transposed too; `seen` counts the cast."""
         places = self.at.places
         equal = EqualMatrices(self.tensors[0], places)
-        quantized = FP8Matrices(*cast_equal(equal, delayed, turn=turn))
+        quantized = cast_equal(equal, delayed, turn=turn)
         if seen is not None and seen.counts is not None:
             matrices = matrices_of(self.tensors, places)
             count_if_seen(seen, matrices, matrices.groups, quantized, E4M3)

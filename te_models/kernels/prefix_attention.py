@@ -87,7 +87,17 @@ class _TwoParts(torch.autograd.Function):
             keys = k[:, :, seen]
             values = v[:, :, seen]
             parts.append(
-                _cudnn_backward(slope, q, keys, values, out, log_sum, random, causal, ctx.scale)
+                _cudnn_backward(
+                    slope,
+                    q,
+                    k=keys,
+                    v=values,
+                    out=out,
+                    log_sum=log_sum,
+                    random=random,
+                    causal=causal,
+                    scale=ctx.scale,
+                )
             )
         old, new = parts
         return old[0] + new[0], torch.cat((old[1], new[1]), 2), torch.cat((old[2], new[2]), 2), None

@@ -15,7 +15,6 @@ from torch import Tensor
 from te_models.config.chunk_sizes import experts_at_a_time
 from te_models.device.autograd import Context
 from te_models.kernels.expert_cast_triton import (
-    FP8Matrices,
     Matrices,
     cast,
 )
@@ -148,7 +147,7 @@ class _FP8(torch.autograd.Function):
             if delayed is not None:
                 # Views, so that the cast raises the amaxes of these experts in place.
                 delayed = Delayed(delayed.scale[chunk.experts], delayed.amax[chunk.experts])
-            weights = FP8Matrices(*cast_equal(stored.matrices(chunk), delayed, turn=False))
+            weights = cast_equal(stored.matrices(chunk), delayed, turn=False)
             rows_times(
                 ExpertMatrices(fp8_x.data.view(E4M3), fp8_x.scale_inv[chunk.experts]),
                 ExpertMatrices(weights.data.view(E4M3), weights.scale_inv),

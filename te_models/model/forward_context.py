@@ -64,9 +64,8 @@ class ForwardContext(NamedTuple):
     lent_keys: dict[int | None, tuple[Tensor, Tensor]]
     layer_inputs: tuple[Tensor, ...] = ()  # of each layer [N, P], where layers have inputs
     share: TokenShare | None = None  # this rank's tokens of each row; None: all of them
-    ranks_alike: bool = (
-        False  # whether all ranks that share experts have as many tokens in this pass
-    )
+    # Whether all ranks that share experts have as many tokens in this pass.
+    ranks_alike: bool = False
     whole: "ForwardContext | None" = None  # with `share`: the pass over the tokens of all ranks
 
     def of_member(self, number: int) -> "ForwardContext":

@@ -200,7 +200,9 @@ class Mamba2(Mixer[Mamba2Spec]):
         # [B, S, G, N] each
         b, c = (t.unflatten(-1, (-1, sizes.state_dim)) for t in (b, c))
         skips = rows.local_rows(self.D, heads)
-        out, matrix = state_space(x, dt, rates, b, c, skips, before, context.documents)
+        out, matrix = state_space(
+            x, dt, a=rates, b=b, c=c, d=skips, state=before, documents=context.documents
+        )
         if state is not None and tail is not None and matrix is not None:
             # In place: a captured step of decoding finds it at the same address.
             state.write(tail=newest(tail, mixed, counts), matrix=matrix)

@@ -187,7 +187,7 @@ class NVFP4TensorStorage(BlockStorage):
         data, block = (
             (rows_first(data), (BLOCK, 1)) if columnwise else (as_matrix(data), (1, BLOCK))
         )
-        return BlockScaled(data, scale, block, self._fp4_dtype, amax, TOP)
+        return BlockScaled(data, scale, block=block, dtype=self._fp4_dtype, amax=amax, top=TOP)
 
     def _high_precision(self, dtype: torch.dtype | None) -> Tensor:
         line = "only the rowwise NVFP4 copy has a dequantize, as in Transformer Engine: quantize with rowwise=True"

@@ -76,7 +76,14 @@ class AdamW(torch.optim.AdamW):
                 together = [entries[place] for place in members]
                 numbers = _numbers(kernel, group, torch.stack([steps[place] for place in members]))
                 launch = self._launch(kernel, together)
-                launch.run(together, numbers, group["betas"], group["eps"], factor, bad)
+                launch.run(
+                    together,
+                    numbers,
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    factor=factor,
+                    bad=bad,
+                )
 
     @torch.no_grad()
     def update_on_cpu(self, updates: Sequence[Update], factor: Tensor | None) -> None:

@@ -216,10 +216,10 @@ class Run:
             saved = save_adapters(
                 self.adapters,
                 content,
-                trainer.out,
-                self.data.tokenizer,
-                trainer.evaluation,
-                trainer.result,
+                folder=trainer.out,
+                tokenizer=self.data.tokenizer,
+                batches=trainer.evaluation,
+                result=trainer.result,
             )
         written = {"loss curve": self.report.draw_losses(trainer), **saved}
         if has_record(trainer.out):

@@ -201,7 +201,12 @@ def adaptable_modules(model: CausalLM) -> Modules:
     except ConfigError:  # transformers has no names for it
         named = {name if name == "lm_head" else f"model.{name}": ours[name] for name in linears}
         return Modules(
-            named, ours, expert_places("model.", model.config, shapes, {}), counts, {}, "te_models"
+            named,
+            ours,
+            experts=expert_places("model.", model.config, shapes, {}),
+            counts=counts,
+            whole={},
+            architecture="te_models",
         )
     root = family.module_root
     places = module_places(family, model.config, shapes, root)

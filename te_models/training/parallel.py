@@ -173,10 +173,10 @@ class Parallel:
                 make_shards(
                     model,
                     self.device,
-                    model.te.LINEARS,
-                    model.recipe,
-                    model.precision.te_recipe_of,
-                    self.data_group,
+                    linears=model.te.LINEARS,
+                    recipe=model.recipe,
+                    built=model.precision.te_recipe_of,
+                    group=self.data_group,
                 )
             else:
                 model.to_empty(device=self.device)

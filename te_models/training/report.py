@@ -86,7 +86,9 @@ def summary(
         "steps": f"{start + 1} to {config.steps}" if start else f"{config.steps}",
         "tokens": _tokens(dataset, config, start),
         "memory": "not planned for this run" if memory is None else str(memory),
-        "speed": expected_line(model, config, start, now, shares, _gpu_of(model)),
+        "speed": expected_line(
+            model, config, start=start, recipe=now, shares=shares, gpu=_gpu_of(model)
+        ),
     }
     return table_of(rows, f"te-models {command}")
 

@@ -81,7 +81,9 @@ def test_few_rows_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[torch.Size] = []
     plain = few_rows.product
     monkeypatch.setattr(
-        few_rows, "product", lambda x, *args: calls.append(x.shape) or plain(x, *args)
+        few_rows,
+        "product",
+        lambda x, *args, **options: calls.append(x.shape) or plain(x, *args, **options),
     )
     with te.autocast(enabled=True, recipe=RECIPES["current"]):
         with short_rows(16):

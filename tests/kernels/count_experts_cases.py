@@ -186,7 +186,7 @@ def test_weights() -> None:
     weights = [memory[:48], memory[48:]]
     places = on_device([0, 48 * COLUMNS], DEVICE)
     given = matrices_of(weights, places)
-    made = FP8Matrices(*cast_equal(EqualMatrices(weights[0], places), turn=False))
+    made = cast_equal(EqualMatrices(weights[0], places), turn=False)
     counts = counts_of(2, DEVICE)
     count_experts(given, given.groups, made, E4M3, counts)
     check(counts, list(weights), given.groups, made, E4M3)

@@ -192,7 +192,12 @@ class GroupedLinear(TransformerEngineBaseModule):
         self.num_gemms = num_gemms
         self.weight_names = tuple(f"weight{expert}" for expert in range(num_gemms))
         self.take_share(
-            in_features, out_features, parallel_mode, tp_size, tp_group, sequence_parallel
+            in_features,
+            out_features,
+            mode=parallel_mode,
+            tp_size=tp_size,
+            group=tp_group,
+            sequence=sequence_parallel,
         )
         self.use_bias = bias
         self.return_bias = return_bias

@@ -133,7 +133,12 @@ class Linear(TransformerEngineBaseModule):
             parallel_mode in MODES, f"parallel_mode {parallel_mode} not supported", AssertionError
         )
         self.take_share(
-            in_features, out_features, parallel_mode, tp_size, tp_group, sequence_parallel
+            in_features,
+            out_features,
+            mode=parallel_mode,
+            tp_size=tp_size,
+            group=tp_group,
+            sequence=sequence_parallel,
         )
         self.tp_group = tp_group
         self.tp_group_initialized = tp_group is not None or tp_size == 1

@@ -43,14 +43,29 @@ def product(
             if scale is not None:
                 w = fp8_weight(weight, call, call.fp8, dgrad)
                 out = few_rows.product(
-                    inp, scale, call.fp8.input, w, bias, call.dtype, call.splits[0]
+                    inp,
+                    scale,
+                    quantizer=call.fp8.input,
+                    weight=w,
+                    bias=bias,
+                    dtype=call.dtype,
+                    split_accumulator=call.splits[0],
                 )
                 return out, inp, w
             x, w = _fp8_operands(inp, weight, call, call.fp8, wgrad, dgrad)
             all_rows = parallel.gather_input(x, call.fp8.input)  # [T, I]
             # Without the rows that `_fp8_operands` adds.
             rows = inp.shape[:-1].numel() if short else None
-            return gemm(all_rows, w, (False, False), bias, call.dtype, call.splits[0], rows), x, w
+            out = gemm(
+                all_rows,
+                w,
+                columnwise=(False, False),
+                bias=bias,
+                dtype=call.dtype,
+                split_accumulator=call.splits[0],
+                rows=rows,
+            )
+            return out, x, w
         x = _high_precision(inp, call.dtype)
         w = _high_precision(weight, call.dtype)
         x = as_matrix(x)  # [T, I]
@@ -228,14 +243,29 @@ def _fp8_backward(
             w = quantizers.weight(w)
         w.update_usage(columnwise_usage=True)
         dx = parallel.reduce_input_gradient(
-            gemm(dy, w, (False, True), None, call.dtype, call.splits[1])
+            gemm(
+                dy,
+                w,
+                columnwise=(False, True),
+                bias=None,
+                dtype=call.dtype,
+                split_accumulator=call.splits[1],
+            )
         )
     if wgrad:
         x = parallel.gather_input(x, quantizers.input, columnwise=True)
         assert isinstance(x, QuantizedTensorStorage)
         for storage in (x, dy):
             storage.update_usage(columnwise_usage=True)
-        dw = gemm(dy, x, (True, True), None, call.dtype, call.splits[2])  # [O, I]
+        # [O, I]
+        dw = gemm(
+            dy,
+            x,
+            columnwise=(True, True),
+            bias=None,
+            dtype=call.dtype,
+            split_accumulator=call.splits[2],
+        )
     return dw, dx, db
 
 
