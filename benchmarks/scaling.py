@@ -187,15 +187,13 @@ class Assumptions:
     compute: float  # measured: s, gated-1b forward and backward, 8 x 2048 tokens
     contention: float  # measured: s more on two GPUs, where all sending could hide: copies, and SMs that NCCL takes
     parameters: float = 1.243e9  # gated-1b
-    gather_bytes: int = (
-        2  # BF16 weights (1: FP8), gathered for forward and again for backward of every micro-batch
-    )
+    # BF16 weights (1: FP8), gathered for forward and again for backward of every micro-batch.
+    gather_bytes: int = 2
     reduce_bytes: int = 4  # FP32 gradients, summed once per step
     node: int = 8
     inside: float = 360e9  # assumed: NVLink, 80 % of an H200's 450 GB/s a direction (data sheet)
-    between: float = (
-        40e9  # assumed: InfiniBand, 80 % of the 50 GB/s a direction of a 400 Gb/s card a GPU
-    )
+    # Assumed: InfiniBand, 80 % of the 50 GB/s a direction of a 400 Gb/s card a GPU.
+    between: float = 40e9
     hop: float = 5e-6  # assumed: s for one step of a ring between nodes
     collectives: int = 21  # 20 blocks and the rest, each gathered twice and reduced once
 

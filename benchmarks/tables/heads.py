@@ -11,9 +11,8 @@ KERNELS = {
     "flash2": "FlashAttention-2",
     "spans": "ours",
 }
-BOUND = (
-    0.01  # relative error of BF16's rounding, with room: a kernel beyond it computed something else
-)
+# Relative error of BF16's rounding, with room: a kernel beyond it computed something else.
+BOUND = 0.01
 
 
 @table

@@ -231,7 +231,7 @@ def _scale_rows(
 ) -> Tensor:
     """Return the output under DoRA, which gives the rows of the updated weight lengths that are trained.
 
-    `dropped` are the inputs of `parts` after their dropouts: the whole sum, of base and update, is of what is left.
+    `dropped` are the inputs of `parts` after their dropouts; base and update are both computed from these.
     """
     factors = torch.ones(result.shape[-1], dtype=torch.float32, device=result.device)
     unscaled = result

@@ -118,9 +118,8 @@ class SoftmaxAttentionSpec(MixerSpec):
     query_scale: QueryScale | None = None
     window: int | None = None  # keys that a query sees, itself included; None: all before it
     rope: Rope | None = None  # None: queries and keys are not rotated
-    chunk: int | None = (
-        None  # tokens of a chunk, of which a query sees its own; None: there are none
-    )
+    # Tokens of a chunk, of which a query sees its own; None: there are none.
+    chunk: int | None = None
 
     @property
     def seen(self) -> SeenKeys:

@@ -59,7 +59,7 @@ class LinearSpec:
             or the inputs ("row"); None: every rank has all of it.
         bias: whether it has one.
         residual: whether it writes into the residual stream.
-        fp8: whether it may run below BF16 (te_models.config.precision); False for what is always BF16, such as a
+        fp8: whether it may run below BF16 (te_models.config.precision); False for a linear that is always BF16, as a
             router.
         experts: how many experts there are; 0: it is a te.Linear.
     """

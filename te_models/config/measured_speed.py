@@ -217,7 +217,7 @@ def _on_cards_with_the_chip(
     """Return what `nearest_speeds` has of other cards with the chip of `card`, of rows with a ratio to BF16."""
     try:
         gpu = get_gpu(card)
-    except UsageError:  # a card that nobody has described
+    except UsageError:  # a card without a description
         return []
     rows = []
     for other in GPUS:

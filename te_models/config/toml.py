@@ -60,7 +60,7 @@ def check_values(values: dict[str, Any], path: Path) -> None:
 
 
 def _leaves(value: Any) -> Iterator[object]:
-    """Yield what is in tables and lists, however deep."""
+    """Yield the values in tables and lists, at any depth."""
     pending = [value]
     while pending:
         value = pending.pop()

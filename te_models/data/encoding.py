@@ -270,7 +270,7 @@ def fit_records(
         if over > 0:
             longest = max(longest, length)
         begins = bos is not None and encoded.tokens[start] == bos
-        # What is cut off has to lie before the first answer, and the token that begins the text stays.
+        # Only tokens before the first answer are cut, and the token that begins the text stays.
         can_cut = over <= answers[0] - begins and not encoded.counted[start]
         if over > 0 and truncate == "prompt" and can_cut:
             if begins:

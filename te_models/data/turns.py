@@ -79,7 +79,7 @@ def messages_of(
     place: str,
     reading: TurnFindings,
 ) -> list[dict[str, object]]:
-    """Return the turns in the field `name`, each in OpenAI's form; `reading` collects what is beside them."""
+    """Return the turns in the field `name`, each in OpenAI's form; `reading` collects the fields beside them."""
     turns = of_kind(parsed(row[name]), list, f"{place}: {name!r}", "a list of messages: write one")
     return [
         _message(turn, columns, f"{place}: message {number} of {name!r}", reading)

@@ -109,13 +109,13 @@ def active() -> Allocations | None:
 
 @contextlib.contextmanager
 def counted_as(part: str | None) -> Iterator[None]:
-    """Count what is allocated inside as this part of the memory; None: do not count it."""
+    """Count the memory that is allocated inside under the name `part`; None: do not count it."""
     allocations = active()
     if allocations is None:
         yield
         return
     before = allocations.part
-    # Inside what is not counted, nothing is.
+    # Within a block that is not counted, no inner block counts either.
     if before is not None:
         allocations.part = None if part is None else allocations.parts.index(part)
     try:

@@ -25,7 +25,7 @@ _METHODS = ("quantize_impl", "update_quantized")
 
 
 def set_observers(module: Module, observers: Sequence[Observers] | None) -> None:
-    """Let observers count the casts of a te.Linear from its next forward on; None: nobody counts them.
+    """Let observers count the casts of a te.Linear from its next forward on; None: remove its observers.
 
     The quantizers of most recipes are made by the first forward pass, and a cached weight has one of its own, so they
     are looked for in each.
@@ -56,7 +56,7 @@ def give_observer(quantizer: Any, module: Module, direction: str, operand: int) 
 def experts_observer(module: Module, operand: int) -> ExpertObserver | None:
     """Return the observer of an operand (0 input, 1 weight, 2 output gradient) of all experts of a te.GroupedLinear.
 
-    None where nobody counts them, or looks at each tensor by itself, as the search for a NaN does.
+    None where there are none, or where they look at each tensor by itself, as the search for a NaN does.
     """
     observers = [one[operand] for one in vars(module).get(_OBSERVERS, ())]
     return ExpertObserver(observers) if observers and isinstance(observers[0], Observer) else None
@@ -80,7 +80,7 @@ def observe(quantizer: Any, quantized: Any, compute: Callable[[], Tensor]) -> No
 
 
 def observe_quantizer(quantizer: Any, observer: Observer | None) -> None:
-    """Let an observer count the casts of a quantizer; None: nobody does."""
+    """Let an observer count the casts of a quantizer; None: remove its observer."""
     attributes = vars(quantizer)
     if observer is None:
         for name in _METHODS:

@@ -74,7 +74,7 @@ def quantizer_of(
     of_operand = linear.quantizers[direction][operand]
     if not isinstance(of_operand, (Float8Quantizer, Float8CurrentScalingQuantizer)):
         return None
-    # The module sets the usage of its own one anew at each call; this copy shares scale and amax.
+    # A copy, which shares scale and amax: the module sets the usage of its own quantizer anew at each call.
     quantizer = of_operand.copy()
     # Autograd can pass on tensors, not Transformer Engine's bare storages.
     quantizer.internal = False

@@ -1,8 +1,8 @@
 """A te.Linear whose weight stays as a release stores it, on any engine: its values exist while a product reads them.
 
 Autograd would keep the values from forward to backward, of all linears together. Here it keeps the stored form, and
-the values are made again when backward asks for them. The module is told that FSDP2 shards it, which makes it save the
-weight rather than FP8 copies of it, and quantize it again in backward.
+the values are made again when backward asks for them. The module is marked as one that FSDP2 shards,
+which makes it save the weight rather than FP8 copies of it, and quantize it again in backward.
 """
 
 from __future__ import annotations

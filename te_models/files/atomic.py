@@ -140,8 +140,8 @@ def replace_text(path: Path, text: str) -> None:
 def replacing_file(path: Path) -> Iterator[Path]:
     """Provide a new name to write a file to, which replaces `path` when the block ends, and not if it fails.
 
-    The name has the suffix of `path`, by which libraries choose a format. For files that a run can make again: nobody
-    waits until they are on the disk.
+    The name has the suffix of `path`, by which libraries choose a format. For files that a run can make again: it
+    does not wait until they are on the disk.
 
     Raises:
         SaveError: it could not be written; what was there before is unchanged.

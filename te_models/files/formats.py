@@ -91,9 +91,8 @@ def read_json(path: Path) -> Value:
     return parse_json(read_bytes(path, MAX_FILE_BYTES), path)
 
 
-LFS_POINTER = (
-    b"version https://git-lfs"  # what a clone without Git LFS has in place of a large file
-)
+# What a clone without Git LFS has in place of a large file.
+LFS_POINTER = b"version https://git-lfs"
 # First bytes, in small letters -> what a file is that begins so, and what to do, where its name says something else.
 _LOOKALIKES = {
     LFS_POINTER: "a pointer of Git LFS, not the file itself: fetch it with `git lfs pull`",

@@ -106,7 +106,7 @@ class Measurement:
     """The amaxes of te.Linear and te.GroupedLinear modules, FP32 [GEMMs, 5] each.
 
     Args:
-        modules: what is measured.
+        modules: the te modules whose scales are measured.
         device: of the amaxes.
         first: those among them whose inputs depend on no other's: gradients have to reach these, and pass all others.
             None: all of them, whose inputs then stay in memory for the backward pass.

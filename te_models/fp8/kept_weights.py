@@ -7,7 +7,7 @@ a save finds them as if nothing had been generated.
 The next generation takes it back if the weights are the same tensors, at the same addresses, with the same versions, by
 which PyTorch counts the operations that changed a tensor in place. Kernels outside of PyTorch and operations on `.data`
 count nothing, so a few hundred elements of each weight are compared too: an optimizer's step or a merged adapter
-changes them all. Nobody sees an edit of single elements through `.data`.
+changes them all. An edit of single elements through `.data` is not noticed.
 """
 
 from __future__ import annotations

@@ -25,9 +25,8 @@ from te_models.model.decoder import Decoder
 # The default of OpenAI's API; a chat answer has all of the model's context.
 COMPLETION_TOKENS = 16
 MOST_CHOICES = 16
-LONGEST_STEP = (
-    30.0  # seconds to wait for a token; a client that reads nothing holds an answer up as well
-)
+# Seconds to wait for a token; a client that reads nothing holds an answer up as well.
+LONGEST_STEP = 30.0
 # Similarity of a misspelled field; OpenAI's `store` and others, which are ignored, are less like the ones read here.
 CLOSE = 0.8
 # Fields that change an answer, with the values that leave it as it is: OpenAI's, and those that clients send vLLM.

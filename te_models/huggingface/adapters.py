@@ -255,7 +255,7 @@ def is_multimodal(model: CausalLM) -> bool:
 
 
 def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
-    """Replace te modules by what is `placed` there, from `show_linears`, also where adapters may come later."""
+    """Replace te modules by the modules in `placed`, from `show_linears`, also where adapters may come later."""
     biases = any(name.endswith(".bias") for name, p in model.named_parameters() if p.numel())
     trained = biases and any(
         getattr(config, "bias", "none") != "none" for config in configs.values()

@@ -227,9 +227,8 @@ class CacheView:
         self.whole = mask if mask is not None and mask.dim() == 4 else None
         self.mask = None if mask is None or mask.dim() == 4 or masks_nothing(mask) else mask.bool()
         self.length = 0 if past is None else seen_before(past)
-        self.member: int | None = (
-            None  # the number of the mixer whose states it shows; None: there is one per layer
-        )
+        # The number of the mixer whose states it shows; None: there is one per layer.
+        self.member: int | None = None
         self._slots = torch.empty(0, dtype=torch.long, device=device)
 
     def extend(self, seq: int, real: Tensor | None) -> Tensor:

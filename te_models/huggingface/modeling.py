@@ -121,9 +121,8 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
             **text_names(self._multimodal),
             **names_in_files(model),
         }
-        self._weights: WeightReuse | None = (
-            None  # the quantized weights of the generation under way
-        )
+        # The quantized weights of the generation under way.
+        self._weights: WeightReuse | None = None
         self.post_init()
         name_attention(self.config)
 

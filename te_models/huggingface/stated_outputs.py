@@ -42,7 +42,7 @@ def note_outputs(model: CausalLM, config: PreTrainedConfig) -> None:
         value = getattr(config, name)
         if value != stated.get(name, getattr(default, name)):
             changed[name] = value
-    # Nothing is added that nobody asked for: an unchanged model is saved with the bytes of its own config.json.
+    # Nothing is added unasked: an unchanged model is saved with the bytes of its own config.json.
     if not changed:
         return
     document = {**document, **changed}

@@ -34,7 +34,7 @@ SATURATED = 0.03
 UNUSED_BITS = 3.0  # powers of two that a scale may leave unused above a tensor's largest magnitude
 JUMP_BITS = 3.0  # by which a scale may not change from one step to the next while the amax stays
 DEAD_STEPS = 3
-# Of a largest value, by which an outlier is told from what training changes in some steps.
+# The growth of a largest value that makes it an outlier: training by itself changes it less in a few steps.
 GROWTH = 16.0
 CLIPPED_SQNR = 10.0  # dB, below which it is what saturates that takes a cast its exactness
 LASTING = 3  # recorded steps in a row in which few values are far beyond the format
@@ -288,8 +288,8 @@ def _grown(facts: RunFacts) -> Mask:
 def outliers(facts: RunFacts) -> Mask:
     """Return where scales fit and most values are too small for them all the same, bool [steps, tensors].
 
-    Where the largest values saturate a fitting scale would lose even more. That of a block fits always. Of FP4 many
-    values are subnormal in any tensor.
+    Where the largest values saturate, a fitting scale would lose even more. The scale of a block always fits. FP4 is
+    left out, since in any tensor many of its values are subnormal.
     """
     fits = facts.headroom() <= UNUSED_BITS
     formats = facts.record.field("format")

@@ -202,7 +202,7 @@ def _prepared(
 ) -> StepFunction:
     """Build, compile and warm up the step of a variant; record its peak memory and loss in `result`."""
     torch.manual_seed(0)
-    # What is left of the variant before would count as memory of this one.
+    # Memory that the variant before has left would count as memory of this one.
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

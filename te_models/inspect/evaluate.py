@@ -210,7 +210,7 @@ def evaluate_recipes(
             scores += score(network)
         # Two models at a time may not fit.
         del network  # before the next one is loaded
-    # Lines about data that nobody gave say nothing to anybody.
+    # The user gave no data, so lines about it would say nothing.
     return Evaluation(
         model, data or "", tuple(losses), tuple(scores), tuple(remarks if data else ())
     )

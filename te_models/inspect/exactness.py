@@ -93,7 +93,7 @@ def _often_below(facts: RunFacts) -> Mask:
 
 
 def _own_scale_holds(facts: RunFacts) -> Mask:
-    """Return where one scale by a tensor's own amax holds its values, [steps, tensors]; False where nobody knows."""
+    """Return where one scale by a tensor's own amax holds its values, [steps, tensors]; False where that is unknown."""
     exact = sqnr_by_own_amax(facts) >= _least_sqnr(facts)
     return np.asarray(exact & (lost_by_own_amax(facts) <= LOST))
 

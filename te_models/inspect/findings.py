@@ -101,7 +101,7 @@ def over(
             named = facts.first_computed(np.flatnonzero(candidates))
             where[first, named] = True
     shown = np.flatnonzero(where.any(0))
-    # A NaN says that nobody could count there; argmax would take it for the largest.
+    # NaN stands for an unknown count; argmax would take it for the largest.
     sizes = np.where(where, np.nan_to_num(size, nan=-np.inf), -np.inf)
     if named is None:
         named = int(np.unravel_index(int(sizes.argmax()), sizes.shape)[1])

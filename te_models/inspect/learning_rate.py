@@ -167,6 +167,6 @@ def _move(sizes: Floats) -> bool:
 
 
 def _median(values: Floats) -> float:
-    """Return the median of what is no NaN; NaN without any, as of weights that are all zero."""
+    """Return the median of the values other than NaN; NaN if there are none, as for weights that are all zero."""
     known = values[~np.isnan(values)]
     return float(np.median(known)) if known.size else float("nan")

@@ -245,9 +245,8 @@ def peer_loss(peer: Peer, device: torch.device) -> Callable[[Tensor], Tensor]:
 
     def loss(ids: Tensor) -> Tensor:
         # Shifted targets instead of shifted logits, which would be a copy of [B, S, V].
-        targets = nn.functional.pad(
-            ids[:, 1:], (0, 1), value=-100
-        )  # [B, S], nothing follows the last
+        # [B, S]; nothing follows the last token.
+        targets = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
         return loss_of(peer(ids), targets)
 
     return loss

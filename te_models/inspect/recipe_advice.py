@@ -57,9 +57,8 @@ OTHER_CAUSES = ("nonfinite", "learning-rate")
 MOST_IN_BF16 = 0.25
 OFTEN = 0.1  # of the recorded steps in which a tensor has to show it, unless it does so at the end
 LAST_STEPS = 3
-ONE_STEP_BELOW = (
-    6.0  # dB below the usual figures of all tensors, from which on a single step is worth a word
-)
+# dB below the usual figures of all tensors, from which on a single step is worth a word.
+ONE_STEP_BELOW = 6.0
 
 
 def advise_recipe(

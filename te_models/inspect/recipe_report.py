@@ -26,7 +26,7 @@ class LinearAdvice:
         linear: its name.
         precision: the recommended one, a name of a recipe or "bf16".
         tensor: the tensor that shows it most.
-        lost: the largest share of that tensor's values that became zero or subnormal; NaN where nobody could count.
+        lost: the largest share of that tensor's values that became zero or subnormal; NaN where that is unknown.
         peak: its largest magnitude over its root mean square in that step; NaN likewise.
         sqnr: the lowest SQNR of its cast in dB; NaN likewise.
         steps: the number of recorded steps that show it.

@@ -116,7 +116,7 @@ class RunFacts:
         Zeros say nothing: an expert's rows are padded with them.
         """
         elements = self.record.field("elements")
-        zeros = np.nan_to_num(self.record.field("zeros"))  # 0 where nobody counted them
+        zeros = np.nan_to_num(self.record.field("zeros"))  # 0 where they are not counted
         # The few values of a tensor of almost only zeros say little.
         values = np.maximum(elements - zeros, FEWEST_VALUES * elements)
         with np.errstate(divide="ignore", invalid="ignore"):

@@ -89,7 +89,7 @@ def experts(
         keys: field of MoEConfig -> their key, of those that differ between models.
         number: their key for the number of experts; transformers reads the keys of COUNTS as the same.
         shared_count: their key for the number of experts that all tokens go through, each as wide as another; "": none.
-        without: what is written for a model without experts beside the layout; None: the family has none.
+        without: the keys to write, beside the layout, for a model without experts; None: the family has no such model.
         constants: fields of MoEConfig that all models of the family share.
     """
     part = _ExpertKeys(layout, keys, number, shared_count, without, constants)

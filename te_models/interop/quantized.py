@@ -162,7 +162,7 @@ def _block_size(value: Value) -> tuple[int, int]:
 
 
 def _fp8_storage(values: Document) -> WeightStorage:
-    # A key that nobody here knows could change the meaning of the data: it is refused.
+    # An unknown key could change the meaning of the data, so it is refused.
     known = (
         "quant_method",
         "activation_scheme",

@@ -308,7 +308,7 @@ def _rebuild_tensor(data: Loaded, offset: Loaded, shape: Loaded, stride: Loaded)
         require(_expect(int, number) >= 0, "a tensor has a negative size")
     contiguous = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     require(stride == contiguous, "a tensor is not contiguous")
-    # A view beyond its storage would read memory that belongs to nobody.
+    # A view beyond its storage would read memory outside of it.
     count = math.prod(shape)
     require(
         4 * (offset + count) <= len(_expect(memoryview, data)),

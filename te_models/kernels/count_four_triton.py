@@ -145,9 +145,8 @@ def count_four(
         # One after the other, so that each square is a multiplication that adds.
         signal += x * x
         noise += change * change
-        zeros += tl.where(
-            x == 0, 1.0, 0.0
-        )  # in integers, the compiler packs bits and counts them slowly
+        # In FP32: with integers, the compiler packs bits and counts them slowly.
+        zeros += tl.where(x == 0, 1.0, 0.0)
     filled += flags_from(word, 1)
     normal += flags_from(word, 4 if E5M2 else 8)
     of_tile = tl.reduce(in_thread(_largest(values)), 2, _larger)

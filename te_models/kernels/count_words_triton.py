@@ -194,9 +194,8 @@ def count_codes_kernel(
     WORDS: tl.constexpr,
 ):
     """Count a cast by its codes alone, where no memory has the values before it."""
-    largest: tl.constexpr = (
-        0x7B if E5M2 else 0x7E
-    )  # the code of the largest number; larger ones are not finite
+    # The code of the largest number; larger codes are not finite.
+    largest: tl.constexpr = 0x7B if E5M2 else 0x7E
     tiles = tl.cdiv(rows, ROWS) * tl.cdiv(words, WORDS)
     filled = tl.zeros((ROWS, WORDS), tl.int32)
     normal = tl.zeros((ROWS, WORDS), tl.int32)

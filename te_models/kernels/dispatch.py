@@ -79,7 +79,8 @@ class Kernels:
     linear: Callable[..., Tensor] = handover.linear
     grouped: Callable[..., Tensor] = handover.grouped
     counts_on_device: Callable[[nn.Module, EngineRecipe | None], bool] = handover.counts_on_device
-    experts: Callable[..., Tensor] | None = None  # both projections and what is between and around
+    # Both projections of all experts, the activation between them, and the factors by which tokens add them up.
+    experts: Callable[..., Tensor] | None = None
     experts_join: Callable[..., bool] = handover.experts_join
     targets: Callable[[nn.Module | None, nn.Module | None], handover.CastTargets] = handover.targets
     # None: attention is composed of the operations above.

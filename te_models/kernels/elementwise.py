@@ -159,7 +159,7 @@ def convolved(x: Tensor, tail: Tensor | None, taps: Tensor, documents: Tensor | 
     count_flops(x, 2.0 * x.numel() * size)
     # [B, K - 1 + S, C]
     whole = F.pad(x, (0, 0, size - 1, 0)) if tail is None else torch.cat((tail, x), dim=1)
-    # A sum over a handful of taps instead of F.conv1d: it fuses with what is around it, and can stop at documents.
+    # A sum over a few taps instead of F.conv1d: it fuses with the operations around it, and can stop at documents.
     # FP32, to which every tap broadcasts: [B, S, C] from the first on.
     total = torch.zeros((), device=x.device)
     for back in range(size):

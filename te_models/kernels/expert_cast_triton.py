@@ -190,9 +190,8 @@ def _cast_kernel(
         at = sums + tile.to(tl.int64) * columns + j
         tl.store(at, tl.sum((a + b) + (c + d), 0), (j < columns) & (rows > 0))
     here = tl.multiple_of(tl.load(turned + e), 4)
-    lines = tl.multiple_of(
-        tl.load(turned + e + 1) - here, 4
-    )  # of the transposed copy, zeros behind the last row
+    # Of the transposed copy; behind the expert's last row it has zeros.
+    lines = tl.multiple_of(tl.load(turned + e + 1) - here, 4)
     if out is not None:
         out += begin * columns
     if transposed is not None:

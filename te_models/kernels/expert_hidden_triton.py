@@ -227,9 +227,8 @@ def _gradient_kernel(
         tl.store(at + columns, tl.sum((p + q) + (r + o), 0), there)
     here = tl.multiple_of(tl.load(turned + e), 4)
     out += begin * 2 * columns
-    lines = tl.multiple_of(
-        tl.load(turned + e + 1) - here, 4
-    )  # of transposed copies, zeros behind the last row
+    # Of the transposed copies; behind the expert's last row they have zeros.
+    lines = tl.multiple_of(tl.load(turned + e + 1) - here, 4)
     half = transposed
     if transposed is not None:
         transposed += here

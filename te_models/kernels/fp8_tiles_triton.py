@@ -193,7 +193,7 @@ def new_fp8(rows: int, columns: int, device: torch.device, rowwise: bool = True)
 
 
 def unwritten(device: torch.device) -> FP8Data:
-    """Return an output of kernels that raise the amax alone; they note an inverse scale that nobody reads."""
+    """Return an output for kernels that only raise the amax; the inverse scale that they write is not read."""
     return FP8Data(None, None, torch.empty(1, dtype=torch.float32, device=device))
 
 

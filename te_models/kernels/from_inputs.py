@@ -66,9 +66,9 @@ def from_inputs(
     """Return the function, whose backward then needs nothing but its inputs; those are tensors or None.
 
     Options are given by name, and are not differentiated. `compiler` compiles the forward and the backward, each by
-    itself: torch.compile chooses what is stored between them where it sees both.
+    itself: torch.compile chooses which tensors to store between them where it sees both.
 
-    In a graph that torch.compile or torch.export traces, the compiler chooses what is stored.
+    In a graph that torch.compile or torch.export traces, the compiler chooses which tensors to store.
     """
     backward = functools.partial(compiler(gradients), function)
     # A partial, so that a model with these kernels can be pickled.

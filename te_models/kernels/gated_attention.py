@@ -380,7 +380,7 @@ def attention_core(
 
     Args:
         qkvg: [q | k | v | gate] with the sections of `setting.heads`.
-        setting: what is computed, and how.
+        setting: the shapes, norms, RoPE and gate of this attention, and the operations to use.
         q_weight: of the RMSNorm of queries [H], or of all of them together [A*H]; None: no norm.
         k_weight: of the RMSNorm of keys, likewise.
         sinks: [A], logits in the denominators of the softmax; only with `setting.spans`.

@@ -124,7 +124,7 @@ def _slopes(dy, gate_up, i, j, rows, columns, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _values(x, dy, group, j, rows, columns, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
-    """Return what is cast, as FP32 tiles of the first to fourth rows of groups of four, and of its second half.
+    """Return the values to cast, as FP32 tiles of the first to fourth rows of groups of four, and their second half.
 
     Without a second half, the same again: only the gradient of a gated activation has one.
     """

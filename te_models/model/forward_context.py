@@ -163,7 +163,7 @@ class ForwardContext(NamedTuple):
         )
 
     def experts_join(self, *modules: nn.Module) -> bool:
-        """Return whether `experts` takes these te.GroupedLinears; not where backward recomputes what is between."""
+        """Return whether `experts` takes these te.GroupedLinears; not if backward recomputes their activation."""
         # Each of the two would need an autocast of its own, and a recomputation needs what lies between them.
         apart = any(module in self.autocasts.others for module in modules)
         if apart or self.kernels.experts is None or self.recompute.mode == "selective":

@@ -103,7 +103,7 @@ class Mixer(BlockPart[Spec]):
 
 
 class Feedforward(BlockPart[Spec]):
-    """The part of a block that treats each token by itself; recompute may discard what is between its two halves."""
+    """The part of a block that treats each token by itself; recompute may drop the tensors between its halves."""
 
     def hidden_with_residual(self, x: Tensor, residual: Tensor, context: ForwardContext) -> Any:
         """Return `hidden` of x; a part with norms of its own reads `residual` [N, D], x before the block's norm."""

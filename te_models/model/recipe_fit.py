@@ -153,7 +153,7 @@ def _too_narrow(gpu: str, config: ModelConfig) -> str:
     if config.moe is not None:
         try:
             generation = get_gpu(gpu).generation
-        except UsageError:  # a GPU that nobody has described
+        except UsageError:  # a GPU without a description
             generation = ""
         wide = WIDE_EXPERTS.get(generation, WIDE_EXPERTS_ELSEWHERE)
         sizes.append(("a width of experts", config.moe.moe_intermediate_size, wide))

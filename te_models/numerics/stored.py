@@ -3,7 +3,7 @@
 `StoredRows` is the form: E4M3 or E2M1 data, with a scale for each block of columns, which several rows may share. It
 holds block FP8, FP8 per row or tensor, MXFP4 and NVFP4 alike; rows of several tensors of a release, such as q, k and v,
 are rows of one form. `StoredWeight` is a form as the parameter of a te.Linear, or of one expert of a te.GroupedLinear.
-Neither ever changes: what is trained is beside it, in adapters.
+Neither ever changes: a run trains adapters beside it.
 """
 
 from __future__ import annotations

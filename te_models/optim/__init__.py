@@ -191,7 +191,7 @@ def state_bytes(name: str, options: Options, view: Tensor, hidden: bool) -> int:
         hidden: whether `view` is a hidden matrix (te_models.optim.groups).
     """
     choice = OPTIMIZERS[name]
-    # What is no hidden matrix gets the optimizer that `rest` names.
+    # Parameters other than hidden matrices get the optimizer that `rest` names.
     if choice.matrices and not hidden and "rest" in options:
         rest = options["rest"]
         state_options = OPTIMIZERS[rest].options

@@ -67,10 +67,10 @@ class Tensors:
 def update_in_blocks(
     tensors: Sequence[Tensors], group: Group, factor: Tensor | None, bad: Tensor | None
 ) -> None:
-    """Update masters, moments and parameters; every bit is that of a pass of its own for each operation.
+    """Update masters, moments and parameters; every bit is as if each operation had a pass of its own.
 
     Args:
-        tensors: those of the parameters that have a gradient.
+        tensors: the tensors of the parameters that have a gradient.
         group: their options, as torch.optim.AdamW has them.
         factor: multiplies the gradients, FP32 scalar on the CPU; None: 1.
         bad: if this FP32 scalar is 1, nothing changes; None: 0.

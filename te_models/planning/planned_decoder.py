@@ -184,9 +184,8 @@ class PlannedDecoder(Decoder):
     def _note_backward(self, name: str, gradient: Tensor) -> None:
         allocations = active()
         assert allocations is not None
-        allocations.move(
-            gradient, "activation_gradients"
-        )  # of the head's it is part of its results
+        # Moved, since the gradient that the head makes is allocated among its results.
+        allocations.move(gradient, "activation_gradients")
         self.note(name)
 
     def _output(self, x: Tensor, context: ForwardContext, request: OutputRequest) -> Output:

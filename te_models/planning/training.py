@@ -21,9 +21,8 @@ class StepSetting:
     lora_rank: int
     lora_experts: bool
     gradient_sums: bool
-    projected_rank: (
-        int  # of the gradients of hidden matrices that backward projects; 0: it projects none
-    )
+    # The rank to which backward projects the gradients of hidden matrices; 0: it projects none.
+    projected_rank: int
     cached_weights: bool
     sharded: bool  # whether FSDP2 shards the weights
     tensor_ranks: int

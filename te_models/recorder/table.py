@@ -256,7 +256,7 @@ class Observer:
             self.table.add(self.row, source, storage, scale)
 
     def __deepcopy__(self, memo: object) -> None:
-        """Leave the observer out of a copy: what is copied is not recorded."""
+        """Leave the observer out of a copy: casts of a copied module are not recorded."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Leave the observer out of a pickle."""

@@ -383,7 +383,7 @@ def _load(source: _Source, names: Iterable[str] | None, optional: Iterable[str])
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise CheckpointError(f"{source.folder} holds no {name!r}{hint}")
     for file in source.files:
-        if os.path.lexists(source.folder / file):  # one that nobody asked for may be gone
+        if os.path.lexists(source.folder / file):  # a file that was not asked for may be gone
             source.locate(file)
     return Folder(
         path=source.folder,
@@ -462,7 +462,7 @@ def _memory_share() -> int:
 def _read_manifest(folder: Path, links: bool = False) -> _Source:
     manifest = _Source(folder, {MANIFEST: _File()}, links).read(MANIFEST)
     try:
-        # The digest covers the rest of the manifest, so that damage to it is told from damage to files.
+        # The digest covers the rest of the manifest, so that damage to it can be distinguished from damage to files.
         problem = ""
         if manifest["digest"] != _digest(manifest):
             problem = "its digest does not fit its content"

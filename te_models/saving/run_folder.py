@@ -256,7 +256,7 @@ class Checkpoints:
             finally:
                 self._copied.set()
             self._retrying(lambda: self._commit(path, content))
-        # A thread has nobody to raise to: the next save, or `wait`, raises it.
+        # An exception would end this thread unseen: the next save, or `wait`, raises it.
         except BaseException as error:
             self._note_failure(error)
 

@@ -119,7 +119,7 @@ class ShardedCheckpoints(Checkpoints):
             def begin() -> str:
                 real = Path(os.path.realpath(path))
                 refuse_foreign_files(real)
-                # Leftovers of a save that was killed, which nobody else writes to now.
+                # Leftovers of a save that was killed; no process writes to them now.
                 self.sweep()
                 return str(stack.enter_context(replacing_folder(real)))
 

@@ -65,7 +65,7 @@ class Export:
         quantized: Hugging Face's names of the quantized modules.
         ignored: the names of linears that are not quantized.
         notes: what a reader of the folder should know, one line each.
-        survival: what is left of the tuning; None where the base model is not known.
+        survival: how much of the tuning is left; None where the base model is not known.
     """
 
     folder: Path

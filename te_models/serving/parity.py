@@ -241,9 +241,8 @@ def compare(
     # Over all tokens: divergence, equal choices, loss of the trained model and of the served one.
     sums = torch.zeros(4, dtype=torch.float64)
     count = 0
-    largest = torch.zeros(
-        2, dtype=torch.float64
-    )  # divergence of a token, difference of a log-probability
+    # Divergence of a token, difference of a log-probability.
+    largest = torch.zeros(2, dtype=torch.float64)
     # In evaluation: a pass in training would move the trained model's scales.
     was_training = trained.training
     trained.eval()

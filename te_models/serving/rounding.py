@@ -68,5 +68,5 @@ def to_bfloat16(tensor: Tensor, rounding: str, generator: torch.Generator) -> Te
     noise = torch.randint(2**16, values.shape, dtype=torch.int32, generator=generator)
     bits = (values.view(torch.int32) + noise.to(values.device)) & ~0xFFFF
     rounded = bits.view(torch.float32).bfloat16()
-    # What is not finite has no neighbors, and the largest number none above it.
+    # Infinity and NaN have no neighbors, and the largest number has none above it.
     return torch.where(rounded.isfinite() & values.isfinite(), rounded, tensor.to(torch.bfloat16))

@@ -86,9 +86,8 @@ class Captures:
         self.trainer = trainer
         self.marks = Marks()
         self.bad_step: int | None = None
-        self._marks_changed: int | None = (
-            None  # when the file that was read last had changed, in nanoseconds
-        )
+        # When the file that was read last had changed, in nanoseconds.
+        self._marks_changed: int | None = None
 
     def begin(self) -> None:
         """Read the marks when a run starts; several processes agree on the marks of the first."""

@@ -32,9 +32,8 @@ from te_models.errors import ConfigError, check_known
 
 RUN_FILE = "run.toml"
 COMMANDS = ("pretrain", "finetune")
-PROVENANCE = (
-    "record"  # the table of run.toml with facts of the run (data, versions, commands), not settings
-)
+# The table of run.toml with facts of the run (data, versions, commands), not settings.
+PROVENANCE = "record"
 MERGE_DTYPES = ("bfloat16", "float16", "float32")
 # FP16 is missing: most of its gradients underflow without loss scaling.
 TRAINING_DTYPES = ("bfloat16", "float32")

@@ -694,9 +694,8 @@ def test_an_export_of_an_export_is_the_same(format: str, tmp_path: Path) -> None
     """Its weights, until they change, and the scales of inputs, which random tokens would measure otherwise."""
     model = build("bf16", dtype=torch.bfloat16)
     with torch.no_grad():
-        model.layers[1].self_attn.o_proj.weight[0, 0] = (
-            447.9  # E4M3 rounds it to its largest number
-        )
+        # E4M3 rounds it to its largest number.
+        model.layers[1].self_attn.o_proj.weight[0, 0] = 447.9
     model.export(tmp_path / "first", format=format, calibration=IDS)
     again = CausalLM.from_pretrained(tmp_path / "first", device="cpu")
     again.export(tmp_path / "second", format=format)

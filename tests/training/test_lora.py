@@ -42,9 +42,8 @@ def build(request: pytest.FixtureRequest) -> Any:
             device="cuda" if request.param == "native" else "cpu",
             compile=False,
         )
-        place["fused"] = (
-            False  # a linear with adapters takes BF16, so the others must for outputs to be equal
-        )
+        # A linear with adapters takes BF16, so the others must for outputs to be equal.
+        place["fused"] = False
         return CausalLM.from_preset("gated-nano", recipe=recipe, **{**SHAPE, **place, **options})
 
     return make

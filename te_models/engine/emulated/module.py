@@ -59,7 +59,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
     out_features: int
     use_bias: bool
     bias: Tensor
-    # Of each GEMM, who counts the casts of its operands; None: nobody does.
+    # The observers that count the casts of each GEMM's operands; None: there are none.
     observers: Sequence[Observers] | None = None
     _made = 0
 

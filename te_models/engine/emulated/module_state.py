@@ -29,7 +29,7 @@ def separate_copy(module: TransformerEngineBaseModule) -> None:
 def set_observers(
     module: TransformerEngineBaseModule, observers: Sequence[Observers] | None
 ) -> None:
-    """Let observers count the casts of a te.Linear from its next forward on; None: nobody counts them."""
+    """Let observers count the casts of a te.Linear from its next forward on; None: remove its observers."""
     module.observers = observers
     if observers is None:
         for quantizers in module.quantizers.values():
@@ -38,7 +38,7 @@ def set_observers(
 
 
 def observe_quantizer(quantizer: Quantizer, observer: Observer | None) -> None:
-    """Let an observer count the casts of a quantizer; None: nobody does."""
+    """Let an observer count the casts of a quantizer; None: remove its observer."""
     quantizer.observer = observer
 
 
