@@ -16,7 +16,7 @@ gradient, too).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,7 @@ THREAD_BLOCK = 2**18
 VECTOR = 16
 
 
-@dataclass(frozen=True)
-class Tensors:
+class Tensors(NamedTuple):
     """The tensors of one parameter, or a piece of each, contiguous and of one shape.
 
     Attributes:
@@ -85,17 +84,10 @@ def _update_block(
     block: Sequence[Tensors], room: Tensor, group: Group, factor: Tensor | None, bad: Tensor | None
 ) -> None:
     """Update the pieces of a block, whose FP32 gradients are written to `room`."""
-    sizes = [piece.master.numel() for piece in block]
-    room = room[: sum(sizes)]
-    gradients = room.split(sizes)
-    torch._foreach_copy_(gradients, [piece.gradient for piece in block])
-    if factor is not None:
-        # Not by the kernel's `grad_scale`: it divides, which has other bits than a product.
-        torch.mul(room, factor.reshape(1), out=room)
     beta1, beta2 = group["betas"]
     torch._fused_adamw_(
         [piece.master for piece in block],
-        gradients,
+        _fp32_gradients(block, room, factor),
         [piece.first for piece in block],
         [piece.second for piece in block],
         [],
@@ -119,6 +111,33 @@ def _update_block(
         torch._foreach_copy_(parameters, masters)
 
 
+def _fp32_gradients(block: Sequence[Tensors], room: Tensor, factor: Tensor | None) -> list[Tensor]:
+    """Return the gradients of a block in FP32, times `factor`, in `room` where they are not what they were."""
+    gradients = []
+    converted = []
+    in_other_dtypes = []
+    end = 0
+    for piece in block:
+        gradient = piece.gradient
+        begin = end
+        end += gradient.numel()
+        part = room[begin:end].view(gradient.shape)
+        if gradient.dtype != torch.float32:
+            converted.append(part)
+            in_other_dtypes.append(gradient)
+        elif factor is not None:
+            torch.mul(gradient, factor, out=part)
+        else:
+            part = gradient
+        gradients.append(part)
+    if converted:
+        torch._foreach_copy_(converted, in_other_dtypes)
+        if factor is not None:
+            # Not by the kernel's `grad_scale`: it divides, which has other bits than a product.
+            torch._foreach_mul_(converted, factor)
+    return gradients
+
+
 def _blocks(tensors: Sequence[Tensors], most: int) -> Iterator[list[Tensors]]:
     """Yield the tensors, or pieces of large ones, in blocks of at most `most` elements, in order.
 
@@ -134,7 +153,8 @@ def _blocks(tensors: Sequence[Tensors], most: int) -> Iterator[list[Tensors]]:
             if stop < size:
                 stop -= stop % VECTOR
             if stop > start:
-                block.append(whole.piece(start, stop))
+                # Not as views where it is whole: those of many small tensors would take longer than their update.
+                block.append(whole if stop - start == size else whole.piece(start, stop))
                 room -= stop - start
                 start = stop
             else:  # the room is smaller than a vector

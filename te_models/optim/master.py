@@ -121,9 +121,11 @@ class MasterWeights:
         self._at_once = (
             whole_adamw and self.can_skip and all(runs_triton(m.device) for m in self.masters)
         )
-        # Whether a step clips, updates and rounds block by block.
+        # Whether a step clips, updates and rounds block by block. Where all parameters are FP32 and their own masters,
+        # nothing is converted or rounded, and blocks took 3 % longer on one core.
         self._on_cpu = (
             whole_adamw
+            and any(self._copied)
             and all(m.device.type == "cpu" for m in self.masters)
             and all(is_quantized(p) or local(p).is_contiguous() for p in self.parameters)
         )
