@@ -38,7 +38,7 @@ from te_models.huggingface.adapters import (
 from te_models.huggingface.backbone import Backbone, hidden_states, refuse_unknown
 from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.interface import ModelInterface
-from te_models.huggingface.logits import kept_logits, label_loss, shifted_labels
+from te_models.huggingface.logits import checked_targets, kept_logits, label_loss
 from te_models.huggingface.prompts import angles_change, check_prompt
 from te_models.huggingface.reference import name_attention
 from te_models.huggingface.saving import (
@@ -255,6 +255,8 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
             self.model.warn_of_fp16_gradients()
         cache = self._past(cache, use_cache, wants_loss)
         passed = self.attention(tokens, attention_mask, position_ids, cache)
+        # Before anything runs: a pass in training moves the scales of delayed scaling.
+        targets = checked_targets(self.model.config, labels, shift_labels, attention_mask)
         if isinstance(logits_to_keep, int) and logits_to_keep:
             passed["logits_to_keep"] = logits_to_keep
         if self._chosen("output_router_logits", output_router_logits) and cache is None:
@@ -268,11 +270,9 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
             **passed,
         )
         logits = kept_logits(logits, logits_to_keep)
-        if labels is not None and shift_labels is None:
-            shift_labels = shifted_labels(labels, attention_mask)
         loss = None
-        if shift_labels is not None:
-            loss = label_loss(self.model, logits, shift_labels, num_items_in_batch)
+        if targets is not None:
+            loss = label_loss(self.model, logits, targets, num_items_in_batch)
         output = self._output(loss, logits, cache, hidden or None, routing)
         if self._chosen("return_dict", return_dict):
             return output

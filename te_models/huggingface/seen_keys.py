@@ -71,6 +71,10 @@ def _check(tokens: Tensor, mask: object, positions: object, past: object) -> Non
             raise UsageError(
                 f"attention_mask has shape {list(mask.shape)}: give [B, S], 0 at padding, or [B, 1, S, S]"
             )
+        if mask.dim() == 2 and (mask.shape[0] != batch or mask.shape[1] < seq):
+            raise UsageError(
+                f"attention_mask has shape {list(mask.shape)}, input_ids {[batch, seq]}: give one entry per token"
+            )
         if mask.dim() == 4 and mask.dtype != torch.bool and not mask.is_floating_point():
             raise UsageError(
                 f"attention_mask of four dimensions is of {mask.dtype}: give bool, or floats to add to the logits"

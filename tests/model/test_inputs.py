@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_tensors
 
 from te_models import CausalLM
 from te_models.errors import UsageError
@@ -99,6 +100,8 @@ OF_TRANSFORMERS: dict[str, tuple[dict[str, Any], str]] = {
     "positions of floats": (dict(position_ids=IDS.float()), "position_ids is of torch.float32: give an int64"),
     "positions as a list": (dict(position_ids=[0, 1, 2]), "position_ids is a list: give an int64 tensor"),
     "masks by name": (dict(attention_mask={"full_attention": IDS}), "attention_mask is a dict: give a tensor"),
+    "a short mask and labels": (dict(attention_mask=IDS[:, 1:], labels=IDS), r"attention_mask has shape \[2, 2\], "),
+    "masks by name and labels": (dict(attention_mask={"full_attention": IDS}, labels=IDS), "attention_mask is a dic"),
     "a mask of three axes": (dict(attention_mask=torch.ones(2, 3, 3)), r"attention_mask has shape \[2, 3, 3\]: give"),
     "a square mask of int64": (dict(attention_mask=torch.ones(2, 1, 3, 3).long()), "attention_mask of four .*int64: "),
     "a tuple as cache": (dict(past_key_values=((IDS, IDS),)), "past_key_values is a tuple: give a cache of transf"),
@@ -124,8 +127,11 @@ def test_an_unknown_mode_of_recompute_of_a_live_model(model: CausalLM) -> None:
 
 def test_labels_outside_the_vocabulary_of_the_model_of_transformers(model: CausalLM) -> None:
     modeling = pytest.importorskip("te_models.huggingface.modeling")
-    with pytest.raises(UsageError, match="^a label is 64: give 0 to 63"):
-        modeling.TEModelsForCausalLM.wrap(model)(IDS, labels=IDS.clone().fill_(64))
+    before = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
+    for name in ("labels", "shift_labels"):
+        with pytest.raises(UsageError, match="^a label is 64: give 0 to 63"):
+            modeling.TEModelsForCausalLM.wrap(model)(IDS, **{name: IDS.clone().fill_(64)})
+    assert_same_tensors(fp8_state(model), before)
 
 
 @torch.no_grad()
