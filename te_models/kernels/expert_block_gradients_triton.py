@@ -75,6 +75,7 @@ def _gradient_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Write the gradient of a tile of gate_up, and on request the hidden rows again, as FP8 with a scale per block."""
     e, address, begin, rows, group = find_matrix(
         tl.program_id(0), gate_up, None, first, tiles, 2 * columns, count, EXPERTS, ROWS
     )
@@ -84,26 +85,35 @@ def _gradient_kernel(
     i = 4 * group
     j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     slope = dy + begin * columns
-    a, p, s = gradient_values(slope, address, token, tokens, i, j, rows, columns, alpha, LIMIT)
-    b, q, t = gradient_values(slope, address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT)
-    c, r, u = gradient_values(slope, address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
-    d, o, v = gradient_values(slope, address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT)
+    # The gradients of gate and up, and the hidden values, of the first to fourth rows of groups of four.
+    gate_a, up_a, hidden_a = gradient_values(
+        slope, address, token, tokens, i, j, rows, columns, alpha, LIMIT
+    )
+    gate_b, up_b, hidden_b = gradient_values(
+        slope, address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT
+    )
+    gate_c, up_c, hidden_c = gradient_values(
+        slope, address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT
+    )
+    gate_d, up_d, hidden_d = gradient_values(
+        slope, address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT
+    )
     if sums is not None:
         at = sums + tl.program_id(0).to(tl.int64) * 2 * columns + j
-        tl.store(at, tl.sum((a + b) + (c + d), 0), j < columns)
-        tl.store(at + columns, tl.sum((p + q) + (r + o), 0), j < columns)
+        tl.store(at, tl.sum((gate_a + gate_b) + (gate_c + gate_d), 0), j < columns)
+        tl.store(at + columns, tl.sum((up_a + up_b) + (up_c + up_d), 0), j < columns)
     here = tl.multiple_of(tl.load(turned + e), 128)
     none = tl.zeros([], tl.int64)
     if plain is not None:
         plain += begin * 2 * columns
-        _store_plain(a, b, c, d, i, j, rows, columns, 2 * columns, plain)
-        _store_plain(p, q, r, o, i, j, rows, columns, 2 * columns, plain + columns)
+        _store_plain(gate_a, gate_b, gate_c, gate_d, i, j, rows, columns, 2 * columns, plain)
+        _store_plain(up_a, up_b, up_c, up_d, i, j, rows, columns, 2 * columns, plain + columns)
     else:
         store_blocks(
-            a=a,
-            b=b,
-            c=c,
-            d=d,
+            a=gate_a,
+            b=gate_b,
+            c=gate_c,
+            d=gate_d,
             group=group,
             j=j,
             rows=rows,
@@ -120,10 +130,10 @@ def _gradient_kernel(
             offset=none,
         )
         store_blocks(
-            a=p,
-            b=q,
-            c=r,
-            d=o,
+            a=up_a,
+            b=up_b,
+            c=up_c,
+            d=up_d,
             group=group,
             j=j,
             rows=rows,
@@ -141,10 +151,10 @@ def _gradient_kernel(
         )
     if hidden is not None:
         store_blocks(
-            a=s,
-            b=t,
-            c=u,
-            d=v,
+            a=hidden_a,
+            b=hidden_b,
+            c=hidden_c,
+            d=hidden_d,
             group=group,
             j=j,
             rows=rows,

@@ -196,6 +196,7 @@ def _gradient_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Write the gradient of a tile of gate_up, and on request the hidden rows again, as FP8 with a scale per expert."""
     tile = tl.program_id(0)
     place = tl.program_id(1)
     e, address, begin, rows, group = find_matrix(
@@ -216,15 +217,24 @@ def _gradient_kernel(
     note_scale(factors, first, e, count, scale, group, rows, place)
     group += tl.arange(0, ROWS // 4)
     i = 4 * group
-    a, p, s = gradient_values(slope, address, token, tokens, i, j, rows, columns, alpha, LIMIT)
-    b, q, t = gradient_values(slope, address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT)
-    c, r, u = gradient_values(slope, address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
-    d, o, v = gradient_values(slope, address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT)
+    # The gradients of gate and up, and the hidden values, of the first to fourth rows of groups of four.
+    gate_a, up_a, hidden_a = gradient_values(
+        slope, address, token, tokens, i, j, rows, columns, alpha, LIMIT
+    )
+    gate_b, up_b, hidden_b = gradient_values(
+        slope, address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT
+    )
+    gate_c, up_c, hidden_c = gradient_values(
+        slope, address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT
+    )
+    gate_d, up_d, hidden_d = gradient_values(
+        slope, address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT
+    )
     if sums is not None:
         at = sums + tile.to(tl.int64) * 2 * columns + j
         there = (j < columns) & (rows > 0)
-        tl.store(at, tl.sum((a + b) + (c + d), 0), there)
-        tl.store(at + columns, tl.sum((p + q) + (r + o), 0), there)
+        tl.store(at, tl.sum((gate_a + gate_b) + (gate_c + gate_d), 0), there)
+        tl.store(at + columns, tl.sum((up_a + up_b) + (up_c + up_d), 0), there)
     here = tl.multiple_of(tl.load(turned + e), 4)
     out += begin * 2 * columns
     # Of the transposed copies; behind the expert's last row they have zeros.
@@ -233,21 +243,63 @@ def _gradient_kernel(
     if transposed is not None:
         transposed += here
         half = transposed + pitch.to(tl.int64) * columns
-    of_gate = store_fp8(
-        a, b, c, d, scale, group, j, rows, columns, out, transposed, 2 * columns, E5M2, pitch, lines
+    gate_amax = store_fp8(
+        gate_a,
+        gate_b,
+        gate_c,
+        gate_d,
+        scale,
+        group,
+        j,
+        rows,
+        columns,
+        out,
+        transposed,
+        2 * columns,
+        E5M2,
+        pitch,
+        lines,
     )
     out += columns
-    of_up = store_fp8(
-        p, q, r, o, scale, group, j, rows, columns, out, half, 2 * columns, E5M2, pitch, lines
+    up_amax = store_fp8(
+        up_a,
+        up_b,
+        up_c,
+        up_d,
+        scale,
+        group,
+        j,
+        rows,
+        columns,
+        out,
+        half,
+        2 * columns,
+        E5M2,
+        pitch,
+        lines,
     )
     if hidden is not None:
         h_scale = tl.load(hidden_scale + e)
         matrix = hidden + here
         store_fp8(
-            s, t, u, v, h_scale, group, j, rows, columns, None, matrix, columns, False, pitch, lines
+            hidden_a,
+            hidden_b,
+            hidden_c,
+            hidden_d,
+            h_scale,
+            group,
+            j,
+            rows,
+            columns,
+            None,
+            matrix,
+            columns,
+            False,
+            pitch,
+            lines,
         )
     if scales is not None:
-        raise_amax(amax + e * stride, tl.maximum(of_gate, of_up))
+        raise_amax(amax + e * stride, tl.maximum(gate_amax, up_amax))
 
 
 # Of the activation, and of its gradient, whose transposed copies want square tiles.

@@ -156,28 +156,33 @@ def _pair_slopes(
 ):
     """Return the gradients of both members of pairs, four tiles each, and their sums for the weight [pairs]."""
     first, second = members(pair, half, interleaved)
-    one = norm_factor(weight, 0, first, pair < half, zero_centered)[None, :]
-    two = norm_factor(weight, 0, second, pair < half, zero_centered)[None, :]
+    first_gamma = norm_factor(weight, 0, first, pair < half, zero_centered)[None, :]
+    second_gamma = norm_factor(weight, 0, second, pair < half, zero_centered)[None, :]
     inverses, means = sums
-    x1, x2, d1, d2 = _pairs_at(places, i, head, seq, pair, half, interleaved, exists)
-    a, of_first = _slope(x1, d1, one, inverses[0], means[0])
-    e, of_second = _slope(x2, d2, two, inverses[0], means[0])
-    x1, x2, d1, d2 = _pairs_at(places, i + 1, head, seq, pair, half, interleaved, exists)
-    b, more_of_first = _slope(x1, d1, one, inverses[1], means[1])
-    f, more_of_second = _slope(x2, d2, two, inverses[1], means[1])
-    of_first += more_of_first
-    of_second += more_of_second
-    x1, x2, d1, d2 = _pairs_at(places, i + 2, head, seq, pair, half, interleaved, exists)
-    c, more_of_first = _slope(x1, d1, one, inverses[2], means[2])
-    g, more_of_second = _slope(x2, d2, two, inverses[2], means[2])
-    of_first += more_of_first
-    of_second += more_of_second
-    x1, x2, d1, d2 = _pairs_at(places, i + 3, head, seq, pair, half, interleaved, exists)
-    d, more_of_first = _slope(x1, d1, one, inverses[3], means[3])
-    h, more_of_second = _slope(x2, d2, two, inverses[3], means[3])
-    of_first += more_of_first
-    of_second += more_of_second
-    return (a, b, c, d), (e, f, g, h), tl.sum(of_first, 0), tl.sum(of_second, 0)
+    x1, x2, dx1, dx2 = _pairs_at(places, i, head, seq, pair, half, interleaved, exists)
+    first_a, first_dweight = _slope(x1, dx1, first_gamma, inverses[0], means[0])
+    second_a, second_dweight = _slope(x2, dx2, second_gamma, inverses[0], means[0])
+    x1, x2, dx1, dx2 = _pairs_at(places, i + 1, head, seq, pair, half, interleaved, exists)
+    first_b, more_first = _slope(x1, dx1, first_gamma, inverses[1], means[1])
+    second_b, more_second = _slope(x2, dx2, second_gamma, inverses[1], means[1])
+    first_dweight += more_first
+    second_dweight += more_second
+    x1, x2, dx1, dx2 = _pairs_at(places, i + 2, head, seq, pair, half, interleaved, exists)
+    first_c, more_first = _slope(x1, dx1, first_gamma, inverses[2], means[2])
+    second_c, more_second = _slope(x2, dx2, second_gamma, inverses[2], means[2])
+    first_dweight += more_first
+    second_dweight += more_second
+    x1, x2, dx1, dx2 = _pairs_at(places, i + 3, head, seq, pair, half, interleaved, exists)
+    first_d, more_first = _slope(x1, dx1, first_gamma, inverses[3], means[3])
+    second_d, more_second = _slope(x2, dx2, second_gamma, inverses[3], means[3])
+    first_dweight += more_first
+    second_dweight += more_second
+    return (
+        (first_a, first_b, first_c, first_d),
+        (second_a, second_b, second_c, second_d),
+        tl.sum(first_dweight, 0),
+        tl.sum(second_dweight, 0),
+    )
 
 
 @triton.jit
@@ -198,17 +203,17 @@ def _rest_slopes(
     gamma = norm_factor(weight, 0, other, other < dim, zero_centered)[None, :]
     inverses, means = sums
     x, dx = _rest_at(places, i, head, seq, other, dim, exists)
-    a, of_weight = _slope(x, dx, gamma, inverses[0], means[0])
+    a, dweight = _slope(x, dx, gamma, inverses[0], means[0])
     x, dx = _rest_at(places, i + 1, head, seq, other, dim, exists)
-    b, more_of_weight = _slope(x, dx, gamma, inverses[1], means[1])
-    of_weight += more_of_weight
+    b, more = _slope(x, dx, gamma, inverses[1], means[1])
+    dweight += more
     x, dx = _rest_at(places, i + 2, head, seq, other, dim, exists)
-    c, more_of_weight = _slope(x, dx, gamma, inverses[2], means[2])
-    of_weight += more_of_weight
+    c, more = _slope(x, dx, gamma, inverses[2], means[2])
+    dweight += more
     x, dx = _rest_at(places, i + 3, head, seq, other, dim, exists)
-    d, more_of_weight = _slope(x, dx, gamma, inverses[3], means[3])
-    of_weight += more_of_weight
-    return (a, b, c, d), tl.sum(of_weight, 0)
+    d, more = _slope(x, dx, gamma, inverses[3], means[3])
+    dweight += more
+    return (a, b, c, d), tl.sum(dweight, 0)
 
 
 @triton.jit

@@ -80,14 +80,14 @@ def _write_rstd(
 @triton.jit
 def _normed(source, weight, inverses, i, j, rows, columns, ZERO_CENTERED: tl.constexpr):
     """Return channels j of rows i to i + 3, normed, as four tiles; `inverses` are 1 / RMS of these rows."""
-    a, b, c, d = inverses
+    inverse_a, inverse_b, inverse_c, inverse_d = inverses
     gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)[None, :]
     gamma = 1 + gamma if ZERO_CENTERED else gamma
-    e = load_tile(source, i, j, rows, columns, columns) * a[:, None] * gamma
-    f = load_tile(source, i + 1, j, rows, columns, columns) * b[:, None] * gamma
-    g = load_tile(source, i + 2, j, rows, columns, columns) * c[:, None] * gamma
-    h = load_tile(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma
-    return e, f, g, h
+    normed_a = load_tile(source, i, j, rows, columns, columns) * inverse_a[:, None] * gamma
+    normed_b = load_tile(source, i + 1, j, rows, columns, columns) * inverse_b[:, None] * gamma
+    normed_c = load_tile(source, i + 2, j, rows, columns, columns) * inverse_c[:, None] * gamma
+    normed_d = load_tile(source, i + 3, j, rows, columns, columns) * inverse_d[:, None] * gamma
+    return normed_a, normed_b, normed_c, normed_d
 
 
 @triton.jit
@@ -135,8 +135,24 @@ def _norm_kernel(
     largest = tl.zeros((ROWS // 4, COLUMNS), tl.float32)
     for start in range(0, columns, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
-        e, f, g, h = _normed(source, weight, inverses, i, j, rows, columns, ZERO_CENTERED)
-        tile = store_fp8(e, f, g, h, s, group, j, rows, columns, data, transposed, columns, E5M2)
+        normed_a, normed_b, normed_c, normed_d = _normed(
+            source, weight, inverses, i, j, rows, columns, ZERO_CENTERED
+        )
+        tile = store_fp8(
+            normed_a,
+            normed_b,
+            normed_c,
+            normed_d,
+            s,
+            group,
+            j,
+            rows,
+            columns,
+            data,
+            transposed,
+            columns,
+            E5M2,
+        )
         largest = tl.maximum(largest, tile)
     raise_amax(amax, largest)
     if counts is not None:
