@@ -121,9 +121,10 @@ def _norm_kernel(
     COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,  # of the pass that counts: whether rows are whole blocks of the hash
 ):
+    """Write the norm of NORM_ROWS rows as FP8: a pass over their columns for 1 / RMS, and one for the values."""
     _write_rstd(x, delta, total, rstd, rows, columns, eps, ADD, ROWS, COLUMNS)
     s = tl.load(scale)
-    tl.debug_barrier()  # what is read back below was written above
+    tl.debug_barrier()  # other threads have written the 1 / RMS and the sums that are read below
     group = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
     i = 4 * group
     source = total if ADD else x
@@ -197,7 +198,24 @@ def norm(
     e5m2: bool,
     counts: Counts | None = None,
 ) -> tuple[FP8Data, Tensor, Tensor]:
-    """Compute RMSNorm of x + delta (None: of x) [N, D]: data [N, D], x + delta contiguous, and 1 / RMS, FP32 [N]."""
+    """Return RMSNorm of x + delta in FP8, that sum, and 1 / RMS.
+
+    Args:
+        x: [N, D] in 16 bits, N a multiple of 4.
+        delta: [N, D] in the dtype of x; None: norm x itself.
+        weight: [D].
+        eps: added to the mean square.
+        zero_centered: multiply by 1 + weight rather than by weight.
+        scale: the factor before the cast, FP32 [1].
+        amax: FP32 [1], raised to the amax of the norm.
+        e5m2: cast to E5M2 rather than E4M3.
+        counts: where a recorder counts the cast; None: it does not.
+
+    Returns:
+        fp8: data [N, D] and its transposed copy [D, N].
+        total: x + delta, rounded to the dtype of x, contiguous.
+        rstd: 1 / RMS, FP32 [N].
+    """
     rows, columns = x.shape
     assert counts is None or columns <= MOST_TILES * NORM_COLUMNS
     x = x.contiguous()
@@ -297,6 +315,7 @@ def _amax_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
+    """Raise `amax` to the amax of the norm of whole rows; write their 1 / RMS, and if ADD their sum."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, WIDTH)
     value = whole_rows_normed(
@@ -339,6 +358,7 @@ def _rounded_cast_kernel(
     BAND: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
+    """Cast the norm to FP8, with the sum and the 1 / RMS that `_amax_kernel` wrote."""
     s = tl.load(scale)
     if counts is None:
         number = tl.program_id(0)
@@ -395,9 +415,10 @@ def norm_measured(
     e5m2: bool,
     counts: Counts | None = None,
 ) -> tuple[FP8Data, Tensor, Tensor]:
-    """Compute what `norm` does, with the scale by which the amax of the norm becomes the format's largest number.
+    """Return `norm` under current scaling: the scale maps the amax of the norm to the format's largest number.
 
-    Values are rounded to the dtype of x before they are measured and cast, as by a norm that is stored.
+    Values are rounded to the dtype of x before they are measured and cast, as if the norm were stored first.
+    Arguments and results are as in `norm`.
     """
     rows, columns = x.shape
     x = x.contiguous()
