@@ -108,6 +108,7 @@ def _conv_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Write the convolution over earlier tokens, and SiLU of it, for a tile of tokens and channels."""
     row, tile, column = _place(seq, columns, ROWS, COLUMNS)
     token = tile * ROWS + tl.arange(0, ROWS)
     if documents is not None:
@@ -146,6 +147,7 @@ def _conv_backward_kernel(
     COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
+    """Write the gradient of x for some tokens and channels, and partial sums of the gradients of taps and bias."""
     row, tile, column = _place(seq, columns, ROWS * STEPS, COLUMNS)
     if documents is not None:
         documents += row * seq

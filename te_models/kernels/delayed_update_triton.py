@@ -29,6 +29,7 @@ def _update_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Move the amaxes of a step into the histories of COLUMNS tensors, and set their scales."""
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = j < n
     newest = tl.load(amax + j, there, 0.0)

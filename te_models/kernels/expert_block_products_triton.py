@@ -92,6 +92,7 @@ def _weights_kernel(
     DEEP: tl.constexpr,
     ABREAST: tl.constexpr,
 ):
+    """Write a tile of the gradient of one expert's weight: the sum over its rows, in FP8 with scales of blocks."""
     high = tl.cdiv(height, HIGH)
     across = tl.cdiv(width, WIDE)
     e = tl.program_id(0) // (high * across)

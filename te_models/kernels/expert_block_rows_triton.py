@@ -71,6 +71,7 @@ def _copy_kernel(
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
+    """Copy FP8 and scales of tokens to the rows that repeat them."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token = tl.load(source + i, i < most, tokens)
     real = token < tokens

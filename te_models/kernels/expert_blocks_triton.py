@@ -163,6 +163,7 @@ def _cast_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Cast a tile of the rows of one expert to FP8 with a scale per block, in one or both copies."""
     e, address, begin, rows, group = find_matrix(
         tl.program_id(0), x, source, first, tiles, columns, count, EXPERTS, ROWS
     )
@@ -226,6 +227,7 @@ def _hidden_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Cast a tile of the activation of one expert's rows to FP8 with a scale per 1 x 128."""
     e, address, begin, rows, group = find_matrix(
         tl.program_id(0), gate_up, None, first, tiles, 2 * columns, count, EXPERTS, ROWS
     )

@@ -163,6 +163,7 @@ def _cast_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Cast a tile of the rows of one expert to FP8, in one or both copies, or raise its amax if MEASURES."""
     tile = tl.program_id(0)
     place = tl.program_id(1)
     e, address, begin, rows, group = find_matrix(

@@ -130,6 +130,7 @@ def _hidden_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Cast a tile of the activation of one expert's rows to FP8, or raise its amax if MEASURES."""
     tile = tl.program_id(0)
     place = tl.program_id(1)
     e, address, begin, rows, group = find_matrix(

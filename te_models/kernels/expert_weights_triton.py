@@ -51,6 +51,7 @@ def _flat_kernel(
     MEASURES: tl.constexpr,
     VALUES: tl.constexpr,
 ):
+    """Cast VALUES values of one matrix to FP8, or raise its amax if MEASURES."""
     e = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0)
     begin = place * VALUES
@@ -98,6 +99,7 @@ def _turned_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Cast a tile of one matrix to FP8 by a known scale, in one or both copies."""
     e = tl.program_id(2).to(tl.int64)
     address = data + tl.multiple_of(tl.load(places + e), 8)
     scale = tl.load(scales + e)

@@ -234,6 +234,7 @@ def _gate_fp8_kernel(
     E5M2: tl.constexpr,
     ALIGNED: tl.constexpr,  # of counts: whether heads are whole blocks of the hash
 ):
+    """Write attention times its gate, or attention itself, as FP8; see `_cast_heads`."""
     x_at = (x, x_batch, x_seq, x_head)
     if gated:
         heads_at = (x_at, (logits, g_batch, g_seq, g_head))
@@ -310,6 +311,7 @@ def _gate_backward_fp8_kernel(
     E5M2: tl.constexpr,
     ALIGNED: tl.constexpr,  # of counts: whether heads are whole blocks of the hash
 ):
+    """Write the gradient of attention, and the gradient of the gate's logits as FP8; see `_cast_heads`."""
     dy_at = (dy, dy_batch, dy_seq, dy_head)
     x_at = (x, x_batch, x_seq, x_head)
     logits_at = (logits, g_batch, g_seq, g_head)

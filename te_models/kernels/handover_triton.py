@@ -212,6 +212,7 @@ def _cast_kernel(
     BAND: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
+    """Write x, its activation or the gradient of its activation as FP8; count the cast if `counts` are given."""
     s = tl.load(scale)
     if counts is None:
         group, j, _, _ = place(tl.program_id(0), rows, columns, ROWS, COLUMNS, BAND)

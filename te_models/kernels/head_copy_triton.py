@@ -28,6 +28,7 @@ def _copy_kernel(
     width: tl.constexpr,
     block: tl.constexpr,
 ):
+    """Copy a few heads of one token."""
     token, batch, place, head, channel, inside = heads_of_token(seq, heads, dim, width, block)
     value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside)
     tl.store(out + batch * out_batch + place * out_seq + head * out_head + channel, value, inside)

@@ -266,6 +266,7 @@ def _head_norm_backward_fp8_kernel(
     BAND: tl.constexpr,
     E5M2: tl.constexpr,
 ):
+    """Write the gradient of heads before QK-norm and RoPE as FP8, and partial sums of the weight's gradient."""
     row, part = tile(tl.cdiv(rows, TOKENS), tl.cdiv(heads, HEADS), BAND)
     places = (
         (dy, dy_batch, dy_seq, dy_head),

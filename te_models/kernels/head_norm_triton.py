@@ -78,6 +78,7 @@ def _head_norm_kernel(
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
+    """Write the gated norm of one head at some tokens."""
     head = tl.program_id(0) % heads
     token = tl.program_id(0) // heads * TOKENS + tl.arange(0, TOKENS)
     channel = tl.arange(0, WIDTH)
@@ -144,6 +145,7 @@ def _head_norm_fp8_kernel(
     E5M2: tl.constexpr,
     ALIGNED: tl.constexpr,  # of counts: whether heads are whole blocks of the hash
 ):
+    """Write the gated norm of one head at some tokens as FP8; with `counts` of more of them, and count the cast."""
     channel = tl.arange(0, WIDTH)
     columns = heads * dim
     if counts is None:
@@ -225,6 +227,7 @@ def _head_norm_backward_kernel(
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
+    """Write the gradients of x and z for one head at some tokens, and a partial sum of the weight's."""
     head = tl.program_id(0) % heads
     token = tl.program_id(0) // heads * TOKENS + tl.arange(0, TOKENS)
     channel = tl.arange(0, WIDTH)

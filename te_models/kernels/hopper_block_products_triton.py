@@ -168,6 +168,7 @@ def _rows_kernel(
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
+    """Write tiles of the rows of experts times their matrices, in FP8 with scales of blocks."""
     x = gl.allocate_shared_memory(a.dtype, [STAGES * PARTS] + a.block_type.shape, a.layout)
     y = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
     z = gl.allocate_shared_memory(
@@ -279,6 +280,7 @@ def _weights_kernel(
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
+    """Write tiles of the gradients of experts' weights, in FP8 with scales of blocks."""
     x = gl.allocate_shared_memory(a.dtype, [STAGES * PARTS] + a.block_type.shape, a.layout)
     y = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
     p = gl.allocate_shared_memory(

@@ -257,6 +257,7 @@ def _rows_kernel(
     PRECISE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
+    """Write tiles of the rows of experts times their matrices, in FP8 with a scale per expert."""
     p = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     q = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
     full, empty = barriers(STAGES, 2)
@@ -350,6 +351,7 @@ def _weights_kernel(
     PRECISE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
+    """Write tiles of the gradients of experts' weights, in FP8 with a scale per expert."""
     p = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     q = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
     full, empty = barriers(STAGES, 2)

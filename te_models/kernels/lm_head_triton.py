@@ -25,6 +25,7 @@ def _cross_entropy_kernel(
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Write the loss of one token; if GRADIENT also overwrite its logits [vocabulary] by their gradient."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
     target = tl.load(targets + row)

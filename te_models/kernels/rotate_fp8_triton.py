@@ -244,6 +244,7 @@ def _rotate_fp8_kernel(
     E5M2: tl.constexpr,
     ALIGNED: tl.constexpr,  # of counts: whether halves of heads are whole blocks of the hash
 ):
+    """Write RoPE of a few heads of some tokens as FP8, or its inverse; count the cast if `counts` are given."""
     group, part, pair, inside = place_of_heads(
         rows, tl.cdiv(heads, heads_per_program), half, width, block, BAND
     )

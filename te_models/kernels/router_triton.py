@@ -72,6 +72,7 @@ def _before_kernel(
     BLOCKS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
+    """Replace the counts of each block of tokens by the sums of the blocks before; write the sums of all blocks."""
     e = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     before = tl.zeros([EXPERTS], tl.int32)
     for start in range(0, blocks, BLOCKS):

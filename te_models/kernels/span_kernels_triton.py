@@ -91,6 +91,7 @@ def _forward_kernel(
     queries: tl.constexpr,
     keys: tl.constexpr,
 ):
+    """Write attention of some queries over the keys of their spans, by an online softmax, and its log-sum-exp."""
     blocks = tl.cdiv(seq, queries)
     block, batch, head, pair = _place(blocks, heads)
     begin = (blocks - 1 - block) * queries  # longest first
@@ -209,6 +210,7 @@ def _grad_query_kernel(
     queries: tl.constexpr,
     keys: tl.constexpr,
 ):
+    """Write the gradient of some queries, from all keys that they see."""
     blocks = tl.cdiv(seq, queries)
     block, batch, head, pair = _place(blocks, heads)
     begin = (blocks - 1 - block) * queries

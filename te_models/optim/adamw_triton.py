@@ -165,6 +165,7 @@ def _adamw_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Update BLOCK elements of one tensor."""
     # Programs are numbered over all tensors; `owners` says which tensor one works on, `begins` its first program.
     program = tl.program_id(0)
     entry = tl.load(owners + program)

@@ -144,6 +144,7 @@ def _update_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Update ROWS blocks of a parameter and of its moments."""
     # [ROWS, BLOCK]: a row is a block of elements with one scale.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
