@@ -23,9 +23,11 @@ from torch import Tensor
 
 from te_models.optim.state_tensors import Group
 
-# Elements per thread of a block, whose FP32 gradients take 1 MiB. Blocks of 2**18 to 2**21 elements took the same time
-# within 5 % on one core (EPYC 9005, 1 MiB of second-level cache), smaller ones longer, for starting the operations.
-THREAD_BLOCK = 2**18
+# Elements of a block: so many per thread, whose FP32 gradients take 2 MiB, but at least so many in all. On one core
+# (EPYC 9005) blocks of 2**18 to 2**21 elements took the same time within 5 %, smaller ones longer. Threads wait for
+# each other after each operation on a block, for milliseconds where other work has their cores: so blocks are large.
+THREAD_BLOCK = 2**19
+LEAST_BLOCK = 2**21
 # Tensors are divided at multiples of this. PyTorch's kernel computes the last elements of a tensor, fewer than a vector
 # of 16, one by one, which may round otherwise: they must stay the last ones.
 VECTOR = 16
@@ -74,7 +76,7 @@ def update_in_blocks(
         factor: multiplies the gradients, FP32 scalar on the CPU; None: 1.
         bad: if this FP32 scalar is 1, nothing changes; None: 0.
     """
-    size = THREAD_BLOCK * torch.get_num_threads()
+    size = max(LEAST_BLOCK, THREAD_BLOCK * torch.get_num_threads())
     room = torch.empty(size, dtype=torch.float32)
     for block in _blocks(tensors, size):
         _update_block(block, room, group, factor, bad)

@@ -48,7 +48,7 @@ def test_clipping_rounds_each_product_once(factor: float, dtype: torch.dtype, de
 
 
 SIZES = [1, 15, 16, 17, 100, 4096, 5003]  # of which few end where a vector of 16 does
-BLOCKS = [16, 112, 1000, 2**18]  # elements per thread; 1000 is no multiple of 16
+BLOCKS = [16, 112, 1000, 2**21]  # elements; 1000 is no multiple of 16
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -59,7 +59,8 @@ def test_an_update_in_blocks_has_the_bits_of_one_pass_per_operation(
     block: int, dtype: torch.dtype, max_norm: float, offload: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The judge converts, clips, updates and rounds whole tensors, by PyTorch's own AdamW."""
-    monkeypatch.setattr(adamw_blocks, "THREAD_BLOCK", block)
+    monkeypatch.setattr(adamw_blocks, "THREAD_BLOCK", 1)
+    monkeypatch.setattr(adamw_blocks, "LEAST_BLOCK", block)
     torch.manual_seed(0)
     model = torch.nn.ParameterList([torch.randn(size).to(dtype) for size in SIZES])
     model.append(torch.randn(37, 65).to(dtype))  # a matrix decays
