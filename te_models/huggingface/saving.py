@@ -19,7 +19,7 @@ from te_models.huggingface.adapters import is_adapted
 from te_models.interop.hf_families import beside_text, without_others
 from te_models.saving.folder import MANIFEST, save_folder
 from te_models.saving.load_model import WRAPPED
-from te_models.saving.pretrained import model_content, read_tokenizer
+from te_models.saving.pretrained import model_content, read_tokenizer, refuse_unloadable
 
 # Prefixes of the names of a text model inside a multimodal one.
 MULTIMODAL = "model.language_model."
@@ -66,6 +66,7 @@ def save_model(
     # A state_dict has a tied table only once, and a folder under both of its names.
     if state and model.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
+    refuse_unloadable(model, weights)
     weights |= extra_states(tensors.get("fp8_state", {}))
     tensors["model"] = {WRAPPED + name: tensor for name, tensor in weights.items()}
     try:

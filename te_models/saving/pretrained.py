@@ -23,6 +23,7 @@ from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe
 from te_models.errors import CheckpointError, UsageError, check_known, plural
 from te_models.files.atomic import first_line, readable
 from te_models.files.formats import Document, Fields, read_json
+from te_models.files.tensors import all_finite
 from te_models.fp8.extra_state import extra_states
 from te_models.fp8.primary_weights import is_quantized, plain, quantized_weights, write_weight
 from te_models.fp8.region import saving
@@ -116,6 +117,31 @@ def refuse_adapters(model: nn.Module) -> None:
         )
 
 
+def refuse_unloadable(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
+    """Raise a UsageError for weights that no loader would accept, before they replace an earlier save.
+
+    `tensors` are the whole weights by name.
+    """
+    blocks = len(model.layers)
+    if blocks != model.config.num_hidden_layers:
+        raise UsageError(
+            f"the model has {blocks} blocks, and its config {model.config.num_hidden_layers}: build a CausalLM of "
+            f"dataclasses.replace(model.config, num_hidden_layers={blocks}) and load the state_dict into it"
+        )
+    rows = tensors["embed_tokens.weight"].shape[0]
+    if rows != model.config.vocab_size:
+        raise UsageError(
+            f"the embedding has {rows} rows, and the config vocab_size={model.config.vocab_size}: load the model with "
+            f"vocab_size={rows}, and change the values of its rows"
+        )
+    for name, tensor in tensors.items():
+        # Tensors on the meta device are refused where they would be written.
+        if not tensor.is_meta and not all_finite(tensor):
+            raise UsageError(
+                f"{name} has a NaN or an infinity, which no loader accepts: load an earlier save; nothing was written"
+            )
+
+
 def refuse_pickle(safe_serialization: bool) -> None:
     """Raise a UsageError if a caller asks for a pickle, which can run code when it is loaded."""
     if not safe_serialization:
@@ -142,6 +168,7 @@ def write_pretrained(
         tensors, documents = model_content(model, origin)
         # All ranks took part in gathering; one writes.
         if model.tp.rank == model.ep.rank == 0:
+            refuse_unloadable(model, tensors["model"])
             # Read before the folder is replaced, which may be the one that the model came from.
             tokenizer = read_tokenizer(origin)
             if format == "hf":

@@ -31,7 +31,7 @@ from te_models.interop.stored_weights import collapse, spread
 from te_models.interop.tensor_places import Place, tensor_places
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state
-from te_models.saving.pretrained import read_tokenizer, refuse_adapters, weights
+from te_models.saving.pretrained import read_tokenizer, refuse_adapters, refuse_unloadable, weights
 from te_models.serving.formats import (
     FORMATS,
     Parts,
@@ -120,6 +120,7 @@ def export(
         )
         # All ranks gathered the weights together; one of them writes.
         if model.tp.rank == 0:
+            refuse_unloadable(model, parameters)
             write_hugging_face(
                 model, origin, folder, parameters, read_tokenizer(origin), quantize=writer.quantize
             )

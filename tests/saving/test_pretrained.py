@@ -3,6 +3,7 @@ is left out aloud.
 """
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,52 @@ def test_a_gate_is_not_added_where_it_would_change_the_output(tmp_path: Path) ->
     ).eval()
     plain = CausalLM.from_pretrained(tmp_path, engine="emulated", device="cpu").eval()
     assert torch.equal(model(IDS).logits, plain(IDS).logits)
+
+
+def _break(model: CausalLM) -> None:
+    torch.nn.init.constant_(model.layers[1].mlp.down_proj.weight[2:3], torch.nan)
+
+
+def _cut(model: CausalLM) -> None:
+    del model.layers[-1]
+
+
+def _widen(model: CausalLM) -> None:
+    model.embed_tokens = torch.nn.Embedding(300, model.config.hidden_size)
+
+
+def _save_wrapped(model: CausalLM, folder: Path) -> None:
+    modeling = pytest.importorskip("te_models.huggingface.modeling")
+    modeling.TEModelsForCausalLM.wrap(model).save_pretrained(folder)
+
+
+WRITERS: dict[str, Callable[[CausalLM, Path], object]] = {
+    "te": lambda model, folder: model.save_pretrained(folder),
+    "hf": lambda model, folder: model.save_pretrained(folder, format="hf"),
+    "export": lambda model, folder: model.export(folder, format="bf16"),
+    "transformers": _save_wrapped,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* needs its own code")
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_break, "layers.1.mlp.down_proj.weight has a NaN or an infinity"),
+        (_cut, "the model has 3 blocks, and its config 4: build a CausalLM of"),
+        (_widen, "the embedding has 300 rows, and the config vocab_size=288"),
+    ],
+)
+def test_a_model_that_would_not_load_replaces_no_earlier_save(
+    change: Callable[[CausalLM], None], message: str, writer: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    model = trained("bf16", num_hidden_layers=4)
+    WRITERS[writer](model, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with torch.no_grad():
+        change(model)
+    with pytest.raises(UsageError, match=f"^{message}"):
+        WRITERS[writer](model, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
