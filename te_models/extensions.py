@@ -65,8 +65,12 @@ def register_family(family: Family) -> None:
     """Let from_pretrained read, and save_pretrained(format="hf") write, an architecture of Hugging Face.
 
     Raises:
-        UsageError: there is such a model_type already.
+        UsageError: there is such a model_type already, or something else than a Family.
     """
+    if not isinstance(family, Family):
+        raise UsageError(
+            f"the family is a {type(family).__name__}: give a te_models.interop.hf_family.Family"
+        )
     if any(known.model_type == family.model_type for known in FAMILIES):
         raise UsageError(f"there is a family of model_type {family.model_type!r} already")
     FAMILIES.insert(len(FAMILIES) - 1, family)
@@ -79,6 +83,10 @@ def register_preset(name: str, fields: Mapping[str, Any]) -> None:
         UsageError: there is such a preset already.
         ConfigError: the fields are no ModelConfig.
     """
+    if not isinstance(fields, Mapping):
+        raise UsageError(
+            f"the fields are a {type(fields).__name__}: give a dict of them, as config.to_dict() returns"
+        )
     if name in PRESETS:
         raise UsageError(f"there is a preset {name!r} already")
     ModelConfig(**fields)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import run_process
 
-from te_models.config.presets import PRESETS
+from te_models.config.presets import PRESETS, get_preset
 from te_models.errors import UsageError
 from te_models.extensions import register_family, register_mixer, register_mlp, register_preset
 from te_models.interop.hf_families import FAMILIES
@@ -105,7 +105,13 @@ def test_names_that_are_taken_and_other_classes_are_refused() -> None:
         register_mlp("new", None, torch.nn.Linear, torch.nn.Linear)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="model_type 'llama' already"):
         register_family(FAMILIES[0])
+    with pytest.raises(
+        UsageError, match="the family is a dict: give a te_models.interop.hf_family"
+    ):
+        register_family(dict(model_type="new"))  # type: ignore[bad-argument-type]
     name = next(iter(PRESETS))
+    with pytest.raises(UsageError, match="the fields are a ModelConfig: give a dict of them"):
+        register_preset("new", get_preset(name))  # type: ignore[bad-argument-type]
     with pytest.raises(UsageError, match=f"preset {name!r} already"):
         register_preset(name, PRESETS[name])
     with pytest.raises(UsageError, match="hiden_size"):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from te_models.config.model import ModelConfig, config_fields
-from te_models.errors import needs
+from te_models.errors import UsageError, needs
 from te_models.files.formats import Fields
 from te_models.huggingface.cache import add_cache_layers
 from te_models.interop.hf_families import family_of
@@ -97,7 +97,15 @@ class TEModelsConfig(PreTrainedConfig):
 
     @classmethod
     def of(cls, config: ModelConfig, **values: Any) -> TEModelsConfig:
-        """Return the config with the shape `config`; `values` as in the constructor."""
+        """Return the config with the shape `config`; `values` as in the constructor.
+
+        Raises:
+            UsageError: `config` is of another kind, such as the config of a model of transformers.
+        """
+        if not isinstance(config, ModelConfig):
+            raise UsageError(
+                f"the model's config is a {type(config).__name__}, not a ModelConfig: give a CausalLM"
+            )
         return cls(**config.to_dict(), **values)
 
     def model_config(self) -> ModelConfig:

@@ -227,7 +227,8 @@ def add_lora(
         raise UsageError(
             "the model has adapters already: add another with its add_adapter(name, config)"
         )
-    if not isinstance(model, torch.nn.Module):
+    # A TEModelsForCausalLM has one inside; transformers' own models have a module of that name too.
+    if not isinstance(getattr(model, "model", model), CausalLM):
         raise UsageError(
             f"the model is a {type(model).__name__}: give a CausalLM or a TEModelsForCausalLM"
         )

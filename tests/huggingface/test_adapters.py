@@ -579,6 +579,10 @@ def test_what_only_a_causal_lm_takes_is_refused(pair: Callable[..., Any], tmp_pa
     for fields in (dict(modules_to_save=["lm_head"]), dict(target_modules=["lm_head"])):
         with pytest.raises(UsageError, match="needs a CausalLM: give add_lora the model inside"):
             lora.add_lora(ours, **fields)
+    with pytest.raises(UsageError, match="is a LlamaForCausalLM: give a CausalLM"):
+        lora.add_lora(pair("llama").theirs)
+    with pytest.raises(UsageError, match="config is a LlamaConfig, not a ModelConfig: give a Caus"):
+        TEModelsForCausalLM.wrap(pair("llama").theirs)
     message = "bias=lora_only is not supported by add_lora: leave it out, or call get_peft_model of"
     with pytest.raises(UsageError, match=message):
         lora.add_lora(ours, target_modules=["q_proj"], bias="lora_only")
