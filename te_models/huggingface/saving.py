@@ -19,7 +19,8 @@ from te_models.huggingface.adapters import is_adapted
 from te_models.interop.hf_families import beside_text, without_others
 from te_models.saving.folder import MANIFEST, save_folder
 from te_models.saving.load_model import WRAPPED
-from te_models.saving.pretrained import model_content, read_tokenizer, refuse_unloadable
+from te_models.saving.loadable import refuse_unloadable
+from te_models.saving.pretrained import model_content, read_tokenizer
 
 # Prefixes of the names of a text model inside a multimodal one.
 MULTIMODAL = "model.language_model."

@@ -23,7 +23,6 @@ from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe
 from te_models.errors import CheckpointError, UsageError, check_known, plural
 from te_models.files.atomic import first_line, readable
 from te_models.files.formats import Document, Fields, read_json
-from te_models.files.tensors import all_finite
 from te_models.fp8.extra_state import extra_states
 from te_models.fp8.primary_weights import is_quantized, plain, quantized_weights, write_weight
 from te_models.fp8.region import saving
@@ -42,6 +41,7 @@ from te_models.saving.adapters import trained_config
 from te_models.saving.checkpoint_choice import only_best
 from te_models.saving.folder import MANIFEST, MAX_SHARD_BYTES, load_folder, read_listed, save_folder
 from te_models.saving.load_model import load_weights, open_te_folder, own_folder, read_recipe
+from te_models.saving.loadable import refuse_unloadable
 from te_models.saving.run_folder import LATEST, Checkpoints, offering_older
 
 Model = TypeVar("Model", bound=Decoder)
@@ -115,31 +115,6 @@ def refuse_adapters(model: nn.Module) -> None:
             "merge_and_unload() returns, a model with the adapters in its weights; from_pretrained of a folder of "
             "adapters has merge_adapters=True for that"
         )
-
-
-def refuse_unloadable(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
-    """Raise a UsageError for weights that no loader would accept, before they replace an earlier save.
-
-    `tensors` are the whole weights by name.
-    """
-    blocks = len(model.layers)
-    if blocks != model.config.num_hidden_layers:
-        raise UsageError(
-            f"the model has {blocks} blocks, and its config {model.config.num_hidden_layers}: build a CausalLM of "
-            f"dataclasses.replace(model.config, num_hidden_layers={blocks}) and load the state_dict into it"
-        )
-    rows = tensors["embed_tokens.weight"].shape[0]
-    if rows != model.config.vocab_size:
-        raise UsageError(
-            f"the embedding has {rows} rows, and the config vocab_size={model.config.vocab_size}: load the model with "
-            f"vocab_size={rows}, and change the values of its rows"
-        )
-    for name, tensor in tensors.items():
-        # Tensors on the meta device are refused where they would be written.
-        if not tensor.is_meta and not all_finite(tensor):
-            raise UsageError(
-                f"{name} has a NaN or an infinity, which no loader accepts: load an earlier save; nothing was written"
-            )
 
 
 def refuse_pickle(safe_serialization: bool) -> None:

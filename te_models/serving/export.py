@@ -31,7 +31,8 @@ from te_models.interop.stored_weights import collapse, spread
 from te_models.interop.tensor_places import Place, tensor_places
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state
-from te_models.saving.pretrained import read_tokenizer, refuse_adapters, refuse_unloadable, weights
+from te_models.saving.loadable import refuse_unloadable
+from te_models.saving.pretrained import read_tokenizer, refuse_adapters, weights
 from te_models.serving.formats import (
     FORMATS,
     Parts,
