@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from te_models.distributed.dtensor import local
 from te_models.errors import UsageError
 from te_models.files.tensors import all_finite
 from te_models.model.decoder import Decoder
@@ -27,6 +28,12 @@ def refuse_unloadable(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
             f"vocab_size={rows}, and change the values of its rows"
         )
     for name, tensor in tensors.items():
+        # A writer would read from the address of a whole, which a shard does not have.
+        if local(tensor) is not tensor:
+            raise UsageError(
+                f"{name} is sharded: gather a full state_dict (torch.distributed.checkpoint.state_dict), load it into "
+                "a CausalLM that is not, and save that"
+            )
         # Tensors on the meta device are refused where they would be written.
         if not tensor.is_meta and not all_finite(tensor):
             raise UsageError(
