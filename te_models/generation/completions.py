@@ -14,13 +14,15 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from te_models.data.row_values import encodable
 from te_models.data.tokenizer_base import Tokenizer
 from te_models.errors import UsageError, mistyped
 from te_models.files.formats import Fields
 from te_models.generation.options import GenerationOptions, complete
 from te_models.generation.text import Outcome, stream_text
-from te_models.model.decoder import Decoder
+from te_models.model.decoder_of import decoder_of
 
 # The default of OpenAI's API; a chat answer has all of the model's context.
 COMPLETION_TOKENS = 16
@@ -130,13 +132,13 @@ class Completions:
     """Answers requests with a model, one at a time.
 
     Args:
-        model: the network.
+        model: a CausalLM, or a TEModelsForCausalLM.
         tokenizer: for chat completions it needs a chat template.
         name: the name by which requests call the model.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, name: str) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, name: str) -> None:
+        self.model = decoder_of(model)
         self.tokenizer = tokenizer
         self.name = name
         self.created = int(time.time())

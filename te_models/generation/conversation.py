@@ -3,12 +3,13 @@
 from collections.abc import Generator, Mapping
 from typing import Any
 
+from torch import nn
 from typing_extensions import Unpack
 
 from te_models.data.tokenizer_base import Tokenizer
 from te_models.generation.options import GenerationOptions
 from te_models.generation.text import stream_text
-from te_models.model.decoder import Decoder
+from te_models.model.decoder_of import decoder_of
 
 LEAST_ROOM = 4  # an answer may always use 1/4 of the longest sequence; old turns are dropped to make room for it
 
@@ -17,7 +18,7 @@ class Conversation:
     """Messages of user and assistant in turn, after an optional system message.
 
     Args:
-        model: the network that answers.
+        model: the CausalLM that answers, or a TEModelsForCausalLM.
         tokenizer: must have a chat template.
         system: the system message.
         variables: variables of the chat template, such as enable_thinking.
@@ -32,13 +33,13 @@ class Conversation:
 
     def __init__(
         self,
-        model: Decoder,
+        model: nn.Module,
         tokenizer: Tokenizer,
         system: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
         tokenizer.chat_template()
-        self.model = model
+        self.model = decoder_of(model)
         self.tokenizer = tokenizer
         self.variables = dict(variables or {})
         self.messages: list[dict[str, str]] = []

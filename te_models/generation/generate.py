@@ -12,7 +12,7 @@ from operator import index
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from te_models.config.settings import Setting
@@ -23,6 +23,7 @@ from te_models.generation.decode_loop import cached_tokens, recomputed_tokens
 from te_models.generation.options import GenerationOptions, GenerationSettings, complete
 from te_models.generation.sampling import sample
 from te_models.model.decoder import Decoder
+from te_models.model.decoder_of import decoder_of
 from te_models.model.graph_obstacle import graph_obstacle
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
@@ -32,7 +33,7 @@ MAX_NEW_TOKENS = Setting(
 
 
 def generate(
-    model: Decoder,
+    model: nn.Module,
     input_ids: Prompts,
     max_new_tokens: int = 64,
     attention_mask: Tensor | None = None,
@@ -44,6 +45,7 @@ def generate(
     Arguments and errors are the same as for `stream`. Finished rows are padded with the pad token (without one, the
     stop token), and the loop ends when every row has finished.
     """
+    model = decoder_of(model)
     ids, mask = batch_of(model, input_ids, attention_mask)
     new = list(stream(model, ids, max_new_tokens, mask, tokenizer, **options))
     return torch.cat((ids, torch.stack(new, dim=1).to(ids.device)), dim=1)
@@ -51,7 +53,7 @@ def generate(
 
 @torch.no_grad()
 def stream(
-    model: Decoder,
+    model: nn.Module,
     input_ids: Prompts,
     max_new_tokens: int = 64,
     attention_mask: Tensor | None = None,
@@ -61,7 +63,7 @@ def stream(
     """Yield the new tokens of all rows, int64 [B] in host memory, as soon as they are known.
 
     Args:
-        model: the network.
+        model: a CausalLM, or a TEModelsForCausalLM.
         input_ids: int64 [B, S], or [S] for one prompt; or one prompt or several of any length as lists of ids.
         max_new_tokens: maximum number of tokens to add.
         attention_mask: [B, S], 0 at padding, which must be on the left.
@@ -73,6 +75,7 @@ def stream(
             `max_new_tokens` exceeds max_position_embeddings, an unknown option or one out of range, a cache that does
             not fit into memory.
     """
+    model = decoder_of(model)
     settings = complete(options)
     if settings.endings and tokenizer is None:
         raise UsageError("stop_strings needs tokenizer=, to read the new tokens as text")

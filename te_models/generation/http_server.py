@@ -19,12 +19,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
 
+from torch import nn
+
 from te_models.data.tokenizer_base import Tokenizer
 from te_models.errors import TeModelsError, UsageError, plural
 from te_models.files.atomic import first_line
 from te_models.files.formats import Fields, parse_json
 from te_models.generation.completions import Completions, Ended, UnknownModel
-from te_models.model.decoder import Decoder
 
 HOST = "127.0.0.1"
 PORT = 8000
@@ -103,7 +104,7 @@ class Server(ThreadingHTTPServer):
 
 
 def make_server(
-    model: Decoder,
+    model: nn.Module,
     tokenizer: Tokenizer,
     name: str = "te-models",
     host: str = HOST,

@@ -3,6 +3,7 @@
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 
+from torch import nn
 from typing_extensions import Unpack
 
 from te_models.data.tokenizer import TokenizerLike, as_tokenizer
@@ -10,7 +11,7 @@ from te_models.data.tokenizer_base import text_after
 from te_models.errors import UsageError
 from te_models.generation.generate import stop_ids, stream
 from te_models.generation.options import GenerationOptions, complete
-from te_models.model.decoder import Decoder
+from te_models.model.decoder_of import decoder_of
 
 
 @dataclass
@@ -27,7 +28,7 @@ class Outcome:
 
 
 def stream_text(
-    model: Decoder,
+    model: nn.Module,
     tokenizer: TokenizerLike,
     prompt: str | Sequence[int],
     max_new_tokens: int = 64,
@@ -36,12 +37,13 @@ def stream_text(
 ) -> Generator[str, None, None]:
     """Yield the continuation of one prompt, text or token ids, in pieces as soon as each is certain.
 
-    `tokenizer` is what `load_tokenizer` returns or takes, or a tokenizer of transformers. `outcome` is filled in
-    meanwhile.
+    `model` is a CausalLM, or a TEModelsForCausalLM. `tokenizer` is what `load_tokenizer` returns or takes, or a
+    tokenizer of transformers. `outcome` is filled in meanwhile.
 
     It ends before the end-of-text token of tokenizer or model and before a stop string. Options and errors are as for
     `te_models.generation.generate.stream`.
     """
+    model = decoder_of(model)
     tokenizer = as_tokenizer(tokenizer)
     if outcome is None:
         outcome = Outcome()

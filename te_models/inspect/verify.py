@@ -12,7 +12,7 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from rich.console import Group
@@ -27,6 +27,7 @@ from te_models.config.recipe import Recipe
 from te_models.errors import check_least
 from te_models.fp8.scaling_state import frozen_fp8_state, gemms_of
 from te_models.inspect.roofline import timed
+from te_models.model.decoder_of import decoder_of
 from te_models.planning.precision_plan import UNQUANTIZED, PrecisionPlan
 from te_models.planning.printable import Printable
 
@@ -243,16 +244,18 @@ ADVICE = "Raise the rows per step (--batch-size, --seq-len), or use --recipe bf1
 
 
 def verify(
-    model: CausalLM, batch_size: int, seq_len: int, plan: PrecisionPlan | None = None
+    model: nn.Module, batch_size: int, seq_len: int, plan: PrecisionPlan | None = None
 ) -> Verification:
-    """Run every distinct GEMM of `model` with and without FP8 on random tokens; the model is unchanged afterwards.
+    """Run every distinct GEMM of a model with and without FP8 on random tokens; the model is unchanged afterwards.
 
-    `plan` is the one to count linears in, if `model` is a shortened sample of a larger one (`sample_config`).
+    `model` is a CausalLM, or a TEModelsForCausalLM. `plan` is the one to count linears in, if `model` is a shortened
+    sample of a larger one (`sample_config`).
 
     Raises:
         UsageError: a size is below 1, or the sequence is longer than the model allows.
     """
     check_least(1, batch_size=batch_size, seq_len=seq_len)
+    model = cast(CausalLM, decoder_of(model))
     counts: dict[str, list[int]] = {}
     for label, high in _labels(plan or model.plan()):
         counts.setdefault(label, [0, 0])[high] += 1

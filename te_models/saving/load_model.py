@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_models.config.model import ModelConfig
 from te_models.config.precision import precisions
@@ -27,6 +27,7 @@ from te_models.fp8.scaling_state import check_fp8_state
 from te_models.interop.origin import TRAINED, Opened, Origin, as_facts, read_own_config
 from te_models.interop.te_checkpoint import TECheckpoint, read_te_checkpoint
 from te_models.model.decoder import Decoder
+from te_models.model.decoder_of import decoder_of
 from te_models.model.tensor_parallel import shard, shard_state
 from te_models.saving.folder import Folder, load_folder, match
 from te_models.saving.run_folder import offering_older
@@ -238,16 +239,19 @@ def open_te_folder(folder: Path, config: object) -> OwnFolder:
 
 
 def load_te_checkpoint(
-    model: Decoder, source: TECheckpoint | str | Path, rename: Callable[[str], str] | None = None
+    model: nn.Module,
+    source: TECheckpoint | str | Path,
+    rename: Callable[[str], str] | None = None,
 ) -> None:
     """Load the weights, scales and amax histories of a checkpoint of Transformer Engine's modules into `model`.
 
-    `source` and `rename` are as in `read_te_checkpoint`. Scales that the model's recipe does not use are ignored
-    with a warning.
+    `model` is a CausalLM, or a TEModelsForCausalLM; `source` and `rename` are as in `read_te_checkpoint`. Scales that
+    the model's recipe does not use are ignored with a warning.
 
     Raises:
         CheckpointError: it cannot be read or is of another model; `model` is unchanged.
     """
+    model = decoder_of(model)
     if isinstance(source, TECheckpoint):
         te_checkpoint = source
         path = Path("the Transformer Engine checkpoint")  # its name in messages

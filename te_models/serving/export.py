@@ -30,6 +30,7 @@ from te_models.interop.quantized import BLOCK, E4M3, TENSOR, WeightStorage, dequ
 from te_models.interop.stored_weights import collapse, spread
 from te_models.interop.tensor_places import Place, tensor_places
 from te_models.model.decoder import Decoder
+from te_models.model.decoder_of import decoder_of
 from te_models.model.tensor_parallel import gather_state
 from te_models.saving.loadable import refuse_unloadable
 from te_models.saving.pretrained import read_tokenizer, refuse_adapters, weights
@@ -78,18 +79,20 @@ class Export:
 
 
 def export(
-    model: Decoder,
+    model: nn.Module,
     origin: Origin,
     folder: str | Path,
     format: str,
     calibration: Tensor | Iterable[Tensor] | None = None,
     rounding: str = "nearest",
-    base: Decoder | None = None,
+    base: nn.Module | None = None,
 ) -> Export:
     """Write `model` into `folder`, atomically; see te_models.causal_lm.CausalLM.export for arguments and errors.
 
     `base` is the model before it was tuned, on any device; with it the export reports how much of the tuning is left.
     """
+    model = decoder_of(model)
+    base = None if base is None else decoder_of(base)
     check_known("format", format, [*FORMATS, UNCHANGED])
     if format == UNCHANGED:
         if origin.adapters is None and any(".lora_" in n for n, _ in model.named_parameters()):

@@ -16,7 +16,7 @@ import torch
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_models.data.dataset import TokenDataset, check_fit
 from te_models.data.python_docstrings import read_documents
@@ -26,6 +26,7 @@ from te_models.files.formats import Fields
 from te_models.interop.hub import local_folder
 from te_models.interop.origin import Origin
 from te_models.model.decoder import Decoder
+from te_models.model.decoder_of import decoder_of
 from te_models.model.targets import IGNORED
 from te_models.planning.printable import Printable
 from te_models.serving.export import export, quantized_modules
@@ -122,18 +123,18 @@ class Parity(Printable):
 
 
 def parity(
-    model: Decoder,
+    model: nn.Module,
     origin: Origin,
     exports: str | Path | Iterable[str | Path],
     batches: list[dict[str, Tensor]],
     rounding: str = "nearest",
-    base: Decoder | None = None,
+    base: nn.Module | None = None,
 ) -> Parity:
     """Compare `model` with its exports.
 
     Args:
-        model: the trained model; its scales and mode do not change.
-        origin: `model.origin`, the folder that it was read from.
+        model: the trained CausalLM, or a TEModelsForCausalLM; its scales and mode do not change.
+        origin: the CausalLM's `origin`, the folder that it was read from.
         exports: one or several names of formats, which are written to a temporary folder with `batches` as calibration
             where the recipe has no scales, and folders of quantized checkpoints. Empty: every format, with the reason
             for those that the model's sizes do not allow.
@@ -149,6 +150,7 @@ def parity(
         UsageError: a name that is neither a format nor a folder, a format that the model's sizes do not allow, or a
             folder with another vocabulary.
     """
+    model = decoder_of(model)
     folders = [exports] if isinstance(exports, (str, Path)) else exports
     names = [str(name) for name in folders]
     _check_batches(batches)
@@ -180,7 +182,7 @@ def _row(
     batches: list[dict[str, Tensor]],
     required: bool,
     rounding: str,
-    base: Decoder | None,
+    base: nn.Module | None,
 ) -> Difference:
     """Return the difference of one export."""
     if name not in FORMATS:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from te_models.device.choice import computing_device
 from te_models.device.cuda_capture import capture, failed_capture, first_error
 from te_models.distributed.gathers import wait_for_gathers
 from te_models.errors import UsageError
+from te_models.model.decoder_of import decoder_of
 from te_models.model.graph_obstacle import graph_obstacle
 from te_models.model.output import step_loss
 from te_models.model.recompute import may_draw
@@ -126,7 +127,7 @@ class GraphedStep:
     Ranks that share experts (`ep_mesh`) call it at the same time, with tensors of the same shapes.
 
     Args:
-        model: a model on a CUDA device.
+        model: a CausalLM on a CUDA device, or a TEModelsForCausalLM, of which it runs the CausalLM.
         calibrate: under recipe "delayed", measure the first scales on the first call's batch (CausalLM.calibrate).
         micro_batch: runs forward and backward of a micro-batch; None: of the model, once per step.
         gradients: collects the gradients of the micro-batches of a step.
@@ -138,16 +139,17 @@ class GraphedStep:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: nn.Module,
         calibrate: bool = True,
         micro_batch: MicroBatch | None = None,
         gradients: Gradients | None = None,
     ) -> None:
+        model = decoder_of(model)
         reason = obstacle(model)
         if reason is not None:
             raise UsageError(f"no CUDA graph of this model: {reason}")
-        self.model = model
-        self.recipe = model.recipe
+        self.model = cast(CausalLM, model)
+        self.recipe = self.model.recipe
         self.calibrate = calibrate
         self.micro_batch = micro_batch or self._micro_batch
         self.gradients = gradients or Gradients()

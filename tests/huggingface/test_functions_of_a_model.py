@@ -1,0 +1,110 @@
+"""Functions of te-models that take a model, given a TEModelsForCausalLM: they do what they do with its CausalLM."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bits import assert_same_tensors
+from torch import Tensor, nn
+
+from te_models import (
+    CausalLM,
+    GraphedStep,
+    ModelConfig,
+    TEModelsForCausalLM,
+    add_lora,
+    load_te_checkpoint,
+    load_tokenizer,
+    parity,
+    stream_text,
+)
+from te_models.errors import UsageError
+from te_models.files.tensors import read_safetensors
+from te_models.generation.completions import Completions
+from te_models.generation.generate import generate, stream
+from te_models.inspect.verify import verify
+from te_models.interop.origin import Origin
+from te_models.interop.te_checkpoint import TECheckpoint
+from te_models.serving.export import export
+
+IDS = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(5))
+BATCHES = [{"input_ids": IDS, "labels": IDS}]
+WORDS = load_tokenizer(None)
+
+
+def build(seed: int = 0) -> CausalLM:
+    torch.manual_seed(seed)
+    config = ModelConfig(
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return CausalLM(config, recipe="current", device="cpu").eval()
+
+
+def exported(model: nn.Module, folder: Path, base: nn.Module | None = None) -> dict[str, Tensor]:
+    export(model, Origin(), folder / "export", "fp8-block", base=base)
+    return read_safetensors(folder / "export" / "model.safetensors")
+
+
+def loaded(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    weights = {name: parameter.detach() for name, parameter in build(seed=1).named_parameters()}
+    load_te_checkpoint(model, TECheckpoint(weights=weights, fp8_state={}))
+    return {"logits": generate(model, IDS, 4, do_sample=False)}
+
+
+def verified(model: nn.Module, folder: Path) -> str:
+    return str(verify(model, 1, 32))
+
+
+def refused(model: nn.Module, folder: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        GraphedStep(model)
+    return str(caught.value)
+
+
+# What each makes of a model, and of a folder to write into.
+FUNCTIONS: dict[str, Callable[[nn.Module, Path], Any]] = {
+    "stream_text": lambda model, folder: list(stream_text(model, WORDS, "ab", 6, do_sample=False)),
+    "generate": lambda model, folder: generate(model, IDS, 4, do_sample=False).tolist(),
+    "stream": lambda model, folder: [
+        new.tolist() for new in stream(model, IDS, 4, do_sample=False)
+    ],
+    "Completions": lambda model, folder: Completions(model, WORDS, "mine").about()["max_model_len"],
+    "parity": lambda model, folder: parity(model, Origin(), ["fp8-block"], BATCHES).to_dict(),
+    "parity with a base": lambda model, folder: parity(
+        build(seed=1), Origin(), ["fp8-block"], BATCHES, base=model
+    ).to_dict(),
+    "export": exported,
+    "load_te_checkpoint": loaded,
+    "verify": verified,
+    # There is no GPU: of either the line is about the device.
+    "GraphedStep": refused,
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_wrapped_model_gives_the_result_of_its_causal_lm(function: str, tmp_path: Path) -> None:
+    run = FUNCTIONS[function]
+    expected = run(build(), tmp_path / "expected")
+    result = run(TEModelsForCausalLM.wrap(build()).eval(), tmp_path / "result")
+    if isinstance(expected, dict) and isinstance(next(iter(expected.values())), Tensor):
+        assert_same_tensors(result, expected)
+    else:
+        assert result == expected
+
+
+def test_a_model_with_adapters_is_taken_and_another_is_refused_in_one_line() -> None:
+    expected = list(stream_text(build(), WORDS, "ab", 6, do_sample=False))
+    assert list(stream_text(add_lora(build(), r=2), WORDS, "ab", 6, do_sample=False)) == expected
+    wrapped = add_lora(TEModelsForCausalLM.wrap(build()), r=2)
+    message = "is a {}: give a CausalLM, or a TEModelsForCausalLM"
+    with pytest.raises(UsageError, match=message.format("PeftModelForCausalLM")):
+        list(stream_text(wrapped, WORDS, "ab", 6))
+    with pytest.raises(UsageError, match=message.format("Linear")):
+        parity(nn.Linear(2, 2), Origin(), [], BATCHES)
