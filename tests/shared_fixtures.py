@@ -20,6 +20,7 @@ import ranks  # noqa: F401  sets what the server of processes imports
 import seeds
 import torch
 from small_model import small  # noqa: F401  a fixture
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import te_models.engine.emulated as emulated
 from te_models.data import chat_template, python_docstrings
@@ -170,3 +171,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture
+def lone_rank(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    address = f"file://{tmp_path}/rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()

@@ -7,6 +7,7 @@ modules (`Shown`), which has the values but no parameters; the te modules add th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -160,7 +161,44 @@ class Stack:
         return self.place.save(torch.arange(rows, device=device))
 
 
-class Shown(nn.Module):
+class Listing(nn.Module):
+    """A module that lists parameters of transformers that it does not have itself: they are weights of other modules.
+
+    peft looks for them as it walks through a model. To `fully_shard`, which goes from module to module, they would be
+    parameters to divide.
+    """
+
+    # Set by TEModelsForCausalLM.named_modules while it yields the module.
+    listed = False
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield stand-ins for the parameters while the module is listed; a module around it never counts them."""
+        if self.listed:
+            for name, alias in self.aliases():
+                yield f"{prefix}.{name}".removeprefix("."), cast(nn.Parameter, alias)
+
+    def aliases(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each parameter and its stand-in."""
+        raise NotImplementedError
+
+
+@contextlib.contextmanager
+def listed(module: nn.Module) -> Iterator[None]:
+    """Let a module, if it is a Listing, list its parameters inside."""
+    if not isinstance(module, Listing):
+        yield
+        return
+    before = module.listed
+    module.listed = True
+    try:
+        yield
+    finally:
+        module.listed = before
+
+
+class Shown(Listing):
     """A module of transformers whose parameters are weights of ours."""
 
     def __init__(self) -> None:
@@ -173,12 +211,10 @@ class Shown(nn.Module):
         self.stacks[name] = stack
         self.is_transposed = stack.transposed and not stack.swapped
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters, for peft; a module around this one does not count them among its own."""
+    def aliases(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and an alias of each parameter."""
         for name, stack in self.stacks.items():
-            yield f"{prefix}.{name}".removeprefix("."), cast(nn.Parameter, stack.alias())
+            yield name, stack.alias()
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
         stack = self.__dict__.get("stacks", {}).get(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from te_models.adapters.low_rank import Part, add_updates
 from te_models.adapters.merged import forget_merges
-from te_models.adapters.parameters import Alias, write_rows
+from te_models.adapters.parameters import Alias, Listing, write_rows
 from te_models.distributed.dtensor import whole
 from te_models.engine import engine_module
 from te_models.engine.torch_linear import padded_product
@@ -27,7 +27,7 @@ from te_models.interop.tensor_places import Place
 from te_models.numerics.stored import StoredWeight
 
 
-class NamedRows(nn.Linear):
+class NamedRows(Listing, nn.Linear):
     """Rows of a te.Linear under their name in transformers.
 
     Args:
@@ -95,14 +95,9 @@ class NamedRows(nn.Linear):
         if value is not None and not isinstance(value, Alias):
             write_rows(self.linear, name, self.place, value)
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the weight, which peft's `target_parameters` looks for.
-
-        Modules around this one do not list it a second time, since it is not a registered parameter.
-        """
-        yield f"{prefix}.weight".removeprefix("."), cast(nn.Parameter, self.weight)
+    def aliases(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weight, which peft's `target_parameters` looks for."""
+        yield "weight", self.weight
 
     def columns(self) -> Tensor:
         """Return the indices of the rows among the te.Linear's outputs, int64 [rows]."""

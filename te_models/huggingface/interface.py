@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import PreTrainedModel
 
+from te_models.adapters.parameters import listed
 from te_models.causal_lm import CausalLM
 from te_models.errors import UsageError
 from te_models.files.formats import Fields
@@ -49,6 +50,7 @@ class ModelInterface(PreTrainedModel):
         - Of a multimodal model, names begin with "model.language_model" as in transformers.
         - te modules without a counterpart in transformers get names that end like none of peft's targets, which would
           adapt them too: a target "down_proj" is for every module whose name ends so.
+        - A module that is yielded lists parameters of transformers that are rows or stacks of ours.
         """
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
             relative = name.removeprefix(prefix).removeprefix(".")
@@ -57,7 +59,8 @@ class ModelInterface(PreTrainedModel):
             name = self._hidden.renamed(name)
             if self._multimodal:
                 name = multimodal_name(name, prefix)
-            yield name, module
+            with listed(module):
+                yield name, module
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -315,10 +315,12 @@ class ScaledEmbedding(nn.Embedding):
 
     @classmethod
     def of(cls, embedding: nn.Embedding, factor: float) -> "ScaledEmbedding":
-        """Return an embedding that scales the rows of `embedding`, whose table it shares."""
-        # On meta, since its own table is replaced at once.
-        scaled = cls(embedding.num_embeddings, embedding.embedding_dim, device="meta")
-        scaled.weight = embedding.weight
+        """Return an embedding that scales the rows of `embedding`, takes its place, and has the same state.
+
+        FSDP2, which has noted `embedding`, then gathers the table for both.
+        """
+        scaled = cls.__new__(cls)
+        object.__setattr__(scaled, "__dict__", embedding.__dict__)
         scaled.factor = factor
         return scaled
 

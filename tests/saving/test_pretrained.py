@@ -3,7 +3,7 @@ is left out aloud.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from kinds import KINDS
 from kinds import build as build_kind
 from small_model import RECIPES, Build, same, step, tokens
 from small_run import IDS, trained
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from te_models import CausalLM, list_recipes
@@ -234,15 +234,6 @@ def test_a_model_that_would_not_load_replaces_no_earlier_save(
     with pytest.raises(UsageError, match=f"^{message}"):
         WRITERS[writer](model, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-@pytest.fixture
-def lone_rank(tmp_path: Path) -> Iterator[DeviceMesh]:
-    """A mesh of this process alone."""
-    address = f"file://{tmp_path}/rendezvous"
-    torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:.* needs its own code")
