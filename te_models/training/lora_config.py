@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -251,8 +251,14 @@ def _rank_and_scaling(config: LoraConfig, name: str) -> tuple[int, float]:
     return rank, alpha / (math.sqrt(rank) if config.use_rslora else rank)
 
 
-def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict[str, str]:
-    """Return their name -> ours of the modules that are fully trained, `modules_to_save`."""
+def whole_modules(
+    config: LoraConfig, modules: Modules, model: CausalLM, saved: frozenset[str] | None = None
+) -> dict[str, str]:
+    """Return their name -> ours of the modules that are fully trained, `modules_to_save`.
+
+    `saved` are the modules with tensors in the adapter's file, and the modules that hold them; None: it is new. A name
+    in the config of a saved one may match no module, as peft allows.
+    """
     trained = {}
     mistakes = []
     for asked_for in config.modules_to_save or ():
@@ -262,6 +268,8 @@ def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict
             if name.endswith(asked_for) or modules.whole[name].endswith(asked_for):
                 names.append(name)
         if not names:
+            if saved is not None and not _ends_any(modules.every | saved, asked_for):
+                continue
             able = ", ".join(modules.whole) or "none of a model with tied embeddings"
             mistakes.append(
                 f"modules_to_save={asked_for!r} is not supported; te-models trains whole: {able}"
@@ -271,6 +279,10 @@ def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict
         mistakes.append("modules_to_save='lm_head' needs a recipe with lm_head='bf16'")
     refuse(mistakes)
     return trained
+
+
+def _ends_any(names: Iterable[str], end: str) -> bool:
+    return any(name.endswith(end) for name in names)
 
 
 def read_config(path: Path, values: Any, modules: Modules) -> LoraConfig:

@@ -37,6 +37,7 @@ from te_models.training.lora_targets import (
     layers_of,
     module_of,
     share_a,
+    with_holders,
 )
 
 with needs("te_models.training.lora", "peft", "0.19", "lora"):
@@ -80,7 +81,13 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
     )
     with reraising(path, UsageError):
         adapters = adapters_of(config, modules, headless)
-        whole = whole_modules(config, modules, model)
+        in_transformers = modules
+        if headless and modules.root == "model.":
+            in_transformers = modules.without_head()
+        in_file = with_holders(name.removeprefix(PREFIX).rpartition(".")[0] for name in tensors)
+        whole = whole_modules(config, in_transformers, model, saved=in_file)
+        # By names that `AdaptedModel` finds here: the file's may be of a model without a head, or match nothing.
+        config.modules_to_save = list(whole.values()) or None
         layers = layers_of(adapters.values(), modules)
     tensors = _without_head(model, tensors, folder)
     # Names and shapes before any value: another rank or target is one line, not an error of a copy.

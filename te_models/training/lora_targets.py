@@ -48,6 +48,8 @@ class Modules:
     counts: Mapping[str, int]  # the te.GroupedLinears with their numbers of experts
     # transformers' modules that may be fully trained (`modules_to_save`) -> the name of ours.
     whole: Mapping[str, str]
+    # The names of all modules of transformers' model that have parameters, or hold modules that do.
+    every: frozenset[str]
     architecture: str  # the model_type of transformers that the names are of
     # Parts of names in files of its models -> the names that the models have instead.
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -60,6 +62,15 @@ class Modules:
             return dict(self.theirs)
         names = {name: place for name, place in self.ours.items() if name not in self.counts}
         return {name.removeprefix("model."): place for name, place in self.theirs.items()} | names
+
+    def without_head(self) -> "Modules":
+        """Return the modules of transformers' model without its head, whose names do not begin with "model."."""
+        whole = {}
+        for name, ours in self.whole.items():
+            if ours != "lm_head":
+                whole[name.removeprefix("model.")] = ours
+        every = {name.removeprefix("model.") for name in self.every} - {"lm_head"}
+        return dataclasses.replace(self, whole=whole, every=frozenset(every))
 
     def stored(self) -> dict[str, Place]:
         """Return the names in files of transformers' models that are others in the models."""
@@ -99,6 +110,7 @@ class Modules:
             theirs=moved(self.theirs),
             experts=moved(self.experts),
             whole=moved(self.whole),
+            every=frozenset(moved(dict.fromkeys(self.every))),
             root=root,
         )
 
@@ -206,6 +218,7 @@ def adaptable_modules(model: CausalLM) -> Modules:
             experts=expert_places("model.", model.config, shapes, {}),
             counts=counts,
             whole={},
+            every=with_holders(named),
             architecture="te_models",
         )
     root = family.module_root
@@ -227,11 +240,22 @@ def adaptable_modules(model: CausalLM) -> Modules:
         experts=experts,
         counts=counts,
         whole=whole,
+        every=with_holders(["lm_head", *(name.rpartition(".")[0] for name in places)]),
         architecture=family.model_type,
         renamed=renamed,
         root=root,
         swapped=family.swapped_by_peft,
     )
+
+
+def with_holders(names: Iterable[str]) -> frozenset[str]:
+    """Return the names of modules and of the modules that hold them."""
+    modules = set()
+    for name in names:
+        parts = name.split(".")
+        for count in range(1, len(parts) + 1):
+            modules.add(".".join(parts[:count]))
+    return frozenset(modules)
 
 
 def _in_one_piece(place: Place) -> Place:

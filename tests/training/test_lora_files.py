@@ -374,6 +374,21 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], Any], str]
     "values in FP8": (in_fp8, "is torch.float8_e4m3fn: save adapters in BF16"),
     "another head": (head_of_another_model, "is not the model's head"),
     "another rank": (lambda t, c: c.update(rank_pattern={"q_proj": 3}), "has shape"),
+    "a head to save without its tensor": (
+        lambda t, c: c.update(modules_to_save=["lm_head"]),
+        r"missing: base_model\.model\.lm_head\.weight",
+    ),
+    "a norm to save": (
+        lambda t, c: c.update(modules_to_save=["norm"]),
+        "modules_to_save='norm' is not supported",
+    ),
+    "a module to save of another model": (
+        lambda t, c: (
+            c.update(modules_to_save=["score"]),
+            t.update({"base_model.model.score.weight": torch.ones(2, 64)}),
+        ),
+        "modules_to_save='score' is not supported",
+    ),
     "a lost tensor": (lambda t, c: t.pop(next(iter(t))), "missing: "),
     "no tensors": (lambda t, c: t.clear(), ""),
     "not a number": (lambda t, c: next(iter(t.values())).fill_(torch.nan), ""),
@@ -422,6 +437,29 @@ def test_an_adapter_that_does_not_fit_is_refused(
         torch.equal(tensor, after[name]) for name, tensor in before.items()
     )
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("headless", [False, True])
+@pytest.mark.parametrize(
+    "names", [["classifier"], ["score", "embed_tokens"], ["embed_tokens"], ["lm_head"]]
+)
+def test_modules_to_save_that_peft_did_not_find(
+    names: list[str], headless: bool, base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """peft skips a name that the model lacks, as a model without its head lacks lm_head."""
+    judge = transformers.AutoModelForCausalLM.from_pretrained(base("llama"))
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=names)
+    adapted = peft.get_peft_model(judge.model if headless else judge, config)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = load_lora(ours(base("llama")), tmp_path / "adapter")
+    # peft has its layers in the judge itself.
+    assert_equal_but_for_rounding(logits(loaded), logits(judge))
+    save_lora(loaded, tmp_path / "again")
+    assert torch.equal(logits(load_lora(ours(base("llama")), tmp_path / "again")), logits(loaded))
 
 
 @pytest.mark.filterwarnings("error:peft (has no|takes) adapters")
