@@ -61,12 +61,19 @@ class WeightReuse:
 def reused_weights(model: nn.Module, te: ModuleType, keep: bool) -> Iterator[WeightReuse]:
     """Surround a generation: its passes use the weights that the last one quantized, if they are still the model's.
 
+    Weights that the te.Linears cache for the next micro-batch of a step are put aside, and are back afterwards.
+
     Args:
         model: the network, whose weights must not change inside.
         te: the engine.
         keep: whether to keep the quantized weights for the next generation.
     """
     reuse = WeightReuse(te_linears(model, te), keep)
+    # Caches that are there while another generation is read, as streams may be in turn, are its own.
+    alone = model not in _GENERATING
+    of_step = [te.take_cached_weights(module) for module in reuse.linears] if alone else []
+    # By which it is known afterwards whether they are still of the model's weights, and may go back.
+    source_of_step = _source(reuse.linears) if any(of_step) else None
     reusable = _KEPT.pop(model, None)
     if reusable is not None and _is_source(reusable.source, reuse.linears):
         for module, weights in zip(reuse.linears, reusable.weights, strict=True):
@@ -74,6 +81,8 @@ def reused_weights(model: nn.Module, te: ModuleType, keep: bool) -> Iterator[Wei
         reuse.ready = True
         reuse.source = reusable.source
     del reusable  # outdated ones are freed before new ones are made
+    if alone:
+        _GENERATING.add(model)
     try:
         yield reuse
     except Exception:
@@ -83,6 +92,11 @@ def reused_weights(model: nn.Module, te: ModuleType, keep: bool) -> Iterator[Wei
         weights = [te.take_cached_weights(module) for module in reuse.linears]
         if keep and reuse.source is not None and any(weights):
             _KEPT[model] = _Kept(reuse.source, weights)
+        if alone:
+            _GENERATING.discard(model)
+        if source_of_step is not None and _is_source(source_of_step, reuse.linears):
+            for module, cached in zip(reuse.linears, of_step, strict=True):
+                te.give_cached_weights(module, cached)
 
 
 def forget_kept_weights(model: nn.Module) -> None:
@@ -109,6 +123,7 @@ class _Kept(NamedTuple):
 
 
 _KEPT: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
+_GENERATING: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models with a generation under way
 
 
 def _source(linears: list[nn.Module]) -> _Source | None:

@@ -1,14 +1,17 @@
 """FP8 weights cached between the micro-batches of a step: quantized once, used by all, and nothing else differs."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_tensors
 from small_model import loss_of
 from typed import gradient
 
-from te_models import CausalLM
+from te_models import CausalLM, TEModelsForCausalLM
+from te_models.fp8.kept_weights import te_linears
 from te_models.fp8.scaling_state import fp8_state
 
 SHAPE = dict(
@@ -18,6 +21,7 @@ SHAPE = dict(
     num_attention_heads=1,
     num_key_value_heads=1,
 )
+PROMPT = torch.tensor([[5, 6, 7]])
 ALL_FP8 = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0, lm_head="fp8")
 
 
@@ -30,14 +34,21 @@ def build(recipe: str, mode: str | int, **fields: Any) -> CausalLM:
 
 
 def run(
-    model: CausalLM, cache: bool, swap: str | None = None
+    model: CausalLM,
+    cache: bool,
+    swap: str | None = None,
+    between: Callable[[CausalLM], object] = lambda model: None,
 ) -> tuple[list[float], list[torch.Tensor]]:
-    """Return the losses and gradients of two steps of three micro-batches, with a swap after each second one."""
+    """Return the losses and gradients of two steps of three micro-batches, with a swap after each second one.
+
+    `between` runs after each micro-batch.
+    """
     losses, gradients = [], []
     for number in range(6):
         loss = loss_of(model, number, is_first_microbatch=number % 3 == 0 if cache else None)
         loss.backward()
         losses.append(loss.item())
+        between(model)
         if number % 3 == 1 and swap:
             model.set_recipe(swap)
         if number % 3 == 2:
@@ -66,6 +77,68 @@ def test_under_delayed_scaling_a_weight_counts_once_a_step() -> None:
                 "two steps, six micro-batches"
             )
     assert losses == pytest.approx(expected, rel=2e-3)
+
+
+def generate(model: CausalLM) -> None:
+    model.generate(PROMPT, 3, do_sample=False)
+
+
+def generate_as_transformers(model: CausalLM) -> None:
+    wrapped = TEModelsForCausalLM.wrap(model).eval()
+    wrapped.generate(PROMPT, max_new_tokens=3, do_sample=False)
+    model.train()
+
+
+def stop_reading(model: CausalLM) -> None:
+    steps = model.stream(PROMPT, 3, do_sample=False)
+    next(steps)
+    steps.close()
+
+
+@pytest.mark.parametrize("between", [generate, generate_as_transformers, stop_reading])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
+def test_a_generation_between_micro_batches_changes_nothing(
+    recipe: str, between: Callable[[CausalLM], object]
+) -> None:
+    """Under delayed scaling, weights that are quantized anew have other scales than the step's first micro-batch."""
+    twin, model = build(recipe, "none"), build(recipe, "none")
+    losses, gradients = run(twin, cache=True)
+    found, found_gradients = run(model, cache=True, between=between)
+    assert found == losses
+    assert all(map(torch.equal, found_gradients, gradients))
+    assert_same_tensors(fp8_state(model), fp8_state(twin))
+
+
+def test_streams_that_are_read_in_turn_leave_no_cached_weights() -> None:
+    model = build("current", "none").eval()
+    first, second = (model.stream(PROMPT, 3, do_sample=False) for _ in range(2))
+    next(first)
+    next(second)
+    first.close()
+    second.close()
+    assert not any(map(model.te.take_cached_weights, te_linears(model, model.te)))
+
+
+def test_weights_that_change_during_a_generation_are_quantized_anew() -> None:
+    """The caches of a step that ended while a stream was read are not those of the step after it."""
+    results = []
+    for late in (True, False):
+        model = build("current", "none")
+        loss_of(model, 0, is_first_microbatch=True)
+        steps = model.stream(PROMPT, 3, do_sample=False)
+        next(steps)
+        if not late:
+            steps.close()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 1.5
+        model.train()
+        loss_of(model, 1, is_first_microbatch=True)
+        if late:
+            steps.close()
+            model.train()
+        results.append(loss_of(model, 2, is_first_microbatch=False).item())
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(
