@@ -1,7 +1,7 @@
 """The rules of `te-models doctor` about casts that are less exact than their format usually is.
 
-One scale per tensor is enough where the tensor's own range fits the format; then a poor cast is the fault of a scale of
-other values, those of the step before. Blocks with scales of their own are needed where no single scale fits.
+One scale per tensor is enough where the tensor's own range fits the format: a poor cast then comes from a scale that
+was made from other values, in the step before. Blocks with their own scales are needed where no single scale fits.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def sqnr_by_own_amax(facts: RunFacts) -> Floats:
 def lost_by_own_amax(facts: RunFacts) -> Floats:
     """Return the share of values that a scale by each tensor's own amax leaves zero or subnormal, [steps, tensors].
 
-    Where the recorded scale leaves powers of two unused, the own one loses fewer values, and this is an upper bound:
-    the recorded share; or that of the values flushed to zero, where the own scale lifts these alone among the lost ones
-    to the subnormal numbers. Where the recorded scale clips, the own one is smaller, and the share grows with the
-    threshold, as it does where magnitudes are spread evenly near zero.
+    Where the recorded scale leaves powers of two unused, the tensor's own scale is larger and loses fewer values. The
+    result is an upper bound then: the recorded share, or only the share flushed to zero, where the own scale makes all
+    recorded subnormal values normal. Where the recorded scale clips, the own scale is smaller. The result is an
+    estimate then: the share grows with the threshold, as it does where magnitudes are spread evenly near zero.
     """
     formats = facts.record.field("format")
     room = facts.headroom()
@@ -99,7 +99,7 @@ def _own_scale_holds(facts: RunFacts) -> Mask:
 
 
 def _late_scale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
-    """Tensors that their own scale would hold, in most of the steps in which that of another step does not."""
+    """Tensors cast poorly by the scale of another step, though in most of these steps their own scale would fit."""
     if not len(facts.steps):
         return
     where = _often_below(facts)

@@ -19,7 +19,7 @@ def _round_e4m3(v):
     """Return FP32 values of at most 448 rounded to E4M3, to nearest and ties to even, as FP16.
 
     FP32 has 23 bits after a number's first one, E4M3 has 3. Adding and subtracting 1.5 * 2^20 times the value's power
-    of two rounds the others away. Below 2^-6, where E4M3 is subnormal, the power is that of 2^-6.
+    of two rounds the others away. Below 2^-6, where E4M3 is subnormal, the power is 2^-6.
     """
     power = (v.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     magic = tl.maximum(power, 0.015625) * 1572864.0

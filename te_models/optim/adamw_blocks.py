@@ -155,7 +155,7 @@ def _blocks(tensors: Sequence[Tensors], most: int) -> Iterator[list[Tensors]]:
             if stop < size:
                 stop -= stop % VECTOR
             if stop > start:
-                # Not as views where it is whole: those of many small tensors would take longer than their update.
+                # A whole tensor is taken as it is: to make views of many small ones takes longer than to update them.
                 block.append(whole if stop - start == size else whole.piece(start, stop))
                 room -= stop - start
                 start = stop

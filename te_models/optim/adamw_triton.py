@@ -120,7 +120,7 @@ def kind(entry: Entry) -> tuple[object, ...]:
 def _offsets(places, gradient, ALIGNED: tl.constexpr):
     """Return where gradient, master, both moments and parameter of an entry begin, in elements from the first entry's.
 
-    A kernel takes a fixed number of pointers, so that it gets those of one entry, and distances.
+    A kernel takes a fixed number of pointers: it gets the pointers of one entry, and distances.
     """
     gradient_at = tl.load(places)
     master_at = tl.load(places + 1)
@@ -141,7 +141,7 @@ def _offsets(places, gradient, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _adamw_kernel(
-    # the tensors of the first entry; those of the others are found by their distance from these
+    # the tensors of the first entry; all other entries are found by their distance from these
     gradient,
     master,
     first,

@@ -243,7 +243,7 @@ def _load(folder: Path, base: str | None, options: dict[str, Any]) -> AdaptedMod
 
 
 def _as_trained(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of from_pretrained for the model of adapters: `options`, else those of the run."""
+    """Return the options of from_pretrained for the model of adapters: `options`, else the options of the run."""
     # Adapters that peft saved: nothing says how they were trained.
     if not (folder / "recipe.json").is_file():
         return dict(options)

@@ -302,7 +302,7 @@ def _of_all_ranks(local_tensors: list[RecordedTensor], parallel: Parallel) -> li
 
 
 def _order_in_module(tensor: RecordedTensor) -> tuple[int, int]:
-    """Return the place of a tensor among those of one te module: by expert, then by operand."""
+    """Return the key that sorts the tensors of one te module: by expert, then by operand."""
     return tensor.expert or 0, OPERANDS.index(tensor.operand)
 
 
