@@ -115,6 +115,21 @@ def test_an_engine_is_reached_through_get_engine_alone() -> None:
         assert not inner, f"{name} imports {sorted(inner)}: take it from get_engine"
 
 
+def test_transformer_engine_comes_before_its_library() -> None:
+    """Python finds transformer_engine_torch, a library inside that package, once the package is imported."""
+    found = 0
+    for path in FILES.values():
+        lines = path.read_text().splitlines()
+        for number, line in enumerate(lines):
+            if line.startswith("import transformer_engine_torch"):
+                found += 1
+                before = [line for line in lines[:number] if not line.startswith(" ")]
+                assert any(
+                    line.startswith("import transformer_engine.pytorch") for line in before
+                ), path
+    assert found
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     left = {name: _arrows(name) for name in FILES if name != "__init__"}
     while free := {name for name, targets in left.items() if not targets & left.keys()}:

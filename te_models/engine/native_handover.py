@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformer_engine.pytorch  # noqa: F401  makes transformer_engine_torch known
 import transformer_engine_torch as tex
 from torch import Tensor
 from torch.nn import Module

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformer_engine.pytorch  # noqa: F401  makes transformer_engine_torch known
 import transformer_engine_torch as tex
 from torch import Tensor
 from transformer_engine.pytorch import LayerNorm

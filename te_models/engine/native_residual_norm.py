@@ -8,6 +8,7 @@ stream.
 from __future__ import annotations
 
 import torch
+import transformer_engine.pytorch  # noqa: F401  makes transformer_engine_torch known
 import transformer_engine_torch as tex
 from torch import Tensor
 from torch.nn import Module

@@ -7,6 +7,7 @@ of linears with hundreds of experts' scales that is a hundredth of a step.
 from __future__ import annotations
 
 import torch
+import transformer_engine.pytorch  # noqa: F401  makes transformer_engine_torch known
 import transformer_engine_torch as tex
 from torch import Tensor
 from transformer_engine.pytorch import DType
