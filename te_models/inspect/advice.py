@@ -15,7 +15,14 @@ from rich.padding import Padding
 from rich.text import Text
 
 from te_models.errors import plural
-from te_models.inspect.exactness import INEXACT, LATE_SCALE, LOST
+from te_models.inspect.exactness import (
+    FINER_SCALES,
+    INEXACT,
+    LATE_SCALE,
+    LOST,
+    no_single_scale,
+    too_wide,
+)
 from te_models.inspect.findings import Finding, Rule, over, with_first_cause
 from te_models.inspect.learning_rate import find_learning_rate
 from te_models.inspect.run_facts import Mask, RunFacts, read_facts
@@ -153,7 +160,10 @@ def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Findi
         if len(above) and above[0] < facts.steps[step]:
             since = f", and more than {SATURATED:.1%} since step {above[0]}"
         old = "of this step" if age == 0 else f"{plural(int(age), 'step')} old"
-        return f"{seen}{since}; its scale is {old}, its amax {amax[step, tensor]:.3g}"
+        reason = ""
+        if wide[tensor]:
+            reason = f"; {too_wide(facts, step, tensor)}"
+        return f"{seen}{since}; its scale is {old}, its amax {amax[step, tensor]:.3g}{reason}"
 
     # Of few large values less than SATURATED saturates, however far beyond the format's largest number they are. If
     # that lasts in gradients, the scale does not follow; in inputs it is an outlier, which has a rule of its own.
@@ -175,7 +185,14 @@ def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Findi
         origin = goes_on
         facts.explained.update(int(one) for one in np.flatnonzero(where.any(0) & ~goes_on.any(0)))
         where[: lasting[0]] = False
-    yield from over(facts, rule, where, share, say, origin=origin)
+    # By most of the steps in which a tensor saturates. A newer scale would not clip it, and lose its small values.
+    clipped = where | beyond
+    wide = (clipped & no_single_scale(facts)).sum(0) > clipped.sum(0) / 2
+    places = {tensor.name: place for place, tensor in enumerate(facts.tensors)}
+    for finding in over(facts, rule, where, share, say, origin=origin):
+        if wide[places[finding.tensor]]:
+            finding = replace(finding, change=FINER_SCALES)
+        yield finding
 
 
 def _in_a_row(facts: RunFacts, where: Mask, cut_off: bool = False) -> Mask:

@@ -18,6 +18,10 @@ from te_models.inspect.run_facts import Mask, RunFacts
 from te_models.numerics.formats import FP8_MAX, TORCH_FP8, DType
 from te_models.recorder.record import Floats
 
+FINER_SCALES = (
+    "finer scales (--recipe blockwise on Hopper, mxfp8 on Blackwell), or BF16 for this linear through the recipe's "
+    "table precision"
+)
 # A share of values other than 0 that became zero or subnormal; of numbers of a normal distribution a hundredth does.
 LOST = 0.3
 # dB below which a cast is worth a word, by format: LEEWAY below what numbers of a normal distribution have.
@@ -98,6 +102,18 @@ def _own_scale_holds(facts: RunFacts) -> Mask:
     return np.asarray(exact & (lost_by_own_amax(facts) <= LOST))
 
 
+def no_single_scale(facts: RunFacts) -> Mask:
+    """Return where not even a scale by a tensor's own amax holds its values, [steps, tensors]."""
+    known = np.isfinite(sqnr_by_own_amax(facts))
+    return np.asarray(known & ~_own_scale_holds(facts))
+
+
+def too_wide(facts: RunFacts, step: int, tensor: int) -> str:
+    """Return the words for a tensor that no single scale holds; both are indices."""
+    peak = facts.peak()[step, tensor]
+    return f"the largest value is {peak:.3g} times the root mean square, and no single scale holds both"
+
+
 def _late_scale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     """Tensors cast poorly by the scale of another step, though in most of these steps their own scale would fit."""
     if not len(facts.steps):
@@ -132,16 +148,12 @@ def _inexact(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
         return
     sqnr = facts.record.sqnr()
     usual = _least_sqnr(facts) + LEEWAY
-    too_wide = facts.one_scale() & ~_own_scale_holds(facts)
-    peak = facts.peak()
+    wide = facts.one_scale() & no_single_scale(facts)
 
     def say(step: int, tensor: int) -> str:
         reason = ""
-        if too_wide[step, tensor]:
-            reason = (
-                f"; the largest value is {peak[step, tensor]:.3g} times the root mean square, and no single scale "
-                "holds both"
-            )
+        if wide[step, tensor]:
+            reason = f"; {too_wide(facts, step, tensor)}"
         return (
             f"{facts.tensors[tensor].name}: the cast leaves a signal of {sqnr[step, tensor]:.0f} dB over its noise in "
             f"step {facts.steps[step]}, where this format usually leaves {usual[step, tensor]:.0f}{reason}"
@@ -161,8 +173,7 @@ LATE_SCALE = Rule(
 INEXACT = Rule(
     "inexact",
     "a cast is less exact than its format usually is",
-    "finer scales (--recipe blockwise on Hopper, mxfp8 on Blackwell), or BF16 for this linear through the recipe's "
-    "table precision",
+    FINER_SCALES,
     "sqnr",
     _inexact,
 )

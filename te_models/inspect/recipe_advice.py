@@ -26,7 +26,7 @@ from te_models.config.recipe import Recipe, get_recipe
 from te_models.config.toml import read_toml
 from te_models.errors import CheckpointError, ConfigError, DataError, UsageError, plural
 from te_models.inspect.advice import Finding, diagnose, outliers
-from te_models.inspect.exactness import below_usual
+from te_models.inspect.exactness import below_usual, no_single_scale
 from te_models.inspect.recipe_report import LinearAdvice, RecipeAdvice, described
 from te_models.inspect.replay import try_recipes
 from te_models.inspect.replay_report import Variant
@@ -47,6 +47,8 @@ LATE_SCALES = (
     "gradient-overflow",
     "saturation",
 )
+# Rules about values beyond what a scale represents. A scale that follows would lose the small values of some tensors.
+CLIPPED = ("gradient-overflow", "saturation")
 # Rules that say that one scale does not hold a tensor's values, or that its format does not.
 COARSE = ("outlier", "inexact")
 # Rules about what no recipe heals. What a run shows from then on says nothing about its recipe.
@@ -257,21 +259,30 @@ def before(facts: RunFacts, step: int) -> RunFacts:
 def _coarse_linears(facts: RunFacts, findings: Sequence[Finding]) -> list[LinearAdvice]:
     """Return the te.Linears with tensors that one scale, or their format, does not hold, the worst first."""
     named: set[str] = set()
+    clipped: set[str] = set()
     for finding in findings:
         if finding.rule in COARSE:
             named.update(finding.tensors)
+        if finding.rule in CLIPPED:
+            clipped.update(finding.tensors)
     lost = facts.lost()
     sqnr = facts.record.sqnr()
     # [steps, tensors]: either of the signs by which the rules of COARSE fire.
     shows = outliers(facts) | (below_usual(facts) > 0)
+    wide = no_single_scale(facts)
     work = _work(facts)
     coarse: dict[str, LinearAdvice] = {}
     for place, tensor in enumerate(facts.tensors):
-        if tensor.name not in named or not _persists(
-            shows[:, place], facts.record.counted[:, place]
-        ):
+        if tensor.name not in named | clipped:
             continue
-        steps = np.flatnonzero(shows[:, place])
+        signs = np.zeros(len(facts.steps), bool)
+        if tensor.name in named:
+            signs |= shows[:, place]
+        if tensor.name in clipped:
+            signs |= wide[:, place]
+        if not _persists(signs, facts.record.counted[:, place]):
+            continue
+        steps = np.flatnonzero(signs)
         worst = int(steps[np.argmax(np.nan_to_num(lost[steps, place], nan=-1.0))])
         advice = LinearAdvice(
             linear=tensor.linear,

@@ -503,6 +503,8 @@ MOVING = [
     ("an outlier beyond it", (4.0, 4.0), "inexact"),
     ("an outlier beyond it", (1.0, 1.0), "outlier"),
     ("most values far below the others", (1.0, 1.0), "outlier"),
+    ("one size", (8.0, 8.0), "saturation"),
+    ("most values far below the others", (8.0, 8.0), "saturation"),
 ]
 
 
@@ -539,8 +541,11 @@ def test_blocks_are_advised_only_where_no_single_scale_holds_a_tensor(
         amax = own_amax
     findings = diagnose(facts).findings
     assert [finding.rule for finding in findings] == [rule] * bool(rule), findings
-    assert all(holds) if rule in ("", "late-scale") else not any(holds)
+    assert all(holds) or not any(holds)
+    if rule != "saturation":
+        assert all(holds) == (rule in ("", "late-scale"))
     for finding in findings:
+        assert ("no single scale" in finding.message) != all(holds) or rule == "outlier"
         assert finding.tensor == name
         assert ("current" in finding.change) == all(holds)
         assert ("scales per block" in finding.change or "finer" in finding.change) != all(holds)

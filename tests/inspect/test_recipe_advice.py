@@ -129,6 +129,12 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_planted(tmp_path_factory.mktemp("runs") / "healthy", "current", None)
 
 
+@pytest.fixture(scope="module")
+def delayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A healthy run under `delayed`."""
+    return run_planted(tmp_path_factory.mktemp("runs") / "delayed", "delayed", None)
+
+
 def test_a_healthy_run_keeps_its_recipe_and_gets_no_bf16_layer(healthy: Path) -> None:
     advice = advise_recipe(healthy)
     assert advice.recipe == get_recipe("current") and not advice.linears and not advice.notes
@@ -140,6 +146,34 @@ def test_a_healthy_run_keeps_its_recipe_and_gets_no_bf16_layer(healthy: Path) ->
         for depth in (0, 2)
         for name in ("self_attn.qkvg_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     }
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("operand", ["input", "grad_output"])
+def test_what_saturates_gets_a_newer_scale_or_where_none_holds_it_a_finer_one(
+    operand: str, wide: bool, delayed: Path
+) -> None:
+    """A tenth of a tensor saturates; the largest value of a wide one is far above the root mean square."""
+    facts = read_facts(delayed)
+    linear = "layers.1.mlp.down_proj"
+    place = next(i for i, one in enumerate(facts.tensors) if one.name == f"{linear}.{operand}")
+    values = facts.record.values[2:, place]
+    values[:, INDEX["saturated"]] = 0.1 * values[:, INDEX["elements"]]
+    values[:, INDEX["noise"]] = 0.5 * values[:, INDEX["signal"]]
+    if wide:
+        # What the smallest normal number of each format cannot follow.
+        peak = 1e5 if operand == "input" else 1e9
+        mean_square = (values[:, INDEX["amax"]] / peak) ** 2
+        values[:, INDEX["signal"]] = mean_square * values[:, INDEX["elements"]]
+        values[:, INDEX["noise"]] = 0.5 * values[:, INDEX["signal"]]
+    findings = diagnose(facts).findings
+    assert [one.rule for one in findings] == [
+        "saturation" if operand == "input" else "gradient-overflow"
+    ]
+    recipe, _, linears = recipe_advice._by_numbers(facts, findings, None, None)
+    assert recipe.name == "current"
+    assert dict(recipe.precision) == ({linear: "bf16"} if wide else {})
+    assert [one.linear for one in linears] == [linear] * wide
 
 
 def lose(facts: RunFacts, linears: set[str], steps: slice) -> None:
