@@ -21,6 +21,7 @@ from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, read_documents
 from te_models.data.tokenizer_base import CONTEXT, Tokenizer, text_after
 from te_models.errors import CheckpointError, DataError, check_least
 from te_models.fp8.scaling_state import fp8_state
+from te_models.model.decoder_of import decoder_of
 from te_models.planning.printable import Printable
 from te_models.training.evaluation import Batch, count_targets, evaluate, to_device
 
@@ -270,7 +271,12 @@ def measure_loss(
     start = time.perf_counter()
     loss = evaluate(model, batches)
     return RecipeLoss(
-        model.recipe.name, loss, tokens, text_bytes, time.perf_counter() - start, note
+        decoder_of(model).recipe.name,
+        loss,
+        tokens,
+        text_bytes,
+        time.perf_counter() - start,
+        note,
     )
 
 

@@ -33,6 +33,7 @@ from te_models.interop.origin import MODEL_TYPE, TOKEN_IDS, TRAINED, Opened, Ori
 from te_models.interop.quantized import WeightStorage, read_storage
 from te_models.interop.te_checkpoint import te_files
 from te_models.model.decoder import Decoder
+from te_models.model.decoder_of import decoder_of
 from te_models.model.expert_parallel import stand_in
 from te_models.model.options import SKETCH
 from te_models.model.tensor_parallel import gather_state
@@ -139,6 +140,7 @@ def write_pretrained(
     (accelerate's load_checkpoint_in_model). `name` is the model's name in its card.
     """
     check_known("format", format, FORMATS)
+    model = decoder_of(model)
     with saving(model):
         tensors, documents = model_content(model, origin)
         # All ranks took part in gathering; one writes.

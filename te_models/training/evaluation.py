@@ -12,6 +12,7 @@ from te_models.causal_lm import CausalLM
 from te_models.distributed.control import Ranks
 from te_models.fp8.region import evaluating
 from te_models.model.context_parallel import ContextParallel
+from te_models.model.decoder_of import decoder_of
 from te_models.model.inputs import invalid_token
 from te_models.model.targets import IGNORED, invalid_label, shifted
 
@@ -65,14 +66,16 @@ def evaluate(
     """Return the mean cross-entropy over `batches` (on the CPU), in nats per counted token; nan if no token counts.
 
     FP8 scales and the model's mode do not change. `reduce` sums a tensor over the processes, each of which evaluates
-    equally many batches of its own.
+    equally many batches of its own. A TEModelsForCausalLM is taken too.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=model.device)  # loss, tokens
-    with evaluating(model, model.te, model.recipe):
+    decoder = decoder_of(model)
+    totals = torch.zeros(2, dtype=torch.float64, device=decoder.device)  # loss, tokens
+    with evaluating(decoder, decoder.te, decoder.recipe):
         for batch in batches:
-            counted = count_targets(batch, model.cp)
+            counted = count_targets(batch, decoder.cp)
             loss = (
-                model(**to_device(batch, model.device), return_logits=False).loss.double() * counted
+                decoder(**to_device(batch, decoder.device), return_logits=False).loss.double()
+                * counted
             )
             # Added up on the device: the host waits once, after the last batch.
             totals += torch.stack([loss, torch.full_like(loss, counted)])

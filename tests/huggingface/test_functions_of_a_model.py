@@ -24,10 +24,13 @@ from te_models.errors import UsageError
 from te_models.files.tensors import read_safetensors
 from te_models.generation.completions import Completions
 from te_models.generation.generate import generate, stream
+from te_models.inspect.evaluate import measure_loss
 from te_models.inspect.verify import verify
 from te_models.interop.origin import Origin
 from te_models.interop.te_checkpoint import TECheckpoint
+from te_models.saving.pretrained import write_pretrained
 from te_models.serving.export import export
+from te_models.training.evaluation import evaluate
 
 IDS = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(5))
 BATCHES = [{"input_ids": IDS, "labels": IDS}]
@@ -58,6 +61,19 @@ def loaded(model: nn.Module, folder: Path) -> dict[str, Tensor]:
     return {"logits": generate(model, IDS, 4, do_sample=False)}
 
 
+def written(model: Any, folder: Path) -> dict[str, Tensor]:
+    write_pretrained(model, Origin(), folder / "written")
+    return read_safetensors(folder / "written" / "model.safetensors")
+
+
+def measured(model: Any, folder: Path) -> float:
+    return measure_loss(model, BATCHES, text_bytes=64).loss
+
+
+def evaluated(model: Any, folder: Path) -> float:
+    return evaluate(model, BATCHES)
+
+
 def verified(model: nn.Module, folder: Path) -> str:
     return str(verify(model, 1, 32))
 
@@ -82,6 +98,9 @@ FUNCTIONS: dict[str, Callable[[nn.Module, Path], Any]] = {
     ).to_dict(),
     "export": exported,
     "load_te_checkpoint": loaded,
+    "write_pretrained": written,
+    "evaluate": evaluated,
+    "measure_loss": measured,
     "verify": verified,
     # There is no GPU: of either the line is about the device.
     "GraphedStep": refused,
