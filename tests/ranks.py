@@ -21,6 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from te_models.garbage import collect_rarely
+
 multiprocessing.set_forkserver_preload(
     [
         "torch.distributed.tensor",
@@ -108,6 +110,7 @@ def _run(
     exact: bool,
 ) -> None:
     gc.freeze()  # what the server of processes imported is no garbage
+    collect_rarely()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = socket.if_indextoname(
         1
