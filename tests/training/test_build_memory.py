@@ -24,7 +24,7 @@ from te_models.training.parallel import Parallel
 SHAPE: dict[str, Any] = dict(
     hidden_size=128,
     intermediate_size=256,
-    num_hidden_layers=16,
+    num_hidden_layers=8,
     num_attention_heads=4,
     num_key_value_heads=4,
     head_dim=32,
