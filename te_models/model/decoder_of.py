@@ -26,3 +26,14 @@ def decoder_of(model: object) -> Decoder:
             f"the model is a {type(model).__name__}: give a CausalLM, or a TEModelsForCausalLM, which holds one"
         )
     return cast(Decoder, inside)
+
+
+def refuse_compiled(model: object) -> None:
+    """Raise a UsageError if torch.compile wraps the whole model, so that its weights have other names.
+
+    Call it where the weights are read or written by name.
+    """
+    if hasattr(model, "_orig_mod"):
+        raise UsageError(
+            "the model is compiled by torch.compile: give the model itself, which compiles its own operations"
+        )

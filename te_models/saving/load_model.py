@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from te_models.config.model import ModelConfig
 from te_models.config.precision import precisions
 from te_models.config.recipe import Recipe, recipe_from_dict
-from te_models.errors import CheckpointError, ConfigError
+from te_models.errors import CheckpointError, ConfigError, UsageError
 from te_models.files.atomic import first_line, reraising
 from te_models.files.formats import Fields, unflatten_state
 from te_models.files.tensors import all_finite, check_finite
@@ -27,7 +27,7 @@ from te_models.fp8.scaling_state import check_fp8_state
 from te_models.interop.origin import TRAINED, Opened, Origin, as_facts, read_own_config
 from te_models.interop.te_checkpoint import TECheckpoint, read_te_checkpoint
 from te_models.model.decoder import Decoder
-from te_models.model.decoder_of import decoder_of
+from te_models.model.decoder_of import decoder_of, refuse_compiled
 from te_models.model.tensor_parallel import shard, shard_state
 from te_models.saving.folder import Folder, load_folder, match
 from te_models.saving.run_folder import offering_older
@@ -249,9 +249,15 @@ def load_te_checkpoint(
     the model's recipe does not use are ignored with a warning.
 
     Raises:
+        UsageError: the model is compiled as a whole, or has adapters.
         CheckpointError: it cannot be read or is of another model; `model` is unchanged.
     """
     model = decoder_of(model)
+    refuse_compiled(model)
+    if any(".lora_" in name for name, _ in model.named_parameters()):
+        raise UsageError(
+            "the model has LoRA adapters, which rename its weights: load the checkpoint before add_lora"
+        )
     if isinstance(source, TECheckpoint):
         te_checkpoint = source
         path = Path("the Transformer Engine checkpoint")  # its name in messages

@@ -33,7 +33,7 @@ from te_models.interop.origin import MODEL_TYPE, TOKEN_IDS, TRAINED, Opened, Ori
 from te_models.interop.quantized import WeightStorage, read_storage
 from te_models.interop.te_checkpoint import te_files
 from te_models.model.decoder import Decoder
-from te_models.model.decoder_of import decoder_of
+from te_models.model.decoder_of import decoder_of, refuse_compiled
 from te_models.model.expert_parallel import stand_in
 from te_models.model.options import SKETCH
 from te_models.model.tensor_parallel import gather_state
@@ -141,6 +141,7 @@ def write_pretrained(
     """
     check_known("format", format, FORMATS)
     model = decoder_of(model)
+    refuse_compiled(model)
     with saving(model):
         tensors, documents = model_content(model, origin)
         # All ranks took part in gathering; one writes.

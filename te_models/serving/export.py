@@ -30,7 +30,7 @@ from te_models.interop.quantized import BLOCK, E4M3, TENSOR, WeightStorage, dequ
 from te_models.interop.stored_weights import collapse, spread
 from te_models.interop.tensor_places import Place, tensor_places
 from te_models.model.decoder import Decoder
-from te_models.model.decoder_of import decoder_of
+from te_models.model.decoder_of import decoder_of, refuse_compiled
 from te_models.model.tensor_parallel import gather_state
 from te_models.saving.loadable import refuse_unloadable
 from te_models.saving.pretrained import read_tokenizer, refuse_adapters, weights
@@ -93,6 +93,8 @@ def export(
     """
     model = decoder_of(model)
     base = None if base is None else decoder_of(base)
+    refuse_compiled(model)
+    refuse_compiled(base)
     check_known("format", format, [*FORMATS, UNCHANGED])
     if format == UNCHANGED:
         if origin.adapters is None and any(".lora_" in n for n, _ in model.named_parameters()):

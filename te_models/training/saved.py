@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from te_models.causal_lm import CausalLM
 from te_models.errors import UsageError
+from te_models.model.decoder_of import refuse_compiled
 from te_models.numerics.stored import StoredWeight
 from te_models.saving.pretrained import refuse_adapters
 
@@ -46,10 +47,7 @@ def saved_part(model: object, saved: SavedAdapters | None) -> tuple[CausalLM, Sa
 
         if isinstance(model, AdaptedModel):
             return model.get_base_model(), SavedAdapters(model)
-    if hasattr(model, "_orig_mod"):
-        raise UsageError(
-            "the model is compiled by torch.compile: give the model itself, which compiles its own operations"
-        )
+    refuse_compiled(model)
     raise UsageError(
         f"the model is a {type(model).__name__}: give a CausalLM, or what add_lora makes of one"
     )

@@ -118,6 +118,20 @@ def test_a_wrapped_model_gives_the_result_of_its_causal_lm(function: str, tmp_pa
         assert result == expected
 
 
+@pytest.mark.parametrize("function", ["export", "write_pretrained", "load_te_checkpoint", "parity"])
+def test_a_model_compiled_as_a_whole_is_refused_where_weights_have_names(
+    function: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="compiled by torch.compile: give the model itself"):
+        FUNCTIONS[function](torch.compile(build()), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_is_not_loaded_into_a_model_with_adapters(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the model has LoRA adapters.*before add_lora"):
+        loaded(add_lora(build(), r=2), tmp_path)
+
+
 def test_a_model_with_adapters_is_taken_and_another_is_refused_in_one_line() -> None:
     expected = list(stream_text(build(), WORDS, "ab", 6, do_sample=False))
     assert list(stream_text(add_lora(build(), r=2), WORDS, "ab", 6, do_sample=False)) == expected
