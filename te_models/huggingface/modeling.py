@@ -222,7 +222,9 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
 
         Args:
             input_ids: int64 [B, S].
-            attention_mask: [B, past + S], 0 at padding on either side; or [B, 1, S, past + S], bool or additive.
+            attention_mask: [B, past + S], 0 at padding on either side; or [B, 1, S, past + S], bool or additive. Of
+                padding between tokens a sliding window counts none, as in transformers' FlashAttention, which removes
+                it first; transformers' other implementations count it.
             position_ids: int64 [B or 1, S], positions for RoPE. Without mask and cache, a position that does not follow
                 the one before it begins a new document, outside of which attention sees nothing.
             cache: a cache of transformers, which is extended; also as `past_key_values`.

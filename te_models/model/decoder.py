@@ -268,8 +268,8 @@ class Decoder(DecoderRecipe):
             labels: int64 [B, S], not shifted; -100 is not counted, nor is a target predicted from padding. Other labels
                 outside the vocabulary are an error on a CPU; on a GPU they make the loss NaN.
             cache: positions seen before; the new ones are appended.
-            attention_mask: [B, S], 1 for tokens and 0 for padding, which may be on either side; None: no padding. The
-                logits at padding are meaningless.
+            attention_mask: [B, S], 1 for tokens and 0 for padding, which may be anywhere; None: no padding. Positions
+                and sliding windows count tokens alone. The logits at padding are meaningless.
             return_logits: False returns only the loss: the head and its loss then run in chunks, and the logits, often
                 the largest tensor of a step, are never stored as a whole.
             logits_to_keep: compute the logits of this many of the newest positions only; not with labels.
