@@ -10,7 +10,7 @@ import torch
 from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
 from te_models.data.bad_records import BadRecords
@@ -220,7 +220,7 @@ def evaluate_recipes(
 def make_batches(
     documents: Sequence[Document],
     tokenizer: Tokenizer,
-    model: CausalLM,
+    model: nn.Module,
     seq_len: int | None = None,
     batch_size: int = 8,
     max_batches: int = 0,
@@ -242,9 +242,10 @@ def make_batches(
     """
     check_least(1, batch_size=batch_size)
     check_least(0, max_batches=max_batches)
-    limit = model.config.longest_sequence
+    config = decoder_of(model).config
+    limit = config.longest_sequence
     length = min(SEQ_LEN, limit) if seq_len is None else seq_len
-    check_fit(tokenizer, model.config, length, "documents")
+    check_fit(tokenizer, config, length, "documents")
     if any(document.conversation is not None for document in documents):
         tokenizer.ensure_chat_template()
     options = dict(
@@ -280,17 +281,19 @@ def measure_loss(
     )
 
 
-def needs_scales(model: CausalLM) -> bool:
+def needs_scales(model: nn.Module) -> bool:
     """Return whether the recipe of a model finds its scales while it runs, and none are saved."""
+    model = decoder_of(model)
     return model.recipe.stateful and not fp8_state(model)
 
 
-def calibrate(model: CausalLM, batches: Sequence[Batch]) -> str:
+def calibrate(model: nn.Module, batches: Sequence[Batch]) -> str:
     """Find the first scales of a recipe that finds its scales while it runs; return a note about it, or "".
 
     Delayed scaling without saved scales would run with scales of one. Two training forwards of the first batches find
     them, as training would.
     """
+    model = decoder_of(model)
     if not needs_scales(model):
         return ""
     # Scales are updated in training mode alone.

@@ -20,14 +20,16 @@ from te_models import (
     parity,
     stream_text,
 )
+from te_models.data.documents import Document
 from te_models.errors import UsageError
 from te_models.files.tensors import read_safetensors
 from te_models.generation.completions import Completions
 from te_models.generation.generate import generate, stream
-from te_models.inspect.evaluate import measure_loss
+from te_models.inspect.evaluate import calibrate, make_batches, measure_loss, needs_scales
 from te_models.inspect.verify import verify
 from te_models.interop.origin import Origin
 from te_models.interop.te_checkpoint import TECheckpoint
+from te_models.model.decoder_of import decoder_of
 from te_models.saving.pretrained import write_pretrained
 from te_models.serving.export import export
 from te_models.training.evaluation import evaluate
@@ -35,6 +37,7 @@ from te_models.training.evaluation import evaluate
 IDS = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(5))
 BATCHES = [{"input_ids": IDS, "labels": IDS}]
 WORDS = load_tokenizer(None)
+DOCUMENTS = [Document("a few words " * 20)]
 
 
 def build(seed: int = 0) -> CausalLM:
@@ -59,6 +62,14 @@ def loaded(model: nn.Module, folder: Path) -> dict[str, Tensor]:
     weights = {name: parameter.detach() for name, parameter in build(seed=1).named_parameters()}
     load_te_checkpoint(model, TECheckpoint(weights=weights, fp8_state={}))
     return {"logits": generate(model, IDS, 4, do_sample=False)}
+
+
+def calibrated(model: nn.Module, folder: Path) -> str:
+    decoder_of(model).set_recipe("delayed")
+    assert needs_scales(model)
+    note = calibrate(model, BATCHES)
+    assert not needs_scales(model)
+    return note
 
 
 def written(model: Any, folder: Path) -> dict[str, Tensor]:
@@ -99,6 +110,10 @@ FUNCTIONS: dict[str, Callable[[nn.Module, Path], Any]] = {
     "export": exported,
     "load_te_checkpoint": loaded,
     "write_pretrained": written,
+    "make_batches": lambda model, folder: [
+        batch["input_ids"].tolist() for batch in make_batches(DOCUMENTS, WORDS, model)[0]
+    ],
+    "calibrate": calibrated,
     "evaluate": evaluated,
     "measure_loss": measured,
     "verify": verified,
