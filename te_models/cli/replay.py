@@ -19,6 +19,7 @@ def capture(run: str, steps: tuple[int, ...], every: int) -> None:
     A run in one process sees the marks before its next step; several processes see them when the run starts or
     resumes. A kept step takes the size of the model on the disk.
     """
+    from te_models.saving.checkpoint_choice import METRICS, holds_model  # noqa: PLC0415  imports torch
     from te_models.training.captures import Marks, newest_saved_step, read_marks, write_marks  # noqa: PLC0415
 
     folder = Path(run)
@@ -28,6 +29,9 @@ def capture(run: str, steps: tuple[int, ...], every: int) -> None:
         raise UsageError("steps are counted from 1")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{run} is not a folder")
+    # A run is never started in such a folder, so it would keep nothing.
+    if holds_model(folder) and not (folder / METRICS).exists():
+        raise UsageError(f"{run} holds a model and no run: give the folder of a run, its --out")
     before = read_marks(folder)
     saved = newest_saved_step(folder)
     for step in steps:
@@ -51,7 +55,7 @@ def capture(run: str, steps: tuple[int, ...], every: int) -> None:
     again = f"te-models replay {shlex.quote(run)} --step N"
     show_line(f"{run} keeps {' and '.join(steps_to_keep)} when it gets there; then `{again}`")
     # Steps may be marked before the run starts; a name that was mistyped looks the same.
-    if not (folder / "metrics.jsonl").exists():
+    if not (folder / METRICS).exists():
         show_line(
             f"there is no run in {run} yet: the one that is started with --out {shlex.quote(run)} keeps them"
         )

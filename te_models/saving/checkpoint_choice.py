@@ -25,6 +25,11 @@ class Losses(NamedTuple):
     best_step: int
 
 
+def holds_model(folder: Path) -> bool:
+    """Return whether a folder itself holds a model, which a command reads before any run in that folder."""
+    return (folder / "config.json").exists()
+
+
 def describe_choice(name: str | Path) -> str | None:
     """Return a line that says which checkpoint of a run stands for `name`; None if it is not the folder of a run.
 
@@ -34,7 +39,7 @@ def describe_choice(name: str | Path) -> str | None:
     if folder.name == BEST and only_best(folder.parent) is not None:
         step = step_of(Checkpoints(folder / "checkpoints").all()[-1])
         return f"{folder}: step {step:,}, the one with the lowest eval loss; the run ended before its first save"
-    if not (folder / "checkpoints").is_dir() or (folder / "config.json").exists():
+    if not (folder / "checkpoints").is_dir() or holds_model(folder):
         return None
     latest_checkpoint = Checkpoints(folder / "checkpoints").latest()
     if latest_checkpoint is None:
@@ -92,8 +97,18 @@ def only_best(run: Path) -> Path | None:
     """Return best/ in the folder of a run that ended before its first save, but after an evaluation; else None."""
     best = Checkpoints(run / BEST / "checkpoints").latest()
     is_run = (run / METRICS).is_file()
-    saved = (run / "config.json").exists() or Checkpoints(run / "checkpoints").latest() is not None
+    saved = holds_model(run) or Checkpoints(run / "checkpoints").latest() is not None
     return run / BEST if best is not None and is_run and not saved else None
+
+
+def describe_missing_checkpoint(folder: Path) -> str:
+    """Return what the folder of a run without a checkpoint has instead; "" if it is not the folder of a run."""
+    best = only_best(folder)
+    if best is not None:
+        return f"has no checkpoint of the run; {best} has the model of its lowest evaluation loss"
+    if (folder / METRICS).is_file():
+        return "is the folder of a run that has no checkpoint: a run saves its first after some minutes, or at its end"
+    return ""
 
 
 def read_losses(checkpoint: Path) -> Losses | None:

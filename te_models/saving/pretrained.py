@@ -39,7 +39,7 @@ from te_models.model.options import SKETCH
 from te_models.model.tensor_parallel import gather_state
 from te_models.numerics.stored import StoredWeight
 from te_models.saving.adapters import trained_config
-from te_models.saving.checkpoint_choice import only_best
+from te_models.saving.checkpoint_choice import describe_missing_checkpoint, holds_model
 from te_models.saving.folder import MANIFEST, MAX_SHARD_BYTES, load_folder, read_listed, save_folder
 from te_models.saving.load_model import load_weights, open_te_folder, own_folder, read_recipe
 from te_models.saving.loadable import refuse_unloadable
@@ -304,12 +304,8 @@ def _is_te_folder(folder: Path) -> bool:
             hint = (
                 ": a Trainer saves it for TEModelsForCausalLM.wrap(model), and not for a CausalLM"
             )
-        problem = f"has no config.json: it holds no model, or only a part of one{hint}"
-        best = only_best(folder)
-        if best is not None:
-            problem = (
-                f"has no checkpoint of the run; {best} has the model of its lowest evaluation loss"
-            )
+        no_model = f"has no config.json: it holds no model, or only a part of one{hint}"
+        problem = describe_missing_checkpoint(folder) or no_model
     if problem:
         raise CheckpointError(f"{folder} {problem}")
     # Our own folders have a manifest, and their config.json is of our model type.
@@ -417,7 +413,7 @@ def _double_output_projections(model: Decoder) -> None:
 def saved_folder(folder: str | Path) -> Path:
     """Return `folder` itself, or the newest checkpoint in it if it is the folder of a run or of its checkpoints."""
     runs = Path(folder) if (Path(folder) / LATEST).is_file() else Path(folder) / "checkpoints"
-    if runs.is_dir() and not (Path(folder) / "config.json").exists():
+    if runs.is_dir() and not holds_model(Path(folder)):
         return readable(Checkpoints(runs).latest() or Path(folder))
     return Path(folder)
 

@@ -18,6 +18,7 @@ from te_models.distributed.environment import number
 from te_models.errors import UsageError, plural
 from te_models.files.formats import Document, Fields
 from te_models.model.recipe_fit import auto_recipe
+from te_models.saving.checkpoint_choice import holds_model
 from te_models.saving.pretrained import read_shape, refuse_adapters
 from te_models.saving.run_folder import Checkpoints, step_of
 from te_models.training.launch import restarts
@@ -142,6 +143,9 @@ def find_model(
     # torchrun starts the same command again after a crash: a checkpoint in the folder is then its own.
     latest = Checkpoints(folder / "checkpoints").latest()
     if latest is None:
+        # Every command would read that model in place of the run's checkpoints.
+        if holds_model(folder):
+            raise UsageError(f"{folder} already holds a model: give another --out")
         return source, folder
     if not restarted:
         raise UsageError(

@@ -381,3 +381,33 @@ def test_a_folder_with_a_run_is_refused_before_data_is_read(
     assert error == (
         "te-models: run already holds a run of 1 step: add --resume or give another --out\n"
     )
+
+
+def test_a_run_does_not_begin_in_the_folder_of_a_model(
+    texts: None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """`--model FOLDER` would go on to mean that model, and the run's own advice would try it."""
+    folder = tmp_path / "model"
+    CausalLM.from_preset("gated-nano", num_hidden_layers=1, recipe="bf16").save_pretrained(folder)
+    before = sorted(path.name for path in folder.iterdir())
+    capsys.readouterr()
+    assert main([*PRETRAIN, "--recipe", "bf16", "--steps", "1", "--out", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert error == f"te-models: {folder} already holds a model: give another --out\n"
+    assert main(["capture", str(folder), "--step", "2"]) == 2
+    error = capsys.readouterr().err
+    assert "holds a model and no run: give the folder of a run" in error
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_a_run_before_its_first_save_is_named_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "checkpoints").mkdir()
+    assert main(["plan", "--model", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        f"te-models: {tmp_path} is the folder of a run that has no checkpoint: a run saves its first after some "
+        "minutes, or at its end\n"
+    )

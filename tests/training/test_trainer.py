@@ -150,6 +150,14 @@ def test_a_run_in_python_replaces_no_other(tmp_path: Path) -> None:
     assert trainer(tmp_path, steps=3).run(resume=True).step == 3
 
 
+def test_a_run_in_python_does_not_begin_in_the_folder_of_a_model(tmp_path: Path) -> None:
+    """Commands would read that model in place of the run's checkpoints."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match="already holds a model: give another out"):
+        trainer(tmp_path, steps=1).run()
+    assert not (tmp_path / "checkpoints").exists()
+
+
 EXACT = every(8, list_recipes(), ("none", "selective", "full", 2), (False,))
 EXACT += some(2, zip(PRIMARY, ("none", "selective", "full", 2), itertools.repeat(True)))
 
