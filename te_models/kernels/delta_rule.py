@@ -5,8 +5,9 @@
 S [d_k, d_v] FP32 is the state. Queries and keys are L2-normed here and queries divided by sqrt(d_k). Shapes, and as in
 te_models.config.deltanet: q, k [B, S, key heads, d_k], v [B, S, value heads, d_v], g and beta FP32 [B, S, value heads].
 
-There are two implementations. The plain one runs everywhere, in FP32, and stores only its inputs for backward. On a
-GPU the Triton kernels of flash-linear-attention run instead, if it is installed.
+There are three implementations. The plain one runs everywhere, in FP32, and stores only its inputs for backward. On a
+GPU the Triton kernels of flash-linear-attention run instead, if it is installed, and whole rows on Hopper may take
+FlashQLA (te_models.kernels.flash_qla).
 """
 
 import functools
@@ -21,10 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_models.config.deltanet import CHUNK
+from te_models.config.deltanet import CHUNK, DeltaNetConfig
 from te_models.device.allocations import on_gpu
 from te_models.device.autograd import Context
 from te_models.device.operations import count_flops
+from te_models.kernels import flash_qla
 from te_models.kernels.chunks import chunked_decays, through_chunks
 from te_models.kernels.from_inputs import from_inputs
 
@@ -162,8 +164,8 @@ def _prepared(
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return flash-linear-attention's functions for whole rows and for decoding; None, and one line, without it.
 
-    Where FlashQLA is installed, that package hands whole rows to it, and then neither its own kernels nor ours run.
-    Here the function behind its choice is taken: its kernels are the ones that `delta_rule_kernel` names.
+    Where FlashQLA is installed, that package hands it all whole rows, also the few that it computes slower and prompts,
+    for each kind of which it compiles for a minute. Here the function behind that choice is taken.
     """
     try:
         with warnings.catch_warnings():
@@ -189,11 +191,18 @@ def runs_on_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype.itemsize == 2 and _kernels() is not None
 
 
-def delta_rule_kernel(device: torch.device, dtype: torch.dtype) -> str:
+def delta_rule_kernel(device: torch.device, dtype: torch.dtype, sizes: DeltaNetConfig) -> str:
     """Return the name of the kernels of the delta rule in a training step on this device, in a few words."""
     if runs_on_kernels(device, dtype):
-        version = importlib.metadata.version("fla-core")
-        return f"flash-linear-attention {version}, whose kernels are compiled in the first step"
+        names = [f"flash-linear-attention {importlib.metadata.version('fla-core')}"]
+        fused = flash_qla.description(
+            key_channels=sizes.key_head_dim,
+            value_heads=sizes.num_value_heads,
+            value_channels=sizes.value_head_dim,
+        )
+        if fused:
+            names.insert(0, fused)
+        return f"{', otherwise '.join(names)}, whose kernels are compiled in the first step"
     if device.type != "cuda" or dtype.itemsize != 2:
         return "plain PyTorch"
     return "plain PyTorch, many times slower: te-models[hybrid] is missing"
@@ -252,7 +261,7 @@ def _by_kernels(
     state: Tensor | None,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `delta_rule` by flash-linear-attention.
+    """Compute `delta_rule` by flash-linear-attention or FlashQLA.
 
     Documents end by a decay that leaves nothing, not by their cumulative lengths: those have to be read by the host,
     and differ in number from batch to batch, which no CUDA graph can follow.
@@ -263,6 +272,9 @@ def _by_kernels(
         # True at the first token of each document but the first, whose state is zero anyway.
         begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=False)
         g = g.masked_fill(begins[..., None], FORGET)
+    # Evaluation takes the same kernels as training, and so does the first of two passes of recomputation.
+    if state is None and flash_qla.takes(q, v):
+        return flash_qla.whole_rows(q, k, v, g, beta), None
     # The recurrent kernel has no backward; for one token it skips the work of a chunk.
     function = library[1] if q.shape[1] == 1 and not torch.is_grad_enabled() else library[0]
     # By name: the two functions have other orders of arguments.

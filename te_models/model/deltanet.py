@@ -50,7 +50,7 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
             super().initialize(name, values, std, residual_std)
 
     def remark(self, device: torch.device, dtype: torch.dtype) -> str:
-        return delta_rule_kernel(device, dtype)
+        return delta_rule_kernel(device, dtype, self.spec.sizes)
 
     def new_state(
         self, batch: int, slots: int, device: torch.device, dtype: torch.dtype

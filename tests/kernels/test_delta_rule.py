@@ -2,19 +2,22 @@
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fewer import every
 from places import DEVICE, ON_GPU
 from torch import Tensor
 from typed import gradient
 
+from te_models.config.deltanet import DeltaNetConfig
 from te_models.kernels import delta_rule as kernels
-from te_models.kernels.delta_rule import chunked, delta_rule, recurrent
+from te_models.kernels import flash_qla
+from te_models.kernels.delta_rule import chunked, delta_rule, delta_rule_kernel, recurrent
 from te_models.kernels.elementwise import causal_conv
 
 LENGTHS = (1, 2, 13, 63, 64, 65, 128, 190)
@@ -268,6 +271,165 @@ def test_kernels_compute_the_same(heads: tuple[int, ...], packed: bool) -> None:
         third, state = delta_rule(*(x[:, 499:] for x in given), state=state)
     near(torch.cat((first, second, third), dim=1), whole)
     near(state, last)
+
+
+@pytest.fixture
+def flash() -> Iterator[ModuleType]:
+    """FlashQLA's module of this package, which looks for the package anew before and after."""
+    flash_qla._functions.cache_clear()
+    yield flash_qla
+    flash_qla._functions.cache_clear()
+
+
+def install(patch: pytest.MonkeyPatch, rule: Callable[..., Any] | None) -> None:
+    """Have FlashQLA, flash-linear-attention's norm and TileLang stand-ins, on a GPU that is said to be Hopper."""
+    found = {
+        "fla.modules.l2norm": dict(l2norm=lambda x: F.normalize(x.float(), dim=-1).to(x.dtype)),
+        "flash_qla": {} if rule is None else dict(chunk_gated_delta_rule=rule),
+        "tilelang.contrib.nvcc": dict(find_cuda_path=lambda: "/usr/local/cuda"),
+    }
+    for name, members in found.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            package = ".".join(parts[:end])
+            patch.setitem(sys.modules, package, ModuleType(package))
+        patch.setitem(sys.modules, name, module)
+    patch.setattr(flash_qla.importlib.util, "find_spec", lambda name: object())
+    patch.setattr(flash_qla.importlib.metadata, "version", lambda name: "1.2")
+    patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    patch.delenv("FLA_FLASH_QLA", raising=False)
+
+
+def plain_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, auto_cp: bool) -> Any:
+    """FlashQLA's arguments, computed by ours: its queries and keys have been normed."""
+    assert not auto_cp
+    for x in (q, k):
+        torch.testing.assert_close(
+            x.float().norm(dim=-1), torch.ones(x.shape[:3]), rtol=1e-2, atol=0
+        )
+    return chunked(q, k, v, g, beta)[0], None
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "taken"),
+    [
+        (2, (16, 32, 128, 128), True),
+        (3, (16, 32, 128, 128), True),
+        (1, (16, 32, 128, 128), False),  # too few programs
+        (64, (1, 1, 128, 128), True),
+        (2, (16, 32, 64, 128), False),
+        (2, (16, 32, 128, 64), False),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_flash_qla_computes_whole_rows_where_it_is_faster(
+    batch: int,
+    heads: tuple[int, ...],
+    taken: bool,
+    packed: bool,
+    flash: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[None] = []
+
+    def rule(*given: Tensor, auto_cp: bool) -> Any:
+        calls.append(None)
+        return plain_rule(*given, auto_cp=auto_cp)
+
+    install(monkeypatch, rule)
+    monkeypatch.setattr(kernels, "_kernels", stand_ins)
+    given = inputs(9, heads, batch)
+    documents = (torch.arange(9) // 4).expand(batch, -1) if packed else None
+    out, state = kernels._by_kernels(*given, state=None, documents=documents)
+    assert len(calls) == taken and (state is None or not taken)
+    close(out, chunked(*given, documents=documents)[0])
+    # Generation keeps the state, and evaluation runs what training does.
+    before = torch.zeros(batch, heads[1], *heads[2:])
+    with torch.no_grad():
+        kernels._by_kernels(*given, state=before, documents=None)
+        assert len(calls) == taken
+        kernels._by_kernels(*given, state=None, documents=None)
+    assert len(calls) == 2 * taken
+
+
+def test_the_plan_says_which_batches_flash_qla_computes(
+    flash: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, plain_rule)
+    monkeypatch.setattr(kernels, "_kernels", stand_ins)
+    place = torch.device("cuda"), torch.bfloat16
+    sizes = DeltaNetConfig(num_key_heads=8, num_value_heads=24)
+    named = "flash-linear-attention 1.2, whose kernels are compiled in the first step"
+    assert (
+        delta_rule_kernel(*place, sizes)
+        == f"FlashQLA 1.2 for 3 rows or more at a time, otherwise {named}"
+    )
+    narrow = DeltaNetConfig(num_key_heads=8, num_value_heads=24, key_head_dim=64)
+    assert delta_rule_kernel(*place, narrow) == named
+
+
+@pytest.mark.parametrize("why", ["environment", "other GPU", "not installed", "broken", "no nvcc"])
+def test_flash_qla_that_cannot_run_is_not_asked(
+    why: str, flash: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, None if why == "broken" else plain_rule)
+    if why == "environment":
+        monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    if why == "other GPU":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    if why == "not installed":
+        monkeypatch.setattr(flash_qla.importlib.util, "find_spec", lambda name: None)
+    if why == "no nvcc":
+
+        def missing() -> None:
+            raise RuntimeError("Cannot find cuda path")
+
+        monkeypatch.setattr(sys.modules["tilelang.contrib.nvcc"], "find_cuda_path", missing)
+    q, _, v, *_ = inputs(1, (16, 32, 128, 128))
+    assert not flash.takes(q, v)
+    assert not flash.takes(q, v)
+    said = [record.message for record in caplog.records]
+    # What is installed and does not work is said, once.
+    assert len(said) == (why in ("broken", "no nvcc"))
+    assert all(
+        line.startswith("flash-linear-attention runs, since FlashQLA cannot: ") for line in said
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("length", [1, 63, 500, 1024])
+def test_flash_qla_computes_the_same(length: int, packed: bool, flash: ModuleType) -> None:
+    """In BF16, outputs and gradients; with documents of 1 to 129 tokens; as near to FP32 as the other kernels are."""
+    pytest.importorskip("flash_qla")
+    if not ON_GPU or flash._functions() is None:
+        pytest.skip("FlashQLA runs on Hopper")
+    heads = (16, 32, 128, 128)
+    ends = torch.tensor([1, 2, 3, 64, 66, 130, 259, 320], device=DEVICE)
+    numbers = (torch.arange(length, device=DEVICE)[:, None] >= ends).sum(-1)
+    documents = numbers.expand(2, -1) if packed else None
+    given = [x.to(DEVICE) for x in inputs(length, heads)]
+    given = [x.bfloat16() for x in given[:3]] + given[3:]
+    slope = torch.randn(2, length, 32, 128, device=DEVICE).bfloat16()
+    assert flash.takes(given[0], given[2])
+    found = []
+    for compute in (delta_rule, without_flash_qla, chunked):
+        leaves = [x.clone().requires_grad_() for x in given]
+        out, _ = compute(*leaves, documents=documents)
+        out.backward(slope)
+        found.append([out.detach(), *map(gradient, leaves)])
+    for fused, other, wanted in zip(*found, strict=True):
+        near(fused, wanted)
+        error, usual = ((x.float() - wanted.float()).norm() for x in (fused, other))
+        assert error <= 2 * usual + 1e-3 * wanted.float().norm()
+
+
+def without_flash_qla(*given: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash_qla, "takes", lambda q, v: False)
+        return delta_rule(*given, documents=documents)
 
 
 def near(ours: Tensor, wanted: Tensor) -> None:
