@@ -194,15 +194,17 @@ def runs_on_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 def delta_rule_kernel(device: torch.device, dtype: torch.dtype, sizes: DeltaNetConfig) -> str:
     """Return the name of the kernels of the delta rule in a training step on this device, in a few words."""
     if runs_on_kernels(device, dtype):
-        names = [f"flash-linear-attention {importlib.metadata.version('fla-core')}"]
-        fused = flash_qla.description(
+        kernel = f"flash-linear-attention {importlib.metadata.version('fla-core')}"
+        rows = flash_qla.least_rows(
             key_channels=sizes.key_head_dim,
             value_heads=sizes.num_value_heads,
             value_channels=sizes.value_head_dim,
         )
-        if fused:
-            names.insert(0, fused)
-        return f"{', otherwise '.join(names)}, whose kernels are compiled in the first step"
+        if rows == 1:
+            kernel = flash_qla.name()
+        elif rows is not None:
+            kernel = f"{flash_qla.name()} for {rows} rows or more at a time, otherwise {kernel}"
+        return f"{kernel}, whose kernels are compiled in the first step"
     if device.type != "cuda" or dtype.itemsize != 2:
         return "plain PyTorch"
     return "plain PyTorch, many times slower: te-models[hybrid] is missing"

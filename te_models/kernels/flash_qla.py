@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 
 HOPPER = (9, 0)  # compute capability; on others it was not measured
 CHANNELS = 128  # per head of keys and of values: its kernels have no other width
-# Programs, which are rows times value heads, from which on it is faster than flash-linear-attention.
-LEAST_PROGRAMS = 64
+# Programs, which are rows times value heads, from which on it was measured (benchmarks/delta_rule_kernels.py): it is
+# faster than flash-linear-attention at each length from 2,048 tokens to 65,536, and the faster the more there are.
+LEAST_PROGRAMS = 32
 
 
 @functools.cache
@@ -69,10 +70,13 @@ def whole_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tens
     return out
 
 
-def description(key_channels: int, value_heads: int, value_channels: int) -> str:
-    """Return which batches FlashQLA computes, for a plan; "" where it computes none."""
+def least_rows(key_channels: int, value_heads: int, value_channels: int) -> int | None:
+    """Return the number of rows from which on FlashQLA computes a batch; None: it computes none."""
     if not key_channels == value_channels == CHANNELS or _functions() is None:
-        return ""
-    rows = -(-LEAST_PROGRAMS // value_heads)
-    version = importlib.metadata.version("flash-qla")
-    return f"FlashQLA {version} for {rows} rows or more at a time"
+        return None
+    return -(-LEAST_PROGRAMS // value_heads)
+
+
+def name() -> str:
+    """Return the package's name and version, for a plan."""
+    return f"FlashQLA {importlib.metadata.version('flash-qla')}"

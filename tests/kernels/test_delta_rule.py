@@ -317,7 +317,8 @@ def plain_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, auto_cp
     [
         (2, (16, 32, 128, 128), True),
         (3, (16, 32, 128, 128), True),
-        (1, (16, 32, 128, 128), False),  # too few programs
+        (1, (16, 32, 128, 128), True),
+        (1, (16, 16, 128, 128), False),  # too few programs
         (64, (1, 1, 128, 128), True),
         (2, (16, 32, 64, 128), False),
         (2, (16, 32, 128, 64), False),
@@ -360,10 +361,13 @@ def test_the_plan_says_which_batches_flash_qla_computes(
     install(monkeypatch, plain_rule)
     monkeypatch.setattr(kernels, "_kernels", stand_ins)
     place = torch.device("cuda"), torch.bfloat16
-    sizes = DeltaNetConfig(num_key_heads=8, num_value_heads=24)
-    named = "flash-linear-attention 1.2, whose kernels are compiled in the first step"
+    usual = DeltaNetConfig(num_key_heads=16, num_value_heads=32)
+    few_heads = DeltaNetConfig(num_key_heads=4, num_value_heads=12)
+    compiled = "whose kernels are compiled in the first step"
+    named = f"flash-linear-attention 1.2, {compiled}"
+    assert delta_rule_kernel(*place, usual) == f"FlashQLA 1.2, {compiled}"
     assert (
-        delta_rule_kernel(*place, sizes)
+        delta_rule_kernel(*place, few_heads)
         == f"FlashQLA 1.2 for 3 rows or more at a time, otherwise {named}"
     )
     narrow = DeltaNetConfig(num_key_heads=8, num_value_heads=24, key_head_dim=64)
