@@ -46,6 +46,8 @@ te-models bench --preset gated-1b --vocab-size 32000 --hidden-size 2560 --num-hi
 hybrid="te-models bench --preset qwen3.5-4b --num-hidden-layers 8 --vocab-size 32768 --max-position-embeddings 65536"
 $hybrid --batch-size 2 --seq-len 6144 --steps 11 --out "$out/hybrid" \
     --recipes bf16+graph,delayed+no_edges+graph,current+no_edges+graph,blockwise+no_edges+graph
+FLA_FLASH_QLA=0 $hybrid --batch-size 2 --seq-len 6144 --steps 11 --out "$out/hybrid_without_flash_qla" \
+    --recipes bf16+graph,delayed+no_edges+graph,current+no_edges+graph,blockwise+no_edges+graph
 $hybrid --batch-size 1 --seq-len 65536 --steps 5 --warm-up 2 --recipes bf16+full,delayed+full,current+full --out "$out/hybrid_65536"
 for way in bf16 delayed+no_edges; do # each beside torch: with both, memory does not suffice
     te-models bench --preset gated-1b --attention-gate none --max-position-embeddings 32768 --batch-size 1 --seq-len 32768 \
@@ -62,6 +64,7 @@ python3 benchmarks/resume_parity.py --out "$out/resume_parity.json"
 python3 -m benchmarks.serving_parity --model gated-nano --out "$out/serving_parity.json"
 python3 benchmarks/soak.py --out "$out/soak.json" --figure "$out/soak.png"
 python3 benchmarks/calibration.py --out "$out/calibration.json"
+python3 -m benchmarks.delta_rule_kernels --out "$out/delta_rule_kernels.json"
 python3 benchmarks/delta_rule_tuning.py --heads 16x32 --out "$out/delta_rule_fixed.json"
 python3 benchmarks/kinds_speed.py --seconds 1500 --out "$out/kinds.json"
 python3 benchmarks/expert_profile.py --profile --out "$out/expert_profile.json"
@@ -107,6 +110,7 @@ $four --preset gated-1b --warm-up 7
 $four --preset gated-1b --warm-up 7 $lean
 $four $experts
 torchrun --nproc-per-node 4 benchmarks/whole_step.py $long --model-options $full --context-parallel-size 4 --out "$out/context_parallel_4.json"
-torchrun --nproc-per-node 4 benchmarks/lora_sharded.py --out "$out/lora_70b.json"
+torchrun --nproc-per-node 2 benchmarks/lora_sharded.py --out "$out/lora_70b_x2.json"
+torchrun --nproc-per-node 4 benchmarks/lora_sharded.py --out "$out/lora_70b_x4.json"
 $four $large --accumulation 16 --steps 2
 cp benchmarks/results/scaling_h200.json "$out/"

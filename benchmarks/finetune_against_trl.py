@@ -40,7 +40,7 @@ from te_models.data.python_docstrings import python_docstrings
 from te_models.data.tokenizer import load_tokenizer
 from te_models.data.training_data import open_data
 from te_models.inspect.environment import environment
-from te_models.kernels.delta_rule import delta_rule_kernel
+from te_models.kernels.delta_rule import runs_on_kernels
 
 RANK = 16
 SHAPES: dict[str, dict[str, Any]] = {
@@ -200,9 +200,8 @@ def stand_in_for_datasets() -> None:
 def theirs(job: Job) -> dict[str, Any]:
     """Train with TRL's SFTTrainer; the same results as of `ours`."""
     stand_in_for_datasets()
-    delta_rule_kernel(
-        torch.device(job.device), torch.bfloat16
-    )  # flash-linear-attention refuses some GPUs without ours
+    # flash-linear-attention refuses some GPUs without our kernel, which this registers.
+    runs_on_kernels(torch.device(job.device), torch.bfloat16)
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import SFTConfig, SFTTrainer

@@ -140,10 +140,12 @@ def main(
                 out.write_text(json.dumps(result, indent=1) + "\n")
         click.echo(json.dumps({"ratios": result["ratios"]}, indent=1))
         return
-    result["environment"]["delta rule"] = delta_rule_kernel(device, torch.bfloat16)
     for shape in shapes.split(","):
         config, is_slice = shape_of(shape, tiny), SHAPES[shape][3]
         hybrid = config.linear_attention is not None
+        if config.linear_attention is not None:
+            kernel = delta_rule_kernel(device, torch.bfloat16, config.linear_attention)
+            result["environment"]["delta rule"] = kernel
         variants: dict[str, Callable[[], dict[str, Any]]] = {}
         if decode and shape == "2b":
             for name in ("bf16", "current", "transformers"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from benchmarks.tables.speed import VARIANTS
-from benchmarks.tables.text import load, markdown, measured_on, prose, table
+from benchmarks.tables.text import GIB, load, markdown, measured_on, prose, table
 
 # Results of `te-models bench` -> the model.
 BENCHES = {
     "hybrid_bench_h200": "Qwen3.5-4B's width, 8 layers",
+    "hybrid_bench_flash_qla_h200": "the same, by FlashQLA",
     "hybrid_bench_65536_h200": "the same, full recomputation",
+    "hybrid_bench_65536_flash_qla_h200": "the same, full recomputation, by FlashQLA",
     "long_bench_bf16_h200": "`gated-1b` without gates",
     "long_bench_delayed_h200": "`gated-1b` without gates",
 }
@@ -41,11 +43,35 @@ def hybrids_and_long_rows() -> str:
         # The roofline counts no recomputation.
         if result["roofline"] is not None and not rows[0]["name"].endswith("+full"):
             most = rows[0]["ms"] / result["roofline"]["total"]
-            limits.append(f"{most:.2f} times {variant(rows[0]['name'])} at {tokens} tokens")
+            by = " by FlashQLA" if "flash_qla" in file else ""
+            limits.append(f"{most:.2f} times {variant(rows[0]['name'])}{by} at {tokens} tokens")
     header = (
         "model | tokens per step | variant | ms | tokens/s | speed | of the roofline | peak memory"
     )
     about = prose(
-        f"{measured_on(load('hybrid_bench_h200'))} The roofline is at {' and '.join(limits)}."
+        f"{measured_on(load('hybrid_bench_h200'))} The roofline is at {', '.join(limits)}."
     )
     return f"{markdown(header, lines)}\n\n{about}"
+
+
+@table
+def delta_rule_kernels() -> str:
+    """Forward and backward of the gated delta rule by each package, as CUDA graphs."""
+    result = load("delta_rule_kernels_h200")
+    rows = [row for row in result["rows"] if not row["packed"]]
+    measured = {(row["batch"], row["seq"], row["package"]): row for row in rows}
+    lines = []
+    for batch, seq in sorted({(row["batch"], row["seq"]) for row in rows}):
+        usual = measured[batch, seq, "flash-linear-attention"]
+        fused = measured[batch, seq, "FlashQLA"]
+        cells = [f"{batch} x {seq:,}"]
+        for field in ("forward_ms", "forward_backward_ms"):
+            faster = usual[field] / fused[field]
+            cells += [f"{usual[field]:.2f}", f"{fused[field]:.2f}", f"{faster:.2f}x"]
+        cells += [f"{row['peak_bytes'] / GIB:.2f} GiB" for row in (usual, fused)]
+        lines.append(cells)
+    header = (
+        "tokens | fla, forward, ms | FlashQLA | faster | fla, with backward, ms | FlashQLA | faster | "
+        "fla, peak | FlashQLA"
+    )
+    return f"{measured_on(result)}\n\n{markdown(header, lines)}"

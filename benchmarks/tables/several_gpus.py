@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.tables.text import COUNTS, GIB, load, markdown, measured_on, prose, table
+from benchmarks.tables.text import GIB, load, markdown, prose, table
 
 
 def card_of(result: dict[str, Any]) -> str:
@@ -41,16 +41,29 @@ def long_rows() -> str:
 @table
 def lora_70b() -> str:
     """Adapters on the shape of Llama 3.1 70B, whose FP8 weights several GPUs divide."""
-    result = load("lora_70b_h200_x4")
-    peak = result["peak"] / GIB
-    planned = result["planned"] / GIB
-    return prose(
+    results = [load(f"lora_70b_h200_x{gpus}") for gpus in (2, 4)]
+    lines = []
+    for result in results:
+        peak = result["peak"] / GIB
+        planned = result["planned"] / GIB
+        lines.append(
+            [
+                f"{result['gpus']} {card_of(result)}",
+                f"{result['tokens_per_second']:,.0f}",
+                f"{peak:.1f} GiB",
+                f"{planned:.1f} GiB ({planned / peak - 1:+.1%})",
+                f"{result['seconds'][0]:.1f} s",
+                f"{result['seconds_to_build']:.0f} s, {result['peak_of_building'] / GIB:.1f} GiB",
+                result["environment"]["date"],
+            ]
+        )
+    about = prose(
         f"All {result['layers']} layers of Llama 3.1 70B's shape ({result['parameters'] / 1e9:.1f} billion parameters, "
         f"random) with adapters of rank {result['rank']} on the linears of all blocks ({result['trained'] / 1e9:.2f} "
         f"billion parameters), the rest in FP8 under `{result['recipe']}` and divided by FSDP2, all activations "
-        f"recomputed, {result['batch']} x {result['seq']:,} tokens on each GPU: {result['tokens_per_second']:,.0f} "
-        f"tokens/s of all {COUNTS[result['gpus']]}, {peak:.1f} GiB at the peak of each (planned: {planned:.1f}, "
-        f"{planned / peak - 1:+.1%}), {result['seconds'][0]:.1f} s for the first step. Building the model took "
-        f"{result['seconds_to_build']:.0f} s and up to {result['peak_of_building'] / GIB:.1f} GiB on a GPU. "
-        f"{measured_on(result)}"
+        f"recomputed, {result['batch']} x {result['seq']:,} tokens on each GPU."
     )
+    header = (
+        "GPUs | tokens/s of all | peak per GPU | planned | first step | building, peak | measured"
+    )
+    return f"{about}\n\n{markdown(header, lines)}"

@@ -89,11 +89,16 @@ def readme_speed() -> str:
 def readme_8b() -> str:
     """Summarize the speed of an 8B model on H200s in three sentences."""
     run = {
-        (r["model"], r["batch"], r["who"]): r["decode_tokens_per_second"]
-        for r in load("generate_h200")["rows"]
+        (r["batch"], r["who"]): r.get("decode_tokens_per_second")
+        for r in load("generate_8b_steps_h200")["rows"]
+        if r["prompt"] == 512
     }
-    users = ("te-models delayed", "te-models bf16", "transformers default")
-    fp8, bf16, hf = (run["llama-3.1-8b", 1, user] for user in users)
+    fp8, bf16 = (run[1, user] for user in ("te-models delayed", "te-models bf16"))
+    hf = next(
+        r["decode_tokens_per_second"]
+        for r in load("generate_h200")["rows"]
+        if (r["model"], r["batch"], r["who"]) == ("llama-3.1-8b", 1, "transformers default")
+    )
     whole = trained_8b("full", "current")
     rows = [
         r for r in load("scaling_h200")["rows"] if r["preset"] == "llama-3.1-8b" and r.get("edges")
@@ -198,6 +203,29 @@ def generation() -> str:
 def generation_8b() -> str:
     """Prefill and decoding beside transformers, at 8B."""
     return _generation("generate_8b_h200")
+
+
+@table
+def generation_8b_steps() -> str:
+    """Time of one step and of a prompt at 8B, in BF16 and under `delayed`."""
+    result = load("generate_8b_steps_h200")
+    rows = {(r["who"], r["batch"], r["prompt"]): r for r in result["rows"]}
+    lines = []
+    for batch, prompt in ((1, 512), (8, 512), (1, 2048)):
+        bf16, fp8 = (rows[f"te-models {r}", batch, prompt] for r in ("bf16", "delayed"))
+        cells = [f"{batch} x {prompt:,}"]
+        for field, tokens in (
+            ("prefill_tokens_per_second", prompt),
+            ("decode_tokens_per_second", 1),
+        ):
+            if field not in bf16:
+                cells += ["", "", ""]
+                continue
+            cells += [f"{1e3 * batch * tokens / row[field]:.2f}" for row in (bf16, fp8)]
+            cells.append(f"{fp8[field] / bf16[field]:.2f}x")
+        lines.append(cells)
+    header = "prompts | prefill in BF16, ms | `delayed` | faster | one step in BF16, ms | `delayed` | faster"
+    return f"{measured_on(result)}\n\n{markdown(header, lines)}"
 
 
 @table

@@ -164,8 +164,8 @@ def _prepared(
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return flash-linear-attention's functions for whole rows and for decoding; None, and one line, without it.
 
-    Where FlashQLA is installed, that package hands it all whole rows, also the few that it computes slower and prompts,
-    for each kind of which it compiles for a minute. Here the function behind that choice is taken.
+    Where FlashQLA is installed, that package hands it all whole rows, also prompts, for each kind of which it compiles
+    for half a minute. Here the function behind that choice is taken.
     """
     try:
         with warnings.catch_warnings():

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -38,11 +39,13 @@ def _functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     if torch.cuda.get_device_capability() != HOPPER:
         return None
     try:
-        from fla.modules.l2norm import l2norm  # noqa: PLC0415  an optional package
-        from flash_qla import chunk_gated_delta_rule  # noqa: PLC0415  an optional package
-        from tilelang.contrib.nvcc import find_cuda_path  # noqa: PLC0415  a package that FlashQLA needs
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about versions, which are no error where warnings are
+            from fla.modules.l2norm import l2norm  # noqa: PLC0415  an optional package
+            from flash_qla import chunk_gated_delta_rule  # noqa: PLC0415  an optional package
+            from tilelang.contrib.nvcc import find_cuda_path  # noqa: PLC0415  a package that FlashQLA needs
 
-        find_cuda_path()  # its kernels are compiled by nvcc
+            find_cuda_path()  # its kernels are compiled by nvcc
     except (
         Exception
     ) as error:  # of any kind: versions of the packages that do not fit, a missing compiler

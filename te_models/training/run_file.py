@@ -154,6 +154,8 @@ def versions() -> Mapping[str, str]:
     for package in (
         "transformer-engine",
         "triton",
+        "flash-linear-attention",
+        "flash-qla",
         "torchao",
         "tokenizers",
         "safetensors",
