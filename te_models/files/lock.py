@@ -49,6 +49,15 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def refuse_in_use(folder: Path) -> None:
+    """Raise as `locked` does where another run holds the lock of `folder`; write nothing, and hold nothing afterwards.
+
+    For a check before work that would be lost; `locked` still decides, since another run may begin in between.
+    """
+    if os.path.lexists(folder / LOCK):
+        os.close(_acquire(folder / LOCK))
+
+
 def _acquire(path: Path) -> int:
     """Return the descriptor of the locked file at `path`."""
     while True:

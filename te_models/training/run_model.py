@@ -17,6 +17,7 @@ from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe, get_recipe
 from te_models.distributed.environment import number
 from te_models.errors import UsageError, plural
 from te_models.files.formats import Document, Fields
+from te_models.files.lock import refuse_in_use
 from te_models.model.recipe_fit import auto_recipe
 from te_models.saving.checkpoint_choice import holds_model
 from te_models.saving.pretrained import read_shape, refuse_adapters
@@ -132,6 +133,7 @@ def find_model(
 
     Raises:
         UsageError: a new run would take the place of another, or there is nothing to resume.
+        OutputInUse: another run writes to the folder.
     """
     restarted = restarts() > 0
     if resume:
@@ -156,8 +158,15 @@ def find_model(
 
 
 def _agreed_folder(settings: RunSettings, processes: Parallel, restarted: bool) -> Path:
-    name = processes.ranks.from_first(lambda: str(run_folder(settings, restarted)), UsageError)
-    return Path(name)
+    """Return the folder that the first process chooses; raise OutputInUse where another run writes to it."""
+
+    def free_folder() -> str:
+        folder = run_folder(settings, restarted)
+        # The run takes the lock once data and model are there, which may be minutes later.
+        refuse_in_use(folder)
+        return str(folder)
+
+    return Path(processes.ranks.from_first(free_folder, UsageError))
 
 
 def new_model(settings: RunSettings) -> ModelSource:

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shutil
+import socket
 import sys
 import warnings
 from pathlib import Path
@@ -18,6 +19,7 @@ from te_models import CausalLM, TrainConfig
 from te_models.cli import main
 from te_models.config.toml import read_toml
 from te_models.errors import UsageError
+from te_models.files.lock import locked
 from te_models.saving.run_folder import Checkpoints
 from te_models.training import run_state
 from te_models.training.resume import run_choices, run_folder, saved_choices
@@ -380,6 +382,24 @@ def test_a_folder_with_a_run_is_refused_before_data_is_read(
     error = capsys.readouterr().err
     assert error == (
         "te-models: run already holds a run of 1 step: add --resume or give another --out\n"
+    )
+
+
+@pytest.mark.parametrize("options", [[], ["--resume"]], ids=["new", "resumed"])
+def test_a_folder_in_use_is_refused_before_data_is_read(
+    texts: None, capsys: pytest.CaptureFixture, options: list[str]
+) -> None:
+    """Data and model may take minutes, and the folder is another run's all that time."""
+    run = Path("run")
+    (run / "checkpoints").mkdir(parents=True)
+    shutil.rmtree("texts")
+    with locked(run):
+        before = sorted(path.name for path in run.iterdir())
+        assert main([*PRETRAIN, "--recipe", "bf16", "--out", "run", *options]) == 2
+        assert sorted(path.name for path in run.iterdir()) == before
+    assert capsys.readouterr().err == (
+        f"te-models: run is in use by process {os.getpid()} on host {socket.gethostname()!r}: wait for it, or give "
+        "another --out\n"
     )
 
 
