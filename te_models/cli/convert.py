@@ -64,7 +64,7 @@ def convert(
         raise click.UsageError(
             f"--format {format} has no place for a recipe: leave --recipe out, or give --format te"
         )
-    refuse_to_replace(out, overwrite, model)
+    refuse_to_replace(out, overwrite, model, format)
     if beside is not None and Path(beside).resolve() == Path(out).resolve():
         raise click.UsageError(f"--out {out} is the folder of --beside: give another one")
     if dtype is not None:

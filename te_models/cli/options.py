@@ -357,12 +357,25 @@ def _folder_to_write(
 overwrite_option = option("--overwrite", is_flag=True, help="Replace a model that --out holds.")
 
 
-def refuse_to_replace(out: str, overwrite: bool, model: str | None) -> None:
-    """Raise a UsageError if `out` is the folder of `model`, or holds a model that the user did not give up."""
-    if model is not None and Path(model).resolve() == Path(out).resolve():
+def refuse_to_replace(out: str, overwrite: bool, model: str | None, format: str = "hf") -> None:
+    """Raise a UsageError if `out` is the folder of `model`, or holds something that the user did not give up.
+
+    `format` is "te" where a folder of our own is written, else "hf". The save refuses other files too, but only once
+    the model has been read.
+    """
+    from te_models.interop.hf_writing import refuse_other_files  # noqa: PLC0415  imports torch
+    from te_models.saving.checkpoint_choice import describe_content, holds_model  # noqa: PLC0415
+    from te_models.saving.folder import refuse_foreign_files  # noqa: PLC0415
+
+    folder = Path(out).resolve()
+    if model is not None and Path(model).resolve() == folder:
         raise click.UsageError(f"--out {out} is the folder of --model: give another one")
-    if not overwrite and Path(out, "config.json").exists():
+    if not overwrite and holds_model(folder):
         raise UsageError(f"{out} already holds a model: add --overwrite or give another --out")
+    if not holds_model(folder) and (content := describe_content(folder)):
+        raise UsageError(f"{out} already holds {content}: give another --out")
+    refuse = refuse_foreign_files if format == "te" else refuse_other_files
+    refuse(folder)
 
 
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")

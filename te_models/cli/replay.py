@@ -19,7 +19,7 @@ def capture(run: str, steps: tuple[int, ...], every: int) -> None:
     A run in one process sees the marks before its next step; several processes see them when the run starts or
     resumes. A kept step takes the size of the model on the disk.
     """
-    from te_models.saving.checkpoint_choice import METRICS, holds_model  # noqa: PLC0415  imports torch
+    from te_models.saving.checkpoint_choice import METRICS, check_run  # noqa: PLC0415  imports torch
     from te_models.training.captures import Marks, newest_saved_step, read_marks, write_marks  # noqa: PLC0415
 
     folder = Path(run)
@@ -30,8 +30,8 @@ def capture(run: str, steps: tuple[int, ...], every: int) -> None:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{run} is not a folder")
     # A run is never started in such a folder, so it would keep nothing.
-    if holds_model(folder) and not (folder / METRICS).exists():
-        raise UsageError(f"{run} holds a model and no run: give the folder of a run, its --out")
+    if folder.exists():
+        check_run(folder)
     before = read_marks(folder)
     saved = newest_saved_step(folder)
     for step in steps:

@@ -29,7 +29,8 @@ from te_models.inspect.replay_report import (
     within,
 )
 from te_models.recorder.layout import RecordedTensor
-from te_models.recorder.record import Record, check_folder, has_record, read_record
+from te_models.recorder.record import Record, has_record, read_record
+from te_models.saving.checkpoint_choice import check_run
 from te_models.training.captures import Capture, capture_folder, device_name, read_capture
 from te_models.training.metrics import read_events, read_metrics
 from te_models.training.recipe_schedule import in_bf16
@@ -67,12 +68,12 @@ def replay(
         one_process: start no processes; one takes the whole batch, with other scales and sums than the run's.
 
     Raises:
-        DataError: there is no such folder.
+        DataError: there is no such folder, or it is not the folder of a run.
         CheckpointError: the step was not captured.
         TeModelsError: the processes failed.
     """
     folder = Path(run)
-    check_folder(folder)
+    check_run(folder)
     capture = read_capture(folder, step)
     if device is None:
         device = "cpu" if engine == "emulated" else "cuda"

@@ -14,12 +14,12 @@ from te_models.config.recipe import Recipe, list_recipes, recipe_from_dict
 from te_models.config.toml import read_toml
 from te_models.numerics.formats import FP8_MAX
 from te_models.recorder.layout import RecordedTensor
-from te_models.recorder.record import Floats, Record, check_record, read_record
+from te_models.recorder.record import Floats, Record, read_record
+from te_models.saving.checkpoint_choice import METRICS, check_run
 from te_models.training.metrics import read_events, read_metrics
 from te_models.training.settings import PROVENANCE, RUN_FILE
 from te_models.training.timing import Row
 
-METRICS = "metrics.jsonl"
 # A tensor with fewer values other than 0 than this share counts as if it had so many.
 FEWEST_VALUES = 1 / 64
 PER_TENSOR = ("DelayedScaling", "Float8CurrentScaling")  # schemes with one scale per tensor
@@ -154,10 +154,11 @@ def read_facts(run: str | Path) -> RunFacts:
     """Return what the rules look at in the folder of a run.
 
     Raises:
-        DataError: there is no such folder, or the run has no record.
+        DataError: there is no such folder, it is not the folder of a run, or the run has no record.
     """
     folder = Path(run)
-    check_record(folder)
+    check_run(folder)
+    record = read_record(folder)
     file = folder / RUN_FILE
     document = read_toml(file) if file.is_file() else {}
     recipe = recipe_from_dict(document.get("recipe", {"name": "bf16", "scheme": "none"}))
@@ -165,4 +166,4 @@ def read_facts(run: str | Path) -> RunFacts:
     rows = read_metrics(metrics) if metrics.is_file() else []
     events = read_events(metrics) if metrics.is_file() else []
     engine = str(document.get(PROVENANCE, {}).get("engine", ""))
-    return RunFacts(read_record(folder), rows, events, recipe, engine)
+    return RunFacts(record, rows, events, recipe, engine)

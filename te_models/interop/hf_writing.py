@@ -103,7 +103,7 @@ def write_hugging_face(
     """
     # A link to the folder stays a link: the folder behind it is replaced.
     folder = Path(os.path.realpath(folder))
-    _refuse_other_files(folder)
+    refuse_other_files(folder)
     # A quantized export is of the text model alone.
     form = _choose_form(model, origin, folder, with_others=quantize is None)
     family = form.family
@@ -165,7 +165,7 @@ def _write(
             write_safetensors(temp / file, members)
 
 
-def _refuse_other_files(folder: Path) -> None:
+def refuse_other_files(folder: Path) -> None:
     """Raise a UsageError if the folder has files that may be the user's work."""
     if folder.is_dir():
         present = sorted(os.listdir(folder))

@@ -180,7 +180,7 @@ def check_record(run: str | os.PathLike[str]) -> None:
     """Raise a DataError for the folder of a run that has no record, or that is not there."""
     check_folder(run)
     if not has_record(run):
-        raise DataError(f"{run} has no record: run it with --record")
+        raise DataError(f"{run} has no record: give the folder of a run that has --record")
 
 
 def read_record(run: str | os.PathLike[str]) -> Record:

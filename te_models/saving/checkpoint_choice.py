@@ -2,14 +2,17 @@
 
 import math
 import shlex
+from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
-from te_models.errors import CheckpointError
+from te_models.errors import CheckpointError, DataError
 from te_models.files.formats import read_json
+from te_models.recorder.record import check_folder
 from te_models.saving.run_folder import LATEST, Checkpoints, step_of
 
 METRICS = "metrics.jsonl"  # in the folder of a run, a line per step
+ADAPTERS = "adapter_config.json"  # in a folder of adapters, as peft has it
 BEST = "best"  # the folder in a run's with the checkpoint of the lowest evaluation loss
 
 
@@ -28,6 +31,26 @@ class Losses(NamedTuple):
 def holds_model(folder: Path) -> bool:
     """Return whether a folder itself holds a model, which a command reads before any run in that folder."""
     return (folder / "config.json").exists()
+
+
+def describe_content(folder: Path) -> str:
+    """Return what a folder itself holds: "a model", "adapters" or "".
+
+    A run is not started there: some readers would take the folder for the one, and some for the other.
+    """
+    if holds_model(folder):
+        return "a model"
+    return "adapters" if (folder / ADAPTERS).exists() else ""
+
+
+def check_run(run: str | PathLike[str]) -> None:
+    """Raise a DataError for a folder that is not there, or that holds a model or adapters and no run."""
+    check_folder(run)
+    folder = Path(run)
+    if (folder / METRICS).exists():
+        return
+    if content := describe_content(folder):
+        raise DataError(f"{run} holds {content} and no run: give the folder of a run, its --out")
 
 
 def describe_choice(name: str | Path) -> str | None:

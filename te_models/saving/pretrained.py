@@ -39,7 +39,11 @@ from te_models.model.options import SKETCH
 from te_models.model.tensor_parallel import gather_state
 from te_models.numerics.stored import StoredWeight
 from te_models.saving.adapters import trained_config
-from te_models.saving.checkpoint_choice import describe_missing_checkpoint, holds_model
+from te_models.saving.checkpoint_choice import (
+    ADAPTERS,
+    describe_missing_checkpoint,
+    holds_model,
+)
 from te_models.saving.folder import MANIFEST, MAX_SHARD_BYTES, load_folder, read_listed, save_folder
 from te_models.saving.load_model import load_weights, open_te_folder, own_folder, read_recipe
 from te_models.saving.loadable import refuse_unloadable
@@ -51,7 +55,6 @@ FORMATS = ("te", "hf")
 NOT_STORED = (
     "{} has no quantized weights that can stay as they are: leave out base_weights='stored'"
 )
-ADAPTERS = "adapter_config.json"
 # Further parts of a folder of ours, where they exist.
 EXTRAS = ("fp8_state", "fp8_weights", "hf_config", "generation_config", TRAINED)
 

@@ -30,7 +30,7 @@ from te_models.fp8.primary_weights import quantized
 from te_models.fp8.region import evaluating
 from te_models.fp8.scaling_state import frozen_fp8_state
 from te_models.recorder.record import FOLDER as RECORD
-from te_models.recorder.record import check_folder
+from te_models.saving.checkpoint_choice import check_run
 from te_models.saving.folder import load_folder, save_folder
 from te_models.training.captures import device_name
 from te_models.training.evaluation import Batch, evaluate, to_device
@@ -158,9 +158,9 @@ def read_card(run: str | Path) -> Card:
     """Return the card that a run recorded.
 
     Raises:
-        DataError: it recorded none, or there is no such folder.
+        DataError: it recorded none, or there is no such folder, or it is not the folder of a run.
     """
-    check_folder(run)
+    check_run(run)
     folder = Path(run) / RECORD / CARD
     if not folder.is_dir():
         raise DataError(

@@ -24,9 +24,9 @@ from te_models.fp8.primary_weights import drop_initial_values
 from te_models.fp8.scaling_state import check_fp8_state
 from te_models.interop.origin import TOKEN_IDS
 from te_models.saving.adapters import facts_in, trained_config, trained_generation
+from te_models.saving.checkpoint_choice import ADAPTERS
 from te_models.saving.folder import load_folder, match
 from te_models.saving.load_model import TrainingState, read_recipe, training_document
-from te_models.saving.pretrained import ADAPTERS
 from te_models.saving.run_folder import offering_older
 from te_models.training.lora import AdaptedModel, adapter_content, add_lora, load_lora
 from te_models.training.lora_files import warn_of_peft

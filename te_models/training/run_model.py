@@ -19,7 +19,7 @@ from te_models.errors import UsageError, plural
 from te_models.files.formats import Document, Fields
 from te_models.files.lock import refuse_in_use
 from te_models.model.recipe_fit import auto_recipe
-from te_models.saving.checkpoint_choice import holds_model
+from te_models.saving.checkpoint_choice import describe_content
 from te_models.saving.pretrained import read_shape, refuse_adapters
 from te_models.saving.run_folder import Checkpoints, step_of
 from te_models.training.launch import restarts
@@ -145,9 +145,8 @@ def find_model(
     # torchrun starts the same command again after a crash: a checkpoint in the folder is then its own.
     latest = Checkpoints(folder / "checkpoints").latest()
     if latest is None:
-        # Every command would read that model in place of the run's checkpoints.
-        if holds_model(folder):
-            raise UsageError(f"{folder} already holds a model: give another --out")
+        if content := describe_content(folder):
+            raise UsageError(f"{folder} already holds {content}: give another --out")
         return source, folder
     if not restarted:
         raise UsageError(

@@ -20,7 +20,7 @@ from te_models.errors import UsageError, plural
 from te_models.files.formats import Fields, render_json
 from te_models.optim import build_optimizer, projected_in_backward
 from te_models.optim.master import MasterWeights
-from te_models.saving.checkpoint_choice import holds_model
+from te_models.saving.checkpoint_choice import describe_content
 from te_models.saving.run_folder import Checkpoints, step_of
 from te_models.training.callback import Callback
 from te_models.training.evaluation import Batch
@@ -133,15 +133,15 @@ def rendered_documents(documents: Mapping[str, object]) -> Fields:
 
 
 def refuse_to_replace(out: Path, checkpoints: Checkpoints) -> None:
-    """Raise UsageError if `out` has a run that a new one would replace, or a model that commands read in its place."""
+    """Raise UsageError if `out` has a run that a new one would replace, or a model or adapters."""
     latest = checkpoints.latest()
     if latest is not None:
         steps = plural(step_of(latest), "step")
         raise UsageError(
             f"{out} already holds a run of {steps}: continue it with run(resume=True), or give another out"
         )
-    if holds_model(out):
-        raise UsageError(f"{out} already holds a model: give another out")
+    if content := describe_content(out):
+        raise UsageError(f"{out} already holds {content}: give another out")
 
 
 def check_room(trainer: Trainer) -> None:

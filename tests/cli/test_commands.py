@@ -30,6 +30,7 @@ from te_models.config.model import ModelConfig
 from te_models.config.presets import PRESETS, get_preset
 from te_models.config.toml import read_toml
 from te_models.errors import UsageError
+from te_models.saving.folder import save_folder
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -871,6 +872,66 @@ def test_a_model_in_the_folder_to_write_is_replaced_only_when_asked(
     assert "notes.txt" in capsys.readouterr().err and (out / "notes.txt").exists()
     assert main([*command, "--out", str(model), "--overwrite"]) == 2
     assert "is the folder of --model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["convert"], ["convert", "--format", "te"], ["export", "--format", "bf16", "--overwrite"]],
+)
+@pytest.mark.parametrize(
+    "file, message",
+    [("notes.txt", "notes.txt"), ("adapter_config.json", "out already holds adapters")],
+)
+def test_other_files_in_the_folder_to_write_are_named_before_the_model_is_read(
+    words: list[str],
+    file: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A large model takes minutes to read; and te-models replaces adapters that it has saved itself."""
+    monkeypatch.chdir(tmp_path)
+    if file == "notes.txt":
+        Path("out").mkdir()
+        Path("out", file).write_text("mine")
+    else:
+        save_folder("out", {}, {file: b"{}"})
+    assert main([*words, "--model", "missing/model", "--out", "out"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert Path("out", file).exists()
+
+
+@pytest.mark.parametrize("content", ["a model", "adapters"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "doctor saved",
+        "report saved",
+        "replay saved --step 1",
+        "capture saved --step 1",
+        "verify --against saved",
+        "plan --from-record saved",
+        "verify --from-record saved",
+        "pretrain --preset gated-nano --from-record saved",
+    ],
+)
+def test_a_folder_that_holds_no_run_is_named_as_what_it_is(
+    words: str,
+    content: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """No option could give it a record: a run is never started there."""
+    monkeypatch.chdir(tmp_path)
+    Path("saved").mkdir()
+    file = "config.json" if content == "a model" else "adapter_config.json"
+    Path("saved", file).write_text("{}")
+    assert main(words.split()) == 2
+    line = f"te-models: saved holds {content} and no run: give the folder of a run, its --out\n"
+    assert capsys.readouterr().err == line
 
 
 def test_the_release_beside_a_model_is_not_replaced(

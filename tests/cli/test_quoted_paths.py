@@ -8,7 +8,8 @@ import pytest
 from te_models.cli.commands import main
 from te_models.data.unrecognized_rows import unrecognized
 from te_models.errors import CheckpointError
-from te_models.saving.pretrained import ADAPTERS, read_shape
+from te_models.saving.checkpoint_choice import ADAPTERS
+from te_models.saving.pretrained import read_shape
 from te_models.training.merging import _merged_step
 from te_models.training.result import Result
 

@@ -369,7 +369,9 @@ def test_the_command_prints_the_advice(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["doctor", str(run), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["findings"][0]["rule"] == "nonfinite"
-    with pytest.raises(DataError, match="has no record: run it with --record"):
+    with pytest.raises(
+        DataError, match="has no record: give the folder of a run that has --record"
+    ):
         read_facts(tmp_path)
 
 

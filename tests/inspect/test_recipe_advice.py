@@ -249,7 +249,9 @@ def test_records_that_say_nothing(healthy: Path, tmp_path: Path) -> None:
     advise_recipe(healthy, replace(own, vocab_size=own.vocab_size + 64))
     with pytest.raises(DataError, match="no such folder; give the folder of a run"):
         advise_recipe(tmp_path / "misspelled")
-    with pytest.raises(DataError, match="has no record: run it with --record"):
+    with pytest.raises(
+        DataError, match="has no record: give the folder of a run that has --record"
+    ):
         advise_recipe(tmp_path)
     run_planted(tmp_path / "bf16", "bf16", None)
     with pytest.raises(DataError, match="no step in FP8: record a short run"):

@@ -420,6 +420,19 @@ def test_a_run_does_not_begin_in_the_folder_of_a_model(
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
+def test_a_run_does_not_begin_in_a_folder_of_adapters(
+    texts: None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """peft and servers would go on to read the adapters, and commands the run."""
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    assert main([*PRETRAIN, "--recipe", "bf16", "--steps", "1", "--out", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert error == f"te-models: {folder} already holds adapters: give another --out\n"
+    assert [path.name for path in folder.iterdir()] == ["adapter_config.json"]
+
+
 def test_a_run_before_its_first_save_is_named_as_such(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -150,10 +150,15 @@ def test_a_run_in_python_replaces_no_other(tmp_path: Path) -> None:
     assert trainer(tmp_path, steps=3).run(resume=True).step == 3
 
 
-def test_a_run_in_python_does_not_begin_in_the_folder_of_a_model(tmp_path: Path) -> None:
-    """Commands would read that model in place of the run's checkpoints."""
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UsageError, match="already holds a model: give another out"):
+@pytest.mark.parametrize(
+    "file, content", [("config.json", "a model"), ("adapter_config.json", "adapters")]
+)
+def test_a_run_in_python_does_not_begin_in_the_folder_of_a_model(
+    file: str, content: str, tmp_path: Path
+) -> None:
+    """Some readers would take the folder for the model, and some for the run."""
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(UsageError, match=f"already holds {content}: give another out"):
         trainer(tmp_path, steps=1).run()
     assert not (tmp_path / "checkpoints").exists()
 
