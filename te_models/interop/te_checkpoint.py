@@ -74,8 +74,16 @@ class TECheckpoint:
             return get_recipe("delayed", **self.fields, **edges, lm_head=head)
 
 
+def _is_own_folder(folder: Path) -> bool:
+    """Return whether te-models saved the model in a folder, which may have lost its manifest."""
+    # Its model.safetensors has an _extra_state too, for transformers, and these files hold the same scales.
+    return (folder / "recipe.json").exists() or any(folder.glob("fp8_*.safetensors"))
+
+
 def te_files(folder: Path) -> list[Path]:
     """Return the files of a Transformer Engine checkpoint in `folder`; none if it holds something else."""
+    if _is_own_folder(folder):
+        return []
     pickles = sorted(path for path in folder.glob("*") if path.suffix in SUFFIXES)
     tensors = sorted(folder.glob("*.safetensors"))
     for path in tensors:
@@ -104,6 +112,11 @@ def read_te_checkpoint(
             "folder with some"
         )
     files = te_files(path) if path.is_dir() else [path]
+    if not files and _is_own_folder(path):
+        raise CheckpointError(
+            f"{path} is a model that te-models saved, and no checkpoint of Transformer Engine's modules: give it as "
+            "--model (in Python: CausalLM.from_pretrained)"
+        )
     if not files:
         raise CheckpointError(
             f"{path} holds no Transformer Engine checkpoint: no .pt or .pth, no {EXTRA} in safetensors"

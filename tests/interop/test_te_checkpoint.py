@@ -96,6 +96,28 @@ def test_a_folder_with_a_config_loads_by_itself(form: str, recipe: str, tmp_path
     assert_same(CausalLM.from_pretrained(tmp_path / "ours", device="cpu"), model)
 
 
+@pytest.mark.parametrize("lost", [["manifest.json"], ["manifest.json", "recipe.json"]], ids=len)
+def test_our_own_folder_is_no_such_checkpoint(
+    lost: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights have an _extra_state too: a copy without its manifest was refused by a list of the scales' names."""
+    folder = tmp_path / "ours"
+    trained("delayed", **OPTIONS).save_pretrained(folder)
+    options = ["--preset", "gated-nano", "--out", str(tmp_path / "out")]
+    assert main(["convert", "--te-checkpoint", str(folder), *options]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "a model that te-models saved" in error
+    for name in lost:
+        (folder / name).unlink()
+    for command in (["plan"], ["generate", "--prompt", "x"]):
+        assert main([*command, "--model", str(folder)]) == 2
+        error = capsys.readouterr().err
+        assert error == (
+            f"te-models: {folder} has no manifest.json, so it is incomplete or was not saved by te-models: copy or "
+            "save the whole folder again\n"
+        )
+
+
 def test_into_a_model_of_other_names_and_another_recipe(tmp_path: Path) -> None:
     model = trained("delayed", num_layers_at_end_in_bf16=0, **OPTIONS)
     path = write(
