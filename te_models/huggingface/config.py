@@ -96,11 +96,11 @@ class TEModelsConfig(PreTrainedConfig):
         return values, options
 
     @classmethod
-    def of(cls, config: ModelConfig, **values: Any) -> TEModelsConfig:
+    def of(cls, config: ModelConfig | None, **values: Any) -> TEModelsConfig:
         """Return the config with the shape `config`; `values` as in the constructor.
 
         Raises:
-            UsageError: `config` is of another kind, such as the config of a model of transformers.
+            UsageError: `config` is of another kind, such as the config of a model of transformers, or None.
         """
         if not isinstance(config, ModelConfig):
             raise UsageError(

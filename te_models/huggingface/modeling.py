@@ -151,7 +151,8 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
     @classmethod
     def wrap(cls, model: CausalLM) -> TEModelsForCausalLM:
         """Return `model` with transformers' interface; both share all weights."""
-        config = TEModelsConfig.of(model.config, dtype=model.dtype)
+        config = TEModelsConfig.of(getattr(model, "config", None))  # refuses other modules
+        config.dtype = model.dtype
         for name, value in stated_outputs(model).items():
             setattr(config, name, value)
         return cls(config, model)

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from te_models.causal_lm import CausalLM
+from te_models.data.dataset import check_fit
 from te_models.data.tokenizer_base import Tokenizer
 from te_models.errors import DataError, TeModelsError, UsageError, needs
 from te_models.files.atomic import first_line
 from te_models.huggingface.modeling import TEModelsForCausalLM
 from te_models.inspect.evaluate import Score
+from te_models.model.decoder_of import decoder_of
 
 with needs("--tasks", "lm-eval", "0.4.12", "eval"):
     import lm_eval
@@ -59,7 +61,7 @@ def find_tasks(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
 
 
 def score_tasks(
-    model: CausalLM,
+    model: CausalLM | TEModelsForCausalLM,
     tokenizer: Tokenizer,
     tasks: Sequence[str],
     manager: TaskManager,
@@ -71,16 +73,21 @@ def score_tasks(
 
     The model is evaluated under its recipe, with its scales unchanged. `limit` is the number of examples per task
     (None: all) and `few_shot` the number of solved examples before each (None: the task's own).
+
+    Raises:
+        UsageError: the model is something else, or the tokenizer is of another model.
+        DataError: a task or its examples cannot be read.
     """
+    decoder = decoder_of(model)
+    check_fit(tokenizer, decoder.config)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         # lm_eval takes a tokenizer of transformers, which reads ours from a file.
         tokenizer.save(folder)
         hf_tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    sizes = dict(batch_size=batch_size, max_length=model.config.max_position_embeddings)
-    wrapped = HFLM(
-        pretrained=TEModelsForCausalLM.wrap(model).eval(), tokenizer=hf_tokenizer, **sizes
-    )
+    sizes = dict(batch_size=batch_size, max_length=decoder.config.max_position_embeddings)
+    hf_model = model if isinstance(model, TEModelsForCausalLM) else TEModelsForCausalLM.wrap(model)
+    wrapped = HFLM(pretrained=hf_model.eval(), tokenizer=hf_tokenizer, **sizes)
     examples = dict(tasks=list(tasks), task_manager=manager, limit=limit, num_fewshot=few_shot)
     try:
         results = lm_eval.simple_evaluate(
@@ -95,7 +102,7 @@ def score_tasks(
         raise DataError(
             f"--tasks {','.join(tasks)}: a task or its examples cannot be read ({reason}): {check}"
         ) from error
-    return list(_scores(model.recipe.name, results["results"]))
+    return list(_scores(decoder.recipe.name, results["results"]))
 
 
 def _scores(recipe: str, results: dict[str, dict[str, object]]) -> Iterable[Score]:

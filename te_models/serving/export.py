@@ -137,8 +137,8 @@ def export(
     return Export(Path(folder), format, quantized, ignored, notes, writer.survival())
 
 
-def default_format(model: Decoder, origin: Origin) -> str:
-    """Return the format to export `model` in where none is asked for: the first of these that servers read.
+def default_format(model: nn.Module, origin: Origin) -> str:
+    """Return the format to export a model in where none is asked for: the first of these that servers read.
 
     "fp8-block" needs rows and inputs in whole blocks, "fp8-channel" takes any size, and "bf16" is for families whose
     experts are stacked.
@@ -146,6 +146,7 @@ def default_format(model: Decoder, origin: Origin) -> str:
     Raises:
         ConfigError: no architecture of Hugging Face computes what this model does.
     """
+    model = decoder_of(model)
     family = family_for(model.config, family_of(origin.config) if origin.config else None)
     modules = quantized_modules(model)
     # By their descriptions: in a run with adapters the modules are other ones.

@@ -232,9 +232,11 @@ def _counted(batch: Mapping[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def compare(
-    trained: Decoder, served: Decoder, batches: Iterable[Mapping[str, Tensor]]
+    trained: nn.Module, served: nn.Module, batches: Iterable[Mapping[str, Tensor]]
 ) -> Difference:
     """Compare the next-token probabilities of two models of one vocabulary, in FP32."""
+    trained = decoder_of(trained)
+    served = decoder_of(served)
     if trained.config.vocab_size != served.config.vocab_size:
         raise UsageError(
             f"the served model has vocab_size={served.config.vocab_size}, the trained one {trained.config.vocab_size}: "
@@ -297,7 +299,7 @@ def _log_probabilities(
 
 
 def read_batches(
-    model: Decoder,
+    model: nn.Module,
     data: str,
     tokenizer: str | Path | None,
     count: int,
@@ -310,7 +312,7 @@ def read_batches(
     Windows of records have "document_ids" beside.
 
     Args:
-        model: the model, whose vocabulary and longest sequence limit the tokens.
+        model: a CausalLM or a TEModelsForCausalLM, whose vocabulary and longest sequence limit the tokens.
         data: a file, folder or glob of text or records, or "python-docstrings", of which the modules that training does
             not see; conversations are put into the tokenizer's chat template, or the plain one.
         tokenizer: a tokenizer.json, or a folder with one; None: bytes.
@@ -323,9 +325,10 @@ def read_batches(
         DataError, UsageError: the data or the tokenizer cannot be read, or do not fit the model.
     """
     check_least(1, batches=count)
+    config = decoder_of(model).config
     text_tokenizer = load_tokenizer(tokenizer)
-    check_fit(text_tokenizer, model.config)
-    length = min(seq_len, model.config.longest_sequence)
+    check_fit(text_tokenizer, config)
+    length = min(seq_len, config.longest_sequence)
     remarks: list[str] = []
     documents = read_documents(data, columns, remarks=remarks)
     if any(document.conversation is not None for document in documents):

@@ -31,7 +31,8 @@ from te_models.interop.origin import Origin
 from te_models.interop.te_checkpoint import TECheckpoint
 from te_models.model.decoder_of import decoder_of
 from te_models.saving.pretrained import write_pretrained
-from te_models.serving.export import export
+from te_models.serving.export import default_format, export
+from te_models.serving.parity import compare, read_batches
 from te_models.training.evaluation import evaluate
 
 IDS = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(5))
@@ -89,6 +90,13 @@ def verified(model: nn.Module, folder: Path) -> str:
     return str(verify(model, 1, 32))
 
 
+def read(model: nn.Module, folder: Path) -> list[Any]:
+    folder.mkdir()
+    (folder / "text.txt").write_text("a few words " * 20)
+    batches = read_batches(model, str(folder / "text.txt"), tokenizer=None, count=2, seq_len=32)
+    return [batch["input_ids"].tolist() for batch in batches]
+
+
 def refused(model: nn.Module, folder: Path) -> str:
     with pytest.raises(UsageError) as caught:
         GraphedStep(model)
@@ -107,6 +115,10 @@ FUNCTIONS: dict[str, Callable[[nn.Module, Path], Any]] = {
     "parity with a base": lambda model, folder: parity(
         build(seed=1), Origin(), ["fp8-block"], BATCHES, base=model
     ).to_dict(),
+    "compare": lambda model, folder: compare(model, build(seed=1), BATCHES),
+    "compare the other": lambda model, folder: compare(build(seed=1), model, BATCHES),
+    "read_batches": read,
+    "default_format": lambda model, folder: default_format(model, Origin()),
     "export": exported,
     "load_te_checkpoint": loaded,
     "write_pretrained": written,
@@ -154,5 +166,13 @@ def test_a_model_with_adapters_is_taken_and_another_is_refused_in_one_line() -> 
     message = "is a {}: give a CausalLM, or a TEModelsForCausalLM"
     with pytest.raises(UsageError, match=message.format("PeftModelForCausalLM")):
         list(stream_text(wrapped, WORDS, "ab", 6))
+    other = nn.Linear(2, 2)
     with pytest.raises(UsageError, match=message.format("Linear")):
-        parity(nn.Linear(2, 2), Origin(), [], BATCHES)
+        parity(other, Origin(), [], BATCHES)
+    with pytest.raises(UsageError, match=message.format("Linear")):
+        read_batches(other, "text.txt", tokenizer=None, count=1, seq_len=32)
+    with pytest.raises(UsageError, match=message.format("Linear")):
+        default_format(other, Origin())
+    anything: Any = other
+    with pytest.raises(UsageError, match="not a ModelConfig: give a CausalLM"):
+        TEModelsForCausalLM.wrap(anything)

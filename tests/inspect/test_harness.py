@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from te_models import CausalLM
+from te_models import CausalLM, TEModelsForCausalLM
 from te_models.cli import main
 from te_models.data.byte_tokenizer import ByteTokenizer
+from te_models.errors import UsageError
+from te_models.inspect.evaluate import Score
 
 lm_eval = pytest.importorskip("lm_eval")
+from te_models.inspect.harness import find_tasks, score_tasks  # noqa: E402  needs lm_eval
+
 pytestmark = pytest.mark.filterwarnings(
     "ignore"
 )  # those of the harness and of the libraries below it
@@ -118,6 +122,20 @@ def test_the_scores_of_a_folder_of_tasks_are_those_of_transformers(
         "1",
     )
     assert one.keys() == {("which", "acc"), ("which", "acc_norm")} and one["which", "acc"] in (0, 1)
+
+
+def test_a_wrapped_model_is_scored_and_another_refused_in_one_line(folder: Path) -> None:
+    model = CausalLM.from_pretrained(folder / "model", device="cpu", recipe="bf16")
+    manager, tasks = find_tasks([str(folder / "tasks" / "which.yaml")])
+
+    def scored(model: Any) -> list[Score]:
+        return score_tasks(model, ByteTokenizer(), tasks, manager, batch_size=2)
+
+    assert scored(TEModelsForCausalLM.wrap(model)) == scored(model)
+    with pytest.raises(UsageError, match="the model is a Linear: give a CausalLM, or a TEModels"):
+        scored(torch.nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="the tokenizer has 259 ids but the model's vocab_size"):
+        scored(CausalLM.from_preset("gated-nano", vocab_size=256, num_hidden_layers=1))
 
 
 @pytest.mark.parametrize(
