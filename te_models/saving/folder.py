@@ -190,8 +190,7 @@ def load_folder(
         raise CheckpointError(f"{path} is not a folder of saved state")
     if not os.path.lexists(folder / MANIFEST):
         raise CheckpointError(
-            f"{folder} has no {MANIFEST}, so it is incomplete or was not saved by te-models: copy or save the whole "
-            "folder again"
+            f"{folder} has no {MANIFEST}: it is incomplete; copy or save the whole folder again"
         )
     with reraising(f"{folder} cannot be read", OSError):
         return _load(_read_manifest(folder), names, optional)

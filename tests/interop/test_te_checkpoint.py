@@ -113,8 +113,7 @@ def test_our_own_folder_is_no_such_checkpoint(
         assert main([*command, "--model", str(folder)]) == 2
         error = capsys.readouterr().err
         assert error == (
-            f"te-models: {folder} has no manifest.json, so it is incomplete or was not saved by te-models: copy or "
-            "save the whole folder again\n"
+            f"te-models: {folder} has no manifest.json: it is incomplete; copy or save the whole folder again\n"
         )
 
 
