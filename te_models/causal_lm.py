@@ -372,8 +372,9 @@ class CausalLM(Decoder):
         """Write the model into `folder`, atomically, as a quantized Hugging Face checkpoint for a server.
 
         The linears of blocks are quantized, except those that the recipe keeps in BF16 by its edges or its table
-        `precision`. Weights follow the recipe of their linear where it has the format: its power-of-two scales, its
-        square blocks, and the data of FP8 primary weights.
+        `precision`, and those that a quantized folder has in BF16, unless an FP8 recipe was chosen. Weights follow the
+        recipe of their linear where it has the format: its power-of-two scales, its square blocks, and the data of FP8
+        primary weights.
 
         Args:
             folder: the folder to write; an earlier save in it is replaced.

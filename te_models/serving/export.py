@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.model import ModelConfig
-from te_models.config.precision import HEAD
 from te_models.distributed.dtensor import local
 from te_models.errors import UsageError, check_known
 from te_models.files.formats import Document, Fields
@@ -42,6 +41,7 @@ from te_models.serving.formats import (
 )
 from te_models.serving.input_scales import input_scales
 from te_models.serving.other_readers import not_read
+from te_models.serving.quantized_linears import linears_kept, quantized_modules, weight_shapes
 from te_models.serving.rounding import (
     ROUNDINGS,
     SEED,
@@ -120,7 +120,7 @@ def export(
     refuse_adapters(model)
     with saving(model), source_in(FORMATS[format], origin) as source:
         # Before anything is written: it refuses what the format does not take.
-        writer = _Writer(model, format, calibration, source, rounding, base)
+        writer = _Writer(model, origin, format, calibration, source, rounding, base)
         parameters = model.ep.gather(
             gather_state(weights(model), model.config, model.tp), model.device
         )
@@ -148,7 +148,7 @@ def default_format(model: nn.Module, origin: Origin) -> str:
     """
     model = decoder_of(model)
     family = family_for(model.config, family_of(origin.config) if origin.config else None)
-    modules = quantized_modules(model)
+    modules = quantized_modules(model, origin)
     # By their descriptions: in a run with adapters the modules are other ones.
     if family.stacked and any(model.config.linears[name].experts for name in modules):
         return "bf16"
@@ -162,14 +162,10 @@ def _in_whole_blocks(family: Family, config: ModelConfig, modules: Iterable[str]
     whole blocks in each of them but the last.
     """
     block_rows, block_columns = BLOCK.block
-    shapes = {}
-    for name in modules:
-        linear = config.linears[name]
-        # A server reads one weight's blocks at a time, and would find the next row's in an incomplete one.
-        if linear.inputs % block_columns:
-            return False
-        for weight in linear.weights:
-            shapes[f"{name}.{weight}"] = torch.Size((linear.outputs, linear.inputs))
+    shapes = weight_shapes(config, modules)
+    # A server reads one weight's blocks at a time, and would find the next row's in an incomplete one.
+    if any(inputs % block_columns for _, inputs in shapes.values()):
+        return False
     # Name of a weight of ours -> rows of each part, in Hugging Face's order.
     parts: dict[str, list[int]] = {}
     for place in tensor_places(family, config, shapes).values():
@@ -182,21 +178,13 @@ def _in_whole_blocks(family: Family, config: ModelConfig, modules: Iterable[str]
     return all(size % block_rows == 0 for size in checked)
 
 
-def quantized_modules(model: Decoder) -> dict[str, nn.Module]:
-    """Return name -> te.Linear of blocks that an export quantizes: those that the recipe does not keep in BF16."""
-    modules = {}
-    for name, precision in model.precision.linears.items():
-        if name != HEAD and not precision.stays:
-            modules[name] = model.get_submodule(name)
-    return modules
-
-
 class _Writer:
     """Makes the tensors and the config.json of an export; `quantize` is called by write_hugging_face."""
 
     def __init__(
         self,
         model: Decoder,
+        origin: Origin,
         format: str,
         calibration: Tensor | Iterable[Tensor] | None,
         source: HuggingFaceFolder | None,
@@ -212,7 +200,7 @@ class _Writer:
         self.generator = torch.Generator().manual_seed(SEED)
         self.base = None if base is None else weights(base)
         self.changes: list[WeightChange] = []
-        self.modules = quantized_modules(model) if self.format.storage else {}
+        self.modules = quantized_modules(model, origin) if self.format.storage else {}
         self.weights: dict[str, str] = {}  # name of a weight to quantize -> name of its module
         for name in self.modules:
             linear = model.config.linears[name]
@@ -226,6 +214,10 @@ class _Writer:
         self.inputs, self.notes = input_scales(
             model, self.format, self.modules, calibration, source
         )
+        if self.modules and linears_kept(model, origin):
+            self.notes.append(
+                f"linears that {origin.folder} has unquantized stay so: an FP8 recipe (--recipe) decides anew"
+            )
         self.fp8_weights = quantized_weights(model) if model.tp.size == 1 else {}
         self.quantized: list[str] = []
         self.ignored: list[str] = []

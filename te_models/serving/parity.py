@@ -29,9 +29,10 @@ from te_models.model.decoder import Decoder
 from te_models.model.decoder_of import decoder_of
 from te_models.model.targets import IGNORED
 from te_models.planning.printable import Printable
-from te_models.serving.export import export, quantized_modules
+from te_models.serving.export import export
 from te_models.serving.formats import FORMATS
 from te_models.serving.input_scales import trained_scales
+from te_models.serving.quantized_linears import quantized_modules
 from te_models.serving.served import read_served
 
 
@@ -193,7 +194,7 @@ def _row(
     # A format is judged by the folder that a server would read, not by the weights in memory.
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp) / "export"
-        modules = quantized_modules(model)
+        modules = quantized_modules(model, origin)
         # Scales from training are what a server would have; the batches stand in where there are none.
         calibration = None if trained_scales(model, modules).keys() == modules.keys() else tokens
         try:

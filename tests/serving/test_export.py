@@ -714,6 +714,38 @@ def test_an_export_of_an_export_is_the_same(format: str, tmp_path: Path) -> None
     )
 
 
+@pytest.mark.parametrize("shape", [ODD, GATED, SHAPES["qwen3_moe"]], ids=["odd", "gated", "moe"])
+@pytest.mark.parametrize("again", [None, "fp8-channel", "mxfp8"])
+def test_an_export_of_an_export_quantizes_the_same_linears(
+    shape: dict[str, Any], again: str | None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """An edge, or one linear, that the first export kept in BF16 would lose exactness in the second."""
+    table = {"layers.1.*.down_proj*": "bf16"}
+    edges = dict(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0)
+    model = build("current", **{**shape, "num_hidden_layers": 3}, precision=table, **edges)
+    first = model.export(tmp_path / "first", format="fp8-channel")
+    options = ["--model", str(tmp_path / "first"), "--out", str(tmp_path / "second")]
+    assert main(["export", *options, *([] if again is None else ["--format", again])]) == 0
+    shown = capsys.readouterr().out
+    assert f"{len(first.quantized)} linears quantized, {len(first.ignored)} not" in shown
+    assert "first has unquantized stay so: an FP8 recipe (--recipe) decides anew" in shown
+    # The recipe that a load chooses by itself decides about training, and not about an export.
+    loaded = CausalLM.from_pretrained(tmp_path / "first", device="cpu")
+    second = loaded.export(tmp_path / "third", format=again or "fp8-channel")
+    assert set(second.quantized) == set(first.quantized)
+    assert set(second.ignored) == set(first.ignored)
+    chosen = CausalLM.from_pretrained(
+        tmp_path / "first",
+        device="cpu",
+        recipe="current",
+        num_layers_at_start_in_bf16=0,
+        num_layers_at_end_in_bf16=0,
+    )
+    third = chosen.export(tmp_path / "all", format=again or "fp8-channel")
+    assert len(third.quantized) > len(first.quantized)
+    assert not any("stay so" in note for note in third.notes)
+
+
 def test_unsupported_exports_are_refused_in_one_line(tmp_path: Path) -> None:
     model = build("bf16", intermediate_size=176)
     with pytest.raises(UsageError, match="unknown format 'fp8-blocks'.*fp8-block"):
