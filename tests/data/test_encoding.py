@@ -504,9 +504,15 @@ CALLING_TEMPLATES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", [{"x": "\u00e9", "n": 1}, '{"x":"\u00e9", "n":1}'])
-@pytest.mark.parametrize("content", ["", None, "absent"])
-@pytest.mark.parametrize("case", CALLING_TEMPLATES)
+@pytest.mark.parametrize(
+    ("case", "content", "arguments"),
+    every(
+        3,
+        CALLING_TEMPLATES,
+        ["", None, "absent"],
+        [{"x": "\u00e9", "n": 1}, '{"x":"\u00e9", "n":1}'],
+    ),
+)
 def test_calls_are_written_in_the_form_that_a_template_expects(
     case: str, content: str | None, arguments: Any, folder: Path
 ) -> None:

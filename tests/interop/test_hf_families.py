@@ -268,7 +268,7 @@ TEXTS = [
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.slow] * bool(number % 4 or case in HYBRIDS))
+        pytest.param(case, marks=[pytest.mark.slow] * bool(number % 7 or case in HYBRIDS))
         for number, case in enumerate(TEXTS)
     ],
 )

@@ -279,7 +279,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name, recipe, mode", every(3, KINDS, ["bf16", "delayed"], ["none", "selective", "full"])
+    "name, recipe, mode", every(4, KINDS, ["bf16", "delayed"], ["none", "selective", "full"])
 )
 def test_the_memory_plan_is_what_autograd_keeps(name: str, recipe: str, mode: str) -> None:
     """But for rows of padding, of which the plan has the most that there can be, and choices that recomputes hold."""

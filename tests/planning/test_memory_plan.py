@@ -71,7 +71,7 @@ CASES: list[tuple[str, str | int, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("recipe", "mode", "fields", "rows"),
     some(
-        5,
+        7,
         ((*case, rows) for n, case in enumerate(CASES) for rows in (ROWS[n % 2], ROWS[n % 2 - 1])),
     ),
 )

@@ -121,7 +121,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checkpoints, "_join", until_copied(join))
 
 
-@pytest.mark.parametrize("kind", every(2, KINDS))
+@pytest.mark.parametrize("kind", every(3, KINDS))
 def test_a_save_beside_the_next_step(kind: str, late: None, tmp_path: Path) -> None:
     witness = Witness()
     with (

@@ -150,7 +150,7 @@ def test_replayed_micro_batches_are_the_eager_ones(
 @pytest.mark.parametrize(
     ("recipe", "kind", "count"),
     # Recorded hybrids take a third of the time of all; replayed ones are above.
-    every(6, QUICK_FIRST, ["dense", "recompute"], [3, 1], rest=3)
+    every(7, QUICK_FIRST, ["dense", "recompute"], [3, 1])
     + slow(every(3, QUICK_FIRST, ["hybrid"], [3, 1], rest=3)),
 )
 def test_recorded_steps_have_graphs_of_their_own(

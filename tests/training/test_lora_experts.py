@@ -117,7 +117,7 @@ def gradients(model: Any, ids: Tensor) -> Any:
     return model
 
 
-@pytest.mark.parametrize("case, targets", some(4, ROWS))
+@pytest.mark.parametrize("case, targets", some(5, ROWS))
 def test_adapters_of_experts_are_those_of_peft(case: str, targets: str, tmp_path: Path) -> None:
     """Values, gradients and files, both ways."""
     torch.manual_seed(1)
@@ -227,7 +227,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name, recipe, mode, experts",
     every(
-        5,
+        6,
         KINDS,
         ["bf16", "delayed", "current, FP8 weights"],
         ["none", "selective", "full"],
