@@ -73,25 +73,42 @@ def share_shapes(monkeypatch: pytest.MonkeyPatch, core: Any) -> None:
         initialize(first, core.int32, list(sizes))
         return first.shape, first.numel, str(first.shape)
 
-    @functools.cache
-    def of_tensor(sizes: tuple[int, ...]) -> tuple[Any, Any]:
-        return (
-            core.tuple([core.constexpr(size) for size in sizes]),
-            core.constexpr(math.prod(sizes)),
-        )
+    of_tensors: dict[int, tuple[Any, Any]] = {}  # by the identity of the type's shape
+
+    def of_tensor(shape: Any) -> tuple[Any, Any]:
+        """Return the shape and the number of elements of a tensor, of a type with this shape."""
+        sizes = tuple(shape)
+        found = core.tuple([core.constexpr(size) for size in sizes])
+        of_tensors[id(shape)] = found, core.constexpr(math.prod(sizes))
+        return of_tensors[id(shape)]
+
+    texts: dict[int, tuple[Any, int, str]] = {}  # by the same, what `of_type` returns
+    scalar = core.tuple([]), core.constexpr(1)
 
     def initialize_type(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = shape.values if isinstance(shape, core.tuple) else shape
-        plain = tuple(size.value if isinstance(size, core.constexpr) else size for size in sizes)
         self.element_ty = element_ty
-        self.shape, self.numel, text = of_type(plain)
-        self.name = f"<{text}, {element_ty}>"
+        if id(shape) in texts:
+            self.shape, self.numel, text = texts[id(shape)]
+        else:
+            sizes = shape.values if isinstance(shape, core.tuple) else shape
+            plain = tuple(
+                size.value if isinstance(size, core.constexpr) else size for size in sizes
+            )
+            known = of_type(plain)
+            texts[id(known[0])] = known
+            self.shape, self.numel, text = known
+        self.name = f"<{text}, {element_ty.name}>"
 
     def initialize_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle = handle
         self.type = type
-        self.dtype = type.scalar
-        self.shape, self.numel = of_tensor(tuple(type.shape.values) if type.is_block() else ())
+        if type.is_block():
+            self.dtype = type.element_ty
+            shape = type.shape
+            self.shape, self.numel = of_tensors.get(id(shape)) or of_tensor(shape)
+        else:
+            self.dtype = type.scalar
+            self.shape, self.numel = scalar
 
     monkeypatch.setattr(core.block_type, "__init__", initialize_type)
     monkeypatch.setattr(core.tensor, "__init__", initialize_tensor)
@@ -126,12 +143,29 @@ def share_operands(monkeypatch: pytest.MonkeyPatch, interpreter: Any, semantic: 
             return lhs, rhs
         return stretch(lhs, *stretched[key]), stretch(rhs, *stretched[key])
 
+    def operands(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        """Return both with the type of the result, but their own data, which NumPy stretches as it computes."""
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        key = id(lhs.shape), id(rhs.shape)
+        if key not in stretched:
+            return broadcast_once(self, lhs, rhs)
+        shape, sizes = stretched[key]
+        if lhs.shape is not shape:
+            lhs = core.tensor(lhs.handle, core.block_type(lhs.dtype, sizes))
+        if rhs.shape is not shape:
+            rhs = core.tensor(rhs.handle, core.block_type(rhs.dtype, sizes))
+        return lhs, rhs
+
     def check_once(self: Any, lhs: Any, rhs: Any, *pointers: bool, **options: bool) -> Any:
         if isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor):
             # A quotient may have another type, and two pointers are an error.
-            plain = len(pointers) < 4 and not options and not lhs.dtype.is_ptr()
-            if plain and lhs.dtype.name == rhs.dtype.name:
-                return broadcast_once(self, lhs, rhs)
+            plain = len(pointers) < 4 and not options
+            of_pointer = lhs.dtype.is_ptr()
+            if plain and not of_pointer and lhs.dtype.name == rhs.dtype.name:
+                return operands(self, lhs, rhs)
+            if plain and of_pointer and pointers[:1] == (True,) and rhs.dtype.is_int():
+                return operands(self, lhs, rhs)
             return check(self, lhs, rhs, *pointers, **options)
         tensor, number = (lhs, rhs) if isinstance(lhs, core.tensor) else (rhs, lhs)
         if not isinstance(tensor, core.tensor) or tensor.dtype.is_ptr() or options:
@@ -150,6 +184,48 @@ def share_operands(monkeypatch: pytest.MonkeyPatch, interpreter: Any, semantic: 
 
     monkeypatch.setattr(semantic, "broadcast_impl_value", broadcast_once)
     monkeypatch.setattr(semantic, "binary_op_type_checking_impl", check_once)
+
+
+def unwrap_quickly(monkeypatch: pytest.MonkeyPatch, modules: list[Any], core: Any) -> None:
+    """Look at a value's own class before the classes that hold several values: most are no such thing."""
+    unwrap = core._unwrap_if_constexpr
+    plain = {core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, bool, str}
+
+    def unwrapped(value: Any) -> Any:
+        kind = type(value)
+        if kind is core.constexpr:
+            return value.value
+        return value if kind in plain else unwrap(value)
+
+    for module in modules:
+        if getattr(module, "_unwrap_if_constexpr", None) is unwrap:
+            monkeypatch.setattr(module, "_unwrap_if_constexpr", unwrapped)
+
+
+def handle_quickly(monkeypatch: pytest.MonkeyPatch, interpreter: Any) -> None:
+    """Make the handle of a tensor with one comparison of sizes; what is wrong goes Triton's way."""
+    handle = interpreter.TensorHandle
+    initialize = handle.__init__
+    pointer = interpreter.tl.pointer_type
+    largest: dict[
+        int, int
+    ] = {}  # bytes of an element, by the identity of a type that lives as long
+    lives: list[Any] = []
+
+    def bytes_of(dtype: Any) -> int:
+        lives.append(dtype)
+        bits = 64 if isinstance(dtype, pointer) else max(8, dtype.primitive_bitwidth)
+        largest[id(dtype)] = bits // 8
+        return bits // 8
+
+    def initialize_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        if data.itemsize > (largest.get(id(dtype)) or bytes_of(dtype)):
+            initialize(self, data, dtype)
+        self.data = data
+        self.dtype = dtype
+        self.attr = {} if attr is None else attr
+
+    monkeypatch.setattr(handle, "__init__", initialize_handle)
 
 
 def reduce_slices(self: Any, input: Any) -> list[Any]:
@@ -199,6 +275,9 @@ def faster() -> Iterator[None]:
         monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_types(interpreter._get_np_dtype))
         share_shapes(monkeypatch, interpreter.tl.core)
         share_operands(monkeypatch, interpreter, semantic)
+        handle_quickly(monkeypatch, interpreter)
+        languages = [interpreter.tl.core, importlib.import_module("triton.language.semantic")]
+        unwrap_quickly(monkeypatch, [*languages, interpreter], interpreter.tl.core)
         monkeypatch.setattr(interpreter, "_patch_attr", patch_attribute)
         monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", reduce_slices)
         builder = interpreter.interpreter_builder
