@@ -278,8 +278,15 @@ def example(limit: float | None, padded: bool) -> Example:
 ROUNDING = 1e-4 if torch.float32 == DTYPE else 1e-2
 
 
-@pytest.mark.parametrize(("limit", "padded"), [(None, True), (1.5, False)])
-@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize(
+    ("limit", "padded", "delayed"),
+    [
+        (None, True, False),
+        (1.5, False, True),
+        pytest.param(None, True, True, marks=pytest.mark.slow),
+        pytest.param(1.5, False, False, marks=pytest.mark.slow),
+    ],
+)
 def test_activations_and_their_gradients(limit: float | None, padded: bool, delayed: bool) -> None:
     """Halves of 80 columns: tiles have columns of the gradients of gate and of up."""
     one = example(limit, padded)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fewer import every, slow
 from torch import Tensor
 
 from te_models.config.attention import Heads
@@ -71,36 +72,38 @@ def activated(y: Tensor, activation: StepActivation) -> Tensor:
     return act(gate) * up
 
 
-scalings = pytest.mark.parametrize(
-    "scaling", ["none", "delayed", "current", pytest.param("power of 2", marks=SLOW)]
-)
-shapes = pytest.mark.parametrize(
-    ("tokens", "rows", "width", "outputs", "activation", "centered"),
-    [
-        (1, 1, 48, 40, None, None),
-        pytest.param(3, 16, 40, 48, None, False, marks=SLOW),
-        (5, 8, 64, 96, StepActivation("silu", True), True),
-        (2, 2, 33, 32, StepActivation("relu2", False), None),
-        pytest.param(16, 16, 32, 64, StepActivation("gelu_pytorch_tanh", True), False, marks=SLOW),
-        (4, 8, 272, 144, None, None),
-        (7, 8, 300, 144, StepActivation("silu", False), False),
-        pytest.param(6, 8, 272, 288, StepActivation("silu", True), False, marks=SLOW),
-    ],
-)
+# Tokens, rows, width, outputs, activation, and whether the norm before has a weight around zero; None: there is none.
+Shape = tuple[int, int, int, int, StepActivation | None, bool | None]
+SCALINGS = ["none", "delayed", "current"]
+SHAPES: list[Shape] = [
+    (1, 1, 48, 40, None, None),
+    (5, 8, 64, 96, StepActivation("silu", True), True),
+    (2, 2, 33, 32, StepActivation("relu2", False), None),
+    (4, 8, 272, 144, None, None),
+    (7, 8, 300, 144, StepActivation("silu", False), False),
+]
+# In slow tests.
+RARER_SCALINGS = ["power of 2"]
+RARER_SHAPES: list[Shape] = [
+    (3, 16, 40, 48, None, False),
+    (16, 16, 32, 64, StepActivation("gelu_pytorch_tanh", True), False),
+    (6, 8, 272, 288, StepActivation("silu", True), False),
+]
 
 
-@scalings
-@shapes
-def test_a_product_with_all_that_surrounds_it(
-    tokens: int,
-    rows: int,
-    width: int,
-    outputs: int,
-    activation: StepActivation | None,
-    centered: bool | None,
-    scaling: str,
-) -> None:
+def products(step: int, *axes: list[Any]) -> list[Any]:
+    """Return cases of the axes, a scaling and a shape; each `step`-th of the usual ones is not slow."""
+    return [
+        *every(step, *axes, SCALINGS, SHAPES),
+        *slow(every(1, *axes, RARER_SCALINGS, SHAPES)),
+        *slow(every(1, *axes, [*SCALINGS, *RARER_SCALINGS], RARER_SHAPES)),
+    ]
+
+
+@pytest.mark.parametrize(("scaling", "shape"), products(1))
+def test_a_product_with_all_that_surrounds_it(scaling: str, shape: Shape) -> None:
     """StepNorm, cast, product, bias, activation, factor and residual; rows of padding are zeros."""
+    tokens, rows, width, outputs, activation, centered = shape
     options = dict(device=DEVICE, dtype=DTYPE)
     x = torch.randn(rows, width, **options)
     x[tokens:] = 0
@@ -141,19 +144,9 @@ def test_a_product_with_all_that_surrounds_it(
     assert not found[tokens:].any()
 
 
-@pytest.mark.parametrize("programs", [1, 1000])
-@scalings
-@shapes
+@pytest.mark.parametrize(("programs", "scaling", "shape"), products(2, [1, 1000]))
 def test_a_product_in_small_tiles(
-    monkeypatch: pytest.MonkeyPatch,
-    tokens: int,
-    rows: int,
-    width: int,
-    outputs: int,
-    activation: StepActivation | None,
-    centered: bool | None,
-    scaling: str,
-    programs: int,
+    monkeypatch: pytest.MonkeyPatch, programs: int, scaling: str, shape: Shape
 ) -> None:
     """The same on tensor cores, also with one and two tokens: a program has all channels, or those of one iteration."""
     # On a GPU the smallest tile that Hopper's WGMMA multiplies.
@@ -161,9 +154,7 @@ def test_a_product_in_small_tiles(
     tile = SplitTile(*loop, programs=programs)
     monkeypatch.setattr(decode_product_triton, "_split_tile", lambda *kind: tile)
     monkeypatch.setattr(decode_product_triton, "FEW", 0)
-    test_a_product_with_all_that_surrounds_it(
-        tokens, rows, width, outputs, activation, centered, scaling
-    )
+    test_a_product_with_all_that_surrounds_it(scaling, shape)
 
 
 def test_large_weights_in_fp8_are_multiplied_on_tensor_cores(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fewer import every
 
 from te_models import CausalLM
 from te_models.config.model import ModelConfig
@@ -25,8 +26,7 @@ SCALINGS = {"longrope": (64, LONG), "dynamic": (12, dict(rope_type="dynamic", fa
 LENGTHS = (7, 22, 12)
 
 
-@pytest.mark.parametrize("name", SCALINGS)
-@pytest.mark.parametrize("window", [None, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "window"), every(3, SCALINGS, [None, 5]))
 def test_fused_attention_gives_each_document_its_own_angles(name: str, window: int | None) -> None:
     """Forward and backward, in FP16, which the interpreter multiplies, as it does not BF16."""
     context, scaling = SCALINGS[name]
