@@ -220,7 +220,8 @@ RARER = (
 RARER += ("first-fsdp", "first-fsdp-fp8", "ddp-beside", "fsdp-beside")
 RARER += ("experts-current", "tp-answers", "rows-current", "rows-beside", "rows-hybrid")
 RARER += ("fsdp-selective", "fsdp-current", "rows-ddp-answers", "experts-answers", "first-tp")
-RARER += ("first-fsdp-kept", "ddp-delayed")
+RARER += ("first-fsdp-kept", "ddp-delayed", "tp-bf16", "experts-folder")
+RARER += ("poisoned-loss-fsdp", "poisoned-ddp", "resharded-full", "resumed-ddp", "resumed-experts")
 
 
 def named(cases: Iterable[str]) -> list[Any]:
@@ -235,13 +236,18 @@ def two(root: Path, one: dict[str, Any], request: pytest.FixtureRequest) -> dict
         if item.path == request.path and "two" in item.fixturenames:
             asked.add(item.callspec.params.get("name") if hasattr(item, "callspec") else None)
             quick = quick or item.get_closest_marker("slow") is None
-    runs = {}
-    for name, case in {**RUNS, **FIRST}.items():
+    # A resumed run needs the one that it continues, and what is resharded another way the plain one.
+    for name in asked & RESUMED.keys():
+        asked.add(RESUMED[name]["resume"])
+    if "resharded-full" in asked:
+        asked |= {"resharded", "fsdp-delayed"}
+    runs: dict[str, Any] = {}
+    for name, case in {**RUNS, **FIRST, **SPECIAL, **RESUMED}.items():
         if name in asked or (quick and name not in RARER):
             runs[name] = case
-    if not quick:
-        return start(root, 2, runs)
-    return start(root, 2, {**runs, **SPECIAL, **RESUMED, "apart": begin_apart})
+    if quick:
+        runs["apart"] = begin_apart
+    return start(root, 2, runs)
 
 
 @pytest.mark.parametrize("name", named(RUNS))
@@ -317,13 +323,13 @@ def test_fsdp_holds_half_the_parameters(two: dict[str, Any]) -> None:
     assert abs(first - second) <= 64
 
 
-def test_resharded_weights_are_quantized_again_in_backward(two: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", named(["resharded-full", "resharded-offload"]))
+def test_resharded_weights_are_quantized_again_in_backward(name: str, two: dict[str, Any]) -> None:
     """Weights gathered again are quantized with the scales after the forward, so the curves are near, not equal.
 
     Neither activation checkpointing nor offload changes a bit of them."""
-    found, kept = two["resharded"], two["fsdp-delayed"]
-    for other in (two["resharded-full"], two["resharded-offload"]):
-        assert found["losses"] == other["losses"] and found["scales"] == other["scales"]
+    found, kept, other = two["resharded"], two["fsdp-delayed"], two[name]
+    assert found["losses"] == other["losses"] and found["scales"] == other["scales"]
     assert found["losses"][0] == kept["losses"][0] and found["norms"][1] != kept["norms"][1]
     # All codes of a weight differ in backward, which is as much as between FP8 and BF16 (2.7e-4), and each run has its
     # own.
@@ -349,12 +355,12 @@ def test_only_fsdp_sums_in_other_dtypes(
         check_launch(TrainConfig(parallel=kind, reduce_dtype=reduce_dtype))
 
 
-@pytest.mark.parametrize("then", [name for name in RESUMED if name != "resumed-from-one"])
-def test_a_resume_on_as_many_ranks_is_exact(then: str, two: dict[str, Any], root: Path) -> None:
-    first = RESUMED[then]["resume"]
-    assert two[then] == two[first]
+@pytest.mark.parametrize("name", named(name for name in RESUMED if name != "resumed-from-one"))
+def test_a_resume_on_as_many_ranks_is_exact(name: str, two: dict[str, Any], root: Path) -> None:
+    first = RESUMED[name]["resume"]
+    assert two[name] == two[first]
     assert len(set(two[first]["drawn"])) == 2, "each rank has random numbers of its own"
-    assert_same_checkpoints(root / first, root / then)
+    assert_same_checkpoints(root / first, root / name)
 
 
 def test_one_process_continues_a_run_that_divides_experts(
@@ -451,23 +457,23 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(
     assert newest is not None and newest.name == "step-00000003"
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", named(["poisoned-ddp", "poisoned-fsdp"]))
 def test_a_bad_value_on_one_process_stops_all_with_one_message(
-    kind: str, two: dict[str, Any]
+    name: str, two: dict[str, Any]
 ) -> None:
-    first, second = two[f"poisoned-{kind}"]["errors"]
+    first, second = two[name]["errors"]
     assert (
         first == second and "step 3: the loss is nan" in first and "layers.2.mlp.down_proj" in first
     )
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", named(["poisoned-loss-ddp", "poisoned-loss-fsdp"]))
 def test_a_bad_loss_on_one_process_leaves_a_checkpoint_of_the_step_before(
-    kind: str, two: dict[str, Any], root: Path
+    name: str, two: dict[str, Any], root: Path
 ) -> None:
-    first, second = two[f"poisoned-loss-{kind}"]["errors"]
+    first, second = two[name]["errors"]
     assert first == second and "step 3: the loss is nan" in first and "step 2 is saved" in first
-    saved = Checkpoints(root / f"poisoned-loss-{kind}" / "checkpoints").all()
+    saved = Checkpoints(root / name / "checkpoints").all()
     assert [folder.name for folder in saved] == ["step-00000002"]
     found = load_folder(saved[0], ["model", "training"], optional=["fp8_state"])
     assert all(all_finite(t) for group in found.tensors.values() for t in group.values())
