@@ -309,7 +309,9 @@ def test_an_autocast_per_linear_is_one_around_the_layers(
     )
 
 
-@pytest.mark.parametrize("recipe, kind", each_kind(list_recipes(), first=1, step=3), indirect=["kind"])
+@pytest.mark.parametrize(
+    "recipe, kind", each_kind(list_recipes(), first=1, step=3), indirect=["kind"]
+)
 def test_every_recipe_trains(kind: Kind, recipe: str) -> None:
     """One batch is learned by heart."""
     found = losses(build(kind, recipe))
