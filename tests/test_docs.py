@@ -126,6 +126,7 @@ RUNNABLE = [
     ("docs/guide/data.md", 0),
     ("docs/guide/fine_tuning.md", 0),
     ("docs/guide/hybrids.md", 0),
+    ("docs/guide/hybrids.md", 1),
     ("docs/reference/families.md", 0),
     ("docs/guide/experts.md", 0),
     ("docs/reference/experts.md", 0),

@@ -157,9 +157,11 @@ def _check_shares(training: Training, batch_size: int) -> None:
         )
     if batch_size % training.batch_shares:
         whole = tensor == 1 and context == 1
-        sharers = f"gpus={gpus}" if whole else f"the {training.batch_shares} shares of a batch"
+        shares = training.batch_shares
+        sharers = f"gpus={gpus}" if whole else f"the {shares} shares of a batch"
         raise UsageError(
-            f"batch_size={batch_size} cannot be shared by {sharers}: give a multiple of it"
+            f"batch_size={batch_size} cannot be shared by {sharers}: give a multiple of {shares}, or another number "
+            "of gpus (a resumed run keeps its batch_size)"
         )
     if experts > 1 and training.data_ranks % experts:
         raise UsageError(

@@ -184,7 +184,10 @@ def _targeted_modules(
     if headless is None:
         for target in config.target_modules or ():
             if not any(name == target or name.endswith(f".{target}") for name in names):
-                raise unknown("target module", target, {name.rsplit(".", 1)[-1] for name in names})
+                choices = {ALL_LINEAR, *(name.rsplit(".", 1)[-1] for name in names)}
+                if modules.experts:
+                    choices.add("experts")
+                raise unknown("target module", target, choices)
     return targeted
 
 

@@ -129,7 +129,8 @@ class Parallel:
         if batch_size % self.data_world:
             raise UsageError(
                 f"batch_size={batch_size} sequences cannot be shared by {self.data_world} processes: give a multiple "
-                f"of {self.data_world} (it counts the sequences of all processes)"
+                f"of {self.data_world} (it counts the sequences of all processes), or another number of processes "
+                "(a resumed run keeps its batch_size)"
             )
         return batch_size // self.data_world
 

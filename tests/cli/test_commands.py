@@ -518,7 +518,11 @@ MISTAKES = [
         "evaluate --preset gated-nano --tasks arc_easy --on-bad-record skip",
         "--on-bad-record is about --data: add",
     ),
-    ("plan --preset gated-nano --memory --gpus 3", "cannot be shared by gpus=3"),
+    # A resumed run cannot follow the first half of the advice.
+    (
+        "plan --preset gated-nano --memory --gpus 3",
+        "cannot be shared by gpus=3: give a multiple of 3, or another number of gpus (a resumed run keeps",
+    ),
     ("plan --preset gated-nano --memory --gpus 0", "gpus=0 is out of range: give 1 or more"),
     (
         "plan --preset gated-nano --memory --batch-size 0",

@@ -267,7 +267,10 @@ def test_adapters_of_a_70b_shape_on_several_gpus() -> None:
         (dict(gpus=2, fp8_dispatch=True), "give expert_parallel_size"),
         (dict(gpus=2, tensor_parallel_size=2, lora_rank=4), "adapters are on whole layers"),
         (dict(gpus=4, context_parallel_size=3), "context_parallel_size=3 does not divide gpus=4"),
-        (dict(gpus=12, context_parallel_size=4), "cannot be shared by the 3 shares of a batch"),
+        (
+            dict(gpus=12, context_parallel_size=4),
+            "shared by the 3 shares of a batch: give a multiple of 3",
+        ),
         (dict(gpus=4, tensor_parallel_size=2, context_parallel_size=2), "neither layers nor exp"),
     ],
 )
