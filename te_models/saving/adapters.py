@@ -55,6 +55,25 @@ def facts_in(folder: Path) -> Document | None:
     return as_facts(_document(folder, TRAINED), folder)
 
 
+def merged_beside(folder: Path) -> Path | None:
+    """Return the model in merged/ that has the adapters in `folder` in its weights; None if there is none.
+
+    `te-models finetune --lora --merge` writes it beside the adapters when a run ends. Until a resumed run ends, and for
+    older checkpoints, it has the adapters of another step.
+    """
+    for parent in folder.parents[:2]:
+        merged = parent / "merged"
+        if merged.is_dir() and _trained_step(merged) == _trained_step(folder):
+            return merged
+    return None
+
+
+def _trained_step(folder: Path) -> object:
+    """Return the step of the run that wrote a folder; None if the folder does not say it."""
+    facts = facts_in(folder)
+    return None if facts is None else facts.get("step")
+
+
 def _document(folder: Path, name: str) -> Any:
     """Return a JSON document of a folder, which peft may have written; None if there is none."""
     folder = readable(folder)

@@ -38,7 +38,7 @@ from te_models.model.expert_parallel import stand_in
 from te_models.model.options import SKETCH
 from te_models.model.tensor_parallel import gather_state
 from te_models.numerics.stored import StoredWeight
-from te_models.saving.adapters import trained_config
+from te_models.saving.adapters import merged_beside, trained_config
 from te_models.saving.checkpoint_choice import (
     ADAPTERS,
     describe_missing_checkpoint,
@@ -284,11 +284,7 @@ def _is_te_folder(folder: Path) -> bool:
     config = (folder / "config.json").exists()
     problem = ""
     if (folder / ADAPTERS).is_file() and not config:
-        # `te-models finetune --lora` writes the merged model beside the adapters.
-        merged = next(
-            (parent / "merged" for parent in folder.parents[:2] if (parent / "merged").is_dir()),
-            None,
-        )
+        merged = merged_beside(folder)
         if merged is not None:
             first = ""
             model = shlex.quote(str(merged))

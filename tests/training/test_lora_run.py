@@ -380,6 +380,11 @@ def test_a_run_does_not_start_from_adapters(
     assert main(["convert", "--format", "te", "--model", str(newest), "--out", "run/merged"]) == 0
     assert main(["finetune", "--model", "run", "--data", "data.txt", "--out", "again"]) == 2
     assert "--model run/merged has both" in capsys.readouterr().err
+    # The resumed run is at another step than its merged model.
+    assert main(["finetune", "--resume", "run", "--steps", "4"]) == 0
+    capsys.readouterr()
+    assert main(["finetune", "--model", "run", "--data", "data.txt", "--out", "again"]) == 2
+    assert "convert --format te --model run/checkpoints/step-00000004" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
