@@ -61,15 +61,12 @@ def export(
 ) -> None:
     """Write a quantized model for vLLM, SGLang and transformers."""
     from te_models.interop.hub import local_folder  # noqa: PLC0415
+    from te_models.saving.checkpoint_choice import ADAPTER  # noqa: PLC0415
     from te_models.saving.pretrained import adapter_folder  # noqa: PLC0415
     from te_models.serving.export import default_format  # noqa: PLC0415  imports torch
     from te_models.serving.formats import FORMATS  # noqa: PLC0415
     from te_models.serving.parity import read_batches, read_ids  # noqa: PLC0415
-    from te_models.serving.unchanged_base import (  # noqa: PLC0415
-        ADAPTER,
-        UNCHANGED,
-        export_unchanged,
-    )
+    from te_models.serving.unchanged_base import UNCHANGED, export_unchanged  # noqa: PLC0415
 
     refuse_without("--data PATH", data, OF_DATA)
     if format is not None:

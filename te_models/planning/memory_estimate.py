@@ -77,7 +77,7 @@ class Memory:
 
 
 def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> list[Memory]:
-    """Return the moments that can be the peak: the loss, the worst of backward, and the update."""
+    """Return the moments that can be the peak: the loss, the worst of forward and backward, and the update."""
     measured = MeasuredStep(config, recipe, training.setting)
     run = measured.run(training.batch_size)
     tensors = measured.tensors(run.standing)

@@ -46,7 +46,7 @@ class MemoryPlan(Printable):
 
     @property
     def moments(self) -> list[Memory]:
-        """The moments that can be the peak: the loss, the worst of backward, and the optimizer step."""
+        """The moments that can be the peak: the loss, the worst of forward and backward, and the optimizer step."""
         return memory_moments(self.config, self.recipe, self.training)
 
     @property

@@ -12,6 +12,7 @@ from te_models.recorder.record import check_folder
 from te_models.saving.run_folder import LATEST, Checkpoints, step_of
 
 METRICS = "metrics.jsonl"  # in the folder of a run, a line per step
+ADAPTER = "adapter"  # the folder of adapters in the folder of a run or of an exported base
 ADAPTERS = "adapter_config.json"  # in a folder of adapters, as peft has it
 BEST = "best"  # the folder in a run's with the checkpoint of the lowest evaluation loss
 
@@ -54,11 +55,17 @@ def check_run(run: str | PathLike[str]) -> None:
 
 
 def describe_choice(name: str | Path) -> str | None:
-    """Return a line that says which checkpoint of a run stands for `name`; None if it is not the folder of a run.
+    """Return a line that says which checkpoint of a run stands for `name`; None if there is nothing to choose.
 
-    `name` is the folder of a run, of which the newest checkpoint is taken, or best/ in it.
+    `name` is the folder of a run, of which the newest checkpoint is taken, or best/ in it. For a model with a folder of
+    adapters in it, such as an export with --format stored, the line says that the model is taken alone.
     """
     folder = Path(name)
+    adapters = folder / ADAPTER
+    if holds_model(folder) and (adapters / ADAPTERS).is_file():
+        return (
+            f"{folder}: without the adapters in it: --model {shlex.quote(str(adapters))} takes both"
+        )
     if folder.name == BEST and only_best(folder.parent) is not None:
         step = step_of(Checkpoints(folder / "checkpoints").all()[-1])
         return f"{folder}: step {step:,}, the one with the lowest eval loss; the run ended before its first save"

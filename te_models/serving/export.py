@@ -31,6 +31,7 @@ from te_models.interop.tensor_places import Place, tensor_places
 from te_models.model.decoder import Decoder
 from te_models.model.decoder_of import decoder_of, refuse_compiled
 from te_models.model.tensor_parallel import gather_state
+from te_models.saving.checkpoint_choice import ADAPTER
 from te_models.saving.loadable import refuse_unloadable
 from te_models.saving.pretrained import read_tokenizer, refuse_adapters, weights
 from te_models.serving.formats import (
@@ -51,7 +52,7 @@ from te_models.serving.rounding import (
 )
 from te_models.serving.stored_parts import parts_as_stored, source_in
 from te_models.serving.survival import Survival, WeightChange, change_of
-from te_models.serving.unchanged_base import ADAPTER, UNCHANGED, export_unchanged
+from te_models.serving.unchanged_base import UNCHANGED, export_unchanged
 
 # E4M3 with the largest power of two for a scale rounds this to 2^128, which is infinite in FP32.
 TOO_LARGE = 31 * 2.0**123

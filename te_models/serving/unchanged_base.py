@@ -14,10 +14,9 @@ from te_models.files.atomic import replacing_folder, write_file
 from te_models.files.formats import list_some, read_json, render_json
 from te_models.interop.hf import hugging_face_documents
 from te_models.interop.hub import local_folder
-from te_models.saving.checkpoint_choice import ADAPTERS
+from te_models.saving.checkpoint_choice import ADAPTER, ADAPTERS
 
 UNCHANGED = "stored"  # the name of the format
-ADAPTER = "adapter"  # the folder of the adapters in the export
 WEIGHTS = "adapter_model.safetensors"
 
 

@@ -159,3 +159,14 @@ def test_other_folders_need_no_line(tmp_path: Path) -> None:
     assert [describe_choice(name) for name in (base, tmp_path / "empty", "owner/model")] == [
         None
     ] * 3
+
+
+def test_adapters_in_a_model_are_named(tmp_path: Path) -> None:
+    """An export with --format stored is a base, with adapters beside its files that no command adds to it."""
+    base = write_model(tmp_path / "a base")
+    (base / "adapter").mkdir()
+    assert describe_choice(base) is None
+    (base / "adapter/adapter_config.json").write_text("{}")
+    assert describe_choice(base) == (
+        f"{base}: without the adapters in it: --model '{base}/adapter' takes both"
+    )

@@ -287,7 +287,10 @@ def test_an_adapter_on_the_router(name: str) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "the singular": (dict(target_modules=["expert"]), "did you mean 'experts'? choose one of all-linear"),
+    "the singular": (
+        dict(target_modules=["expert"]),
+        "did you mean 'experts'? choose one of all-linear",
+    ),
     "typo": (dict(target_modules=["experts.gate_up_prj"]), "did you mean 'experts.gate_up_proj'"),
     "one expert": (
         dict(target_modules=["experts.0.gate_proj"]),
