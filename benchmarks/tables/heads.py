@@ -10,6 +10,7 @@ KERNELS = {
     "cudnn": "cuDNN",
     "flash2": "FlashAttention-2",
     "spans": "ours",
+    "flash4": "FlashAttention-4",
 }
 # Relative error of BF16's rounding, with room: a kernel beyond it computed something else.
 BOUND = 0.01
@@ -17,12 +18,25 @@ BOUND = 0.01
 
 @table
 def attention_kernels() -> str:
-    """Forward and backward of each attention kernel."""
-    result = load("attention_kernels_h100")
+    """Forward and backward of each attention kernel on an H100, without FlashAttention-4."""
+    return _attention_kernels("attention_kernels_h100", ("cudnn", "flash2", "spans"))
+
+
+@table
+def attention_kernels_4() -> str:
+    """Forward and backward of FlashAttention-4 beside the kernels that a model takes, on an H200."""
+    return _attention_kernels("attention_kernels_h200", tuple(KERNELS))
+
+
+def _attention_kernels(file: str, names: tuple[str, ...]) -> str:
+    """Return the table of the kernels `names` in a result of benchmarks/attention_kernels.py."""
+    result = load(file)
 
     def cell(row: dict[str, Any], name: str) -> str:
-        if name not in row["ms"] or row["error"][name] > BOUND:
+        if name not in row["ms"]:
             return ""
+        if row["error"][name] > BOUND:
+            return "wrong" if name == "flash4" else ""
         right = [ms for other, ms in row["ms"].items() if row["error"][other] <= BOUND]
         text = f"{row['ms'][name]:.2f}"
         return f"**{text}**" if row["ms"][name] == min(right) else text
@@ -34,10 +48,10 @@ def attention_kernels() -> str:
             heads = str(row["heads"])
         tokens = f"{row['batch']} x {row['seq']:,}"
         rows.append(
-            [str(row["dim"]), heads, tokens, row["mask"], *(cell(row, name) for name in KERNELS)]
+            [str(row["dim"]), heads, tokens, row["mask"], *(cell(row, name) for name in names)]
         )
-    names = " | ".join(f"{name}, ms" for name in KERNELS.values())
-    header = f"head dimension | heads | tokens | keys seen | {names}"
+    titles = " | ".join(f"{KERNELS[name]}, ms" for name in names)
+    header = f"head dimension | heads | tokens | keys seen | {titles}"
     return f"{markdown(header, rows)}\n\n{measured_on(result)}"
 
 

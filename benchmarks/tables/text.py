@@ -45,6 +45,7 @@ def measured_on(result: dict[str, Any]) -> str:
         where.get("gpu") and f"{count} {where['gpu']}",
         f"torch {where['torch'].split('+')[0]}",
     ]
-    if "gpu" in where:
+    # Some kernels are measured without it.
+    if "gpu" in where and "transformer-engine" in where:
         parts.append(f"Transformer Engine {where['transformer-engine']}")
     return f"Measured on {', '.join(filter(None, parts))}, {where['date']}."

@@ -154,6 +154,7 @@ def versions() -> Mapping[str, str]:
     for package in (
         "transformer-engine",
         "triton",
+        "flash-attn-4",
         "flash-linear-attention",
         "flash-qla",
         "torchao",
