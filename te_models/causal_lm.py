@@ -17,6 +17,7 @@ from te_models.config.model import ModelConfig, config_fields
 from te_models.config.precision import HEAD
 from te_models.config.presets import get_preset
 from te_models.config.recipe import unknown_option
+from te_models.config.recompute_modes import trainers_mode
 from te_models.data.tokenizer_base import Tokenizer
 from te_models.device.choice import computing_device
 from te_models.errors import UsageError, check_known
@@ -74,9 +75,9 @@ class CausalLM(Decoder):
         """The model itself: the name of a text model inside a multimodal one, in transformers."""
         return self
 
-    def gradient_checkpointing_enable(self, **options: object) -> None:
-        """Set activation_checkpointing="full", for Hugging Face's Trainer; `options` are ignored."""
-        self.activation_checkpointing = "full"
+    def gradient_checkpointing_enable(self, **options: Any) -> None:
+        """Set `activation_checkpointing` by the options of Hugging Face's Trainer (config/recompute_modes.py)."""
+        self.activation_checkpointing = trainers_mode(self.activation_offload, **options)
 
     def gradient_checkpointing_disable(self) -> None:
         """Set activation_checkpointing="none", for Hugging Face's Trainer."""

@@ -7,7 +7,7 @@
 * N: every N-th block stores only its input, the others store everything.
 """
 
-from te_models.errors import unknown
+from te_models.errors import UsageError, unknown
 
 MODES = ("none", "selective", "full")
 # Under "selective", one block in this many stores the output of gate_up_proj, since recomputing it costs a GEMM. The
@@ -27,6 +27,27 @@ def check_mode(mode: str | int | None) -> str | int:
     if mode in MODES or (isinstance(mode, int) and not isinstance(mode, bool) and mode > 0):
         return mode
     raise unknown("activation_checkpointing", mode, [*MODES, "a number N of blocks"])
+
+
+def trainers_mode(
+    offloads: bool, *, every_n_layers: int = 1, offload: bool = False, **options: object
+) -> str | int:
+    """Return the mode that transformers' Trainer asks for.
+
+    Args:
+        offloads: whether the model was built with activation_offload.
+        every_n_layers: 1 is "full", a larger N the integer N.
+        offload: whether activations have to be in host memory until backward.
+        options: options of torch's function, which is not used; they are ignored.
+
+    Raises:
+        UsageError: `offload` of a model that does not offload, or another number than 1 or more.
+    """
+    if offload and not offloads:
+        raise UsageError(
+            "offload=True moves activations to host memory: build the model with activation_offload=True instead"
+        )
+    return "full" if every_n_layers == 1 else check_mode(every_n_layers)
 
 
 def recomputes_block(mode: str | int, layer: int) -> bool:

@@ -107,10 +107,14 @@ class ModelInterface(PreTrainedModel):
         return self.model.embed_tokens
 
     def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: Fields | None = None, **others: object
+        self,
+        gradient_checkpointing_kwargs: Fields | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+        **others: object,
     ) -> None:
-        """Set `activation_checkpointing` to "full"; the options of torch's function are ignored."""
-        self.model.gradient_checkpointing_enable()
+        """Set `activation_checkpointing`, as CausalLM's method does; the options of torch's function are ignored."""
+        self.model.gradient_checkpointing_enable(every_n_layers=every_n_layers, offload=offload)
 
     def gradient_checkpointing_disable(self) -> None:
         """Set `activation_checkpointing` to "none"."""

@@ -458,6 +458,17 @@ def test_recompute_follows_gradient_checkpointing(build: Callable[..., CausalLM]
     assert not model.is_gradient_checkpointing
 
 
+def test_options_of_gradient_checkpointing_are_not_dropped(build: Callable[..., CausalLM]) -> None:
+    model = TEModelsForCausalLM.wrap(build())
+    model.gradient_checkpointing_enable(every_n_layers=2)
+    assert model.model.activation_checkpointing == 2
+    with pytest.raises(UsageError, match="build the model with activation_offload=True"):
+        model.gradient_checkpointing_enable(offload=True)
+    model.model.activation_offload = True
+    model.gradient_checkpointing_enable(offload=True)
+    assert model.model.activation_checkpointing == "full"
+
+
 @pytest.mark.parametrize(
     "call", [dict(output_attentions=True), dict(shape_labels=IDS), dict(input_ids=None)]
 )
