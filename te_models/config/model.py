@@ -206,14 +206,13 @@ class ModelConfig(ModelFields):
         """Return the fields as config.json has them.
 
         RoPE that is stretched is in `rope_parameters`, as transformers 5 writes it: the base class of its configs, with
-        which a Trainer that resumes reads the file, has no room for `rope_scaling` beside `rope_theta`.
+        which a Trainer that resumes reads the file, has no room for `rope_scaling` beside `rope_theta`, and warns of
+        an empty one.
         """
         values = self.to_dict()
-        if self.rope_scaling is not None:
-            values["rope_parameters"] = {
-                "rope_theta": values.pop("rope_theta"),
-                **values.pop("rope_scaling"),
-            }
+        scaling = values.pop("rope_scaling")
+        if scaling is not None:
+            values["rope_parameters"] = {"rope_theta": values.pop("rope_theta"), **scaling}
         return values
 
     @classmethod
