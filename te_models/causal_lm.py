@@ -216,8 +216,9 @@ class CausalLM(Decoder):
 
     def attention_kernel(self) -> str:
         """Return the attention kernel that runs first on the model's device."""
+        capped = self.config.attn_logit_softcapping is not None
         return attention_kernel(
-            self.device, self.config.attn_logit_softcapping is not None, self.config.attention_sinks
+            self.device, self.config.head_dim, capped, self.config.attention_sinks
         )
 
     @property

@@ -25,6 +25,7 @@ from te_models.config.attention import Heads
 from te_models.config.layer import first_rows
 from te_models.device.allocations import on_gpu
 from te_models.device.autograd import Context
+from te_models.kernels import flash_4
 from te_models.kernels.attention_parts import (
     PLAIN,
     FP8Operations,
@@ -321,6 +322,8 @@ def _attention(
     """Return the output of attention of [B, heads, S, H], in spans or causal, and what its backward needs."""
     if setting.spans is not None:
         return setting.spans.forward(q, k, v, setting.scale, sinks, setting.cap)
+    if flash_4.suits(q):
+        return flash_4.forward(q, k, v, setting.scale)
     if on_gpu(q):
         return torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, True, False, scale=setting.scale
@@ -349,6 +352,8 @@ def _attention_backward(
         return setting.spans.backward(
             dy, q, k, v, out, *saved, scale=scale, sinks=sinks, cap=setting.cap
         )
+    if flash_4.suits(q):
+        return *flash_4.backward(dy, q, k, v, out, saved[0], scale), None
     if on_gpu(q):
         log_sum, cum_q, cum_k, max_q, max_k, seed, offset, _ = saved
         lengths = (cum_q, cum_k, max_q, max_k)

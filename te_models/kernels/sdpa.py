@@ -13,6 +13,7 @@ from te_models.device.allocations import on_gpu
 from te_models.device.autograd import Context
 from te_models.device.cudnn import cudnn_is_sound
 from te_models.device.operations import count_flops
+from te_models.kernels import flash_4
 
 # cuDNN takes 0.5 to 0.9 of FlashAttention-2's time for every head dimension of CUDNN_DIMS, at all lengths that
 # benchmarks/attention_kernels.py times (docs/results/training_speed.md).
@@ -233,11 +234,18 @@ def masks_nothing(mask: Tensor) -> bool:
     return bool(mask.all())
 
 
-def attention_kernel(device: torch.device, capped: bool = False, sinks: bool = False) -> str:
-    """Return the name of the kernel that runs first on this device, for capped logits or with sinks."""
+def attention_kernel(
+    device: torch.device, channels: int, capped: bool = False, sinks: bool = False
+) -> str:
+    """Return the name of the kernel of a training step on this device, for capped logits or with sinks.
+
+    `channels` is the head dimension.
+    """
     reason = "capped logits" if capped else "sinks"
     if device.type != "cuda":
         return f"composed in FP32, for its {reason}" if capped or sinks else "PyTorch SDPA (CPU)"
     if capped or sinks:
         return f"Triton, for its {reason}"
+    if flash_4.has_heads(channels):
+        return f"FlashAttention-4 {flash_4.VERSION}, Triton for documents"
     return "cuDNN (PyTorch SDPA), Triton for documents"

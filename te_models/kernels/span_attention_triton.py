@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from te_models.device.autograd import Context
+from te_models.kernels import flash_4
 from te_models.kernels.attention_parts import adjacent_channels
 from te_models.kernels.span_kernels_triton import (
     _dot_kernel,
@@ -77,6 +78,8 @@ class Spans(NamedTuple):
         is the factor on the products of q and k; None: H ** -0.5. `sinks` [N] are logits in each softmax's denominator.
         `cap` c bounds the logits to c * tanh(logit / c).
         """
+        if self._suits_flash_4(q, sinks, cap):
+            return flash_4.forward(q, k, v, scale, self.window)
         if self._suits_flash(q, sinks, cap):
             return self._flash_forward(q, k, v, scale)
         batch, heads, seq, dim = q.shape
@@ -120,6 +123,8 @@ class Spans(NamedTuple):
 
         `dy` is the gradient of `out` [B, N, S, H], and `saved` what `forward` returned beside it.
         """
+        if self._suits_flash_4(q, sinks, cap):
+            return *flash_4.backward(dy, q, k, v, out, *saved, scale, self.window), None
         if self._suits_flash(q, sinks, cap):
             return *self._flash_backward(dy, q, k, v, out, saved, scale), None
         (log_sum,) = saved
@@ -210,6 +215,10 @@ class Spans(NamedTuple):
     def _stride(self) -> int:
         """The distance between the rows of `first`, 0 where all rows of the batch share one."""
         return self.first.stride(0) if len(self.first) > 1 else 0
+
+    def _suits_flash_4(self, q: Tensor, sinks: Tensor | None, cap: float | None) -> bool:
+        """Return whether FlashAttention-4 computes these spans: windows, without sinks and caps."""
+        return self.window is not None and sinks is None and cap is None and flash_4.suits(q)
 
     def _suits_flash(self, q: Tensor, sinks: Tensor | None, cap: float | None) -> bool:
         """Return whether FlashAttention-2 computes these spans, and faster than the kernels here.

@@ -1,0 +1,130 @@
+"""FlashAttention-4 (the package flash-attn-4), whose kernels run on Hopper where they are asked for.
+
+They compute causal attention and sliding windows, in the place of cuDNN's and of our own in spans. Documents stay with
+the spans: the package wants their number on the host, and it differs from batch to batch.
+
+The package is a beta, and what is called here are its inner functions, one pass each. So one version is taken, the one
+that benchmarks/attention_kernels.py measured, with the head dimensions for which its gradients were right. It has not
+run inside a model yet, so TE_MODELS_FLASH_ATTENTION_4=1 has to ask for it.
+"""
+
+import functools
+import importlib.metadata
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.errors import EngineError
+from te_models.files.atomic import first_line
+
+log = logging.getLogger(__name__)
+
+HOPPER = (9, 0)  # compute capability; on others it was not measured
+VERSION = "4.0.0b36"
+# On Hopper backward pads channels to a multiple of 16, and converts the gradient of q as if to a multiple of 32.
+CHANNELS = (32, 64, 96, 128, 160, 192, 256)
+SHORTEST = 128  # queries per row, as for cuDNN: shorter rows were not measured
+
+
+@functools.cache
+def _functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the package's functions of forward and backward; None where they are not asked for or cannot run."""
+    if os.environ.get("TE_MODELS_FLASH_ATTENTION_4") != "1" or not torch.cuda.is_available():
+        return None
+    try:
+        return _loaded()
+    except Exception as error:  # of any kind: versions of its packages that do not fit
+        log.warning("FlashAttention-4 does not run, cuDNN's attention does: %s", first_line(error))
+        return None
+
+
+def _loaded() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Import the package's functions.
+
+    Raises:
+        EngineError: another GPU or version than the ones that were measured, or no package.
+    """
+    if torch.cuda.get_device_capability() != HOPPER:
+        raise EngineError("it was measured on an H200 alone")
+    try:
+        version = importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        raise EngineError(f"install flash-attn-4[cu13]=={VERSION}") from None
+    if version != VERSION:
+        raise EngineError(f"flash-attn-4 {version} was not measured: install {VERSION}")
+    # Read when the package is imported: a second process need not compile for 20 s.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    with warnings.catch_warnings():
+        # Those about its compiler are no error where warnings are.
+        warnings.simplefilter("ignore")
+        from flash_attn.cute.interface import (  # noqa: PLC0415  an optional package
+            _flash_attn_bwd,
+            _flash_attn_fwd,
+        )
+    return _flash_attn_fwd, _flash_attn_bwd
+
+
+def has_heads(channels: int) -> bool:
+    """Return whether FlashAttention-4 runs here for heads of this many channels."""
+    return channels in CHANNELS and _functions() is not None
+
+
+def suits(q: Tensor) -> bool:
+    """Return whether it computes the attention of q [B, N, S, H], whose keys and values are as many and as wide.
+
+    Its backward adds parts of a gradient in an order that varies from run to run.
+    """
+    if not q.is_cuda or q.dtype.itemsize != 2 or q.shape[2] < SHORTEST:
+        return False
+    return not torch.are_deterministic_algorithms_enabled() and has_heads(q.shape[3])
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return attention's output [B, N, S, H], and the logarithms of its sums FP32 [B, N, S].
+
+    q [B, N, S, H]; k, v [B, K, S, H], N a multiple of K, with contiguous channels and any other strides. Query i sees
+    the keys up to i, with `window` the last ones of them, its own included. `scale` is the factor on the products of q
+    and k; None: H ** -0.5.
+    """
+    functions = _functions()
+    assert functions is not None
+    tokens = (x.transpose(1, 2) for x in (q, k, v))  # [B, S, heads, H]
+    out, log_sum, *_ = functions[0](*tokens, return_lse=True, **_mask(q, scale, window))
+    return out.transpose(1, 2), log_sum
+
+
+def backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    scale: float | None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, for `dy`, the gradient of `out`; the rest as in and from `forward`."""
+    functions = _functions()
+    assert functions is not None
+    q_rows, k_rows, v_rows, out_rows, dy_rows = (x.transpose(1, 2) for x in (q, k, v, out, dy))
+    dq, dk, dv, *_ = functions[1](
+        q_rows, k_rows, v_rows, out_rows, dy_rows, log_sum, **_mask(q, scale, window)
+    )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _mask(q: Tensor, scale: float | None, window: int | None) -> dict[str, Any]:
+    """Return the arguments for the scale and the mask."""
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    if window is None:
+        return dict(softmax_scale=factor, causal=True)
+    return dict(
+        softmax_scale=factor, causal=False, window_size_left=window - 1, window_size_right=0
+    )
