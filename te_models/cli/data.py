@@ -14,6 +14,7 @@ from te_models.cli.options import (
     show_line,
 )
 from te_models.config.data import DataConfig
+from te_models.config.model import ModelConfig
 from te_models.config.settings import EVERYDAY
 from te_models.errors import TeModelsError
 from te_models.files.atomic import replace_text
@@ -55,12 +56,18 @@ def preview(
     Counts lengths, and what a run would cut, skip or leave out.
     """
     settings = DataConfig(data=data or (), **options)
-    from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415  imports torch
+    from te_models.data.dataset import check_fit  # noqa: PLC0415  imports torch
+    from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415
     from te_models.inspect.data_preview import preview as run  # noqa: PLC0415
     from te_models.inspect.data_preview_html import preview_html  # noqa: PLC0415
 
     text_tokenizer = load_tokenizer(tokenizer or model)
-    context = None if model is None else _context(model)
+    config = None if model is None else _shape(model)
+    context = None
+    if config is not None:
+        context = config.longest_sequence
+        # A run gives the model rows for --special-tokens, and for no others.
+        check_fit(text_tokenizer, config)
     result = run(settings, text_tokenizer, seq_len, records=records, limit=limit, context=context)
     if html is not None:
         replace_text(Path(html), preview_html(result))
@@ -70,12 +77,12 @@ def preview(
         show_line(f"\npage: {html}", err=as_json)
 
 
-def _context(model: str) -> int | None:
-    """Return the longest sequence that a model allows; say why, and return None, if that is not known."""
+def _shape(model: str) -> ModelConfig | None:
+    """Return the shape of a model; say why, and return None, if that is not known."""
     from te_models.saving.pretrained import trained_shape  # noqa: PLC0415  imports torch
 
     try:
-        config = trained_shape(model)
+        return trained_shape(model)
     except TeModelsError as error:
         # A folder may hold a tokenizer alone, or adapters that do not tell the shape of their base.
         show_line(
@@ -83,4 +90,3 @@ def _context(model: str) -> int | None:
             err=True,
         )
         return None
-    return config.longest_sequence

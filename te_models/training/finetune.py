@@ -261,10 +261,10 @@ def fit_to_data(
 def build_model(
     source: ModelSource, config: TrainConfig, processes: Parallel, data: RunData
 ) -> tuple[CausalLM, LoraRun | None]:
-    """Build the model, check that the data fits it, and add the adapters of --lora, if any; return both."""
+    """Check that the data fits the model, build it, and add the adapters of --lora, if any; return both."""
+    check_fit(data.tokenizer, source.shape, config.seq_len, data.dataset.packing)
     torch.manual_seed(config.seed)
     model = source.build(processes)
-    check_fit(data.tokenizer, model.config, config.seq_len, data.dataset.packing)
     model.add_stop_tokens(data.dataset.ends)  # for the answers before the first step too
     return model, add_adapters(source.settings, model)
 

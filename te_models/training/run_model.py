@@ -80,6 +80,9 @@ class ModelSource:
         added = self.settings.data.special_tokens
         if not new or self.checkpoint is not None:
             return self
+        # A tokenizer of another model, whose own tokens get no rows: check_fit refuses it.
+        if tokens - new > self.shape.vocab_size:
+            return self
         grows = tokens > self.shape.vocab_size
         if self.settings.lora is not None:
             # Rows beyond the vocabulary are new; others may be free rows that a release has reserved.

@@ -101,6 +101,29 @@ def test_a_run_has_rows_for_them(more: list[str], folder: Path, tmp_path: Path) 
     assert load_tokenizer(tmp_path / "run").encode("<t39>") == [298]
 
 
+@pytest.mark.parametrize("more", [[], ["--special-tokens", "<new>"]], ids=["as it is", "grown"])
+def test_a_tokenizer_of_another_model_is_refused_before_the_model_is_read(
+    more: list[str],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """A new token makes rows for itself, and not for the 4,096 tokens of another model."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr(ModelSource, "build")
+    rows = [{"prompt": f"{n}", "completion": f"{n}"} for n in range(30)]
+    Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = ["finetune", "--model", str(folder), "--tokenizer", "gated-nano"]
+    command += ["--data", "a.jsonl", "--seq-len", "32", "--device", "cpu", "--out", "run"]
+    assert main([*command, *more]) == 2
+    error = capsys.readouterr().err
+    assert (
+        f"the tokenizer has {4096 + len(more) // 2} ids but the model's vocab_size is 288" in error
+    )
+    assert not Path("run").exists()
+
+
 @pytest.mark.parametrize(("count", "state"), [(3, "as the model has them"), (40, "at the mean")])
 def test_adapters_say_that_rows_of_new_tokens_stay(
     count: int, state: str, folder: Path, tmp_path: Path

@@ -162,6 +162,23 @@ def test_the_command_knows_the_context_of_the_model(
     assert f"the context of {model} is not known" in capsys.readouterr().err
 
 
+def test_a_tokenizer_of_another_model_is_refused_as_in_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    model = write_chat_model(tmp_path / "model")  # of 288 rows
+    data = write(tmp_path, KINDS["pairs"])
+    command = ["data", "preview", "--model", str(model), "--data", data]
+    assert main([*command, "--tokenizer", "gated-nano"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "te-models: the tokenizer has 4096 ids but the model's vocab_size is 288"
+    )
+    assert error.count("\n") == 1
+    # A run gives the model rows for tokens that it adds.
+    tokens = ",".join(f"<t{number}>" for number in range(40))
+    assert main([*command, "--special-tokens", tokens]) == 0
+
+
 def test_a_part_of_much_data_is_read(tmp_path: Path) -> None:
     write(tmp_path, KINDS["pairs"])
     found = run(tmp_path, limit=5, records=2)
