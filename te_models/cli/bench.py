@@ -10,6 +10,7 @@ from te_models.cli.options import (
     given_options,
     option,
     out_option,
+    refuse_base_weights,
     setting_option,
 )
 from te_models.config.data import split_names
@@ -49,6 +50,7 @@ def bench(preset: str, recipes: str, peers: str, out: str | None, **options: obj
     from te_models.inspect.bench_report import bench_table, write_bench  # noqa: PLC0415
 
     given_by_user = given_options(options)
+    refuse_base_weights(given_by_user)
     config = get_preset(
         preset,
         **{

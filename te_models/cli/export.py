@@ -6,12 +6,12 @@ from te_models.cli.before_tuning import base_model, base_option, rounding_option
 from te_models.cli.options import (
     Command,
     build_trained_model,
-    is_given,
     model_options,
     one_source_option,
     option,
     out_option,
     overwrite_option,
+    refuse_all_but,
     refuse_to_replace,
     refuse_without,
     setting_option,
@@ -22,8 +22,7 @@ from te_models.cli.options import (
 from te_models.config.settings import EVERYDAY
 from te_models.errors import check_known
 
-OF_DATA = ("batches", "seq_len", "columns", "truncate")
-NOT_OF_STORED = ("data", "rounding", "base", "recipe")
+OF_DATA = ("batches", "seq_len", "columns", "truncate", "tokenizer")
 
 
 @click.command(cls=Command)
@@ -68,7 +67,6 @@ def export(
     from te_models.serving.parity import read_batches, read_ids  # noqa: PLC0415
     from te_models.serving.unchanged_base import UNCHANGED, export_unchanged  # noqa: PLC0415
 
-    refuse_without("--data PATH", data, OF_DATA)
     if format is not None:
         # Before the model is read, which may take minutes.
         check_known("format", format, [*FORMATS, UNCHANGED])
@@ -77,15 +75,15 @@ def export(
             raise click.UsageError(
                 f"--format {UNCHANGED} writes a base with adapters: give --model"
             )
-        for name in NOT_OF_STORED:
-            if is_given(name):
-                raise click.UsageError(
-                    f"--{name} has no part in --format {UNCHANGED}, which copies a base unchanged: leave it out"
-                )
+        refuse_all_but(
+            ("model", "out", "format"),
+            f"has no part in --format {UNCHANGED}, which copies a base unchanged",
+        )
         show_choice(model)
         files = export_unchanged(adapter_folder(local_folder(model)), out)
         show_line(f"{out}: {len(files)} files of the base, unchanged; adapters in {out}/{ADAPTER}")
         return
+    refuse_without("--data PATH", data, OF_DATA)
     refuse_to_replace(out, overwrite, model)
     built = build_trained_model(preset, model, options)
     if format is None:

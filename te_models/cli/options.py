@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -399,6 +399,14 @@ def refuse_without(source: str, given: str | None, names: Sequence[str]) -> None
             )
 
 
+def refuse_all_but(names: Collection[str], reason: str) -> None:
+    """Raise a UsageError for any option that the user gave and that is not among `names`; the reason follows it."""
+    for parameter in click.get_current_context().command.params:
+        name = parameter.name or ""
+        if name not in names and is_given(name):
+            raise click.UsageError(f"{parameter.opts[0]} {reason}: leave it out")
+
+
 def seq_len_for(config: ModelConfig, seq_len: int) -> int:
     """Return the tokens of a row: `seq_len`, or where the user did not give it, no more than the model reads."""
     return seq_len if is_given("seq_len") else min(seq_len, config.longest_sequence)
@@ -426,15 +434,20 @@ def build_model(
     if (preset is None) == (model is None):
         raise click.UsageError("give either --preset NAME or --model DIR")
     keywords = given_options(options)
-    if preset is not None and "base_weights" in keywords:
-        raise click.UsageError(
-            "--base-weights is for --model: a preset has no weights of a quantized release"
-        )
     if preset is not None:
+        refuse_base_weights(keywords)
         return CausalLM.from_preset(preset, **keywords)
     assert model is not None
     show_choice(model)
     return CausalLM.from_pretrained(model, merge_adapters=merge, **keywords)
+
+
+def refuse_base_weights(options: Mapping[str, object]) -> None:
+    """Raise a UsageError if the options of a command that builds a preset have --base-weights."""
+    if "base_weights" in options:
+        raise click.UsageError(
+            "--base-weights is for --model: a preset has no weights of a quantized release"
+        )
 
 
 def show_choice(model: str) -> None:

@@ -6,6 +6,7 @@ from te_models.cli.before_tuning import base_model, base_option, rounding_option
 from te_models.cli.options import (
     Command,
     build_trained_model,
+    is_given,
     json_option,
     model_options,
     one_source_option,
@@ -53,9 +54,16 @@ def parity(
 
     Measures how far apart their probabilities are; serving is emulated.
     """
-    from te_models.serving.parity import parity as run  # noqa: PLC0415  imports torch
+    from te_models.serving.formats import FORMATS  # noqa: PLC0415  imports torch
+    from te_models.serving.parity import parity as run  # noqa: PLC0415
     from te_models.serving.parity import read_batches  # noqa: PLC0415
 
+    if exports and not any(name in FORMATS for name in exports):
+        for name in ("rounding", "base"):
+            if is_given(name):
+                raise click.UsageError(
+                    f"--{name} is about exports that parity writes, and --export names written ones alone: leave it out"
+                )
     built = build_trained_model(preset, model, options)
     token_batches = read_batches(
         built,

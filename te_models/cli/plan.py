@@ -121,6 +121,10 @@ def plan(
     if try_step and from_record is None:
         raise click.UsageError("--try-step tries the advice of --from-record RUN: give both")
     card = None if gpu is None else get_gpu(gpu)
+    if card is not None and options["engine"] == "native":
+        raise click.UsageError(
+            "--engine native runs on the GPU that is here, and --gpu plans for another: leave out one of them"
+        )
     if preset is not None or card is not None:
         # Nothing is computed, so nothing is allocated.
         options["device"] = options["device"] or "meta"

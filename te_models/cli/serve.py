@@ -76,6 +76,10 @@ def serve(
                 raise UsageError(
                     "--chat-template is for --backend own; vLLM takes the template that is saved with the model"
                 )
+            if tokenizer is not None:
+                raise UsageError(
+                    "--tokenizer is for --backend own; vLLM takes the tokenizer that is saved with the model"
+                )
             return _through_vllm(
                 preset, model, options, host=host, port=port, name=name, format=format
             )

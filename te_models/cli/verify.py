@@ -12,10 +12,10 @@ from te_models.cli.options import (
     build_model,
     given_options,
     given_shape,
-    is_given,
     json_option,
     model_options,
     option,
+    refuse_all_but,
     seq_len_for,
     setting_options,
     show,
@@ -76,9 +76,10 @@ def verify(
         whole = build_model(
             preset, model, {**options, "engine": "emulated", "device": "meta"}, merge=True
         )
-        device_options = given_options({name: options[name] for name in ("engine", "device")})
+        names = ("engine", "device", "fp8_params")
+        build_options = given_options({name: options[name] for name in names})
         sample = CausalLM(
-            sample_config(whole.config, whole.recipe), recipe=whole.recipe, **device_options
+            sample_config(whole.config, whole.recipe), recipe=whole.recipe, **build_options
         )
         result = verify_model(sample, batch_size, seq_len_for(whole.config, seq_len), whole.plan())
     if advice is not None and as_json:
@@ -95,12 +96,10 @@ def _verify_against(run: str, as_json: bool, options: Mapping[str, Any]) -> int:
     """Compare this card with the one of a recorded run; return 1 if any product differs."""
     from te_models.inspect.against import verify_against  # noqa: PLC0415  imports torch
 
-    for parameter in click.get_current_context().command.params:
-        name = parameter.name or ""
-        if name not in ("against", "as_json", "device", "engine") and is_given(name):
-            raise click.UsageError(
-                f"{parameter.opts[0]} has no part in --against {run}, which has its own model and recipe: leave it out"
-            )
+    refuse_all_but(
+        ("against", "as_json", "device", "engine"),
+        f"has no part in --against {run}, which has its own model and recipe",
+    )
     result = verify_against(run, options["device"], options["engine"])
     show(result, as_json)
     return 0 if result.same else 1

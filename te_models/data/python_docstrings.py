@@ -16,6 +16,7 @@ from te_models.data.bad_records import BadRecords
 from te_models.data.documents import load_documents
 from te_models.data.files import walk
 from te_models.data.formats import Document
+from te_models.data.sources import open_sources
 from te_models.errors import DataError
 
 PYTHON_DOCSTRINGS = "python-docstrings"  # its name in --data
@@ -59,11 +60,20 @@ def read_documents(
         columns: as in DataConfig.
         bad: may skip records that cannot be read.
         remarks: as in load_documents.
+
+    Raises:
+        DataError: as load_documents.
+        UsageError: no record has one of the columns.
     """
+    names = parse_columns(columns)
+    if names:
+        paths = [] if data in (PYTHON_DOCS, PYTHON_DOCSTRINGS) else [data]
+        # It refuses columns that no record has.
+        open_sources(paths, names, skip_bad=bad is not None and bad.skip)
     if data == PYTHON_DOCSTRINGS:
         return python_docstrings()[1]
     path = None if data == PYTHON_DOCS else data
-    return load_documents(path, parse_columns(columns), bad, remarks)
+    return load_documents(path, names, bad, remarks)
 
 
 def python_docstrings() -> tuple[list[Document], list[Document]]:

@@ -87,7 +87,8 @@ def open_sources(
     """Find the files of "path" or "path:weight" each, and recognize their formats.
 
     The first record of a source decides; with `skip_bad` the first one that can be read. Some source must have one of
-    the `columns` (te_models.config.data.parse_columns) if they are `required`.
+    the `columns` (te_models.config.data.parse_columns) if they are `required`. No paths stand for built-in data, which
+    has no columns of yours.
     """
     sources = []
     renamed = False
@@ -119,8 +120,9 @@ def open_sources(
         sources.append(source)
     if required and columns and not renamed:
         shown = ", ".join(map(repr, columns))
+        names = " and ".join(paths) or "Python's own documentation"
         raise UsageError(
-            f"--columns: the first records of {' and '.join(paths)} have no {shown}: name columns of yours"
+            f"--columns: the first records of {names} have no {shown}: name columns of yours"
         )
     return sources
 

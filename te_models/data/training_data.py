@@ -177,8 +177,11 @@ def _open_sources(
         # Checked and formatted once, here: an iterator may not be read twice.
         opened[name] = [read_records(records, columns, formatting, name, bad)]
     sources = opened.get(OWN, [])
-    if not sources and settings.data not in BUILT_IN:
-        sources = open_sources(settings.data, columns, skip_bad=bad.skip)
+    if not sources:
+        paths = () if settings.data in BUILT_IN else settings.data
+        # Columns beside built-in data may be those of eval_data.
+        required = bool(paths) or not settings.eval_data
+        sources = open_sources(paths, columns, required, skip_bad=bad.skip)
     evaluated = opened.get(OWN_EVALUATION) or open_sources(
         settings.eval_data, columns, required=False, skip_bad=bad.skip
     )

@@ -20,7 +20,7 @@ from te_models.causal_lm import CausalLM
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import AUTO, EDGES, RECIPE_FIELDS, SCHEMES, get_recipe
 from te_models.engine import get_engine
-from te_models.errors import check_known, check_least, unknown
+from te_models.errors import UsageError, check_known, check_least, unknown
 from te_models.files.formats import Fields
 from te_models.inspect.environment import environment
 from te_models.inspect.peers import PEERS, StepFunction, peer_step, step_of
@@ -114,6 +114,11 @@ def builders(
             raise unknown("peer", name, [*PEERS, "none"])
         # Built one by one, when their turn comes: the parameter keeps the name of this turn of the loop.
         steps[name] = lambda name=name: peer_step(PEERS[name](config, ids.device), ids)
+    for option in options:
+        if not any(_applies(option, parse(text)[0]) for text in recipes):
+            raise UsageError(
+                f"{option} is for none of the recipes that are timed ({', '.join(recipes) or 'none'}): leave it out"
+            )
     for text in recipes:
         recipe, ways = parse(text)
         recipe_options = {name: value for name, value in options.items() if _applies(name, recipe)}

@@ -275,6 +275,9 @@ def _read(
     settings: DataConfig, bad: BadRecords, limit: int
 ) -> tuple[list[Document], list[str], bool]:
     """Return documents, lines about where they are from, and whether there are more of them."""
+    columns = parse_columns(settings.columns)
+    built_in = settings.data in ((PYTHON_DOCSTRINGS,), (PYTHON_DOCS,))
+    sources = open_sources(() if built_in else settings.data, columns, skip_bad=bad.skip)
     if settings.data == (PYTHON_DOCSTRINGS,):
         documents = python_docstrings()[0]
         return (
@@ -285,8 +288,6 @@ def _read(
     if settings.data == (PYTHON_DOCS,):
         documents = load_documents(None)
         return documents[:limit], [f"{PYTHON_DOCS}: text"], len(documents) > limit
-    columns = parse_columns(settings.columns)
-    sources = open_sources(settings.data, columns, skip_bad=bad.skip)
     # Equal shares: else a preview would show only the first source.
     share = max(1, limit // len(sources))
     documents = []

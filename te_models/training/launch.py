@@ -161,11 +161,17 @@ def check_launch(config: TrainConfig) -> None:
             f"--parallel {kind} stores the optimizer's state on the device: leave out --optimizer-offload, or choose "
             "--parallel ddp"
         )
-    if config.reduce_dtype != "float32" and kind in ("ddp", "tp"):
-        raise UsageError(
-            f"--reduce-dtype {config.reduce_dtype} is for --parallel fsdp, fsdp+tp and fsdp+ep: leave it out, or "
-            "choose one of them"
-        )
+    if kind in ("ddp", "tp"):
+        of_fsdp = {
+            f"--reduce-dtype {config.reduce_dtype}": config.reduce_dtype != "float32",
+            "--no-reshard-after-forward": not config.reshard_after_forward,
+            f"--prefetch-blocks {config.prefetch_blocks}": config.prefetch_blocks != 1,
+        }
+        for option, is_given in of_fsdp.items():
+            if is_given:
+                raise UsageError(
+                    f"{option} is for --parallel fsdp, fsdp+tp and fsdp+ep: leave it out, or choose one of them"
+                )
     if config.sequence_parallel and kind not in ("tp", "fsdp+tp"):
         raise UsageError("--sequence-parallel is only for --parallel tp and fsdp+tp: leave it out")
     if tensor and kind != "fsdp+tp":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,4 +68,9 @@ def open_run_data(
         world_size=processes.data_world,
         ranks=processes.ranks,
     )
+    if "data_workers" in settings.set_by_user and not isinstance(dataset, StreamingDataset):
+        warnings.warn(
+            "--data-workers has no effect: the data was read into memory, and --streaming reads it during training",
+            stacklevel=2,
+        )
     return RunData(tokenizer, dataset, eval_batches, tokenizer.vocab_size - known_ids)

@@ -62,7 +62,7 @@ def run_settings(
     for name in (*TABLES["recipe"], *TABLES["shape"]):
         if name in flat:
             build[name] = flat[name]
-    return RunSettings(
+    settings = RunSettings(
         **as_fields(RunSettings, flat),
         recipe=_recipe(recipe) if isinstance(recipe, Mapping) else recipe,
         build={name: value for name, value in build.items() if value is not None},
@@ -73,6 +73,35 @@ def run_settings(
         file=file,
         command_line=command_line,
     )
+    _refuse_without_effect(settings)
+    return settings
+
+
+def _refuse_without_effect(settings: RunSettings) -> None:
+    """Raise UsageError for an option of the user that another setting leaves without effect.
+
+    In a file it is no mistake, since run.toml has every setting of a run.
+    """
+    given = settings.set_by_user
+    train = settings.train
+    if "decay_steps" in given and train.schedule != "warmup-stable-decay":
+        raise UsageError(
+            f"--decay-steps is for --schedule warmup-stable-decay, not {train.schedule}: give both, or leave it out"
+        )
+    if "final_learning_rate" in given and train.schedule == "constant":
+        raise UsageError(
+            "--final-learning-rate has no part in --schedule constant: leave out one of them"
+        )
+    if "spike_window" in given and not train.spike_deviations:
+        raise UsageError(
+            "--spike-window is about spikes, which this run does not look for: add --spike-bound, or leave it out"
+        )
+    if settings.data.eval_split == 0 and not settings.data.eval_data:
+        for name in ("eval_every", "eval_batches", "patience"):
+            if name in given:
+                raise UsageError(
+                    f"{SETTINGS[name].flag} is about evaluation, which --eval-split 0 turns off: leave out one of them"
+                )
 
 
 def _refuse_weights_of_a_model(flat: Mapping[str, Any]) -> None:
@@ -82,9 +111,9 @@ def _refuse_weights_of_a_model(flat: Mapping[str, Any]) -> None:
             raise UsageError(
                 f"{adapter_option.flag} adapts a model that has weights: use finetune --model"
             )
-    if flat.get("base_weights") == STORED:
+    if flat.get("base_weights") is not None:
         raise UsageError(
-            f"--base-weights {STORED} is for a model that has weights: use finetune --model, or leave it out"
+            "--base-weights is for a model that has weights: use finetune --model, or leave it out"
         )
 
 

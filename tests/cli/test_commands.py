@@ -518,6 +518,73 @@ MISTAKES = [
         "evaluate --preset gated-nano --tasks arc_easy --on-bad-record skip",
         "--on-bad-record is about --data: add",
     ),
+    ("export --preset gated-nano --out e --tokenizer file", "--tokenizer is about --data: add"),
+    (
+        "export --model gated-nano --out e --format stored --tokenizer file",
+        "--tokenizer has no part in --format stored",
+    ),
+    (
+        "export --model gated-nano --out e --format stored --overwrite",
+        "--overwrite has no part in --format stored",
+    ),
+    (
+        "export --model gated-nano --out e --format nvfp4 --data text --columns prompt=x",
+        "the first records of text have no 'x'",
+    ),
+    (
+        "parity --model gated-nano --data text --export text --rounding stochastic",
+        "--rounding is about exports that parity writes",
+    ),
+    (
+        "parity --model gated-nano --data text --export text --base none",
+        "--base is about exports that parity writes",
+    ),
+    (
+        "parity --model gated-nano --data python-docs --columns prompt=x",
+        "the first records of Python's own documentation have no 'x'",
+    ),
+    (
+        "evaluate --model gated-nano --data text --columns prompt=x",
+        "the first records of text have no 'x'",
+    ),
+    (
+        "data preview --data python-docs --columns prompt=x",
+        "the first records of Python's own documentation have no 'x'",
+    ),
+    (
+        "pretrain --preset gated-nano --data python-docs --columns prompt=x",
+        "the first records of Python's own documentation have no 'x'",
+    ),
+    ("bench --preset gated-nano --base-weights stored", "--base-weights is for --model: a preset"),
+    (
+        "bench --preset gated-nano --recipes bf16 --margin 3",
+        "margin is for none of the recipes that are timed (bf16): leave it out",
+    ),
+    (
+        "bench --preset gated-nano --recipes none --peers torch --fp8-params",
+        "fp8_params is for none of the recipes that are timed (none): leave it out",
+    ),
+    (
+        "plan --preset gated-nano --gpu H100 --engine native",
+        "--engine native runs on the GPU that is here, and --gpu plans for another",
+    ),
+    (
+        "pretrain --preset gated-nano --base-weights dequantized",
+        "--base-weights is for a model that has weights: use finetune --model",
+    ),
+    (
+        "pretrain --preset gated-nano --decay-steps 9",
+        "--decay-steps is for --schedule warmup-stable-decay, not cosine",
+    ),
+    (
+        "pretrain --preset gated-nano --schedule constant --final-learning-rate 0",
+        "--final-learning-rate has no part in --schedule constant",
+    ),
+    ("pretrain --preset gated-nano --spike-window 50", "--spike-window is about spikes"),
+    (
+        "pretrain --preset gated-nano --eval-split 0 --eval-every 5",
+        "--eval-every is about evaluation, which --eval-split 0 turns off",
+    ),
     # A resumed run cannot follow the first half of the advice.
     (
         "plan --preset gated-nano --memory --gpus 3",

@@ -179,6 +179,10 @@ def test_vllm_is_taken_where_it_is_installed(
         (["--port", "70000"], "--port 70000 is out of range: give 0 to 65535"),
         (["--backend", "other"], "unknown backend 'other': choose one of auto, own, vllm"),
         (["--backend", "vllm"], "vLLM is not installed: pip install 'te-models[vllm]'"),
+        (
+            ["--backend", "vllm", "--tokenizer", "mine"],
+            "--tokenizer is for --backend own; vLLM takes the tokenizer that is saved with the model",
+        ),
     ],
 )
 def test_mistakes_are_one_line(

@@ -292,6 +292,22 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "max_position_embeddings" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words, fp8_params", [([], False), (["--fp8-params"], True)])
+def test_the_sample_of_a_preset_has_the_weights_that_are_asked_for(
+    words: list[str], fp8_params: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples: list[CausalLM] = []
+
+    def noted(model: CausalLM, *others: Any) -> Any:
+        samples.append(model)
+        return verify(model, *others)
+
+    monkeypatch.setattr("te_models.inspect.verify.verify", noted)
+    command = ["verify", "--preset", "gated-nano", "--device", "cpu", "--seq-len", "16", *words]
+    assert main([*command, "--batch-size", "1"]) == 0
+    assert [model.fp8_params for model in samples] == [fp8_params]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_times_are_measured() -> None:
     model = CausalLM.from_preset(

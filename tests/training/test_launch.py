@@ -48,6 +48,16 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> SetAll:
         ),
         ("4", dict(parallel="ddp", context_parallel_size=3), "give a divisor of 4 above 1"),
         ("4", dict(parallel="tp", context_parallel_size=2), "for --parallel ddp and fsdp, not tp"),
+        (
+            "4",
+            dict(parallel="ddp", reshard_after_forward=False),
+            "--no-reshard-after-forward is for",
+        ),
+        (
+            "4",
+            dict(parallel="tp", prefetch_blocks=2),
+            "--prefetch-blocks 2 is for --parallel fsdp,",
+        ),
         ("4", dict(parallel="fsdp+ep", optimizer="muon"), "only adamw supports"),
         ("4", dict(parallel="fsdp+ep", optimizer_offload=True), "leave out --optimizer-offload"),
     ],

@@ -420,6 +420,18 @@ def test_a_run_does_not_begin_in_the_folder_of_a_model(
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
+@pytest.mark.filterwarnings("default:--data-workers has no effect")
+def test_workers_that_have_nothing_to_do_are_noted(
+    texts: None, capsys: pytest.CaptureFixture
+) -> None:
+    command = [*PRETRAIN, "--recipe", "bf16", "--steps", "1", "--out"]
+    note = "te-models: note: --data-workers has no effect: the data was read into memory"
+    assert main([*command, "memory", "--data-workers", "3"]) == 0
+    assert note in capsys.readouterr().err
+    assert main([*command, "streamed", "--data-workers", "0", "--streaming"]) == 0
+    assert note not in capsys.readouterr().err
+
+
 def test_a_run_does_not_begin_in_a_folder_of_adapters(
     texts: None, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
