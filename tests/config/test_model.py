@@ -21,7 +21,7 @@ SMALL = dict(
 OLDEST = [name for name in list_presets() if name.startswith(("gated", "qwen", "llama"))]
 
 
-@pytest.mark.parametrize(("name", "gate"), every(4, OLDEST, ["elementwise", "headwise", "none"]))
+@pytest.mark.parametrize(("name", "gate"), every(7, OLDEST, ["elementwise", "headwise", "none"]))
 def test_parameter_count_is_the_built_models(name: str, gate: str) -> None:
     config = get_preset(
         name, attention_gate=gate, qk_norm=gate == "none", attention_bias=gate == "headwise"

@@ -32,7 +32,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "repeated text": ("{{ 'a' * 10 ** 10 }}", "memory"),
     "width": ("{{ '%9999999999d' % 1 }}", "refuses these messages"),
-    "long text": ("{{ 'a' * 10 ** 8 }}", "longer than 16 MiB"),
+    "long text": ("{{ 'a' * 17 * 2 ** 20 }}", "longer than 16 MiB"),
     "a long message": (
         "{{ raise_exception('no ' * 999 ~ '\\n' ~ 'second') }}",
         "refuses these messages: no no",

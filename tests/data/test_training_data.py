@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from fewer import every
 
 from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer, open_data
 from te_models.cli.commands import main
@@ -477,8 +478,7 @@ STREAMED_MESSAGES = {  # where the data is not read as a whole before the run
 }
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(("case", "streaming"), every(2, REFUSED, [False, True]))
 def test_bad_input_is_one_line_with_exit_code_2(
     case: str,
     streaming: bool,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from bits import assert_same_bits
 from engine_reference import RECIPES, wide
+from fewer import every
 from torch import Tensor
 
 import te_models.engine.emulated as te
@@ -61,8 +62,7 @@ def step(
     return y, x.grad, *(p.grad for p in module.parameters())
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("name", "bias"), every(2, MAKERS, [True, False]))
 def test_equals_a_linear_per_expert(name: str, bias: bool) -> None:
     """Outputs, gradients, scales and histories of three steps, in every bit."""
     m = grouped(bias=bias)

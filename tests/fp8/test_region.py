@@ -375,8 +375,7 @@ def pickled(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("make", [copy.deepcopy, pickled])
-@pytest.mark.parametrize("fp8_params", [False, True])
+@pytest.mark.parametrize(("make", "fp8_params"), every(2, [copy.deepcopy, pickled], [False, True]))
 def test_a_copy_evaluates_and_trains_like_the_original(
     make: Callable[[Any], Any], fp8_params: bool, engine: str
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from chat_model import write_chat_model
+from fewer import every
 
 from te_models import CausalLM, load_tokenizer
 from te_models.data.tokenizer_base import Tokenizer
@@ -169,36 +170,34 @@ def test_messages_may_have_parts_and_template_variables(client: Any, words: Toke
     assert other.usage.prompt_tokens == len(thinking) > one.usage.prompt_tokens
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        (dict(max_tokens=200), "are more than max_position_embeddings=96"),
-        (dict(messages=[{"role": "user", "content": "a" * 200}]), "are more than"),
-        (dict(temperature=-1), "temperature=-1.0 is negative: give a positive number, or 0"),
-        (dict(top_p=2), "top_p=2 is not a probability"),
-        (dict(n=0), "n=0 is out of range: give 1 to 16"),
-        (dict(max_tokens=0), "max_tokens=0 is out of range"),
-        (dict(max_tokens="many"), "max_tokens is of a wrong type: give a whole number"),
-        (dict(logprobs=True), "logprobs is not supported here: leave it out"),
-        (dict(tools=[dict(type="function", function=dict(name="f"))]), "tools is not supported"),
-        (dict(response_format=dict(type="json_object")), "response_format is not supported"),
-        (dict(presence_penalty=0.5), "presence_penalty is not supported"),
-        (dict(messages=[]), "messages is missing"),
-        (dict(messages=[{"role": "user"}]), r"messages\[0\] has no text"),
-        (dict(messages=["hi"]), r"messages\[0\] is no object"),
-        (dict(messages=[{"role": "user", "content": ""}]), "say something"),
-        (
-            dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
-            "has a part that is no text",
-        ),
-        (dict(stop=[3]), "stop is of a wrong type"),
-        (dict(seed="x"), "seed is of a wrong type"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_mistake_is_one_line(
-    fields: dict[str, Any], message: str, stream: bool, client: Any
-) -> None:
+MISTAKES = [
+    (dict(max_tokens=200), "are more than max_position_embeddings=96"),
+    (dict(messages=[{"role": "user", "content": "a" * 200}]), "are more than"),
+    (dict(temperature=-1), "temperature=-1.0 is negative: give a positive number, or 0"),
+    (dict(top_p=2), "top_p=2 is not a probability"),
+    (dict(n=0), "n=0 is out of range: give 1 to 16"),
+    (dict(max_tokens=0), "max_tokens=0 is out of range"),
+    (dict(max_tokens="many"), "max_tokens is of a wrong type: give a whole number"),
+    (dict(logprobs=True), "logprobs is not supported here: leave it out"),
+    (dict(tools=[dict(type="function", function=dict(name="f"))]), "tools is not supported"),
+    (dict(response_format=dict(type="json_object")), "response_format is not supported"),
+    (dict(presence_penalty=0.5), "presence_penalty is not supported"),
+    (dict(messages=[]), "messages is missing"),
+    (dict(messages=[{"role": "user"}]), r"messages\[0\] has no text"),
+    (dict(messages=["hi"]), r"messages\[0\] is no object"),
+    (dict(messages=[{"role": "user", "content": ""}]), "say something"),
+    (
+        dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+        "has a part that is no text",
+    ),
+    (dict(stop=[3]), "stop is of a wrong type"),
+    (dict(seed="x"), "seed is of a wrong type"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "stream"), every(2, MISTAKES, [False, True]))
+def test_a_mistake_is_one_line(mistake: tuple[dict, str], stream: bool, client: Any) -> None:
+    fields, message = mistake
     import openai  # noqa: PLC0415  the fixture has skipped where it is missing
 
     with pytest.raises(openai.BadRequestError, match=message):

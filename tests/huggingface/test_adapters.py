@@ -96,7 +96,7 @@ def assert_trained_alike(theirs: Any, ours: Any) -> Tensor:
         ("qwen3-next", "attention"),
         ("gemma2", "embedding"),
         *every(6, ("llama", "gemma2", "qwen3-tied"), TARGETS),
-        *(("qwen3-tied", targets) for targets in OF_PEFT),
+        *every(2, ["qwen3-tied"], OF_PEFT),
     ],
 )
 def test_adapters_are_those_on_the_model_of_transformers(
@@ -344,9 +344,13 @@ def test_add_lora_takes_the_model_of_transformers(
     assert not named or ours.peft_config["default"].target_modules == named
 
 
-@pytest.mark.parametrize("default", [True, False])
 @pytest.mark.parametrize(
-    "case", ["hybrid-0", "qwen3_5_moe_text-linear", "qwen3_next-all", "qwen3_moe-one-key"]
+    ("case", "default"),
+    every(
+        2,
+        ["hybrid-0", "qwen3_5_moe_text-linear", "qwen3_next-all", "qwen3_moe-one-key"],
+        [True, False],
+    ),
 )
 def test_adapters_of_hybrids_and_experts_are_saved(
     case: str, default: bool, tmp_path: Path

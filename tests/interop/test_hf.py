@@ -125,7 +125,7 @@ def test_negative_ids_of_generation_config_are_no_tokens(
 @pytest.mark.parametrize(
     ("case", "gate", "recipe"),
     every(
-        2,
+        3,
         ["llama3", "qwen2", "mistral", "ungated"],
         ["elementwise", "headwise"],
         ["bf16", "current"],

@@ -101,7 +101,9 @@ def dynamic(mask: bool) -> dict[str, Any]:
     return dict(input_ids=sizes, **({"attention_mask": sizes} if mask else {}))
 
 
-@pytest.mark.parametrize("mask", [False, True], ids=["plain", "mask"])
+@pytest.mark.parametrize(
+    "mask", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "mask"]
+)
 @pytest.mark.parametrize("name", QUICK)
 def test_export(name: str, mask: bool) -> None:
     model = build(name, torch.float32 if mask else torch.bfloat16)

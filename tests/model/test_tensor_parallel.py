@@ -2,6 +2,8 @@
 four for the amaxes of replicas."""
 
 import itertools
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,15 @@ CASES += [
 ]
 CASES += [("hybrid", "bf16", True, {}), ("hybrid", "delayed", True, {})]
 CASES += [("biases", "bf16", False, {}), ("biases", "delayed", False, {})]
+# What other cases have too, apart from it: in slow tests.
+RARER = (
+    ("elementwise", "bf16", False),
+    ("headwise", "bf16", True),
+    ("options", "delayed", True),
+    ("options", "mxfp8", False),
+    ("hybrid", "bf16", True),
+    ("biases", "bf16", False),
+)
 # How far the losses of the steps may lie apart, relative. Under BF16, FP32 sums in another order: a few of its last
 # bits, 2^-24 = 6e-8. Under FP8 such a bit tips a code now and then; and where a scale is a tensor's, all codes differ,
 # as the scales are those of the shards of weights and of the inputs of row-parallel layers (te.Linear's own rule).
@@ -155,9 +166,10 @@ def parameters(model: CausalLM) -> dict[str, Tensor]:
     return gather_state(own, model.config, model.tp)
 
 
-def work(rank: int, folder: str) -> None:
+def work(numbers: Sequence[int], rank: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    for number, case in enumerate(CASES):
+    for number in numbers:
+        case = CASES[number]
         model = build(case, tp_mesh=mesh, sequence_parallel=case[2])
         start = {name: tensor.clone() for name, tensor in parameters(model).items()}
         torch.save({"start": start} | train(model), f"{folder}/{number}-{rank}.pt")
@@ -224,9 +236,18 @@ def others(mesh: Any, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder with what two ranks computed of the cases that are asked for, and of the others."""
     folder = tmp_path_factory.mktemp("tensor_parallel")
-    run_ranks(work, folder, 2)
+    asked = []
+    for item in request.session.items:
+        if (
+            item.path == request.path
+            and "results" in item.fixturenames
+            and hasattr(item, "callspec")
+        ):
+            asked.append(item.callspec.params["number"])
+    run_ranks(partial(work, asked), folder, 2)
     return folder
 
 
@@ -249,7 +270,16 @@ def same_but_padding(found: Tensor, expected: Tensor, name: str, config: ModelCo
 
 
 @pytest.mark.parametrize(
-    ("number", "case"), list(enumerate(CASES)), ids=["-".join(map(str, case[:3])) for case in CASES]
+    ("number", "case"),
+    [
+        pytest.param(
+            number,
+            case,
+            marks=[pytest.mark.slow] * (case[:3] in RARER),
+            id="-".join(map(str, case[:3])),
+        )
+        for number, case in enumerate(CASES)
+    ],
 )
 def test_two_ranks_train_as_one(
     number: int, case: tuple[str, str, bool, dict[str, Any]], results: Path

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bits import assert_same_bits
+from fewer import every
 
 from te_models.optim import adamw_blocks, build_optimizer
 from te_models.optim.gradients import scale
@@ -51,10 +52,10 @@ SIZES = [1, 15, 16, 17, 100, 4096, 5003]  # of which few end where a vector of 1
 BLOCKS = [16, 112, 1000, 2**21]  # elements; 1000 is no multiple of 16
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("max_norm", [0.0, 0.5])
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(
+    ("block", "dtype", "max_norm", "offload"),
+    every(3, BLOCKS, [torch.bfloat16, torch.float16, torch.float32], [0.0, 0.5], [False, True]),
+)
 def test_an_update_in_blocks_has_the_bits_of_one_pass_per_operation(
     block: int, dtype: torch.dtype, max_norm: float, offload: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,11 +76,11 @@ def test_compiled_activations_are_what_autograd_keeps(
 @pytest.mark.parametrize(
     ("recipe", "joint"),
     [
-        (get_recipe("current"), True),
+        pytest.param(get_recipe("current"), True, marks=pytest.mark.slow),
         (get_recipe("delayed"), True),
         (get_recipe("blockwise"), True),
-        (get_recipe("mxfp8"), False),
-        (get_recipe("blockwise", use_f32_scales=True), False),
+        pytest.param(get_recipe("mxfp8"), False, marks=pytest.mark.slow),
+        pytest.param(get_recipe("blockwise", use_f32_scales=True), False, marks=pytest.mark.slow),
         (get_recipe("blockwise", backward_override="high_precision"), False),
     ],
     ids=lambda value: getattr(value, "name", str(value)),

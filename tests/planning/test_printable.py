@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 import pytest
+from fewer import every
 from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
@@ -185,10 +186,13 @@ def test_a_table_that_would_be_cut_is_a_list(width: int, as_list: bool) -> None:
     assert ("name size note" in said) != as_list
 
 
-@pytest.mark.parametrize("width", [40, 60, 80])
 @pytest.mark.parametrize(
-    "command",
-    ["list", "list --runs", "plan --preset gated-nano --memory", "plan --preset gated-nano"],
+    ("command", "width"),
+    every(
+        2,
+        ["list", "list --runs", "plan --preset gated-nano --memory", "plan --preset gated-nano"],
+        [40, 60, 80],
+    ),
 )
 def test_no_word_is_cut_on_a_narrow_terminal(
     command: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fewer import every
 from recorded_counts import LARGEST, block_scales, reference
 from torch import Tensor
 
@@ -83,8 +84,10 @@ def scales_of(name: str, x: Tensor, fp8: int, recipe: str, captured: Captured) -
     return block_scales(x, fp8, blocks)
 
 
-@pytest.mark.parametrize("preset", ["gated-nano", "gated-moe-nano"])
-@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "mxfp8"])
+@pytest.mark.parametrize(
+    ("recipe", "preset"),
+    every(2, ["current", "mxfp8", "blockwise", "delayed"], ["gated-nano", "gated-moe-nano"]),
+)
 def test_counts_are_those_of_the_tensors_in_fp64(recipe: str, preset: str) -> None:
     if preset == "gated-moe-nano" and recipe in ("blockwise", "current"):
         pytest.skip("delayed and mxfp8 show what differs with experts")

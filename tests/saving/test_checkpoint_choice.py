@@ -44,7 +44,7 @@ def models_in_hints(said: str) -> set[str]:
 @pytest.mark.parametrize(
     "more",
     [
-        WORSE,
+        pytest.param(WORSE, marks=pytest.mark.slow),
         [*WORSE, "--patience", "1"],
         [*WORSE, "--steps", "2", "--lora", "4", "--lora-alpha", "400", "--merge"],
     ],

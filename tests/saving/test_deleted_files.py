@@ -29,7 +29,7 @@ def run_folder(kind: str) -> Path:
     return newest
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 def test_a_checkpoint_without_its_optimizer(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

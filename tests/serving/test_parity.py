@@ -151,7 +151,11 @@ def test_a_model_served_as_it_trained_has_the_same_bits(recipe: str, format: str
 
 
 @pytest.mark.parametrize(
-    ("recipe", "format"), [("blockwise", "fp8-block"), ("delayed", "fp8-tensor")]
+    ("recipe", "format"),
+    [
+        ("blockwise", "fp8-block"),
+        pytest.param("delayed", "fp8-tensor", marks=pytest.mark.slow),
+    ],
 )
 def test_the_format_of_the_recipe_differs_least(recipe: str, format: str) -> None:
     more = dict(use_f32_scales=True) if recipe == "blockwise" else {}

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from allocated import allocated
+from fewer import every
 from ranks import as_one_of
 
 from te_models import CausalLM
@@ -94,9 +95,9 @@ def test_one_process_builds_its_weights(frozen: bool, initialize: bool) -> None:
     assert most < held + 2 * block_bytes()
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("format", ["te", "hf"])
-@pytest.mark.parametrize("kind", ["none", "fsdp"])
+@pytest.mark.parametrize(
+    ("kind", "format", "frozen"), every(2, ["none", "fsdp"], ["te", "hf"], [False, True])
+)
 def test_a_folder_is_read_into_the_final_weights(
     kind: str, format: str, frozen: bool, tmp_path: Path
 ) -> None:

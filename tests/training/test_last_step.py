@@ -72,7 +72,7 @@ def content(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     [
         pytest.param(*case.values[0], *case.values[1:], marks=case.marks)
         for case in every(
-            2,
+            3,
             [(spoil, Diverged), (lose_data, DataUnavailable)],
             ["bf16", "delayed", "current"],
             [False, True],

@@ -114,7 +114,7 @@ def overlap(boxes: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("first", "last"), every(3, [11.0, 7.0, 3.0, 300.0], [2.9, 1.2, 0.9, 0.05, 0.0003])
+    ("first", "last"), every(4, [11.0, 7.0, 3.0, 300.0], [2.9, 1.2, 0.9, 0.05, 0.0003])
 )
 def test_numbers_do_not_overlap(
     first: float, last: float, figures: list[Any], tmp_path: Path

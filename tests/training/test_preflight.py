@@ -96,9 +96,9 @@ FP8, OFFLOAD = "--fp8-params", "--optimizer-offload"
         pytest.param(dict(recipe="nvfp4"), {}, 30, [FP8], marks=pytest.mark.slow),
         (dict(optimizer="adamw8bit", optimizer_options="stochastic_rounding=true"), {}, 60, [FP8]),
         pytest.param(dict(optimizer_options="beta2=0.99"), {}, 60, [], marks=pytest.mark.slow),
-        (dict(batch_size=3), {}, 20, []),
+        pytest.param(dict(batch_size=3), {}, 20, [], marks=pytest.mark.slow),
         (dict(optimizer_offload=True), {}, 35, []),
-        ({}, dict(kind="ddp", world=2), 50, [FP8]),
+        pytest.param({}, dict(kind="ddp", world=2), 50, [FP8], marks=pytest.mark.slow),
         ({}, dict(kind="fsdp", world=4), 20, ["--lora", OFFLOAD]),
         pytest.param(
             dict(recipe="blockwise"),
@@ -281,7 +281,7 @@ def test_split_layers_are_planned(there: Any) -> None:
     assert "--optimizer" not in str(error.value) and "--fp8-params" not in str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_divided_rows_are_planned(there: Any, kind: str) -> None:
     """Two of four processes share each row; what is advised is in the run's own sizes."""
     there(500)

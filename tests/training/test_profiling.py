@@ -24,7 +24,7 @@ def traces(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_the_traces_name_the_layers_and_change_no_bit(checkpointing: str, tmp_path: Path) -> None:
     for name, steps in (("plain", ""), ("traced", "2:3")):
         model = tiny_model("current", activation_checkpointing=checkpointing)
@@ -43,7 +43,7 @@ def test_the_traces_name_the_layers_and_change_no_bit(checkpointing: str, tmp_pa
         assert any("aten::" in name for name in spans)
 
 
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_trace_of_adapters_changes_no_bit(dora: bool, tmp_path: Path) -> None:
     """Their layers on rows of a fused linear run as one product with it, traced or not, with the same dropout."""
     pytest.importorskip("peft")

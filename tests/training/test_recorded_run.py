@@ -81,7 +81,9 @@ def test_a_resumed_run_has_the_record_of_a_whole_one(tmp_path: Path) -> None:
     assert np.array_equal(whole.values, cut.values) and np.array_equal(whole.codes, cut.codes)
 
 
-@pytest.mark.parametrize("case", ["delayed", "accumulation", "current"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("delayed", marks=pytest.mark.slow), "accumulation", "current"]
+)
 def test_the_largest_amax_between_recorded_steps_is_known_where_histories_are(
     case: str, tmp_path: Path
 ) -> None:
