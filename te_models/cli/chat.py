@@ -69,14 +69,14 @@ def chat(
     from te_models.data.dataset import check_fit  # noqa: PLC0415  imports torch
     from te_models.data.named_templates import use_template  # noqa: PLC0415
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415
-    from te_models.generation.conversation import Conversation  # noqa: PLC0415
+    from te_models.generation.conversation import Conversation, check_variables  # noqa: PLC0415
 
     sampling = take_sampling(options)
     variables = dict(_variable(text) for text in template_option)
     text_tokenizer = load_tokenizer(tokenizer or model)
     if chat_template is not None:
         use_template(text_tokenizer, chat_template)
-    text_tokenizer.chat_template()  # fail before the model is loaded
+    check_variables(text_tokenizer, variables)  # fail before the model is loaded
     network = build_model(preset, model, options)
     check_fit(text_tokenizer, network.config)
     talk = Conversation(network, text_tokenizer, system, variables)

@@ -78,6 +78,10 @@ class ChatTemplate:
         self.marks_answers = _GENERATION.search(source) is not None
         self._process = _Process(source)
 
+    def names(self, variable: str) -> bool:
+        """Return whether the template has a variable of this name: without the word in its source it reads none."""
+        return re.search(rf"\b{re.escape(variable)}\b", self.source) is not None
+
     def render(self, messages: Sequence[Message], /, **variables: object) -> str:
         """Return the prompt after which the assistant speaks; `variables` are the template's."""
         if "messages" in variables:

@@ -7,11 +7,24 @@ from torch import nn
 from typing_extensions import Unpack
 
 from te_models.data.tokenizer_base import Tokenizer
+from te_models.errors import UsageError
 from te_models.generation.options import GenerationOptions
 from te_models.generation.text import stream_text
 from te_models.model.decoder_of import decoder_of
 
 LEAST_ROOM = 4  # an answer may always use 1/4 of the longest sequence; old turns are dropped to make room for it
+
+
+def check_variables(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
+    """Raise a UsageError for a variable that the tokenizer's chat template does not have.
+
+    Raises:
+        DataError: the tokenizer has no chat template.
+    """
+    template = tokenizer.chat_template()
+    for name in variables:
+        if not template.names(name):
+            raise UsageError(f"the chat template has no variable {name!r}: leave it out")
 
 
 class Conversation:
@@ -29,6 +42,7 @@ class Conversation:
 
     Raises:
         DataError: the tokenizer has no chat template.
+        UsageError: the template has no such variable.
     """
 
     def __init__(
@@ -38,7 +52,7 @@ class Conversation:
         system: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        tokenizer.chat_template()
+        check_variables(tokenizer, variables or {})
         self.model = decoder_of(model)
         self.tokenizer = tokenizer
         self.variables = dict(variables or {})

@@ -195,6 +195,13 @@ def test_template_options_are_json_or_text(chat: Callable, answers: list[str]) -
     assert [prompt.endswith("<think></think>") for prompt in answers] == [True, False]
 
 
+def test_an_option_that_the_template_does_not_have_is_refused(chat: Callable) -> None:
+    """A mistyped name changed nothing, and so the model went on thinking."""
+    code, out, err = chat("hi", options=("--template-option", "enable_thinkin=false"))
+    assert code == 2 and not out
+    assert err == "te-models: the chat template has no variable 'enable_thinkin': leave it out\n"
+
+
 @pytest.mark.parametrize("columns", [40, 80, 200])
 def test_help_breaks_between_words(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
