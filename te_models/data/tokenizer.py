@@ -18,6 +18,7 @@ from te_models.data.tokenizer_json import HuggingFaceTokenizer
 from te_models.errors import DataError, UsageError
 from te_models.interop.hf import hugging_face_documents
 from te_models.interop.hub import local_folder
+from te_models.saving.checkpoint_choice import describe_missing_checkpoint
 from te_models.saving.pretrained import saved_folder
 from te_models.saving.run_folder import offering_older
 
@@ -93,15 +94,8 @@ def _tokenizer_in(folder: Path) -> Tokenizer:
         return ByteTokenizer()
     if has_model:
         raise DataError(f"{folder} has no tokenizer.json: give --tokenizer the path of one")
-    if (
-        folder / "best" / "checkpoints" / "latest"
-    ).is_file():  # of a run that ended before its first save
-        raise DataError(
-            f"{folder} has no checkpoint of the run; {folder / 'best'} has the model of its lowest evaluation loss"
-        )
-    raise DataError(
-        f"{folder} holds no model and no tokenizer; the folder of a run has them after its first save"
-    )
+    problem = describe_missing_checkpoint(folder)
+    raise DataError(f"{folder} {problem or 'holds no model and no tokenizer'}")
 
 
 def _tokenizer_of(file: Path) -> Tokenizer:

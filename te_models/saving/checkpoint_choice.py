@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from te_models.errors import CheckpointError, DataError
-from te_models.files.formats import read_json
+from te_models.files.formats import list_some, read_json
 from te_models.recorder.record import check_folder
 from te_models.saving.run_folder import LATEST, Checkpoints, step_of
 
@@ -132,13 +132,20 @@ def only_best(run: Path) -> Path | None:
 
 
 def describe_missing_checkpoint(folder: Path) -> str:
-    """Return what the folder of a run without a checkpoint has instead; "" if it is not the folder of a run."""
+    """Return what a folder of a run without a checkpoint, or of several runs, has; "" for any other folder."""
     best = only_best(folder)
     if best is not None:
         return f"has no checkpoint of the run; {best} has the model of its lowest evaluation loss"
     if (folder / METRICS).is_file():
         return "is the folder of a run that has no checkpoint: a run saves its first after some minutes, or at its end"
+    if runs := runs_in(folder):
+        return f"holds runs: give one of them ({list_some(runs)})"
     return ""
+
+
+def runs_in(folder: Path) -> list[str]:
+    """Return the folders of runs in `folder` that have a checkpoint."""
+    return [str(latest.parent.parent) for latest in sorted(folder.glob(f"*/checkpoints/{LATEST}"))]
 
 
 def read_losses(checkpoint: Path) -> Losses | None:

@@ -173,6 +173,12 @@ def resumed_settings(
             "checkpoint"
         )
     if not (folder / "checkpoints").is_dir():
+        from te_models.saving.checkpoint_choice import runs_in  # noqa: PLC0415  imports torch
+
+        if runs := runs_in(folder):
+            raise UsageError(
+                f"{folder} holds runs: give one of them to --resume ({', '.join(runs)})"
+            )
         raise UsageError(f"nothing to resume: {folder} has no checkpoint; start without --resume")
     if nameless:
         raise UsageError(

@@ -232,10 +232,7 @@ def test_vocabulary_with_holes_counts_to_its_highest_id(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            None,
-            "holds no model and no tokenizer; the folder of a run has them after its first save",
-        ),
+        (None, "holds no model and no tokenizer"),
         (b"{", "tokenizer.json is not strict JSON"),
         (b"\xff\xfe\x00", "tokenizer.json is not strict JSON"),
         (b"{}", "tokenizer.json: not a tokenizer.json of Hugging Face's tokenizers library"),

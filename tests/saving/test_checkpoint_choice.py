@@ -170,3 +170,21 @@ def test_adapters_in_a_model_are_named(tmp_path: Path) -> None:
     assert describe_choice(base) == (
         f"{base}: without the adapters in it: --model '{base}/adapter' takes both"
     )
+
+
+@pytest.mark.parametrize(
+    "command", ["evaluate --data held_out.txt --model", "plan --model", "finetune --resume"]
+)
+def test_a_folder_of_runs_is_not_a_run(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        checkpoints = tmp_path / "runs" / name / "checkpoints"
+        checkpoints.mkdir(parents=True)
+        (checkpoints / "latest").write_text("step-00000001\n")
+    Path("held_out.txt").write_text("What is 2 + 2?")
+    assert main([*command.split(), "runs"]) == 2
+    said = capsys.readouterr().err
+    assert "runs holds runs: give one of them" in said
+    assert "(runs/one, runs/two)" in said
