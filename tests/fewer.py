@@ -35,3 +35,14 @@ def some(step: int, table: Iterable[Sequence[Any]]) -> list[Any]:
 def slow(cases: Iterable[Any]) -> list[Any]:
     """Return the cases, all slow."""
     return [pytest.param(*case.values, marks=pytest.mark.slow) for case in cases]
+
+
+def asked_for(request: pytest.FixtureRequest, *parameters: str) -> set[Any]:
+    """Return what the tests of the fixture's file that are to run have for a parameter, or tuples for several."""
+    found = set()
+    for item in request.session.items:
+        values = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.path == request.path and values.keys() >= set(parameters):
+            own = tuple(values[name] for name in parameters)
+            found.add(own if len(own) > 1 else own[0])
+    return found

@@ -18,6 +18,7 @@ from distributed_job import (
     solo,
     start,
 )
+from fewer import asked_for
 from ranks import as_one_of, run_ranks
 
 from te_models import CausalLM
@@ -140,10 +141,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(root: Path) -> dict[str, Any]:
+def two(root: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The outcomes of the runs that are asked for, and of the others."""
     one = solo(root / "one", SAVED)
     fresh = {f"born-{recipe}": partial(born, recipe) for recipe in ("delayed", "current")}
-    found = start(root, 2, {**RUNS, **RESUMED, **fresh})
+    asked = {"delayed", *asked_for(request, "name")}
+    runs = {name: case for name, case in RUNS.items() if name in asked}
+    found = start(root, 2, {**runs, **RESUMED, **fresh})
     found["one"] = one
     return found
 
@@ -191,7 +195,9 @@ def test_a_second_gather_brings_other_data(recipe: str) -> None:
         assert amax_group(shard.fp8._quantizer) is (group if recipe == "current" else None)
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "accumulating"])
+@pytest.mark.parametrize(
+    "name", ["delayed", pytest.param("current", marks=pytest.mark.slow), "accumulating"]
+)
 def test_two_processes_compute_what_one_does(
     name: str, two: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -199,7 +205,7 @@ def test_two_processes_compute_what_one_does(
     assert_close(found, expected, RUNS[name]["recipe"])
 
 
-@pytest.mark.parametrize("name", ["kept", "recomputed"])
+@pytest.mark.parametrize("name", ["kept", pytest.param("recomputed", marks=pytest.mark.slow)])
 def test_neither_gathering_again_nor_recomputing_changes_a_bit(
     name: str, two: dict[str, Any]
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bits import assert_same_bits
+from fewer import asked_for
 from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -239,14 +240,7 @@ def others(mesh: Any, folder: str) -> dict[str, Any]:
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A folder with what two ranks computed of the cases that are asked for, and of the others."""
     folder = tmp_path_factory.mktemp("tensor_parallel")
-    asked = []
-    for item in request.session.items:
-        if (
-            item.path == request.path
-            and "results" in item.fixturenames
-            and hasattr(item, "callspec")
-        ):
-            asked.append(item.callspec.params["number"])
+    asked = sorted(asked_for(request, "number"))
     run_ranks(partial(work, asked), folder, 2)
     return folder
 

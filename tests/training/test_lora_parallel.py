@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from distributed_job import assert_same_checkpoints, by_one, start
+from fewer import asked_for
 
 from te_models.training.lora_run import load_merged
 
@@ -65,10 +66,7 @@ def named(cases: Iterable[str]) -> list[Any]:
 @pytest.fixture(scope="module")
 def two(root: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     """The outcomes of the runs that are asked for."""
-    asked = {"rows"}
-    for item in request.session.items:
-        if item.path == request.path and hasattr(item, "callspec"):
-            asked.add(item.callspec.params["name"])
+    asked = {"rows", *asked_for(request, "name")}
     runs = {name: case for name, case in RUNS.items() if name in asked}
     runs |= {name: case for name, case in RESUMED.items() if case["resume"] in asked}
     return start(root, 2, runs)

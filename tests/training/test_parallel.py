@@ -27,6 +27,7 @@ from distributed_job import (
     solo,
     start,
 )
+from fewer import asked_for
 from tiny_runs import PRETRAIN
 from torch.distributed.fsdp import FSDPModule
 
@@ -231,10 +232,9 @@ def named(cases: Iterable[str]) -> list[Any]:
 @pytest.fixture(scope="module")
 def two(root: Path, one: dict[str, Any], request: pytest.FixtureRequest) -> dict[str, Any]:
     """The outcomes of all cases that are asked for; of the usual ones, where a test that is not slow asks."""
-    asked, quick = set(), False
+    asked, quick = asked_for(request, "name"), False
     for item in request.session.items:
         if item.path == request.path and "two" in item.fixturenames:
-            asked.add(item.callspec.params.get("name") if hasattr(item, "callspec") else None)
             quick = quick or item.get_closest_marker("slow") is None
     # A resumed run needs the one that it continues, and what is resharded another way the plain one.
     for name in asked & RESUMED.keys():

@@ -4,7 +4,6 @@ Judges: one process with all rows, the load-balancing loss of transformers, and 
 """
 
 import dataclasses
-import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from distributed_job import continue_from, newest_checkpoint, outcome, solo, start
 from distributed_job import make_trainer as trainer_of
+from fewer import asked_for, every
 from judge import transformers
 from torch import Tensor
 
@@ -135,10 +135,13 @@ KINDS = ("ddp", "fsdp", "fsdp+ep")
 
 
 @pytest.fixture(scope="module")
-def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def divided(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Any]:
+    """The steps by two processes that are asked for."""
     cases = {
-        f"{kind}, {name}": partial(run_step, *step, kind)
-        for (name, step), kind in itertools.product(STEPS.items(), KINDS)
+        f"{kind}, {name}": partial(run_step, *STEPS[name], kind)
+        for name, kind in sorted(asked_for(request, "step", "kind"))
     }
     return start(tmp_path_factory.mktemp("divided"), 2, cases)
 
@@ -161,7 +164,7 @@ def test_routers_learn_from_every_token(step: str, undivided: dict[str, Any]) ->
         assert undivided[key] == pytest.approx(value, rel=1e-4), key
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("step", "kind"), every(2, STEPS, KINDS), indirect=["step"])
 def test_two_processes_take_the_step_of_one(
     step: str, kind: str, divided: dict[str, Any], undivided: dict[str, Any]
 ) -> None:
