@@ -259,6 +259,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 KINDS |= {name: Kind(fields) for name, fields in OPTIONS.items()}
+# In slow tests; random pairs and the tests of families draw such options too.
+RARER = ("headwise gate", "no gate", "no attention", "shared expert", *OPTIONS)
+RARER += ("gated convolution, biases", "Mamba 2, biases")
+RARER += ("two states, two windows", "chunks, gated", "experts side by side")
+RARER += ("experts with a norm after them", "experts with norms of their own")
+RARER += ("latent attention, wide values", "latent attention, one width")
 EMULATED: dict[str, Any] = dict(engine="emulated", device="cpu")
 NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
 # The first is FP32, and the second BF16 by whatever kernels run by default. Relative differences of whole tensors: a

@@ -76,7 +76,7 @@ def rounded_gradients(model: CausalLM, tokens: Tokens) -> dict[str, Tensor | Non
 
 
 # 224: interleaved RoPE before norms with weights.
-@pytest.mark.parametrize("number", cases(14, 250, found=(224,)))
+@pytest.mark.parametrize("number", cases(10, 250, found=(224,)))
 def test_a_random_model_is_the_fp64_model(number: int) -> None:
     """Logits of every document, also while decoding, the loss with and without logits, and every gradient, in FP32."""
     rng = random.Random(number)
@@ -165,7 +165,7 @@ def everything(run: Trainer) -> dict[str, Tensor]:
 @pytest.mark.filterwarnings(
     "ignore:peft (has no|takes) adapters on"
 )  # of some families, in transformers
-@pytest.mark.parametrize("number", cases(3, 100))
+@pytest.mark.parametrize("number", cases(2, 100))
 def test_a_random_life_ends_as_if_nothing_had_happened(number: int, tmp_path: Path) -> None:
     """A run that saves in the background, is killed after random steps and resumed each time, ends in the same bits as
     one that did neither; its model, saved and loaded, answers as it does.

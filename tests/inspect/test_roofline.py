@@ -84,7 +84,7 @@ def head_width(mixer: Any) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in kinds.OPTIONS)) for name in KINDS],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in kinds.RARER)) for name in KINDS],
 )
 def test_the_plan_counts_what_runs(name: str) -> None:
     """Half of the pairs of attention, which is causal."""

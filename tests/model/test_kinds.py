@@ -19,6 +19,7 @@ from kinds import (
     EMULATED,
     KINDS,
     OPTIONS,
+    RARER,
     WHERE,
     Kind,
     Where,
@@ -37,13 +38,6 @@ from te_models.errors import UsageError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.inspect.verify import verify
 from te_models.model.tensor_parallel import divided_linear, gather_state
-
-# In slow tests; random pairs and the tests of families draw such options too.
-RARER = ("headwise gate", "no gate", "no attention", "shared expert", *OPTIONS)
-RARER += ("gated convolution, biases", "Mamba 2, biases")
-RARER += ("two states, two windows", "chunks, gated", "experts side by side")
-RARER += ("experts with a norm after them", "experts with norms of their own")
-RARER += ("latent attention, wide values", "latent attention, one width")
 
 
 def each_kind(*axes: Sequence[Any], first: int = 0, step: int = 1) -> list[Any]:

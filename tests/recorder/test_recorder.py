@@ -153,7 +153,7 @@ def test_the_age_of_a_scale_is_that_of_its_amax() -> None:
     assert ages[0] == -1
 
 
-@pytest.mark.parametrize("mode", ["full", "selective", 1])
+@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.slow), 1])
 def test_a_recompute_is_not_counted(mode: str | int) -> None:
     plain = recorded(model_of("delayed"))[1]
     again = recorded(model_of("delayed", activation_checkpointing=mode))[1]

@@ -133,7 +133,7 @@ def spoil(saved: dict[str, Any], name: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "what", "change"),
-    some(8, optimizer_changes()),
+    some(10, optimizer_changes()),
     ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_optimizer_state_is_checked_before_anything_is_written(

@@ -3,7 +3,7 @@
 import copy
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,9 +134,10 @@ def test_a_save_beside_the_next_step(kind: str, late: None, tmp_path: Path) -> N
     assert_saved(tmp_path / "checkpoints", witness.seen)
 
 
-def run_sharded(rank: int, folder: str) -> None:
+def run_sharded(names: Sequence[str], rank: int, folder: str) -> None:
     with parallel(TrainConfig(parallel="ddp"), "cpu") as shared:
-        for name, case in SHARDED.items():
+        for name in names:
+            case = SHARDED[name]
             witness = Witness()
             run = make_trainer(Path(folder, name), case, shared)
             run.callbacks = [witness]
@@ -145,9 +146,12 @@ def run_sharded(rank: int, folder: str) -> None:
                 assert_saved(Path(folder, name, "checkpoints"), witness.seen)
 
 
-def test_a_save_of_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [["ddp", "fsdp-weights"], pytest.param(["ddp-lora"], marks=pytest.mark.slow)]
+)
+def test_a_save_of_two_processes(names: list[str], tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    run_ranks(run_sharded, tmp_path, 2, backend=None)
+    run_ranks(partial(run_sharded, names), tmp_path, 2, backend=None)
 
 
 def step(model: CausalLM) -> None:

@@ -207,7 +207,9 @@ class Killed(Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "delayed", pytest.param("nvfp4", marks=pytest.mark.slow)]
+)
 def test_a_run_that_begins_again_begins_with_its_first_batches(recipe: str, tmp_path: Path) -> None:
     """The checkpoint of step 0 is written once calibration and the first evaluation have drawn from the data."""
     options: dict[str, Any] = dict(on_nan="rewind", gradient_accumulation=2, eval_every=3)
