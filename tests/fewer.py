@@ -37,6 +37,12 @@ def slow(cases: Iterable[Any]) -> list[Any]:
     return [pytest.param(*case.values, marks=pytest.mark.slow) for case in cases]
 
 
+def chosen(quick: Iterable[Sequence[Any]], table: Iterable[Any]) -> list[Any]:
+    """Return the quick cases, and those of the table that are not among them, all slow."""
+    rows = [tuple(row) for row in quick]
+    return [*rows, *(case for case in slow(table) if case.values not in rows)]
+
+
 def asked_for(request: pytest.FixtureRequest, *parameters: str) -> set[Any]:
     """Return what the tests of the fixture's file that are to run have for a parameter, or tuples for several."""
     found = set()

@@ -197,8 +197,10 @@ def train(model: Any, accelerator: Any, optimizer: Any, steps: int) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("wrapped", [True, False])
-@pytest.mark.parametrize(("recipe", "tied"), every(2, [*RECIPES, "current FP8"], [True, False]))
+@pytest.mark.parametrize(
+    ("recipe", "tied", "wrapped"),
+    every(3, [*RECIPES, "current FP8"], [True, False], [True, False]),
+)
 def test_accelerate_saves_and_restores_a_state(
     recipe: str,
     tied: bool,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits, assert_same_tensors
+from fewer import every
 from judge import AutoModelForCausalLM, transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -213,8 +214,7 @@ def test_values_are_those_of_the_library(kind: str, written: Any, tmp_path: Path
         torch.testing.assert_close(model(IDS).logits, other(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["current", "blockwise"])
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(("recipe", "adapters"), every(2, ["current", "blockwise"], [False, True]))
 def test_fp8_checkpoints_train(recipe: str, adapters: bool, written: Any) -> None:
     folder, _ = written("block" if recipe == "blockwise" else "vllm-static", torch.bfloat16)
     model: Any = CausalLM.from_pretrained(folder, device="cpu", recipe=recipe, fp8_params=True)

@@ -57,6 +57,11 @@ def each_kind(*axes: Sequence[Any], first: int = 0, step: int = 1) -> list[Any]:
     ]
 
 
+def one_of(first: Any, second: Any) -> list[Any]:
+    """Return a case per kind with one of two values, in turn; with the other it is slow."""
+    return [*each_kind((first, second)), *slow(each_kind((second, first)))]
+
+
 # Each kind with one mode in every run, and with the others in the long tests.
 MODES = every(3, ("none", "selective", "full"), [name for name in KINDS if name not in RARER])
 
@@ -94,7 +99,7 @@ def test_packed_documents_are_those_alone(kind: Kind, where: Where) -> None:
     ].norm()
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side, kind", one_of("left", "right"), indirect=["kind"])
 @pytest.mark.parametrize("where", WHERE)
 def test_padding_changes_nothing(kind: Kind, where: Where, side: str) -> None:
     place, bound = kind.at(where)
@@ -140,7 +145,7 @@ def test_a_pass_without_a_backward_keeps_no_memory(kind: Kind, mode: str) -> Non
     assert not any("pass" in noted for noted in leaves())
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+@pytest.mark.parametrize("recipe, kind", one_of("bf16", "delayed"), indirect=["kind"])
 def test_padding_stays_zero(kind: Kind, recipe: str) -> None:
     """Between all blocks and before every te.Linear, in both directions, so that it changes no scale: before, after and
     below the tokens.
@@ -174,7 +179,7 @@ def test_padding_stays_zero(kind: Kind, recipe: str) -> None:
         assert not row[padding].any() and row[~padding].any(), name
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("padded, kind", one_of(False, True), indirect=["kind"])
 @pytest.mark.parametrize("where", WHERE)
 @torch.no_grad()
 def test_decoding_is_the_forward_pass(kind: Kind, where: Where, padded: bool) -> None:

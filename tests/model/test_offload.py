@@ -120,7 +120,7 @@ def test_offload_changes_no_bit(recipe: str, mode: str | int) -> None:
     assert model.host_memory.pages > 0
 
 
-@pytest.mark.parametrize(("variant", "mode"), every(2, VARIANTS, ["none", "full"]))
+@pytest.mark.parametrize(("variant", "mode"), every(3, VARIANTS, ["none", "full"]))
 def test_offload_changes_no_bit_of_other_models(variant: str, mode: str) -> None:
     recipe, options = VARIANTS[variant]
     assert_same(run(build(recipe, True, mode, **options)), plain(recipe, **options))

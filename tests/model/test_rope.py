@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits
+from fewer import every
 from judge import transformers
 
 from te_models import CausalLM, TEModelsForCausalLM
@@ -102,6 +103,7 @@ def packed(lengths: tuple[int, ...] = PACK) -> tuple[torch.Tensor, torch.Tensor,
     return ids, torch.stack(documents), torch.stack(positions)
 
 
+@pytest.mark.parametrize("pair", every(2, CASES), indirect=True)
 def test_each_document_of_a_pack_is_the_document_alone(pair: tuple[Any, CausalLM]) -> None:
     """In logits, and in the gradients of all parameters."""
     judge, model = pair
@@ -173,6 +175,7 @@ def test_text_across_the_end_of_the_original_context(
     assert_same_bits("uncached", uncached, expected[:1])
 
 
+@pytest.mark.parametrize("pair", every(2, [*CASES][::-1]), indirect=True)
 def test_the_config_goes_back_as_it_came(pair: tuple[Any, CausalLM], tmp_path: Path) -> None:
     judge, model = pair
     model.origin = type(model.origin)()  # as if it had begun here

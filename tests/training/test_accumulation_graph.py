@@ -10,7 +10,7 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 from bits import assert_same_bits
-from fewer import every, slow
+from fewer import chosen, every
 from graph_tape import pretend_cuda
 from places import PLACE
 from torch import Tensor
@@ -37,8 +37,6 @@ EXPERTS: dict[str, Any] = dict(
     moe=dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=96)
 )
 STEPS = WARM_UP + 3
-# The first and the last two are cheap to emulate, and are quick cases.
-QUICK_FIRST = ("current", "blockwise", "mxfp8", "nvfp4", "delayed", "bf16")
 
 
 class Answers:
@@ -124,8 +122,15 @@ def same(eager: Trainer, graphed: Trainer, steps: int = STEPS) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "kind", "count"),
-    # From the back: quick cases are mostly of the recipes that are cheap to emulate.
-    every(8, list_recipes()[::-1], ["dense", "hybrid", "lora", "recompute"], [2, 3, 4], rest=2),
+    chosen(
+        [
+            ("bf16", "hybrid", 4),
+            ("delayed", "lora", 3),
+            ("current", "recompute", 4),
+            ("nvfp4", "dense", 2),
+        ],
+        every(2, list_recipes(), ["dense", "hybrid", "lora", "recompute"], [2, 3, 4], rest=2),
+    ),
 )
 def test_replayed_micro_batches_are_the_eager_ones(
     recipe: str, kind: str, count: int, tapes: list[Any], tmp_path: Path
@@ -150,8 +155,10 @@ def test_replayed_micro_batches_are_the_eager_ones(
 @pytest.mark.parametrize(
     ("recipe", "kind", "count"),
     # Recorded hybrids take a third of the time of all; replayed ones are above.
-    every(7, QUICK_FIRST, ["dense", "recompute"], [3, 1])
-    + slow(every(3, QUICK_FIRST, ["hybrid"], [3, 1], rest=3)),
+    chosen(
+        [("delayed", "dense", 3), ("current", "recompute", 1)],
+        every(3, list_recipes(), ["dense", "recompute", "hybrid"], [3, 1], rest=3),
+    ),
 )
 def test_recorded_steps_have_graphs_of_their_own(
     recipe: str, kind: str, count: int, tapes: list[Any], tmp_path: Path

@@ -131,7 +131,7 @@ def finite_checkpoints(out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe", "ahead"), every(2, BREAKS, ["bf16", "delayed", "current"], [True, False])
+    ("kind", "recipe", "ahead"), every(3, BREAKS, ["bf16", "delayed", "current"], [True, False])
 )
 def test_skip_names_the_tensor_and_leaves_the_run_as_without_the_data(
     kind: str, recipe: str, ahead: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture

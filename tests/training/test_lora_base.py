@@ -194,7 +194,7 @@ def forget(folder: Path, name: str) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize("lora", [[], ["--lora", "4"]])
+@pytest.mark.parametrize("lora", [pytest.param([], marks=pytest.mark.slow), ["--lora", "4"]])
 def test_a_token_added_for_padding(lora: list[str], tmp_path: Path, capsys: Any) -> None:
     """As the message advises, with --vocab-size: chat, merge, evaluate and exports read the run."""
     words = write_tokenizer(CHATML)

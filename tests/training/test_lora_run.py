@@ -82,7 +82,12 @@ def save_at_the_end(run: Trainer) -> dict[str, str]:
             ALL,
             FP8_EXPERTS | dict(gradient_accumulation=2, activation_checkpointing="selective"),
         ),
-        ("current", {**ALL, "dropout": 0.3}, FP8_EXPERTS | dict(activation_checkpointing="full")),
+        pytest.param(
+            "current",
+            {**ALL, "dropout": 0.3},
+            FP8_EXPERTS | dict(activation_checkpointing="full"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("bf16", {"targets": ("experts.down_proj",)}, EXPERTS, marks=pytest.mark.slow),
     ],
 )
