@@ -15,6 +15,7 @@ ARGUMENTS = {
     "checkpoint_grid": ["run", *OUT],
     "decode_attention": OUT,
     "decode_tiles": OUT,
+    "delta_rule_kernels": OUT,
     "delta_rule_tuning": OUT,
     "engine_gpu": ["out.json"],
     "engine_parity": OUT,
