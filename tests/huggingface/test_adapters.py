@@ -371,7 +371,7 @@ def test_adapters_of_hybrids_and_experts_are_saved(
 # rows of gpt_oss alternate, and its parameters are transposed, as are Llama 4's, where peft does not know it.
 @pytest.mark.parametrize(("case", "targets"), [
     ("qwen3_moe-steps", "all-linear"),
-    ("laguna-experts", "all-linear"),
+    pytest.param("laguna-experts", "all-linear", marks=pytest.mark.slow),
     ("gpt_oss-all-keys", ["q_proj"]),
     ("llama4_text-types", ["q_proj"]),
     *every(6, ["deepseek_v3-groups", "glm4_moe-groups", "mixtral-all-keys", "qwen2_moe-all-keys",

@@ -121,7 +121,7 @@ def batch(padded: bool, length: int = 17) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "case",
     [
-        *every(5, [*ROUTED, *OTHERS]),
+        *every(7, [*ROUTED, *OTHERS]),
         *(
             pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW))
             for name in (*HYBRIDS, *RECURRENT)

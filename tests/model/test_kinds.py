@@ -209,6 +209,7 @@ def test_decoding_is_the_forward_pass(kind: Kind, where: Where, padded: bool) ->
     )
 
 
+@pytest.mark.parametrize("kind", each_kind(step=2), indirect=True)
 @torch.no_grad()
 def test_a_cleared_cache_is_a_new_one(kind: Kind) -> None:
     """In every bit, also in FP8, where a number that nothing else reads would change the scale of a tensor."""
@@ -220,6 +221,7 @@ def test_a_cleared_cache_is_a_new_one(kind: Kind) -> None:
         assert torch.equal(model(part, cache=used).logits, model(part, cache=new).logits)
 
 
+@pytest.mark.parametrize("kind", each_kind(first=1, step=2), indirect=True)
 @torch.no_grad()
 def test_a_text_that_is_no_number_leaves_a_cleared_cache(kind: Kind) -> None:
     """A hidden slot takes part in products all the same, and NaN times 0 is NaN."""

@@ -197,7 +197,10 @@ def test_recorded_steps_have_graphs_of_their_own(
             assert len(one.calls) > len(other.calls)
 
 
-@pytest.mark.parametrize(("recipe", "count"), [("delayed", 3), ("bf16", 2), ("current", 4)])
+@pytest.mark.parametrize(
+    ("recipe", "count"),
+    [("delayed", 3), ("bf16", 2), pytest.param("current", 4, marks=pytest.mark.slow)],
+)
 def test_micro_batches_under_fsdp2_are_one_graph(
     recipe: str, count: int, tapes: list[Any], tmp_path: Path
 ) -> None:
