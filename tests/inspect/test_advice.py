@@ -39,12 +39,14 @@ WITHIN = 5  # steps in which the right tensor is named
 # A failure and the recipe under which it is planted; the others of each failure are long tests, as is one that
 # another quick test plants.
 ELSEWHERE = ("NaN in one batch",)
-# Planted in quick tests with accumulation, or longer than most.
+# Planted in other quick tests, below and in test_recipe_advice.py, or longer than most.
 IN_LONG_TESTS = (
     "outlier channel grows",
     "gradients overflow E5M2",
     "wrong scales after a resume",
     "a long history keeps an old peak",
+    "outlier in every block",
+    "learning rate too high",
 )
 PAIRS = [(name, failure.recipes[0]) for name, failure in FAILURES.items() if name not in ELSEWHERE]
 OTHERS = [

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fewer import some
 from planted import (
     FAILURES,
     LINEAR,
@@ -102,7 +103,7 @@ def check_advice(
     assert np.nanmedian(exact) > 25
 
 
-@pytest.mark.parametrize(("name", "recipe"), ADVISED)
+@pytest.mark.parametrize(("name", "recipe"), some(2, reversed(ADVISED)))
 def test_advice_on_a_planted_run(name: str, recipe: str, tmp_path: Path) -> None:
     check_advice(FAILURES[name], recipe, ADVISED[name, recipe], tmp_path)
 
