@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import configuration_utils
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
@@ -162,11 +163,23 @@ class JointLayer(RecurrentLayer):
             layer.crop(*lengths)
 
 
-def add_cache_layers(config: ModelConfig) -> None:
-    """Tell transformers which layers DynamicCache and StaticCache need for kinds of layers that it does not know.
+def add_layer_kinds(config: ModelConfig) -> None:
+    """Tell transformers of the kinds of layers that it does not know.
 
-    Its own kinds add themselves to the same tables (`_layer_type` in transformers.cache_utils).
+    A Trainer that resumes reads config.json as transformers' base class, which refuses unknown kinds. DynamicCache and
+    StaticCache need a layer for each; transformers' own kinds add themselves to the same tables (`_layer_type` in
+    transformers.cache_utils).
     """
+    for name, kinds in KNOWN_KINDS.items():
+        known = getattr(configuration_utils, name, None)
+        if known is None:  # another version
+            continue
+        new = []
+        for field in kinds:
+            for kind in getattr(config, field) or ():
+                if kind not in (*known, *new):
+                    new.append(kind)
+        setattr(configuration_utils, name, (*known, *new))
     dynamic: dict[str, Any] = DYNAMIC_LAYER_TYPE_MAPPING
     static: dict[str, Any] = STATIC_LAYER_TYPE_MAPPING
     for kind, layer in zip(config.layer_types or (), config.layers, strict=False):
@@ -178,6 +191,13 @@ def add_cache_layers(config: ModelConfig) -> None:
         static.setdefault(kind, fixed)
 
 
+# transformers' tables of the kinds that a config may have -> the fields that they are for. Newer versions have a table
+# for each field.
+KNOWN_KINDS = {
+    "ALLOWED_LAYER_TYPES": ("layer_types", "mlp_layer_types"),
+    "ALLOWED_ATTN_LAYER_TYPES": ("layer_types",),
+    "ALLOWED_MLP_LAYER_TYPES": ("mlp_layer_types",),
+}
 # What a mixer keeps -> its layer of a dynamic cache, and of a static one.
 CACHE_LAYERS: dict[str, tuple[type[CacheLayerMixin], type[CacheLayerMixin]]] = {
     "keys and values": (DynamicLayer, StaticLayer),

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from te_models.config.model import ModelConfig, config_fields
 from te_models.errors import UsageError, needs
 from te_models.files.formats import Fields
-from te_models.huggingface.cache import add_cache_layers
+from te_models.huggingface.cache import add_layer_kinds
 from te_models.interop.hf_families import family_of
 from te_models.interop.quantized import CONFIG_KEYS
 from te_models.model.options import BuildOptions
@@ -55,7 +55,7 @@ class TEModelsConfig(PreTrainedConfig):
             setattr(self, name, value)
         if balance is not None:
             self.router_aux_loss_coef = balance
-        add_cache_layers(resolved)
+        add_layer_kinds(resolved)
         for call in self.on_first_use:
             call()
 

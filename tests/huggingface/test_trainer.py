@@ -14,6 +14,8 @@ import torch
 from bits import assert_same_bits, assert_same_tensors
 from fewer import every
 from judge import transformers
+from kinds import KINDS
+from kinds import build as build_kind
 from places import PLACE
 from safetensors.torch import load_file, load_model, save_model
 from torch import nn
@@ -128,6 +130,29 @@ def test_a_trainer_resumes_to_the_same_bits_and_its_checkpoints_load(
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, device_map=device)
         assert_same_model(loaded, whole.model)
         assert_same_bits("logits", loaded(ids).logits, whole.model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "one part per layer",
+        pytest.param("Mamba 2 beside attention", marks=pytest.mark.slow),
+        pytest.param("Kimi Delta Attention", marks=pytest.mark.slow),
+    ],
+)
+def test_a_trainer_resumes_kinds_of_layers_that_transformers_does_not_have(
+    kind: str, tmp_path: Path
+) -> None:
+    """It reads config.json as its base class, which knows its own kinds alone."""
+
+    def fresh() -> TEModelsForCausalLM:
+        return TEModelsForCausalLM.wrap(build_kind(KINDS[kind]))
+
+    whole = trainer(fresh(), tmp_path / "whole", gradient_checkpointing=True)
+    whole.train()
+    again = trainer(fresh(), tmp_path / "again", gradient_checkpointing=True)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
+    assert_same_model(again.model, whole.model)
 
 
 def test_the_loss_of_a_step_is_the_mean_over_the_tokens_of_all_micro_batches(
