@@ -244,6 +244,8 @@ def _widen(config: Any) -> None:
         pairs = int(whole * rope.get("partial_rotary_factor", 1.0)) // 2
         for name in ("short_factor", "long_factor"):
             rope[name] = (rope[name] * pairs)[:pairs]
+    if config.model_type == "helium":  # whose o_proj is as wide as the residual stream
+        config.head_dim = config.hidden_size // config.num_attention_heads
     if hasattr(config, "mamba_d_head"):
         inner = getattr(config, "mamba_d_ssm", None) or config.mamba_expand * config.hidden_size
         config.mamba_d_head = inner // config.mamba_n_heads
