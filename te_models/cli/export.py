@@ -60,7 +60,7 @@ def export(
 ) -> None:
     """Write a quantized model for vLLM, SGLang and transformers."""
     from te_models.interop.hub import local_folder  # noqa: PLC0415
-    from te_models.saving.checkpoint_choice import ADAPTER  # noqa: PLC0415
+    from te_models.saving.checkpoint_choice import ADAPTER_FOLDER  # noqa: PLC0415
     from te_models.saving.pretrained import adapter_folder  # noqa: PLC0415
     from te_models.serving.export import default_format  # noqa: PLC0415  imports torch
     from te_models.serving.formats import FORMATS  # noqa: PLC0415
@@ -81,7 +81,9 @@ def export(
         )
         show_choice(model)
         files = export_unchanged(adapter_folder(local_folder(model)), out)
-        show_line(f"{out}: {len(files)} files of the base, unchanged; adapters in {out}/{ADAPTER}")
+        show_line(
+            f"{out}: {len(files)} files of the base, unchanged; adapters in {out}/{ADAPTER_FOLDER}"
+        )
         return
     refuse_without("--data PATH", data, OF_DATA)
     refuse_to_replace(out, overwrite, model)

@@ -12,8 +12,8 @@ from te_models.recorder.record import check_folder
 from te_models.saving.run_folder import LATEST, Checkpoints, step_of
 
 METRICS = "metrics.jsonl"  # in the folder of a run, a line per step
-ADAPTER = "adapter"  # the folder of adapters in the folder of a run or of an exported base
-ADAPTERS = "adapter_config.json"  # in a folder of adapters, as peft has it
+ADAPTER_FOLDER = "adapter"  # in the folder of a run, or of a base that was exported with them
+ADAPTER_CONFIG = "adapter_config.json"  # in a folder of adapters, as peft writes it
 BEST = "best"  # the folder in a run's with the checkpoint of the lowest evaluation loss
 
 
@@ -41,7 +41,7 @@ def describe_content(folder: Path) -> str:
     """
     if holds_model(folder):
         return "a model"
-    return "adapters" if (folder / ADAPTERS).exists() else ""
+    return "adapters" if (folder / ADAPTER_CONFIG).exists() else ""
 
 
 def check_run(run: str | PathLike[str]) -> None:
@@ -61,8 +61,8 @@ def describe_choice(name: str | Path) -> str | None:
     adapters in it, such as an export with --format stored, the line says that the model is taken alone.
     """
     folder = Path(name)
-    adapters = folder / ADAPTER
-    if holds_model(folder) and (adapters / ADAPTERS).is_file():
+    adapters = folder / ADAPTER_FOLDER
+    if holds_model(folder) and (adapters / ADAPTER_CONFIG).is_file():
         return (
             f"{folder}: without the adapters in it: --model {shlex.quote(str(adapters))} takes both"
         )

@@ -40,7 +40,7 @@ from te_models.model.tensor_parallel import gather_state
 from te_models.numerics.stored import StoredWeight
 from te_models.saving.adapters import merged_beside, trained_config
 from te_models.saving.checkpoint_choice import (
-    ADAPTERS,
+    ADAPTER_CONFIG,
     describe_missing_checkpoint,
     holds_model,
 )
@@ -283,7 +283,7 @@ def _is_te_folder(folder: Path) -> bool:
     has_manifest = (folder / MANIFEST).exists()
     config = (folder / "config.json").exists()
     problem = ""
-    if (folder / ADAPTERS).is_file() and not config:
+    if (folder / ADAPTER_CONFIG).is_file() and not config:
         merged = merged_beside(folder)
         if merged is not None:
             first = ""
@@ -422,7 +422,7 @@ def adapter_folder(folder: str | Path) -> Path | None:
     adapters = saved_folder(folder)
     return (
         adapters
-        if (adapters / ADAPTERS).is_file() and not (adapters / "config.json").exists()
+        if (adapters / ADAPTER_CONFIG).is_file() and not (adapters / "config.json").exists()
         else None
     )
 

@@ -31,7 +31,7 @@ from te_models.interop.tensor_places import Place, tensor_places
 from te_models.model.decoder import Decoder
 from te_models.model.decoder_of import decoder_of, refuse_compiled
 from te_models.model.tensor_parallel import gather_state
-from te_models.saving.checkpoint_choice import ADAPTER
+from te_models.saving.checkpoint_choice import ADAPTER_FOLDER
 from te_models.saving.loadable import refuse_unloadable
 from te_models.saving.pretrained import read_tokenizer, refuse_adapters, weights
 from te_models.serving.formats import (
@@ -104,7 +104,7 @@ def export(
                 "from_pretrained of their folder returns"
             )
         export_unchanged(origin.adapters, folder)
-        note = f"adapters of peft are in {Path(folder) / ADAPTER}"
+        note = f"adapters of peft are in {Path(folder) / ADAPTER_FOLDER}"
         return Export(Path(folder), format, (), (), (note,))
     check_known("rounding", rounding, ROUNDINGS)
     if calibration is not None and not isinstance(calibration, Iterable):

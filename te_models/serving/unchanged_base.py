@@ -14,7 +14,7 @@ from te_models.files.atomic import replacing_folder, write_file
 from te_models.files.formats import list_some, read_json, render_json
 from te_models.interop.hf import hugging_face_documents
 from te_models.interop.hub import local_folder
-from te_models.saving.checkpoint_choice import ADAPTER, ADAPTERS
+from te_models.saving.checkpoint_choice import ADAPTER_CONFIG, ADAPTER_FOLDER
 
 UNCHANGED = "stored"  # the name of the format
 WEIGHTS = "adapter_model.safetensors"
@@ -39,11 +39,11 @@ def export_unchanged(adapters: Path | None, folder: str | Path) -> list[str]:
             "format 'stored' writes a base as its release has it, with adapters beside it: give the folder of a run "
             "with --lora, or choose another format"
         )
-    config = read_json(adapters / ADAPTERS)
+    config = read_json(adapters / ADAPTER_CONFIG)
     name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not name:
         raise CheckpointError(
-            f"{adapters / ADAPTERS} does not name the model that the adapters are for"
+            f"{adapters / ADAPTER_CONFIG} does not name the model that the adapters are for"
         )
     base = local_folder(name)
     if hugging_face_documents(base) is None:
@@ -58,10 +58,12 @@ def export_unchanged(adapters: Path | None, folder: str | Path) -> list[str]:
     with replacing_folder(folder) as temp:
         for file in files:
             _copy(base / file, temp / file)
-        (temp / ADAPTER).mkdir()
-        _copy(adapters / WEIGHTS, temp / ADAPTER / WEIGHTS)
+        (temp / ADAPTER_FOLDER).mkdir()
+        _copy(adapters / WEIGHTS, temp / ADAPTER_FOLDER / WEIGHTS)
         adapter_config = {**config, "base_model_name_or_path": str(folder)}
-        write_file(temp / ADAPTER / ADAPTERS, render_json(adapter_config, ADAPTERS))
+        write_file(
+            temp / ADAPTER_FOLDER / ADAPTER_CONFIG, render_json(adapter_config, ADAPTER_CONFIG)
+        )
     return files
 
 

@@ -24,7 +24,7 @@ from te_models.fp8.primary_weights import drop_initial_values
 from te_models.fp8.scaling_state import check_fp8_state
 from te_models.interop.origin import TOKEN_IDS
 from te_models.saving.adapters import facts_in, trained_config, trained_generation
-from te_models.saving.checkpoint_choice import ADAPTERS
+from te_models.saving.checkpoint_choice import ADAPTER_CONFIG
 from te_models.saving.folder import load_folder, match
 from te_models.saving.load_model import TrainingState, read_recipe, training_document
 from te_models.saving.run_folder import offering_older
@@ -221,11 +221,11 @@ def load_merged(folder: Path, *, base: str | None = None, **options: Any) -> Cau
 def _load(folder: Path, base: str | None, options: dict[str, Any]) -> AdaptedModel:
     """Return the model with adapters; see `load_adapted` and `load_merged`."""
     if base is None:
-        config = read_json(folder / ADAPTERS)
+        config = read_json(folder / ADAPTER_CONFIG)
         base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not base:
         raise CheckpointError(
-            f"{folder / ADAPTERS} does not name the model that the adapters are for"
+            f"{folder / ADAPTER_CONFIG} does not name the model that the adapters are for"
         )
     with warnings.catch_warnings():
         # The run said so when it began.

@@ -13,7 +13,7 @@ from te_models.data.tokenizer_base import Tokenizer
 from te_models.files.formats import Fields
 from te_models.interop.model_card import CARD, adapter_card, user_card
 from te_models.interop.origin import DTYPES, TRAINED, as_facts
-from te_models.saving.checkpoint_choice import ADAPTER, best_checkpoint
+from te_models.saving.checkpoint_choice import ADAPTER_FOLDER, best_checkpoint
 from te_models.saving.folder import save_folder
 from te_models.saving.pretrained import model_content
 from te_models.training.evaluation import Batch, evaluate
@@ -51,13 +51,13 @@ def save_adapters(
     model = adapters.model
     tensors, documents = content
     documents = {**documents, "run": run_choices(model), **tokenizer.files()}
-    facts = as_facts(documents.get(TRAINED), folder / ADAPTER)
+    facts = as_facts(documents.get(TRAINED), folder / ADAPTER_FOLDER)
     origin = replace(model.origin, trained=facts)
-    card = user_card(folder / ADAPTER) or adapter_card(model, origin, folder.name)
+    card = user_card(folder / ADAPTER_FOLDER) or adapter_card(model, origin, folder.name)
     if card is not None:
         documents[CARD] = card
-    save_folder(folder / ADAPTER, tensors, documents)
-    written = {"adapters": str(folder / ADAPTER)}
+    save_folder(folder / ADAPTER_FOLDER, tensors, documents)
+    written = {"adapters": str(folder / ADAPTER_FOLDER)}
     if adapters.settings.merge:
         written |= _save_merged(adapters, folder, tokenizer, batches, result)
     return written
@@ -76,7 +76,7 @@ def _save_merged(
     dtype = DTYPES[settings.merge_dtype] if settings.merge_dtype else model.dtype
     # From the base's own values, on the CPU: the weights of the run may be rounded to FP8, and its GPU may be full.
     merged = load_merged(
-        folder / ADAPTER,
+        folder / ADAPTER_FOLDER,
         base=adapters.base,
         recipe=model.recipe,
         engine="emulated",

@@ -8,7 +8,7 @@ import pytest
 from te_models.cli.commands import main
 from te_models.data.unrecognized_rows import unrecognized
 from te_models.errors import CheckpointError
-from te_models.saving.checkpoint_choice import ADAPTERS
+from te_models.saving.checkpoint_choice import ADAPTER_CONFIG
 from te_models.saving.pretrained import read_shape
 from te_models.training.merging import _merged_step
 from te_models.training.result import Result
@@ -49,7 +49,7 @@ def test_folders_are_quoted(
 def test_the_folder_of_merged_adapters_is_quoted(tmp_path: Path) -> None:
     adapters = tmp_path / RUN / "adapter"
     adapters.mkdir(parents=True)
-    (adapters / ADAPTERS).write_text("{}")
+    (adapters / ADAPTER_CONFIG).write_text("{}")
     with pytest.raises(CheckpointError) as refused:
         read_shape(adapters)
     convert = f"te-models convert --format te --model {shlex.quote(str(adapters))} --out MERGED"
