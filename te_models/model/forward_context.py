@@ -24,7 +24,7 @@ from te_models.model.kv_cache import Cache, DecodingCache
 from te_models.model.recompute import Recompute
 from te_models.model.rope import rotary_tables
 from te_models.model.router import Routing
-from te_models.model.te_modules import first_rows, pad_rows
+from te_models.model.te_modules import first_rows, pad_rows, with_bias_gradient
 
 if TYPE_CHECKING:
     from te_models.kernels.span_attention_triton import Spans
@@ -124,7 +124,8 @@ class ForwardContext(NamedTuple):
         batch, seq = (self.batch, self.seq) if shape is None else shape
         # A layer of peft in the linear's place may treat each sequence differently.
         if not getattr(module, "by_sequence", False) or batch * seq > x.shape[0]:
-            return self.kernels.linear(module, x, is_first_microbatch=first)
+            y = self.kernels.linear(module, x, is_first_microbatch=first)
+            return with_bias_gradient(y, module, self.autocasts.te_recipe_of(module))
         tokens = first_rows(x, batch * seq).unflatten(0, (batch, seq))
         y = module(tokens, is_first_microbatch=first)  # [B, S, O]
         return pad_rows(y.flatten(0, 1), x.shape[0])

@@ -204,6 +204,26 @@ def _leave_empty(weight: Tensor) -> None:
     """Leave a new weight without values. A function of the module, so that models can be pickled."""
 
 
+def with_bias_gradient(y: Tensor, module: nn.Module, te_recipe: EngineRecipe | None) -> Tensor:
+    """Return the output y [..., O] of a te.Linear under `te_recipe` such that a bias that trains gets its gradient.
+
+    Outside FP8, Transformer Engine sums it in the product that makes the weight's gradient, which a frozen weight does
+    not have (section 7.5).
+    """
+    bias = module._parameters.get("bias")
+    if bias is None or not bias.requires_grad or not torch.is_grad_enabled():
+        return y
+    weight = module._parameters.get("weight")
+    if weight is None or weight.requires_grad:
+        return y
+    # Not every recipe class has the field.
+    if te_recipe is not None and getattr(te_recipe, "backward_override", None) is None:
+        return y
+    zero = bias.detach() - bias
+    # Less a zero, and not plus one, which would change the bits of a -0.
+    return y - zero.to(y.dtype)
+
+
 def own_weight(module: nn.Module) -> nn.Parameter:
     """Return the weight of a module, or of the one that a layer of peft in its place has inside."""
     while True:
