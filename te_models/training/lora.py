@@ -41,6 +41,7 @@ from te_models.saving.load_model import read_recipe
 from te_models.saving.pretrained import config_document, saved_folder
 from te_models.training.lora_config import adapters_of, check_fields, whole_modules
 from te_models.training.lora_files import (
+    DROPOUT,
     SavedAdapter,
     adapter_file,
     adapters_in,
@@ -326,6 +327,8 @@ def adapter_content(
     if state := model.copied_fp8_state():
         groups["fp8_state"] = {without_layers(name): tensor for name, tensor in state.items()}
     documents: dict[str, object] = {"adapter_config": config, "recipe": model.recipe.to_dict()}
+    if config["lora_dropout"] != adapter_config.lora_dropout:
+        documents[DROPOUT] = adapter_config.lora_dropout
     origin = model.origin
     # peft has no field for the shape of the base, and adapters of a changed one fit no other.
     if of_run or (origin.shape is not None and origin.shape != model.config):

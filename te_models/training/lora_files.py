@@ -45,6 +45,8 @@ with needs("te_models.training.lora", "peft", "0.19", "lora"):
     from peft.utils import ModulesToSaveWrapper
 
 WEIGHTS = "adapter_model.safetensors"
+# The document of a dropout in training for which peft's config has no place.
+DROPOUT = "lora_dropout"
 PREFIX = "base_model.model."  # of every name in an adapter's file
 MAGNITUDE = ".lora_magnitude_vector"  # the end of the name of the lengths that DoRA trains
 
@@ -72,7 +74,10 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
         warnings.warn(without_others(name.removeprefix(PREFIX) for name in others), stacklevel=3)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in others}
     modules = modules.as_in(name.removeprefix(PREFIX) for name in tensors)
-    config = read_config(path, saved.documents["adapter_config"], modules)
+    fields = saved.documents["adapter_config"]
+    if isinstance(fields, dict) and DROPOUT in saved.documents:
+        fields = {**fields, DROPOUT: saved.documents[DROPOUT]}
+    config = read_config(path, fields, modules)
     config.inference_mode = not trainable
     # peft names the modules of the model it was given, with a head or without.
     # A PeftModel around transformers' headless model writes names without "model.".
@@ -147,7 +152,7 @@ def _open_adapter(folder: Path, config_file: Path) -> Folder:
         )
     if (folder / MANIFEST).exists():
         return load_folder(
-            folder, ["adapter_config", "adapter_model"], optional=["fp8_state", "recipe"]
+            folder, ["adapter_config", "adapter_model"], optional=["fp8_state", "recipe", DROPOUT]
         )
     # peft's own folders have no manifest.
     return Folder(
@@ -322,7 +327,8 @@ def adapter_file(
     values |= their_targets(adapters, modules, config.use_rslora, parameters=not config.use_dora)
     values["modules_to_save"] = list(whole) or None
     if values["target_parameters"]:
-        values["lora_dropout"] = 0.0  # peft has none for parameters, and only training uses it
+        # peft has none for parameters, and only training uses it; DROPOUT keeps it.
+        values["lora_dropout"] = 0.0
     _warn_of_peft(modules, adapters, config.use_dora, stacklevel=4)
     tensors = {modules.in_adapter_file(name): tensor for name, tensor in tensors.items()}
     return tensors, json.loads(json.dumps(values, default=list))  # peft has sets and enums there

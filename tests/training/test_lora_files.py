@@ -497,6 +497,34 @@ def test_linears_that_peft_takes_for_experts(
     assert torch.equal(logits(load_lora(ours(tmp_path / "base"), tmp_path / "again")), expected)
 
 
+@pytest.mark.parametrize(
+    ("case", "fields"),
+    [
+        ("glm4_moe-groups", dict(target_modules=["gate_proj", "o_proj"])),
+        ("afmoe-experts", dict(target_parameters=["experts.down_proj"])),
+    ],
+)
+def test_a_dropout_that_peft_has_no_place_for_goes_on(
+    case: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """peft's config of such adapters has none, so that its own loader takes them."""
+    make_theirs(case, tmp_path / "base")
+    adapted = add_lora(ours(tmp_path / "base"), r=2, lora_dropout=0.5, **fields)
+    randomize_adapters(adapted)
+    save_lora(adapted, tmp_path / "adapter")
+    assert LoraConfig.from_pretrained(tmp_path / "adapter").lora_dropout == 0
+    loaded = load_lora(ours(tmp_path / "base"), tmp_path / "adapter", trainable=True)
+    losses = []
+    for model in (adapted, loaded):
+        torch.manual_seed(1)
+        ids = torch.arange(12)[None]
+        losses.append(model.train()(ids, labels=ids).loss)
+    assert torch.equal(*losses)
+    (tmp_path / "adapter" / "manifest.json").unlink()
+    plain = load_lora(ours(tmp_path / "base"), tmp_path / "adapter", trainable=True)
+    assert plain.peft_config["default"].lora_dropout == 0
+
+
 def test_peft_has_no_dora_on_parameters(base: Callable[[str], Path], tmp_path: Path) -> None:
     adapted = add_lora(ours(base("qwen3_next")), r=2, use_dora=True)
     with pytest.warns(
