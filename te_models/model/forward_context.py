@@ -24,7 +24,12 @@ from te_models.model.kv_cache import Cache, DecodingCache
 from te_models.model.recompute import Recompute
 from te_models.model.rope import rotary_tables
 from te_models.model.router import Routing
-from te_models.model.te_modules import first_rows, pad_rows, with_bias_gradient
+from te_models.model.te_modules import (
+    first_rows,
+    pad_rows,
+    refuse_lost_gradients,
+    with_bias_gradient,
+)
 
 if TYPE_CHECKING:
     from te_models.kernels.span_attention_triton import Spans
@@ -221,8 +226,10 @@ class ForwardContext(NamedTuple):
 
         With `route`, x [T, I] are tokens, from which it makes those rows.
         """
+        te_recipe = self.autocasts.te_recipe_of(module)
+        refuse_lost_gradients(module, te_recipe)
         if module in self.autocasts.others:
-            self.recompute.check_restored(self.autocasts.te_recipe_of(module))
+            self.recompute.check_restored(te_recipe)
         with self.autocasts.linear(module):
             return self.kernels.grouped(
                 module,

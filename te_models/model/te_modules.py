@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from te_models.config.layer import LinearSpec
 from te_models.config.recipe import EngineRecipe
+from te_models.errors import UsageError
 from te_models.fp8.primary_weights import drop_transposed
 from te_models.model.expert_parallel import ExpertParallel
 from te_models.model.tensor_parallel import TensorParallel
@@ -216,12 +217,36 @@ def with_bias_gradient(y: Tensor, module: nn.Module, te_recipe: EngineRecipe | N
     weight = module._parameters.get("weight")
     if weight is None or weight.requires_grad:
         return y
-    # Not every recipe class has the field.
-    if te_recipe is not None and getattr(te_recipe, "backward_override", None) is None:
+    if _gives_bias_gradient(te_recipe):
         return y
     zero = bias.detach() - bias
     # Less a zero, and not plus one, which would change the bits of a -0.
     return y - zero.to(y.dtype)
+
+
+def refuse_lost_gradients(module: nn.Module, te_recipe: EngineRecipe | None) -> None:
+    """Raise a UsageError if experts of a te.GroupedLinear under `te_recipe` train without getting a gradient.
+
+    Transformer Engine asks the first weight alone whether weights train, and outside FP8 biases have gradients only
+    beside it (section 7.5).
+    """
+    first = module._parameters.get("weight0")
+    if first is None or first.requires_grad or not module.training or not torch.is_grad_enabled():
+        return
+    biases_train = _gives_bias_gradient(te_recipe)
+    for name, parameter in module.named_parameters(recurse=False):
+        if not parameter.requires_grad or (biases_train and name.startswith("bias")):
+            continue
+        raise UsageError(
+            f"{name} of experts would get no gradient, since the weight of expert 0 is frozen: train the weights of "
+            "all experts, or freeze all of them and their biases"
+        )
+
+
+def _gives_bias_gradient(te_recipe: EngineRecipe | None) -> bool:
+    """Return whether a bias gets its gradient beside a frozen weight under this recipe."""
+    # Not every recipe class has the field.
+    return te_recipe is not None and getattr(te_recipe, "backward_override", None) is None
 
 
 def own_weight(module: nn.Module) -> nn.Parameter:

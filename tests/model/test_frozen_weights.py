@@ -1,4 +1,4 @@
-"""Biases that train beside frozen weights, to which Transformer Engine gives no gradient outside FP8."""
+"""Parameters that train beside frozen weights, some of which Transformer Engine gives no gradient."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from kinds import KINDS, Kind, assert_close, build, tokens
 from torch import Tensor
 
 from te_models import CausalLM
+from te_models.errors import UsageError
 from te_models.model.te_modules import with_bias_gradient
 
 FP32: dict[str, Any] = dict(dtype=torch.float32)
@@ -90,3 +91,51 @@ def test_the_output_keeps_its_bits() -> None:
     y = torch.tensor([[0.0, -0.0, float("inf")]])
     same = with_bias_gradient(y, linear, None)
     assert torch.equal(same.view(torch.int32), y.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "trained"),
+    [
+        ("experts", "bf16", "weight1"),
+        ("experts", "current", "weight4"),
+        ("sinks, biased experts", "bf16", "bias0"),
+        ("sinks, biased experts", "current", ""),  # where biases get gradients
+        ("sinks, biased experts", "bf16", ""),
+    ],
+)
+def test_experts_that_would_get_no_gradient_are_refused(
+    kind: str, recipe: str, trained: str
+) -> None:
+    model = build(KINDS[kind], recipe, **FP32)
+    for name, parameter in model.named_parameters():
+        if "mlp.down_proj.weight" in name or (recipe == "bf16" and "bias" in name):
+            parameter.requires_grad_(False)
+    down = model.get_submodule("layers.1.mlp.down_proj")
+    ids = tokens(model)
+    if trained:
+        down.get_parameter(trained).requires_grad_()
+        with pytest.raises(UsageError, match=f"^{trained} of experts would get no gradient"):
+            model(ids, labels=ids)
+        model.eval()(ids)
+        return
+    loss = model(ids, labels=ids).loss
+    assert loss is not None
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert not parameter.requires_grad or parameter.grad is not None, name
+
+
+def test_experts_may_be_frozen_but_the_first() -> None:
+    gradients = []
+    for frozen in (False, True):
+        model = build(KINDS["experts"], **FP32)
+        down = model.get_submodule("layers.1.mlp.down_proj")
+        for number in range(1, 5):
+            down.get_parameter(f"weight{number}").requires_grad_(not frozen)
+        ids = tokens(model)
+        loss = model(ids, labels=ids).loss
+        assert loss is not None
+        loss.backward()
+        gradients.append(down.get_parameter("weight0").grad)
+        assert (down.get_parameter("weight1").grad is None) == frozen
+    assert torch.equal(*gradients)
