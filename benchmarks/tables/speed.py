@@ -115,8 +115,8 @@ def readme_8b() -> str:
         f"  activations offloaded, {to_trl('lora', 'current+offload')}.\n"
         f"- With FSDP2 on two H200s it trains at {best['delayed']:,.0f} tokens/s per GPU under `delayed`, "
         f"{best['delayed'] / best['bf16']:.2f} times as fast as in BF16.\n"
-        f"- At batch size 1 it generates {fp8:.0f} tokens/s in FP8 and {bf16:.0f} in BF16; transformers generates "
-        f"{hf:.0f}."
+        f"- At batch size 1 it generates {fp8:.0f} tokens/s in FP8 and {bf16:.0f} in BF16; transformers generated "
+        f"{hf:.0f} on another day."
     )
 
 

@@ -179,7 +179,7 @@ def _open_sources(
     sources = opened.get(OWN, [])
     if not sources:
         paths = () if settings.data in BUILT_IN else settings.data
-        # Columns beside built-in data may be those of eval_data.
+        # Columns beside built-in data may be meant for eval_data.
         required = bool(paths) or not settings.eval_data
         sources = open_sources(paths, columns, required, skip_bad=bad.skip)
     evaluated = opened.get(OWN_EVALUATION) or open_sources(

@@ -96,7 +96,8 @@ def forward(
     functions = _functions()
     assert functions is not None
     tokens = (x.transpose(1, 2) for x in (q, k, v))  # [B, S, heads, H]
-    out, log_sum, *_ = functions[0](*tokens, return_lse=True, **_mask(q, scale, window))
+    run_forward, _ = functions
+    out, log_sum, *_ = run_forward(*tokens, return_lse=True, **_mask(q, scale, window))
     return out.transpose(1, 2), log_sum
 
 
@@ -114,7 +115,8 @@ def backward(
     functions = _functions()
     assert functions is not None
     q_rows, k_rows, v_rows, out_rows, dy_rows = (x.transpose(1, 2) for x in (q, k, v, out, dy))
-    dq, dk, dv, *_ = functions[1](
+    _, run_backward = functions
+    dq, dk, dv, *_ = run_backward(
         q_rows, k_rows, v_rows, out_rows, dy_rows, log_sum, **_mask(q, scale, window)
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
