@@ -377,6 +377,7 @@ def first(accumulation: int, functions: int, inside: bool, **shape: Any) -> None
         own = {
             "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
             "TRITON_CACHE_DIR": f"{caches}/triton",
+            "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{caches}/flash_attention",
         }
         for state in ("cold", "warm"):
             print(f"--- {state} caches", flush=True)
