@@ -21,6 +21,7 @@ from te_models.config.recipe import SCHEMES, Recipe
 from te_models.device.cudnn import load_torchs_cudnn
 from te_models.errors import UsageError, check_known
 from te_models.garbage import collecting_later
+from te_models.kernels.flash_4 import keep_compiled
 
 ENGINES = ("auto", "native", "emulated")
 # The oldest version of Transformer Engine tested; 2.16 already has the names that native.py uses.
@@ -29,6 +30,7 @@ OLDEST = (2, 20)
 
 # Here rather than before the import of the native engine: other libraries import Transformer Engine too (peft does).
 load_torchs_cudnn()
+keep_compiled()
 
 
 def get_engine(

@@ -1,11 +1,11 @@
-"""FlashAttention-4 (the package flash-attn-4), whose kernels run on Hopper where they are asked for.
+"""FlashAttention-4 (the package flash-attn-4), whose kernels run on Hopper where it is installed.
 
 They compute causal attention and sliding windows, in the place of cuDNN's and of our own in spans. Documents stay with
 the spans: the package wants their number on the host, and it differs from batch to batch.
 
 The package is a beta, and what is called here are its inner functions, one pass each. So one version is taken, the one
-that benchmarks/attention_kernels.py measured, with the head dimensions for which its gradients were right. It has not
-run inside a model yet, so TE_MODELS_FLASH_ATTENTION_4=1 has to ask for it.
+that benchmarks/attention_kernels.py measured, with the head dimensions for which its gradients were right.
+TE_MODELS_FLASH_ATTENTION_4=0 turns it off.
 """
 
 import functools
@@ -13,7 +13,9 @@ import importlib.metadata
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,40 +35,63 @@ SHORTEST = 128  # queries per row, as for cuDNN: shorter rows were not measured
 
 @functools.cache
 def _functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return the package's functions of forward and backward; None where they are not asked for or cannot run."""
-    if os.environ.get("TE_MODELS_FLASH_ATTENTION_4") != "1" or not torch.cuda.is_available():
+    """Return the package's functions of forward and backward; None where it is not installed, turned off or unfit."""
+    choice = os.environ.get("TE_MODELS_FLASH_ATTENTION_4")
+    if choice == "0" or not torch.cuda.is_available():
         return None
     try:
         return _loaded()
+    except importlib.metadata.PackageNotFoundError:
+        reason = f"install flash-attn-4[cu13]=={VERSION}"
+        level = logging.WARNING if choice == "1" else logging.DEBUG
+    except EngineError as error:
+        reason = str(error)
+        level = logging.WARNING if choice == "1" else logging.INFO
     except Exception as error:  # of any kind: versions of its packages that do not fit
-        log.warning("FlashAttention-4 does not run, cuDNN's attention does: %s", first_line(error))
-        return None
+        reason = first_line(error)
+        level = logging.WARNING
+    log.log(level, "FlashAttention-4 does not run, cuDNN's attention does: %s", reason)
+    return None
 
 
 def _loaded() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Import the package's functions.
 
     Raises:
-        EngineError: another GPU or version than the ones that were measured, or no package.
+        EngineError: another GPU or version than the ones that were measured.
+        PackageNotFoundError: it is not installed.
     """
+    version = importlib.metadata.version("flash-attn-4")
     if torch.cuda.get_device_capability() != HOPPER:
         raise EngineError("it was measured on an H200 alone")
-    try:
-        version = importlib.metadata.version("flash-attn-4")
-    except importlib.metadata.PackageNotFoundError:
-        raise EngineError(f"install flash-attn-4[cu13]=={VERSION}") from None
     if version != VERSION:
         raise EngineError(f"flash-attn-4 {version} was not measured: install {VERSION}")
-    # Read when the package is imported: a second process need not compile for 20 s.
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    with warnings.catch_warnings():
-        # Those about its compiler are no error where warnings are.
-        warnings.simplefilter("ignore")
+    keep_compiled()
+    with _quiet():
         from flash_attn.cute.interface import (  # noqa: PLC0415  an optional package
             _flash_attn_bwd,
             _flash_attn_fwd,
         )
     return _flash_attn_fwd, _flash_attn_bwd
+
+
+def keep_compiled() -> None:
+    """Have the package keep what it compiles, so that a second process need not compile it again.
+
+    It reads these variables when it is imported, and importing Transformer Engine imports it too. Its own folder is in
+    /tmp, where others could put files that it would load.
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(caches / "flash_attention_4"))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ignore its compiler's warnings, which are no errors even where warnings are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def has_heads(channels: int) -> bool:
@@ -97,7 +122,8 @@ def forward(
     assert functions is not None
     tokens = (x.transpose(1, 2) for x in (q, k, v))  # [B, S, heads, H]
     run_forward, _ = functions
-    out, log_sum, *_ = run_forward(*tokens, return_lse=True, **_mask(q, scale, window))
+    with _quiet():
+        out, log_sum, *_ = run_forward(*tokens, return_lse=True, **_mask(q, scale, window))
     return out.transpose(1, 2), log_sum
 
 
@@ -116,9 +142,10 @@ def backward(
     assert functions is not None
     q_rows, k_rows, v_rows, out_rows, dy_rows = (x.transpose(1, 2) for x in (q, k, v, out, dy))
     _, run_backward = functions
-    dq, dk, dv, *_ = run_backward(
-        q_rows, k_rows, v_rows, out_rows, dy_rows, log_sum, **_mask(q, scale, window)
-    )
+    with _quiet():
+        dq, dk, dv, *_ = run_backward(
+            q_rows, k_rows, v_rows, out_rows, dy_rows, log_sum, **_mask(q, scale, window)
+        )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 

@@ -1,8 +1,10 @@
 """FlashAttention-4 in the place of other kernels: when it runs, what it is asked for, and on a GPU what it returns."""
 
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -219,20 +221,25 @@ def install(
     patch.setattr(flash_4.importlib.metadata, "version", lambda name: version)
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    patch.setenv("TE_MODELS_FLASH_ATTENTION_4", "1")
-    patch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    patch.delenv("TE_MODELS_FLASH_ATTENTION_4", raising=False)
 
 
+@pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize(
-    "why",
-    ["not asked for", "no GPU", "other GPU", "not installed", "version", "broken"],
+    "why", ["turned off", "no GPU", "other GPU", "not installed", "version", "broken"]
 )
 def test_a_package_that_cannot_run_is_not_asked(
-    why: str, flash: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    why: str,
+    asked: bool,
+    flash: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     install(monkeypatch, "4.0.0b40" if why == "version" else flash.VERSION, why == "broken")
-    if why == "not asked for":
-        monkeypatch.delenv("TE_MODELS_FLASH_ATTENTION_4")
+    if asked:
+        monkeypatch.setenv("TE_MODELS_FLASH_ATTENTION_4", "1")
+    if why == "turned off":
+        monkeypatch.setenv("TE_MODELS_FLASH_ATTENTION_4", "0")
     if why == "other GPU":
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     if why == "no GPU":
@@ -243,12 +250,29 @@ def test_a_package_that_cannot_run_is_not_asked(
             raise importlib.metadata.PackageNotFoundError(name)
 
         monkeypatch.setattr(flash.importlib.metadata, "version", missing)
-    assert not flash.has_heads(128)
-    assert not flash.has_heads(128)
-    said = [record.message for record in caplog.records]
-    # What is asked for and does not run is said, once.
-    assert len(said) == (why not in ("not asked for", "no GPU"))
+    with caplog.at_level("WARNING"):
+        assert not flash.has_heads(128)
+        assert not flash.has_heads(128)
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    # What is asked for and does not run is said, once; what is broken always.
+    wanted = why == "broken" or (asked and why in ("other GPU", "not installed", "version"))
+    assert len(said) == wanted
     assert all(line.startswith("FlashAttention-4 does not run, cuDNN's") for line in said)
+
+
+def test_what_it_compiles_is_kept_in_the_users_own_folder(
+    flash: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("ENABLED", "DIR"):
+        monkeypatch.setenv(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}", "")  # to be undone
+        monkeypatch.delenv(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    flash.keep_compiled()
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+    assert Path(os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"]).parent == tmp_path
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
+    flash.keep_compiled()
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"  # a choice of the user's own
 
 
 @pytest.mark.gpu
@@ -263,7 +287,6 @@ def test_output_and_gradients_are_as_near_to_fp64_as_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of views of a projection, with four heads that share two keys, and in a CUDA graph."""
-    monkeypatch.setenv("TE_MODELS_FLASH_ATTENTION_4", "1")
     if not flash.has_heads(channels):
         pytest.skip("flash-attn-4 is not installed, or this is no Hopper")
     heads = Heads(4, 2, channels, "elementwise")
