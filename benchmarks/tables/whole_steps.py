@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from benchmarks.tables.text import load, markdown, measured_on, prose, table
 
 WAYS = {"fsdp": "FSDP2", "ddp": "DDP"}  # of several GPUs
@@ -53,6 +55,43 @@ def first_steps() -> str:
         f"tokens. {measured_on(result)}"
     )
     return f"{about}\n\n{markdown(header, rows)}"
+
+
+@table
+def flash_attention_4_steps() -> str:
+    """Steps of gated-1b with FlashAttention-4 and with cuDNN's attention."""
+    ours, usual = load("step_1b_flash_4_h200"), load("step_1b_cudnn_h200")
+    lines = []
+    for row, other in zip(ours["rows"], usual["rows"], strict=True):
+        recipe = row["name"].removeprefix("te-models ").removesuffix("+graph")
+        lines.append(_compared(f"forward and backward, `{recipe}`", other["ms"], row["ms"]))
+    whole = load("whole_step_1b_flash_4_h200")
+    times: dict[str, list[float]] = {}
+    for run in whole["runs"]:
+        times.setdefault(run["attention"], []).append(run["ms"])
+    cudnn, flash = fmean(times["cuDNN"]), fmean(times["FlashAttention-4"])
+    lines.append(_compared(f"whole step, `{whole['settings']['recipe']}`", cudnn, flash))
+    for file in ("long_bench_bf16", "long_bench_delayed"):
+        row, other = (load(name)["rows"][-1] for name in (f"{file}_flash_4_h200", f"{file}_h200"))
+        recipe = row["name"].removeprefix("te-models ").split("+")[0]
+        lines.append(_compared(f"1 x 32,768 tokens, no gates, `{recipe}`*", other["ms"], row["ms"]))
+    first = whole["first_steps"]
+    found = whole["profile"]
+    kernels = found["inside_graphs_ms"] + found["outside_ms"]
+    about = prose(
+        f"`{whole['settings']['preset']}`, first and last layer in BF16 but for long rows; each variant is one "
+        f"process, a whole step is the mean of two. * cuDNN's figure is of another day. Kernels of the whole step with "
+        f"FlashAttention-4 take {kernels:.1f} ms in a profile of three steps. Its "
+        f"first step is done {first['cold']['step 1']:.1f} s after the start of a process with empty caches, and after "
+        f"{first['warm']['step 1']:.1f} with full ones. {measured_on(whole)}"
+    )
+    header = "step | cuDNN, ms | FlashAttention-4, ms | speed"
+    return f"{markdown(header, lines)}\n\n{about}"
+
+
+def _compared(name: str, cudnn: float, flash: float) -> list[str]:
+    """Return a row: milliseconds with both kernels, and their ratio."""
+    return [name, f"{cudnn:.1f}", f"{flash:.1f}", f"{cudnn / flash:.2f}x"]
 
 
 @table

@@ -14,6 +14,7 @@ from te_models.config.deltanet import DeltaNetConfig, DeltaNetSpec
 from te_models.config.layer import LayerSpec
 from te_models.config.model import ModelConfig
 from te_models.config.precision import Precision
+from te_models.kernels import flash_4
 from te_models.kernels.delta_rule import delta_rule
 from te_models.kernels.sdpa import causal_attention
 from te_models.planning.flops import forward_flops, training_flops
@@ -166,9 +167,19 @@ def _attention(heads: Heads, batch: int, seq: int, device: torch.device) -> floa
     for count in (heads.query, heads.key, heads.key):
         rows = torch.randn(batch, seq, count, heads.dim, device=device, dtype=torch.bfloat16)
         leaves.append(rows.transpose(1, 2).requires_grad_())  # [B, H, S, head_dim]
-    q = leaves[0]
+    q, k, v = leaves
     slope = torch.randn_like(q)
-    return _milliseconds(lambda: torch.autograd.grad(causal_attention(*leaves), leaves, slope))
+    if flash_4.suits(q):
+        # It has no autograd of its own.
+        q, k, v = (leaf.detach() for leaf in leaves)
+        return _milliseconds(lambda: _flash_4(slope, q, k, v))
+    return _milliseconds(lambda: torch.autograd.grad(causal_attention(q, k, v), leaves, slope))
+
+
+def _flash_4(dy: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Run forward and backward of attention as a model does with FlashAttention-4."""
+    out, log_sum = flash_4.forward(q, k, v, None)
+    flash_4.backward(dy, q, k, v, out, log_sum, None)
 
 
 def _recurrence(sizes: DeltaNetConfig, batch: int, seq: int, device: torch.device) -> float:

@@ -1,6 +1,7 @@
 """FLOPs of every kind of layer against PyTorch's own count of the operations that a CPU runs."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import kinds
@@ -12,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from te_models import CausalLM
-from te_models.config.attention import SeenKeys, SoftmaxAttentionSpec
+from te_models.config.attention import Heads, SeenKeys, SoftmaxAttentionSpec
 from te_models.config.deltanet import DeltaNetSpec
 from te_models.config.kda import KDASpec
 from te_models.config.mamba2 import Mamba2Spec
@@ -22,6 +23,7 @@ from te_models.config.short_conv import ShortConvSpec
 from te_models.inspect import roofline as roofline_module
 from te_models.inspect.roofline import model_flops, roofline, seen_share
 from te_models.inspect.verify import verify
+from te_models.kernels import flash_4
 
 BATCH, SEQ = 2, 32
 PRODUCTS = ("mm", "addmm")
@@ -186,6 +188,32 @@ def test_a_window_sees_its_share_of_the_pairs() -> None:
         share = (causal & own).sum() / causal.sum()
         assert seen_share(SeenKeys(chunk=window), seq) == pytest.approx(share.item())
     assert seen_share(SeenKeys(), 8) == 1.0
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_attention_is_timed_by_the_kernel_that_runs(
+    flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, scale: None) -> tuple[Tensor, Tensor]:
+        called.append(tuple(q.shape))
+        return q * 1, q[..., 0]
+
+    def backward(dy: Tensor, *tensors: Any) -> None:
+        called.append(tuple(dy.shape))
+
+    monkeypatch.setattr(flash_4, "suits", lambda q: flash)
+    monkeypatch.setattr(flash_4, "forward", forward)
+    monkeypatch.setattr(flash_4, "backward", backward)
+
+    def once(run: Callable[[], object]) -> float:
+        run()
+        return 1.0
+
+    monkeypatch.setattr(roofline_module, "_milliseconds", once)
+    roofline_module._attention(Heads(4, 2, 8, "none"), 3, 5, torch.device("cpu"))
+    assert called == ([(3, 4, 5, 8)] * 2 if flash else [])
 
 
 def test_verify_casts_the_weights_of_all_experts() -> None:
