@@ -10,6 +10,7 @@ import click
 
 from te_models.cli.options import chained, option
 from te_models.errors import UsageError, for_terminal
+from te_models.generation.options import GenerationSettings
 
 # Keywords of `stream_text` that have an option of the same name.
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_strings", "seed")
@@ -56,15 +57,27 @@ sampling_options = chained(
 
 
 def take_sampling(options: dict[str, object]) -> dict[str, Any]:
-    """Remove the options of sampling from `options`; return them as keywords of `stream_text`."""
+    """Remove the options of sampling from `options`; return them as keywords of `stream_text`.
+
+    Raises:
+        UsageError: one of them is out of range, or has no effect beside --greedy or --temperature 0.
+    """
     sampling: dict[str, Any] = {name: options.pop(name) for name in SAMPLING}
-    sampling["do_sample"] = not options.pop("greedy")
-    if sampling["seed"] is None:
-        # PyTorch's random numbers begin alike in every process.
-        sampling["seed"] = secrets.randbits(63)
+    greedy = bool(options.pop("greedy"))
+    if sampling["temperature"] == 0:
+        greedy = True
+        sampling["temperature"] = None
+    sampling["do_sample"] = not greedy
     # 1.0 leaves the logits as they are, of which a greedy choice takes the largest.
     if sampling["temperature"] is None:
-        sampling["temperature"] = TEMPERATURE if sampling["do_sample"] else 1.0
+        sampling["temperature"] = 1.0 if greedy else TEMPERATURE
+    # Its checks, before the model is loaded.
+    GenerationSettings(
+        **{name: value for name, value in sampling.items() if name != "max_new_tokens"}
+    )
+    if sampling["seed"] is None and not greedy:
+        # PyTorch's random numbers begin alike in every process.
+        sampling["seed"] = secrets.randbits(63)
     return sampling
 
 

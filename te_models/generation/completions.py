@@ -373,7 +373,9 @@ def _options(fields: Mapping[str, Any]) -> GenerationOptions:
             value = _take(fields, name, kind, off)
             if value != off and not (name == "top_k" and value == 0):
                 options[name] = value  # type: ignore[literal-required]
-    if (seed := _take(fields, "seed", int, None)) is not None:
+    seed = _take(fields, "seed", int, None)
+    # Clients send a seed with a temperature of 0 too, where nothing is drawn.
+    if seed is not None and options["do_sample"]:
         # OpenAI's seeds may be negative, torch's may not.
         options["seed"] = seed % 2**63
     stop = fields.get("stop")

@@ -98,8 +98,10 @@ class GenerationSettings:
     def __post_init__(self) -> None:
         check_known("cuda_graph", str(self.cuda_graph), ("auto", "True", "False"))
         if self.temperature == 0 and not isinstance(self.temperature, bool):
-            greedy = dict(do_sample=False, temperature=1.0, top_k=None, top_p=None, min_p=None)
-            for name, value in greedy.items():
+            greedy = dict(do_sample=False, temperature=1.0)
+            # Programs give these whatever the temperature is.
+            unused = dict(top_k=None, top_p=None, min_p=None, seed=None)
+            for name, value in (greedy | unused).items():
                 object.__setattr__(self, name, value)
         if problem := next(self._problems(), ""):
             raise UsageError(problem)
@@ -107,6 +109,7 @@ class GenerationSettings:
     def _problems(self) -> Iterator[str]:
         """Yield a line for each mistake, with its remedy."""
         values = field_values(self)
+        advice = "give do_sample=True too (no --greedy, no --temperature 0), or leave it out"
         for name in ("temperature", "top_k", "top_p", "min_p"):
             value = values[name]
             if value is not None and (
@@ -114,8 +117,9 @@ class GenerationSettings:
             ):
                 yield f"{name}={value!r} is of a wrong type: give {expected}"
             elif value not in (None, 1) and not self.do_sample and value > 0:
-                advice = "give do_sample=True too (no --greedy), or leave it out"
                 yield f"{name}={value} does not change which token is likeliest: {advice}"
+        if self.seed is not None and not self.do_sample:
+            yield f"seed={self.seed} draws nothing, since the likeliest token is taken: {advice}"
         if self.temperature <= 0:
             yield f"temperature={self.temperature} is negative: give a positive number, or 0 for the likeliest token"
         if self.top_k is not None and self.top_k < 1:

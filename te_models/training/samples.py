@@ -154,6 +154,8 @@ class Sampler:
         options: GenerationOptions = {**self.options, "do_sample": not prompt.reference}
         if options["do_sample"]:
             options["temperature"] = 0.8
+        else:
+            options.pop("seed", None)  # nothing is drawn
         room = self.model.config.longest_sequence - len(prompt.ids)
         length = 0
         self._late = False

@@ -419,6 +419,11 @@ MISTAKES = [
     ("generate --preset gated-nano --prompt x --device gpu", "device 'gpu' is not supported"),
     ("generate --preset gated-nano --prompt x --device meta", "--device meta has no numbers"),
     ("generate --preset gated-nano --prompt ''", "the prompt is empty"),
+    # Before the model is looked for.
+    ("generate --model nosuch --prompt x --greedy --seed 3", "seed=3 draws nothing"),
+    ("generate --model nosuch --prompt x --temperature 0 --seed 3", "seed=3 draws nothing"),
+    ("generate --model nosuch --prompt x --temperature 0 --top-k 3", "top_k=3 does not change"),
+    ("chat --model nosuch --greedy --top-p 0.9", "top_p=0.9 does not change"),
     ("generate --num-samples 2", "unknown option '--num-samples': --help-all lists all"),
     ("evaluate --model gated-nano", "give --data PATH, --tasks NAMES, or both"),
     ("evaluate --model gated-nano --data a --data b", "give --data once, not 2 times"),

@@ -296,6 +296,8 @@ def test_a_stop_string_may_begin_with_the_first_space(
         ([1], dict(do_sample=True, top_k=0), "top_k=0"),
         ([1], dict(do_sample=True, top_p=1.5), "top_p=1.5"),
         ([1], dict(do_sample=True, min_p=-0.1), "min_p=-0.1"),
+        ([1], dict(top_k=5), "top_k=5 does not change which token is likeliest: give do_sample="),
+        ([1], dict(seed=0), "seed=0 draws nothing, since the likeliest token is taken: give do_"),
         ([1], dict(stop_strings=["x"]), "needs tokenizer="),
         ([1], dict(stop_strings=[""], tokenizer=ByteTokenizer()), "a stop string is empty"),
         ([1], dict(cuda_graph=True), "cuda_graph=True needs a CUDA device and the model is on cpu"),

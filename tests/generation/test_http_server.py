@@ -147,6 +147,7 @@ def test_sampling_follows_the_seed(client: Any) -> None:
 
     assert texts(seed=3) == texts(seed=3) != texts(seed=8)
     assert len(set(texts(seed=3, temperature=2))) == 2
+    assert len(set(texts(seed=3, temperature=0))) == 1, "the likeliest tokens need none"
 
 
 def test_a_stop_string_ends_the_answer(client: Any, model: CausalLM, words: Tokenizer) -> None:
