@@ -63,5 +63,12 @@ def losses(folder: Path | str) -> list[float]:
 def said_at_the_end(result: Result, config: TrainConfig, folder: Path) -> str:
     """Return what the command prints of the outcome of a run."""
     out = io.StringIO()
-    print_outcome(Console(file=out, width=200), result, config, "finetune", folder, {})
+    print_outcome(
+        Console(file=out, width=200),
+        result,
+        config,
+        command="finetune",
+        folder=folder,
+        written={},
+    )
     return out.getvalue()

@@ -111,10 +111,10 @@ class Captures:
             self._marks_changed = changed
             self.marks = read_marks(self.trainer.out)
 
-    def recorder_of(self, step: int, micro_batches: list[Batch]) -> Recorder | None:
-        """Return the recorder if a step, which has begun, is to be recorded, else None.
+    def begin_step(self, step: int, micro_batches: list[Batch]) -> Recorder | None:
+        """Capture a step that has begun, if it is marked; return the recorder if the step is to be recorded, else None.
 
-        Captures the step if it is marked, and its batch if there is a checkpoint of the state before it.
+        Where a checkpoint has the state before the step, write the batch at least: both together can be replayed.
         """
         trainer = self.trainer
         captured = self.is_due(step)
@@ -127,8 +127,6 @@ class Captures:
         elif captured:
             self.save(step, micro_batches)
         elif recorder is not None and trainer.saved_step == step - 1:
-            # The checkpoint before this step is a state to replay from: with the batch it makes a capture, for few
-            # bytes.
             self.save_batch(step, micro_batches)
         if recorder is not None and (captured or recorder.is_due(step)):
             return recorder

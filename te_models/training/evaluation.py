@@ -87,20 +87,18 @@ def evaluate(
 def first_bad_module(model: CausalLM, batch: Batch, ranks: Ranks) -> str | None:
     """Return the name of the first module, in order of execution, with a NaN or infinite output or weight.
 
-    All ranks call it, and get the first of all: the experts of one may be what made the others' values NaN.
+    None where every value is finite. All ranks call it together and return the first module of any rank: the experts of
+    one rank may have made the values of the others NaN.
     """
-    called = 0  # on all ranks the same number of modules, up to the same one
-    bad: list[Any] = []
+    calls = 0  # of modules so far: a module has the same number on all ranks, which run the same modules
+    first_bad: list[Any] = []  # the number of the call and the module's name; empty: none yet
 
     def check(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: object, output: object) -> None:
-            nonlocal called
-            called += 1
-            values = [output, *module.parameters(recurse=False)]
-            if not bad and not all(
-                bool(v.isfinite().all()) for v in values if isinstance(v, Tensor)
-            ):
-                bad.extend((called, name))
+            nonlocal calls
+            calls += 1
+            if not first_bad and not _all_finite([output, *module.parameters(recurse=False)]):
+                first_bad.extend((calls, name))
 
         return hook
 
@@ -111,9 +109,15 @@ def first_bad_module(model: CausalLM, batch: Batch, ranks: Ranks) -> str | None:
                 stack.enter_context(module.register_forward_hook(check(name)))
         stack.callback(model.train, model.training)
         model.eval()(**to_device(batch, model.device))
-    bad_modules = [entry for entry in ranks.gather(bad) if entry]
-    # By the number of calls first, which is the order of execution on every rank.
+    bad_modules = [entry for entry in ranks.gather(first_bad) if entry]
+    # The smallest number of a call is the first in order of execution.
     return min(bad_modules)[1] if bad_modules else None
+
+
+def _all_finite(values: Sequence[object]) -> bool:
+    """Return whether all tensors among some values are finite."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def diagnosis(
@@ -123,30 +127,32 @@ def diagnosis(
     loss: float,
     norm: float,
     micro_batches: Sequence[Batch],
-) -> str:
-    """Return a line that says why a step's loss or gradient norm is not finite; all ranks call it.
+) -> tuple[str, str]:
+    """Return why a step's loss or gradient norm is not finite, and ": " with advice, or ""; all ranks call it together.
 
-    It names a mistake in the batch, or the first layer whose output is not finite.
+    The reason is a mistake in the batch, or it names the first layer whose output is not finite.
     """
     size = model.config.vocab_size
-    checked = [
-        invalid_label(b["labels"], size) or invalid_token(b["input_ids"], size)
-        for b in micro_batches
-    ]
-    mistake = next(filter(None, sum(ranks.gather(checked), [])), None)
-    if mistake is not None:
-        return f"step {step}: {mistake}. {KEPT}"
-    quantity, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
-    # For all micro-batches, since every rank must take part.
-    bad_modules = [first_bad_module(model, batch, ranks) for batch in micro_batches]
-    where = next(filter(None, bad_modules), None)
-    place = (
-        f"the first layer with such values is {where}" if where else "every forward value is finite"
-    )
-    advice = "try a lower --learning-rate"
-    recipe = model.recipe
-    if recipe.quantized:
-        advice += (
-            f", --recipe {'bf16' if recipe.name == 'current' else 'current'}, or more BF16 layers"
-        )
-    return f"step {step}: the {quantity} is {value}; {place}. {KEPT}: {advice}"
+    own_mistakes = []
+    for batch in micro_batches:
+        mistake = invalid_label(batch["labels"], size) or invalid_token(batch["input_ids"], size)
+        if mistake:
+            own_mistakes.append(mistake)
+    for mistakes in ranks.gather(own_mistakes):
+        if mistakes:
+            return f"step {step}: {mistakes[0]}", ""
+    value = f"the gradient norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
+    bad_modules = []
+    for batch in micro_batches:
+        # No break at the first one: the ranks run all micro-batches together.
+        module = first_bad_module(model, batch, ranks)
+        if module is not None:
+            bad_modules.append(module)
+    place = "every forward value is finite"
+    if bad_modules:
+        place = f"the first layer with such values is {bad_modules[0]}"
+    advice = ": try a lower --learning-rate"
+    if model.recipe.quantized:
+        other = "bf16" if model.recipe.name == "current" else "current"
+        advice += f", --recipe {other}, or more BF16 layers"
+    return f"step {step}: {value}; {place}", advice

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from rich.table import Table
 
 from te_models.causal_lm import CausalLM
 from te_models.config.recipe import Recipe
@@ -29,7 +28,7 @@ from te_models.training.facts import dataset_names
 from te_models.training.launch import choose_parallel, parallel
 from te_models.training.loggers import LoggedRun, Loggers
 from te_models.training.parallel import Parallel
-from te_models.training.preflight import MemoryCheck, check_memory
+from te_models.training.preflight import check_memory
 from te_models.training.profiling import FOLDER as PROFILE
 from te_models.training.report import summary
 from te_models.training.result import Result
@@ -79,30 +78,41 @@ def finetune(
         with contextlib.closing(data):  # after Ctrl-C too, while processes that read it start
             source, config = fit_to_data(source, config, data, folder)
             model, adapters = build_model(source, config, processes, data)
-            recipe = source.first_recipe(model)
-            about = _summary(source, config, data, model, processes, memory)
-            report.begin([*source.notes, *model_notes(source, folder, model)], about)
+            first_recipe = source.first_recipe(model)
+            settings_in_force = summary(
+                model,
+                data.dataset,
+                config,
+                start=source.steps_taken,
+                processes=processes.describe(),
+                command=source.settings.command,
+                memory=memory,
+                first_recipe=first_recipe,
+                batch_shares=processes.data_world,
+            )
+            report.begin([*source.notes, *model_notes(source, folder, model)], settings_in_force)
             sampler = run_sampler(source.settings, model, data, processes)
             if sampler is not None and _samples_before(sampler, source, processes):
                 sampler.note_before_training(report.console, data.eval_batches[0], config)
             provenance = find_provenance(source, folder, processes)
+            trainer = build_trainer(
+                source.settings,
+                config,
+                processes,
+                data,
+                model,
+                adapters,
+                folder=folder,
+                provenance=provenance,
+                recipe=first_recipe,
+                callbacks=[loggers, *callbacks],
+            )
             run = Run(
                 settings=source.settings,
                 data=data,
                 model=model,
                 adapters=adapters,
-                trainer=build_trainer(
-                    source.settings,
-                    config,
-                    processes,
-                    data,
-                    model,
-                    adapters,
-                    folder=folder,
-                    provenance=provenance,
-                    recipe=recipe,
-                    callbacks=[loggers, *callbacks],
-                ),
+                trainer=trainer,
                 loggers=loggers,
                 report=report,
                 sampler=sampler,
@@ -112,30 +122,8 @@ def finetune(
             return run.execute()
 
 
-def _summary(
-    source: ModelSource,
-    config: TrainConfig,
-    data: RunData,
-    model: CausalLM,
-    processes: Parallel,
-    memory: MemoryCheck,
-) -> Table:
-    """Return the lines about a run to print before its first step."""
-    return summary(
-        model,
-        data.dataset,
-        config,
-        start=source.steps_taken,
-        processes=processes.describe(),
-        command=source.settings.command,
-        memory=memory,
-        first=source.first_recipe(model),
-        shares=processes.data_world,
-    )
-
-
 def _samples_before(sampler: Sampler, source: ModelSource, processes: Parallel) -> bool:
-    """Return whether the model answers the prompts before it is trained, too."""
+    """Return whether the model answers the prompts before training as well as after it."""
     # The answers of random weights say nothing, and several processes would have to wait for each other.
     trained = source.settings.model is not None and source.checkpoint is None
     return bool(sampler.prompts) and trained and processes.ranks.world == 1

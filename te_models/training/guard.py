@@ -36,8 +36,10 @@ from te_models.training.timing import QueuedStep, Row
 if TYPE_CHECKING:
     from te_models.training.trainer import Trainer
 
-MOST_IN_A_ROW = 10  # bad steps without a good one between them that end a run under any policy
-MOST_RETURNS = 3  # to one state, under "rewind"
+MOST_BAD_IN_A_ROW = (
+    10  # bad steps without a good one between them, after which a run ends under any policy
+)
+MOST_REWINDS = 3  # to one checkpoint, under "rewind"
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +71,9 @@ class Guard:
     Attributes:
         policy: the setting `on_nan`: "stop", "skip", "demote" or "rewind".
         metrics, record_log: where it writes what it did, while the run lasts.
-        returned: micro-batches that were drawn and are to be used by the next steps, oldest first.
-        in_a_row: bad steps since the last good one.
-        returns: under "rewind", how often the run went back to the checkpoint of each step.
+        requeued: micro-batches that were drawn before and that the next steps take, oldest first.
+        bad_in_a_row: bad steps since the last good one.
+        rewinds: under "rewind", step of a checkpoint -> how often the run went back to it.
         first_rms: `weight_rms` when the run began or was resumed.
     """
 
@@ -82,9 +84,9 @@ class Guard:
         self.spikes = SpikeBounds(config.spike_deviations, config.spike_window)
         self.metrics: MetricsLog | None = None
         self.record_log: RecordLog | None = None
-        self.returned: list[Drawn] = []
-        self.in_a_row = 0
-        self.returns: dict[int, int] = {}
+        self.requeued: list[Drawn] = []
+        self.bad_in_a_row = 0
+        self.rewinds: dict[int, int] = {}
         self.first_rms: float | None = None
 
     def begin(self, metrics: MetricsLog, record: RecordLog) -> None:
@@ -147,7 +149,7 @@ class Guard:
         if loss > bounds.loss or grad_norm > bounds.grad_norm:
             raise BadStep(queued, SPIKE, loss, grad_norm)
         self.spikes.add(loss, grad_norm)
-        self.in_a_row = 0
+        self.bad_in_a_row = 0
 
     def act(self, bad: BadStep, drawn: Drawn | None) -> int:
         """Do what the policy says about a bad step; return the number of the step after which the run goes on.
@@ -180,18 +182,18 @@ class Guard:
         second_run = self._run_again(bad)
         self._restore_start(begun)
         # Counted under any policy: a model whose every step is bad would skip all its data, or rewind for ever.
-        self.in_a_row += 1
-        if self.in_a_row > MOST_IN_A_ROW:
-            self._give_up(bad, second_run, f"{MOST_IN_A_ROW} other bad steps in a row")
+        self.bad_in_a_row += 1
+        if self.bad_in_a_row > MOST_BAD_IN_A_ROW:
+            self._give_up(bad, second_run, f"{MOST_BAD_IN_A_ROW} other bad steps in a row")
         if self.policy == "demote":
             self._demote(bad, second_run)
             # The same step again, with the random numbers that it began with; then the one that was drawn after it.
-            self.returned = [Drawn(begun, bad.queued.micro_batches)]
+            self.requeued = [Drawn(begun, bad.queued.micro_batches)]
             if later is not None:
-                self.returned.append(later)
+                self.requeued.append(later)
             begun.random.restore(trainer.device)
             return bad.step - 1
-        self.returned = [] if later is None else [later]
+        self.requeued = [] if later is None else [later]
         if self.policy == "rewind":
             return self._rewind(bad, second_run, later)
         return self._skip(bad, second_run, later, random)
@@ -220,12 +222,13 @@ class Guard:
         begun = bad.queued.begun
         # The diagnosis runs the step again, and must find weights and FP8 state as they were before it.
         trainer.starts.put_back(begun)
+        advice = ""
         if bad.event == SPIKE:
-            line = f"{self._spike(bad)}. {KEPT}"
+            cause = self._spike(bad)
         elif math.isfinite(bad.loss) and math.isfinite(bad.grad_norm):
-            line = f"step {bad.step}: {bad.reason}. {KEPT}"
+            cause = f"step {bad.step}: {bad.reason}"
         else:
-            line = diagnosis(
+            cause, advice = diagnosis(
                 trainer.model,
                 trainer.parallel.ranks,
                 bad.step,
@@ -237,7 +240,7 @@ class Guard:
         self._restore_start(begun)
         self._report(bad, "stop", second_run, "the run ends")
         place = self._place(bad, second_run.tensor)
-        return Diverged(line.replace(f". {KEPT}", f"{place}. {KEPT}", 1))
+        return Diverged(f"{cause}{place}. {KEPT}{advice}")
 
     def _keep_entry(self, bad: BadStep, next_step_has_begun: bool) -> RecordedStep | None:
         """Write the recorder's entry of a bad step, and return it; None if the step was not recorded."""
@@ -340,9 +343,10 @@ class Guard:
         trainer.begun = None if later is None else later.begun
         target = newest_step(trainer)
         # The data goes on, so each return tries other batches; if those fail too, the state itself is at fault.
-        if self.returns.get(target, 0) == MOST_RETURNS:
-            self._give_up(bad, second_run, f"{MOST_RETURNS} returns to step {target}")
-        self.returns[target] = self.returns.get(target, 0) + 1
+        rewinds = self.rewinds.get(target, 0)
+        if rewinds == MOST_REWINDS:
+            self._give_up(bad, second_run, f"{MOST_REWINDS} returns to step {target}")
+        self.rewinds[target] = rewinds + 1
         step = rewind(trainer)
         if self.metrics is not None:
             # Those steps are taken again, and a plot would show them twice.

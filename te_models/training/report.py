@@ -54,18 +54,35 @@ def summary(
     processes: str = "",
     command: str = "finetune",
     memory: MemoryCheck | None = None,
-    first: Recipe | None = None,
-    shares: int = 1,
+    first_recipe: Recipe | None = None,
+    batch_shares: int = 1,
 ) -> Table:
-    """Return the configuration in force as a table; `start` is the number of steps taken before a resume.
+    """Return the settings in force as a table, to print before the first step.
 
-    `first` is the recipe of the run's first step; None: the model's. `shares` is the number of shares of a batch.
+    Args:
+        model: the model that the run trains.
+        dataset: its data.
+        config: its options.
+        start: the number of steps taken before a resume; 0 in a new run.
+        processes: how processes share the run (Parallel.describe); "": there is one.
+        command: "pretrain" or "finetune".
+        memory: whether the run fits into memory; None: not planned.
+        first_recipe: the recipe of the run's first step; None: the model's.
+        batch_shares: the number of processes, or groups of them, that divide the rows of a batch.
     """
-    recipes = [(0, (first or model.recipe).name), *config.recipe_changes]
-    # The newest change that is not in the future. Only its recipe is the model's, with its details.
-    now = next(name for done, name in reversed(recipes) if done <= start)
-    recipe = _recipe(model) if model.recipe.name == now else now
-    later = "".join(f", from step {done + 1} on {name}" for done, name in recipes if done > start)
+    # (steps taken before a recipe, its name), the first one included.
+    recipes = [(0, (first_recipe or model.recipe).name), *config.recipe_changes]
+    recipe_now = recipes[0][1]
+    later = ""
+    for steps_before, name in recipes:
+        if steps_before <= start:
+            recipe_now = name
+        else:
+            later += f", from step {steps_before + 1} on {name}"
+    recipe = recipe_now
+    if model.recipe.name == recipe_now:
+        # With its scheme and fields, which are known of the model's recipe alone.
+        recipe = _recipe(model)
     rows = {
         "parameters": _parameters(model),
         "device": str(model.device),
@@ -87,7 +104,12 @@ def summary(
         "tokens": _tokens(dataset, config, start),
         "memory": "not planned for this run" if memory is None else str(memory),
         "speed": expected_line(
-            model, config, start=start, recipe=now, shares=shares, gpu=_gpu_of(model)
+            model,
+            config,
+            start=start,
+            recipe=recipe_now,
+            batch_shares=batch_shares,
+            gpu=_gpu_of(model),
         ),
     }
     return table_of(rows, f"te-models {command}")
@@ -101,16 +123,21 @@ def _gpu_of(model: CausalLM) -> str | None:
 
 
 def expected_line(
-    model: CausalLM, config: TrainConfig, start: int, recipe: str, shares: int, gpu: str | None
+    model: CausalLM,
+    config: TrainConfig,
+    start: int,
+    recipe: str,
+    batch_shares: int,
+    gpu: str | None,
 ) -> str:
-    """Return the expected speed and duration of the steps that are left, and what they follow from, or why none.
+    """Return the expected speed and duration of the remaining steps, with the measurement behind them, or why neither.
 
     Args:
         model: of the run.
         config: of the run.
         start: steps taken before.
         recipe: the name of the recipe that is in force.
-        shares: the number of shares of a batch.
+        batch_shares: as for `summary`.
         gpu: the name of the GPU; None: the run is on a CPU or the emulated engine.
     """
     first_known = start + TimeLeft.SKIPPED + TimeLeft.MEASURED
@@ -128,11 +155,11 @@ def expected_line(
         gpu,
         model.config,
         recipe,
-        config.batch_size // shares,
+        config.batch_size // batch_shares,
         config.seq_len,
         lora=lora,
         recompute=model.activation_checkpointing,
-        gpus=shares,
+        gpus=batch_shares,
     )
     if expected is None:
         return f"nothing is measured near this size under {recipe} on {gpu}; {later}"
@@ -237,11 +264,21 @@ def print_outcome(
     console: Console,
     result: Result,
     config: TrainConfig,
+    *,
     command: str,
     folder: Path,
     written: Mapping[str, str],
 ) -> None:
-    """Print the losses before and after, the speed, and the files written; after Ctrl-C, how `command` continues."""
+    """Print the losses before and after, the speed, and the files written; after Ctrl-C, how to continue the run.
+
+    Args:
+        console: the console to print to.
+        result: the result of the run.
+        config: its options.
+        command: "pretrain" or "finetune".
+        folder: the folder of the run.
+        written: further files, by what they are.
+    """
     if result.interrupted:
         again = shlex.join(["te-models", command, "--resume", str(folder)])
         console.print(
@@ -294,11 +331,17 @@ def _exp(loss: float) -> str:
 
 
 def draw_run(
-    result: Result, model: str, recipe: str, data: Sequence[str], folder: Path, about: str
+    result: Result, folder: Path, *, model: str, recipe: str, data: Sequence[str], note: str
 ) -> str:
-    """Draw the run into loss.png; return its path, or why it was not drawn.
+    """Draw the curves of a run into loss.png in its folder; return the file's path, or why it was not drawn.
 
-    `recipe` is the present one, for runs whose metrics name none, and `about` is what else there is to say of the run.
+    Args:
+        result: the result of the run.
+        folder: the folder of the run, with its metrics.
+        model: the name of the model.
+        recipe: the name of the present recipe, for a run whose metrics name none.
+        data: the names of the data; empty: the default data.
+        note: ends the subtitle, "<n> steps of <note>".
     """
     path = folder / "loss.png"
     rows = read_metrics(folder / "metrics.jsonl")
@@ -311,7 +354,7 @@ def draw_run(
     losses = f"evaluation loss {result.first_eval_loss:.4f} before, {result.eval_loss:.4f} after; "
     if math.isnan(result.eval_loss):
         losses = ""
-    subtitle = f"{losses}{plural(result.step, 'step')} of {about}"
+    subtitle = f"{losses}{plural(result.step, 'step')} of {note}"
     return try_drawing(
         path, functools.partial(plot_run, path, rows, title, subtitle, result.first_eval_loss)
     )

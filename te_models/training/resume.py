@@ -103,9 +103,6 @@ def saved_choices(checkpoint: Path) -> Fields:
     """
     with offering_older(checkpoint):
         saved = load_folder(checkpoint, ["recipe"], optional=["config", "run", BASE_CONFIG])
-    # For checkpoints before "run" was part of them; its own value comes later, and counts.
-    fp8_params = any(readable(checkpoint).glob("fp8_weights*"))
-    base_config = saved.documents.get(BASE_CONFIG)  # of adapters, but for older ones
     config = saved.documents.get("config", {})
     run = saved.documents.get("run", {})
     if (
@@ -116,18 +113,26 @@ def saved_choices(checkpoint: Path) -> Fields:
         raise CheckpointError(
             f"{checkpoint / 'run.json'} must have some of {', '.join(RUN_CHOICES)}"
         )
+    choices: Fields = {
+        "recipe": read_recipe(saved),
+        # Checkpoints without a document "run", which would say it, have files of FP8 weights.
+        "fp8_params": any(readable(checkpoint).glob("fp8_weights*")),
+    }
+    for name, value in run.items():
+        if name != DTYPE:
+            choices[name] = value
     # A checkpoint of adapters has no config, and one of an earlier version no dtype: their model is loaded in its own.
     # The dtype is checked with the weights.
-    name = config.get("dtype") or run.get(DTYPE)
-    dtype: Fields = {}
-    if config or name:
-        dtype[DTYPE] = DTYPES.get(str(name), torch.bfloat16)
-    run = {choice: value for choice, value in run.items() if choice != DTYPE}
-    shape: Fields = {}
+    dtype_name = config.get("dtype") or run.get(DTYPE)
+    if config or dtype_name:
+        choices[DTYPE] = DTYPES.get(str(dtype_name), torch.bfloat16)
+    # Checkpoints of adapters describe the model below them, except those of an earlier version.
+    base_config = saved.documents.get(BASE_CONFIG)
     if base_config is not None:
-        model, dtype[DTYPE] = read_own_config(checkpoint / f"{BASE_CONFIG}.json", base_config)
-        shape = {name: getattr(model, name) for name in config_fields()}
-    return {"recipe": read_recipe(saved), "fp8_params": fp8_params, **shape, **run, **dtype}
+        model, choices[DTYPE] = read_own_config(checkpoint / f"{BASE_CONFIG}.json", base_config)
+        for name in config_fields():
+            choices[name] = getattr(model, name)
+    return choices
 
 
 def check_unfinished(settings: RunSettings, folder: Path, step: int, steps: int) -> None:

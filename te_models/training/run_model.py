@@ -177,36 +177,28 @@ def new_model(settings: RunSettings) -> ModelSource:
     The recipe "auto" becomes the saved model's own, or one that suits the shape. A model in FP16 is trained in BF16.
     """
     notes = []
-    recipe: str | Recipe | None
+    saved_recipe = None
     if settings.preset is not None:
         shape = get_preset(settings.preset, **_config_options(settings.build))
-        recipe = None
         # Most FP16 gradients underflow without loss scaling, which no recipe has.
         dtype = torch.bfloat16
     else:
         saved = read_shape(settings.model or "", _config_options(settings.build))
         shape = saved.config
-        recipe = saved.recipe
+        saved_recipe = saved.recipe
         dtype = saved.dtype
         if "dtype" not in settings.build and dtype == torch.float16:
             dtype = torch.bfloat16
             notes.append(FROM_FP16)
     dtype = torch_dtype(settings.build, dtype)
     build: Fields = {**settings.build, "dtype": str(dtype).removeprefix("torch.")}
-    if settings.recipe != AUTO:
-        recipe = settings.recipe
-    else:
-        reason = "the model's own"
-        if recipe is None:
-            # Only what the choice depends on; fields of a recipe narrow the schemes that have them.
-            names = ("engine", "device", "fp8_params", *RECIPE_FIELDS)
-            chosen: Fields = {name: build[name] for name in names if name in build}
-            # FP8 pays by the tokens of one GPU.
-            processes = max(1, number("WORLD_SIZE", 1))
-            tokens = settings.train.batch_size * settings.train.seq_len // processes
-            recipe, reason = auto_recipe(
-                shape, dtype=dtype, tokens=tokens, lora=settings.lora is not None, **chosen
-            )
+    recipe = settings.recipe
+    if recipe == AUTO:
+        if saved_recipe is None:
+            recipe, reason = _suitable_recipe(settings, shape, dtype)
+        else:
+            recipe = saved_recipe
+            reason = "the model's own"
         notes.append(f"recipe auto: {recipe.name} ({reason})")
     return ModelSource(
         settings=dataclasses.replace(settings, build=build, recipe=recipe),
@@ -216,6 +208,19 @@ def new_model(settings: RunSettings) -> ModelSource:
         options={**build, "recipe": recipe, "dtype": dtype},
         notes=tuple(notes),
     )
+
+
+def _suitable_recipe(
+    settings: RunSettings, shape: ModelConfig, dtype: torch.dtype
+) -> tuple[Recipe, str]:
+    """Return the recipe that suits a model of this shape on this machine, and the reason."""
+    # Only what the choice depends on; fields of a recipe narrow the schemes that have them.
+    names = ("engine", "device", "fp8_params", *RECIPE_FIELDS)
+    options: Fields = {name: settings.build[name] for name in names if name in settings.build}
+    # Whether FP8 saves time depends on the tokens of one GPU.
+    processes = max(1, number("WORLD_SIZE", 1))
+    tokens = settings.train.batch_size * settings.train.seq_len // processes
+    return auto_recipe(shape, dtype=dtype, tokens=tokens, lora=settings.lora is not None, **options)
 
 
 def resumed_model(settings: RunSettings, checkpoint: Path) -> ModelSource:

@@ -29,8 +29,8 @@ class Report:
     """The lines that a run prints on its first process, and its loss curve.
 
     Args:
-        settings: of the run.
-        folder: of the run.
+        settings: the settings of the run.
+        folder: the folder of the run.
         quiet: print nothing.
     """
 
@@ -48,16 +48,25 @@ class Report:
     def draw_losses(self, trainer: Trainer) -> str:
         """Draw the loss curve; return its path, or why there is none."""
         settings = self.settings
-        about = f"{trainer.config.tokens_per_step:,} tokens; {settings.command}"
-        recipe = trainer.model.recipe.name
         return draw_run(
-            trainer.result, settings.label, recipe, settings.data.data, self.folder, about
+            trainer.result,
+            self.folder,
+            model=settings.label,
+            recipe=trainer.model.recipe.name,
+            data=settings.data.data,
+            note=f"{trainer.config.tokens_per_step:,} tokens; {settings.command}",
         )
 
     def end(self, trainer: Trainer, written: Mapping[str, str]) -> None:
         """Print the outcome, and the files that were written, by what they are."""
-        command = self.settings.command
-        print_outcome(self.console, trainer.result, trainer.config, command, self.folder, written)
+        print_outcome(
+            self.console,
+            trainer.result,
+            trainer.config,
+            command=self.settings.command,
+            folder=self.folder,
+            written=written,
+        )
 
     def suggest(self, trainer: Trainer, data: RunData, sampler: Sampler | None) -> None:
         """Print the commands to run next, with a prompt of the evaluation data."""

@@ -29,7 +29,7 @@ class StepPasses:
     """Computes the gradients of a step. It knows nothing of the optimizer, of checkpoints or of the loop.
 
     Attributes:
-        train_model: what a micro-batch calls: the model.
+        train_model: the model, as a function of a micro-batch; a test may put another in its place.
         graph: the step as a CUDA graph; None: every step runs eagerly.
         routed: RoutingReport.metrics of the last step's micro-batches; empty for a model without experts.
     """
@@ -97,12 +97,12 @@ class StepPasses:
         # Only a graph needs it. Without one each rank sends the rows of its own tokens, however many there are.
         if self.model.ep.gathered is None or not self.config.cuda_graph:
             return False
-        shapes = []
+        own_shapes = []
         for batch in micro_batches:
-            shapes.append({name: list(value.shape) for name, value in batch.items()})
+            own_shapes.append({name: list(value.shape) for name, value in batch.items()})
         # A message between the hosts, so that none waits for a device.
-        every = self.parallel.ranks.gather(shapes)
-        return all(other == every[0] for other in every)
+        shapes_of_ranks = self.parallel.ranks.gather(own_shapes)
+        return all(shapes == shapes_of_ranks[0] for shapes in shapes_of_ranks)
 
     def _run(
         self,
@@ -111,7 +111,7 @@ class StepPasses:
         graph: GraphedStep | None,
         eager: bool,
     ) -> Tensor:
-        """Do what `run` does, with micro-batches on the device; without `graph` as eager passes."""
+        """Compute the gradients and the loss as `run` does, from batches on the device; `graph` None: eagerly."""
         if graph is not None and self._fits(graph, batches):
             recorded = self.recorder is not None and self.recorder.recording
             loss = graph.step(batches, weights.predictions, weights.routers, recorded)
@@ -153,8 +153,9 @@ class StepPasses:
         if not self.calibrates:
             return
         self.model.train()
+        batches = [to_device(batch, self.device) for batch in micro_batches]
         self.model.calibrate(
-            *(to_device(batch, self.device) for batch in micro_batches),
+            *batches,
             weights=weights.predictions,
             router_weights=weights.routers,
         )
@@ -195,11 +196,15 @@ class StepPasses:
         if self.recorder is not None:
             self.recorder.next_micro_batch(first)
         self.parallel.prepare_micro_batch(self.train_model, last=last)
-        reuse = reuses_fp8_weights(config, self.parallel)
-        # Weights change once per step: the first micro-batch quantizes them, the others reuse the copies.
-        cached = first if reuse and config.gradient_accumulation > 1 else None
+        # Weights change once per step: the first micro-batch quantizes them and keeps the copies (True), the others
+        # reuse these (False). None: each quantizes them, and keeps nothing.
+        is_first_microbatch = None
+        if config.gradient_accumulation > 1 and reuses_fp8_weights(config, self.parallel):
+            is_first_microbatch = first
         with self.gradients.micro_batch(first, last):
-            output = self.train_model(**batch, is_first_microbatch=cached, return_logits=False)
+            output = self.train_model(
+                **batch, is_first_microbatch=is_first_microbatch, return_logits=False
+            )
             loss = step_loss(output, weight, router_weight, self.model.router_losses)
             loss.backward()
             wait_for_gathers(self.model)

@@ -347,7 +347,7 @@ class Trainer(NamedFields):
         start = timestamp(self.device) if before is None else before.end
         drawn = self._draw(batches)
         self.schedule.follow(step)
-        recorder = self.captures.recorder_of(step, drawn.micro_batches)
+        recorder = self.captures.begin_step(step, drawn.micro_batches)
         if recorder is not None:
             recorder.begin(step)
         loss = self._forward_backward(drawn.micro_batches)
@@ -358,9 +358,11 @@ class Trainer(NamedFields):
         sums = self.parallel.sum_and_any(local_sums, self.stop_requested() != 0, self._wants_save())
         loss = sums[0]
         bad_values = sums[1]
+        router_losses = sums[2:-2]
+        flags = sums[-2:]  # how many processes were asked to stop, and how many want a checkpoint
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
-        # One copy to the host, queued here and read when the next step is queued.
-        values = [torch.stack([loss, norm.to(loss), bad_values]), sums[-2:], sums[2:-2], shares]
+        # One copy to the host, queued here and read in this order (`_check`) when the next step is queued.
+        values = [torch.stack([loss, norm.to(loss), bad_values]), flags, router_losses, shares]
         host_values, ready = copy_to_host(torch.cat(values))
         queued = QueuedStep(
             step=step,
@@ -395,18 +397,17 @@ class Trainer(NamedFields):
     def _draw(self, batches: Iterator[Batch]) -> Drawn:
         """Return the micro-batches of the next step: new ones, or the same ones again for a repeated step."""
         begun = self.starts.take()
-        returned = self.guard.returned.pop(0) if self.guard.returned else None
-        if returned is not None:
-            begun = replace(begun, data=returned.begun.data)
-        self.begun = begun
-        if returned is None:
-            count = self.config.gradient_accumulation
-            begun_at = time.monotonic()
-            micro_batches = [next(batches) for _ in range(count)]
-            self.data_wait = time.monotonic() - begun_at
-        else:
-            micro_batches = returned.micro_batches
+        if self.guard.requeued:
+            again = self.guard.requeued.pop(0)
+            begun = replace(begun, data=again.begun.data)
+            self.begun = begun
+            micro_batches = again.micro_batches
             self.data_wait = 0.0
+        else:
+            self.begun = begun
+            asked = time.monotonic()
+            micro_batches = [next(batches) for _ in range(self.config.gradient_accumulation)]
+            self.data_wait = time.monotonic() - asked
         self.drawn = Drawn(begun, micro_batches)
         return self.drawn
 
