@@ -71,6 +71,8 @@ class Kind(NamedTuple):
 
 
 Unit = tuple[Kind, ...]  # the micro-batches that one graph runs
+# The tensors of a micro-batch, the factor of its loss, and the factor of its routers' losses.
+Input = tuple[Mapping[str, Tensor], Tensor | float, Tensor | float]
 
 
 @dataclass
@@ -105,8 +107,16 @@ class Buffers:
         """Copy a micro-batch and the factors of its losses into them."""
         for name, buffer in self.inputs.items():
             buffer.copy_(batch[name], non_blocking=True)
-        for buffer, value in ((self.weight, weight), (self.router_weight, router_weight)):
-            buffer.copy_(value) if isinstance(value, Tensor) else buffer.fill_(value)
+        _fill(self.weight, weight)
+        _fill(self.router_weight, router_weight)
+
+
+def _fill(buffer: Tensor, value: Tensor | float) -> None:
+    """Write a scalar into a buffer, at the address that a graph reads."""
+    if isinstance(value, Tensor):
+        buffer.copy_(value)
+    else:
+        buffer.fill_(value)
 
 
 class GraphedStep:
@@ -203,46 +213,56 @@ class GraphedStep:
         if router_weights is None:
             router_weights = weights
         misfit = self.misfit(micro_batches)
-        # Raised, not run eagerly: a run whose shapes vary would lose its speed without a word.
         if misfit:
+            # Not run eagerly instead: a loop whose shapes vary would lose its speed without a word.
             raise UsageError(misfit)
         for module in self.fsdp_modules:
             module.reshard()  # evaluation leaves weights gathered, and a graph captured then would never gather them
         self._drop_gradients()
         if not self.calls and self.calibrate:
-            device = self.model.device
-            moved = [
-                {name: value.to(device) for name, value in batch.items()} for batch in micro_batches
-            ]
             # Before the warm-up: its passes update the histories, which would otherwise begin with scales of 1.
-            self.model.calibrate(*moved, weights=weights, router_weights=router_weights)
+            self._calibrate(micro_batches, weights, router_weights)
         self.calls += 1
         self.disturbed = False
-        units = self._units(len(micro_batches), recorded)
         self.routing = []
-        # A step with new projectors runs eagerly, between replays too.
-        eager = self.gradients.changes_projectors
-        if not eager and all(unit in self.graphs for unit in units):
-            total = self._micro_batches(units, micro_batches, weights, router_weights, self._replay)
+        units = self._units(len(micro_batches), recorded)
+        inputs = list(zip(micro_batches, weights, router_weights, strict=False))
+        if self.gradients.changes_projectors:
+            # Such a step runs eagerly, also between replays, whose graphs stay.
+            with self.gradients.collecting():
+                return self._run_units(units, inputs, self._run_eagerly)
+        if all(unit in self.graphs for unit in units):
+            total = self._run_units(units, inputs, self._replay)
             # A replay writes to the same addresses; whoever set .grad to None only dropped the references.
             self.gradients.restore(self.parameters, self.snapshots[recorded])
             return total
         # Still warming up, or given up after failed captures.
         run = self._run_eagerly
-        if not eager and self.warm >= WARM_UP and self.failures < ATTEMPTS:
+        if self.warm >= WARM_UP and self.failures < ATTEMPTS:
             run = self._capture_and_replay
             # The graphs of both kinds of steps write their gradients to the same memory.
             for other, gradients in self.snapshots.items():
                 self.snapshots[other] = self.gradients.without_ownership(gradients)
         with self.gradients.collecting():
-            total = self._micro_batches(units, micro_batches, weights, router_weights, run)
-        if eager:
-            return total
+            total = self._run_units(units, inputs, run)
         if all(unit in self.graphs for unit in units):
             self.snapshots[recorded] = self.gradients.snapshot(self.parameters)
         else:
-            self.close()  # what was captured before a capture that failed
+            self.close()  # the graphs that were captured before a capture failed
         return total
+
+    def _calibrate(
+        self,
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        weights: Sequence[Tensor | float],
+        router_weights: Sequence[Tensor | float],
+    ) -> None:
+        """Measure the first scales of delayed scaling on the micro-batches of a step."""
+        device = self.model.device
+        batches = []
+        for batch in micro_batches:
+            batches.append({name: value.to(device) for name, value in batch.items()})
+        self.model.calibrate(*batches, weights=weights, router_weights=router_weights)
 
     @property
     def graph(self) -> Any:
@@ -300,21 +320,17 @@ class GraphedStep:
             return [tuple(kinds)]
         return [(kind,) for kind in kinds]
 
-    def _micro_batches(
-        self,
-        units: Sequence[Unit],
-        micro_batches: Sequence[Mapping[str, Tensor]],
-        weights: Sequence[Tensor | float],
-        router_weights: Sequence[Tensor | float],
-        run: Callable[[Unit], Tensor],
+    def _run_units(
+        self, units: Sequence[Unit], inputs: Sequence[Input], run: Callable[[Unit], Tensor]
     ) -> Tensor:
-        """Return the sum of the losses that `run` returns for the micro-batches."""
+        """Run the micro-batches of a step, unit by unit, by `run`; return the sum of the losses that it returns."""
         total = None
-        number = 0
+        number = 0  # of the micro-batch
         for unit in units:
-            self._make_buffers(len(unit), micro_batches[0])
+            self._make_buffers(len(unit), like=inputs[0][0])
             for buffers in self.buffers[: len(unit)]:
-                buffers.take(micro_batches[number], weights[number], router_weights[number])
+                batch, weight, router_weight = inputs[number]
+                buffers.take(batch, weight, router_weight)
                 number += 1
             # A graph's loss is overwritten by the next replay, hence the sum as a new tensor.
             loss = run(unit)
@@ -322,11 +338,11 @@ class GraphedStep:
         assert total is not None
         return total
 
-    def _make_buffers(self, count: int, batch: Mapping[str, Tensor]) -> None:
-        """Make buffers for micro-batches like `batch` until there are `count`."""
+    def _make_buffers(self, count: int, like: Mapping[str, Tensor]) -> None:
+        """Make buffers for micro-batches of these names and shapes until there are `count`."""
         device = self.model.device
         while len(self.buffers) < count:
-            inputs = {name: torch.empty_like(value, device=device) for name, value in batch.items()}
+            inputs = {name: torch.empty_like(value, device=device) for name, value in like.items()}
             weight = torch.ones((), device=device)
             self.buffers.append(Buffers(inputs, weight, torch.ones_like(weight)))
 
@@ -343,8 +359,9 @@ class GraphedStep:
         graph = torch.cuda.CUDAGraph()
         # Graphs of a step are replayed in the order of their capture, and graphs of recorded steps never between the
         # others, so all of them may share memory.
-        others = list(self.graphs.values())
-        pool = {"pool": others[0].replayed.pool()} if others else {}
+        pool = None
+        if self.graphs:
+            pool = next(iter(self.graphs.values())).replayed.pool()
         if unit[0].first and not unit[0].last:
             # Whoever drops cached FP8 weights frees their memory, so a graph has to write to weights of its own.
             for module in self.model.modules():
@@ -354,7 +371,7 @@ class GraphedStep:
         try:
             with (
                 no_host_copies() if self.fsdp_modules else nullcontext(),
-                capture(graph, self.stream, **pool),
+                capture(graph, self.stream, pool=pool),
             ):
                 loss, routing = self._run(unit)
         except RuntimeError as error:

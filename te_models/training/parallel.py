@@ -112,13 +112,15 @@ class Parallel:
 
     def describe(self) -> str:
         """Describe the sharing in a few words; empty for one process."""
-        split = [f"batches in {self.data_world}"] if self.data_world > 1 else []
-        split += [f"rows in {self.cp.size()}"] if self.cp is not None else []
-        split += [f"layers in {self.tp.size()}"] if self.tp is not None else []
-        split += [f"experts in {self.ep.size()}"] if self.ep is not None else []
-        if self.dp or self.tp:
-            return f"{self.ranks.world}, {self.kind} ({', '.join(split) or 'nothing split'})"
-        return ""
+        if not self.dp and not self.tp:
+            return ""
+        split = []
+        if self.data_world > 1:
+            split.append(f"batches in {self.data_world}")
+        for name, mesh in (("rows", self.cp), ("layers", self.tp), ("experts", self.ep)):
+            if mesh is not None:
+                split.append(f"{name} in {mesh.size()}")
+        return f"{self.ranks.world}, {self.kind} ({', '.join(split) or 'nothing split'})"
 
     def rows(self, batch_size: int) -> int:
         """Return the number of sequences of a batch for this process.
@@ -299,9 +301,9 @@ class Parallel:
         """
         if self.parts == 1:
             return [count / max(1, sum(tokens)) for count in tokens]
-        every = _sent_to_device(tokens, device)
-        dist.all_reduce(every, group=self.data_group)
-        return list((every / every.sum().clamp(min=1)).float())
+        counts = _sent_to_device(tokens, device)
+        dist.all_reduce(counts, group=self.data_group)
+        return list((counts / counts.sum().clamp(min=1)).float())
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over the shares of a batch; may overwrite `values`."""
@@ -328,7 +330,7 @@ class Parallel:
         layers = self.tp.size() if self.tp is not None else 1
         # Of the local shards; DTensor's own norm would communicate once per parameter.
         norms = tensor_norms([local(gradient) for gradient in gradients])
-        every_copies = []  # processes with the same elements of each gradient
+        copies_of_each = []  # the number of processes with the same elements of each gradient
         for parameter in parameters:
             copies = 1
             if not isinstance(parameter, DTensor):
@@ -336,11 +338,11 @@ class Parallel:
             # tensor_parallel marks what differs between its ranks.
             if not getattr(parameter, "tp_sharded", False):
                 copies *= layers
-            every_copies.append(copies)
+            copies_of_each.append(copies)
         # Three kernels for all parameters, of which a model with experts has thousands.
         squares = norms.square()
-        if any(copies > 1 for copies in every_copies):
-            squares /= _sent_to_device(every_copies, squares.device).float()
+        if any(copies > 1 for copies in copies_of_each):
+            squares /= _sent_to_device(copies_of_each, squares.device).float()
         total = squares.sum()
         dist.all_reduce(total)
         return total.sqrt()
@@ -349,56 +351,74 @@ class Parallel:
 def shard(model: CausalLM, parallel: Parallel) -> None:
     """Shard `model` over the data-parallel processes: each block is a unit of FSDP2, and the rest another."""
     config = parallel.config
-    sent_in_fp8 = config.reduce_dtype == "float8"
-    if sent_in_fp8 and parallel.frozen:
+    sends_fp8 = config.reduce_dtype == "float8"
+    if sends_fp8 and parallel.frozen:
         raise UsageError(
             "--reduce-dtype float8 is for gradients that FSDP2 sums, which adapters' are not: leave it out"
         )
     mesh: Any = parallel.dp
     policy = sum_policy(model, parallel, mesh.size())
-    resharded = config.reshard_after_forward
+    reshards = config.reshard_after_forward
     blocks: list[Any] = list(model.layers)
-    grouped = [module for module in model.modules() if isinstance(module, model.te.GroupedLinear)]
-    replicas = parallel.replicas
-    if replicas is not None:
-        of_experts = sum_policy(model, parallel, replicas.size())
-        for experts in grouped:
-            unit = fully_shard(
-                experts, mesh=replicas, mp_policy=of_experts, reshard_after_forward=resharded
-            )
-            # They have the gradients of the tokens of all processes, which are to be averaged like all others.
-            unit.set_gradient_divide_factor(float(parallel.parts))
+    # From the inside out: a unit of FSDP2 takes the parameters that no unit inside it has taken.
+    if parallel.replicas is not None:
+        _shard_experts(model, parallel, parallel.replicas)
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=resharded)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
     # What is left, embeddings and head: backward begins with the head, so it would be gathered again at once.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    if sent_in_fp8:
+    if sends_fp8:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 communication: Any = FP8ReduceScatter()
                 module.set_custom_reduce_scatter(communication)
-    # Nobody changes such a view in place.
+    # FSDP2 warns of views that are changed in place, which none of ours is.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
-    for number, block in enumerate(blocks):
-        inside = []
-        for module in block.modules():
-            if isinstance(module, FSDPModule) and module is not block:
-                inside.append(module)
-        if config.prefetch_blocks:
-            after = blocks[number + 1 :]
-            before = blocks[:number][::-1]
-            # In the order in which forward needs them: experts of the block itself first.
-            block.set_modules_to_forward_prefetch(inside + after[: config.prefetch_blocks])
-            block.set_modules_to_backward_prefetch(inside[::-1] + before[: config.prefetch_blocks])
+    if config.prefetch_blocks:
+        _prefetch(blocks, config.prefetch_blocks)
     assert parallel.device is not None
     if parallel.device.type == "cpu":
-        for module in model.modules():
-            alone = parallel.replicas is not None and parallel.replicas.size() == 1
-            experts_alone = alone and isinstance(module, model.te.GroupedLinear)
-            if isinstance(module, FSDPModule) and not experts_alone:
-                # gloo has no average; of a unit on one rank FSDP2 would divide twice.
-                module.set_force_sum_reduction_for_comms(True)
-    requantize_in_backward(model, resharded)
+        _sum_without_average(model, parallel.replicas)
+    requantize_in_backward(model, reshards)
+
+
+def _shard_experts(model: CausalLM, parallel: Parallel, replicas: DeviceMesh) -> None:
+    """Shard the experts of each layer over the processes that have the same ones, each layer's as a unit of FSDP2."""
+    policy = sum_policy(model, parallel, replicas.size())
+    for module in list(model.modules()):  # a list: fully_shard changes the modules
+        if isinstance(module, model.te.GroupedLinear):
+            unit = fully_shard(
+                module,
+                mesh=replicas,
+                mp_policy=policy,
+                reshard_after_forward=parallel.config.reshard_after_forward,
+            )
+            # They have the gradients of the tokens of all processes, which are to be averaged like all others.
+            unit.set_gradient_divide_factor(float(parallel.parts))
+
+
+def _prefetch(blocks: list[Any], count: int) -> None:
+    """Let each block gather the weights of its experts and of the `count` blocks that run next, before they run."""
+    for number, block in enumerate(blocks):
+        experts = []
+        for module in block.modules():
+            if isinstance(module, FSDPModule) and module is not block:
+                experts.append(module)
+        after = blocks[number + 1 :]
+        before = blocks[:number][::-1]
+        # In the order in which a pass needs them: the block's own experts first.
+        block.set_modules_to_forward_prefetch(experts + after[:count])
+        block.set_modules_to_backward_prefetch(experts[::-1] + before[:count])
+
+
+def _sum_without_average(model: CausalLM, replicas: DeviceMesh | None) -> None:
+    """Let FSDP2 sum gradients and divide them afterwards: gloo, unlike NCCL, has no average."""
+    experts_on_one_rank = replicas is not None and replicas.size() == 1
+    for module in model.modules():
+        if experts_on_one_rank and isinstance(module, model.te.GroupedLinear):
+            continue  # FSDP2 would divide the gradients of a unit on one rank twice
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def sum_policy(model: CausalLM, parallel: Parallel, processes: int) -> MixedPrecisionPolicy:
@@ -407,12 +427,12 @@ def sum_policy(model: CausalLM, parallel: Parallel, processes: int) -> MixedPrec
     if config.gradient_accumulation == 1:
         if processes == 1:
             return MixedPrecisionPolicy()  # nothing is added up, so FP32 would only be copied
-        halves = all(p.dtype == torch.bfloat16 for p in model.parameters() if p.requires_grad)
+        in_bf16 = all(p.dtype == torch.bfloat16 for p in model.parameters() if p.requires_grad)
         assert parallel.device is not None
-        # The sum of two BF16 gradients, which is rounded to BF16 in the end, has the same bits whether it is rounded to
-        # FP32 before. Two bytes are half as many to send. A CPU's gloo adds no BF16.
+        # The sum of two BF16 gradients has the same bits in BF16, whether it is rounded to FP32 before or not, and
+        # takes half the bytes to send. A CPU's gloo adds no BF16.
         nccl = parallel.device.type == "cuda"
-        if processes == 2 and halves and nccl and config.reduce_dtype == "float32":
+        if processes == 2 and in_bf16 and nccl and config.reduce_dtype == "float32":
             return MixedPrecisionPolicy()
     # FP8 is for sending alone: micro-batches and processes are added in FP32.
     name = "float32" if config.reduce_dtype == "float8" else config.reduce_dtype

@@ -149,7 +149,7 @@ def test_a_disturbed_capture_costs_an_eager_step(
     left = iter(range(failures))
 
     @contextmanager
-    def disturbed(tape: Any, stream: Any) -> Any:
+    def disturbed(tape: Any, stream: Any, pool: Any) -> Any:
         with tape.capture():
             yield
             if next(left, None) is not None:
