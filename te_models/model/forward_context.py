@@ -74,8 +74,10 @@ class ForwardContext(NamedTuple):
     whole: "ForwardContext | None" = None  # with `share`: the pass over the tokens of all ranks
 
     def of_member(self, number: int) -> "ForwardContext":
-        """Return the pass as one of several mixers beside each other sees it: its own states are in the cache."""
-        return self if self.cache is None else self._replace(cache=self.cache.of_member(number))
+        """Return the pass for one of several mixers side by side (config/parallel.py), with its part of the cache."""
+        if self.cache is None:
+            return self
+        return self._replace(cache=self.cache.of_member(number))
 
     def without_padding(self, x: Tensor) -> Tensor:
         """Return x [N, D] with zeros at padding, which a bias has made nonzero."""
@@ -91,15 +93,15 @@ class ForwardContext(NamedTuple):
         `ordered` they go back to their places, where a norm has a weight for each channel.
         """
         cos, sin = self.rotary[rope]
-        whole = rope.size == x.shape[-1]
-        turned = x if whole else x[..., : rope.size]
+        all_channels = rope.size == x.shape[-1]
+        rotated = x if all_channels else x[..., : rope.size]  # [B, S, heads, R]
         if rope.interleaved:
             # The kernels know halves only.
-            turned = rearrange(turned, "b s a (r two) -> b s a (two r)", two=2)
-        turned = self.kernels.rope(turned, cos, sin)
+            rotated = rearrange(rotated, "b s a (r two) -> b s a (two r)", two=2)
+        rotated = self.kernels.rope(rotated, cos, sin)
         if rope.interleaved and ordered:
-            turned = rearrange(turned, "b s a (two r) -> b s a (r two)", two=2)
-        return turned if whole else torch.cat((turned, x[..., rope.size :]), dim=-1)
+            rotated = rearrange(rotated, "b s a (two r) -> b s a (r two)", two=2)
+        return rotated if all_channels else torch.cat((rotated, x[..., rope.size :]), dim=-1)
 
     def tokens_first(self) -> tuple[Tensor, Tensor] | None:
         """Return the order of each row's tokens with padding at its end, int64 [B, S], and their count [B].
@@ -142,10 +144,13 @@ class ForwardContext(NamedTuple):
     @property
     def step(self) -> DecodeKernels | None:
         """The kernels of a step of decoding, where this pass is one: a new token in each of a few rows of our cache."""
-        cached = isinstance(self.cache, DecodingCache) and not self.cache.is_first
-        few = self.seq == 1 and self.batch <= MOST_ROWS and self.alignment <= MOST_ROWS
-        traced = torch.compiler.is_compiling()
-        if not (cached and few and self.real is None) or traced or torch.is_grad_enabled():
+        if not isinstance(self.cache, DecodingCache) or self.cache.is_first:
+            return None
+        few_rows = self.batch <= MOST_ROWS and self.alignment <= MOST_ROWS
+        if self.seq != 1 or not few_rows or self.real is not None:
+            return None
+        # They have no backward, and are not traced.
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return None
         return self.kernels.decode
 
@@ -162,11 +167,12 @@ class ForwardContext(NamedTuple):
         return StepNorm(module.weight, module.eps, module.zero_centered_gamma)
 
     def counts_on_device(self, *modules: nn.Module) -> bool:
-        """Return whether te.GroupedLinears need not know on the host how many rows each expert has."""
-        return all(
-            self.kernels.counts_on_device(module, self.autocasts.te_recipe_of(module))
-            for module in modules
-        )
+        """Return whether all te.GroupedLinears take the number of rows of each expert as a tensor on the device."""
+        for module in modules:
+            te_recipe = self.autocasts.te_recipe_of(module)
+            if not self.kernels.counts_on_device(module, te_recipe):
+                return False
+        return True
 
     def experts_join(self, *modules: nn.Module) -> bool:
         """Return whether `experts` takes these te.GroupedLinears; not if backward recomputes their activation."""
@@ -275,7 +281,7 @@ def forward_context(
             attentions, positions, token_mask, documents, kernels, dtype, share, recompute
         )
     real = None if token_mask is None else token_mask.reshape(-1, 1)  # [B*S, 1]
-    routed = _routed(real, documents)
+    routed = _routed(real, documents)  # [B*S, 1] or None
     if cache:
         documents = cache.documents
     # Made once per pass and kind of layer: all layers of a kind rotate by the same angles.
@@ -327,7 +333,7 @@ def _shared(context: ForwardContext, share: TokenShare) -> ForwardContext:
     rows = (context.batch, context.seq)
 
     def local_values(x: Tensor | None) -> Tensor | None:
-        """Return this rank's of a value of each token [B*S, 1]."""
+        """Return the values of this rank's tokens [B*S / ranks, 1], from one per token [B*S, 1]."""
         return None if x is None else share.local_tokens(x.view(rows), dim=1).reshape(-1, 1)
 
     rotary = {}
@@ -351,10 +357,11 @@ def _shared(context: ForwardContext, share: TokenShare) -> ForwardContext:
     )
 
 
-def _pieces(
+def _documents_or_chunks(
     spec: SoftmaxAttentionSpec, positions: Tensor, documents: Tensor | None, seq: int
 ) -> Tensor | None:
     """Return the document of each token, or its chunk where attention stays inside chunks, int [B or 1, S]."""
+    # One chunk that holds the whole row hides nothing; a compiled graph must not depend on the length.
     if spec.chunk is not None and (torch.compiler.is_compiling() or spec.chunk < seq):
         # A chunk is to attention what a document is.
         return torch.atleast_2d(chunk_numbers(positions, documents, spec.chunk))
@@ -365,8 +372,9 @@ def _slots(cache: Cache | None, positions: Tensor, documents: Tensor | None, seq
     """Return the slot of each token in its row, padding counted: int64 [S] or [B, S]."""
     if documents is not None:
         return positions  # each document as if it had a row to itself
-    newest_slots = cache.slots if cache else None
-    return torch.arange(seq, device=positions.device) if newest_slots is None else newest_slots
+    if cache and cache.slots is not None:
+        return cache.slots
+    return torch.arange(seq, device=positions.device)
 
 
 def _attentions(layers: Iterable[LayerSpec]) -> list[SoftmaxAttentionSpec]:
@@ -394,13 +402,20 @@ def _masks(
     masks: dict[SeenKeys, Visible] = {}
     for spec in attentions:
         # Layers that see the same keys share a mask, which may be of S x S.
-        if spec.seen not in masks:
-            pieces = _pieces(spec, positions, documents, seq)
-            if share is not None:
-                masks[spec.seen] = SharedRows(share, spec.window, token_mask, pieces, recompute)
-                continue
+        if spec.seen in masks:
+            continue
+        pieces = _documents_or_chunks(spec, positions, documents, seq)
+        if share is not None:
+            masks[spec.seen] = SharedRows(share, spec.window, token_mask, pieces, recompute)
+        else:
             masks[spec.seen] = _mask(
-                spec, seq, token_mask, pieces, kernels, positions.device, dtype
+                spec,
+                seq,
+                token_mask=token_mask,
+                documents=pieces,
+                kernels=kernels,
+                device=positions.device,
+                dtype=dtype,
             )
     return masks
 
@@ -418,11 +433,12 @@ def _mask(
 
     `documents` int [B or 1, S] number the documents of the tokens, or their chunks; None: each row is one.
     """
-    # A span has one first key per query, which padding does not allow.
-    spans = kernels.attention.spans if kernels.attention is not None else None
+    spans = None if kernels.attention is None else kernels.attention.spans
+    # A span is every key from a first one to the query; padding among them would need a mask.
     if token_mask is not None or dtype.itemsize != 2 or spec.heads.dim > WIDEST_SPANS:
         spans = None
     slides = spec.window is not None and spec.window < seq
+    # Otherwise it is plain causal attention, which needs neither a span nor a mask.
     if spans is not None and (documents is not None or slides or spec.needs_spans):
         return spans(seq, spec.window, documents, device)
     return attention_mask(seq, spec.window, token_mask, documents, device)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,13 @@ class HostMemory:
 
 
 class _Storage:
-    """The bytes of one storage: on the device (`content`, uint8) or, while that is None, `size` of them on the host."""
+    """The bytes of one storage, on the device or on the host.
+
+    Args:
+        block: the block that saved tensors in it; it has the pages on the host.
+        start: the storage's first byte in those pages, as if they followed each other.
+        content: the bytes on the device, uint8 [size]; later None, while they are on the host alone.
+    """
 
     def __init__(self, block: _Block, start: int, content: Tensor) -> None:
         self.block = block
@@ -118,9 +124,9 @@ class _Storage:
         self.block.wait()  # else its memory could be reused while a copy still writes to it
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the place on the host and the content of each piece of it within one page."""
+        """Yield (bytes on the host, bytes on the device) of each part of the storage that lies within one page."""
         assert self.content is not None
-        done = 0
+        done = 0  # bytes
         while done < self.size:
             page, offset = divmod(self.start + done, PAGE)
             piece = self.block.pages[page][offset : offset + self.size - done]
@@ -128,8 +134,20 @@ class _Storage:
             done += len(piece)
 
 
-class _Kept:
-    """The object that autograd saves in place of a tensor of a block."""
+class _Layout(NamedTuple):
+    """A tensor's place in its storage: the offset and the strides are in elements."""
+
+    dtype: torch.dtype
+    offset: int | torch.SymInt
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
+class _SavedTensor:
+    """The object that autograd saves in place of a tensor of a block.
+
+    It has either the tensor, or the storage of a tensor that has left the device, with the layout of the tensor in it.
+    """
 
     def __init__(self, block: _Block, tensor: Tensor) -> None:
         self.block = block
@@ -137,12 +155,18 @@ class _Kept:
         # Without its graph: autograd references this object, so a node that saved its own output would never be freed.
         self.tensor: Tensor | None = tensor if tensor.is_leaf else tensor.detach()
         self.storage: _Storage | None = None
+        self.layout: _Layout | None = None
 
-    def leave(self, storage: _Storage) -> None:
-        """Store a reference to the bytes of its storage in place of the tensor."""
+    def refer_to(self, storage: _Storage) -> None:
+        """Keep the storage, which may leave the device, in place of the tensor."""
         assert self.tensor is not None
         tensor = unchanged(self.tensor, self.version)
-        self.layout = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+        self.layout = _Layout(
+            dtype=tensor.dtype,
+            offset=tensor.storage_offset(),
+            shape=tensor.shape,
+            strides=tensor.stride(),
+        )
         self.storage = storage
         self.tensor = None
 
@@ -152,11 +176,11 @@ class _Kept:
         if self.tensor is not None:
             return unchanged(self.tensor, self.version)
         assert self.storage is not None and self.storage.content is not None
+        assert self.layout is not None
         content = self.storage.content
-        dtype, *view = self.layout
-        return torch.empty(0, dtype=dtype, device=content.device).set_(
-            content.untyped_storage(), *view
-        )
+        layout = self.layout
+        tensor = torch.empty(0, dtype=layout.dtype, device=content.device)
+        return tensor.set_(content.untyped_storage(), layout.offset, layout.shape, layout.strides)
 
 
 class _Block:
@@ -174,10 +198,10 @@ class _Block:
     def __del__(self) -> None:
         self.memory.take_back(self.pages, self.device)
 
-    def move(self, packed: list[_Kept], stay: set[int]) -> None:
+    def move(self, packed: list[_SavedTensor], stay: set[int]) -> None:
         """Start to copy the saved tensors to the host, except small storages and those at the addresses `stay`."""
-        storages: dict[int, _Storage] = {}
-        size = 0
+        storages: dict[int, _Storage] = {}  # by address
+        size = 0  # bytes on the host, of all storages so far
         for saved in packed:
             tensor = saved.tensor
             if (
@@ -197,13 +221,13 @@ class _Block:
                 content = content.set_(storage)
                 storages[address] = _Storage(self, size, content)
                 size += -(-nbytes // ALIGNMENT) * ALIGNMENT
-            saved.leave(storages[address])
+            saved.refer_to(storages[address])
         self.pages = self.memory.lend(size)
         self.storages = [weakref.ref(storage) for storage in storages.values()]
         with self.memory.copying():
             for storage in storages.values():
-                for place, content in storage.pieces():
-                    place.copy_(content, non_blocking=True)
+                for on_host, on_device in storage.pieces():
+                    on_host.copy_(on_device, non_blocking=True)
         self.event = self.memory.mark() if storages else None
 
     def release(self) -> None:
@@ -221,6 +245,7 @@ class _Block:
             below._load()
 
     def _load(self) -> None:
+        """Start to copy to the device the storages that are on the host alone and that backward still needs."""
         missing = [storage for storage in self._alive() if storage.content is None]
         if not missing:
             return
@@ -229,8 +254,8 @@ class _Block:
             storage.content = torch.empty(storage.size, dtype=torch.uint8, device=self.device)
         with self.memory.copying():
             for storage in missing:
-                for place, content in storage.pieces():
-                    content.copy_(place, non_blocking=True)
+                for on_host, on_device in storage.pieces():
+                    on_device.copy_(on_host, non_blocking=True)
         self.event = self.memory.mark()
 
     def wait(self) -> None:
@@ -240,6 +265,7 @@ class _Block:
             self.event = None
 
     def _alive(self) -> list[_Storage]:
+        """Return the storages of which autograd still has a tensor."""
         alive = []
         for reference in self.storages:
             storage = reference()
@@ -261,14 +287,15 @@ class Offload:
     def block(self, layer: int, module: nn.Module, arguments: object) -> Iterator[None]:
         """Offload what block number `layer` saves inside; all blocks use the tensors in their `arguments`."""
         block = _Block(self.memory, self.below)
-        packed = []
+        packed: list[_SavedTensor] = []
 
-        def pack(tensor: Tensor) -> _Kept:
-            packed.append(_Kept(block, tensor))
-            return packed[-1]
+        def pack(tensor: Tensor) -> _SavedTensor:
+            saved = _SavedTensor(block, tensor)
+            packed.append(saved)
+            return saved
 
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, _Kept.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(pack, _SavedTensor.unpack):
                 yield
             if layer < self.last:
                 block.move(packed, _addresses(module, arguments))

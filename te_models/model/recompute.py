@@ -38,7 +38,7 @@ DRAW_NOTHING = ("torch.", "transformer_engine.", "te_models.", "peft.tuners._buf
 
 
 T = TypeVar("T")
-# The attributes of a te module, and the weights it caches.
+# (the attributes of a te module, its quantized weights in the attribute "_fp8_workspaces")
 Caches = list[tuple[dict[str, Any], dict[str, object]]]
 
 
@@ -111,7 +111,7 @@ class Recompute:
     ) -> T:
         """Return function(x, delta, *args): the MLP of the current block, up to the output of SwiGLU.
 
-        If the mode asks for it, backward recomputes it from x + delta, from which the function computes the same.
+        If the mode asks for it, backward recomputes it from the sum x + delta, as function(x + delta, None, *args).
         """
         # The last block's MLP, for one, would be recomputed at once: nothing runs between its forward and its backward.
         if recomputes_mlp(self.mode, self.layer, self.layers, self._fp8, self.fp8_weights):
@@ -152,7 +152,9 @@ class Recompute:
 
     @contextlib.contextmanager
     def _recompute(self) -> Iterator[None]:
-        self.recomputing, before = True, self.recomputing
+        """Inside, `recomputing` is True, and allocations are counted as recomputed."""
+        before = self.recomputing
+        self.recomputing = True
         try:
             with counted_as("recomputed"):
                 yield
@@ -193,6 +195,7 @@ class Recompute:
 
     @property
     def _fp8(self) -> bool:
+        """True inside an enabled autocast."""
         return self.te.FP8GlobalStateManager.is_fp8_enabled()
 
     def recomputed(
@@ -206,12 +209,16 @@ class Recompute:
         """Return function(*args, **kwargs), which backward recomputes; `owner` contains the te modules it runs."""
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            """Return the contexts of the first pass and of the recompute."""
             if not (self._fp8 or self.mixed):
                 return contextlib.nullcontext(), self._in_high_precision()
             # Filled when the first pass ends, and read by the recompute; context_fn makes both contexts beforehand.
             caches: Caches = []
-            first_pass = self._as_in_first_pass(owner, forward_scales(owner), caches, self._fp8)
-            return self._noting_caches(owner, caches), first_pass
+            scales = forward_scales(owner)
+            return (
+                self._noting_caches(owner, caches),
+                self._as_in_first_pass(owner, scales, caches, fp8=self._fp8),
+            )
 
         return checkpoint(
             function,
@@ -244,24 +251,35 @@ class Recompute:
         """Recompute under the recipe, scales and cached quantized weights of the first pass, and leave no trace.
 
         The autocast, enabled if `fp8`, is nested in a disabled one, so that its exit updates no scale.
+
+        Args:
+            owner: contains the te modules that run inside.
+            scales: the scales of the first pass, by the names of `forward_states`.
+            caches: the quantized weights that the first pass used.
+            fp8: whether it ran in FP8.
         """
         with self.lock:
             states = forward_states(owner)
-            first = self.first_microbatch
-            present = [(attributes, attributes["_fp8_workspaces"]) for attributes, _ in caches]
-            # The cached weights of the first pass are put back below: True would quantize them once more.
-            self.first_microbatch = None if first is None else False
+            first_microbatch = self.first_microbatch
+            present_caches: Caches = []
             for attributes, weights in caches:
+                present_caches.append((attributes, attributes["_fp8_workspaces"]))
                 attributes["_fp8_workspaces"] = weights
-            live: list[Tensor] = []
+            if first_microbatch is not None:
+                # Read the cached weights that were just put back: True would quantize them once more.
+                self.first_microbatch = False
+            # What the pass reads and writes: scales, and the row of the histories in which amaxes are noted.
+            present_state: list[Tensor] = []
             for state in states.values():
-                live += [state.scale, state.amax_history[0]]
+                present_state += [state.scale, state.amax_history[0]]
             with torch.no_grad():
-                before = copies(live)
-                known = [name for name in states if name in scales]
-                overwrite([states[name].scale for name in known], [scales[name] for name in known])
+                copied_state = copies(present_state)
+                names = [name for name in states if name in scales]
+                overwrite([states[name].scale for name in names], [scales[name] for name in names])
                 for name in states.keys() - scales.keys():
-                    states[name].scale.fill_(1.0)  # of a module that had not run yet
+                    states[name].scale.fill_(
+                        1.0
+                    )  # of a module that had not run before the first pass
             self.restored = True
             try:
                 with (
@@ -273,10 +291,10 @@ class Recompute:
                     yield
             finally:
                 self.restored = False
-                self.first_microbatch = first
-                for attributes, weights in present:
+                self.first_microbatch = first_microbatch
+                for attributes, weights in present_caches:
                     attributes["_fp8_workspaces"] = weights
-                overwrite(live, before)
+                overwrite(present_state, copied_state)
 
 
 def may_draw(owner: nn.Module) -> bool:

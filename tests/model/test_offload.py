@@ -203,9 +203,9 @@ class Watch:
         self.blocks: list[Any] = []
         self.saved: list[tuple[int, StorageWeakRef]] = []
         self.moved: list[tuple[int, Any]] = []
-        kept, storage = offload._Kept.__init__, offload._Storage.__init__
+        kept, storage = offload._SavedTensor.__init__, offload._Storage.__init__
 
-        def note_kept(own: Any, block: Any, tensor: Tensor) -> None:
+        def note_saved(own: Any, block: Any, tensor: Tensor) -> None:
             kept(own, block, tensor)
             if tensor.untyped_storage().nbytes():  # torch 2.9 and 2.10 save empty tensors too
                 self.saved.append((self._number(block), StorageWeakRef(tensor.untyped_storage())))
@@ -214,7 +214,7 @@ class Watch:
             storage(own, block, start, content)
             self.moved.append((self._number(block), weakref.ref(own)))
 
-        monkeypatch.setattr(offload._Kept, "__init__", note_kept)
+        monkeypatch.setattr(offload._SavedTensor, "__init__", note_saved)
         monkeypatch.setattr(offload._Storage, "__init__", note_storage)
 
     def _number(self, block: Any) -> int:
