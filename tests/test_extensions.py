@@ -69,6 +69,7 @@ for name in ("own", "hf"):
 """
 
 
+@pytest.mark.slow
 def test_a_package_is_found_by_its_entry_point(tmp_path: Path) -> None:
     environment = installed(tmp_path / "site", "te_token_shift:register")
     run_process([sys.executable, "-c", PROGRAM, str(tmp_path)], env=environment)

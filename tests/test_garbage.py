@@ -23,9 +23,8 @@ te_models.cli.main()
 """
 
 
-@pytest.mark.parametrize(
-    "start", [pytest.param("from te_models import Trainer", marks=pytest.mark.slow), COMMAND]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["from te_models import Trainer", COMMAND])
 def test_what_lives_until_the_end_is_not_searched(start: str) -> None:
     """Each search of all objects takes 0.4 s or more once torch is imported."""
     code = COUNTED.format(start=start)

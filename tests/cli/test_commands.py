@@ -840,6 +840,7 @@ def test_help_and_import_need_no_heavy_package(of_help: list[str]) -> None:
     assert of_help[:2] == ["[]", "[]"]
 
 
+@pytest.mark.slow
 def test_characters_that_the_locale_lacks_end_nothing(tmp_path: Path) -> None:
     """A pipe has the locale's encoding, on Windows one of 256 characters: in it others are escapes."""
     record = {"prompt": "caf\u00e9 ", "completion": "\U0001f44d"}

@@ -690,8 +690,9 @@ def test_pythons_documentation_has_a_name() -> None:
     assert named.describe() == default.describe() and named.fingerprint == default.fingerprint
 
 
-@pytest.mark.parametrize("source", ["texts", "pairs", "one", "built-in"])
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("streaming", "source"), every(2, [False, True], ["texts", "pairs", "one", "built-in"])
+)
 def test_eval_split_0_turns_evaluation_off(streaming: bool, source: str, tmp_path: Path) -> None:
     """All of the data is trained on; of built-in data the part for evaluation is left out."""
     if source == "built-in" and streaming:

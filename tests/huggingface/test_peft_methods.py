@@ -221,7 +221,7 @@ def assert_merged_alike(theirs: Any, ours: Any, config: Any) -> None:
             assert found is expected, step.__name__
 
 
-@pytest.mark.parametrize("method", every(4, EVERY))
+@pytest.mark.parametrize("method", every(8, EVERY))
 def test_a_method_is_that_on_the_model_of_transformers(
     method: str, base: Path, tmp_path: Path
 ) -> None:

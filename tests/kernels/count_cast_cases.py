@@ -127,7 +127,7 @@ SIZES = {"mixed": 1.0, "finite": 1.0, "zeros": 0.0, "tiny": 1e-25, "huge": 1e25}
 @pytest.mark.parametrize(
     ("kind", "source", "size", "matrix"),
     every(
-        5,
+        11,
         ["delayed-4", "delayed-5", "current-4", "current-5"],
         [True, False],
         SIZES,
@@ -166,7 +166,7 @@ def test_words_have_the_counts_of_pytorch(
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # infinity less infinity
 @pytest.mark.parametrize(
     ("kind", "size", "matrix"),
-    every(5, ["row", "square", "mx"], SIZES, [*MATRICES, (300, 520, torch.bfloat16)], rest=3),
+    every(11, ["row", "square", "mx"], SIZES, [*MATRICES, (300, 520, torch.bfloat16)], rest=3),
 )
 def test_blocks_have_the_counts_of_pytorch(
     kind: str, size: str, matrix: tuple[int, int, torch.dtype], monkeypatch: pytest.MonkeyPatch
@@ -267,8 +267,7 @@ def test_saturated_values_of_some_tiles_of_a_program(
     assert found["zeros"] == 0 and found["flushed"] == ((x != 0) & (after == 0)).sum().item()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("kind", "known"), every(2, KINDS, [True, False]))
 def test_memory_around_a_tensor_is_not_counted(kind: str, known: bool) -> None:
     """It may hold NaN, before a cast as well as after it: counted, it would stop a run that is healthy."""
     rows, columns = 64, 160

@@ -204,14 +204,15 @@ def test_products_and_gradients(turn: bool, biased: bool) -> None:
 TOKENS, CHOICES = 100, 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("routed", "limit", "hidden_size"),
     [
         (True, None, 80),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [(True, None, 128), (True, 1.5, 144), (False, 1.5, 128), (False, None, 144)]
-        ),
+        (True, None, 128),
+        (True, 1.5, 144),
+        (False, 1.5, 128),
+        (False, None, 144),
     ],
 )
 def test_the_mlp_against_its_operations_one_by_one(

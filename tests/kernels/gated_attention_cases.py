@@ -168,7 +168,7 @@ def test_fp8_is_the_cast_of_the_plain_result(layout: str, per_row: bool, e5m2: b
 @pytest.mark.parametrize(
     ("kind", "e5m2"),
     every(
-        2,
+        4,
         [name for name, kind in KINDS.items() if not kind.together and kind.rotated],
         [False, True],
     ),

@@ -90,7 +90,7 @@ def close(found: Tensor, wanted: Tensor, size: Tensor) -> None:
 SHAPES = list(itertools.product(WIDTHS, ROWS))
 # The last has more parts of the weight's gradient than are added at a time.
 CASES = [
-    *every(16, SHAPES, [False, True], [False, True], [None, SMALL], rest=2),
+    *every(32, SHAPES, [False, True], [False, True], [None, SMALL], rest=2),
     pytest.param((1000, 70), False, True, SMALL),
 ]
 cases = pytest.mark.parametrize(("shape", "zero_centered", "add", "tiles"), CASES)

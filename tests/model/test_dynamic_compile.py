@@ -14,15 +14,16 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "wrapped"),
     [
         ("gated-nano", True),
-        pytest.param("gated-nano", False, marks=pytest.mark.slow),
-        pytest.param("gated-moe-nano", False, marks=pytest.mark.slow),
-        pytest.param("gated-hybrid-nano", False, marks=pytest.mark.slow),
-        pytest.param("gated-hybrid-nano", True, marks=pytest.mark.slow),
+        ("gated-nano", False),
+        ("gated-moe-nano", False),
+        ("gated-hybrid-nano", False),
+        ("gated-hybrid-nano", True),
     ],
 )
 def test_dynamic_shapes_give_the_same_logits(kind: str, wrapped: bool) -> None:

@@ -279,7 +279,7 @@ def step_of(kind: Kind, recipe: str, mode: str | int, options: dict[str, Any]) -
 
 MODES = ("selective", "full", 2)
 FP8_RECIPES = [name for name in list_recipes() if name != "bf16"]
-RECOMPUTED = each_kind([*FP8_RECIPES, "bf16"], MODES, first=1, step=2)
+RECOMPUTED = each_kind([*FP8_RECIPES, "bf16"], MODES, first=1, step=4)
 RECOMPUTED += slow(
     case for n in (1, 2) for case in each_kind([*FP8_RECIPES, "bf16"], MODES[n:] + MODES[:n])
 )
@@ -294,7 +294,7 @@ def test_recompute_changes_no_bit(kind: Kind, recipe: str, mode: str | int) -> N
 
 @pytest.mark.parametrize(
     "recipe, mode, kind",
-    each_kind(FP8_RECIPES, ("none", "full", "selective"), step=2),
+    each_kind(FP8_RECIPES, ("none", "full", "selective"), step=4),
     indirect=["kind"],
 )
 def test_an_autocast_per_linear_is_one_around_the_layers(
@@ -379,7 +379,7 @@ STEPS = list(
     )
 )
 # One of the 18 steps with each second kind in every run, and six with every kind in the long tests.
-PLANNED = each_kind(*zip(*STEPS, strict=True), step=2)
+PLANNED = each_kind(*zip(*STEPS, strict=True), first=2, step=4)
 PLANNED += slow(
     case for n in (2, 5, 7, 11, 15) for case in each_kind(*zip(*STEPS[n:], *STEPS[:n], strict=True))
 )

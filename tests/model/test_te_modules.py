@@ -168,7 +168,7 @@ def tokens(model: CausalLM) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("preset", every(6, list_presets()))
+@pytest.mark.parametrize("preset", every(12, list_presets()))
 def test_parameters_belong_to_te_modules_and_the_embedding(preset: str) -> None:
     """At full size, without memory. Nothing else has values: no buffers, and no tensors among attributes."""
     model = CausalLM.from_preset(preset, device="meta", engine="emulated")
@@ -195,7 +195,7 @@ def test_parameters_belong_to_te_modules_and_the_embedding(preset: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("preset", "recipe"),
-    some(5, zip(list_presets(), itertools.cycle(["bf16", "delayed"]), strict=False)),
+    some(10, zip(list_presets(), itertools.cycle(["bf16", "delayed"]), strict=False)),
 )
 def test_the_forward_of_each_runs_once(
     preset: str, recipe: str, engine: str, monkeypatch: pytest.MonkeyPatch

@@ -71,10 +71,7 @@ def reference(base: Path, adapter: Path, **fields: Any) -> Tensor:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=[pytest.mark.slow] * (case in ("several", "eps")))
-        for case in OPTIONS
-    ],
+    [pytest.param(case, marks=[pytest.mark.slow] * (case != "rope-theta")) for case in OPTIONS],
 )
 def test_every_reader_takes_the_shape_of_the_run(case: str, tmp_path: Path, capsys: Any) -> None:
     flags, fields = OPTIONS[case]
