@@ -101,9 +101,10 @@ def evaluate(
     refuse_without("--tasks NAMES", tasks, OF_TASKS)
     names = _recipe_names(recipe, recipes)
     DataConfig(columns=columns, truncate=truncate, on_bad_record=on_bad_record)  # checks them
-    from te_models.inspect.evaluate import evaluate_recipes  # noqa: PLC0415  imports torch
+    from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415  imports torch
+    from te_models.inspect.evaluate import evaluate_recipes  # noqa: PLC0415
 
-    text_tokenizer = _scored_tokenizer(tokenizer or model, chat_template)
+    text_tokenizer = load_tokenizer(tokenizer or model)
     score = None
     if tasks is not None:
         score = _scorer(tasks, text_tokenizer, batch_size, limit, few_shot)
@@ -129,6 +130,7 @@ def evaluate(
             columns=columns,
             on_bad_record=on_bad_record,
             truncate=truncate,
+            chat_template=chat_template,
         )
     show(evaluation, as_json)
     return _exit_code(evaluation)
@@ -139,17 +141,6 @@ def _exit_code(evaluation: Evaluation) -> int:
     for row in evaluation.refused:
         show_line(f"te-models: recipe {row.recipe} was not run: {row.note}", err=True)
     return 2 if evaluation.refused else 0
-
-
-def _scored_tokenizer(source: str | None, chat_template: str | None) -> Tokenizer:
-    """Return the tokenizer of a model or a folder, with the template that is given."""
-    from te_models.data.named_templates import use_template  # noqa: PLC0415
-    from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415  imports torch
-
-    tokenizer = load_tokenizer(source)
-    if chat_template is not None:
-        use_template(tokenizer, chat_template)
-    return tokenizer
 
 
 def _recipe_names(recipe: str | None, recipes: str | None) -> Sequence[str | None]:

@@ -156,6 +156,35 @@ def ignored_lines(documents: Iterable[Document]) -> list[str]:
     return ignored_fields((document.file, document.ignored) for document in documents)
 
 
+def unused_lines(
+    documents: Iterable[Document], truncate: str, chat_template: str | None, saved: bool = False
+) -> list[str]:
+    """Return a line for each of two fields of DataConfig that changes nothing in these documents.
+
+    Args:
+        documents: all, or the first of each source.
+        truncate: at its default it asks for nothing.
+        chat_template: as in DataConfig.
+        saved: whether the template is saved with a model, where it has an effect later.
+    """
+    records = False
+    conversations = False
+    for document in documents:
+        records = records or document.is_record
+        conversations = conversations or document.conversation is not None
+    lines = []
+    if truncate != "drop" and not records:
+        lines.append(
+            f"--truncate {truncate} has no effect: the data is text, and only records are cut"
+        )
+    if chat_template is not None and not conversations:
+        later = ": the template is only saved with the model" if saved else ""
+        lines.append(
+            f"--chat-template has no effect on this data, which has no conversations{later}"
+        )
+    return lines
+
+
 def hash_document(seed: int, document: Document) -> bytes:
     """Return 16 evenly distributed bytes that depend only on seed, prompt and text, or conversation."""
     digest = hashlib.blake2b(

@@ -231,6 +231,19 @@ def _by_kind(
     return chats, pairs, texts
 
 
+def counted_line(encoded: Encoded) -> list[str]:
+    """Return the line on how many of the tokens the loss counts, where it does not count all."""
+    if encoded.counted is None:
+        return []
+    counted = sum(int(np.count_nonzero(part)) for part in encoded.parts(encoded.counted))
+    # Nothing comes before the first token.
+    # Each document's first token is counted above and predicted by nothing.
+    counted -= int(np.count_nonzero(encoded.counted[encoded.starts]))
+    return [
+        f"the loss counts {plural(counted, 'token')}, {counted / encoded.num_tokens:.0%} of all"
+    ]
+
+
 def fit_records(
     encoded: Encoded, seq_len: int, truncate: str, bos: int | None
 ) -> tuple[NDArray[np.int64], Encoded, Fit]:

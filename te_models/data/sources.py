@@ -11,6 +11,7 @@ from fsspec import AbstractFileSystem
 from te_models.config.data import MAX_WEIGHT, split_weight
 from te_models.data.bad_records import BadRecords
 from te_models.data.files import (
+    COMPRESSIONS,
     file_format,
     find_files,
     open_bytes,
@@ -24,6 +25,8 @@ from te_models.data.rows import TEXT as TEXT_FILE
 from te_models.data.rows import FileRange, file_ranges, first_rows
 from te_models.data.unrecognized_rows import misspelled
 from te_models.errors import DataError, UsageError
+
+STREAMED_BYTES = 2**30  # larger corpora are streamed by default
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,25 @@ def open_sources(
             f"--columns: the first records of {names} have no {shown}: name columns of yours"
         )
     return sources
+
+
+def first_documents(sources: Iterable[Source]) -> list[Document]:
+    """Return the first record of each source that has one: files of text have none."""
+    return [source.first for source in sources if source.first is not None]
+
+
+def must_stream(sources: Sequence[Source]) -> bool:
+    """Return whether to stream by default: URLs, data that may not fit in memory, and text in globs or compressed."""
+    texts = [source for source in sources if source.is_text]
+    globs = []
+    for source in texts:
+        globs.append(not os.path.lexists(source.path) and any(c in source.path for c in "*?["))
+    if any(globs) or any(source.path.endswith(tuple(COMPRESSIONS)) for source in texts):
+        return True
+    return (
+        any("://" in source.path for source in sources)
+        or sum(s.text_bytes() for s in sources) > STREAMED_BYTES
+    )
 
 
 def _first_row(

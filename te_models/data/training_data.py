@@ -20,13 +20,21 @@ from te_models.data.documents import (
     load_documents,
     refuse_mixture,
     split_documents,
+    unused_lines,
 )
-from te_models.data.encoding import Encoded, encode_documents, keep_fitting
-from te_models.data.files import COMPRESSIONS
+from te_models.data.encoding import Encoded, counted_line, encode_documents, keep_fitting
 from te_models.data.formats import Document
 from te_models.data.named_templates import use_template
 from te_models.data.python_docstrings import PYTHON_DOCS, PYTHON_DOCSTRINGS, python_docstrings
-from te_models.data.sources import Formatting, Source, is_records, open_sources, read_records
+from te_models.data.sources import (
+    Formatting,
+    Source,
+    first_documents,
+    is_records,
+    must_stream,
+    open_sources,
+    read_records,
+)
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import TokenizerLike, as_tokenizer
 from te_models.data.tokenizer_base import Tokenizer
@@ -36,7 +44,6 @@ from te_models.files.formats import Fields
 
 OWN = "the data in memory"
 OWN_EVALUATION = "the evaluation data in memory"
-STREAMED_BYTES = 2**30  # larger corpora are streamed by default
 EVAL_SPLIT = 0.05  # of the documents in memory
 STREAMED_EVAL_SPLIT = 0.01
 BUILT_IN = ((), (PYTHON_DOCSTRINGS,))  # values of DataConfig.data; () is Python's documentation
@@ -205,7 +212,7 @@ def _streams(
     """Return whether the data is streamed, which built-in data and records in memory never are."""
     streaming = settings.streaming
     if streaming is None:
-        streaming = _must_stream(sources)
+        streaming = must_stream(sources)
     if streaming and (settings.data in BUILT_IN or OWN in in_memory):
         raise UsageError(
             "--streaming needs --data PATH: built-in data and records in memory are there as a whole"
@@ -271,6 +278,7 @@ class _Opening:
         documents, weights, held_out = self._load()
         remarks = [source.describe() for source in self.sources] + self._template()
         remarks += ignored_lines([*documents, *held_out])
+        remarks += self._unused([*documents, *held_out])
         # Documents of the other kind are left out, and their weights, which are by position, with them.
         fitting = refuse_mixture(documents, self.records(self.sources), self.bad)
         if len(fitting) < len(documents):
@@ -322,7 +330,7 @@ class _Opening:
         evaluation_remarks, batches = self._evaluation(evaluated)
         dataset.remark(remarks)
         dataset.remark(self.bad.describe())
-        dataset.remark(_counted(encoded))
+        dataset.remark(counted_line(encoded))
         dataset.remark(self._shortage(dataset.windows_in(1)))
         dataset.remark(evaluation_remarks)
         return dataset, batches
@@ -368,8 +376,8 @@ class _Opening:
             remarks += [f"in the first {sample.documents:,} of them: {line}" for line in lines]
             remarks.append(f"packed chunk by chunk, with {sample.padding:.1%} padding in the first")
         else:
-            firsts = [source.first for source in self.sources if source.first is not None]
-            remarks += ignored_lines(firsts)
+            remarks += ignored_lines(first_documents(self.sources))
+        remarks += self._unused(first_documents([*self.sources, *self.evaluated]))
         evaluated = None
         if evaluation is not None:
             evaluated = encode_documents(evaluation, self.tokenizer, dataset.whole, self.bad)
@@ -399,7 +407,7 @@ class _Opening:
         """Return the documents of --eval-data; of much data about `num_tokens` tokens, from everywhere in it."""
         sources = self.evaluated
         # Of data too large for memory, a stream's own sample, from chunks all over it.
-        if num_tokens is not None and _must_stream(sources):
+        if num_tokens is not None and must_stream(sources):
             sample = StreamingDataset(
                 sources,
                 self.tokenizer,
@@ -429,6 +437,16 @@ class _Opening:
         marks = self.tokenizer.chat_template(tools=only_for_tools).marks_answers
         method = "by the chat template's marks" if marks else "by rendering the turns before each"
         return [f"answers found {method}", *self.about_template]
+
+    def _unused(self, documents: Iterable[Document]) -> list[str]:
+        """Return a line for each setting that changes nothing in these documents: all, or the first of each source."""
+        settings = self.settings
+        lines = unused_lines(documents, settings.truncate, settings.chat_template, saved=True)
+        if settings.data == (PYTHON_DOCSTRINGS,) and settings.eval_split:
+            lines.append(
+                f"--eval-split has no effect: {PYTHON_DOCSTRINGS} has modules of its own to evaluate on"
+            )
+        return lines
 
     @property
     def evaluates(self) -> bool:
@@ -469,30 +487,3 @@ class _Opening:
             f"too little data for a batch: a step takes {takes} and an epoch has {has}, so windows come more than once "
             "per step: lower --batch-size or --gradient-accumulation, or give more data"
         ]
-
-
-def _must_stream(sources: Sequence[Source]) -> bool:
-    """Return whether to stream by default: URLs, data that may not fit in memory, and text in globs or compressed."""
-    texts = [source for source in sources if source.is_text]
-    globs = []
-    for source in texts:
-        globs.append(not os.path.lexists(source.path) and any(c in source.path for c in "*?["))
-    if any(globs) or any(source.path.endswith(tuple(COMPRESSIONS)) for source in texts):
-        return True
-    return (
-        any("://" in source.path for source in sources)
-        or sum(s.text_bytes() for s in sources) > STREAMED_BYTES
-    )
-
-
-def _counted(encoded: Encoded) -> list[str]:
-    """Say how many of the tokens the loss counts, where it does not count all."""
-    if encoded.counted is None:
-        return []
-    counted = sum(int(np.count_nonzero(part)) for part in encoded.parts(encoded.counted))
-    # Nothing comes before the first token.
-    # Each document's first token is counted above and predicted by nothing.
-    counted -= int(np.count_nonzero(encoded.counted[encoded.starts]))
-    return [
-        f"the loss counts {plural(counted, 'token')}, {counted / encoded.num_tokens:.0%} of all"
-    ]

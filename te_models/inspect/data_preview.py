@@ -14,7 +14,13 @@ from rich.text import Text
 
 from te_models.config.data import DataConfig, parse_columns, split_names
 from te_models.data.bad_records import BadRecords
-from te_models.data.documents import has_text, ignored_lines, load_documents, refuse_mixture
+from te_models.data.documents import (
+    has_text,
+    ignored_lines,
+    load_documents,
+    refuse_mixture,
+    unused_lines,
+)
 from te_models.data.encoding import Encoded, encode_documents, fit_records
 from te_models.data.formats import Document
 from te_models.data.named_templates import use_template
@@ -200,6 +206,7 @@ def preview(
             lines.append("the tokenizer has no chat template: a plain one is used")
         lines += about_template
     lines += ignored_lines(documents)
+    lines += unused_lines(documents, settings.truncate, settings.chat_template)
     whole = any(document.is_record for document in documents)
     encoded = encode_documents(documents, tokenizer, begin_prompts=whole, bad=bad)
     unfitted = encoded.tokens.copy()  # fit_records may write a bos token over others

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from te_models.causal_lm import CausalLM
 from te_models.data.bad_records import BadRecords
 from te_models.data.dataset import TokenDataset, check_fit
-from te_models.data.documents import Document, ignored_lines
+from te_models.data.documents import Document, ignored_lines, unused_lines
 from te_models.data.encoding import encode_documents
+from te_models.data.named_templates import use_template
 from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, read_documents
 from te_models.data.tokenizer_base import CONTEXT, Tokenizer, text_after
 from te_models.errors import CheckpointError, DataError, check_least
@@ -164,6 +165,8 @@ def evaluate_recipes(
     progress: Callable[[str], None] = lambda line: None,
     columns: str = "",
     on_bad_record: str = "raise",
+    truncate: str = "drop",
+    chat_template: str | None = None,
     **sizes: Any,
 ) -> Evaluation:
     """Measure a model under each recipe, on the same tokens; one model at a time is in memory.
@@ -171,15 +174,21 @@ def evaluate_recipes(
     Args:
         load: builds the model under one of `recipes`, names or TOML files; None for its own.
         model: its name, for the title.
-        data: its path, as for finetune; None for scores only. `columns` and `on_bad_record` are as in DataConfig.
+        tokenizer: gets the `chat_template`, if one is given.
+        data: its path, as for finetune; None for scores only. `columns`, `on_bad_record`, `truncate` and
+            `chat_template` are as in DataConfig.
         score: runs tasks on a model.
         progress: called with a line per stage.
         sizes: keywords of `make_batches`.
     """
+    if chat_template is not None:
+        use_template(tokenizer, chat_template)
     bad = BadRecords(skip=on_bad_record == "skip")
     # Without data, to find scales on, for recipes that need some.
     remarks: list[str] = []
     documents = None if data is None else read_documents(data, columns, bad, remarks)
+    if documents is not None:
+        remarks += unused_lines(documents, truncate, chat_template)
     losses = []
     scores = []
     batches = []
@@ -198,7 +207,9 @@ def evaluate_recipes(
             documents = read_documents(PYTHON_DOCSTRINGS, "", bad)
         if documents is not None and not batches:
             # With the first model, whose longest sequence bounds them; all recipes see the same tokens.
-            batches, of_batches = make_batches(documents, tokenizer, network, bad=bad, **sizes)
+            batches, of_batches = make_batches(
+                documents, tokenizer, network, truncate=truncate, bad=bad, **sizes
+            )
             remarks += of_batches
             text_bytes = sum(counted_bytes(batch, tokenizer) for batch in batches)
         if batches:

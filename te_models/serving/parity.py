@@ -19,6 +19,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from te_models.data.dataset import TokenDataset, check_fit
+from te_models.data.documents import unused_lines
 from te_models.data.python_docstrings import read_documents
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import UsageError, check_least, plural
@@ -332,6 +333,7 @@ def read_batches(
     length = min(seq_len, config.longest_sequence)
     remarks: list[str] = []
     documents = read_documents(data, columns, remarks=remarks)
+    remarks += unused_lines(documents, truncate, chat_template=None)
     if any(document.conversation is not None for document in documents):
         text_tokenizer.ensure_chat_template()
     # As in a run: a record is whole in its window, and does not see the others there.

@@ -155,6 +155,44 @@ def test_pairs_need_no_chat_template(tmp_path: Path) -> None:
     assert tokenizer.template_source() is None
 
 
+NO_CUT = "--truncate prompt has no effect: the data is text, and only records are cut"
+NO_TALK = (
+    "--chat-template has no effect on this data, which has no conversations: the template is only "
+    "saved with the model"
+)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "lines"),
+    [(TEXTS, {NO_CUT, NO_TALK}), (b"a text " * 900, {NO_CUT, NO_TALK}), (PAIRS, {NO_TALK}), (TALKS, set())],
+)  # fmt: skip
+def test_what_the_data_leaves_without_effect_is_told(
+    rows: list[dict] | bytes, lines: set[str], streaming: bool, tmp_path: Path
+) -> None:
+    path = write(tmp_path, "a.txt" if isinstance(rows, bytes) else "a.jsonl", rows)
+    fixed: dict[str, Any] = dict(streaming=streaming, num_workers=0, eval_split=0)
+    tokenizer = ByteTokenizer()
+    dataset, _ = open_data(
+        path, tokenizer, CONFIG, truncate="prompt", chat_template="chatml", **fixed
+    )
+    told = [line for line in dataset.describe().splitlines() if "has no effect" in line]
+    assert len(told) == len(lines) and set(told) == lines
+    assert "im_start" in str(tokenizer.template_source()), "which is saved"
+    default, _ = open_data(path, ByteTokenizer(), CONFIG, **fixed)
+    assert "no effect" not in default.describe(), "a default asks for nothing"
+
+
+def test_built_in_records_have_their_own_evaluation() -> None:
+    def told(**options: Any) -> str:
+        return open_data("python-docstrings", ByteTokenizer(), CONFIG, **options)[0].describe()
+
+    line = "--eval-split has no effect: python-docstrings has modules of its own to evaluate on"
+    assert line in told(eval_split=0.2)
+    assert line not in told(eval_split=0)
+    assert line not in told()
+
+
 def test_sources_with_weights_occur_as_often_as_they_say(tmp_path: Path) -> None:
     a, b = write(tmp_path, "a.jsonl", PAIRS), write(tmp_path, "b/c.jsonl", ALPACA)
     config = TrainConfig(seq_len=64, batch_size=1)

@@ -285,6 +285,40 @@ def test_runs_in_the_folder_of_the_data_are_named(
     assert (printed.out + printed.err).count(line) == 1
 
 
+@pytest.mark.filterwarnings("always")  # warnings are lines of the command
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "evaluate --model gated-nano --device cpu --chat-template chatml",
+        "data preview --chat-template chatml",
+        "parity --model gated-nano --device cpu --export bf16 --batches 1",
+        "export --model gated-nano --device cpu --format fp8-tensor --out out --batches 1",
+    ],
+)
+def test_options_that_the_data_leaves_without_effect_are_named(
+    command: str,
+    records: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
+    Path("data").write_text(rows * 4 if records else "Some text of a project.\n" * 9)
+    assert (
+        main([*command.split(), "--data", "data", "--seq-len", "128", "--truncate", "prompt"]) == 0
+    )
+    printed = capsys.readouterr()
+    said = printed.out + printed.err
+    expected = 0 if records else 1
+    assert said.count("--truncate prompt has no effect: the data is text") == expected
+    template = "--chat-template has no effect on this data, which has no conversations\n"
+    assert said.count(template) == (expected if "--chat-template" in command else 0)
+
+
 def test_the_checkpoint_is_named_before_the_spinner(monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
 
