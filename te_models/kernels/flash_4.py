@@ -102,9 +102,14 @@ def has_heads(channels: int) -> bool:
 def suits(q: Tensor) -> bool:
     """Return whether it computes the attention of q [B, N, S, H], whose keys and values are as many and as wide.
 
-    Its backward adds parts of a gradient in an order that varies from run to run.
+    Its backward adds parts of a gradient in an order that varies from run to run. torch.compile cannot trace it.
     """
-    if not q.is_cuda or q.dtype.itemsize != 2 or q.shape[2] < SHORTEST:
+    if (
+        torch.compiler.is_compiling()
+        or not q.is_cuda
+        or q.dtype.itemsize != 2
+        or q.shape[2] < SHORTEST
+    ):
         return False
     return not torch.are_deterministic_algorithms_enabled() and has_heads(q.shape[3])
 

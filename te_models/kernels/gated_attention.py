@@ -84,9 +84,9 @@ class _AttentionCore(torch.autograd.Function):
         ops = setting.ops
         rows = setting.rows
         q, k, v, logits = rotated_heads(qkvg[:rows], q_weight, k_weight, setting)
-        out, *saved = _attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks, setting
-        )
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, heads, S, H]
+        ctx.kernel = _kernel_for(q, sinks, setting)
+        out, *saved = _attention(q, k, v, sinks, setting, ctx.kernel)
         gradient, target = _targets(qkvg, q_weight, setting)
         # The target of the output has been used; keeping it would keep its quantizer alive until backward.
         ctx.setting = dataclasses.replace(setting, targets=(gradient, None))
@@ -145,6 +145,7 @@ class _AttentionCore(torch.autograd.Function):
             saved=saved_parts,
             sinks=sinks,
             setting=setting,
+            kernel=ctx.kernel,
         )
         # Copies of q and k: free them before the gradients are written, where the peak is.
         del normed_q, normed_k
@@ -316,15 +317,29 @@ def _has_filling(qkvg: Tensor, rows: int, heads: Heads) -> bool:
     return len(qkvg) != rows or any(section.used != section.stored for section in heads.sections)
 
 
+def _kernel_for(q: Tensor, sinks: Tensor | None, setting: AttentionSetting) -> str:
+    """Return the kernel for queries [B, A, S, H]. Backward has to take the one whose results forward saved."""
+    if setting.spans is not None:
+        return setting.spans.kernel_for(q, sinks, setting.cap)
+    if flash_4.suits(q):
+        return "FlashAttention-4"
+    return "cuDNN" if on_gpu(q) else "CPU"
+
+
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, setting: AttentionSetting
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    setting: AttentionSetting,
+    kernel: str,
 ) -> tuple[Any, ...]:
     """Return the output of attention of [B, heads, S, H], in spans or causal, and what its backward needs."""
     if setting.spans is not None:
-        return setting.spans.forward(q, k, v, setting.scale, sinks, setting.cap)
-    if flash_4.suits(q):
+        return setting.spans.forward(q, k, v, setting.scale, sinks, setting.cap, kernel)
+    if kernel == "FlashAttention-4":
         return flash_4.forward(q, k, v, setting.scale)
-    if on_gpu(q):
+    if kernel == "cuDNN":
         return torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, True, False, scale=setting.scale
         )
@@ -345,16 +360,17 @@ def _attention_backward(
     saved: list[Any],
     sinks: Tensor | None,
     setting: AttentionSetting,
+    kernel: str,
 ) -> tuple[Any, ...]:
     """Return the gradients of q, k and v, and of sinks, None where there are none."""
     scale = setting.scale
     if setting.spans is not None:
         return setting.spans.backward(
-            dy, q, k, v, out, *saved, scale=scale, sinks=sinks, cap=setting.cap
+            dy, q, k, v, out, *saved, scale=scale, sinks=sinks, cap=setting.cap, kernel=kernel
         )
-    if flash_4.suits(q):
+    if kernel == "FlashAttention-4":
         return *flash_4.backward(dy, q, k, v, out, saved[0], scale), None
-    if on_gpu(q):
+    if kernel == "cuDNN":
         log_sum, cum_q, cum_k, max_q, max_k, seed, offset, _ = saved
         lengths = (cum_q, cum_k, max_q, max_k)
         workspace = backward_workspace(q)

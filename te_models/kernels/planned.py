@@ -195,6 +195,10 @@ class SpanMemory(NamedTuple):
 
     window: int | None
 
+    def kernel_for(self, q: Tensor, sinks: Tensor | None, cap: float | None) -> str:
+        """Return ours: the others keep as much."""
+        return "ours"
+
     def forward(self, q: Tensor, *_: Any) -> tuple[Tensor, ...]:
         """Return the output [B, N, S, H], and the FP32 logarithms of the sums [B, N, S]."""
         count_flops(q, attention_flops(q, q, q))

@@ -71,16 +71,18 @@ class Spans(NamedTuple):
         scale: float | None = None,
         sinks: Tensor | None = None,
         cap: float | None = None,
+        kernel: str | None = None,
     ) -> tuple[Tensor, ...]:
         """Return attention's output [B, N, S, H], and what `backward` needs beside it.
 
         q [B, N, S, H]; k, v [B, K, S, H], N a multiple of K, with contiguous channels and any other strides. `scale`
         is the factor on the products of q and k; None: H ** -0.5. `sinks` [N] are logits in each softmax's denominator.
-        `cap` c bounds the logits to c * tanh(logit / c).
+        `cap` c bounds the logits to c * tanh(logit / c). `kernel` as `kernel_for` names it; None: the one that suits.
         """
-        if self._suits_flash_4(q, sinks, cap):
+        kernel = kernel or self.kernel_for(q, sinks, cap)
+        if kernel == "FlashAttention-4":
             return flash_4.forward(q, k, v, scale, self.window)
-        if self._suits_flash(q, sinks, cap):
+        if kernel == "FlashAttention-2":
             return self._flash_forward(q, k, v, scale)
         batch, heads, seq, dim = q.shape
         out = torch.empty(batch, seq, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2)
@@ -118,14 +120,16 @@ class Spans(NamedTuple):
         scale: float | None = None,
         sinks: Tensor | None = None,
         cap: float | None = None,
+        kernel: str | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of q, k, v and sinks.
 
-        `dy` is the gradient of `out` [B, N, S, H], and `saved` what `forward` returned beside it.
+        `dy` is the gradient of `out` [B, N, S, H], and `saved` what `forward` returned beside it, with this `kernel`.
         """
-        if self._suits_flash_4(q, sinks, cap):
+        kernel = kernel or self.kernel_for(q, sinks, cap)
+        if kernel == "FlashAttention-4":
             return *flash_4.backward(dy, q, k, v, out, *saved, scale, self.window), None
-        if self._suits_flash(q, sinks, cap):
+        if kernel == "FlashAttention-2":
             return *self._flash_backward(dy, q, k, v, out, saved, scale), None
         (log_sum,) = saved
         dq, dk, dv = (
@@ -216,19 +220,22 @@ class Spans(NamedTuple):
         """The distance between the rows of `first`, 0 where all rows of the batch share one."""
         return self.first.stride(0) if len(self.first) > 1 else 0
 
-    def _suits_flash_4(self, q: Tensor, sinks: Tensor | None, cap: float | None) -> bool:
-        """Return whether FlashAttention-4 computes these spans: windows, without sinks and caps."""
-        return self.window is not None and sinks is None and cap is None and flash_4.suits(q)
+    def kernel_for(self, q: Tensor, sinks: Tensor | None, cap: float | None) -> str:
+        """Return the fastest kernel for these spans of q [B, N, S, H].
 
-    def _suits_flash(self, q: Tensor, sinks: Tensor | None, cap: float | None) -> bool:
-        """Return whether FlashAttention-2 computes these spans, and faster than the kernels here.
-
-        It does for wide heads, 0.6 to 0.75 of their time on an H100 (docs/results/training_speed.md). It knows windows,
-        but neither sinks nor caps, and the order of its sums varies from run to run.
+        Others than ours know windows, but no documents, sinks or caps. FlashAttention-2 is faster for wide heads, 0.6
+        to 0.75 of our time on an H100 (docs/results/training_speed.md); the order of its sums varies from run to run.
+        The answer may change between forward and backward, with PyTorch's choice of deterministic algorithms: what
+        forward saved is of one kernel, so that backward is told which.
         """
-        plain = self.window is not None and sinks is None and cap is None
+        if self.window is None or sinks is not None or cap is not None:
+            return "ours"
+        if flash_4.suits(q):
+            return "FlashAttention-4"
         wide = WIDEST_HERE < q.shape[-1] <= WIDEST_FLASH and q.is_cuda
-        return plain and wide and not torch.are_deterministic_algorithms_enabled()
+        if wide and not torch.are_deterministic_algorithms_enabled():
+            return "FlashAttention-2"
+        return "ours"
 
     def _flash_arguments(self, q: Tensor) -> tuple[tuple[object, ...], dict[str, object]]:
         """Return the arguments that FlashAttention's forward and backward share: row boundaries, lengths, window."""
@@ -283,18 +290,19 @@ class _SpanAttention(torch.autograd.Function):
         cap: float | None,
     ) -> Tensor:
         q, k, v = map(adjacent_channels, (q, k, v))
-        out, *saved = spans.forward(q, k, v, scale, sinks, cap)
+        kernel = spans.kernel_for(q, sinks, cap)
+        out, *saved = spans.forward(q, k, v, scale, sinks, cap, kernel)
         ctx.save_for_backward(q, k, v, out, sinks, spans.first, spans.last, *saved)
-        ctx.options = (spans.window, scale, cap)
+        ctx.window = spans.window
+        ctx.options = dict(scale=scale, cap=cap, kernel=kernel)
         return out
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sinks, first, last, *saved = ctx.saved_tensors
-        window, scale, cap = ctx.options
-        document_spans = Spans(first, last, window)
+        spans = Spans(first, last, ctx.window)
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-        grads = document_spans.backward(dy, q, k, v, out, *saved, scale=scale, sinks=sinks, cap=cap)
+        grads = spans.backward(dy, q, k, v, out, *saved, sinks=sinks, **ctx.options)
         return *grads, None, None, None
 
 

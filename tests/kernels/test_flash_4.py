@@ -132,8 +132,11 @@ class Masked:
     def __init__(self, seq: int, window: int) -> None:
         self.mask = seen(seq, window)
 
+    def kernel_for(self, q: Tensor, sinks: None, cap: None) -> str:
+        return "ours"
+
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: None, cap: None
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, *_: Any
     ) -> tuple[Tensor]:
         return (self._attention(q, k, v, scale),)
 
@@ -147,6 +150,30 @@ class Masked:
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, self.mask, enable_gqa=True, scale=scale)
+
+
+@pytest.mark.parametrize(("alone", "window"), [(False, None), (False, 3), (True, 3)])
+def test_backward_takes_the_kernel_that_ran_forward(
+    alone: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although deterministic algorithms are asked for between the two."""
+    stand_in = StandIn()
+    monkeypatch.setattr(flash_4, "_functions", lambda: (stand_in.forward, stand_in.backward))
+    monkeypatch.setattr(flash_4, "suits", lambda q: True)
+    heads = Heads(2, 2, 8, "none")
+    qkv = torch.randn(BATCH * SEQ, 6 * heads.dim, requires_grad=True)
+    view = None if window is None else spans(SEQ, window, None, qkv.device)
+    if alone:
+        assert view is not None
+        q, k, v = qkv.view(BATCH, SEQ, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        out = view(q, k, v)
+    else:
+        setting = AttentionSetting(BATCH, BATCH * SEQ, heads, spans=view)
+        out = attention_core(qkv * 1.0, setting)
+    monkeypatch.setattr(flash_4, "suits", lambda q: False)
+    out.sum().backward()
+    assert stand_in.calls == ["forward", "backward"]
+    assert qkv.grad is not None
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -165,7 +192,8 @@ def test_only_windows_leave_the_spans(
     view = spans(SEQ, window, numbers, torch.device("cpu"))
     q = torch.zeros(BATCH, 2, SEQ, 8)
     leaves = window is not None and not documents and not sinks and cap is None
-    assert view._suits_flash_4(q, torch.zeros(2) if sinks else None, cap) == leaves
+    kernel = view.kernel_for(q, torch.zeros(2) if sinks else None, cap)
+    assert kernel == ("FlashAttention-4" if leaves else "ours")
 
 
 class Query:
@@ -197,6 +225,9 @@ def test_which_queries_it_takes(
     assert not flash.suits(torch.zeros(1, 2, 128, 128, dtype=torch.bfloat16))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert not flash.suits(query)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
         assert not flash.suits(query)
 
 
