@@ -79,11 +79,19 @@ def keep_compiled() -> None:
     """Have the package keep what it compiles, so that a second process need not compile it again.
 
     It reads these variables when it is imported, and importing Transformer Engine imports it too. Its own folder is in
-    /tmp, where others could put files that it would load.
+    /tmp, where others could put files that it would load. Without a folder of the user's nothing is kept: the package
+    could not be imported.
     """
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(caches / "flash_attention_4"))
+    try:
+        importlib.metadata.version("flash-attn-4")
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = caches / "flash_attention_4"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (importlib.metadata.PackageNotFoundError, OSError, RuntimeError):
+        return
+    if os.access(folder, os.W_OK):
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
 
 
 @contextmanager

@@ -294,16 +294,26 @@ def test_a_package_that_cannot_run_is_not_asked(
 def test_what_it_compiles_is_kept_in_the_users_own_folder(
     flash: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name in ("ENABLED", "DIR"):
-        monkeypatch.setenv(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}", "")  # to be undone
-        monkeypatch.delenv(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}")
+    variables = [f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}" for name in ("ENABLED", "DIR")]
+    for name in variables:
+        monkeypatch.setenv(name, "")  # to be undone
+        monkeypatch.delenv(name)
+    file = tmp_path / "file"
+    file.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    flash.keep_compiled()  # it is not installed
+    install(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # no folder can be made there
     flash.keep_compiled()
-    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
-    assert Path(os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"]).parent == tmp_path
-    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
+    assert not any(name in os.environ for name in variables)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     flash.keep_compiled()
-    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"  # a choice of the user's own
+    enabled, folder = (os.environ[name] for name in variables)
+    assert enabled == "1" and Path(folder) == tmp_path / "caches/flash_attention_4"
+    assert Path(folder).is_dir()
+    monkeypatch.setenv(variables[0], "0")
+    flash.keep_compiled()
+    assert os.environ[variables[0]] == "0"  # a choice of the user's own
 
 
 @pytest.mark.gpu
