@@ -194,9 +194,9 @@ def _joint_casts(te_recipe: recipe.Recipe) -> Casts | None:
 def _with_scales(module: GroupedLinear, casts: Casts, x: Tensor) -> Casts:
     """Return `casts` of x with the observers of a te.GroupedLinear, and its delayed scales and amaxes if it has any."""
     casts = casts._replace(
-        seen_x=experts_observer(module, 0),
-        seen_weights=experts_observer(module, 1),
-        seen_dy=experts_observer(module, 2),
+        observer_x=experts_observer(module, 0),
+        observer_weights=experts_observer(module, 1),
+        observer_dy=experts_observer(module, 2),
     )
     forward, backward = (module.fp8_meta[direction] for direction in ("scaling_fwd", "scaling_bwd"))
     if not isinstance(forward, DelayedScalingRecipeState):
@@ -214,9 +214,9 @@ def _with_scales(module: GroupedLinear, casts: Casts, x: Tensor) -> Casts:
     if trained and FP8GlobalStateManager.is_first_fp8_module():
         after = partial(FP8GlobalStateManager.reduce_and_update_fp8_tensors, forward=False)
     return casts._replace(
-        of_x=delayed_scales[0],
-        of_weights=delayed_scales[1],
-        of_dy=delayed_scales[2],
+        delayed_x=delayed_scales[0],
+        delayed_weights=delayed_scales[1],
+        delayed_dy=delayed_scales[2],
         after_backward=after,
     )
 
@@ -335,7 +335,7 @@ def _cast_experts(
         return Stored(data, weights.at, torch.cat(inverses))
 
     def cast(turn: bool) -> FP8Matrices:
-        return weights.cast(casts.of_weights, turn=turn, seen=casts.seen_weights)
+        return weights.cast(casts.delayed_weights, turn=turn, observer=casts.observer_weights)
 
     return _cached(module, is_first_microbatch, cast)
 
@@ -363,17 +363,17 @@ def _block_projection(
 ) -> BlockProjection:
     """Return a te.GroupedLinear under block scaling."""
     detached = [weight.detach() for weight in weights.tensors]
-    seen = experts_observer(module, 1)
+    observer = experts_observer(module, 1)
     fp8_weights = _cached(
-        module, is_first_microbatch, lambda turn: cast_weights(detached, weights.at, turn, seen)
+        module, is_first_microbatch, lambda turn: cast_weights(detached, weights.at, turn, observer)
     )
     return BlockProjection(
         fp8_weights,
         weights.at,
         weights.tensors,
         _biases(module),
-        seen_x=experts_observer(module, 0),
-        seen_dy=experts_observer(module, 2),
+        observer_x=experts_observer(module, 0),
+        observer_dy=experts_observer(module, 2),
     )
 
 

@@ -199,11 +199,11 @@ def gradient_blocks(
     nothing = Blocks(None, None, None, None)
     if columns % SIZE == 0:
         plain = None
-        blocks = room_for_blocks(groups, 2 * columns, device, True, turn)
+        blocks = room_for_blocks(groups, 2 * columns, device, straight=True, turn=turn)
     else:
         plain = torch.empty_like(gate_up)
         blocks = nothing
-    recomputed = room_for_blocks(groups, columns, device, False, hidden)
+    recomputed = room_for_blocks(groups, columns, device, straight=False, turn=hidden)
     turned = blocks._replace(data=None)
     straight = blocks._replace(transposed=None)
     # Transposed copies take a second launch, with tiles of another shape; the last launch sums the rows.
@@ -261,23 +261,26 @@ def _launch_gradients(
     grid = grid_of_tiles(groups, columns, tile)
     sums = torch.empty(grid[0], 2 * columns, device=dy.device) if summed else None
     _gradient_kernel[grid](
-        dy,
-        gate_up,
-        activation.token,
-        activation.tokens,
-        groups.first,
-        tiles,
-        groups.apart.first,
-        plain,
-        *blocks,
-        recomputed.transposed,
-        recomputed.turned_inv,
-        groups.apart.most,
-        sums,
-        columns,
-        groups.experts,
-        groups.most,
-        activation.alpha,
+        dy=dy,
+        gate_up=gate_up,
+        token=activation.token,
+        tokens=activation.tokens,
+        first=groups.first,
+        tiles=tiles,
+        turned=groups.apart.first,
+        plain=plain,
+        data=blocks.data,
+        scale_inv=blocks.scale_inv,
+        transposed=blocks.transposed,
+        turned_inv=blocks.turned_inv,
+        hidden=recomputed.transposed,
+        hidden_inv=recomputed.turned_inv,
+        pitch=groups.apart.most,
+        sums=sums,
+        columns=columns,
+        count=groups.experts,
+        most=groups.most,
+        alpha=activation.alpha,
         LIMIT=activation.limit,
         **sizes_of_tile(groups, tile),
     )

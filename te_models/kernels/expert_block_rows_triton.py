@@ -11,10 +11,14 @@ from torch import Tensor
 
 from te_models.numerics.fp8_triton import encode_four
 
-SIZE = 128  # of a block
-TOKENS, CAST_WARPS = 16, 4  # rows of a program that casts one block of each
-# Rows of a program that copies, words of four bytes of each at a time, and warps.
-ROWS, WORDS, COPY_WARPS = 32, 128, 4
+SIZE = 128  # elements of a block
+# Of a program that casts one block of some tokens: the tokens, and its warps.
+TOKENS = 16
+CAST_WARPS = 4
+# Of a program that copies a part of some rows: the rows, the words of four bytes of each, and its warps.
+ROWS = 32
+WORDS = 128
+COPY_WARPS = 4
 
 
 @triton.jit
@@ -75,7 +79,7 @@ def _copy_kernel(
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token = tl.load(source + i, i < most, tokens)
     real = token < tokens
-    token = tl.where(real, token, 0)
+    token = tl.where(real, token, 0)  # rows of padding read nothing, of an address that there is
     w = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     inside = (w < words)[None, :]
     values = tl.load(data + token[:, None] * words + w[None, :], real[:, None] & inside, 0)
@@ -98,8 +102,8 @@ def copied_blocks(x: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
     most = len(source)
     blocks = triton.cdiv(columns, SIZE)
     room = dict(dtype=torch.uint8, device=x.device)
-    once = torch.empty(tokens, columns, **room)
-    once_inv = torch.empty(blocks, tokens, device=x.device)
+    of_tokens = torch.empty(tokens, columns, **room)  # FP8 of each token, once
+    of_tokens_inv = torch.empty(blocks, tokens, device=x.device)
     data = torch.empty(most, columns, **room)
     inverse = torch.empty(blocks, most, device=x.device)
     if not most:
@@ -107,25 +111,25 @@ def copied_blocks(x: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
     words = columns // 4
     with torch.cuda.device_of(x):
         _cast_kernel[(triton.cdiv(tokens, TOKENS), blocks)](
-            x,
-            once.view(torch.int32),
-            once_inv,
-            tokens,
-            columns,
+            x=x,
+            out=of_tokens.view(torch.int32),
+            scale_inv=of_tokens_inv,
+            tokens=tokens,
+            columns=columns,
             SIZE=SIZE,
             TOKENS=TOKENS,
             num_warps=CAST_WARPS,
         )
         _copy_kernel[(triton.cdiv(most, ROWS), triton.cdiv(words, WORDS))](
-            once.view(torch.int32),
-            once_inv,
-            source,
-            data.view(torch.int32),
-            inverse,
-            tokens,
-            most,
-            words,
-            blocks,
+            data=of_tokens.view(torch.int32),
+            scale_inv=of_tokens_inv,
+            source=source,
+            out=data.view(torch.int32),
+            out_inv=inverse,
+            tokens=tokens,
+            most=most,
+            words=words,
+            blocks=blocks,
             SIZE=SIZE,
             ROWS=ROWS,
             WORDS=WORDS,

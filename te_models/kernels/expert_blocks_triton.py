@@ -265,6 +265,7 @@ def _hidden_kernel(
 
 @triton.jit
 def _weights_cast_kernel(x, places, data, transposed, scale_inv, rows, columns, SIZE: tl.constexpr):
+    """Cast a block of one weight [rows, columns] to FP8 with one scale, in one or both copies."""
     e = tl.program_id(2).to(tl.int64)
     address = x + tl.multiple_of(tl.load(places + e), 8)
     group = tl.program_id(0) * (SIZE // 4) + tl.arange(0, SIZE // 4)
@@ -302,7 +303,7 @@ def sizes_of_tile(groups: Groups, tile: CastTile) -> dict[str, Any]:
 
 
 def room_for_blocks(
-    groups: Groups, columns: int, device: torch.device, straight: bool, turn: bool
+    groups: Groups, columns: int, device: torch.device, *, straight: bool, turn: bool
 ) -> Blocks:
     """Return uninitialized memory for the copy of rows as they are, the turned one, or both, with their scales."""
     blocks = triton.cdiv(columns, SIZE)
@@ -323,19 +324,23 @@ def cast_blocks(
     groups = matrices.groups
     source = matrices.source
     columns = matrices.data.shape[1]
-    # A factor of each row makes its blocks' scales its own.
+    # Rows that copy tokens copy their FP8 too; a factor of each row would make its blocks' scales its own.
     copied = straight and not summed and source is not None and matrices.factor is None
-    blocks = room_for_blocks(groups, columns, matrices.data.device, straight and not copied, turn)
+    blocks = room_for_blocks(
+        groups, columns, matrices.data.device, straight=straight and not copied, turn=turn
+    )
     sums = None
     if copied:
         assert source is not None
         data, scale_inv = copied_blocks(matrices.data, source)
         blocks = blocks._replace(data=data, scale_inv=scale_inv)
     elif straight:
-        # With both copies the other one's launch sums.
-        sums = _cast(matrices, blocks._replace(transposed=None), CAST, summed and not turn)
+        # With both copies the launch for the transposed one sums.
+        only_straight = blocks._replace(transposed=None)
+        sums = _cast(matrices, only_straight, CAST, summed=summed and not turn)
     if turn:
-        sums = _cast(matrices, blocks._replace(data=None), TURNED, summed)
+        only_transposed = blocks._replace(data=None)
+        sums = _cast(matrices, only_transposed, TURNED, summed=summed)
     return blocks, sums
 
 
@@ -348,19 +353,22 @@ def _cast(matrices: Matrices, blocks: Blocks, tile: CastTile, summed: bool) -> T
     sums = torch.empty(grid[0], columns, device=matrices.data.device) if summed else None
     with torch.cuda.device_of(matrices.data):
         _cast_kernel[grid](
-            matrices.data,
-            matrices.source,
-            matrices.factor,
-            len(matrices.data),
-            groups.first,
-            tiles,
-            groups.apart.first,
-            *blocks,
-            groups.apart.most,
-            sums,
-            columns,
-            groups.experts,
-            groups.most,
+            x=matrices.data,
+            source=matrices.source,
+            factor=matrices.factor,
+            tokens=len(matrices.data),
+            first=groups.first,
+            tiles=tiles,
+            turned=groups.apart.first,
+            data=blocks.data,
+            scale_inv=blocks.scale_inv,
+            transposed=blocks.transposed,
+            turned_inv=blocks.turned_inv,
+            pitch=groups.apart.most,
+            sums=sums,
+            columns=columns,
+            count=groups.experts,
+            most=groups.most,
             **sizes_of_tile(groups, tile),
         )
     return None if sums is None else total_sums(sums, tiles, matrices.data.dtype)
@@ -369,7 +377,7 @@ def _cast(matrices: Matrices, blocks: Blocks, tile: CastTile, summed: bool) -> T
 def hidden_blocks(gate_up: Tensor, groups: Groups, activation: Activation) -> Blocks:
     """Cast the activation of gate_up [R, 2F], without a transposed copy."""
     columns = gate_up.shape[1] // 2
-    blocks = room_for_blocks(groups, columns, gate_up.device, True, False)
+    blocks = room_for_blocks(groups, columns, gate_up.device, straight=True, turn=False)
     with torch.cuda.device_of(gate_up):
         _hidden_kernel[grid_of_tiles(groups, columns, STRAIGHT)](
             gate_up=gate_up,
@@ -402,7 +410,15 @@ def cast_weight_blocks(
     scale_inv = torch.empty(count, *grid[:2], device=weight.device)
     with torch.cuda.device_of(weight):
         _weights_cast_kernel[grid](
-            weight, places, data, transposed, scale_inv, rows, columns, SIZE=SIZE, num_warps=WARPS
+            x=weight,
+            places=places,
+            data=data,
+            transposed=transposed,
+            scale_inv=scale_inv,
+            rows=rows,
+            columns=columns,
+            SIZE=SIZE,
+            num_warps=WARPS,
         )
     return WeightBlocks(data, transposed, scale_inv)
 

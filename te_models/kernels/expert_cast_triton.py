@@ -15,9 +15,9 @@ from torch import Tensor
 
 from te_models.kernels.expert_scales_triton import (
     Delayed,
-    amaxes,
     note_scale,
     scale_of,
+    scales_and_launches,
 )
 from te_models.kernels.fp8_tiles_triton import raise_amax, rounded, store_fp8
 from te_models.kernels.groups import LINE, Groups
@@ -32,10 +32,13 @@ class CastTile(NamedTuple):
 
 
 # A transposed copy writes as many rows of bytes as a tile has columns: square tiles are the fastest then.
-ROWS, COLUMNS, WARPS = 64, 64, 4
+ROWS = 64
+COLUMNS = 64
+WARPS = 4
 STRAIGHT = CastTile(32, 256, 4)  # of a cast without one
-ROW_COLUMNS = 2048  # of a row, that one program reads at a time
-GROUP_ROWS, SPLIT = 256, 8  # rows whose amaxes a program reads at a time, and programs per expert
+ROW_COLUMNS = 2048  # columns of a row that one program reads at a time
+GROUP_ROWS = 256  # rows whose amaxes a program reads at a time
+SPLIT = 8  # programs per expert that read them
 
 
 class Matrices(NamedTuple):
@@ -251,15 +254,29 @@ def cast(
         matrices.groups.most, matrices.data.shape[1], dtype=torch.uint8, device=matrices.data.device
     )
     transposed = _room_for_transposed(matrices) if turn else None
-    return FP8Matrices(
-        data, transposed, *_launch(matrices, form, delayed, data, transposed, amax, sums)
+    inverse, scale = _launch(
+        matrices,
+        form,
+        delayed=delayed,
+        data=data,
+        transposed=transposed,
+        known_amax=amax,
+        sums=sums,
     )
+    return FP8Matrices(data, transposed, scale_inv=inverse, scale=scale)
 
 
 def cast_transposed(matrices: Matrices, form: torch.dtype, scale: Tensor) -> Tensor:
     """Return FP8Matrices.transposed of an earlier cast by these scales FP32 [E], alone and anew."""
     transposed = _room_for_transposed(matrices)
-    _launch(matrices, form, Delayed(scale, torch.empty_like(scale)), None, transposed)
+    unread_amax = torch.empty_like(scale)
+    _launch(
+        matrices,
+        form,
+        delayed=Delayed(scale, unread_amax),
+        data=None,
+        transposed=transposed,
+    )
     return transposed
 
 
@@ -279,13 +296,13 @@ def amax_of_copies(matrices: Matrices, of_rows: Tensor) -> Tensor:
     amax = torch.zeros(matrices.groups.experts, device=of_rows.device)
     with torch.cuda.device_of(of_rows):
         _group_amax_kernel[(matrices.groups.experts, SPLIT)](
-            of_rows,
-            matrices.data,
-            matrices.source,
-            matrices.factor,
-            len(matrices.data),
-            matrices.groups.first,
-            amax,
+            of_rows=of_rows,
+            data=matrices.data,
+            source=matrices.source,
+            factor=matrices.factor,
+            tokens=len(matrices.data),
+            first=matrices.groups.first,
+            amax=amax,
             ROWS=GROUP_ROWS,
             num_warps=4,
         )
@@ -294,8 +311,8 @@ def amax_of_copies(matrices: Matrices, of_rows: Tensor) -> Tensor:
 
 def room_for_sums(groups: Groups, columns: int, device: torch.device) -> Tensor:
     """Return memory for the sums of rows of every tile of a cast: FP32 [tiles, columns]."""
-    _, high = tiles_of(groups, turn=True)
-    return torch.empty(high, columns, device=device)
+    _, most_tiles = tiles_of(groups, turn=True)
+    return torch.empty(most_tiles, columns, device=device)
 
 
 def tiles_of(groups: Groups, *, turn: bool) -> tuple[Tensor, int]:
@@ -333,19 +350,23 @@ def room_for_rows_turned(groups: Groups, columns: int, device: torch.device) -> 
 def _launch(
     matrices: Matrices,
     form: torch.dtype,
+    *,
     delayed: Delayed | None,
     data: Tensor | None,
     transposed: Tensor | None,
-    known: Tensor | None = None,
+    known_amax: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Write `data` and `transposed`, those that there are. Return FP8Matrices.scale_inv and FP8Matrices.scale."""
+    """Cast matrices into `data` and `transposed`, where not None; return FP8Matrices.scale_inv and FP8Matrices.scale.
+
+    Arguments are as for `cast`, whose `amax` is `known_amax`.
+    """
     assert matrices.places is None
     groups = matrices.groups
     columns = matrices.data.shape[1]
     count = groups.experts
     device = matrices.data.device
-    scales, amax, measured = amaxes(delayed, known, count, device)
+    scales, amax, launches = scales_and_launches(delayed, known_amax, count, device)
     factors = torch.empty(2, count, device=device)
     tile = CastTile(ROWS, COLUMNS, WARPS)
     tiles, high = tiles_of(groups, turn=transposed is not None)
@@ -361,7 +382,7 @@ def _launch(
     )
     across = triton.cdiv(columns, tile.columns)
     with torch.cuda.device_of(matrices.data):
-        for measures in (True, False) if measured else (False,):
+        for measures in launches:
             _cast_kernel[high, across](
                 data=matrices.data,
                 source=matrices.source,

@@ -24,9 +24,9 @@ from te_models.kernels.expert_cast_triton import (
 )
 from te_models.kernels.expert_scales_triton import (
     Delayed,
-    amaxes,
     note_scale,
     scale_of,
+    scales_and_launches,
 )
 from te_models.kernels.fp8_tiles_triton import raise_amax, rounded, sigmoid, store_fp8
 from te_models.kernels.groups import Groups
@@ -46,6 +46,7 @@ class Activation(NamedTuple):
 
 @triton.jit
 def _load(x, i, j, rows, columns, stride):
+    """Return rows i and columns j of x in FP32, zeros outside [rows, columns]; rows are `stride` apart."""
     inside = (i < rows)[:, None] & (j < columns)[None, :]
     return tl.load(x + i.to(tl.int64)[:, None] * stride + j[None, :], inside, 0.0).to(tl.float32)
 
@@ -238,66 +239,64 @@ def _gradient_kernel(
         tl.store(at + columns, tl.sum((up_a + up_b) + (up_c + up_d), 0), there)
     here = tl.multiple_of(tl.load(turned + e), 4)
     out += begin * 2 * columns
-    # Of the transposed copies; behind the expert's last row they have zeros.
+    # Rows of the expert in the transposed copies; behind its last row of data they have zeros.
     lines = tl.multiple_of(tl.load(turned + e + 1) - here, 4)
-    half = transposed
+    half = transposed  # where the gradient of up begins: F rows of the transposed copy below the gate's
     if transposed is not None:
         transposed += here
         half = transposed + pitch.to(tl.int64) * columns
     gate_amax = store_fp8(
-        gate_a,
-        gate_b,
-        gate_c,
-        gate_d,
-        scale,
-        group,
-        j,
-        rows,
-        columns,
-        out,
-        transposed,
-        2 * columns,
-        E5M2,
-        pitch,
-        lines,
+        a=gate_a,
+        b=gate_b,
+        c=gate_c,
+        d=gate_d,
+        scale=scale,
+        group=group,
+        j=j,
+        rows=rows,
+        columns=columns,
+        data=out,
+        transposed=transposed,
+        stride=2 * columns,
+        E5M2=E5M2,
+        apart=pitch,
+        turned_rows=lines,
     )
     out += columns
     up_amax = store_fp8(
-        up_a,
-        up_b,
-        up_c,
-        up_d,
-        scale,
-        group,
-        j,
-        rows,
-        columns,
-        out,
-        half,
-        2 * columns,
-        E5M2,
-        pitch,
-        lines,
+        a=up_a,
+        b=up_b,
+        c=up_c,
+        d=up_d,
+        scale=scale,
+        group=group,
+        j=j,
+        rows=rows,
+        columns=columns,
+        data=out,
+        transposed=half,
+        stride=2 * columns,
+        E5M2=E5M2,
+        apart=pitch,
+        turned_rows=lines,
     )
     if hidden is not None:
-        h_scale = tl.load(hidden_scale + e)
-        matrix = hidden + here
         store_fp8(
-            hidden_a,
-            hidden_b,
-            hidden_c,
-            hidden_d,
-            h_scale,
-            group,
-            j,
-            rows,
-            columns,
-            None,
-            matrix,
-            columns,
-            False,
-            pitch,
-            lines,
+            a=hidden_a,
+            b=hidden_b,
+            c=hidden_c,
+            d=hidden_d,
+            scale=tl.load(hidden_scale + e),
+            group=group,
+            j=j,
+            rows=rows,
+            columns=columns,
+            data=None,
+            transposed=hidden + here,
+            stride=columns,
+            E5M2=False,
+            apart=pitch,
+            turned_rows=lines,
         )
     if scales is not None:
         raise_amax(amax + e * stride, tl.maximum(gate_amax, up_amax))
@@ -309,6 +308,7 @@ GRADIENT = CastTile(ROWS, COLUMNS, 8)
 
 
 def _sizes(groups: Groups, tile: CastTile) -> dict[str, Any]:
+    """Return the sizes that a kernel is compiled for, and its warps."""
     return dict(
         EXPERTS=triton.next_power_of_2(groups.experts),
         ROWS=tile.rows,
@@ -329,10 +329,10 @@ def hidden(
     out = torch.empty(groups.most, columns, dtype=torch.uint8, device=gate_up.device)
     factors = torch.empty(2, count, device=gate_up.device)
     tiles = groups.tiles(HIDDEN.rows)
-    scales, amax, measured = amaxes(delayed, None, count, gate_up.device)
+    scales, amax, launches = scales_and_launches(delayed, None, count, gate_up.device)
     across = triton.cdiv(columns, HIDDEN.columns)
     with torch.cuda.device_of(gate_up):
-        for measures in (True, False) if measured else (False,):
+        for measures in launches:
             _hidden_kernel[groups.high(HIDDEN.rows), across](
                 gate_up=gate_up,
                 token=activation.token,
@@ -352,7 +352,8 @@ def hidden(
                 MEASURES=measures,
                 **_sizes(groups, HIDDEN),
             )
-    return FP8Matrices(out, None, *factors.unbind())
+    inverse, scale = factors.unbind()
+    return FP8Matrices(out, transposed=None, scale_inv=inverse, scale=scale)
 
 
 class HiddenGradients(NamedTuple):
@@ -396,10 +397,10 @@ def gradients(
     sums = room_for_sums(groups, 2 * columns, device) if summed else None
     factors = torch.empty(2, count, device=device)
     tiles, high = tiles_of(groups, turn=turn or again is not None)
-    scales, amax, measured = amaxes(delayed, None, count, device)
+    scales, amax, launches = scales_and_launches(delayed, None, count, device)
     across = triton.cdiv(columns, GRADIENT.columns)
     with torch.cuda.device_of(dy):
-        for measures in (True, False) if measured else (False,):
+        for measures in launches:
             _gradient_kernel[high, across](
                 dy=dy,
                 gate_up=gate_up,

@@ -39,7 +39,9 @@ def gather(
     """
     rows = _with_zeros(x).index_select(0, token.clamp(max=len(x)))
     dots = None if other is None else (other.float() * rows.float()).sum(1)
-    return (rows if factor is None else (rows.float() * factor[:, None]).to(x.dtype)), dots
+    if factor is not None:
+        rows = (rows.float() * factor[:, None]).to(x.dtype)
+    return rows, dots
 
 
 def total(rows: Tensor, row: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -59,7 +61,7 @@ def _with_zeros(x: Tensor) -> Tensor:
     return torch.cat((x, x.new_zeros(1, x.shape[1])))
 
 
-PLAIN = RowKernels(gather, total)
+PLAIN = RowKernels(gather=gather, total=total)
 
 
 class Route(NamedTuple):

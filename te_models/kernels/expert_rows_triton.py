@@ -165,4 +165,6 @@ def _columns(x: Tensor) -> int:
     return min(COLUMNS, triton.next_power_of_2(x.shape[1]))
 
 
-TRITON = RowKernels(gather, total, router_triton.choose, router_triton.places)
+TRITON = RowKernels(
+    gather=gather, total=total, choose=router_triton.choose, places=router_triton.places
+)

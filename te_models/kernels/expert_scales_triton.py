@@ -52,12 +52,22 @@ def note_scale(factors, first, e, count, scale, group, rows, place):
         tl.store(factors + count + e, scale)
 
 
-def amaxes(
+def scales_and_launches(
     delayed: Delayed | None, known: Tensor | None, count: int, device: torch.device
-) -> tuple[Tensor | None, Tensor, bool]:
-    """Return delayed scales or None, amaxes FP32 [E], and whether these have to be measured."""
+) -> tuple[Tensor | None, Tensor, tuple[bool, ...]]:
+    """Return the scales of a cast of `count` matrices, their amaxes, and the launches that the cast needs.
+
+    Args:
+        delayed: scales that are known before the values, whose cast raises the amaxes; None: scales follow from amaxes.
+        known: these amaxes, FP32 [E], where they have been measured; None: a launch before the cast measures them.
+        count: E.
+        device: where to make memory for amaxes.
+
+    Returns:
+        scales FP32 [E] or None; amaxes FP32 [E]; the argument MEASURES of each launch, one after the other.
+    """
     if delayed is not None:
-        return delayed.scale, delayed.amax, False
+        return delayed.scale, delayed.amax, (False,)
     if known is not None:
-        return None, known, False
-    return None, torch.zeros(count, device=device), True
+        return None, known, (False,)
+    return None, torch.zeros(count, device=device), (True, False)

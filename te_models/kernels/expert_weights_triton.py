@@ -12,14 +12,19 @@ import triton.language as tl
 from torch import Tensor
 
 from te_models.kernels.expert_cast_triton import FP8Matrices
-from te_models.kernels.expert_scales_triton import Delayed, amaxes, scale_of
+from te_models.kernels.expert_scales_triton import Delayed, scale_of, scales_and_launches
 from te_models.kernels.fp8_tiles_triton import raise_amax, store_fp8
 from te_models.numerics.fp8_triton import encode_four
 
-# Values of a program that casts in order, or only measures, and its warps; rows and columns of a tile, and warps.
-VALUES, MEASURED, FLAT_WARPS = 8192, 16384, 8
-ROWS, COLUMNS, TILE_WARPS = 128, 64, 4
-SIDE = 64  # of a tile of bytes
+# Of a program that goes through memory in order: the values that it casts, or only measures, and its warps.
+VALUES = 8192
+MEASURED = 16384
+FLAT_WARPS = 8
+# Of a program that transposes: the rows and columns of its tile, and its warps.
+ROWS = 128
+COLUMNS = 64
+TILE_WARPS = 4
+SIDE = 64  # rows and columns of a tile of bytes that are transposed without a cast
 
 
 class EqualMatrices(NamedTuple):
@@ -80,6 +85,7 @@ def _flat_kernel(
 
 @triton.jit
 def _load(address, i, j, rows, columns):
+    """Return rows i and columns j of a matrix [rows, columns] in FP32; zeros outside."""
     inside = (i < rows)[:, None] & (j < columns)[None, :]
     return tl.load(address + i[:, None] * columns + j[None, :], inside, 0.0).to(tl.float32)
 
@@ -119,6 +125,7 @@ def _turned_kernel(
 
 @triton.jit
 def _transpose_kernel(data, places, out, rows, columns, SIZE: tl.constexpr):
+    """Transpose a tile of one matrix [rows, columns] of bytes; the results lie one after the other in `out`."""
     e = tl.program_id(2).to(tl.int64)
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     j = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
@@ -129,23 +136,25 @@ def _transpose_kernel(data, places, out, rows, columns, SIZE: tl.constexpr):
     tl.store(at, tl.trans(values), (j < columns)[:, None] & (i < rows)[None, :])
 
 
-def cast_equal(given: EqualMatrices, delayed: Delayed | None = None, *, turn: bool) -> FP8Matrices:
+def cast_equal(
+    matrices: EqualMatrices, delayed: Delayed | None = None, *, turn: bool
+) -> FP8Matrices:
     """Return matrices in E4M3, cast by `delayed` scales, else each by its largest magnitude.
 
     The result has data [E * O, K] and, with `turn`, the transposed matrices [K, O] one after the other.
     """
-    rows, columns = given.data.shape
-    count = len(given.places)
-    device = given.data.device
+    rows, columns = matrices.data.shape
+    count = len(matrices.places)
+    device = matrices.data.device
     data = torch.empty(count * rows, columns, dtype=torch.uint8, device=device)
     factors = torch.empty(2, count, device=device)
-    scales, amax, measured = amaxes(delayed, None, count, device)
+    scales, amax, launches = scales_and_launches(delayed, None, count, device)
     with torch.cuda.device_of(data):
-        for measures in (True, False) if measured else (False,):
+        for measures in launches:
             values = MEASURED if measures else VALUES
             _flat_kernel[(triton.cdiv(rows * columns, values), count)](
-                data=given.data,
-                places=given.places,
+                data=matrices.data,
+                places=matrices.places,
                 scales=scales,
                 amax=amax,
                 stride=amax.stride(0),
@@ -158,25 +167,25 @@ def cast_equal(given: EqualMatrices, delayed: Delayed | None = None, *, turn: bo
                 num_warps=FLAT_WARPS,
             )
     inverse, scale = factors.unbind()
-    transposed_data = turned_equal(given, scale) if turn else None
+    transposed_data = turned_equal(matrices, scale) if turn else None
     return FP8Matrices(data, transposed_data, scale_inv=inverse, scale=scale)
 
 
-def turned_equal(given: EqualMatrices, scale: Tensor) -> Tensor:
+def turned_equal(matrices: EqualMatrices, scale: Tensor) -> Tensor:
     """Return the transposed matrices of `cast_equal`, uint8, of a cast by these scales FP32 [E]."""
-    rows, columns = given.data.shape
-    count = len(given.places)
-    out = torch.empty(count * rows, columns, dtype=torch.uint8, device=given.data.device)
+    rows, columns = matrices.data.shape
+    count = len(matrices.places)
+    out = torch.empty(count * rows, columns, dtype=torch.uint8, device=matrices.data.device)
     grid = (triton.cdiv(columns, COLUMNS), triton.cdiv(rows, ROWS), count)
     with torch.cuda.device_of(out):
         _turned_kernel[grid](
-            given.data,
-            given.places,
-            scale,
-            None,
-            out,
-            rows,
-            columns,
+            data=matrices.data,
+            places=matrices.places,
+            scales=scale,
+            out=None,
+            transposed=out,
+            rows=rows,
+            columns=columns,
             ROWS=ROWS,
             COLUMNS=COLUMNS,
             num_warps=TILE_WARPS,

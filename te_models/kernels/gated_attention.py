@@ -40,6 +40,9 @@ from te_models.kernels.sdpa import backward_workspace
 if TYPE_CHECKING:
     from te_models.kernels.span_attention_triton import Spans
 
+# The sections of a projection [q | k | v | gate], in the order of `split_heads` and `Heads.sections`.
+Q, K, V, GATE = range(4)
+
 
 @dataclass(frozen=True)
 class AttentionSetting:
@@ -90,15 +93,10 @@ class _AttentionCore(torch.autograd.Function):
         gradient, target = _targets(qkvg, q_weight, setting)
         # The target of the output has been used; keeping it would keep its quantizer alive until backward.
         ctx.setting = dataclasses.replace(setting, targets=(gradient, None))
-        # What a kernel keeps is a mix of tensors and numbers (seeds, lengths); autograd saves only tensors.
-        ctx.places = [isinstance(value, Tensor) for value in saved]
-        ctx.plain = []
-        tensors = []
-        for value in saved:
-            if isinstance(value, Tensor):
-                tensors.append(value)
-            else:
-                ctx.plain.append(value)
+        # A kernel keeps tensors and numbers (seeds, lengths) for its backward; autograd saves only tensors.
+        tensors = [value for value in saved if isinstance(value, Tensor)]
+        ctx.kernel_state = [None if isinstance(value, Tensor) else value for value in saved]
+        ctx.is_tensor = [isinstance(value, Tensor) for value in saved]
         ctx.save_for_backward(qkvg, q_weight, k_weight, sinks, out, *tensors)
         mixed = out.transpose(1, 2)  # [B, S, A, H]
         if target is not None and ops.fp8 is not None:
@@ -124,36 +122,39 @@ class _AttentionCore(torch.autograd.Function):
         setting: AttentionSetting = ctx.setting
         heads = setting.heads
         qkvg, q_weight, k_weight, sinks, out, *tensors = ctx.saved_tensors
-        plain = iter(ctx.plain)
-        saved = iter(tensors)
-        # Back into the order in which attention returned them: autograd saves tensors only.
-        saved_parts = []
-        for is_tensor in ctx.places:
-            saved_parts.append(next(saved) if is_tensor else next(plain))
+        # In the order in which attention returned them.
+        kernel_state = list(ctx.kernel_state)
+        for place, is_tensor in enumerate(ctx.is_tensor):
+            if is_tensor:
+                kernel_state[place] = tensors.pop(0)
         q, k, v, logits = split_heads(heads, qkvg[: setting.rows], setting.batch)
         into = _gradient(qkvg, setting)
         dmixed = dy.view(setting.batch, -1, heads.query, heads.dim)  # [B, S, A, H]
         if logits is not None:
             dmixed = into.gate(dmixed, out.transpose(1, 2), logits)
         normed_q, normed_k = _normed(q, k, q_weight, k_weight, setting)
-        *slopes, dsinks = _attention_backward(
+        # Attention's own gradients are [B, heads, S, H], as its inputs are; all others here [B, S, heads, H].
+        dq, dk, dv, dsinks = _attention_backward(
             dmixed.transpose(1, 2),
             normed_q.transpose(1, 2),
             k=normed_k.transpose(1, 2),
             v=v.transpose(1, 2),
             out=out,
-            saved=saved_parts,
+            saved=kernel_state,
             sinks=sinks,
             setting=setting,
             kernel=ctx.kernel,
         )
         # Copies of q and k: free them before the gradients are written, where the peak is.
         del normed_q, normed_k
-        dq, dk, dv = (slope.transpose(1, 2) for slope in slopes)  # [B, S, heads, H]
-        q_slope = into.heads(0, dq, q, setting.norm(q_weight), setting.query_rotation)
-        k_slope = into.heads(1, dk, k, setting.norm(k_weight), setting.key_rotation)
-        into.heads(2, dv, v, None, None)
-        return into.whole(), q_slope, k_slope, dsinks, None
+        dq_weight = into.heads(
+            Q, dq.transpose(1, 2), q, norm=setting.norm(q_weight), rotation=setting.query_rotation
+        )
+        dk_weight = into.heads(
+            K, dk.transpose(1, 2), k, norm=setting.norm(k_weight), rotation=setting.key_rotation
+        )
+        into.heads(V, dv.transpose(1, 2), v, norm=None, rotation=None)
+        return into.whole(), dq_weight, dk_weight, dsinks, None
 
 
 def rotated_heads(
@@ -168,8 +169,8 @@ def rotated_heads(
     q, k, v, logits = split_heads(setting.heads, qkvg, setting.batch)
     # In place: backward needs only the inverse rotation. A norm would destroy what its backward reads, so it copies.
     rotation = setting.key_rotation
-    alike = rotation is not None and rotation is setting.query_rotation
-    if alike and q_weight is None and k_weight is None and _are_beside(q, k):
+    same_rotation = rotation is not None and rotation is setting.query_rotation
+    if same_rotation and q_weight is None and k_weight is None and _are_beside(q, k):
         # Queries and keys as heads of one tensor [B, S, A + K, H]: one launch in place of two.
         both = q.as_strided((*q.shape[:2], q.shape[2] + k.shape[2], q.shape[3]), q.stride())
         ops.rotate(both, both, rotation, False)
@@ -184,24 +185,25 @@ def rotated_heads(
 
 def _are_beside(q: Tensor, k: Tensor) -> bool:
     """Return whether in memory each token's heads of k [B, S, K, H] follow its heads of q [B, S, A, H]."""
-    return q.stride() == k.stride() and k.storage_offset() == q.storage_offset() + q.shape[
-        2
-    ] * q.stride(2)
+    end_of_q = q.storage_offset() + q.shape[2] * q.stride(2)
+    return q.stride() == k.stride() and k.storage_offset() == end_of_q
 
 
 def _targets(qkvg: Tensor, q_weight: Tensor | None, setting: AttentionSetting) -> CastTargets:
-    """Return the targets of the setting that the kernels can write.
-
-    FP8 is written for all rows and columns. The gradients of a headwise gate and of a norm of all heads would need sums
-    that several programs of a kernel share.
-    """
+    """Return the targets of the setting that the kernels can write, for the gradient of qkvg and for the output."""
     heads = setting.heads
-    filled = _has_filling(qkvg, setting.rows, heads)
-    if setting.ops.fp8 is None or filled or heads.gate == "headwise":
+    if setting.ops.fp8 is None:
         return None, None
-    gradient, target = setting.targets
-    together = q_weight is not None and len(q_weight) != heads.dim
-    return None if together else gradient, target
+    # The kernels write FP8 for all rows and columns. The gradient of a headwise gate is a sum over the channels of a
+    # head, which several programs of a kernel would share.
+    if _has_padding(qkvg, setting.rows, heads) or heads.gate == "headwise":
+        return None, None
+    gradient, output = setting.targets
+    # So would they share the sums of a norm over all heads of a token.
+    norm_over_all_heads = q_weight is not None and len(q_weight) != heads.dim
+    if norm_over_all_heads:
+        return None, output
+    return gradient, output
 
 
 def _normed(
@@ -225,15 +227,15 @@ class _PlainGradient:
     def __init__(self, qkvg: Tensor, setting: AttentionSetting) -> None:
         self.ops = setting.ops
         self.softplus = setting.softplus
-        filled = _has_filling(qkvg, setting.rows, setting.heads)
         # Only padding has no writer of its own.
-        self.grad = torch.zeros_like(qkvg) if filled else torch.empty_like(qkvg)
+        padded = _has_padding(qkvg, setting.rows, setting.heads)
+        self.grad = torch.zeros_like(qkvg) if padded else torch.empty_like(qkvg)
         # Views [B, S, heads, H or 1], which the operations write to.
         self.places = split_heads(setting.heads, self.grad[: setting.rows], setting.batch)
 
     def gate(self, dy: Tensor, mixed: Tensor, logits: Tensor) -> Tensor:
         """Write the gradient of the gate's logits; return the gradient of attention's output."""
-        place = self.places[3]
+        place = self.places[GATE]
         assert place is not None
         return self.ops.gate_backward(dy, mixed, logits, place, self.softplus)
 
@@ -275,7 +277,7 @@ class _FP8Gradient:
     def gate(self, dy: Tensor, mixed: Tensor, logits: Tensor) -> Tensor:
         """Write the gradient of the gate's logits in FP8; return the gradient of attention's output."""
         scale = self.target.cast_scale
-        start = self.starts[3]
+        start = self.starts[GATE]
         return self.ops.gate_backward(
             self.out, scale, start, dy, mixed, logits, self.softplus, counts=self.counts
         )
@@ -312,9 +314,11 @@ def _gradient(qkvg: Tensor, setting: AttentionSetting) -> _PlainGradient | _FP8G
     return _FP8Gradient(qkvg, setting, target, setting.ops.fp8)
 
 
-def _has_filling(qkvg: Tensor, rows: int, heads: Heads) -> bool:
+def _has_padding(qkvg: Tensor, rows: int, heads: Heads) -> bool:
     """Return whether qkvg has padding rows or columns, whose gradient is zero."""
-    return len(qkvg) != rows or any(section.used != section.stored for section in heads.sections)
+    if len(qkvg) != rows:
+        return True
+    return any(section.used != section.stored for section in heads.sections)
 
 
 def _kernel_for(q: Tensor, sinks: Tensor | None, setting: AttentionSetting) -> str:
@@ -334,19 +338,35 @@ def _attention(
     setting: AttentionSetting,
     kernel: str,
 ) -> tuple[Any, ...]:
-    """Return the output of attention of [B, heads, S, H], in spans or causal, and what its backward needs."""
+    """Return the output of attention [B, A, S, H], in spans or causal, and behind it what its backward needs.
+
+    q is [B, A, S, H], k and v [B, K, S, H].
+    """
     if setting.spans is not None:
         return setting.spans.forward(q, k, v, setting.scale, sinks, setting.cap, kernel)
     if kernel == "FlashAttention-4":
         return flash_4.forward(q, k, v, setting.scale)
     if kernel == "cuDNN":
         return torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, True, False, scale=setting.scale
+            q,
+            k,
+            v,
+            attn_bias=None,
+            compute_log_sumexp=True,
+            dropout_p=0.0,
+            is_causal=True,
+            return_debug_mask=False,
+            scale=setting.scale,
         )
+    # The CPU's kernel wants a key head per query head: [B, A, S, H].
     group = q.shape[1] // k.shape[1]
-    wide = [t.float().repeat_interleave(group, 1) for t in (k, v)]
     out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.float(), *wide, 0.0, True, scale=setting.scale
+        q.float(),
+        k.float().repeat_interleave(group, 1),
+        v.float().repeat_interleave(group, 1),
+        dropout_p=0.0,
+        is_causal=True,
+        scale=setting.scale,
     )
     return out.to(q.dtype), log_sum
 
@@ -362,7 +382,10 @@ def _attention_backward(
     setting: AttentionSetting,
     kernel: str,
 ) -> tuple[Any, ...]:
-    """Return the gradients of q, k and v, and of sinks, None where there are none."""
+    """Return the gradients of q, k, v [B, heads, S, H] and of sinks, None where there are none.
+
+    `saved` is what `_attention` returned behind its output.
+    """
     scale = setting.scale
     if setting.spans is not None:
         return setting.spans.backward(
@@ -372,19 +395,43 @@ def _attention_backward(
         return *flash_4.backward(dy, q, k, v, out, saved[0], scale), None
     if kernel == "cuDNN":
         log_sum, cum_q, cum_k, max_q, max_k, seed, offset, _ = saved
-        lengths = (cum_q, cum_k, max_q, max_k)
         workspace = backward_workspace(q)
-        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            dy, q, k, v, out, log_sum, seed, offset, None, *lengths, 0.0, True, scale=scale
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dy,
+            q,
+            k,
+            v,
+            out,
+            log_sum,
+            seed,
+            offset,
+            None,  # no mask
+            cum_q,
+            cum_k,
+            max_q,
+            max_k,
+            dropout_p=0.0,
+            is_causal=True,
+            scale=scale,
         )
         del workspace
-        return *grads, None
+        return dq, dk, dv, None
     group = q.shape[1] // k.shape[1]
-    wide = [t.float().repeat_interleave(group, 1) for t in (k, v)]
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dy.float(), q.float(), *wide, out.float(), saved[0], 0.0, True, scale=scale
+        dy.float(),
+        q.float(),
+        k.float().repeat_interleave(group, 1),
+        v.float().repeat_interleave(group, 1),
+        out.float(),
+        saved[0],  # log-sum-exp
+        dropout_p=0.0,
+        is_causal=True,
+        scale=scale,
     )
-    return dq, *(t.unflatten(1, (-1, group)).sum(2) for t in (dk, dv)), None
+    # A key head has the gradients of all query heads that read it: [B, A, S, H] to [B, K, S, H].
+    dk = dk.unflatten(1, (-1, group)).sum(2)
+    dv = dv.unflatten(1, (-1, group)).sum(2)
+    return dq, dk, dv, None
 
 
 def attention_core(

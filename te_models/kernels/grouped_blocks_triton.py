@@ -28,7 +28,7 @@ from te_models.kernels.expert_hidden_triton import Activation
 from te_models.kernels.expert_rows import Route
 from te_models.kernels.expert_rows_triton import total
 from te_models.kernels.expert_values_triton import Activated
-from te_models.kernels.grouped_linear_triton import Locations, Seen, matrices_of
+from te_models.kernels.grouped_linear_triton import CastObserver, Locations, matrices_of
 from te_models.kernels.groups import Groups
 from te_models.kernels.joint_experts_triton import Passed, rows_of_tokens
 
@@ -43,8 +43,8 @@ class BlockProjection(NamedTuple):
     at: Locations
     tensors: Sequence[Tensor]
     bias: Tensor | None = None  # [E, O]
-    seen_x: Seen | None = None
-    seen_dy: Seen | None = None
+    observer_x: CastObserver | None = None
+    observer_dy: CastObserver | None = None
 
 
 class BlockExperts(NamedTuple):
@@ -58,24 +58,24 @@ class BlockExperts(NamedTuple):
 
 
 def cast_weights(
-    weights: Sequence[Tensor], at: Locations, turn: bool, seen: Seen | None
+    weights: Sequence[Tensor], at: Locations, turn: bool, observer: CastObserver | None
 ) -> WeightBlocks:
-    """Return the experts' weights in FP8, with `turn` transposed too; `seen` counts the cast."""
+    """Return the experts' weights in FP8, with `turn` transposed too; `observer` counts the cast."""
     quantized = cast_weight_blocks(weights[0], at.places, turn=turn)
-    if seen is not None:
+    if observer is not None:
         matrices = matrices_of(weights, at.places)
-        count_blocks_if_seen(seen, matrices, matrices.groups, quantized)
+        count_blocks_if_observed(observer, matrices, matrices.groups, quantized)
     return quantized
 
 
-def count_blocks_if_seen(
-    seen: Seen | None,
+def count_blocks_if_observed(
+    observer: CastObserver | None,
     values: Matrices | Activated,
     groups: Groups,
     quantized: Blocks | WeightBlocks,
 ) -> None:
     """Count a cast of all experts if an observer wants it; arguments are as in `count_expert_blocks`."""
-    counts = None if seen is None else seen.counts
+    counts = None if observer is None else observer.counts
     if counts is not None:
         count_expert_blocks(values, groups, quantized, counts)
 
@@ -112,13 +112,13 @@ class _Blocks(torch.autograd.Function):
         fp8_weights = projection.fp8_weights
         ctx.groups = groups
         ctx.at = projection.at
-        ctx.seen_dy = projection.seen_dy
+        ctx.observer_dy = projection.observer_dy
         trained = any(ctx.needs_input_grad[5:])
         # With a route x are tokens [T, I], fewer than their rows [R, I]: they are kept, and backward casts them again.
         turn = trained and route is None
         rows = Matrices(x, groups, source=token)
         fp8_x, _ = cast_blocks(rows, turn=turn)
-        count_blocks_if_seen(projection.seen_x, rows, groups, fp8_x)
+        count_blocks_if_observed(projection.observer_x, rows, groups, fp8_x)
         saved_x = None
         if trained:
             saved_x = fp8_x.transposed if route is None else x
@@ -143,7 +143,7 @@ class _Blocks(torch.autograd.Function):
         # One pass over dy: both copies, and the sum of its rows for the bias.
         rows = Matrices(dy, groups)
         fp8_dy, db = cast_blocks(rows, turn=x is not None, summed=ctx.needs_input_grad[1])
-        count_blocks_if_seen(ctx.seen_dy, rows, groups, fp8_dy)
+        count_blocks_if_observed(ctx.observer_dy, rows, groups, fp8_dy)
         dx = None
         if ctx.needs_input_grad[0]:
             b = _transposed_weights(w_transposed, scale_inv, ctx.at, weights)
@@ -182,7 +182,7 @@ class _Up(torch.autograd.Function):
         token, row = (None, None) if route is None else (route.token, route.row)
         rows = Matrices(x, groups, source=token)
         fp8_x, _ = cast_blocks(rows, turn=trained and route is None)
-        count_blocks_if_seen(up.seen_x, rows, groups, fp8_x)
+        count_blocks_if_observed(up.observer_x, rows, groups, fp8_x)
         saved_x = None
         if trained:
             saved_x = fp8_x.transposed if route is None else x
@@ -252,7 +252,9 @@ class _Down(torch.autograd.Function):
         down = experts.down
         # [R, F] in FP8: the activation is never stored in 16 bits.
         fp8_hidden = hidden_blocks(gate_up, groups, activation)
-        count_blocks_if_seen(down.seen_x, Activated(gate_up, activation), groups, fp8_hidden)
+        count_blocks_if_observed(
+            down.observer_x, Activated(gate_up, activation), groups, fp8_hidden
+        )
         dtype = gate_up.dtype
         out = block_rows_times(
             fp8_hidden, down.fp8_weights, groups, bias, backward=False, dtype=dtype
@@ -261,7 +263,7 @@ class _Down(torch.autograd.Function):
         ctx.activation = activation
         ctx.passed = passed
         ctx.at = down.at
-        ctx.seen = (experts.up.seen_dy, down.seen_dy)
+        ctx.observers = (experts.up.observer_dy, down.observer_dy)
         ctx.count = len(weights)
         ctx.trained = any(ctx.needs_input_grad[7:])
         ctx.up = (trained_up, summed_up)
@@ -297,8 +299,8 @@ class _Down(torch.autograd.Function):
                 dy, groups, token=token, row=row, gates=gates, out=out
             )
         fp8_dy, dbias = cast_blocks(gradient_rows, turn=ctx.trained, summed=ctx.needs_input_grad[2])
-        seen_up, seen_down = ctx.seen
-        count_blocks_if_seen(seen_down, gradient_rows, groups, fp8_dy)
+        up_observer, down_observer = ctx.observers
+        count_blocks_if_observed(down_observer, gradient_rows, groups, fp8_dy)
         b = _transposed_weights(w_transposed, scale_inv, ctx.at, weights)
         dh = block_rows_times(fp8_dy, b, groups, backward=True, dtype=dtype)
         del b
@@ -313,8 +315,8 @@ class _Down(torch.autograd.Function):
             hidden=ctx.trained,
             summed=summed_up,
         )
-        count_blocks_if_seen(
-            seen_up,
+        count_blocks_if_observed(
+            up_observer,
             Activated(gate_up, ctx.activation, dh),
             groups,
             activation_gradients.of_gate_up,

@@ -40,22 +40,22 @@ E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 
 
-class Seen(Protocol):
+class CastObserver(Protocol):
     """An observer of a cast of all experts: `counts` is where its counts go, None where it is not counted."""
 
     @property
     def counts(self) -> Any: ...
 
 
-def count_if_seen(
-    seen: Seen | None,
+def count_if_observed(
+    observer: CastObserver | None,
     values: Matrices | Activated,
     groups: Groups,
     quantized: FP8Matrices,
     form: torch.dtype,
 ) -> None:
     """Count a cast of all experts if an observer wants it; arguments are as in `count_experts`."""
-    counts = None if seen is None else seen.counts
+    counts = None if observer is None else observer.counts
     if counts is not None:
         count_experts(values, groups, quantized, form, counts)
 
@@ -67,9 +67,10 @@ class Casts(NamedTuple):
         gradient: the format of dy; the other operands are E4M3.
         precise_output, precise_input_gradient, precise_weight_gradient: whether the sums of a product are precise
             (`rows_times`).
-        of_x, of_weights, of_dy: the scales of each operand under delayed scaling; None under current scaling.
+        delayed_x, delayed_weights, delayed_dy: the scales of each operand under delayed scaling; None under current
+            scaling.
         after_backward: called at the end of a backward pass; None: nothing is.
-        seen_x, seen_weights, seen_dy: observers that count the casts of a recorded run
+        observer_x, observer_weights, observer_dy: observers that count the casts of a recorded run
             (te_models.recorder.table.ExpertObserver).
     """
 
@@ -77,13 +78,13 @@ class Casts(NamedTuple):
     precise_output: bool
     precise_input_gradient: bool
     precise_weight_gradient: bool
-    of_x: Delayed | None = None
-    of_weights: Delayed | None = None
-    of_dy: Delayed | None = None
+    delayed_x: Delayed | None = None
+    delayed_weights: Delayed | None = None
+    delayed_dy: Delayed | None = None
     after_backward: Callable[[], None] | None = None
-    seen_x: Seen | None = None
-    seen_weights: Seen | None = None
-    seen_dy: Seen | None = None
+    observer_x: CastObserver | None = None
+    observer_weights: CastObserver | None = None
+    observer_dy: CastObserver | None = None
 
 
 def on_device(numbers: list[int], device: torch.device) -> Tensor:
@@ -149,15 +150,18 @@ class Weights(NamedTuple):
     at: Locations
 
     def cast(
-        self, delayed: Delayed | None = None, turn: bool = True, seen: Seen | None = None
+        self,
+        delayed: Delayed | None = None,
+        turn: bool = True,
+        observer: CastObserver | None = None,
     ) -> FP8Matrices:
-        """Return the weights in FP8, with `turn` transposed too; `seen` counts the cast."""
+        """Return the weights in FP8, with `turn` transposed too; `observer` counts the cast."""
         places = self.at.places
         equal = EqualMatrices(self.tensors[0], places)
         quantized = cast_equal(equal, delayed, turn=turn)
-        if seen is not None and seen.counts is not None:
+        if observer is not None and observer.counts is not None:
             matrices = matrices_of(self.tensors, places)
-            count_if_seen(seen, matrices, matrices.groups, quantized, E4M3)
+            count_if_observed(observer, matrices, matrices.groups, quantized, E4M3)
         return quantized
 
 
@@ -266,8 +270,8 @@ class _FP8(torch.autograd.Function):
             ctx.kernels = route.kernels
         # With a route the cast gathers the rows itself, so that they are never in memory in 16 bits.
         rows = Matrices(x, groups, source=token)
-        fp8_x = cast(rows, E4M3, casts.of_x, turn=trained and route is None)
-        count_if_seen(casts.seen_x, rows, groups, fp8_x, E4M3)
+        fp8_x = cast(rows, E4M3, casts.delayed_x, turn=trained and route is None)
+        count_if_observed(casts.observer_x, rows, groups, fp8_x, E4M3)
         # Tokens [T, I] where rows repeat them, else the transposed FP8 rows [I, P].
         saved_x = x if trained and route is not None else fp8_x.transposed
         transposed_weights = None
@@ -312,8 +316,8 @@ class _FP8(torch.autograd.Function):
             ctx.saved_tensors
         )
         dy_matrices = Matrices(dy, groups)
-        fp8_dy = cast(dy_matrices, casts.gradient, casts.of_dy, turn=x is not None)
-        count_if_seen(casts.seen_dy, dy_matrices, groups, fp8_dy, casts.gradient)
+        fp8_dy = cast(dy_matrices, casts.gradient, casts.delayed_dy, turn=x is not None)
+        count_if_observed(casts.observer_dy, dy_matrices, groups, fp8_dy, casts.gradient)
         db = sums_of_rows(dy, groups) if ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
             if to_cast_again:

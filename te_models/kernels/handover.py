@@ -13,7 +13,6 @@ The plain functions ignore both. Shapes: N tokens, D hidden size, F width of the
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -60,23 +59,20 @@ def output_norm(module: nn.Module, x: Tensor) -> Tensor:
 Operation = Callable[..., Tensor]
 
 
-def _itself(function: Operation) -> Operation:
-    return function
-
-
 class _SwiGLU(torch.autograd.Function):
     """SwiGLU by a forward and a backward function; its input is saved early (te_models/kernels/early_save.py)."""
 
     @staticmethod
     def forward(ctx: Context, gate_up: Tensor, forward: Operation, backward: Operation) -> Tensor:
-        save_input(ctx, gate_up, recompute=partial(_itself, forward))
+        save_input(ctx, gate_up, recompute=lambda: forward)
         ctx.make_gradient = backward
         return forward(gate_up)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
-        return ctx.make_gradient(dy, saved_input(ctx)), None, None
+        dgate_up = ctx.make_gradient(dy, saved_input(ctx))
+        return dgate_up, None, None
 
 
 def swiglu(
@@ -90,6 +86,12 @@ def swiglu(
 
     gate_up is saved for backward before the product is computed. In a graph that torch.compile or torch.export traces,
     the compiler chooses the tensors to save.
+
+    Args:
+        gate_up: the input.
+        producer, consumer: as in all functions here.
+        forward: computes the result from gate_up.
+        backward: computes the gradient of gate_up from the gradient of the result and gate_up.
     """
     # Without a backward there is nothing to save early.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():

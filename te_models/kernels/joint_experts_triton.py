@@ -37,7 +37,7 @@ from te_models.kernels.grouped_linear_triton import (
     Casts,
     Locations,
     Stored,
-    count_if_seen,
+    count_if_observed,
 )
 from te_models.kernels.groups import Groups
 
@@ -152,8 +152,8 @@ def _cast_gradient(
     casts = half.casts
     width = dy.data.shape[1]
     sums = room_for_sums(groups, width, dy.data.device) if with_bias else None
-    fp8_dy = cast(dy, casts.gradient, casts.of_dy, turn=half.trained, amax=amax, sums=sums)
-    count_if_seen(casts.seen_dy, dy, groups, fp8_dy, casts.gradient)
+    fp8_dy = cast(dy, casts.gradient, casts.delayed_dy, turn=half.trained, amax=amax, sums=sums)
+    count_if_observed(casts.observer_dy, dy, groups, fp8_dy, casts.gradient)
     if sums is None:
         return fp8_dy, None
     tiles, _ = tiles_of(groups, turn=half.trained)
@@ -238,12 +238,12 @@ class _Up(torch.autograd.Function):
         rows = Matrices(x, groups, source=token)
         known_amax = None
         # Rows are copies of tokens: their amax follows from the tokens, of which there are k times fewer.
-        if token is not None and up.casts.of_x is None:
+        if token is not None and up.casts.delayed_x is None:
             known_amax = amax_of_copies(rows, row_amax(x))
         # With a route backward casts the rows again from the tokens, instead of keeping k transposed copies of each.
         turn = trained and route is None
-        fp8_x = cast(rows, E4M3, up.casts.of_x, turn=turn, amax=known_amax)
-        count_if_seen(up.casts.seen_x, rows, groups, fp8_x, E4M3)
+        fp8_x = cast(rows, E4M3, up.casts.delayed_x, turn=turn, amax=known_amax)
+        count_if_observed(up.casts.observer_x, rows, groups, fp8_x, E4M3)
         saved_x = None
         if trained:
             # Tokens in high precision are smaller than the rows of all experts in FP8.
@@ -311,8 +311,10 @@ class _Down(torch.autograd.Function):
         up = experts.up
         down = experts.down
         del weights  # see _Up
-        fp8_hidden = hidden(gate_up, groups, activation, down.casts.of_x)
-        count_if_seen(down.casts.seen_x, Activated(gate_up, activation), groups, fp8_hidden, E4M3)
+        fp8_hidden = hidden(gate_up, groups, activation, down.casts.delayed_x)
+        count_if_observed(
+            down.casts.observer_x, Activated(gate_up, activation), groups, fp8_hidden, E4M3
+        )
         out = _outputs(down, fp8_hidden, groups, bias, gate_up.dtype)
         ctx.groups = groups
         ctx.activation = activation
@@ -352,7 +354,7 @@ class _Down(torch.autograd.Function):
             gradient_rows, dgates, amax_of_tokens = rows_of_tokens(
                 dy, groups, token=token, row=row, gates=gates, out=out
             )
-            if casts.of_dy is None:
+            if casts.delayed_dy is None:
                 known_amax = amax_of_copies(gradient_rows, amax_of_tokens)
         fp8_dy, dbias = _cast_gradient(
             half, gradient_rows, groups, amax=known_amax, with_bias=ctx.needs_input_grad[2]
@@ -371,13 +373,13 @@ class _Down(torch.autograd.Function):
             groups,
             ctx.activation,
             up.gradient,
-            up.of_dy,
+            up.delayed_dy,
             h_scale if half.trained else None,
             turn=ctx.up.trained,
             summed=ctx.summed_up,
         )
-        count_if_seen(
-            up.seen_dy,
+        count_if_observed(
+            up.observer_dy,
             Activated(gate_up, ctx.activation, dh),
             groups,
             activation_gradients.of_gate_up,

@@ -1,7 +1,7 @@
-"""The compiled and fused operations without data, on the meta device: what each keeps for backward and allocates.
+"""Twins of the compiled and fused operations for the meta device, which allocate and save as much and compute nothing.
 
-A kernel is computed by nothing here. A compiled operation keeps the inputs that its backward needs, and
-allocates its results (`opaque`). The twins of Triton kernels below allocate what their wrappers do.
+The memory plan runs a model with them. A compiled operation saves the inputs that its backward needs, and allocates its
+results (`opaque`). The twins of Triton kernels allocate what the functions that launch those kernels do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from te_models.device.allocations import counted_as, results_of
 from te_models.device.autograd import Context
 from te_models.device.operations import count_flops
-from te_models.kernels import attention_parts, lm_head
+from te_models.kernels import lm_head
 from te_models.kernels.attention_parts import (
     FP8Operations,
     Norm,
@@ -53,9 +53,9 @@ class _Opaque(torch.autograd.Function):
     def forward(
         ctx: Context, function: Callable[..., Any], saved: tuple[bool, ...], *inputs: Any
     ) -> Any:
-        tensors = [x for x, keep in zip(inputs, saved, strict=True) if keep]
+        tensors = [x for x, is_saved in zip(inputs, saved, strict=True) if is_saved]
         ctx.save_for_backward(*tensors)
-        ctx.sizes = []
+        ctx.sizes = []  # (shape, dtype) of each input; None for one that is no tensor
         for x in inputs:
             ctx.sizes.append((x.shape, x.dtype) if isinstance(x, Tensor) else None)
         return results_of(function)(*inputs)
@@ -63,10 +63,11 @@ class _Opaque(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradients = []
-        for size, need in zip(ctx.sizes, ctx.needs_input_grad[2:], strict=True):
+        for size, needs_gradient in zip(ctx.sizes, ctx.needs_input_grad[2:], strict=True):
             gradient = None
-            if need and size is not None:
-                gradient = torch.empty(size[0], dtype=size[1], device="meta")
+            if needs_gradient and size is not None:
+                shape, dtype = size
+                gradient = torch.empty(shape, dtype=dtype, device="meta")
             gradients.append(gradient)
         return None, None, *gradients
 
@@ -75,57 +76,59 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function as torch.compile makes it: one kernel forward and one backward."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        leaves, form = tree_flatten((args, kwargs))
+        leaves, structure = tree_flatten((args, kwargs))
         tracked = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
         if not (tracked and torch.is_grad_enabled()):
             return results_of(function)(*args, **kwargs)
 
         # Autograd sees only tensors that are arguments themselves, not those in dicts and tuples.
-        def flat(*flat_leaves: Any) -> Any:
-            flat_args, flat_kwargs = tree_unflatten(list(flat_leaves), form)
-            return function(*flat_args, **flat_kwargs)
+        def function_of_leaves(*leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(list(leaves), structure)
+            return function(*args, **kwargs)
 
-        return _Opaque.apply(flat, _read_in_backward(flat, leaves), *leaves)
+        saved = _read_in_backward(function_of_leaves, leaves)
+        return _Opaque.apply(function_of_leaves, saved, *leaves)
 
     return call
 
 
 def _read_in_backward(function: Callable[..., Any], leaves: list[Any]) -> tuple[bool, ...]:
-    """Return which inputs backward reads: those that autograd saves, and all that an intermediate is made of.
+    """Return for each leaf whether backward reads it: whether autograd saves it, or could need it for an intermediate.
 
-    The compiler makes a saved intermediate again in backward, from the inputs.
+    Where autograd saves an intermediate result, the compiler computes it again in backward, from the inputs that have
+    gradients.
     """
     with counted_as(None), torch.enable_grad():
         inputs: list[Any] = []
-        addresses = {}
+        numbers = {}  # the address of an input's storage -> its number
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 # Detached, so that the graph below begins here.
                 leaf = leaf.detach().requires_grad_(leaf.requires_grad)
-                addresses[leaf.untyped_storage()._cdata] = number
+                numbers[leaf.untyped_storage()._cdata] = number
             inputs.append(leaf)
         saved: set[int] = set()
         # Storages that are freed could have their addresses used again.
         alive = []
-        intermediate = False
+        saves_intermediate = False
 
         def pack(tensor: Tensor) -> None:
-            nonlocal intermediate
+            nonlocal saves_intermediate
             alive.append(tensor)
-            index = addresses.get(tensor.untyped_storage()._cdata)
-            if index is None:
-                intermediate = True
+            number = numbers.get(tensor.untyped_storage()._cdata)
+            if number is None:
+                saves_intermediate = True
             else:
-                saved.add(index)
+                saved.add(number)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
             alive += tree_leaves(function(*inputs))
         alive.clear()  # the graph of the results holds `pack`, and that the list
-    if intermediate:
+    if saves_intermediate:
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 saved.add(number)
-    return tuple(n in saved for n in range(len(leaves)))
+    return tuple(number in saved for number in range(len(leaves)))
 
 
 # Attention as one operation: the wrappers of gated_attention_triton.py, gate_triton.py, rotate_fp8_triton.py,
@@ -258,16 +261,21 @@ def _spans(seq: int, window: int | None, documents: Tensor | None, device: torch
 
 
 ATTENTION = Operations(
-    _rotate,
-    _norm,
-    _norm_backward,
-    _copy,
-    _gate,
-    _gate_backward,
-    FP8Operations(new_fp8, _write_fp8, _write_fp8, _norm_backward_fp8, _gate_backward_fp8),
-    _spans,
+    rotate=_rotate,
+    norm=_norm,
+    norm_backward=_norm_backward,
+    copy=_copy,
+    gate=_gate,
+    gate_backward=_gate_backward,
+    fp8=FP8Operations(
+        new=new_fp8,
+        gate=_write_fp8,
+        rotate=_write_fp8,
+        norm_backward=_norm_backward_fp8,
+        gate_backward=_gate_backward_fp8,
+    ),
+    spans=_spans,
 )
-assert ATTENTION._fields == attention_parts.PLAIN._fields
 
 
 # The loss: lm_head_triton.py writes its gradient over the logits.
@@ -314,14 +322,14 @@ def _places(
     return numbers(most), numbers(*chosen.shape), rows, numbers(experts)
 
 
-ROWS = RowKernels(_gather, _total, _choose, _places)
+ROWS = RowKernels(gather=_gather, total=_total, choose=_choose, places=_places)
 LOSS: lm_head.LossKernel = _loss_and_gradient
 MULTIPLY: lm_head.Multiply = _multiply
 __all__ = ["ATTENTION", "LOSS", "MULTIPLY", "ROWS", "FP8Memory", "new_fp8", "opaque"]
 
 
 class _MixedParts(torch.autograd.Function):
-    """te_models.kernels.conv_triton._MixedParts."""
+    """The twin of te_models.kernels.conv_triton._MixedParts."""
 
     @staticmethod
     def forward(
@@ -356,7 +364,7 @@ def mixed_parts(
     activation: str,
     slot: Slot | None = None,
 ) -> tuple[Tensor, ...]:
-    """te_models.kernels.conv_triton.mixed_parts without data."""
+    """Do what te_models.kernels.conv_triton.mixed_parts does, without data."""
     if tail is not None or activation != "silu" or x.dtype.itemsize != 2:
         return plain(x, tail, taps, documents, bias, sizes=sizes, activation=activation)
     count_flops(x, 2.0 * x.numel() * taps.shape[2])

@@ -137,13 +137,13 @@ class _FP8(torch.autograd.Function):
         x = x.contiguous()
         token, row, ctx.kernels = (None, None, None) if route is None else route
         # Frozen weights need no transposed rows: there is no weight gradient.
-        fp8_x = cast(Matrices(x, groups, source=token), E4M3, casts.of_x, turn=False)
+        fp8_x = cast(Matrices(x, groups, source=token), E4M3, casts.delayed_x, turn=False)
         outputs, _ = stored.sizes
         out = torch.empty(groups.most, outputs, dtype=x.dtype, device=x.device)
         scales = []  # of the weights, from values to data
         inverses = []
         for chunk in stored.chunks(groups):
-            delayed = casts.of_weights
+            delayed = casts.delayed_weights
             if delayed is not None:
                 # Views, so that the cast raises the amaxes of these experts in place.
                 delayed = Delayed(delayed.scale[chunk.experts], delayed.amax[chunk.experts])
@@ -174,7 +174,7 @@ class _FP8(torch.autograd.Function):
         row, scales, inverses = ctx.saved_tensors
         _, inputs = stored.sizes
         db = sums_of_rows(dy, groups) if ctx.needs_input_grad[1] else None
-        fp8_dy = cast(Matrices(dy, groups), casts.gradient, casts.of_dy, turn=False)
+        fp8_dy = cast(Matrices(dy, groups), casts.gradient, casts.delayed_dy, turn=False)
         dx = torch.empty(groups.most, inputs, dtype=dy.dtype, device=dy.device)
         for chunk in stored.chunks(groups):
             # dx = dy W contracts over O, and FP8 products only over the last dimension of both.

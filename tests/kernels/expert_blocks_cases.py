@@ -323,7 +323,7 @@ def test_a_recorded_step_has_the_same_bits(joint: bool) -> None:
         for (weights, at), (of_x, of_weights, of_dy) in zip(sides, seen, strict=True):
             detached = [weight.detach() for weight in weights]
             cast = cast_weights(detached, at, False, of_weights if recorded else None)
-            observers = dict(seen_x=of_x, seen_dy=of_dy) if recorded else {}
+            observers = dict(observer_x=of_x, observer_dy=of_dy) if recorded else {}
             made.append(BlockProjection(cast, at, weights, **observers))
         if joint:
             y = experts_in_blocks(x, None, BlockExperts(own, None, Activation(None, 1.0), *made))

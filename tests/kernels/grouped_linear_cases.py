@@ -246,7 +246,7 @@ def test_rows_of_tokens_are_made_twice_and_never_kept(delayed: bool) -> None:
             torch.full((len(rows),), 0.7, device=DEVICE),
             torch.zeros(len(rows), device=DEVICE),
         )
-        casts = Casts(E5M2, False, True, True, of_x=Delayed(scale, amax) if delayed else None)
+        casts = Casts(E5M2, False, True, True, delayed_x=Delayed(scale, amax) if delayed else None)
         found: dict[int, Tensor] = {}
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, found=found: found.setdefault(t.data_ptr(), t), lambda t: t

@@ -284,7 +284,7 @@ def test_the_bits_of_the_operations_one_by_one(case: Case) -> None:
 
     def one_by_one(state: list[Tensor]) -> Tensor:
         of_up, of_down = casts(state)
-        pair = [up_weights.cast(of_up.of_weights), down_weights.cast(of_down.of_weights)]
+        pair = [up_weights.cast(of_up.delayed_weights), down_weights.cast(of_down.delayed_weights)]
         gate_up = in_fp8(
             x, groups, of_up, pair[0], up_weights, own_biases[0], route if case.routed else None
         )
@@ -299,10 +299,10 @@ def test_the_bits_of_the_operations_one_by_one(case: Case) -> None:
             ((WIDTH, 2 * HIDDEN), (HIDDEN, WIDTH)), strict=True,
         ):  # fmt: skip
             if case.frozen:
-                kept = stored(own, cast_of.of_weights)
+                kept = stored(own, cast_of.delayed_weights)
                 sides.append(Projection(cast_of, kept, kept.at, *sizes, (), bias))
             else:
-                kept = own.cast(cast_of.of_weights, turn=case.turned)
+                kept = own.cast(cast_of.delayed_weights, turn=case.turned)
                 sides.append(Projection(cast_of, kept, own.at, *sizes, own.tensors, bias))
         experts = JointExperts(groups, route if case.routed else None, activation, *sides)
         return experts_in_fp8(x, gates if case.routed else None, experts)
@@ -411,9 +411,9 @@ def test_observers_count_every_cast_and_change_no_bit(joint: bool, routed: bool)
     plain = Casts(E5M2, False, True, True)
 
     def step(of_up: Casts, of_down: Casts) -> list[Tensor]:
-        own = up_weights.cast(turn=False, seen=of_up.seen_weights)
+        own = up_weights.cast(turn=False, observer=of_up.observer_weights)
         if joint:
-            other = down_weights.cast(turn=False, seen=of_down.seen_weights)
+            other = down_weights.cast(turn=False, observer=of_down.observer_weights)
             experts = JointExperts(
                 groups,
                 route,
@@ -427,7 +427,10 @@ def test_observers_count_every_cast_and_change_no_bit(joint: bool, routed: bool)
         return [y, *torch.autograd.grad(y, (x, *up), torch.ones_like(y))]
 
     seen = [[Watched(counts_of(len(ROWS), DEVICE)) for _ in range(3)] for _ in range(2)]
-    watched = [plain._replace(seen_x=own[0], seen_weights=own[1], seen_dy=own[2]) for own in seen]
+    watched = [
+        plain._replace(observer_x=own[0], observer_weights=own[1], observer_dy=own[2])
+        for own in seen
+    ]
     there = sum(ROWS)
     for found, expected in zip(step(*watched), step(plain, plain), strict=True):
         whole = found[:there] if len(found) == len(where.token) else found
