@@ -233,14 +233,10 @@ def build_optimizer(
         gradients: see MasterWeights.
         norm: see MasterWeights.
     """
-    values = resolve_options(name, options)
+    values = resolve_options(name, options, offload)
     choice = OPTIMIZERS[name]
     kind = {"optimizer": name, **values}
     if kind.pop(IN_BACKWARD, False):
-        if offload:
-            raise UsageError(
-                f"{IN_BACKWARD}=true projects on the GPU: leave it out, or optimizer_offload"
-            )
         if owners is not None:
             raise UsageError(
                 f"{IN_BACKWARD}=true needs whole gradients, which FSDP2 divides: leave it out"
@@ -275,8 +271,14 @@ def projected_in_backward(
     return projected_parameters(parts(model), values["rank"]) if values.get(IN_BACKWARD) else []
 
 
-def resolve_options(name: str, options: str | Mapping[str, object]) -> Options:
-    """Return all options of the optimizer `name`: the defaults updated with `options`, in the types of the defaults."""
+def resolve_options(
+    name: str, options: str | Mapping[str, object], offload: bool = False
+) -> Options:
+    """Return all options of the optimizer `name`: the defaults updated with `options`, in the types of the defaults.
+
+    Raises:
+        UsageError: an unknown name or option, a value out of range, or one that excludes the `offload` of its state.
+    """
     check_known("optimizer", name, OPTIMIZERS)
     known = OPTIMIZERS[name].options
     values = {}
@@ -293,6 +295,10 @@ def resolve_options(name: str, options: str | Mapping[str, object]) -> Options:
     for key, value in chosen.items():
         check_known(f"option of optimizer {name!r}", key, known)
         values[key] = _checked(key, value, known[key])
+    if offload and values.get(IN_BACKWARD):
+        raise UsageError(
+            f"{IN_BACKWARD}=true projects on the GPU: leave it out, or optimizer_offload"
+        )
     return values
 
 

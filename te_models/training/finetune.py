@@ -37,6 +37,7 @@ from te_models.training.run_data import RunData, open_run_data
 from te_models.training.run_file import read_provenance, run_document, run_id
 from te_models.training.run_model import ModelSource, add_adapters, find_model
 from te_models.training.run_report import Report, model_notes
+from te_models.training.run_start import check_before_build
 from te_models.training.samples import Sampler, run_sampler
 from te_models.training.settings import RunSettings
 from te_models.training.trainer import Trainer
@@ -59,12 +60,14 @@ def finetune(
         LostPeer: another process of the run died.
     """
     config = training_config(settings)
-    resolve_options(config.optimizer, config.optimizer_options)  # fail before reading data
+    # Fail before reading data.
+    resolve_options(config.optimizer, config.optimizer_options, config.optimizer_offload)
     loggers = Loggers(settings.log)
     device = settings.build.get("device")
     with parallel(config, device, frozen=settings.lora is not None) as processes:
         # Config, recipe and dtype are known from here on; weights are read last, once nothing cheap can fail any more.
         source, folder = find_model(settings, processes, resume)
+        check_before_build(source, config)
         report = Report(source.settings, folder, quiet=not processes.ranks.first)
         # Before the data, which may take minutes to open.
         memory = check_memory(source, config, processes)

@@ -47,7 +47,7 @@ def parallel(
         LostPeer: inside, another process died or did not answer for `config.collective_timeout` seconds.
     """
     config = choose_parallel(config)
-    check_launch(config)
+    check_launch(config, frozen)
     if config.parallel == "none":
         alone = None if device is None else choose_device(device)
         yield Parallel(config=config, device=alone, frozen=frozen)
@@ -109,8 +109,11 @@ def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = Fa
     )
 
 
-def check_launch(config: TrainConfig) -> None:
-    """Raise a UsageError if the options do not fit each other or the way the program was started."""
+def check_launch(config: TrainConfig, frozen: bool = False) -> None:
+    """Raise a UsageError if the options do not fit each other or the way the program was started.
+
+    `frozen`: whether the run trains adapters of a model whose own weights stay as they are.
+    """
     kind = config.parallel
     world = number("WORLD_SIZE", 0)
     tensor = config.tensor_parallel_size
@@ -172,6 +175,10 @@ def check_launch(config: TrainConfig) -> None:
                 raise UsageError(
                     f"{option} is for --parallel fsdp, fsdp+tp and fsdp+ep: leave it out, or choose one of them"
                 )
+    if frozen and kind.startswith("fsdp") and config.reduce_dtype == "float8":
+        raise UsageError(
+            "--reduce-dtype float8 is for gradients that FSDP2 sums, which adapters' are not: leave it out"
+        )
     if config.sequence_parallel and kind not in ("tp", "fsdp+tp"):
         raise UsageError("--sequence-parallel is only for --parallel tp and fsdp+tp: leave it out")
     if tensor and kind != "fsdp+tp":

@@ -352,10 +352,6 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
     """Shard `model` over the data-parallel processes: each block is a unit of FSDP2, and the rest another."""
     config = parallel.config
     sends_fp8 = config.reduce_dtype == "float8"
-    if sends_fp8 and parallel.frozen:
-        raise UsageError(
-            "--reduce-dtype float8 is for gradients that FSDP2 sums, which adapters' are not: leave it out"
-        )
     mesh: Any = parallel.dp
     policy = sum_policy(model, parallel, mesh.size())
     reshards = config.reshard_after_forward

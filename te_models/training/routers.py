@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from te_models.causal_lm import CausalLM
+from te_models.config.model import ModelConfig
 from te_models.config.training import TrainConfig
 from te_models.errors import UsageError
 
@@ -19,17 +20,22 @@ class StepWeights(NamedTuple):
     routers: Sequence[Tensor | float]  # of the losses of routers: shares of the step's tokens
 
 
-def weigh_losses(model: CausalLM, config: TrainConfig) -> None:
-    """Give the routers' losses the factors of the run; None leaves the model's."""
-    balance = config.balance_loss
-    z = config.z_loss
-    moe = model.config.moe
-    if balance is None and z is None:
-        return
-    if moe is None:
+def check_router_losses(shape: ModelConfig, config: TrainConfig) -> None:
+    """Raise UsageError for factors of the losses of routers that a model of this shape does not have."""
+    if shape.moe is None and (config.balance_loss is not None or config.z_loss is not None):
         raise UsageError(
             "balance_loss and z_loss are for experts, which this model does not have: leave them out"
         )
+
+
+def weigh_losses(model: CausalLM, config: TrainConfig) -> None:
+    """Give the routers' losses the factors of the run; None leaves the model's."""
+    check_router_losses(model.config, config)
+    balance = config.balance_loss
+    z = config.z_loss
+    moe = model.config.moe
+    if moe is None or (balance is None and z is None):
+        return
     model.router_losses = dataclasses.replace(
         moe,
         router_aux_loss_coef=moe.router_aux_loss_coef if balance is None else balance,

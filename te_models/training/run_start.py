@@ -26,6 +26,8 @@ from te_models.training.callback import Callback
 from te_models.training.evaluation import Batch
 from te_models.training.parallel import Parallel
 from te_models.training.preflight import check_disk
+from te_models.training.routers import check_router_losses
+from te_models.training.run_model import ModelSource
 
 if TYPE_CHECKING:
     from te_models.training.trainer import Trainer
@@ -60,13 +62,27 @@ def _warn_of_warmup(config: TrainConfig) -> None:
         )
 
 
+def check_before_build(source: ModelSource, config: TrainConfig) -> None:
+    """Raise UsageError for options that the model to build has no use for, before data and weights are read.
+
+    A Trainer refuses them too, but only once the model is there.
+    """
+    check_router_losses(source.shape, config)
+    check_demotion(config, bool(source.options.get("fp8_params")))
+
+
 def check_model(model: CausalLM, config: TrainConfig) -> None:
     """Raise UsageError if no parameter of the model is trained, or the guard could not do what `on_nan` says."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(
             "every parameter of the model is frozen: let some require gradients, or add adapters (add_lora)"
         )
-    if config.on_nan == "demote" and model.fp8_params:
+    check_demotion(config, model.fp8_params)
+
+
+def check_demotion(config: TrainConfig, fp8_params: bool) -> None:
+    """Raise UsageError if layers are to move to BF16 (on_nan="demote") and with `fp8_params` have no BF16 weights."""
+    if config.on_nan == "demote" and fp8_params:
         raise UsageError(
             "on_nan='demote' moves a layer to BF16, and with fp8_params=True there are no BF16 weights for it: choose "
             "on_nan='skip' or 'rewind', or leave out fp8_params"

@@ -590,6 +590,18 @@ MISTAKES = [
         "pretrain --preset gated-nano --eval-split 0 --eval-every 5",
         "--eval-every is about evaluation, which --eval-split 0 turns off",
     ),
+    # Before the summary, which the Trainer would come after.
+    ("pretrain --preset gated-nano --balance-loss 0.1", "balance_loss and z_loss are for experts"),
+    ("finetune --model gated-nano --z-loss 0.1", "balance_loss and z_loss are for experts"),
+    (
+        "pretrain --preset gated-nano --recipe current --fp8-params --on-nan demote",
+        "on_nan='demote' moves a layer to BF16, and with fp8_params=True there are no BF16 weights",
+    ),
+    (
+        "pretrain --preset gated-nano --optimizer galore --optimizer-options in_backward=true "
+        "--optimizer-offload",
+        "in_backward=true projects on the GPU: leave it out, or optimizer_offload",
+    ),
     # A resumed run cannot follow the first half of the advice.
     (
         "plan --preset gated-nano --memory --gpus 3",

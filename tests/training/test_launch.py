@@ -70,6 +70,14 @@ def test_a_start_that_does_not_fit_is_refused(
         check_launch(TrainConfig(**fields))
 
 
+def test_adapters_have_no_sums_of_fsdp(environment: SetAll) -> None:
+    environment({"WORLD_SIZE": "4"})
+    config = TrainConfig(parallel="fsdp", reduce_dtype="float8")
+    check_launch(config)
+    with pytest.raises(UsageError, match="for gradients that FSDP2 sums, which adapters' are not"):
+        check_launch(config, frozen=True)
+
+
 @pytest.mark.parametrize(
     "kind, world, recorded, fields, chosen",
     [
