@@ -85,11 +85,16 @@ class StoredGroupedLinear(GroupedLinear):
         stored = self.stored
         if stored is None:
             return super().forward(inp, m_splits, is_first_microbatch, **options)
-        enabled = FP8GlobalStateManager.is_fp8_enabled()
-        te_recipe = FP8GlobalStateManager.get_fp8_recipe() if enabled else None
         rows = m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits
         groups = rows if isinstance(rows, Groups) else Groups.of(list(rows), inp.device)
-        return _stored(self, stored, inp, groups, None, te_recipe)
+        return _stored(self, stored, inp, groups, route=None, te_recipe=_present_recipe())
+
+
+def _present_recipe() -> recipe.Recipe | None:
+    """Return the recipe of the autocast around the caller; None: BF16."""
+    if not FP8GlobalStateManager.is_fp8_enabled():
+        return None
+    return FP8GlobalStateManager.get_fp8_recipe()
 
 
 def runs_stored_experts(te_recipe: recipe.Recipe | None) -> bool:
@@ -99,30 +104,31 @@ def runs_stored_experts(te_recipe: recipe.Recipe | None) -> bool:
 
 def counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
     """See te_models.kernels.handover.counts_on_device."""
+    # With adapters the module is a layer of peft around the te.GroupedLinear.
     adapted = not isinstance(module, GroupedLinear)
-    base = module._modules.get("base_layer") if adapted else module
-    if not isinstance(base, GroupedLinear) or not _is_plain(base):
+    experts = module._modules.get("base_layer") if adapted else module
+    if not isinstance(experts, GroupedLinear) or not _is_plain(experts):
         return False
-    module = base
-    if isinstance(module, FSDPModule) and adapted:
+    if adapted and isinstance(experts, FSDPModule):
         return False
-    if adapted and (module.in_features % 8 or module.out_features % 8):
+    if adapted and (experts.in_features % 8 or experts.out_features % 8):
         return False  # adapters' products in one launch need rows of 16 bytes
-    weight = module.get_parameter("weight0")
+    # All experts of a module have weights of one kind.
+    weight = experts.get_parameter("weight0")
     if isinstance(weight, StoredWeight):
         return weight.is_cuda and runs_stored_experts(te_recipe)
     sharded = isinstance(weight, DTensor)  # FSDP2 will have gathered it when kernels read it
     whole = type(weight) in (Tensor, Parameter)
-    plain = (sharded or whole) and weight.dtype == torch.bfloat16
-    stored = isinstance(weight, Float8Tensor) and not weight.requires_grad
-    if not (plain or stored) or not weight.is_cuda:
+    in_bf16 = (sharded or whole) and weight.dtype == torch.bfloat16
+    frozen_fp8 = isinstance(weight, Float8Tensor) and not weight.requires_grad
+    if not (in_bf16 or frozen_fp8) or not weight.is_cuda:
         return False
-    if not sharded and _expert_weights(module) is None:
+    if not sharded and _expert_weights(experts) is None:
         return False
     if te_recipe is None:
-        return plain
+        return in_bf16
     if _in_blocks(te_recipe):
-        return plain and blocks_fit(weight.device, module.in_features, module.out_features)
+        return in_bf16 and blocks_fit(weight.device, experts.in_features, experts.out_features)
     return _joint_casts(te_recipe) is not None
 
 
@@ -198,27 +204,27 @@ def _with_scales(module: GroupedLinear, casts: Casts, x: Tensor) -> Casts:
         observer_weights=experts_observer(module, 1),
         observer_dy=experts_observer(module, 2),
     )
-    forward, backward = (module.fp8_meta[direction] for direction in ("scaling_fwd", "scaling_bwd"))
+    forward = module.fp8_meta["scaling_fwd"]
+    backward = module.fp8_meta["scaling_bwd"]
     if not isinstance(forward, DelayedScalingRecipeState):
         return casts
-    # Slots repeat per expert: input, weight, output forward; dy, dx backward. A stride picks one kind of all experts.
-    delayed_scales = [
-        Delayed(state.scale[slot::width], state.amax_history[0, slot::width])
-        for state, slot, width in ((forward, 0, 3), (forward, 1, 3), (backward, 0, 2))
-    ]
-    trained = torch.is_grad_enabled() and any(
-        one.requires_grad for one in (x, *module.parameters())
-    )
-    after = None
+    trained = any(tensor.requires_grad for tensor in (x, *module.parameters()))
+    after_backward = None
     # The joint kernels stand in for a module, so they take its duty to update the backward scales.
-    if trained and FP8GlobalStateManager.is_first_fp8_module():
-        after = partial(FP8GlobalStateManager.reduce_and_update_fp8_tensors, forward=False)
+    if torch.is_grad_enabled() and trained and FP8GlobalStateManager.is_first_fp8_module():
+        after_backward = partial(FP8GlobalStateManager.reduce_and_update_fp8_tensors, forward=False)
+    # Of each expert the state has a slot for input, weight and output forward, and for dy and dx backward.
     return casts._replace(
-        delayed_x=delayed_scales[0],
-        delayed_weights=delayed_scales[1],
-        delayed_dy=delayed_scales[2],
-        after_backward=after,
+        delayed_x=_delayed_scales(forward, slot=0, slots=3),
+        delayed_weights=_delayed_scales(forward, slot=1, slots=3),
+        delayed_dy=_delayed_scales(backward, slot=0, slots=2),
+        after_backward=after_backward,
     )
+
+
+def _delayed_scales(state: DelayedScalingRecipeState, slot: int, slots: int) -> Delayed:
+    """Return scale and amax of one operand of all experts, FP32 [E] each: views of a state with `slots` per expert."""
+    return Delayed(state.scale[slot::slots], state.amax_history[0, slot::slots])
 
 
 # Graphs read them where they are.
@@ -247,18 +253,14 @@ def grouped(
     route: Route | None = None,
 ) -> Tensor:
     """See te_models.kernels.handover.grouped."""
-    te_recipe = (
-        FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
-    )
-    if not isinstance(module, GroupedLinear):  # one with adapters
-        blocks = joint = False
-    else:
-        joint = counts_on_device(module, te_recipe)
-        blocks = joint and te_recipe is not None and _in_blocks(te_recipe)
+    te_recipe = _present_recipe()
+    adapted = not isinstance(module, GroupedLinear)
+    joint = not adapted and counts_on_device(module, te_recipe)
+    # Only the joint kernels in FP8 read the rows of tokens from where they are; others need a tensor of them.
     if route is not None and (not joint or te_recipe is None):
-        x = dispatch(x, *route)
+        x = dispatch(x, route.token, route.row, route.kernels)
         route = None
-    if not isinstance(module, GroupedLinear) and "base_layer" in module._modules:
+    if adapted and "base_layer" in module._modules:
         return module(x, rows, is_first_microbatch=is_first_microbatch, run=grouped)
     if not joint:
         return module(x, rows, is_first_microbatch=is_first_microbatch)
@@ -273,10 +275,10 @@ def grouped(
         if te_recipe is None:
             return in_bf16(x, groups, weights, bias)
         with module.prepare_forward_ctx(x, num_gemms=groups.experts):
-            if blocks:
+            if _in_blocks(te_recipe):
                 projection = _block_projection(module, weights, is_first_microbatch)
                 return in_blocks(x, groups, projection, route)
-            casts = _with_scales(module, _one_by_one(te_recipe), x)
+            casts = _with_scales(module, _required_casts(te_recipe), x)
             fp8_weights = _cast_experts(module, weights, casts, is_first_microbatch)
             trained = None if isinstance(fp8_weights, Stored) else weights
             return in_fp8(x, groups, casts, fp8_weights, trained, bias, route)
@@ -304,7 +306,7 @@ def _stored(
     if te_recipe is None:
         return stored_in_bf16(x, groups, stored, bias)
     with module.prepare_forward_ctx(x, num_gemms=groups.experts):
-        casts = _with_scales(module, _one_by_one(te_recipe), x)
+        casts = _with_scales(module, _required_casts(te_recipe), x)
         return stored_in_fp8(x, groups, casts, stored, bias, route)
 
 
@@ -315,8 +317,8 @@ def _read_weights(module: GroupedLinear) -> Weights:
     return weights
 
 
-def _one_by_one(te_recipe: recipe.Recipe) -> Casts:
-    """Return how a recipe with a scale per expert casts."""
+def _required_casts(te_recipe: recipe.Recipe) -> Casts:
+    """Return `_joint_casts` of a recipe that has them: one with a scale per expert."""
     casts = _joint_casts(te_recipe)
     assert casts is not None
     return casts
@@ -382,7 +384,7 @@ def _projection(
 ) -> Projection:
     """Return a te.GroupedLinear under a recipe with a scale per expert, for a pass over x."""
     weights = _read_weights(module)
-    casts = _with_scales(module, _one_by_one(te_recipe), x)
+    casts = _with_scales(module, _required_casts(te_recipe), x)
     fp8_weights = _cast_experts(module, weights, casts, is_first_microbatch)
     return Projection(
         casts,
@@ -424,8 +426,10 @@ def experts(
     """See te_models.model.forward_context.ForwardContext.experts, which describes the arguments."""
     groups = rows if isinstance(rows, Groups) else Groups.of(rows, x.device)
     te_recipe = FP8GlobalStateManager.get_fp8_recipe()
-    token, tokens = (None, 0) if padding is None else padding
-    activation = Activation(limit, alpha, token, tokens)
+    activation = Activation(limit=limit, alpha=alpha)
+    if padding is not None:
+        token, tokens = padding
+        activation = activation._replace(token=token, tokens=tokens)
 
     def run(x: Tensor, gates: Tensor | None) -> Tensor:
         with contextlib.ExitStack() as stack:

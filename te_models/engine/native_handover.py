@@ -53,17 +53,22 @@ def _targets(
     if not torch.is_grad_enabled():
         return None, None
     gradient = target_of(quantizer_of(producer, "scaling_bwd"))
-    if isinstance(producer, Linear) and producer.use_bias:  # the bias gradient is summed from BF16
+    if _has_bias(producer):
         gradient = None
     return gradient, target_of(quantizer_of(consumer, "scaling_fwd"))
 
 
 def _gradient_target(producer: Module | None) -> QuantizerTarget | None:
     """Return the target for the gradient of an activation's input, which may be measured before it is written."""
-    if isinstance(producer, Linear) and producer.use_bias:  # the bias gradient is summed from BF16
+    if _has_bias(producer):
         return None
     quantizer = quantizer_of(producer, "scaling_bwd")
     return target_of(quantizer) or current_target_of(quantizer)
+
+
+def _has_bias(producer: Module | None) -> bool:
+    """Return whether a te.Linear sums the gradient of its output for a bias, and so needs this gradient in BF16."""
+    return isinstance(producer, Linear) and producer.use_bias
 
 
 # (activation, gated) -> Transformer Engine's kernel and its gradient.
@@ -84,12 +89,16 @@ class _Activation(torch.autograd.Function):
     def forward(
         ctx: Context,
         gate_up: Tensor,
-        gradient: QuantizerTarget | None,
+        gradient_target: QuantizerTarget | None,
         quantizer: PerTensorQuantizer | None,
         kind: tuple[str, bool],
     ) -> Tensor:
-        """Return [N, F], from gate_up [N, 2F] or [N, F]."""
-        ctx.gradient = gradient
+        """Return [N, F], from gate_up [N, 2F] or [N, F].
+
+        `gradient_target` is where backward writes FP8, `quantizer` casts the result, and `kind` is a key of
+        ACTIVATIONS. Each of the first two may be None: it is written in BF16.
+        """
+        ctx.gradient_target = gradient_target
         ctx.kind = kind
         save_input(ctx, gate_up, recompute=lambda: _activation_for_backward(quantizer, kind))
         if (target := target_of(quantizer)) is not None:
@@ -105,7 +114,7 @@ class _Activation(torch.autograd.Function):
                 counts=target.counts,
             )
             return target.tensor(fp8, gate_up.dtype)
-        compute = ACTIVATIONS[kind][0]
+        compute, _ = ACTIVATIONS[kind]
         y = compute(gate_up, quantizer)
         observe(quantizer, y, lambda: compute(gate_up, None))
         return y
@@ -116,12 +125,13 @@ class _Activation(torch.autograd.Function):
         (dy,) = grads
         gate_up = saved_input(ctx)
         dy = dy.contiguous()
-        if ctx.gradient is not None:
+        target: QuantizerTarget | None = ctx.gradient_target
+        if target is not None:
             activation, gated = ctx.kind
-            if isinstance(ctx.gradient.quantizer, Float8Quantizer):
-                cast_scale = ctx.gradient.cast_scale
+            if isinstance(target.quantizer, Float8Quantizer):
+                cast_scale = target.cast_scale
             else:
-                cast_scale = _measured(dy, gate_up, ctx.gradient.quantizer, activation, gated)
+                cast_scale = _measured(dy, gate_up, target.quantizer, activation, gated)
             fp8 = handover_triton.activate_backward(
                 dy,
                 gate_up,
@@ -130,10 +140,11 @@ class _Activation(torch.autograd.Function):
                 e5m2=cast_scale.e5m2,
                 activation=activation,
                 gated=gated,
-                counts=ctx.gradient.counts,
+                counts=target.counts,
             )
-            return ctx.gradient.tensor(fp8, gate_up.dtype), None, None, None
-        return ACTIVATIONS[ctx.kind][1](dy, gate_up, None), None, None, None
+            return target.tensor(fp8, gate_up.dtype), None, None, None
+        _, compute_gradient = ACTIVATIONS[ctx.kind]
+        return compute_gradient(dy, gate_up, None), None, None, None
 
 
 def _measured(
@@ -172,14 +183,15 @@ def _activation_for_backward(
     """Return a function that recomputes the activation for te.Linear's backward: the present scale, no amax."""
     target = target_of(quantizer)
     if target is None:
-        return lambda gate_up: ACTIVATIONS[kind][0](gate_up, quantizer)
+        compute, _ = ACTIVATIONS[kind]
+        return lambda gate_up: compute(gate_up, quantizer)
     activation, gated = kind
     present = target.cast_scale
     # A copy: the update after the forward pass changes the scale in place, and backward needs the one of the pass.
     scale = present.scale.clone()
     unread_amax = torch.empty_like(present.amax)
 
-    def again(gate_up: Tensor) -> Tensor:
+    def recompute(gate_up: Tensor) -> Tensor:
         fp8 = handover_triton.activate(
             gate_up,
             scale=scale,
@@ -193,7 +205,7 @@ def _activation_for_backward(
         )
         return target.tensor(fp8, gate_up.dtype)
 
-    return again
+    return recompute
 
 
 def _activate(
@@ -206,10 +218,12 @@ def _activate(
     """See te_models.kernels.handover.activate."""
     kind = (activation, gated)
     if not torch.is_grad_enabled():
-        return ACTIVATIONS[kind][0](gate_up, None)
+        compute, _ = ACTIVATIONS[kind]
+        return compute(gate_up, None)
     gate_up = save_early(gate_up)
-    gradient = _gradient_target(producer)
-    return _Activation.apply(gate_up, gradient, quantizer_of(consumer, "scaling_fwd"), kind)
+    gradient_target = _gradient_target(producer)
+    quantizer = quantizer_of(consumer, "scaling_fwd")
+    return _Activation.apply(gate_up, gradient_target, quantizer, kind)
 
 
 class _GatedHeads(torch.autograd.Function):
@@ -278,7 +292,6 @@ def _linear(module: Any, x: Tensor, **options: bool | None) -> Tensor:
         cache = module._fp8_workspaces
         module._fp8_workspaces = {"weight": weight}
         try:
-            # It takes the weight from the cache.
             y = module(x, **options | {"is_first_microbatch": False})
         finally:
             module._fp8_workspaces = cache

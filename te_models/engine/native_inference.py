@@ -34,7 +34,7 @@ from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Floa
 from te_models.device.hooks import is_untouched
 from te_models.engine.native_linear import LinearOfTorch
 
-ROWS = 8  # of which an FP8 product takes a multiple
+ROWS = 8  # an FP8 product takes a multiple of so many rows
 
 
 def linear(module: Module, x: Tensor, is_first_microbatch: bool | None) -> Tensor | None:
@@ -55,27 +55,29 @@ def linear(module: Module, x: Tensor, is_first_microbatch: bool | None) -> Tenso
 
     if not _is_prepared(module):
         module.init_fp8_metadata(num_gemms=1)
-    into, of_weight = module.quantizers["scaling_fwd"][:2]
-    if not isinstance(into, (Float8Quantizer, Float8CurrentScalingQuantizer)):
+    x_quantizer, weight_quantizer = module.quantizers["scaling_fwd"][:2]
+    if not isinstance(x_quantizer, (Float8Quantizer, Float8CurrentScalingQuantizer)):
         return None
     if x.shape[0] % ROWS:
         return None  # te.Linear has a message for it
-    into.internal = True
-    into.set_usage(rowwise=True, columnwise=False)
+    x_quantizer.internal = True
+    x_quantizer.set_usage(rowwise=True, columnwise=False)
     if isinstance(weight, QuantizedTensor):
         weight.update_usage(rowwise_usage=True)
     else:
-        weight = _quantized(module, of_weight, is_first_microbatch)
+        weight = _quantized(module, weight_quantizer, is_first_microbatch)
     # Delayed scaling has no setting for its products.
-    product = getattr(module.fp8_meta["recipe"], "fp8_gemm_fprop", None)
-    return general_gemm(
+    gemm_setting = getattr(module.fp8_meta["recipe"], "fp8_gemm_fprop", None)
+    split_accumulator = gemm_setting is not None and gemm_setting.use_split_accumulator
+    results = general_gemm(
         weight,
-        # As `into(x)`, which would look for gradients and groups of processes first.
-        into.quantize_impl(x),
+        # As `x_quantizer(x)`, which would look for gradients and groups of processes first.
+        x_quantizer.quantize_impl(x),
         out_dtype=x.dtype,
         bias=bias,
-        use_split_accumulator=product is not None and product.use_split_accumulator,
-    )[0]
+        use_split_accumulator=split_accumulator,
+    )
+    return results[0]  # [N, O]
 
 
 def _is_plain(module: Module, x: Tensor) -> TypeGuard[Linear]:

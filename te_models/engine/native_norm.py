@@ -42,8 +42,9 @@ def _layernorm(
     x: Tensor, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return te.LayerNorm of x [T, H] without a bias, and mean and 1 / standard deviation, FP32 [T]."""
-    # Positional, as in native_residual_norm._Norm; the kernels need a bias.
-    zeros = torch.zeros_like(weight)
+    zeros = torch.zeros_like(weight)  # the kernels need a bias
+    # Positional, as Transformer Engine itself calls it: out (None: a new tensor), quantizer, dtype of the output,
+    # multiprocessors to leave free, zero-centred weight.
     y, mean, inverse = tex.layernorm_fwd(
         x, weight, zeros, eps, None, None, TE_DType[x.dtype], 0, zero_centered
     )
@@ -74,9 +75,8 @@ class LayerNormWithoutBias(LayerNorm):
             dtype = torch.get_autocast_dtype("cuda")
         weight = self.weight.to(dtype)
         x = input_.to(dtype).contiguous().view(-1, weight.numel())
-        options = (self.eps, self.zero_centered_gamma)
         if torch.is_grad_enabled():
-            y = _LayerNorm.apply(x, weight, *options)
+            y = _LayerNorm.apply(x, weight, self.eps, self.zero_centered_gamma)
         else:
-            y, _, _ = _layernorm(x, weight, *options)
+            y, _, _ = _layernorm(x, weight, self.eps, self.zero_centered_gamma)
         return y.view(input_.shape)

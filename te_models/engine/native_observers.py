@@ -49,8 +49,11 @@ def set_observers(module: Module, observers: Sequence[Observers] | None) -> None
 def give_observer(quantizer: Any, module: Module, direction: str, operand: int) -> None:
     """Give a copy of a te.Linear's quantizer, by which kernels of ours cast, the observer of that operand."""
     observers = vars(module).get(_OBSERVERS, ())
-    place = 2 if direction == "scaling_bwd" else operand
-    vars(quantizer)[_OBSERVER] = observers[0][place] if observers else None
+    observer = None
+    if observers:
+        # A te.Linear has one GEMM, with observers of input, weight and output gradient.
+        observer = observers[0][2 if direction == "scaling_bwd" else operand]
+    vars(quantizer)[_OBSERVER] = observer
 
 
 def experts_observer(module: Module, operand: int) -> ExpertObserver | None:
@@ -58,8 +61,10 @@ def experts_observer(module: Module, operand: int) -> ExpertObserver | None:
 
     None where there are none, or where they look at each tensor by itself, as the search for a NaN does.
     """
-    observers = [one[operand] for one in vars(module).get(_OBSERVERS, ())]
-    return ExpertObserver(observers) if observers and isinstance(observers[0], Observer) else None
+    observers = [of_expert[operand] for of_expert in vars(module).get(_OBSERVERS, ())]
+    if observers and isinstance(observers[0], Observer):
+        return ExpertObserver(observers)
+    return None
 
 
 def observer_of(quantizer: Any) -> Observer | None:
@@ -70,8 +75,8 @@ def observer_of(quantizer: Any) -> Observer | None:
 def observe(quantizer: Any, quantized: Any, compute: Callable[[], Tensor]) -> None:
     """Let the observer of a quantizer, if it has one, count a cast of Transformer Engine's kernels.
 
-    They compute values that they do not return, round them to 16 bits and cast these. `compute` runs the same kernel
-    without the cast, which has the same values, where the observer wants them.
+    Such a kernel computes values, rounds them to 16 bits, casts them, and returns only the quantized tensor. Where the
+    observer wants the values too, `compute` runs the same kernel without the cast, which returns them.
     """
     observer = observer_of(quantizer)
     if observer is not None:
@@ -102,7 +107,7 @@ def install(extension: Any) -> None:
 
     def observed_bgrad_quantize(grad_output: Tensor, quantizer: Any) -> Any:
         results = bgrad_quantize(grad_output, quantizer)  # gradient of the bias, quantized gradient
-        _tell(quantizer, grad_output, results[1])
+        _notify(quantizer, grad_output, results[1])
         return results
 
     def observed_split_quantize(
@@ -112,15 +117,15 @@ def install(extension: Any) -> None:
         if any(_method_observer(quantizer) is not None for quantizer in quantizers):
             parts = torch.split(tensor, list(split_sizes))
             for quantizer, part, quantized in zip(quantizers, parts, results, strict=True):
-                _tell(quantizer, part, quantized)
+                _notify(quantizer, part, quantized)
         return results
 
     extension.bgrad_quantize = observed_bgrad_quantize
     extension.split_quantize = observed_split_quantize
 
 
-def _tell(quantizer: Any, source: Tensor, quantized: Any) -> None:
-    """Call the observer of a quantizer, if it has one, about a cast that its methods did not make."""
+def _notify(quantizer: Any, source: Tensor, quantized: Any) -> None:
+    """Call the observer of a quantizer, if it has one, with both sides of a cast that its methods did not make."""
     observer = _method_observer(quantizer)
     # An expert without rows has nothing to count.
     if observer is not None and source.numel():
@@ -154,6 +159,7 @@ def known_scale(quantizer: Any) -> Tensor | None:
 
 
 def _attach(module: Any, observers: Sequence[Observers]) -> None:
+    """Give the observers of each GEMM to the quantizers that a module has now; an empty sequence removes them."""
     vars(module)[_OBSERVERS] = observers
     forward = module.quantizers.get("scaling_fwd", ())
     backward = module.quantizers.get("scaling_bwd", ())

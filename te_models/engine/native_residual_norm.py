@@ -68,9 +68,13 @@ class _Norm(torch.autograd.Function):
         module: RMSNorm,
         quantizer: PerTensorQuantizer | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (y [N, D], x + delta), from x and delta [N, D]."""
+        """Return (y [N, D], x + delta), from x and delta [N, D].
+
+        `quantizer` casts y for the next te.Linear, by our kernels if they know its rule of scales; None: y is in the
+        dtype of x.
+        """
         ctx.zero_centered = module.zero_centered_gamma
-        ctx.both = delta is not None
+        ctx.has_delta = delta is not None
         if (target := target_of(quantizer)) is not None:
             cast_scale = target.cast_scale
             fp8, total, inverse = norm_fp8_triton.norm(
@@ -106,8 +110,10 @@ class _Norm(torch.autograd.Function):
             y, inverse = _te_norm(total, weight, module, quantizer)
             observe(quantizer, y, lambda: _te_norm(total, weight, module, None)[0])
         ctx.save_for_backward(total, weight, inverse)
-        # Autograd must not see an input returned as an output: a view is another tensor.
-        return y, total.view_as(total) if delta is None else total
+        if delta is None:
+            # Autograd must not see an input returned as an output: a view is another tensor.
+            total = total.view_as(total)
+        return y, total
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -122,10 +128,13 @@ class _Norm(torch.autograd.Function):
                 dy, total, dtotal, weight=weight, rstd=inverse, zero_centered=ctx.zero_centered
             )
         else:
+            # Positional, as Transformer Engine itself calls it: the last two are multiprocessors to leave free, and
+            # whether the weight is zero-centred.
             dx, dweight = tex.rmsnorm_bwd_add(
                 dy, total, dtotal, inverse, weight, 0, ctx.zero_centered
             )
-        return dx, dx if ctx.both else None, dweight, None, None
+        ddelta = dx if ctx.has_delta else None
+        return dx, ddelta, dweight, None, None
 
 
 class _OutputNorm(torch.autograd.Function):

@@ -16,7 +16,7 @@ from te_models.kernels.delayed_update_triton import update
 
 MANY = 48  # scales of a module from which on the kernel of our own is faster
 _LARGEST = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
-_of_transformer_engine = tex.fused_amax_and_scale_update_after_reduction
+_original_update = tex.fused_amax_and_scale_update_after_reduction  # before `install` replaces it
 
 
 def update_scales(
@@ -38,10 +38,15 @@ def update_scales(
         margin: scales are smaller by 2^margin than the format would allow.
     """
     parts = amaxes.split([len(scale) for scale in scales])
-    others: list[tuple[Tensor, Tensor, Tensor]] = []
+    # The modules that Transformer Engine's kernel updates.
+    few_amaxes: list[Tensor] = []
+    few_histories: list[Tensor] = []
+    few_scales: list[Tensor] = []
     for amax, history, scale in zip(parts, histories, scales, strict=True):
         if len(scale) < MANY or not history.is_contiguous():
-            others.append((amax, history, scale))
+            few_amaxes.append(amax)
+            few_histories.append(history)
+            few_scales.append(scale)
             continue
         update(
             amax,
@@ -50,13 +55,10 @@ def update_scales(
             largest=_LARGEST[form] * 2.0**-margin,
             most_recent=algorithm == "most_recent",
         )
-    if len(others) == len(scales):
-        _of_transformer_engine(amaxes, histories, scales, algorithm, form, margin)
-    elif others:
-        of_others, few_histories, few_scales = map(list, zip(*others, strict=True))
-        _of_transformer_engine(
-            torch.cat(of_others), few_histories, few_scales, algorithm, form, margin
-        )
+    if len(few_scales) == len(scales):
+        _original_update(amaxes, histories, scales, algorithm, form, margin)
+    elif few_scales:
+        _original_update(torch.cat(few_amaxes), few_histories, few_scales, algorithm, form, margin)
 
 
 def install() -> None:

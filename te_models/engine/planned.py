@@ -107,11 +107,12 @@ __all__ = [
 LINEARS = (Linear, GroupedLinear)
 
 
-# What engine/native_handover.py hands over: its functions of these names explain them.
+# Twins of the operations in engine/native_handover.py and native_residual_norm.py, which explain them. Each allocates
+# and saves what those do, and computes nothing.
 
 
 class _Target(NamedTuple):
-    """native_targets.QuantizerTarget: where a kernel writes FP8 for a te.Linear."""
+    """Where a kernel writes FP8 for a te.Linear: the twin of native_targets.QuantizerTarget."""
 
     quantizer: Quantizer
     cast_scale: None = None
@@ -132,14 +133,14 @@ class _Target(NamedTuple):
 
 
 def _quantizer(linear: nn.Module | None, direction: str, operand: int = 0) -> Quantizer | None:
-    """native._quantizer."""
+    """Return what native_targets.quantizer_of does."""
     if not (isinstance(linear, Linear) and FP8GlobalStateManager.is_fp8_enabled()):
         return None
     linear.init_fp8_metadata()
     of_operand = linear.quantizers[direction][operand]
     if not isinstance(of_operand, (Float8Quantizer, Float8CurrentScalingQuantizer)):
         return None
-    # As native._quantizer: the module sets the usage of its own quantizer anew in each pass.
+    # A copy, as there: the module sets the usage of its own quantizer anew in each pass.
     quantizer = of_operand.copy()
     quantizer.internal = False
     quantizer.set_usage(rowwise=True, columnwise=linear.weight.requires_grad)
@@ -147,15 +148,16 @@ def _quantizer(linear: nn.Module | None, direction: str, operand: int = 0) -> Qu
 
 
 def _target(quantizer: Quantizer | None) -> _Target | None:
-    """native._target: only delayed scaling knows its scale before the values."""
-    delayed = isinstance(quantizer, Float8Quantizer) and quantizer.columnwise_usage
-    return _Target(quantizer) if delayed and quantizer is not None else None
+    """Return what native_targets.target_of does: only delayed scaling knows its scale before the values."""
+    if isinstance(quantizer, Float8Quantizer) and quantizer.columnwise_usage:
+        return _Target(quantizer)
+    return None
 
 
 def _targets(
     producer: nn.Module | None, consumer: nn.Module | None
 ) -> tuple[_Target | None, _Target | None]:
-    """native._targets."""
+    """See te_models.kernels.handover.targets."""
     if not torch.is_grad_enabled():
         return None, None
     gradient = _target(_quantizer(producer, "scaling_bwd"))
@@ -165,7 +167,7 @@ def _targets(
     return gradient, _target(_quantizer(consumer, "scaling_fwd"))
 
 
-def _made(quantizer: Quantizer | None, shape: Sequence[int], like: Tensor) -> Tensor:
+def _kernel_result(quantizer: Quantizer | None, shape: Sequence[int], like: Tensor) -> Tensor:
     """Return the result of a kernel for a te.Linear with this quantizer; None: in the dtype of `like`."""
     if quantizer is None:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -176,18 +178,21 @@ def _made(quantizer: Quantizer | None, shape: Sequence[int], like: Tensor) -> Te
 
 
 class _NormInto(torch.autograd.Function):
-    """native._Norm: RMSNorm that writes FP8, and whose backward adds the residual stream's gradient."""
+    """RMSNorm that writes FP8, and whose backward adds the residual stream's gradient: native_residual_norm._Norm."""
 
     @staticmethod
     def forward(
         ctx: Context, x: Tensor, delta: Tensor | None, weight: Tensor, quantizer: Quantizer | None
     ) -> tuple[Tensor, Tensor]:
-        ctx.both = delta is not None
+        ctx.has_delta = delta is not None
         total = x if delta is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         inverse = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        y = _made(quantizer, x.shape, x)
+        y = _kernel_result(quantizer, x.shape, x)
         ctx.save_for_backward(total, weight, inverse)
-        return y, total.view_as(total) if delta is None else total
+        if delta is None:
+            # Autograd must not see an input returned as an output: a view is another tensor.
+            total = total.view_as(total)
+        return y, total
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -198,7 +203,7 @@ class _NormInto(torch.autograd.Function):
         dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
         with counted_as(GRADIENTS):
             dw = torch.empty_like(weight)
-        return dx, dx if ctx.both else None, dw, None
+        return dx, dx if ctx.has_delta else None, dw, None
 
 
 def _norm(
@@ -207,7 +212,7 @@ def _norm(
     delta: Tensor | None,
     consumer: nn.Module | None,
 ) -> tuple[Tensor, Tensor]:
-    """native._norm."""
+    """See te_models.kernels.handover.norm."""
     if torch.is_grad_enabled() and isinstance(module, RMSNorm):
         return _NormInto.apply(x, delta, module.weight, _quantizer(consumer, "scaling_fwd"))
     total = x if delta is None else x + delta
@@ -215,36 +220,36 @@ def _norm(
 
 
 class _ActivationInto(torch.autograd.Function):
-    """native._Activation: the activation of an MLP that writes FP8, and whose backward does."""
+    """The activation of an MLP that writes FP8, and whose backward does: native_handover._Activation."""
 
     @staticmethod
     def forward(
         ctx: Context,
         gate_up: Tensor,
-        gradient: _Target | None,
+        gradient_target: _Target | None,
         quantizer: Quantizer | None,
         gated: bool,
     ) -> Tensor:
-        ctx.gradient = gradient
+        ctx.gradient_target = gradient_target
         rows, columns = gate_up.shape
         shape = (rows, columns // 2 if gated else columns)
 
-        def again(source: Tensor) -> Tensor:
-            output = _made(quantizer, shape, source)
+        def recompute(source: Tensor) -> Tensor:
+            output = _kernel_result(quantizer, shape, source)
             if _target(quantizer) is not None and isinstance(output, QuantizedTensorStorage):
                 output.update_usage(rowwise_usage=False)
             return output
 
-        save_input(ctx, gate_up, recompute=lambda: again)
-        return _made(quantizer, shape, gate_up)
+        save_input(ctx, gate_up, recompute=lambda: recompute)
+        return _kernel_result(quantizer, shape, gate_up)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate_up = saved_input(ctx)
         # The kernel's wrapper makes such a copy where the gradient is none; on meta only its size counts.
         grads[0].contiguous()
-        quantizer = None if ctx.gradient is None else ctx.gradient.quantizer
-        return _made(quantizer, gate_up.shape, gate_up), None, None, None
+        quantizer = None if ctx.gradient_target is None else ctx.gradient_target.quantizer
+        return _kernel_result(quantizer, gate_up.shape, gate_up), None, None, None
 
 
 def _activate(
@@ -254,19 +259,20 @@ def _activate(
     activation: str = "silu",
     gated: bool = True,
 ) -> Tensor:
-    """native._activate."""
+    """See te_models.kernels.handover.activate."""
     gate_up = save_early(gate_up)
-    gradient, _ = _targets(producer, consumer)
-    sums_bias = isinstance(producer, Linear) and producer.use_bias
-    measured = None if sums_bias else _quantizer(producer, "scaling_bwd")
+    gradient_target, _ = _targets(producer, consumer)
+    has_bias = isinstance(producer, Linear) and producer.use_bias
+    dy_quantizer = None if has_bias else _quantizer(producer, "scaling_bwd")
     # Under current scaling a first pass measures the gradient, and stores nothing.
-    if isinstance(measured, Float8CurrentScalingQuantizer) and measured.columnwise_usage:
-        gradient = _Target(measured)
-    return _ActivationInto.apply(gate_up, gradient, _quantizer(consumer, "scaling_fwd"), gated)
+    if isinstance(dy_quantizer, Float8CurrentScalingQuantizer) and dy_quantizer.columnwise_usage:
+        gradient_target = _Target(dy_quantizer)
+    x_quantizer = _quantizer(consumer, "scaling_fwd")
+    return _ActivationInto.apply(gate_up, gradient_target, x_quantizer, gated)
 
 
 class _GatedHeadsInto(torch.autograd.Function):
-    """native._GatedHeads: the norm of each head and its gate, which keep their inputs."""
+    """The norm of each head and its gate, which save their inputs: native_handover._GatedHeads."""
 
     @staticmethod
     def forward(
@@ -279,7 +285,7 @@ class _GatedHeadsInto(torch.autograd.Function):
     ) -> Tensor:
         ctx.slot = slot
         ctx.save_for_backward(x, z, weight)
-        return _made(None if target is None else target.quantizer, x.shape, x)
+        return _kernel_result(None if target is None else target.quantizer, x.shape, x)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -296,7 +302,7 @@ def _gated_heads(
     consumer: nn.Module | None,
     slot: Slot | None = None,
 ) -> Tensor:
-    """native._gated_heads."""
+    """See te_models.kernels.handover.gated_heads."""
     if type(module) is not RMSNorm or x.dtype.itemsize != 2:
         return handover_plain.gated_heads(module, x, z, consumer)
     _, target = _targets(None, consumer)
@@ -306,7 +312,7 @@ def _gated_heads(
 
 
 def _linear(module: nn.Module, x: Tensor, **options: bool | None) -> Tensor:
-    """native._linear: under delayed scaling a weight is cast outside, and only its transposed copy is saved."""
+    """See te_models.kernels.handover.linear; under delayed scaling only the weight's transposed copy is saved."""
     weight = _cast_weight(module) if options.get("is_first_microbatch") is None else None
     if weight is None:
         y = module(x, **options)
@@ -326,7 +332,7 @@ def _linear(module: nn.Module, x: Tensor, **options: bool | None) -> Tensor:
 
 
 def _cast_weight(module: nn.Module) -> QuantizedTensorStorage | None:
-    """native._cast_weight."""
+    """Return what native_handover._cast_weight does."""
     if not (torch.is_grad_enabled() and isinstance(module, Linear)):
         return None
     if isinstance(module.weight, (QuantizedTensor, StoredWeight)) or module._is_fsdp2:
@@ -338,7 +344,7 @@ def _cast_weight(module: nn.Module) -> QuantizedTensorStorage | None:
         return quantizer(module.weight.detach())
 
 
-# Kernels of models that are not fused, and those that fused ones have beside.
+# The operations of models that are not fused, and of fused ones, by the names of te_models.kernels.dispatch.Kernels.
 unfused: dict[str, Callable[..., Any]] = {
     "counts_on_device": planned_experts.counts_on_device,
 }

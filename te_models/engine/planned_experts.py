@@ -1,4 +1,4 @@
-"""Experts of the planned engine: what native_experts.py and the kernels that it calls keep and allocate."""
+"""Experts of the planned engine: functions that allocate and save what native_experts.py and its kernels do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _recipe() -> Recipe | None:
 
 
 def counts_on_device(module: nn.Module, te_recipe: Recipe | None) -> bool:
-    """Return True: nothing waits for numbers of rows without data."""
+    """Return True: without data nothing waits for the numbers of rows."""
     return True
 
 
@@ -75,17 +75,17 @@ def grouped(
     is_first_microbatch: bool | None = None,
     route: Route | None = None,
 ) -> Tensor:
-    """native_experts.grouped."""
+    """Do what native_experts.grouped does, without data."""
     te_recipe = _recipe()
     if isinstance(module, StoredGroupedLinear):
         if route is not None and te_recipe is None:
-            x = dispatch(x, *route)
+            x = dispatch(x, route.token, route.row, route.kernels)
             route = None
         return stored_experts(module, x, _most(rows), route)
     joint = _joint(module, te_recipe) and te_recipe is not None
     if route is not None and not joint:
         # Only the joint kernels read the rows of tokens from where they are; others need a tensor of them.
-        x = dispatch(x, *route)
+        x = dispatch(x, route.token, route.row, route.kernels)
         route = None
     if not isinstance(module, GroupedLinear):
         return module(x, rows, is_first_microbatch=is_first_microbatch, run=grouped)
@@ -150,7 +150,7 @@ def _wide(rows: int, columns: int, like: Tensor) -> Tensor:
 
 
 class _JointLinear(torch.autograd.Function):
-    """grouped_linear_triton._FP8, and grouped_blocks_triton._Blocks, which keeps as much."""
+    """The twin of grouped_linear_triton._FP8, and of grouped_blocks_triton._Blocks, which saves as much."""
 
     @staticmethod
     def forward(
@@ -198,13 +198,13 @@ class _JointLinear(torch.autograd.Function):
 
 
 def experts_join(*modules: nn.Module) -> bool:
-    """native_experts.experts_join."""
+    """See native_experts.experts_join."""
     te_recipe = _recipe()
     return te_recipe is not None and all(_joint(module, te_recipe) for module in modules)
 
 
 class _UpOfExperts(torch.autograd.Function):
-    """joint_experts_triton._Up."""
+    """The twin of joint_experts_triton._Up."""
 
     @staticmethod
     def forward(
@@ -256,7 +256,7 @@ class _UpOfExperts(torch.autograd.Function):
 
 
 class _DownOfExperts(torch.autograd.Function):
-    """joint_experts_triton._Down."""
+    """The twin of joint_experts_triton._Down."""
 
     @staticmethod
     def forward(
@@ -319,11 +319,19 @@ def experts(
     padding: tuple[Tensor, int] | None,
     is_first_microbatch: bool | None,
 ) -> Tensor:
-    """native_experts.experts."""
+    """Do what native_experts.experts does, without data."""
+    # What the backward of `down` hands to the backward of `up` beside autograd: the gradient of gate_up in FP8.
     passed: list[Any] = []
-    sides = [_ExpertCopies(module, is_first_microbatch) for module in (up, down)]
-    gate_up = _UpOfExperts.apply(x, sides[0], _most(rows), route, passed, *up.weights, *up.biases)
-    trained = sides[0].trained
+    up_copies = _ExpertCopies(up, is_first_microbatch)
+    down_copies = _ExpertCopies(down, is_first_microbatch)
+    gate_up = _UpOfExperts.apply(x, up_copies, _most(rows), route, passed, *up.weights, *up.biases)
     return _DownOfExperts.apply(
-        gate_up, gates, sides[1], route, passed, trained, *down.weights, *down.biases
+        gate_up,
+        gates,
+        down_copies,
+        route,
+        passed,
+        up_copies.trained,
+        *down.weights,
+        *down.biases,
     )

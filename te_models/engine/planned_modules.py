@@ -280,7 +280,7 @@ class Linear(_PlannedModule, emulated.Linear):
 
 
 class StoredLinear(Linear):
-    """native.StoredLinear on meta."""
+    """native_linear.StoredLinear on meta."""
 
 
 class _Norm(torch.autograd.Function):
@@ -315,7 +315,7 @@ class RMSNorm(emulated.RMSNorm):
 
 
 class LayerNormWithoutBias(emulated.LayerNormWithoutBias):
-    """native.LayerNormWithoutBias on meta, which saves mean and 1 / standard deviation."""
+    """native_norm.LayerNormWithoutBias on meta, which saves mean and 1 / standard deviation."""
 
     def forward(self, input_: Tensor) -> Tensor:
         """Normalize a tensor whose trailing dimensions are the weight's."""

@@ -163,7 +163,7 @@ def grouped(
         route: how tokens become rows.
     """
     if route is not None:
-        x = dispatch(x, *route)
+        x = dispatch(x, route.token, route.row, route.kernels)
     return module(x, rows, is_first_microbatch=is_first_microbatch)
 
 

@@ -25,7 +25,7 @@ def test_the_update_of_transformer_engine(algorithm: str) -> None:
         amaxes = torch.rand(sum(sizes), device="cuda", generator=g) * 9
         amaxes[torch.rand(len(amaxes), device="cuda", generator=g) < 0.3] = 0.0
         native_scales.update_scales(amaxes, histories, scales, algorithm, form, 1.0)
-        native_scales._of_transformer_engine(
+        native_scales._original_update(
             amaxes, others[: len(sizes)], others[len(sizes) :], algorithm, form, 1.0
         )
         for found, wanted in zip((*histories, *scales), others, strict=True):
