@@ -29,6 +29,7 @@ from te_models.errors import DataError
 from te_models.fp8.primary_weights import quantized
 from te_models.fp8.region import evaluating
 from te_models.fp8.scaling_state import frozen_fp8_state
+from te_models.model.te_modules import pad_rows
 from te_models.recorder.record import FOLDER as RECORD
 from te_models.saving.checkpoint_choice import check_run
 from te_models.saving.folder import load_folder, save_folder
@@ -238,15 +239,15 @@ def _operands(model: CausalLM, batch: Batch) -> dict[str, tuple[dict[str, Tensor
         recipe = chosen[name]
         weight = module.get_parameter("weight")
         fp8_weight = quantized(weight)
-        rows = x.reshape(-1, x.shape[-1])
-        count = min(ROWS, len(rows)) // recipe.row_alignment * recipe.row_alignment
-        if not count:
-            return
+        rows = x.reshape(-1, x.shape[-1])[:ROWS]
+        # The emulated engine adds no rows of zeros to a pass without a backward, but these products need them.
+        alignment = recipe.row_alignment
+        count = -(-len(rows) // alignment) * alignment
         if fp8_weight is None:
             values = weight.detach()
         else:
             values = fp8_weight.dequantize(dtype=model.dtype).detach()
-        tensors = {"input": rows[:count].clone(), "weight": values[:ROWS].to(model.dtype).clone()}
+        tensors = {"input": pad_rows(rows, count).clone(), "weight": values[:ROWS].to(model.dtype).clone()}
         generator = torch.Generator().manual_seed(SEED)
         # Drawn on the CPU, so that each device gets the same numbers.
         gradient = torch.randn(count, len(tensors["weight"]), generator=generator)

@@ -120,6 +120,22 @@ def test_a_run_keeps_its_state(tmp_path: Path) -> None:
         verify_against(tmp_path / "plain")
 
 
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
+def test_a_batch_with_fewer_rows_than_the_recipe_needs(recipe: str, tmp_path: Path) -> None:
+    model = tiny_model(recipe, **SHAPE)
+    trainer = tiny_trainer(
+        model, tmp_path, steps=1, batch_size=1, seq_len=9, record=1, eval_every=0
+    )
+    write_recipe(tmp_path, model)
+    trainer.run()
+    found = verify_against(tmp_path)
+    assert found.same and found.loss == found.card.loss, found
+    for sample in found.card.linears:
+        rows = sample.operands["input"]
+        # Zeros as the model adds them while it trains, so that the products take the rows.
+        assert len(rows) == sample.recipe.row_alignment > 9 and not rows[9:].any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
