@@ -91,7 +91,10 @@ class MasterWeights:
             # The whole master on one rank, and on the others nothing: Muon and GaLore need whole matrices.
             self.masters = [_owned_master(p, keep, self.owners) for p in self.parameters]
         self._offloaded = offload
-        self._copied = self._find_copied()
+        # Masters with bits that their parameters lack, so that both are saved. The copy of an FP32 parameter in CPU
+        # memory, or on its owner, has no others.
+        pairs = list(zip(self.parameters, self.masters, strict=True))
+        self._copied = [is_quantized(p) or m.dtype != p.dtype for p, m in pairs]
         masters = dict(zip(map(id, self.parameters), self.masters, strict=True))
         views = {part: part.of(masters[id(part.parameter)]) for part in parts}
         self._views: dict[int, list[tuple[ParameterRows, Tensor]]] = {
@@ -125,22 +128,10 @@ class MasterWeights:
         # nothing is converted or rounded, and blocks took 3 % longer on one core.
         self._on_cpu = (
             whole_adamw
-            and any(self._copied)
+            and any(m is not p for p, m in pairs)
             and all(m.device.type == "cpu" for m in self.masters)
             and all(is_quantized(p) or local(p).is_contiguous() for p in self.parameters)
         )
-
-    def _find_copied(self) -> list[bool]:
-        """Return which masters have bits that their parameters lack, so that both are saved."""
-        differing = []
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if self.owners is None:
-                copied = master is not parameter
-            else:
-                # An owner's master is always a tensor of its own.
-                copied = is_quantized(parameter) or master.dtype != parameter.dtype
-            differing.append(copied)
-        return differing
 
     @property
     def param_groups(self) -> list[Group]:
@@ -152,7 +143,7 @@ class MasterWeights:
 
     @property
     def saved_masters(self) -> Pairs:
-        """The masters of `state_dict`, with their parameters: an FP32 parameter is its own and not among them."""
+        """The masters of `state_dict`, with their parameters: an FP32 one, which needs none, is not among them."""
         pairs = zip(self.parameters, self.masters, strict=True)
         return list(compress(pairs, self._copied))
 
@@ -315,7 +306,7 @@ class MasterWeights:
         return list(zip(parameters, shards, strict=True))
 
     def state_dict(self) -> State:
-        """Return the optimizers' state as plain tensors and the masters that are copies, in the order of the groups.
+        """Return the optimizers' state as plain tensors and `saved_masters`, in the order of the groups.
 
         Tensors that another rank owns are placeholders: `fetch` brings their values.
         """
@@ -359,22 +350,23 @@ class MasterWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state: State) -> None:
-        """Load what `state_dict` returned.
+        """Load what `state_dict` returned, into an optimizer of parameters that have their saved values again.
 
         Raises:
             ValueError: it is of another optimizer or of other parameters.
         """
         self.check_state_dict(state)
-        if self.owners is not None:
+        for parameter, master, copied in zip(
+            self.parameters, self.masters, self._copied, strict=True
+        ):
             # Masters of the parameters' dtype are not saved themselves.
-            for parameter, master, copied in zip(
-                self.parameters, self.masters, self._copied, strict=True
-            ):
-                if copied:
-                    continue
+            if copied or master is parameter:
+                continue
+            whole: Tensor | None = parameter
+            if self.owners is not None:
                 (whole,) = self.owners.collect([parameter], [local(parameter)])
-                if whole is not None:  # this process owns it
-                    master.copy_(whole)
+            if whole is not None:  # None: another process owns it
+                master.copy_(whole)
         for (optimizer, group, view), saved in self._own(self._stateful(), state["state"], "state"):
             optimizer.state[view] = {
                 name: unpack(value, name, view, group) for name, value in saved.items()
@@ -384,6 +376,16 @@ class MasterWeights:
             compress(self.masters, self._copied), state["masters"], "masters"
         ):
             master.copy_(saved)
+
+    def without_equal_masters(self, state: State) -> State:
+        """Return saved state without the masters that only repeat their parameters.
+
+        Earlier versions saved all masters of an optimizer in CPU memory, also of FP32 parameters.
+        """
+        masters = state.get("masters") if isinstance(state, dict) else None
+        if not isinstance(masters, list) or len(masters) != len(self.parameters):
+            return state
+        return {**state, "masters": list(compress(masters, self._copied))}
 
     def check_state_dict(self, state: State) -> None:
         """Raise ValueError unless `load_state_dict` can load `state`; nothing is written.

@@ -247,7 +247,10 @@ def _operands(model: CausalLM, batch: Batch) -> dict[str, tuple[dict[str, Tensor
             values = weight.detach()
         else:
             values = fp8_weight.dequantize(dtype=model.dtype).detach()
-        tensors = {"input": pad_rows(rows, count).clone(), "weight": values[:ROWS].to(model.dtype).clone()}
+        tensors = {
+            "input": pad_rows(rows, count).clone(),
+            "weight": values[:ROWS].to(model.dtype).clone(),
+        }
         generator = torch.Generator().manual_seed(SEED)
         # Drawn on the CPU, so that each device gets the same numbers.
         gradient = torch.randn(count, len(tensors["weight"]), generator=generator)

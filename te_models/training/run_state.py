@@ -97,6 +97,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, with_data: bool) -> None
 
 def _own_optimizer_state(trainer: Trainer, saved: Fields) -> Fields:
     """Return this process's part of an optimizer's saved state: where FSDP2 shards it, the shards."""
+    saved = trainer.optimizer.without_equal_masters(saved)
     if not trainer.parallel.sharded or trainer.parallel.owners() is not None:
         return saved
     names = optimizer_names(trainer.optimizer, trainer.model)

@@ -181,6 +181,44 @@ def test_offloading_and_updating_a_few_at_a_time_change_no_bit(
     assert_same_run(at_once, run)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("optimizer, options", some(2, CASES))
+def test_a_run_resumes_with_the_optimizer_in_the_other_memory(
+    optimizer: str, options: str, offload: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """8-bit states are rounded elsewhere on the way, but not by the move."""
+    before = trainer(tmp_path, optimizer, options, dtype, optimizer_offload=offload, steps=2)
+    before.run()
+    after = trainer(tmp_path, optimizer, options, dtype, optimizer_offload=not offload, steps=2)
+    # The parameters of the checkpoint are not those that the optimizer was made of.
+    with torch.no_grad():
+        for parameter in after.model.parameters():
+            parameter.zero_()
+    assert after.run(resume=True).step == 2
+    assert_same_run(before, after)
+
+
+def test_masters_that_repeat_their_parameters_were_saved_once(tmp_path: Path) -> None:
+    """As in checkpoints of earlier versions, of optimizers in CPU memory."""
+    options = dict(optimizer="adamw", options="", dtype=torch.float32, steps=2)
+    before = trainer(tmp_path, **options, optimizer_offload=True)
+    state_dict = before.optimizer.state_dict
+
+    def with_all_masters() -> dict[str, Any]:
+        masters = [master.detach() for master in before.optimizer.masters]
+        return {**state_dict(), "masters": masters}
+
+    before.optimizer.state_dict = with_all_masters  # type: ignore[method-assign]
+    before.run()
+    before.optimizer.state_dict = state_dict  # type: ignore[method-assign]
+    assert state_dict()["masters"] == []
+    for offload in (False, True):
+        after = trainer(tmp_path, **options, optimizer_offload=offload)
+        assert after.run(resume=True).step == 2
+        assert_same_run(before, after)
+
+
 @pytest.mark.parametrize("optimizer, options", some(2, CASES))
 def test_parameters_that_are_their_own_masters_are_updated_once_a_step(
     optimizer: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
