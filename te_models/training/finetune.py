@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import shlex
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ from te_models.training.run_model import ModelSource, add_adapters, find_model
 from te_models.training.run_report import Report, model_notes
 from te_models.training.run_start import check_before_build
 from te_models.training.samples import Sampler, run_sampler
-from te_models.training.settings import RunSettings
+from te_models.training.settings import SETTINGS, RunSettings
 from te_models.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -229,6 +230,11 @@ def training_config(settings: RunSettings) -> TrainConfig:
         raise UsageError(
             "--merge needs the whole model in one process: leave it out, and merge with te-models convert"
         )
+    for name in ("reshard_after_forward", "prefetch_blocks", "reduce_dtype", "collective_timeout"):
+        if config.parallel == "none" and name in settings.set_by_user:
+            warnings.warn(
+                f"{SETTINGS[name].flag} has no effect: the run is one process", stacklevel=2
+            )
     return config
 
 

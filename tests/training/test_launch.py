@@ -1,5 +1,6 @@
 """Refusals of options that do not fit the way the program was started."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from te_models.cli.commands import main
 from te_models.config.training import TrainConfig
 from te_models.distributed.environment import check_place, number
 from te_models.errors import UsageError
+from te_models.training.finetune import training_config
 from te_models.training.launch import check_launch, choose_parallel, parallel
+from te_models.training.run_settings import run_settings
 
 PLACE = dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29511")
 SetAll = Callable[[Mapping[str, str | None]], None]
@@ -68,6 +71,30 @@ def test_a_start_that_does_not_fit_is_refused(
     environment({"WORLD_SIZE": world})
     with pytest.raises(ValueError, match=message):
         check_launch(TrainConfig(**fields))
+
+
+@pytest.mark.parametrize(
+    "name, value, flag",
+    [
+        ("reduce_dtype", "float8", "--reduce-dtype"),
+        ("reshard_after_forward", False, "--reshard-after-forward"),
+        ("prefetch_blocks", 2, "--prefetch-blocks"),
+        ("collective_timeout", 9, "--collective-timeout"),
+    ],
+)
+def test_one_process_notes_what_several_share(
+    name: str, value: object, flag: str, tmp_path: Path, environment: SetAll
+) -> None:
+    environment({"WORLD_SIZE": None})
+    settings = run_settings("pretrain", {"preset": "gated-nano", name: value})
+    with pytest.warns(UserWarning, match=f"^{flag} has no effect: the run is one process$"):
+        training_config(settings)
+    # A file has every setting, and serves any number of processes.
+    file = tmp_path / "run.toml"
+    file.write_text(f"[training]\n{name} = {json.dumps(value)}\n")
+    training_config(run_settings("pretrain", {"preset": "gated-nano"}, file))
+    environment({"WORLD_SIZE": "2"})
+    training_config(settings)
 
 
 def test_adapters_have_no_sums_of_fsdp(environment: SetAll) -> None:
