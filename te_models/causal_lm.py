@@ -32,11 +32,9 @@ from te_models.model.decoder import Decoder
 from te_models.model.graph_obstacle import graph_obstacle
 from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, PushOptions
 from te_models.model.part import BlockPart
-from te_models.numerics.stored import StoredWeight
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
-from te_models.planning.planned_run import PlannedRun
+from te_models.planning.model_run import run_of_model
 from te_models.planning.precision_plan import PRECISION_NAMES, PlanRow, PrecisionPlan
-from te_models.planning.stored_base import StoredBase
 from te_models.saving.adapters import adapter_reader
 from te_models.saving.pretrained import (
     adapter_folder,
@@ -188,27 +186,13 @@ class CausalLM(Decoder):
     def plan_memory(self, batch_size: int, seq_len: int, **options: Any) -> MemoryPlan:
         """Predict the memory of training this model on a GPU, and list the GPUs it fits on.
 
-        Options are fields of te_models.planning.planned_run.PlannedRun; the model's own settings are the defaults.
+        Options are fields of te_models.planning.planned_run.PlannedRun; the model's own settings are the defaults, its
+        LoRA adapters among them, which then are what is trained; lora_rank=0 plans the training of all weights.
         """
-        run = PlannedRun(
-            batch_size=batch_size,
-            seq_len=seq_len,
-            dtype_bytes=self.dtype.itemsize,
-            activation_checkpointing=self.activation_checkpointing,
-            activation_offload=self.activation_offload,
-            fp8_params=self.fp8_params,
-            base_weights=self._stored_base(),
-        )
+        if options.get("lora_rank") == 0:
+            options.setdefault("lora_experts", False)
+        run = run_of_model(self, batch_size, seq_len)
         return plan_memory(self.config, self.recipe, run, **options)
-
-    def _stored_base(self) -> StoredBase | None:
-        """Return which weights stay as a release stores them; None: none does."""
-        storages = {}
-        for name, parameter in self.named_parameters():
-            if isinstance(parameter, StoredWeight):
-                linear = self.precision.known(name)
-                storages[linear] = parameter
-        return StoredBase.in_model(storages)
 
     def _chosen(self, separator: str) -> str:
         """Return why recipe="auto" chose the recipe, after a separator; empty if the recipe was given."""

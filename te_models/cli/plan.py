@@ -22,6 +22,7 @@ from te_models.cli.options import (
     setting_option,
     setting_options,
     show,
+    show_line,
 )
 from te_models.config.base_weights import DEQUANTIZED, FORM_NAMES, STORED
 from te_models.config.gpus import Gpu, get_gpu, suited, why_not
@@ -48,6 +49,7 @@ DIVISION = (
     "sequence_parallel",
     "fp8_dispatch",
 )
+ADAPTERS = ("lora", "lora_experts")
 ACTIVATIONS = ("activation_checkpointing", "activation_offload")
 
 
@@ -79,7 +81,8 @@ ACTIVATIONS = ("activation_checkpointing", "activation_offload")
     default=0,
     metavar="RANK",
     group="With --memory",
-    help="Count the training of low-rank adapters of this rank instead of all weights.",
+    help="Count the training of low-rank adapters of this rank instead of all weights; default, for a folder with "
+    "adapters: theirs, and the other options of their run.",
 )
 @option(
     "--lora-experts", is_flag=True, group="With --memory", help="Count adapters on experts too."
@@ -140,10 +143,16 @@ def plan(
             options["recipe"] = _recipe_on(card, preset, options)
         # The native engine has only the recipes of the GPU that is here.
         options["engine"] = "emulated"
-    built = build_model(preset, model, options, merge=True)
+    of_run = _settings_of_run(model) if memory and model is not None else {}
+    for name, value in of_run.items():
+        (options if name in ACTIVATIONS else memory_options)[name] = value
+    # A plan of precision is about linears, and one of memory about the adapters that are trained beside them.
+    built = build_model(preset, model, options, merge=not memory)
     memory_plan = None
     if memory:
         memory_options["expert_parallel_size"] = division.expert_parallel_size
+        if "seq_len" not in of_run:
+            memory_options["seq_len"] = seq_len_for(built.config, memory_options["seq_len"])
         memory_plan = _planned_memory(built, memory_options, base_weights)
     advice_document = None
     if advice is not None:
@@ -167,13 +176,38 @@ def _memory_options(options: dict[str, Any], memory: bool) -> dict[str, Any]:
     Raises:
         UsageError: one of them is given without --memory.
     """
-    names = (*TRAINING, *DIVISION, "gpus", "lora", "lora_experts")
+    names = (*TRAINING, *DIVISION, "gpus", *ADAPTERS)
     for name in names:
         if is_given(name) and not memory:
             raise click.UsageError(
                 f"--{name.replace('_', '-')} changes no precision: add --memory, or leave it out"
             )
-    return {name: options.pop(name) for name in names}
+    taken = {name: options.pop(name) for name in names}
+    for name in ADAPTERS:
+        if not is_given(name):
+            del taken[name]  # the model has adapters or not
+    return taken
+
+
+def _settings_of_run(model: str) -> dict[str, Any]:
+    """Return the settings of the run that trained the adapters in a folder, but for those that the user gave.
+
+    Empty for a run that trained all weights: it left a model that other runs start from, with settings of their own.
+    """
+    from te_models.saving.pretrained import adapter_folder  # noqa: PLC0415  imports torch
+    from te_models.training.run_settings import read_run_file, run_file_above  # noqa: PLC0415
+
+    adapters = adapter_folder(model)
+    file = None if adapters is None else run_file_above(adapters)
+    if file is None:
+        return {}
+    saved = read_run_file(file)
+    show_line(f"{model}: options that are not given are those of its run, in {file}", err=True)
+    settings = {}
+    for name in (*TRAINING, *ACTIVATIONS):
+        if name in saved and not is_given(name):
+            settings[name] = saved[name]
+    return settings
 
 
 def _planned_memory(
@@ -183,8 +217,9 @@ def _planned_memory(
     from te_models.optim import resolve_options  # noqa: PLC0415  imports torch
 
     keywords = dict(memory_options)
-    keywords["seq_len"] = seq_len_for(model.config, keywords["seq_len"])
-    keywords["lora_rank"] = keywords.pop("lora")
+    # Left out where it was not given, so that the adapters in the model count.
+    if "lora" in keywords:
+        keywords["lora_rank"] = keywords.pop("lora")
     keywords["optimizer_options"] = resolve_options(
         keywords["optimizer"], keywords["optimizer_options"]
     )

@@ -31,8 +31,8 @@ from te_models.saving.run_folder import offering_older
 from te_models.training.lora import AdaptedModel, adapter_content, add_lora, load_lora
 from te_models.training.lora_files import warn_of_peft
 from te_models.training.resume import saved_choices
-from te_models.training.run_settings import read_run_file
-from te_models.training.settings import RUN_FILE, LoraSettings
+from te_models.training.run_settings import read_run_file, run_file_above
+from te_models.training.settings import LoraSettings
 
 # The group of tensors in a checkpoint from which a run resumes: those that it trains, and frozen ones of adapters.
 RUN_TENSORS = "adapters"
@@ -263,8 +263,6 @@ def _as_trained(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shape_in_run_file(folder: Path) -> dict[str, Any]:
     """Return the options of the shape in the run.toml above a checkpoint; empty without such a file."""
-    for parent in folder.resolve().parents[:4]:
-        if (parent / RUN_FILE).is_file():
-            saved = read_run_file(parent / RUN_FILE)
-            return {name: value for name, value in saved.items() if name in config_fields()}
-    return {}
+    file = run_file_above(folder)
+    saved = {} if file is None else read_run_file(file)
+    return {name: value for name, value in saved.items() if name in config_fields()}

@@ -206,6 +206,14 @@ def _only_run(user_options: Mapping[str, Any]) -> Path:
     return runs[0]
 
 
+def run_file_above(folder: Path) -> Path | None:
+    """Return the run.toml of the run that a checkpoint or a folder of adapters is in; None if there is none."""
+    for parent in folder.resolve().parents[:4]:
+        if (parent / RUN_FILE).is_file():
+            return parent / RUN_FILE
+    return None
+
+
 def read_run_file(path: Path) -> dict[str, Any]:
     """Return the settings in a run.toml, or the same in YAML, name -> value; the table [record] is left out."""
     flat: dict[str, object] = {}

@@ -101,6 +101,18 @@ def test_every_linear_of_a_block_gets_an_adapter_but_no_expert_and_no_router(pre
     assert trainable == model.plan_memory(batch_size=1, seq_len=16, lora_rank=2).num_trained
 
 
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_memory_plan_of_a_model_with_adapters_is_of_their_training(experts: bool) -> None:
+    model = CausalLM.from_preset("gated-moe-nano", recipe="bf16", device="cpu", num_hidden_layers=1)
+    size = dict(batch_size=2, seq_len=32)
+    whole = model.plan_memory(**size).to_dict()
+    of_adapters = model.plan_memory(**size, lora_rank=6, lora_experts=experts).to_dict()
+    targets = ["all-linear", "experts"] if experts else "all-linear"
+    add_lora(model, r=4, target_modules=targets, rank_pattern={"down_proj": 6, "o_proj": 6})
+    assert model.plan_memory(**size).to_dict() == of_adapters
+    assert model.plan_memory(**size, lora_rank=0).to_dict() == whole != of_adapters
+
+
 def test_dropout_is_applied_to_the_input_of_the_adapter_in_training(build: Any) -> None:
     adapted = add_lora(build("bf16", dtype=torch.float32), r=4, lora_alpha=8, lora_dropout=0.5)
     layer = next(module for module in adapted.modules() if isinstance(module, LoraLinear))

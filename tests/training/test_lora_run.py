@@ -1,6 +1,7 @@
 """Runs with LoRA: exact resume, files, merging, and what is refused."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import plain
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.recompute import may_draw
+from te_models.planning.memory_plan import MemoryPlan
 from te_models.saving.pretrained import adapter_folder, read_shape
 from te_models.training.evaluation import evaluate
 from te_models.training.launch import choose_parallel
@@ -226,6 +228,35 @@ def test_a_run_that_was_killed_at_its_end_is_finished(
     assert {path.name for path in Path("run").iterdir()} > {"adapter", "merged", "loss.png"}
     assert main(["finetune", "--resume", "run"]) == 2
     assert "run has already reached step 3: give --steps of more than 3" in capsys.readouterr().err
+
+
+def test_plan_plans_a_run_with_adapters_as_it_is(
+    start: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def planned(*words: str) -> Any:
+        assert main(["plan", "--memory", "--device", "cpu", "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    # What is planned; the bytes take a second.
+    monkeypatch.setattr(MemoryPlan, "to_dict", lambda plan: asdict(plan.training))
+    more = "--gradient-accumulation 2 --optimizer adamw8bit --activation-checkpointing full"
+    recipe = "--recipe current --fp8-params"
+    assert main([*start, *more.split(), *recipe.split(), "--out", "run"]) == 0
+    saved = read_toml(Path("run/run.toml"))["training"]
+    size = ["--batch-size", str(saved["batch_size"]), "--seq-len", str(saved["seq_len"])]
+    capsys.readouterr()
+    written_out = ["--model", "base", "--lora", "4", *recipe.split(), *more.split(), *size]
+    for folder in ("run", "run/adapter", "run/best"):
+        assert planned("--model", folder) == planned(*written_out)
+    # The user's own come first.
+    other = ["--lora", "2", "--batch-size", "3", "--optimizer", "adamw"]
+    assert planned("--model", "run", *other) == planned(*written_out, *other)
+    # Adapters that peft saved name no run.
+    Path("run/adapter").rename("alone")
+    for file in Path("alone").iterdir():
+        if not file.name.startswith("adapter_"):
+            file.unlink()
+    assert planned("--model", "alone") == planned("--model", "base", "--lora", "4")
 
 
 def test_a_finished_run_can_be_merged(start: list[str], capsys: Any) -> None:
