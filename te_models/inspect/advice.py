@@ -23,7 +23,7 @@ from te_models.inspect.exactness import (
     no_single_scale,
     too_wide,
 )
-from te_models.inspect.findings import Finding, Rule, over, with_first_cause
+from te_models.inspect.findings import Finding, Rule, find_unexplained, with_first_cause
 from te_models.inspect.learning_rate import find_learning_rate
 from te_models.inspect.run_facts import Mask, RunFacts, read_facts
 from te_models.inspect.spike_rule import SPIKE
@@ -108,7 +108,7 @@ def _uncalibrated(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
             "with a scale that was never measured"
         )
 
-    yield from over(facts, rule, where, np.maximum(lost, saturated), say)
+    yield from find_unexplained(facts, rule, where, np.maximum(lost, saturated), say)
 
 
 def _jumped(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
@@ -136,7 +136,7 @@ def _jumped(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
             f"{facts.steps[step]}, and its values did not"
         )
 
-    yield from over(facts, rule, where, np.abs(room), say)
+    yield from find_unexplained(facts, rule, where, np.abs(room), say)
 
 
 def _gradient_saturates(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
@@ -189,7 +189,7 @@ def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Findi
     clipped = where | beyond
     wide = (clipped & no_single_scale(facts)).sum(0) > clipped.sum(0) / 2
     places = {tensor.name: place for place, tensor in enumerate(facts.tensors)}
-    for finding in over(facts, rule, where, share, say, origin=origin):
+    for finding in find_unexplained(facts, rule, where, share, say, origin=origin):
         if wide[places[finding.tensor]]:
             finding = replace(finding, change=FINER_SCALES)
         yield finding
@@ -239,7 +239,7 @@ def _clipped_between(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
             f"{facts.steps[step - 1]} represents, so the cast clipped it"
         )
 
-    yield from over(facts, rule, where, beyond, say)
+    yield from find_unexplained(facts, rule, where, beyond, say)
 
 
 def _stale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
@@ -258,7 +258,7 @@ def _stale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
         )
 
     where = (room > UNUSED_BITS) & (ages > 1) & (lost > LOST)
-    yield from over(facts, rule, where, lost, say, origin=_much(where, lost))
+    yield from find_unexplained(facts, rule, where, lost, say, origin=_much(where, lost))
 
 
 def _outlier(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
@@ -277,7 +277,7 @@ def _outlier(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     blocks = ~facts.one_scale()
     names = [tensor.name for tensor in facts.tensors]
     origin = _much(where, lost) | _grown(facts)
-    for finding in over(facts, rule, where, lost, say, origin=origin):
+    for finding in find_unexplained(facts, rule, where, lost, say, origin=origin):
         if blocks[:, names.index(finding.tensor)].any():
             yield replace(finding, change=OUTLIER_IN_BLOCKS)
         else:
@@ -337,7 +337,7 @@ def _dead(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     nearest = np.where(facts.operand("grad_output"), depth, -depth)
     # Above every depth.
     nearest[facts.operand("weight")] += 2 * count
-    yield from over(facts, rule, always, nearest[None], say)
+    yield from find_unexplained(facts, rule, always, nearest[None], say)
 
 
 def _worse(lost: Floats, saturated: Floats, step: int, tensor: int) -> str:
@@ -349,84 +349,84 @@ def _worse(lost: Floats, saturated: Floats, step: int, tensor: int) -> str:
 # In this order; a tensor that one rule explains is left out by those that follow.
 RULES: tuple[Rule, ...] = (
     Rule(
-        "nonfinite",
-        "a NaN or an infinity in a tensor",
-        "look at this linear's weights and data; --on-nan demote keeps its layer in BF16 and goes on, --on-nan skip "
-        "leaves out the data; if it comes back under --recipe bf16, FP8 is not the cause",
-        "nonfinite",
-        _nonfinite,
+        key="nonfinite",
+        symptom="a NaN or an infinity in a tensor",
+        change="look at this linear's weights and data; --on-nan demote keeps its layer in BF16 and goes on, --on-nan "
+        "skip leaves out the data; if it comes back under --recipe bf16, FP8 is not the cause",
+        shown_by="nonfinite",
+        look=_nonfinite,
     ),
     Rule(
-        "uncalibrated",
-        "values saturate or vanish under a scale that was never measured (`delayed`)",
-        "calibrate the first scales: leave out --no-calibrate, in a loop of your own call model.calibrate(batch) "
-        "before the first step; or take --recipe current",
-        "sqnr",
-        _uncalibrated,
+        key="uncalibrated",
+        symptom="values saturate or vanish under a scale that was never measured (`delayed`)",
+        change="calibrate the first scales: leave out --no-calibrate, in a loop of your own call "
+        "model.calibrate(batch) before the first step; or take --recipe current",
+        shown_by="sqnr",
+        look=_uncalibrated,
     ),
     Rule(
-        "wrong-scale",
-        "most scales jump between two steps, and the tensors do not, as after a resume with other FP8 state",
-        "resume from a checkpoint with its own fp8_state.safetensors, calibrate again, or take --recipe current, which "
-        "has no state",
-        "scale",
-        _jumped,
+        key="wrong-scale",
+        symptom="most scales jump between two steps, and the tensors do not, as after a resume with other FP8 state",
+        change="resume from a checkpoint with its own fp8_state.safetensors, calibrate again, or take --recipe "
+        "current, which has no state",
+        shown_by="scale",
+        look=_jumped,
     ),
     Rule(
-        "stale-scale",
-        "a scale from an old, larger amax leaves the values too small (`delayed`)",
-        "shorten --amax-history-len, take --amax-compute-algo most_recent, or --recipe current",
-        "scale_age",
-        _stale,
+        key="stale-scale",
+        symptom="a scale from an old, larger amax leaves the values too small (`delayed`)",
+        change="shorten --amax-history-len, take --amax-compute-algo most_recent, or --recipe current",
+        shown_by="scale_age",
+        look=_stale,
     ),
     Rule(
-        "gradient-overflow",
-        "gradients saturate",
-        "--recipe current takes the scale from the gradient itself; or --margin 1 for headroom, a lower "
+        key="gradient-overflow",
+        symptom="gradients saturate",
+        change="--recipe current takes the scale from the gradient itself; or --margin 1 for headroom, a lower "
         "--learning-rate, or a longer --warmup-steps",
-        "saturated",
-        _gradient_saturates,
+        shown_by="saturated",
+        look=_gradient_saturates,
     ),
     Rule(
-        "saturation",
-        "an input or a weight saturates",
-        "--recipe current takes the scale from the tensor itself; or --margin 1 for headroom, or --amax-compute-algo "
-        "most_recent, whose scales are one step old",
-        "saturated",
-        _saturates,
+        key="saturation",
+        symptom="an input or a weight saturates",
+        change="--recipe current takes the scale from the tensor itself; or --margin 1 for headroom, or "
+        "--amax-compute-algo most_recent, whose scales are one step old",
+        shown_by="saturated",
+        look=_saturates,
     ),
     Rule(
-        "clipped-between",
-        "a single step between two recorded ones had far larger values than its scale represents (`delayed`)",
-        "look at the data of that step; --record 1 shows such a step whole; --recipe current takes the scale from the "
-        "tensor itself and clips nothing",
-        "amax_between",
-        _clipped_between,
+        key="clipped-between",
+        symptom="a single step between two recorded ones had far larger values than its scale represents (`delayed`)",
+        change="look at the data of that step; --record 1 shows such a step whole; --recipe current takes the scale "
+        "from the tensor itself and clips nothing",
+        shown_by="amax_between",
+        look=_clipped_between,
     ),
     Rule(
-        "outlier",
-        "few values are far above all others and take the scale with them",
-        "scales per block keep an outlier to its block: --recipe blockwise on Hopper, mxfp8 on Blackwell; or keep this "
-        "linear in BF16 through the recipe's table precision",
-        "flushed",
-        _outlier,
+        key="outlier",
+        symptom="few values are far above all others and take the scale with them",
+        change="scales per block keep an outlier to its block: --recipe blockwise on Hopper, mxfp8 on Blackwell; or "
+        "keep this linear in BF16 through the recipe's table precision",
+        shown_by="flushed",
+        look=_outlier,
     ),
     Rule(
-        "dead",
-        "a tensor is zero in every recorded step of late",
-        "this is no matter of FP8: look at the weights between this linear and the loss (a matrix of zeros, a gate "
-        "that is closed, frozen parameters)",
-        "amax",
-        _dead,
+        key="dead",
+        symptom="a tensor is zero in every recorded step of late",
+        change="this is no matter of FP8: look at the weights between this linear and the loss (a matrix of zeros, a "
+        "gate that is closed, frozen parameters)",
+        shown_by="amax",
+        look=_dead,
     ),
     Rule(
-        "learning-rate",
-        "the loss rises again while the weights grow, or under steps that are large for them; or a NaN comes before it "
-        "could rise",
-        "lower --learning-rate, or warm up longer (--warmup-steps); try --recipe bf16 for a few steps to see that FP8 "
-        "is not the cause",
-        "amax",
-        find_learning_rate,
+        key="learning-rate",
+        symptom="the loss rises again while the weights grow, or under steps that are large for them; or a NaN comes "
+        "before it could rise",
+        change="lower --learning-rate, or warm up longer (--warmup-steps); try --recipe bf16 for a few steps to see "
+        "that FP8 is not the cause",
+        shown_by="amax",
+        look=find_learning_rate,
     ),
     LATE_SCALE,
     INEXACT,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from te_models.errors import plural
-from te_models.inspect.findings import Finding, Rule, over
+from te_models.inspect.findings import Finding, Rule, find_unexplained
 from te_models.inspect.run_facts import Mask, RunFacts
 from te_models.numerics.formats import FP8_MAX, TORCH_FP8, DType
 from te_models.recorder.record import Floats
@@ -140,7 +140,7 @@ def _late_scale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
             f"{math.floor(own[step, tensor])}; this one {old} and {misfit}"
         )
 
-    yield from over(facts, rule, where, below_usual(facts), say)
+    yield from find_unexplained(facts, rule, where, below_usual(facts), say)
 
 
 def _inexact(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
@@ -159,21 +159,22 @@ def _inexact(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
             f"step {facts.steps[step]}, where this format usually leaves {usual[step, tensor]:.0f}{reason}"
         )
 
-    yield from over(facts, rule, _often_below(facts), below_usual(facts), say)
+    yield from find_unexplained(facts, rule, _often_below(facts), below_usual(facts), say)
 
 
 LATE_SCALE = Rule(
-    "late-scale",
-    "a cast is less exact than its format usually is, under a scale of a step before, and the tensor's own scale would "
-    "hold it (`delayed`)",
-    "--recipe current takes the scale from the tensor itself, whose range the format holds: blocks are not needed",
-    "sqnr",
-    _late_scale,
+    key="late-scale",
+    symptom="a cast is less exact than its format usually is, under a scale of a step before, and the tensor's own "
+    "scale would hold it (`delayed`)",
+    change="--recipe current takes the scale from the tensor itself, whose range the format holds: blocks are not "
+    "needed",
+    shown_by="sqnr",
+    look=_late_scale,
 )
 INEXACT = Rule(
-    "inexact",
-    "a cast is less exact than its format usually is",
-    FINER_SCALES,
-    "sqnr",
-    _inexact,
+    key="inexact",
+    symptom="a cast is less exact than its format usually is",
+    change=FINER_SCALES,
+    shown_by="sqnr",
+    look=_inexact,
 )

@@ -65,7 +65,7 @@ class Rule:
         )
 
 
-def over(
+def find_unexplained(
     facts: RunFacts,
     rule: Rule,
     where: Mask,

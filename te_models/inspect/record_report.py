@@ -33,8 +33,9 @@ class Statistic:
 
     Attributes:
         key: its name in the data of the page.
-        label, unit: shown to people.
+        label: its name for people.
         values: a function from a record to the statistic, [steps, tensors].
+        unit: shown behind a value; "": none.
         kind: "share" of the elements, "count" of them, or "number".
         log: whether the colors follow the logarithm.
         worst: np.fmax or np.fmin, whichever gives the worse value where a cell holds several steps or experts.
@@ -42,37 +43,74 @@ class Statistic:
 
     key: str
     label: str
-    unit: str
     values: Callable[[Record], Floats]
+    unit: str = ""
     kind: str = "number"
     log: bool = False
     worst: Any = np.fmax
 
 
 STATISTICS = (
-    Statistic("saturated", "share saturated", "", lambda r: r.share("saturated"), "share", True),
-    Statistic("flushed", "share flushed to zero", "", lambda r: r.share("flushed"), "share", True),
-    Statistic("subnormal", "share subnormal", "", lambda r: r.share("subnormal"), "share", True),
-    Statistic("sqnr", "SQNR of the cast", "dB", lambda r: r.sqnr(), worst=np.fmin),
-    Statistic("amax", "amax", "", lambda r: r.field("amax"), log=True),
     Statistic(
-        "amax_between",
-        "largest amax since the step recorded before",
-        "",
-        lambda r: r.field("amax_between"),
+        key="saturated",
+        label="share saturated",
+        values=lambda record: record.share("saturated"),
+        kind="share",
         log=True,
     ),
-    Statistic("scale", "scale", "", lambda r: r.field("scale_min"), log=True, worst=np.fmin),
-    Statistic("scale_age", "age of the scale", "steps", lambda r: r.field("scale_age")),
     Statistic(
-        "nonfinite",
-        "NaN or infinite values",
-        "",
-        lambda r: r.field("nonfinite"),
+        key="flushed",
+        label="share flushed to zero",
+        values=lambda record: record.share("flushed"),
+        kind="share",
+        log=True,
+    ),
+    Statistic(
+        key="subnormal",
+        label="share subnormal",
+        values=lambda record: record.share("subnormal"),
+        kind="share",
+        log=True,
+    ),
+    Statistic(
+        key="sqnr",
+        label="SQNR of the cast",
+        values=lambda record: record.sqnr(),
+        unit="dB",
+        worst=np.fmin,
+    ),
+    Statistic(key="amax", label="amax", values=lambda record: record.field("amax"), log=True),
+    Statistic(
+        key="amax_between",
+        label="largest amax since the step recorded before",
+        values=lambda record: record.field("amax_between"),
+        log=True,
+    ),
+    Statistic(
+        key="scale",
+        label="scale",
+        values=lambda record: record.field("scale_min"),
+        log=True,
+        worst=np.fmin,
+    ),
+    Statistic(
+        key="scale_age",
+        label="age of the scale",
+        values=lambda record: record.field("scale_age"),
+        unit="steps",
+    ),
+    Statistic(
+        key="nonfinite",
+        label="NaN or infinite values",
+        values=lambda record: record.field("nonfinite"),
         kind="count",
         log=True,
     ),
-    Statistic("block_spread", "spread of log2(scale) over blocks", "", lambda r: r.block_spread()),
+    Statistic(
+        key="block_spread",
+        label="spread of log2(scale) over blocks",
+        values=lambda record: record.block_spread(),
+    ),
 )
 
 
@@ -230,8 +268,8 @@ class WorstTensors(Printable):
         """Return a table: statistic, tensor, its worst value and the step of it."""
         table = Table("statistic", "tensor", "worst", "step", box=None, pad_edge=False)
         for row in self.to_dict()["worst"]:
-            share = row["worst"]
-            shown = f"{share:.2%}" if row["unit"] == "" else f"{share:.1f} {row['unit']}"
+            value = row["worst"]
+            shown = f"{value:.1f} {row['unit']}" if row["unit"] else f"{value:.2%}"
             table.add_row(row["statistic"], row["tensor"], shown, str(row["step"]))
         return table
 
@@ -239,18 +277,19 @@ class WorstTensors(Printable):
         """Return plain JSON values."""
         record = self.facts.record
         rows = []
+        # Shares and SQNR: of the others a large value need not be bad.
         for statistic in STATISTICS[:4]:
             values = statistic.values(record)
-            lowest = statistic.worst is np.fmin
-            worst = statistic.worst.reduce(values, axis=0)
-            order = np.argsort(worst if lowest else -worst)
-            known = [int(i) for i in order if np.isfinite(worst[i])]
+            lowest_is_worst = statistic.worst is np.fmin
+            worst = statistic.worst.reduce(values, axis=0)  # [tensors]
+            order = np.argsort(worst if lowest_is_worst else -worst)
+            known = [int(tensor) for tensor in order if np.isfinite(worst[tensor])]
             for place in known[: self.count]:
                 # From here on no tensor shows anything.
-                if not lowest and worst[place] == 0:
+                if not lowest_is_worst and worst[place] == 0:
                     break
                 column = values[:, place]
-                step = int(np.nanargmin(column) if lowest else np.nanargmax(column))
+                step = int(np.nanargmin(column) if lowest_is_worst else np.nanargmax(column))
                 rows.append(
                     {
                         "statistic": statistic.label,

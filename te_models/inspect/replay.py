@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -86,9 +85,14 @@ def replay(
     changes = list(_changes(run_recipe, recipes, bf16, margins, histories))
     changed = [recipe for _, recipe in changes if isinstance(recipe, Recipe)]
     processes = 1 if one_process else processes_here(capture, device)
-    place: dict[str, Any] = {"device": device, "engine": engine}
-    # One list, so that the processes are started once for all of them.
-    results = run_steps(folder, capture, [*same, *changed], place, processes)
+    results = run_steps(
+        folder,
+        capture,
+        [*same, *changed],  # one list, so that the processes are started once for all of them
+        device=device,
+        engine=engine,
+        processes=processes,
+    )
     first, *again = _without_errors(results[: len(same)])
     tensors, uncompared = _compared(folder, capture, first.record)
     return Replay(
@@ -125,9 +129,14 @@ def try_recipes(run: str | Path, step: int, recipes: Mapping[str, Recipe]) -> li
         CheckpointError: the step was not captured.
     """
     capture = read_capture(Path(run), step)
-    place = {"device": "cpu", "engine": "emulated"}
-    processes = processes_here(capture, "cpu")
-    results = run_steps(Path(run), capture, list(recipes.values()), place, processes)
+    results = run_steps(
+        Path(run),
+        capture,
+        list(recipes.values()),
+        device="cpu",
+        engine="emulated",
+        processes=processes_here(capture, "cpu"),
+    )
     return _variants(list(recipes.items()), results)
 
 
@@ -177,10 +186,10 @@ def _variants(
 
     `results` are of the changes that are recipes, in their order; a change that is an error is its own outcome.
     """
-    left = iter(results)
+    remaining = iter(results)
     variants = []
     for name, change in changes:
-        result = next(left) if isinstance(change, Recipe) else change
+        result = next(remaining) if isinstance(change, Recipe) else change
         variants.append(_variant(name, result))
     return variants
 
@@ -191,23 +200,26 @@ def _variant(name: str, result: StepRun | TeModelsError) -> Variant:
         return Variant(name, reason=str(result))
     record = result.record
     bad = np.nan_to_num(record.field("nonfinite")[0]) > 0
-    tensors = [tensor.name for tensor, one in zip(record.tensors, bad, strict=True) if one]
-    exact = record.sqnr()[0]
+    bad_tensors = [
+        tensor.name for tensor, is_bad in zip(record.tensors, bad, strict=True) if is_bad
+    ]
+    sqnr = record.sqnr()[0]  # [tensors]
     # Without the tensors that were not cast, or exactly: their SQNR is NaN or infinite.
     layers: dict[int, float] = {}
-    for tensor, value in zip(record.tensors, exact, strict=True):
+    for tensor, value in zip(record.tensors, sqnr, strict=True):
         if tensor.layer is not None and math.isfinite(value):
             # A layer is as exact as its least exact cast.
             layers[tensor.layer] = min(layers.get(tensor.layer, math.inf), float(value))
-    measured = exact[np.isfinite(exact)]
+    finite_sqnr = sqnr[np.isfinite(sqnr)]
+    finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm) and not bad_tensors
     return Variant(
         name=name,
-        finite=math.isfinite(result.loss) and math.isfinite(result.grad_norm) and not tensors,
+        finite=finite,
         loss=result.loss,
         grad_norm=result.grad_norm,
-        bad_tensors=tuple(tensors),
+        bad_tensors=tuple(bad_tensors),
         layers=layers,
-        sqnr=float(measured.mean()) if len(measured) else math.nan,
+        sqnr=float(finite_sqnr.mean()) if len(finite_sqnr) else math.nan,
     )
 
 
@@ -268,20 +280,26 @@ def _bad_event(run: Path, step: int) -> Row | None:
 
 
 def numbers(record: Record, place: int) -> dict[RecordedTensor, TensorNumbers]:
-    """Return the statistics of every tensor that was quantized in a step of a record."""
-    columns = [
-        record.field("amax"),
-        record.field("scale_min"),
-        record.share("saturated"),
-        record.share("flushed"),
-        record.field("nonfinite"),
-        record.sqnr(),
-    ]
+    """Return the statistics of every tensor that was quantized in a step; `place` is its index in `record.steps`."""
+    # Each [tensors].
+    amax = record.field("amax")[place]
+    scale = record.field("scale_min")[place]
+    saturated = record.share("saturated")[place]
+    flushed = record.share("flushed")[place]
+    nonfinite = record.field("nonfinite")[place]
+    sqnr = record.sqnr()[place]
     statistics = {}
     for row, tensor in enumerate(record.tensors):
         if record.counted[place, row]:
-            values = [float(column[place, row]) for column in columns]
-            statistics[tensor] = TensorNumbers(*values, codes=int(record.codes[place, row]))
+            statistics[tensor] = TensorNumbers(
+                amax=float(amax[row]),
+                scale=float(scale[row]),
+                saturated=float(saturated[row]),
+                flushed=float(flushed[row]),
+                nonfinite=float(nonfinite[row]),
+                sqnr=float(sqnr[row]),
+                codes=int(record.codes[place, row]),
+            )
     return statistics
 
 

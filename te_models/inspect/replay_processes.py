@@ -25,7 +25,7 @@ import te_models
 from te_models.config.recipe import Recipe, recipe_from_dict
 from te_models.errors import LostPeer, TeModelsError
 from te_models.inspect.replay_report import StepRun
-from te_models.inspect.replay_step import run_config, run_step
+from te_models.inspect.replay_step import ALONE, run_config, run_step
 from te_models.recorder.layout import RecordedTensor
 from te_models.recorder.record import Record
 from te_models.training.captures import Capture, read_capture
@@ -48,30 +48,45 @@ def processes_here(capture: Capture, device: str) -> int:
 
 
 def run_steps(
-    run: Path, capture: Capture, recipes: Sequence[Recipe], place: dict[str, Any], processes: int
+    run: Path,
+    capture: Capture,
+    recipes: Sequence[Recipe],
+    *,
+    device: str,
+    engine: str,
+    processes: int,
 ) -> list[StepRun | TeModelsError]:
     """Run a captured step under each of several recipes; in place of a step that cannot run, return its error.
+
+    Args:
+        run: the folder of the run.
+        capture: the step.
+        recipes: under which it runs, one after the other.
+        device: where the model is.
+        engine: "emulated" or "native".
+        processes: how many share the step; more than one are started.
 
     Raises:
         TeModelsError: the processes cannot be started, or one of them failed.
     """
     if processes == 1:
-        return [_tried(capture, recipe, place) for recipe in recipes]
+        return [_tried(capture, recipe, device, engine) for recipe in recipes]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write_job(folder, run, capture.step, recipes, place)
+        write_job(folder, run, capture.step, recipes, device=device, engine=engine)
         start_processes(folder, processes)
         return [_read(folder, number, capture.step) for number in range(len(recipes))]
 
 
 def write_job(
-    folder: Path, run: Path, step: int, recipes: Sequence[Recipe], place: dict[str, Any]
+    folder: Path, run: Path, step: int, recipes: Sequence[Recipe], *, device: str, engine: str
 ) -> None:
     """Write what processes are to run: a captured step of a run under each of several recipes."""
     job = dict(
         run=str(run.resolve()),
         step=step,
-        place=place,
+        device=device,
+        engine=engine,
         recipes=[recipe.to_dict() for recipe in recipes],
     )
     (folder / JOB).write_text(json.dumps(job))
@@ -82,13 +97,14 @@ def run_share(folder: Path, shared: Parallel) -> None:
     job = json.loads((folder / JOB).read_text())
     capture = read_capture(Path(job["run"]), job["step"])
     for number, fields in enumerate(job["recipes"]):
-        result = _tried(capture, recipe_from_dict(fields), job["place"], shared)
+        recipe = recipe_from_dict(fields)
+        result = _tried(capture, recipe, job["device"], job["engine"], shared)
         if shared.ranks.first:
             _write(folder, number, result)
 
 
 def _tried(
-    capture: Capture, recipe: Recipe, place: dict[str, Any], *shared: Parallel
+    capture: Capture, recipe: Recipe, device: str, engine: str, shared: Parallel = ALONE
 ) -> StepRun | TeModelsError:
     """Return the run of a step, or the error that keeps it from running."""
     try:
@@ -96,7 +112,7 @@ def _tried(
             if recipe.to_dict() != capture.recipe.to_dict():
                 # It is tried to see what it does: its warnings are not about the run.
                 warnings.simplefilter("ignore")
-            return run_step(capture, recipe, place, *shared)
+            return run_step(capture, recipe, device=device, engine=engine, shared=shared)
     except TeModelsError as error:
         return error
     except ValueError as error:
@@ -114,7 +130,7 @@ def start_processes(folder: Path, processes: int) -> None:
     quiet: Any = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     with subprocess.Popen(command, env=environment, **quiet) as torchrun:
         try:
-            _, said = torchrun.communicate()
+            _, errors = torchrun.communicate()
         except BaseException:
             # torchrun ends its processes when it is asked to; killed, it would leave them behind.
             torchrun.terminate()
@@ -122,18 +138,18 @@ def start_processes(folder: Path, processes: int) -> None:
     if torchrun.returncode:
         raise TeModelsError(
             f"the {processes} processes that replay the step, as many as its run had, failed "
-            f"({_reason(folder, said)}): --one-process runs it in one, whose scales are then not the recorded ones"
+            f"({_reason(folder, errors)}): --one-process runs it in one, whose scales are then not the recorded ones"
         )
 
 
-def _reason(folder: Path, said: str) -> str:
-    """Return why processes failed: what the first one said that did not only lose another; else torchrun's last line.
+def _reason(folder: Path, errors: str) -> str:
+    """Return why processes failed: the error of one that did not only lose another, else torchrun's last line.
 
-    Of a process that is killed by a signal nothing else is known.
+    Of a process that is killed by a signal only torchrun knows; `errors` is what it printed.
     """
     reasons = [path.read_text() for path in sorted(folder.glob("failed-*"))]
     reasons.sort(key=lambda reason: reason.startswith(LostPeer.__name__))
-    return reasons[0] if reasons else said.strip().rpartition("\n")[2]
+    return reasons[0] if reasons else errors.strip().rpartition("\n")[2]
 
 
 def _write(folder: Path, number: int, result: StepRun | TeModelsError) -> None:
@@ -157,7 +173,8 @@ def _read(folder: Path, number: int, step: int) -> StepRun | TeModelsError:
     if "error" in document:
         return TeModelsError(document["error"])
     with np.load(folder / f"{number}.npz") as arrays:
-        values, codes = arrays["values"], arrays["codes"]
+        values = arrays["values"]
+        codes = arrays["codes"]
     tensors = [RecordedTensor.from_dict(fields) for fields in document["tensors"]]
     record = Record(tensors=tensors, steps=[step], values=values, codes=codes)
     return StepRun(loss=document["loss"], grad_norm=document["grad_norm"], record=record)
@@ -170,7 +187,7 @@ def main(folder: Path) -> None:
         capture = read_capture(Path(job["run"]), job["step"])
         config = dataclasses.replace(run_config(capture), collective_timeout=PATIENCE)
         adapters = (capture.state / "adapter_config.json").exists()
-        with parallel(config, job["place"]["device"], frozen=adapters) as shared:
+        with parallel(config, job["device"], frozen=adapters) as shared:
             run_share(folder, shared)
     except Exception as error:
         (folder / f"failed-{os.environ.get('RANK')}").write_text(f"{type(error).__name__}: {error}")

@@ -22,7 +22,9 @@ from te_models.recorder.record import Record
 # E4M3 keeps. Shares differ by up to 1 %, the SQNR by 1 dB. No bound holds for every tensor: a flipped last bit of BF16
 # changes one code of E4M3 in sixteen, by a whole step, so that after some four casts the roundings of two runs are
 # independent.
-BOUND, SHARE_BOUND, SQNR_BOUND = 1 / 16, 0.01, 1.0
+BOUND = 1 / 16  # relative, of amax and scale
+SHARE_BOUND = 0.01  # absolute, of the shares of saturated and flushed elements
+SQNR_BOUND = 1.0  # dB
 WORST = 12  # tensors that the table lists
 
 

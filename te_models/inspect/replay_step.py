@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,23 +38,33 @@ def run_config(capture: Capture) -> TrainConfig:
 
 
 def run_step(
-    capture: Capture, recipe: Recipe, place: dict[str, Any], shared: Parallel = ALONE
+    capture: Capture, recipe: Recipe, *, device: str, engine: str, shared: Parallel = ALONE
 ) -> StepRun:
     """Run a captured step under a recipe, on a model that is loaded anew, without an update.
 
     Args:
         capture: the step.
         recipe: under which it runs.
-        place: keywords of CausalLM: device and engine.
+        device: where the model is.
+        engine: "emulated" or "native".
         shared: this process's place among those that share the step, all of which call this; by default there is one.
     """
-    same = capture.recipe.to_dict() == recipe.to_dict()
+    own_recipe = capture.recipe.to_dict() == recipe.to_dict()
     alone = shared.ranks.world == 1
-    # Captures of earlier versions do not say it; then the state has all scales.
-    calibrate = bool(capture.about.get("calibrates", False)) if same else True
+    calibrate = True  # another recipe has no scales yet
+    if own_recipe:
+        # Captures of earlier versions do not say it; then the state has all scales.
+        calibrate = bool(capture.about.get("calibrates", False))
     config = _step_config(capture, alone, calibrate)
     # Anew for each run: a pass changes scales and histories.
-    model = _load_model(capture, recipe, same, place, build=None if alone else shared.build)
+    model = _load_model(
+        capture,
+        recipe,
+        own_recipe=own_recipe,
+        device=device,
+        engine=engine,
+        build=None if alone else shared.build,
+    )
     weigh_losses(model, config)
     shared.prepare(model)
     count = int(capture.about["micro_batches"])
@@ -108,25 +118,28 @@ def _step_config(capture: Capture, alone: bool, calibrate: bool) -> TrainConfig:
 def _load_model(
     capture: Capture,
     recipe: Recipe,
-    same: bool,
-    place: dict[str, Any],
+    *,
+    own_recipe: bool,
+    device: str,
+    engine: str,
     build: Callable[..., CausalLM] | None,
 ) -> CausalLM:
-    """Return the model as it was before the step; `same` says whether `recipe` is the run's own."""
+    """Return the model as it was before the step; `own_recipe` says whether `recipe` is the run's own."""
     saved = saved_choices(capture.state)
     fp8_params = bool(saved["fp8_params"])
     model = CausalLM.from_pretrained(
         capture.state,
         build=build,
-        recipe=saved["recipe"] if same else recipe,
-        fp8_params=fp8_params and same,
-        **place,
+        recipe=saved["recipe"] if own_recipe else recipe,
+        fp8_params=fp8_params and own_recipe,
+        device=device,
+        engine=cast(Any, engine),  # for type checkers CausalLM lists the names
     )
     # A schedule has changed it for this step, as here.
     if model.recipe.to_dict() != recipe.to_dict():
         model.set_recipe(recipe)
     # Under another recipe the saved scales would be the wrong ones, or for a format that it does not use.
-    if not same:
+    if not own_recipe:
         _remake_scales(model)
     _train_adapters(model, capture)
     return model

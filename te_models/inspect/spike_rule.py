@@ -25,10 +25,10 @@ def find_spikes(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
 
 
 SPIKE = Rule(
-    "spike",
-    "the guard met a loss or a gradient norm far above those before it (--spike-bound)",
-    "look at the data of that step, which --on-nan skip leaves out; if spikes go on, lower --learning-rate or warm up "
-    "longer (--warmup-steps); te-models replay --step N --what-if bf16 tells whether FP8 is the cause",
-    "amax",
-    find_spikes,
+    key="spike",
+    symptom="the guard met a loss or a gradient norm far above those before it (--spike-bound)",
+    change="look at the data of that step, which --on-nan skip leaves out; if spikes go on, lower --learning-rate or "
+    "warm up longer (--warmup-steps); te-models replay --step N --what-if bf16 tells whether FP8 is the cause",
+    shown_by="amax",
+    look=find_spikes,
 )

@@ -112,7 +112,7 @@ def captured(shared: Parallel, root: Path, name: str) -> list[str]:
     if shared.ranks.first:
         job.mkdir()
         recipes = [run.model.recipe, run.model.recipe, get_recipe("bf16")]
-        write_job(job, out, 3, recipes, {"device": "cpu", "engine": "emulated"})
+        write_job(job, out, 3, recipes, device="cpu", engine="emulated")
     shared.ranks.gather(None)
     run_share(job, run.parallel)
     return []
@@ -245,6 +245,6 @@ def test_a_run_of_torchrun_is_replayed_by_the_command(tmp_path: Path) -> None:
 
 
 def test_the_reason_why_processes_failed_is_told(tmp_path: Path) -> None:
-    write_job(tmp_path, tmp_path / "none", 3, [], {"device": "cpu"})
+    write_job(tmp_path, tmp_path / "none", 3, [], device="cpu", engine="emulated")
     with pytest.raises(TeModelsError, match="CheckpointError: .*none.* --one-process"):
         start_processes(tmp_path, 2)
