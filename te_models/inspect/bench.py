@@ -43,7 +43,15 @@ WAYS: dict[str, dict[str, object]] = {
 
 @dataclass(eq=False)
 class Measured:
-    """The measurements of one variant: milliseconds per forward and backward, and peak GiB (None on a CPU)."""
+    """The measurements of one variant.
+
+    Attributes:
+        name: its name in the table.
+        flops: floating-point operations of a forward and backward.
+        loss: of the last pass before the timed ones, in nats per token.
+        peak_gib: its peak memory in GiB; None on a CPU.
+        ms: milliseconds of each timed forward and backward.
+    """
 
     name: str
     flops: float
@@ -53,22 +61,23 @@ class Measured:
 
     def row(self, tokens: int, floor: Roofline | None, reference: Measured) -> Fields:
         """Return the row of the table and of the JSON; a `speed` above 1 is faster than `reference` at equal FLOPs."""
-        middle = statistics.median(self.ms)
-        low, _, high = (
-            statistics.quantiles(self.ms, n=4) if len(self.ms) > 1 else (middle, middle, middle)
-        )
+        median = statistics.median(self.ms)
+        quartiles = [median, median]
+        if len(self.ms) > 1:
+            low, _, high = statistics.quantiles(self.ms, n=4)
+            quartiles = [low, high]
         row = dict(
             name=self.name,
-            ms=middle,
-            ms_quartiles=[low, high],
-            tokens_per_second=1e3 * tokens / middle,
-            model_tflops=self.flops / middle / 1e9,
+            ms=median,
+            ms_quartiles=quartiles,
+            tokens_per_second=1e3 * tokens / median,
+            model_tflops=self.flops / median / 1e9,
             peak_gib=self.peak_gib,
             loss=self.loss,
-            speed=statistics.median(reference.ms) / middle * self.flops / reference.flops,
+            speed=statistics.median(reference.ms) / median * self.flops / reference.flops,
         )
         if floor is not None:
-            row["of_roofline"] = floor.total / middle * self.flops / reference.flops
+            row["of_roofline"] = floor.total / median * self.flops / reference.flops
         return row
 
 
@@ -236,10 +245,11 @@ def _floor(
     options: Fields,
 ) -> Roofline | None:
     """Return the roofline of the first FP8 recipe; None on a CPU or if every recipe is BF16."""
-    quantized = [(name, ways) for name, ways in map(parse, recipes) if name != "bf16"]
+    quantized = [(recipe, ways) for recipe, ways in map(parse, recipes) if recipe != "bf16"]
     if device.type != "cuda" or not quantized:
         return None
     recipe, ways = quantized[0]
+    # Which layers stay in BF16; other options do not change the precision of a te.Linear.
     fields = {name: value for name, value in {**options, **ways}.items() if name in EDGES}
     # Without memory: only the precision of each te.Linear is asked for.
     on_meta = CausalLM(config, recipe=recipe, device="meta", engine="emulated", **fields)
@@ -247,6 +257,7 @@ def _floor(
 
 
 def _wall(step: StepFunction) -> float:
+    """Return the milliseconds of one call, by the host's clock."""
     # A CPU computes while it is called: the host's clock is the right one.
     start = time.perf_counter()
     step().item()

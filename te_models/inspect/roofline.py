@@ -82,37 +82,40 @@ def roofline(
     or taken at the rate of the head's GEMM where there is none.
     """
     tokens = batch * seq
-    shape = dict(batch=batch, seq=seq, device=device)
     # Most layers have the same GEMMs: each size is measured once.
     measure_gemm = functools.cache(functools.partial(_gemm, device=device))
-    measure_attention = functools.cache(functools.partial(_attention, **shape))
-    measure_recurrence = functools.cache(functools.partial(_recurrence, **shape))
-    # In BF16, as most recipes run it. Three products: forward and both gradients.
-    head = 3 * _gemm(tokens, config.hidden_size, config.vocab_size, False, device)
-    ms_per_flop = head / (6.0 * tokens * config.hidden_size * config.vocab_size)
-    gemm = head
+    measure_attention = functools.cache(
+        functools.partial(_attention, batch=batch, seq=seq, device=device)
+    )
+    measure_recurrence = functools.cache(
+        functools.partial(_recurrence, batch=batch, seq=seq, device=device)
+    )
+    # The head is in BF16, as most recipes run it. Three products: forward and both gradients.
+    head_flops = 2.0 * tokens * config.hidden_size * config.vocab_size  # of one of them
+    head_ms = 3 * _gemm(tokens, config.hidden_size, config.vocab_size, False, device)
+    ms_per_flop = head_ms / (3 * head_flops)
+    gemm = head_ms
     attention = 0.0
     recurrence = 0.0
-    other = 0.0
-    moved = 0
+    moved = 0  # bytes
     operations = forward_flops(config, seq)
-    counted = operations.layers
     # Outside layers there may be more than the head, such as the inputs of all layers.
-    other += (
-        3
-        * (batch * operations.rest - 2.0 * tokens * config.hidden_size * config.vocab_size)
-        * ms_per_flop
-    )
+    other = 3 * (batch * operations.rest - head_flops) * ms_per_flop
     for depth, layer in enumerate(config.layers):
-        for rows, i, o, fp8 in products(layer, depth, tokens, precision):
+        for product in products(layer, depth, tokens, precision):
+            rows = product.rows
+            inputs = product.inputs
+            outputs = product.outputs
             # fprop, dgrad and wgrad: the same product with its dimensions exchanged.
-            for dimensions in ((rows, i, o), (rows, o, i), (o, rows, i)):
-                gemm += measure_gemm(*dimensions, fp8)
+            gemm += measure_gemm(rows, inputs, outputs, product.fp8)
+            gemm += measure_gemm(rows, outputs, inputs, product.fp8)
+            gemm += measure_gemm(outputs, rows, inputs, product.fp8)
             # BF16 input and output of each GEMM: once in the forward, and twice in the backward with their gradients.
-            moved += 2 * 3 * rows * (i + o)
-        # The operations that the layer has beside its te.Linears.
-        rest = batch * counted[depth] - sum(part.linear_flops(tokens) for part in layer.parts)
-        has_others = not layer.mixers
+            moved += 2 * 3 * rows * (inputs + outputs)
+        # The operations that the layer has beside its te.Linears, of which attention and recurrences are measured.
+        linear_flops = sum(part.linear_flops(tokens) for part in layer.parts)
+        rest = batch * operations.layers[depth] - linear_flops
+        all_measured = bool(layer.mixers)
         for mixer in layer.mixers:
             if isinstance(mixer, SoftmaxAttentionSpec):
                 attention += measure_attention(mixer.heads) * seen_share(mixer.seen, seq)
@@ -120,21 +123,29 @@ def roofline(
             elif isinstance(mixer, DeltaNetSpec) and len(layer.mixers) == 1:
                 recurrence += measure_recurrence(mixer.sizes)
             else:
-                has_others = True
-        if has_others:
+                all_measured = False
+        if not all_measured:
             other += 3 * rest * ms_per_flop
-    return Roofline(gemm, attention, moved / _copy_rate(device), recurrence, other)
+    return Roofline(
+        gemm=gemm,
+        attention=attention,
+        memory=moved / _copy_rate(device),
+        recurrence=recurrence,
+        other=other,
+    )
 
 
 def seen_share(keys: SeenKeys, seq: int) -> float:
     """Return the share of the pairs of causal attention over `seq` tokens that lie inside a window or a chunk."""
     window, chunk = keys
-    inside = pairs = seq * (seq + 1) / 2
+    pairs = seq * (seq + 1) / 2
+    inside = pairs
     if window is not None and window < seq:
+        # The first `window` queries see all tokens before them, the others `window` each.
         inside = window * (window + 1) / 2 + (seq - window) * window
     if chunk is not None and chunk < seq:
-        whole, rest = divmod(seq, chunk)
-        inside = whole * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2
+        whole_chunks, rest = divmod(seq, chunk)
+        inside = whole_chunks * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2
     return inside / pairs
 
 
@@ -147,6 +158,7 @@ def _copy_rate(device: torch.device) -> float:
 
 
 def _gemm(m: int, k: int, n: int, fp8: bool, device: torch.device) -> float:
+    """Measure the milliseconds of a product [m, k] x [k, n], in FP8 with one scale per operand, or in BF16."""
     a = torch.randn(m, k, device=device, dtype=torch.bfloat16)
     b = torch.randn(n, k, device=device, dtype=torch.bfloat16)
     if not fp8:
@@ -163,6 +175,7 @@ def _gemm(m: int, k: int, n: int, fp8: bool, device: torch.device) -> float:
 
 
 def _attention(heads: Heads, batch: int, seq: int, device: torch.device) -> float:
+    """Measure the milliseconds of forward and backward of causal attention."""
     leaves = []
     for count in (heads.query, heads.key, heads.key):
         rows = torch.randn(batch, seq, count, heads.dim, device=device, dtype=torch.bfloat16)
@@ -183,6 +196,7 @@ def _flash_4(dy: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _recurrence(sizes: DeltaNetConfig, batch: int, seq: int, device: torch.device) -> float:
+    """Measure the milliseconds of forward and backward of a gated delta rule."""
     keys = (sizes.num_key_heads, sizes.key_head_dim)
     values = (sizes.num_value_heads, sizes.value_head_dim)
     q = _leaf(batch, seq, *keys, device=device)
@@ -202,6 +216,7 @@ def _leaf(*shape: int, device: torch.device) -> Tensor:
 
 
 def _milliseconds(run: Callable[[], object]) -> float:
+    """Return the median milliseconds of ten calls, after three to warm up."""
     # The first calls load kernels and choose algorithms.
     for _ in range(3):
         run()

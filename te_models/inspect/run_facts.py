@@ -89,16 +89,16 @@ class RunFacts:
         if not self.recipe.quantized:  # of a run without run.toml
             return np.asarray(self.record.field("blocks") == 1)
         # A run with a schedule has several recipes: the metrics have the one of each step.
-        names = {int(row["step"]): str(row.get("recipe")) for row in self.rows}
-        tensorwise = _with_one_scale(self.recipe, self.tensors)
-        changed: dict[str, list[bool]] = {self.recipe.name: tensorwise}
+        recipe_of_step = {int(row["step"]): str(row.get("recipe")) for row in self.rows}
+        by_first_recipe = _with_one_scale(self.recipe, self.tensors)
+        by_recipe: dict[str, list[bool]] = {self.recipe.name: by_first_recipe}
         mask = np.zeros(self.record.values.shape[:2], bool)
         for place, step in enumerate(self.record.steps):
-            name = names.get(step, self.recipe.name)
-            # Of a recipe schedule; the list reads files, so that it comes second.
-            if name not in changed and name in list_recipes():
-                changed[name] = _with_one_scale(self.recipe.followed_by(name), self.tensors)
-            mask[place] = changed.get(name, tensorwise)
+            name = recipe_of_step.get(step, self.recipe.name)
+            # A recipe of the schedule. list_recipes reads files, so it is asked last.
+            if name not in by_recipe and name in list_recipes():
+                by_recipe[name] = _with_one_scale(self.recipe.followed_by(name), self.tensors)
+            mask[place] = by_recipe.get(name, by_first_recipe)
         return mask
 
     def rms(self) -> Floats:
@@ -139,15 +139,15 @@ class RunFacts:
 
 def _with_one_scale(recipe: Recipe, tensors: Sequence[RecordedTensor]) -> list[bool]:
     """Return which tensors a recipe quantizes with one scale each, by its own scheme and its table of patterns."""
-    tensorwise = []
+    with_one_scale = []
     for tensor in tensors:
-        called: Recipe | None = recipe
+        own_recipe: Recipe | None = recipe
         for pattern, name in recipe.precision.items():
             # No break: of several patterns the last one counts.
             if fnmatchcase(tensor.linear, pattern):
-                called = recipe.called(name)
-        tensorwise.append(called is not None and called.scheme in PER_TENSOR)
-    return tensorwise
+                own_recipe = recipe.called(name)
+        with_one_scale.append(own_recipe is not None and own_recipe.scheme in PER_TENSOR)
+    return with_one_scale
 
 
 def read_facts(run: str | Path) -> RunFacts:

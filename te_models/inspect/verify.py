@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -193,14 +194,9 @@ class Verification(Printable):
         return {**about, "gemms": rows, "ok": not self.failures, "verdict": self.verdict()}
 
     def __rich__(self) -> Group:
-        has_times = any(gemm.milliseconds for gemm in self.gemms)
-        names = [
-            "rows",
-            "in -> out",
-            "quantized",
-            *GEMMS,
-            *(["BF16 ms", "FP8 ms"] if has_times else []),
-        ]
+        names = ["rows", "in -> out", "quantized", *GEMMS]
+        if any(gemm.milliseconds for gemm in self.gemms):
+            names += ["BF16 ms", "FP8 ms"]
         columns = (Column(name, justify="right") for name in names)
         table = Table("module", *columns, box=None, pad_edge=False)
         for gemm in self.gemms:
@@ -228,11 +224,9 @@ class Verification(Printable):
         """Return a line per set of quantizers, with the modules that have it where there are several."""
         modules: dict[str, list[str]] = {}
         for gemm in self.gemms:
-            names = ", ".join(
-                name.removesuffix("Quantizer") for name in dict.fromkeys(gemm.quantizers)
-            )
-            modules.setdefault(names, []).append(gemm.module)
-        modules.pop("", None)
+            kinds = [name.removesuffix("Quantizer") for name in dict.fromkeys(gemm.quantizers)]
+            modules.setdefault(", ".join(kinds), []).append(gemm.module)
+        modules.pop("", None)  # the linears in BF16
         lines = []
         for names, linears in modules.items():
             where = f" in {', '.join(linears)}" if len(modules) > 1 else ""
@@ -256,16 +250,20 @@ def verify(
     """
     check_least(1, batch_size=batch_size, seq_len=seq_len)
     model = cast(CausalLM, decoder_of(model))
-    counts: dict[str, list[int]] = {}
-    for label, high in _labels(plan or model.plan()):
-        counts.setdefault(label, [0, 0])[high] += 1
+    in_fp8: Counter[str] = Counter()
+    in_bf16: Counter[str] = Counter()
+    for label, unquantized in _labels(plan or model.plan()):
+        if unquantized:
+            in_bf16[label] += 1
+        else:
+            in_fp8[label] += 1
+    gemms = []
     with frozen_fp8_state(model):
-        met = _met_in_training(model, batch_size, seq_len)
-        gemms = tuple(
-            _verified(model, name, linear=linear, inputs=x, dy=dy, counts=counts[name])
-            for name, (linear, x, dy) in met.items()
-        )
-    return Verification(model.recipe, model.engine, model.device.type, gemms)
+        for label, call in _calls_in_training(model, batch_size, seq_len).items():
+            gemms.append(
+                _verified(model, label, call, in_fp8=in_fp8[label], in_bf16=in_bf16[label])
+            )
+    return Verification(model.recipe, model.engine, model.device.type, tuple(gemms))
 
 
 def sample_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
@@ -285,29 +283,50 @@ def sample_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
     return config.with_layers([*range(inside.start), *first.values(), *range(inside.stop, count)])
 
 
-def _met_in_training(
-    model: CausalLM, batch_size: int, seq_len: int
-) -> dict[str, tuple[nn.Module, tuple[object, ...], Tensor]]:
-    """Return module -> (linear, arguments, of which the first is the input [N, I], output gradient [N, O]) of one pass.
+class LinearCall(NamedTuple):
+    """A call of a linear in a training pass.
 
-    Of several linears with one name, take the first in each recipe, or one in BF16 if there is no other. A router whose
-    weight is used in FP32 is none.
+    Attributes:
+        linear: the te.Linear or te.GroupedLinear.
+        inputs: its arguments, of which the first is the input [N, I].
+        dy: the gradient of its output [N, O].
     """
-    met: dict[str, tuple[bool, nn.Module]] = {}
+
+    linear: nn.Module
+    inputs: tuple[Any, ...]
+    dy: Tensor
+
+
+def _calls_in_training(model: CausalLM, batch_size: int, seq_len: int) -> dict[str, LinearCall]:
+    """Return label -> call, of one linear of each label (`_labels`) in a training pass on random tokens.
+
+    Of several linears with one label, take the first in the recipe, or one in BF16 if there is no other. A router whose
+    weight is used in FP32 is not called, and left out.
+    """
+    chosen: dict[str, nn.Module] = {}
+    chosen_in_bf16: set[str] = set()
     linears = [module for module in model.modules() if isinstance(module, model.te.LINEARS)]
-    for (label, high), linear in zip(_labels(model.plan()), linears, strict=True):
+    for (label, unquantized), linear in zip(_labels(model.plan()), linears, strict=True):
         # One in the recipe says more than one in BF16.
-        if label not in met or met[label][0] > high:
-            met[label] = high, linear
-    calls: dict[nn.Module, list[Any]] = {}
+        if label not in chosen or (label in chosen_in_bf16 and not unquantized):
+            chosen[label] = linear
+            if unquantized:
+                chosen_in_bf16.add(label)
+            else:
+                chosen_in_bf16.discard(label)
+    inputs_of: dict[nn.Module, tuple[Any, ...]] = {}
+    gradients: dict[nn.Module, Tensor] = {}
 
     def keep(linear: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        calls[linear] = [(inputs[0].detach(), *inputs[1:])]
-        output.register_hook(lambda gradient: calls[linear].append(gradient.detach().clone()))
+        def keep_gradient(gradient: Tensor) -> None:
+            gradients[linear] = gradient.detach().clone()
+
+        inputs_of[linear] = (inputs[0].detach(), *inputs[1:])
+        output.register_hook(keep_gradient)
 
     ids = torch.randint(0, model.config.vocab_size, (batch_size, seq_len), device=model.device)
     with contextlib.ExitStack() as stack:
-        for _, linear in met.values():
+        for linear in chosen.values():
             stack.enter_context(linear.register_forward_hook(keep))
         stack.callback(model.train, model.training)
         stack.callback(setattr, model, "activation_checkpointing", model.activation_checkpointing)
@@ -317,37 +336,41 @@ def _met_in_training(
         loss = model.train()(ids, labels=ids).loss
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         torch.autograd.grad(loss, trained, allow_unused=True)
-    ran = {}
-    for label, (_, linear) in met.items():
-        if linear in calls:
-            inputs, gradient = calls[linear]
-            ran[label] = (linear, inputs, gradient)
-    return ran
+    calls = {}
+    for label, linear in chosen.items():
+        if linear in inputs_of:
+            calls[label] = LinearCall(linear, inputs=inputs_of[linear], dy=gradients[linear])
+    return calls
 
 
 def _labels(plan: PrecisionPlan) -> Iterator[tuple[str, bool]]:
-    """Yield the name under which each linear is listed, and whether it is in BF16 (or FP32 or FP16).
+    """Yield the label under which each linear is listed, and whether it is unquantized: in BF16, FP32 or FP16.
 
-    That is the module, with the precision where a module of this name has another in an earlier layer.
+    A label is the name of the module; with the precision, where a module of this name has another one in an earlier
+    layer.
     """
-    first: dict[str, str] = {}
+    first_precision: dict[str, str] = {}
     for row in plan:
-        high = row.precision in UNQUANTIZED
-        same = high or first.setdefault(row.module, row.precision) == row.precision
-        yield row.module if same else f"{row.module} ({row.precision})", high
+        unquantized = row.precision in UNQUANTIZED
+        label = row.module
+        if not unquantized:
+            first = first_precision.setdefault(row.module, row.precision)
+            if first != row.precision:
+                label = f"{row.module} ({row.precision})"
+        yield label, unquantized
 
 
 @torch.enable_grad()
-def _verified(
-    model: CausalLM, name: str, linear: Any, inputs: tuple[Any, ...], dy: Tensor, counts: list[int]
-) -> Verified:
-    """Verify one linear on its recorded arguments and output gradient."""
+def _verified(model: CausalLM, label: str, call: LinearCall, in_fp8: int, in_bf16: int) -> Verified:
+    """Verify one linear on its recorded call; `in_fp8` and `in_bf16` count the linears of its label."""
     te = model.te
+    linear: Any = call.linear
+    inputs = call.inputs
+    dy = call.dy
     # The trials change scales and gradients: the model keeps its own.
     copy = _copy(model, linear)
-    module_name = next(
-        module_name for module_name, module in model.named_modules() if module is linear
-    )
+    names = {module: name for name, module in model.named_modules()}
+    module_name = names[linear]
     recipe = model.precision.te_recipe_of(module_name)
     used = model.precision.recipe_of(module_name) or model.recipe
     try:
@@ -371,12 +394,12 @@ def _verified(
         # The engine keeps every module that has run under an autocast, to update its scales.
         te.reset_fp8_state(copy)
     return Verified(
-        module=name,
+        module=label,
         inputs=linear.in_features,
         outputs=linear.out_features,
         rows=len(dy),
-        in_fp8=counts[0],
-        in_bf16=counts[1],
+        in_fp8=in_fp8,
+        in_bf16=in_bf16,
         quantizers=trial.quantizers,
         saved_fp8=trial.saved_fp8,
         differs=differs,

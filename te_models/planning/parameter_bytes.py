@@ -17,9 +17,8 @@ from te_models.optim import OPTIMIZERS, Choice, resolve_options, state_bytes
 from te_models.optim.projected import is_projected, sum_elements
 from te_models.planning.measured import HeldTensor
 
-Options = Mapping[
-    str, Any
-]  # of an optimizer, as from te_models.optim.resolve_options; those left out: defaults
+# The options of an optimizer, as from te_models.optim.resolve_options; those left out have their defaults.
+Options = Mapping[str, Any]
 DEFAULTS: Options = MappingProxyType({})
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 

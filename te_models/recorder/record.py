@@ -22,9 +22,8 @@ LAYOUT = "layout.json"
 STEPS = "steps.bin"
 VERSION = 2
 FIRST_VERSION = 1  # it has another hash of codes
-UNKNOWN = (
-    -1.0
-)  # in a file: a count that could not be made, since the values before the cast were not in memory
+# In a file: a count that could not be made, since the values before the cast were not in memory.
+UNKNOWN = -1.0
 MOST_TENSORS = 2**22  # a layout with more is taken for damaged
 
 Floats = NDArray[np.float64]
@@ -148,7 +147,7 @@ class Record:
         return np.sqrt(np.maximum(variance, 0.0))
 
     def at(self, step: int) -> int:
-        """Return the index of a step in `steps`.
+        """Return the index of a step in `steps`, and in the first dimension of `values` and `codes`.
 
         Raises:
             DataError: it was not recorded.

@@ -171,7 +171,7 @@ class Table:
         counts = self.counts(row)
         e5m2 = cast.format == E5M2
         one_scale = cast.inverse.numel() == 1
-        # Two kernels read four values at a time, where the memory allows that.
+        # Two kernels read four values at a time, where the memory allows that; the third one reads any.
         in_words = kernels("words").are_words(source, cast.codes)
         if in_words and one_scale:
             kernels("words").count_words(source, cast.codes, cast.inverse, cast.scale, e5m2, counts)
@@ -204,6 +204,7 @@ class Table:
         """Count a cast, in plain PyTorch."""
         counts, codes = count_cast(source, cast)
         before = self.parts[row, 0]
+        # Each field is a sum, the largest or the smallest of its casts.
         extremes = torch.where(
             self._largest, torch.maximum(before, counts), torch.minimum(before, counts)
         )
@@ -226,7 +227,7 @@ class Observer:
         self.operand = operand
 
     @property
-    def open(self) -> bool:
+    def counts_next(self) -> bool:
         """True if the next cast is counted: once per micro-batch, and for a weight once per step."""
         table = self.table
         if not table.recording:
@@ -238,21 +239,22 @@ class Observer:
         if self.operand == "weight" and not table.first_micro_batch:
             return False
         # A forward cast inside backward belongs to a recompute, and was counted in the first pass.
-        return torch._C._current_graph_task_id() == -1
+        in_backward = torch._C._current_graph_task_id() != -1
+        return not in_backward
 
     @property
     def counts(self) -> Any:
         """Where a kernel that casts adds its counts; None if the next cast is not counted, or there are no kernels."""
-        return self.table.counts(self.row) if self.table.kernels and self.open else None
+        return self.table.counts(self.row) if self.table.kernels and self.counts_next else None
 
     @property
     def wants_values(self) -> bool:
         """True if the next cast is counted, and its input may be computed once more where it is not in memory."""
-        return self.open and not self.table.every_step
+        return self.counts_next and not self.table.every_step
 
     def __call__(self, source: Tensor | None, storage: Any, scale: Tensor | None = None) -> None:
         """Count a cast; arguments as in Table.add."""
-        if self.open:
+        if self.counts_next:
             self.table.add(self.row, source, storage, scale)
 
     def __deepcopy__(self, memo: object) -> None:
@@ -277,7 +279,7 @@ class ExpertObserver:
     def counts(self) -> Any:
         """Where a kernel adds the counts of the next cast; None if it is not counted, or there are no kernels."""
         first = self.observers[0]
-        if not (first.table.kernels and first.open):
+        if not (first.table.kernels and first.counts_next):
             return None
         return first.table.expert_counts([observer.row for observer in self.observers])
 

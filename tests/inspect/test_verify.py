@@ -19,7 +19,7 @@ from te_models.fp8.scaling_state import fp8_state
 from te_models.inspect.verify import (
     Verification,
     Verified,
-    _met_in_training,
+    _calls_in_training,
     sample_config,
     sqnr_db,
     verify,
@@ -76,10 +76,11 @@ def test_the_report_lists_the_precision_that_ran(recipe: str) -> None:
 
 def test_verify_samples_an_fp8_layer() -> None:
     model = small()
-    met = _met_in_training(model, 2, 32)
-    assert met["mlp.down_proj"][0] is model.layers[1].mlp.down_proj  # 0 and 2 are in BF16
-    assert met["lm_head"][0] is model.lm_head
-    _, (x,), dy = met["mlp.down_proj"]
+    calls = _calls_in_training(model, 2, 32)
+    # 0 and 2 are in BF16
+    assert calls["mlp.down_proj"].linear is model.layers[1].mlp.down_proj
+    assert calls["lm_head"].linear is model.lm_head
+    _, (x,), dy = calls["mlp.down_proj"]
     assert (x.shape[1], dy.shape[1]) == (96, 64)
 
 
