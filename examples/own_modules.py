@@ -28,7 +28,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument(
-        "--recipe", default="delayed", help="delayed, current, blockwise, mxfp8 or nvfp4"
+        "--recipe", default="delayed", help="bf16, delayed, current, blockwise, mxfp8 or nvfp4"
     )
     options.add_argument("--steps", type=int, default=5)
     arguments = options.parse_args()
@@ -41,7 +41,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-3)
     for step in range(1, arguments.steps + 1):
         y = x = torch.randn(128, 64, device=device, dtype=torch.bfloat16)
-        with te.autocast(enabled=True, recipe=recipe):
+        # Of bf16 the recipe is None, for which Transformer Engine would take one of its own.
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
             for block in blocks:
                 y = te_models.checkpoint(
                     block, y

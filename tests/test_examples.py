@@ -348,6 +348,15 @@ def test_own_modules(run: Any, recipe: str) -> None:
     )
 
 
+def test_own_modules_in_bf16(run: Any) -> None:
+    """Transformer Engine's own default, which an enabled autocast takes for None, is MXFP8 on the emulated engine."""
+    shown = {}
+    for recipe in ("bf16", "mxfp8"):
+        torch.manual_seed(0)
+        shown[recipe] = run("own_modules.py", "--recipe", recipe, "--steps", 3)
+    assert shown["bf16"] != shown["mxfp8"]
+
+
 def test_every_example_is_tested_and_short() -> None:
     assert {f"test_{name.removesuffix('.py')}" for name in EXAMPLES} <= set(globals())
     for name in EXAMPLES:
