@@ -16,6 +16,8 @@ from te_models import (
     TEModelsForCausalLM,
     TrainConfig,
     Trainer,
+    get_engine,
+    get_recipe,
     load_tokenizer,
     open_data,
     parity,
@@ -195,3 +197,10 @@ def test_save_lora_of_a_model_without_adapters() -> None:
         UsageError, match="a CausalLM has no adapters that save_lora knows: give what"
     ):
         lora.save_lora(build(), "x")
+
+
+def test_an_autocast_wants_the_recipe_of_its_engine() -> None:
+    te, _, _ = get_engine()
+    autocast = te.autocast(enabled=True, recipe=get_recipe("current"))
+    with pytest.raises(UsageError, match=r"give recipe\.build\(te\)"):
+        autocast.__enter__()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from te_models.config.settings import Setting
 from te_models.config.toml import read_toml
@@ -309,6 +309,12 @@ class Recipe:
             for operand in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
                 setattr(built, operand, te.recipe.QParams(power_2_scale=power_of_two))
         return built
+
+    def delayed(self) -> NoReturn:
+        """Refuse to be an engine's recipe: this is what te.autocast asks its recipe first."""
+        raise UsageError(
+            "te.autocast takes a recipe of its engine: give recipe.build(te), and enabled=False where that is None"
+        )
 
 
 class EngineRecipe(Protocol):
