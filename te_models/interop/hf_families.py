@@ -494,6 +494,6 @@ def _expressing(
             others.append((family, family.lacks(config)))
     nearest, lacks = min(others, key=lambda other: len(other[1]))
     return (
-        f"no architecture of Hugging Face has all of this model: save it with format='te'; the nearest, "
-        f"{nearest.model_type!r}, lacks {', '.join(lacks)}"
+        "no architecture of Hugging Face has all of this model: save it in te-models' own format (save_pretrained, or "
+        f"`te-models convert --format te`); the nearest, {nearest.model_type!r}, lacks {', '.join(lacks)}"
     )

@@ -365,8 +365,10 @@ def test_a_folder_keeps_every_bit(kind: Kind, tmp_path: Path) -> None:
     else:
         with pytest.raises(
             UsageError, match="no architecture of Hugging Face has all of this model"
-        ):
+        ) as refused:
             model.save_pretrained(tmp_path / "hf", format="hf")
+        # Also of an export, which has no format "te".
+        assert "save_pretrained, or `te-models convert --format te`" in str(refused.value)
         assert not (tmp_path / "hf").exists()
 
 
