@@ -11,7 +11,7 @@ from te_models.config.recipe import unknown_option
 from te_models.config.shipped import file_is_no_model, list_shipped, shipped_folder
 from te_models.errors import UsageError, needs
 from te_models.files.atomic import first_line, readable
-from te_models.files.formats import Document, Fields
+from te_models.files.formats import Document, Fields, list_some
 from te_models.interop.model_card import CARD, user_card
 from te_models.interop.origin import DTYPES
 from te_models.model.options import HubOptions, LoadOptions
@@ -102,6 +102,9 @@ def local_folder(name: str | Path, **hub: Any) -> Path:
             f"{name}: no such folder, and no model that ships with te-models ({', '.join(list_shipped())}); models of "
             "the Hugging Face hub are named owner/model"
         )
+    # As for data: a folder of the owner's name says that a path was meant.
+    if Path(owner).is_dir():
+        raise UsageError(_nothing_in(Path(owner), repository))
     with needs(
         f"{name} is no folder here, and the Hugging Face hub", "huggingface_hub", "0.26", "hf"
     ):
@@ -112,6 +115,16 @@ def local_folder(name: str | Path, **hub: Any) -> Path:
                 str(name), allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED), **hub
             )
         )
+
+
+def _nothing_in(folder: Path, name: str) -> str:
+    """Return the line for a model that is not in a folder of this directory."""
+    members = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    choice = f"{folder} has {list_some(members)}" if members else f"{folder} has no folder in it"
+    return (
+        f"{folder}/{name}: no such folder, and {choice}; to load {folder}/{name} of the Hugging Face hub, start where "
+        f"there is no folder {folder}"
+    )
 
 
 @contextmanager

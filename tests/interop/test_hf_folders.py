@@ -238,13 +238,21 @@ def test_saving_in_shards(theirs: Callable[..., Pair], tmp_path: Path) -> None:
 
 
 def test_names_are_resolved_on_the_hub(
-    monkeypatch: pytest.MonkeyPatch, theirs: Any, pretend: Any
+    monkeypatch: pytest.MonkeyPatch, theirs: Any, pretend: Any, tmp_path: Path
 ) -> None:
     refused(
         "nobody/nothing-0.1b",
         "nobody/nothing-0.1b is no folder here, and the Hugging Face hub did not give it",
     )
     refused("/no/such/folder", "/no/such/folder")
+    # A folder of the owner's name says that a path was meant: the hub is not asked.
+    monkeypatch.chdir(tmp_path)
+    Path("runs/one").mkdir(parents=True)
+    Path("runs/notes.txt").write_text("no folder")
+    refused("runs/two", "runs/two: no such folder, and runs has one; to load runs/two of the Hug")
+    refused("runs/one/two", "runs/one/two: no such folder, and no model")
+    Path("runs/one").rmdir()
+    refused("runs/two", "runs/two: no such folder, and runs has no folder in it; to load runs/two")
     folder = theirs("llama2")[1]
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(folder))
     assert load("meta/llama").config == load(folder).config
