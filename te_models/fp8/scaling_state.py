@@ -83,7 +83,7 @@ def check_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _mistakes(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    if not all(
+    if not isinstance(tensors, Mapping) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()
     ):
         yield "the FP8 state is no dict of names and tensors: give what fp8_state returned"

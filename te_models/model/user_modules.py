@@ -49,9 +49,19 @@ def checkpoint(
         kwargs: its keyword arguments.
 
     Raises:
-        UsageError: an unknown mode, or a function under delayed scaling that uses te layers which are not known.
+        UsageError: an unknown mode, an argument of another type, or a function under delayed scaling that uses te
+            layers which are not known.
     """
     check_known("mode", mode, ("none", "full"))
+    if not callable(function):
+        raise UsageError(
+            f"the function is a {type(function).__name__}: give a module, a method of one, or a function of tensors"
+        )
+    if not isinstance(modules, Iterable):
+        raise UsageError(f"modules is a {type(modules).__name__}: give a list of modules")
+    modules = list(modules)
+    for module in modules:
+        _check_module(module)
     bound = function.__self__ if isinstance(function, MethodType) else function
     # One module for all of them: their scales are restored together.
     owner = nn.ModuleList([*modules, *([bound] if isinstance(bound, nn.Module) else [])])
@@ -83,7 +93,11 @@ def fp8_state(module: nn.Module) -> dict[str, Tensor]:
     Names are `<submodule>.scaling_fwd.scale`, FP32 [n], and `<submodule>.scaling_fwd.amax_history`, FP32 [length, n],
     and the same with scaling_bwd, for the n tensors that a module quantizes in that direction (sections 2.1 and 7.11
     of docs/internals/transformer_engine.md). Empty before the first FP8 forward and under recipes without state.
+
+    Raises:
+        UsageError: `module` is no nn.Module.
     """
+    _check_module(module)
     return {name: tensor.clone() for name, tensor in scaling_state.fp8_state(module).items()}
 
 
@@ -99,8 +113,10 @@ def load_fp8_state(
         recipe: the recipe of delayed scaling that the module will run under.
 
     Raises:
-        ValueError: a name or a shape does not fit, or the recipe has no such state; nothing has been written.
+        ValueError: a name or a shape does not fit, the recipe has no such state, or an argument is of another type;
+            nothing has been written.
     """
+    _check_module(module)
     chosen = get_recipe(recipe)
     te = _engine(module)
     if tensors and not chosen.stateful:
@@ -115,6 +131,14 @@ def load_fp8_state(
             te.reset_fp8_state(layers[name])
     built = chosen.build(te)
     scaling_state.load_fp8_state(module, tensors, lambda name: built)
+
+
+def _check_module(module: object) -> None:
+    """Raise a UsageError for something that is no module, such as its state_dict."""
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            f"the module is a {type(module).__name__}: give an nn.Module that has te layers"
+        )
 
 
 def _refusing_others(

@@ -46,6 +46,10 @@ def parallel(
         ValueError: the options do not fit each other or the number of processes.
         LostPeer: inside, another process died or did not answer for `config.collective_timeout` seconds.
     """
+    if not isinstance(config, TrainConfig):
+        raise UsageError(
+            f"config is a {type(config).__name__}: give te_models.TrainConfig(parallel=...)"
+        )
     config = choose_parallel(config)
     check_launch(config, frozen)
     if config.parallel == "none":

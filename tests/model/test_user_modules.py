@@ -159,7 +159,9 @@ def test_fp8_state_moves_to_a_module_that_ran_under_another_recipe() -> None:
     assert_same_tensors(fp8_state(other), state)
 
 
-@pytest.mark.parametrize("state", [{"up.scaling_fwd.scale": [1.0, 1.0, 1.0]}, {0: torch.ones(3)}])
+@pytest.mark.parametrize(
+    "state", [{"up.scaling_fwd.scale": [1.0, 1.0, 1.0]}, {0: torch.ones(3)}, None, [], "state"]
+)
 def test_state_that_is_no_tensors_is_refused(state: Any) -> None:
     with pytest.raises(CheckpointError, match="give what fp8_state returned"):
         load_fp8_state(Mine(), state)
@@ -189,6 +191,27 @@ def test_mistakes_are_named() -> None:
     ):
         load_fp8_state(block, {"first.scaling_fwd.scale": torch.ones(3)}, recipe="current")
     load_fp8_state(block, {}, recipe="bf16")
+    assert torch.equal(checkpoint(lambda x: x * 2, x, modules=nn.ModuleList([block])), x * 2)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: fp8_state({}), "the module is a dict: give an nn.Module that has te layers"),
+        (lambda: fp8_state(None), "the module is a NoneType: give"),
+        (lambda: load_fp8_state("gated-nano", {}), "the module is a str: give"),
+        (lambda: checkpoint(3, torch.ones(2)), "the function is a int: give a module, a method of"),
+        (lambda: checkpoint(abs, torch.ones(2), modules=nn.Linear(2, 2)), "modules is a Linear"),
+        (
+            lambda: checkpoint(abs, torch.ones(2), modules=None),
+            "modules is a NoneType: give a list",
+        ),
+        (lambda: checkpoint(abs, torch.ones(2), modules=[3]), "the module is a int: give"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        call()
 
 
 class InAList(nn.Module):

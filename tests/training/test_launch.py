@@ -97,6 +97,12 @@ def test_one_process_notes_what_several_share(
     training_config(settings)
 
 
+def test_processes_are_joined_for_a_config() -> None:
+    config: Any = {"parallel": "fsdp"}
+    with pytest.raises(UsageError, match="config is a dict: give te_models.TrainConfig"):
+        parallel(config).__enter__()
+
+
 def test_adapters_have_no_sums_of_fsdp(environment: SetAll) -> None:
     environment({"WORLD_SIZE": "4"})
     config = TrainConfig(parallel="fsdp", reduce_dtype="float8")
