@@ -23,9 +23,7 @@ from te_models.config.chunk_sizes import head_rows
 from te_models.config.layer import Role
 from te_models.config.layers import reuses_keys
 from te_models.config.model import ModelConfig
-from te_models.config.precision import precisions
 from te_models.config.recipe import Recipe
-from te_models.config.recompute_modes import recomputes_block, recomputes_mlp
 from te_models.device.allocations import Allocations, counted_as
 from te_models.device.operations import OperationCount
 from te_models.fp8.scaling_state import fp8_state
@@ -36,6 +34,7 @@ from te_models.optim.gradients import Gradients
 from te_models.optim.groups import ParameterRows
 from te_models.optim.groups import parts as parameter_rows
 from te_models.optim.projected import ProjectedGradients
+from te_models.planning.block_memory import first_with_same_memory
 from te_models.planning.planned_decoder import (
     AdaptedExperts,
     AdaptedLinear,
@@ -151,9 +150,11 @@ def _run_step(
     labels = torch.empty_like(ids)
     with Allocations(PARTS, setting.cuda) as allocations:
         # Weights and inputs are there before the step: only what the step itself allocates is counted.
-        experts = {id(p) for owner in _grouped(model) for p in owner.parameters()}
-        parameters = [part for p in model.parameters() for part in _parts(p)]
-        allocations.leave_out([ids, labels, *parameters])
+        experts = _expert_parameters(model)
+        weights: list[Tensor] = []
+        for parameter in model.parameters():
+            weights += _parts(parameter)
+        allocations.leave_out([ids, labels, *weights])
         projected: Gradients = Gradients()
         sums: list[nn.Parameter] = []
         if setting.projected_rank:
@@ -213,7 +214,7 @@ def _standing(model: Decoder) -> Standing:
     weights: Counter[int] = Counter()
     expert_weights: Counter[int] = Counter()
     tensors: dict[int, Counter[HeldTensor]] = {}
-    experts = {id(p) for owner in _grouped(model) for p in owner.parameters()}
+    experts = _expert_parameters(model)
     rows: dict[int, list[ParameterRows]] = {}
     for part in parameter_rows(model, trainable_only=False):
         rows.setdefault(id(part.parameter), []).append(part)
@@ -242,18 +243,24 @@ def _standing(model: Decoder) -> Standing:
 
 
 def _part_of(rows: ParameterRows) -> tuple[Role, tuple[int, ...]]:
+    """Return the role and the shape of rows of a parameter that an optimizer updates together."""
     shape = tuple(rows.parameter.shape)
     if rows.stop is not None:
         shape = (rows.stop - rows.start, *shape[1:])
     return rows.role, shape
 
 
-def _grouped(model: Decoder) -> list[nn.Module]:
-    """Return the modules of experts."""
-    return [module for module in model.modules() if isinstance(module, model.te.GroupedLinear)]
+def _expert_parameters(model: Decoder) -> set[int]:
+    """Return the ids of the parameters of experts."""
+    ids = set()
+    for module in model.modules():
+        if isinstance(module, model.te.GroupedLinear):
+            ids.update(id(parameter) for parameter in module.parameters())
+    return ids
 
 
 def _layer(name: str) -> int:
+    """Return the number of the layer that a parameter belongs to by its name; REST outside the layers."""
     return int(name.split(".")[1]) if name.startswith("layers.") else REST
 
 
@@ -284,6 +291,7 @@ class _Projection(ProjectedGradients):
 
 
 def _keep(allocations: Allocations, part: str, parameter: Tensor) -> None:
+    """Count a gradient that stays as `part`, in place of the part under which backward allocated it."""
     if parameter.grad is not None:
         allocations.move(parameter.grad, part)
 
@@ -297,55 +305,28 @@ def _divided(
         # Bytes of each part [moments, parts], relative to those at the stretch's beginning.
         moments = torch.tensor([*events[begin:end], after], dtype=torch.int64)
         profiles[name] = Profile(moments - torch.tensor(before, dtype=torch.int64))
-    forward = {int(n.split()[1]): p for n, p in profiles.items() if n.startswith("forward ")}
-    backward = {int(n.split()[1]): p for n, p in profiles.items() if n.startswith("backward ")}
-    # Without a gradient of the embedding, the backward of the first block is the end.
-    rest = [p for n, p in profiles.items() if n.startswith("after ")][-1:]
-    nothing = Profile(torch.zeros(1, len(PARTS), dtype=torch.int64))
+    forward: dict[int, Profile] = {}
+    backward: dict[int, Profile] = {}
+    # Without a gradient of the embedding, nothing follows the backward of the first block.
+    rest = Profile(torch.zeros(1, len(PARTS), dtype=torch.int64))
+    for name, profile in profiles.items():
+        # "forward 3", and of backward "backward 3" and then "after 3" (PlannedDecoder._run).
+        stretch, _, layer = name.partition(" ")
+        if stretch == "forward":
+            forward[int(layer)] = profile
+        elif stretch == "backward":
+            backward[int(layer)] = profile
+        elif stretch == "after":
+            rest = profile
     return Stretches(
         embedding=profiles["embedding"],
         forward=forward,
         head=profiles["head"],
         loss=profiles["loss"],
         backward=backward,
-        rest=rest[0] if rest else nothing,
+        rest=rest,
         standing=standing,
     )
-
-
-def kinds(config: ModelConfig, recipe: Recipe, setting: StepSetting) -> tuple[int, ...]:
-    """Return for each layer the first one that has the same memory."""
-    # Everything that a block's memory depends on is in `kind`: layers with equal ones are measured once.
-    by_layer = precisions(recipe, config.layers)
-    inside = recipe.fp8_layers(len(config.layers))
-    count = len(config.layers)
-    first: dict[object, int] = {}
-    same = []
-    for depth, layer in enumerate(config.layers):
-        recipes = tuple(by_layer[f"layers.{depth}.{name}"].recipe for name in layer.linears)
-        fp8 = depth in inside
-        stored = frozenset()
-        if setting.stored is not None:
-            stored = frozenset(
-                name for name in layer.linears if f"layers.{depth}.{name}" in setting.stored.linears
-            )
-        kind = (
-            layer,
-            stored,
-            tuple(
-                None if recipe_or_none is None else recipe_or_none.name
-                for recipe_or_none in recipes
-            ),
-            fp8,
-            recomputes_block(setting.mode, depth),
-            recomputes_mlp(setting.mode, depth, count, fp8, setting.fp8_params),
-            # `Decoder._decode` holds the input of these two while they run.
-            depth in (inside.start, inside.stop),
-            # Likewise; nothing before the first block has a gradient, and nothing follows its backward.
-            depth == 0,
-        )
-        same.append(first.setdefault(kind, depth))
-    return tuple(same)
 
 
 @dataclass(frozen=True)
@@ -362,7 +343,7 @@ class MeasuredStep:
     @functools.cached_property
     def same(self) -> tuple[int, ...]:
         """For each layer the one whose profiles it has."""
-        return kinds(self.config, self.recipe, self.setting)
+        return first_with_same_memory(self.config, self.recipe, self.setting)
 
     def run(self, batch: int) -> Stretches:
         """Return the profiles of a batch, computed from two small batches where their rows need no padding."""
@@ -407,33 +388,37 @@ class MeasuredStep:
             scaled[name] = profiles
         for name in ("embedding", "head", "loss", "rest"):
             scaled[name] = getattr(one, name).between(getattr(two, name), share)
-        batch_parts = ("embedding", "rest")
-        every = [
+        # Without the head and its loss, which may be made in chunks.
+        profiles_of_rows = [
             *scaled["forward"].values(),
             *scaled["backward"].values(),
-            *map(scaled.get, batch_parts),
+            scaled["embedding"],
+            scaled["rest"],
         ]
-        if any(profile is None for profile in every):
+        if any(profile is None for profile in profiles_of_rows):
             return None
         # In one chunk the head's memory is affine in the batch like a block's; in several it is one chunk's.
         whole = self._head_rows(batch) >= batch * self.setting.row_tokens
         if whole and scaled["head"] is not None and scaled["loss"] is not None:
             return one._replace(**scaled)
         head, loss = self._head_in_chunks(layers, unit, batch)
-        # What a head alone frees when the forward ends, and a block saves, such as rotary tables.
-        saved = [
-            run.head.end - self._head(layers, size).head.end
-            for run, size in ((one, unit), (two, 2 * unit))
-        ]
+        # What a head alone frees when the forward ends, and a block saves, such as rotary tables: int64 [PARTS].
+        saved_by_one = one.head.end - self._head(layers, unit).head.end
+        saved_by_two = two.head.end - self._head(layers, 2 * unit).head.end
         moments = head.moments.clone()
-        moments[-1] += saved[0] + ((saved[1] - saved[0]).double() * share).round().long()
+        moments[-1] += saved_by_one
+        moments[-1] += ((saved_by_two - saved_by_one).double() * share).round().long()
         return one._replace(**scaled | {"head": Profile(moments), "loss": loss})
 
     def _head_rows(self, batch: int) -> int:
         """Return the rows of logits that the head makes at a time."""
-        tokens = batch * self.setting.row_tokens
-        sizes = (self.config.vocab_size, self.config.hidden_size)
-        return head_rows(tokens, *sizes, self.setting.cuda, not self.setting.lora_rank)
+        return head_rows(
+            batch * self.setting.row_tokens,
+            vocabulary=self.config.vocab_size,
+            width=self.config.hidden_size,
+            cuda=self.setting.cuda,
+            trained=not self.setting.lora_rank,
+        )
 
     def _head(self, layers: tuple[int, ...], batch: int) -> Stretches:
         """Return the profiles of the head alone; frozen, it would have nothing to differentiate."""

@@ -104,7 +104,11 @@ def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> l
     ]
     if training.optimizer is not None and not training.lora_rank:
         moments.append(
-            replace(standing, moment="optimizer step", gradients=_updated(training, tensors))
+            replace(
+                standing,
+                moment="optimizer step",
+                gradients=_gradients_in_update(training, tensors),
+            )
         )
     return moments
 
@@ -117,7 +121,12 @@ def _memory_parts(sizes: Tensor) -> dict[str, int]:
 
 
 class _Walk:
-    """The memory along the stretches of a step, in the columns of PARTS; `worst` has the worst moment by its name."""
+    """A walk along the stretches of a step, which adds up their memory in the columns of PARTS.
+
+    Attributes:
+        now: the bytes at the end of the last stretch, int64 [PARTS].
+        worst: name of a stretch -> the bytes of its worst moment, int64 [PARTS].
+    """
 
     def __init__(self, training: Training) -> None:
         # Under FSDP2 the shard of a gradient stays; whole ones are in buffers that `_standing` counts.
@@ -127,7 +136,7 @@ class _Walk:
         self.worst: dict[str, Tensor] = {}
 
     def through(self, name: str, profile: Profile) -> None:
-        """Go through a stretch."""
+        """Add a stretch; of several under one name `worst` keeps the worst moment of all."""
         moments = profile.moments // self.divisor + self.now  # [moments, PARTS]
         highest = moments[int(moments.sum(1).argmax())]
         if name not in self.worst or highest.sum() > self.worst[name].sum():
@@ -148,8 +157,11 @@ def _moved(measured: MeasuredStep, run: Stretches, training: Training) -> dict[i
     if not training.activation_offload:
         return {}
     stays = "fp8_weight_copies" if training.cached_weights else ""
-    goes = torch.tensor([name != stays for name in PARTS])
-    return {depth: run.forward[layer].end * goes for depth, layer in enumerate(measured.same[:-1])}
+    is_moved = torch.tensor([name != stays for name in PARTS])  # [PARTS]
+    moved = {}
+    for depth, layer in enumerate(measured.same[:-1]):
+        moved[depth] = run.forward[layer].end * is_moved
+    return moved
 
 
 def _standing(
@@ -190,13 +202,18 @@ def _standing(
     state = 0
     if training.optimizer is not None and not training.optimizer_offload:
         state = planned_optimizer_bytes(training.optimizer, training, tensors)
-    summed = training.gradient_sums or (training.lora_rank > 0 and ranks > 1)
-    projected, projections = projected_sums(tensors, training.projected_rank)
-    sums = summed * FP32 * (trained - projected + projections)
-    scales = standing.states.get(REST, 0) + sum(standing.states.get(n, 0) for n in layers)
+    # FP32 sums of gradients: over micro-batches, and of adapters over GPUs, which FSDP2 does not sum.
+    gradient_sums = 0
+    if training.gradient_sums or (training.lora_rank > 0 and ranks > 1):
+        projected, projections = projected_sums(tensors, training.projected_rank)
+        gradient_sums = FP32 * (trained - projected + projections)
+    scales = standing.states.get(REST, 0)
+    for layer in layers:
+        scales += standing.states.get(layer, 0)
+    gradients = adapter_bytes if training.lora_rank else whole_gradients
     return Memory(
         weights=dense_shard + expert_shard + gathered_weights + adapter_bytes,
-        gradients=(adapter_bytes if training.lora_rank else whole_gradients) + sums,
+        gradients=gradients + gradient_sums,
         optimizer=state,
         fp8_weight_copies=scales,
         workspace=CUBLAS_WORKSPACE if training.cuda else 0,
@@ -208,11 +225,16 @@ def planned_optimizer_bytes(name: str, training: Training, tensors: Counter[Held
     options = training.optimizer_options if name == training.optimizer else {}
     if training.lora_rank:  # each GPU has all adapters
         return optimizer_bytes(name, tensors, options)
-    ranks = (training.data_ranks, training.expert_replicas)
-    return optimizer_bytes(name, tensors, options, *ranks)
+    return optimizer_bytes(
+        name,
+        tensors,
+        options,
+        ranks=training.data_ranks,
+        expert_ranks=training.expert_replicas,
+    )
 
 
-def _updated(training: Training, tensors: Counter[HeldTensor]) -> int:
+def _gradients_in_update(training: Training, tensors: Counter[HeldTensor]) -> int:
     """Return the bytes of gradients in the optimizer step: all that remain, and a chunk's in the masters' dtype.
 
     With owners (te_models.optim.parameter_owners) the gradients of a chunk, which may be one large table, are whole on
@@ -224,7 +246,10 @@ def _updated(training: Training, tensors: Counter[HeldTensor]) -> int:
     trained = {tensor: count for tensor, count in tensors.items() if tensor.trained}
     experts = sum(count * tensor.numel for tensor, count in trained.items() if tensor.expert)
     dense = trained_elements(trained) - experts
-    share = -(-dense // ranks) - (-experts // training.expert_replicas)
+    # Elements of this rank's shards, rounded up.
+    dense_share = -(-dense // ranks)
+    expert_share = -(-experts // training.expert_replicas)
+    share = dense_share + expert_share
     if ranks > 1 and not OPTIMIZERS[training.optimizer].elementwise:
         largest = max(tensor.numel for tensor in trained)
         owned = max(largest, min(share, UPDATE_CHUNK // ranks))  # elements of a chunk at its owner
@@ -236,10 +261,13 @@ def _updated(training: Training, tensors: Counter[HeldTensor]) -> int:
     share -= projected
     chunk = min(share, UPDATE_CHUNK)
     projection_bytes = projections * FP32 + _raised_bytes(trained, rank)
-    if training.gradient_sums and ranks == 1:  # FP32 masters take the sums themselves
-        return projection_bytes + share * FP32 + (0 if masters else chunk * training.dtype_bytes)
-    wider = max(0, FP32 - training.dtype_bytes) if masters else 0
-    return projection_bytes + share * training.dtype_bytes + chunk * wider
+    if training.gradient_sums and ranks == 1:
+        # FP32 masters take the sums themselves; others take a chunk at a time in their own dtype.
+        chunk_bytes = 0 if masters else chunk * training.dtype_bytes
+        return projection_bytes + share * FP32 + chunk_bytes
+    # FP32 masters take a chunk at a time in FP32, in place of its gradients in the dtype of the parameters.
+    chunk_bytes = chunk * max(0, FP32 - training.dtype_bytes) if masters else 0
+    return projection_bytes + share * training.dtype_bytes + chunk_bytes
 
 
 def _raised_bytes(tensors: Mapping[HeldTensor, int], rank: int) -> int:

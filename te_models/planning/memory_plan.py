@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Column, Table
+from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
 from te_models.config.model import ModelConfig
@@ -74,33 +74,37 @@ class MemoryPlan(Printable):
         """
 
         def spare(batch: int) -> float:
+            """Return the bytes that a batch leaves free; negative if it does not fit."""
             plan = replace(self, training=replace(self.training, batch_size=batch))
             return (1 - HEADROOM) * gigabytes * 10**9 - plan.peak.total
 
+        # Two batches with the bytes that are left beside each of them.
         least = 1
         most = 2
-        below = spare(least)
-        above = spare(most)
-        if below < 0:
+        least_spare = spare(least)
+        most_spare = spare(most)
+        if least_spare < 0:
             return 0
-        while above >= 0:
-            further = most + 1 + int(1.05 * above * (most - least) / max(1.0, below - above))
+        while most_spare >= 0:
+            # Both fit: go on to where the line through them is zero, and 5 % further.
+            bytes_per_sequences = max(1.0, least_spare - most_spare)
+            further = most + 1 + int(1.05 * most_spare * (most - least) / bytes_per_sequences)
             further = min(further, 100 * most)  # the update may need more than two small batches
             least = most
-            below = above
+            least_spare = most_spare
             most = further
-            above = spare(further)
+            most_spare = spare(further)
         # `least` fits and `most` does not; the line between them is zero at `middle`, which has to lie inside.
         while most - least > 1:
-            step = int(below * (most - least) / (below - above))
+            step = int(least_spare * (most - least) / (least_spare - most_spare))
             middle = least + min(max(1, step), most - least - 1)
-            free = spare(middle)
-            if free >= 0:
+            middle_spare = spare(middle)
+            if middle_spare >= 0:
                 least = middle
-                below = free
+                least_spare = middle_spare
             else:
                 most = middle
-                above = free
+                most_spare = middle_spare
         return least
 
     def by_mode(self) -> Iterator[tuple[str | int, MemoryPlan]]:
@@ -132,9 +136,11 @@ class MemoryPlan(Printable):
     def to_dict(self) -> dict[str, object]:
         """Return the content of the tables as plain JSON values, in bytes."""
         modes = dict(self.by_mode())
-        largest_batches = {}
+        largest_batches: dict[str, dict[str, int]] = {}
         for name, size in GPUS.items():
-            largest_batches[name] = {str(mode): p.largest_batch(size) for mode, p in modes.items()}
+            largest_batches[name] = {}
+            for mode, plan in modes.items():
+                largest_batches[name][str(mode)] = plan.largest_batch(size)
         return {
             "parameters": self.config.num_parameters,
             "recipe": self.recipe.to_dict(),
@@ -151,32 +157,49 @@ class MemoryPlan(Printable):
         }
 
     def __rich__(self) -> Group:
-        t = self.training
-        name, unit = unit_for(self.peak.total)
-        each = " per GPU" if t.gpus > 1 or t.context_parallel_size > 1 else ""
-        per_row = each if t.context_parallel_size == 1 else f" per {t.context_parallel_size} GPUs"
-        lora = ""
-        if t.lora_rank:
-            lora = f", LoRA of rank {t.lora_rank}"
-            if t.lora_experts:
-                lora += " on experts too"
-        stored = ", weights of the base as they are stored" if t.stored is not None else ""
-        host = f", {self.host / unit:.2f} {name} on the host" if self.host else ""
-        about = (
-            f"{self.config.num_parameters:,} parameters{lora}{stored}, recipe {self.recipe.name}, {t.batch_size} x "
-            f"{t.seq_len:,} tokens{per_row}, {t.optimizer or 'no optimizer'}, activation "
-            f"checkpointing {t.activation_checkpointing}, {self._gpus()}{host}"
-        )
-        lines: list[RenderableType] = [about, ""]
+        """Return a line about the run, and a table each of its memory, of larger batches, and of optimizers."""
+        training = self.training
+        label, unit = unit_for(self.peak.total)
+        per_gpu = ""
+        if training.gpus > 1 or training.context_parallel_size > 1:
+            per_gpu = " per GPU"
+        per_row = per_gpu
+        if training.context_parallel_size > 1:
+            per_row = f" per {training.context_parallel_size} GPUs"
+        batch = f"largest batch{per_row or ' per GPU'}, in sequences of {training.seq_len:,} tokens"
         # A line above each table: rich would wrap a title of its own to the width of the table.
-        tables = {
-            f"memory of a training step{each}, {name}": self._parts_table(unit),
-            f"largest batch{per_row or ' per GPU'}, in sequences of {t.seq_len:,} tokens": self._fit_table(),
-            f"optimizer state, with FP32 masters where there are any{each}": self._optimizer_table(),
-        }
-        for title, table in tables.items():
-            lines += [Text(title, style="bold"), table, ""]
-        return Group(*lines[:-1])
+        return Group(
+            self._about(per_row, label, unit),
+            "",
+            Text(f"memory of a training step{per_gpu}, {label}", style="bold"),
+            self._parts_table(unit),
+            "",
+            Text(batch, style="bold"),
+            self._fit_table(),
+            "",
+            Text(f"optimizer state, with FP32 masters where there are any{per_gpu}", style="bold"),
+            self._optimizer_table(),
+        )
+
+    def _about(self, per_row: str, label: str, unit: int) -> str:
+        """Return the line about the run: the model, the recipe and the settings that its memory depends on."""
+        training = self.training
+        parts = [f"{self.config.num_parameters:,} parameters"]
+        if training.lora_rank:
+            experts = " on experts too" if training.lora_experts else ""
+            parts.append(f"LoRA of rank {training.lora_rank}{experts}")
+        if training.stored is not None:
+            parts.append("weights of the base as they are stored")
+        parts += [
+            f"recipe {self.recipe.name}",
+            f"{training.batch_size} x {training.seq_len:,} tokens{per_row}",
+            training.optimizer or "no optimizer",
+            f"activation checkpointing {training.activation_checkpointing}",
+            self._gpus(),
+        ]
+        if self.host:
+            parts.append(f"{self.host / unit:.2f} {label} on the host")
+        return ", ".join(parts)
 
     def _gpus(self) -> str:
         """Return the GPUs in words, and how they share the work."""
@@ -195,19 +218,18 @@ class MemoryPlan(Printable):
         return f"{training.gpus} GPUs ({', '.join(kinds)})"
 
     def _parts_table(self, unit: int) -> Table:
+        """Return the table of the memory at each moment, in `unit` bytes."""
         moments = self.moments
-        columns = (
-            Column(m.moment, justify="right", style="green" if m == self.peak else "")
-            for m in moments
-        )
-        table = Table("part", *columns, box=None, pad_edge=False)
+        table = Table("part", box=None, pad_edge=False)
+        for memory in moments:
+            style = "green" if memory == self.peak else ""
+            table.add_column(memory.moment, justify="right", style=style)
         for name in moments[0].parts():
+            values = [memory.parts()[name] for memory in moments]
             # A part that is zero at each moment, such as FP8 copies in BF16, has no row.
-            if any(values := [memory.parts()[name] for memory in moments]):
-                table.add_row(
-                    name.replace("_", " ").replace("fp8", "FP8"),
-                    *(f"{value / unit:.2f}" for value in values),
-                )
+            if any(values):
+                title = name.replace("_", " ").replace("fp8", "FP8")
+                table.add_row(title, *(f"{value / unit:.2f}" for value in values))
         totals = []
         for memory in moments:
             total = f"{memory.total / unit:.2f}"
@@ -216,30 +238,33 @@ class MemoryPlan(Printable):
         return table
 
     def _fit_table(self) -> Table:
+        """Return the table of the largest batch on each GPU, under each mode of activation checkpointing."""
         plans = dict(self.by_mode())
-        modes = (Column(f"checkpointing {mode}", justify="right") for mode in plans)
-        table = Table("GPU", "this plan", *modes, box=None, pad_edge=False)
+        table = Table("GPU", "this plan", box=None, pad_edge=False)
+        for mode in plans:
+            table.add_column(f"checkpointing {mode}", justify="right")
         for name, size in GPUS.items():
-            # 0: not even one sequence fits, which the table shows as "-".
-            batches = [plan.largest_batch(size) for plan in plans.values()]
-            fits = "fits" if self.fits(size) else "does not fit"
-            table.add_row(name, fits, *(f"{batch:,}" if batch else "-" for batch in batches))
+            cells = [name, "fits" if self.fits(size) else "does not fit"]
+            for plan in plans.values():
+                batch = plan.largest_batch(size)
+                cells.append(f"{batch:,}" if batch else "-")  # 0: not even one sequence fits
+            table.add_row(*cells)
         return table
 
     def _optimizer_table(self) -> Table:
-        plans = self.optimizers()
-        label, unit = unit_for(max(plans.values()))
-        numbers = (
-            Column(text, justify="right")
-            for text in ("bytes per parameter", label, "against adamw")
-        )
-        table = Table("optimizer", *numbers, "state", box=None, pad_edge=False)
-        # Per parameter of a rank's share, as `plans` counts the bytes of one rank.
+        """Return the table of the state that each optimizer would have."""
+        sizes = self.optimizers()
+        label, unit = unit_for(max(sizes.values()))
+        table = Table("optimizer", box=None, pad_edge=False)
+        for title in ("bytes per parameter", label, "against adamw"):
+            table.add_column(title, justify="right")
+        table.add_column("state")
+        # Per parameter of a rank's share, as `sizes` are the bytes of one rank.
         elements = self.num_trained / self.training.data_ranks
-        for name, size in plans.items():
+        for name, size in sizes.items():
             saved = ""
             if name != "adamw":
-                percent = round(100 * (size / plans["adamw"] - 1))
+                percent = round(100 * (size / sizes["adamw"] - 1))
                 saved = f"{percent:+d} %" if percent else "0 %"
             style = "green" if name == self.training.optimizer else ""
             table.add_row(

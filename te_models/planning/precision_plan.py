@@ -54,25 +54,36 @@ class PrecisionPlan(Printable):
 
     def __rich__(self) -> Group:
         """Return a table per precision and reason: its linears, and the layers that have them so."""
-        tables: dict[tuple[str, str], list[tuple[str, ...]]] = {}
+        # (precision, reason) -> rows of (module, gemm, layers)
+        tables: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
+        # Widths over all tables, so that their columns stand below each other.
+        module_width = 0
+        gemm_width = 0
         for layers, module, gemm, precision, _, reason in self.folded():
-            where = (
-                layers if layers == "head" else f"layer{'s' * (not layers.isdecimal())} {layers}"
-            )
-            tables.setdefault((precision, reason), []).append((f"  {module}", gemm, where))
-        rows = [row for table in tables.values() for row in table]
-        # Of all tables, so that their columns stand below each other.
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)] if rows else []
+            where = f"layers {layers}"
+            if layers == "head":
+                where = layers
+            elif layers.isdecimal():
+                where = f"layer {layers}"
+            row = (f"  {module}", gemm, where)
+            tables.setdefault((precision, reason), []).append(row)
+            module_width = max(module_width, len(row[0]))
+            gemm_width = max(gemm_width, len(gemm))
         parts: list[RenderableType] = [Text(self.title, "bold")]
-        for (precision, reason), table in tables.items():
+        for (precision, reason), rows in tables.items():
             style = "" if precision in UNQUANTIZED else "green"
-            columns = (Column(min_width=width, no_wrap=True) for width in widths)
-            shown = Table(
-                *columns, Column(), box=None, pad_edge=False, show_header=False, style=style
+            table = Table(
+                Column(min_width=module_width, no_wrap=True),
+                Column(min_width=gemm_width, no_wrap=True),
+                Column(),
+                box=None,
+                pad_edge=False,
+                show_header=False,
+                style=style,
             )
-            for row in table:
-                shown.add_row(*row)
-            parts += [Text(f"{precision}: {reason}", style), shown]
+            for row in rows:
+                table.add_row(*row)
+            parts += [Text(f"{precision}: {reason}", style), table]
         return Group(*parts, *map(Text, self.notes))
 
     def to_dict(self) -> list[dict[str, str]]:
@@ -80,7 +91,7 @@ class PrecisionPlan(Printable):
         return [asdict(row) for row in self.rows]
 
     def folded(self) -> Iterator[tuple[str, ...]]:
-        """Merge rows that differ only in their layer into one row with ranges of layers, such as "1-3, 5"."""
+        """Yield rows, as in `PlanRow`; those that differ only in their layer as one with ranges, such as "1-3, 5"."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for row in self.rows:
             layer, *rest = astuple(row)
@@ -97,4 +108,7 @@ def _ranges(layers: list[str]) -> str:
             ranges[-1].append(layer)
         else:
             ranges.append([layer])
-    return ", ".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges)
+    parts = []
+    for first, *others in ranges:
+        parts.append(f"{first}-{others[-1]}" if others else first)
+    return ", ".join(parts)

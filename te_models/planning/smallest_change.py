@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from te_models.errors import UsageError
 from te_models.planning.memory_plan import MemoryPlan
@@ -14,8 +14,19 @@ MOST = 4  # changes at once
 LEAST_SEQ_LEN = 256  # sequences are not shortened below this to save memory
 
 Options = Mapping[str, Any]  # fields of te_models.planning.planned_run.PlannedRun
-Value = tuple[tuple[str, ...], dict[str, Any]]  # flags, and their keywords
 Plan = Callable[..., MemoryPlan]  # of the run, given keywords that differ from its own
+
+
+class Value(NamedTuple):
+    """A value of a lever: the flags that choose it on the command line, and the keywords of the plan that change."""
+
+    flags: tuple[str, ...]
+    keywords: dict[str, Any]
+
+
+# A change that can be made in several degrees, from the mildest on; the last one usually saves most.
+Lever = list[Value]
+UNCHANGED = Value(flags=(), keywords={})
 
 
 @dataclass(frozen=True)
@@ -52,94 +63,130 @@ def smallest_change(
         own_options: options of the optimizer as the user gave them, "name=value,name=value".
     """
 
-    def needed(values: Sequence[Value]) -> float:
+    def peak_with(values: Sequence[Value]) -> float:
+        """Return the bytes that the run needs with these changes; infinity if they do not go together."""
+        changed: dict[str, Any] = {}
+        for value in values:
+            changed |= value.keywords
         try:
-            return plan(
-                **{name: value for _, keywords in values for name, value in keywords.items()}
-            ).peak.total
+            return plan(**changed).peak.total
         except UsageError:
             return math.inf
 
-    def least(chosen: Sequence[list[Value]]) -> float:
-        # The last value of a lever saves most, but FP8 primary weights cannot do without masters.
-        nothing: list[Value] = [((), {})]
-        ends = []
-        for values in chosen:
-            if "optimizer_options" in values[-1][1]:
-                ends.append((values[:-1] or nothing) + values[-1:])
-            else:
-                ends.append(values[-1:])
-        return min(needed(values) for values in itertools.product(*ends))
+    def lowest_peak(chosen: Sequence[Lever]) -> float:
+        """Return the bytes that the run needs with the strongest value of each lever."""
+        strongest = []
+        for lever in chosen:
+            candidates = lever[-1:]
+            if "optimizer_options" in lever[-1].keywords:
+                # The last value leaves out FP32 masters, without which there are no FP8 primary weights: try both.
+                candidates = (lever[:-1] or [UNCHANGED]) + candidates
+            strongest.append(candidates)
+        return min(peak_with(values) for values in itertools.product(*strongest))
 
-    possible = _levers(options, plan().recipe.quantized, processes, own_options)
-    levers = [values for values in possible if not fixed or not values[-1][1].keys() & set(fixed)]
-    # FP32 sums of gradients come with smaller micro-batches, so these may need more
-    without = [values for values in levers if "batch_size" not in values[-1][1]]
-    if min(least(levers), least(without)) > available:
+    levers = []
+    for lever in _levers(options, plan().recipe.quantized, processes, own_options):
+        if not lever[-1].keywords.keys() & set(fixed):
+            levers.append(lever)
+    # FP32 sums of gradients come with smaller micro-batches, so these may need more.
+    at_this_batch = [lever for lever in levers if "batch_size" not in lever[-1].keywords]
+    if min(lowest_peak(levers), lowest_peak(at_this_batch)) > available:
         return None
     for count in range(1, min(MOST, len(levers)) + 1):
         for chosen in itertools.combinations(levers, count):
-            if least(chosen) > available:
-                continue  # not even with the strongest value of each
+            if lowest_peak(chosen) > available:
+                continue
             for values in itertools.product(*chosen):
-                if (peak := needed(values)) <= available:
-                    return Change(tuple(flag for flags, _ in values for flag in flags), int(peak))
+                peak = peak_with(values)
+                if peak <= available:
+                    flags = itertools.chain.from_iterable(value.flags for value in values)
+                    return Change(tuple(flags), int(peak))
     return None
 
 
-def _levers(
-    options: Options, quantized: bool, processes: int, own_options: str
-) -> Iterator[list[Value]]:
-    """Yield the changes that are possible, each as a list of values from the mildest on."""
-    modes = ("none", "selective", "full")
-    mode = options["activation_checkpointing"]
-    if stronger := modes[modes.index(mode) + 1 :] if mode in modes else ("full",):
-        yield [
-            (("--activation-checkpointing", m), dict(activation_checkpointing=m)) for m in stronger
-        ]
-    batch = options["batch_size"]
-    gpus = options["gpus"]
-    # Parts of a batch: GPUs that share layers, or the tokens of rows, have one of them together.
-    undivided = options.get("tensor_parallel_size", 1) * options.get("context_parallel_size", 1)
-    shares = max(1, gpus // undivided)
-    parts = options["gradient_accumulation"]
-    if smaller := _divisors(batch // shares)[1:]:
-        values: list[Value] = []
-        for size in smaller:
-            current = dict(
-                batch_size=size * shares, gradient_accumulation=parts * (batch // shares // size)
-            )
-            all_rows = str(current["batch_size"] * processes)
-            accumulation = str(current["gradient_accumulation"])
-            arguments = ("--batch-size", all_rows, "--gradient-accumulation", accumulation)
-            values.append((arguments, current))
-        yield values
+def _levers(options: Options, quantized: bool, processes: int, own_options: str) -> Iterator[Lever]:
+    """Yield the changes that are possible, the cheapest first."""
+    recompute = _recompute_modes(options["activation_checkpointing"])
+    if recompute:
+        yield recompute
+    batches = _smaller_batches(options, processes)
+    if batches:
+        yield batches
     masters = has_masters(options["optimizer_options"])
     if not options["fp8_params"] and quantized and (masters or options["lora_rank"]):
-        yield [(("--fp8-params",), dict(fp8_params=True))]
-    name = options["optimizer"]
-    if name in ("adamw", "adamw8bit", "adamwfp8") and masters and not options["lora_rank"]:
-        lowbit = "adamw8bit" if name == "adamw" else name
-        flags = ("--optimizer", lowbit) if name == "adamw" else ()
-        text = ",".join(filter(None, (own_options, "stochastic_rounding=true")))
-        rounded = {**options["optimizer_options"], "stochastic_rounding": True}
-        narrow = (
-            (*flags, "--optimizer-options", text),
-            dict(optimizer=lowbit, optimizer_options=rounded),
-        )
-        yield [(flags, dict(optimizer=lowbit)), narrow] if flags else [narrow]
-    if not options["optimizer_offload"] and not options["lora_rank"] and gpus == 1:
-        yield [(("--optimizer-offload",), dict(optimizer_offload=True))]
+        yield [Value(("--fp8-params",), dict(fp8_params=True))]
+    if masters and not options["lora_rank"]:
+        smaller_state = _smaller_state(options, own_options)
+        if smaller_state:
+            yield smaller_state
+    if not options["optimizer_offload"] and not options["lora_rank"] and options["gpus"] == 1:
+        yield [Value(("--optimizer-offload",), dict(optimizer_offload=True))]
     if not options["activation_offload"]:
-        yield [(("--activation-offload",), dict(activation_offload=True))]
+        yield [Value(("--activation-offload",), dict(activation_offload=True))]
     if not options["lora_rank"]:
-        yield [(("--lora", "16"), dict(lora_rank=16))]
+        yield [Value(("--lora", "16"), dict(lora_rank=16))]
     lengths = []
     for part in (2, 4, 8):
-        if options["seq_len"] // part >= LEAST_SEQ_LEN:
-            lengths.append(options["seq_len"] // part)
+        length = options["seq_len"] // part
+        if length >= LEAST_SEQ_LEN:
+            lengths.append(Value(("--seq-len", str(length)), dict(seq_len=length)))
     if lengths:
-        yield [(("--seq-len", str(length)), dict(seq_len=length)) for length in lengths]
+        yield lengths
+
+
+def _recompute_modes(mode: str | int) -> Lever:
+    """Return the modes of activation checkpointing that recompute more than `mode`."""
+    modes = ("none", "selective", "full")
+    stronger = modes[modes.index(mode) + 1 :] if mode in modes else ("full",)
+    lever = []
+    for name in stronger:
+        flags = ("--activation-checkpointing", name)
+        lever.append(Value(flags, dict(activation_checkpointing=name)))
+    return lever
+
+
+def _smaller_batches(options: Options, processes: int) -> Lever:
+    """Return smaller micro-batches, with as many more of them per step."""
+    # Parts of a batch: GPUs that share layers, or the tokens of rows, have one of them together.
+    undivided = options.get("tensor_parallel_size", 1) * options.get("context_parallel_size", 1)
+    shares = max(1, options["gpus"] // undivided)
+    rows = options["batch_size"] // shares  # sequences of one share
+    lever = []
+    for smaller in _divisors(rows)[1:]:
+        batch_size = smaller * shares
+        accumulation = options["gradient_accumulation"] * (rows // smaller)
+        flags = (
+            "--batch-size",
+            str(batch_size * processes),
+            "--gradient-accumulation",
+            str(accumulation),
+        )
+        keywords = dict(batch_size=batch_size, gradient_accumulation=accumulation)
+        lever.append(Value(flags, keywords))
+    return lever
+
+
+def _smaller_state(options: Options, own_options: str) -> Lever:
+    """Return AdamW with states of 8 bits, then without FP32 masters too; nothing for another optimizer."""
+    name = options["optimizer"]
+    if name not in ("adamw", "adamw8bit", "adamwfp8"):
+        return []
+    lever = []
+    lowbit = name
+    flags: tuple[str, ...] = ()
+    if name == "adamw":
+        lowbit = "adamw8bit"
+        flags = ("--optimizer", lowbit)
+        lever.append(Value(flags, dict(optimizer=lowbit)))
+    rounded = {**options["optimizer_options"], "stochastic_rounding": True}
+    rounded_text = ",".join(filter(None, (own_options, "stochastic_rounding=true")))
+    lever.append(
+        Value(
+            (*flags, "--optimizer-options", rounded_text),
+            dict(optimizer=lowbit, optimizer_options=rounded),
+        )
+    )
+    return lever
 
 
 def _divisors(number: int) -> list[int]:
