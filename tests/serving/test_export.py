@@ -757,8 +757,30 @@ def test_unsupported_exports_are_refused_in_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     (note,) = model.export(tmp_path / "out", format="fp8-block").notes
     assert "no multiples of 128" in note and "fp8-channel" in note
-    (note,) = trained("qwen3_moe").export(tmp_path / "experts", format="nvfp4").notes
-    assert "transformers 5.24 reads wrong values" in note
+
+
+@pytest.mark.parametrize(("format", "edges"), [("mxfp8", 0), ("nvfp4", 1), ("nvfp4", 0)])
+def test_what_transformers_does_with_experts_is_noted(
+    format: str, edges: int, tmp_path: Path
+) -> None:
+    in_bf16 = dict(num_layers_at_start_in_bf16=edges, num_layers_at_end_in_bf16=0)
+    shape = {**SHAPES["qwen3_moe"], "num_hidden_layers": 2}
+    model = build("current", dtype=torch.bfloat16, **shape, **in_bf16)
+    (note,) = model.export(tmp_path, format=format, calibration=IDS).notes
+    assert note.startswith(f"transformers 5.24 fails on experts in {format}")
+    silent = format == "nvfp4" and not edges
+    assert ("if no layer's are in BF16 reads wrong values" in note) == (format == "nvfp4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not silent:
+            with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
+                AutoModelForCausalLM.from_pretrained(tmp_path)
+            return
+        other = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ours = CausalLM.from_pretrained(tmp_path, device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        found, expected = other.eval()(IDS).logits.float(), ours(IDS).logits
+    assert (found - expected).norm() > 0.5 * expected.norm(), "it reads them: remove the note"
 
 
 def test_scales_that_transformers_leaves_out_are_noted(tmp_path: Path) -> None:
