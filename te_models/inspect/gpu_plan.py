@@ -102,4 +102,12 @@ def plan_for_gpu(gpu: Gpu, config: ModelConfig, memory: MemoryPlan | None = None
         if recipe.quantized and not reason:
             speed.append(gain(gpu.name, config, name, tokens, lora).text)
     auto, why = best_on(gpu, config, tokens, lora)
-    return GpuPlan(gpu, recipes, reasons, auto.name, why, memory, tuple(speed))
+    return GpuPlan(
+        gpu=gpu,
+        recipes=recipes,
+        reasons=reasons,
+        auto=auto.name,
+        why=why,
+        memory=memory,
+        speed=tuple(speed),
+    )

@@ -92,7 +92,7 @@ def roofline(
     )
     # The head is in BF16, as most recipes run it. Three products: forward and both gradients.
     head_flops = 2.0 * tokens * config.hidden_size * config.vocab_size  # of one of them
-    head_ms = 3 * _gemm(tokens, config.hidden_size, config.vocab_size, False, device)
+    head_ms = 3 * _gemm(tokens, config.hidden_size, config.vocab_size, fp8=False, device=device)
     ms_per_flop = head_ms / (3 * head_flops)
     gemm = head_ms
     attention = 0.0
@@ -191,8 +191,8 @@ def _attention(heads: Heads, batch: int, seq: int, device: torch.device) -> floa
 
 def _flash_4(dy: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Run forward and backward of attention as a model does with FlashAttention-4."""
-    out, log_sum = flash_4.forward(q, k, v, None)
-    flash_4.backward(dy, q, k, v, out, log_sum, None)
+    out, log_sum = flash_4.forward(q, k, v, scale=None)
+    flash_4.backward(dy, q, k, v, out, log_sum, scale=None)
 
 
 def _recurrence(sizes: DeltaNetConfig, batch: int, seq: int, device: torch.device) -> float:

@@ -77,7 +77,15 @@ def _gradient_kernel(
 ):
     """Write the gradient of a tile of gate_up, and on request the hidden rows again, as FP8 with a scale per block."""
     e, address, begin, rows, group = find_matrix(
-        tl.program_id(0), gate_up, None, first, tiles, 2 * columns, count, EXPERTS, ROWS
+        tile=tl.program_id(0),
+        data=gate_up,
+        source=None,
+        first=first,
+        tiles=tiles,
+        columns=2 * columns,
+        count=count,
+        EXPERTS=EXPERTS,
+        ROWS=ROWS,
     )
     if token is not None:
         token += begin

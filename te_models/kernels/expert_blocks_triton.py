@@ -107,7 +107,21 @@ def store_blocks(
         g = _along(c, group, 2, begin, rows, scale_inv, count, block)
         h = _along(d, group, 3, begin, rows, scale_inv, count, block)
         out = data + begin * width + offset
-        store_fp8(e, f, g, h, 1.0, group, j, rows, columns, out, None, width, False)
+        store_fp8(
+            a=e,
+            b=f,
+            c=g,
+            d=h,
+            scale=1.0,
+            group=group,
+            j=j,
+            rows=rows,
+            columns=columns,
+            data=out,
+            transposed=None,
+            stride=width,
+            E5M2=False,
+        )
     if transposed is not None:
         largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
         scale = block_scale(tl.max(largest, 0))
@@ -165,7 +179,15 @@ def _cast_kernel(
 ):
     """Cast a tile of the rows of one expert to FP8 with a scale per block, in one or both copies."""
     e, address, begin, rows, group = find_matrix(
-        tl.program_id(0), x, source, first, tiles, columns, count, EXPERTS, ROWS
+        tile=tl.program_id(0),
+        data=x,
+        source=source,
+        first=first,
+        tiles=tiles,
+        columns=columns,
+        count=count,
+        EXPERTS=EXPERTS,
+        ROWS=ROWS,
     )
     if source is not None:
         source += begin
@@ -229,7 +251,15 @@ def _hidden_kernel(
 ):
     """Cast a tile of the activation of one expert's rows to FP8 with a scale per 1 x 128."""
     e, address, begin, rows, group = find_matrix(
-        tl.program_id(0), gate_up, None, first, tiles, 2 * columns, count, EXPERTS, ROWS
+        tile=tl.program_id(0),
+        data=gate_up,
+        source=None,
+        first=first,
+        tiles=tiles,
+        columns=2 * columns,
+        count=count,
+        EXPERTS=EXPERTS,
+        ROWS=ROWS,
     )
     if token is not None:
         token += begin
@@ -284,7 +314,21 @@ def _weights_cast_kernel(x, places, data, transposed, scale_inv, rows, columns, 
         data += e * size
     if transposed is not None:
         transposed += e * size
-    store_fp8(a, b, c, d, scale, group, j, rows, columns, data, transposed, columns, False)
+    store_fp8(
+        a=a,
+        b=b,
+        c=c,
+        d=d,
+        scale=scale,
+        group=group,
+        j=j,
+        rows=rows,
+        columns=columns,
+        data=data,
+        transposed=transposed,
+        stride=columns,
+        E5M2=False,
+    )
 
 
 def grid_of_tiles(groups: Groups, columns: int, tile: CastTile) -> tuple[int, int]:

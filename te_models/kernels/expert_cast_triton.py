@@ -170,7 +170,15 @@ def _cast_kernel(
     tile = tl.program_id(0)
     place = tl.program_id(1)
     e, address, begin, rows, group = find_matrix(
-        tile, data, source, first, tiles, columns, count, EXPERTS, ROWS
+        tile=tile,
+        data=data,
+        source=source,
+        first=first,
+        tiles=tiles,
+        columns=columns,
+        count=count,
+        EXPERTS=EXPERTS,
+        ROWS=ROWS,
     )
     j = place.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     if source is not None:
@@ -183,7 +191,16 @@ def _cast_kernel(
         raise_amax(amax + e, tl.abs(values))
         return
     scale = scale_of(e, scales, amax, stride, E5M2)
-    note_scale(factors, first, e, count, scale, group, rows, place)
+    note_scale(
+        factors=factors,
+        first=first,
+        e=e,
+        count=count,
+        scale=scale,
+        group=group,
+        rows=rows,
+        place=place,
+    )
     group += tl.arange(0, ROWS // 4)
     i = 4 * group
     a = load_rows(address, source, factor, tokens, i, j, rows, columns)
@@ -201,7 +218,21 @@ def _cast_kernel(
     if transposed is not None:
         transposed += here
     largest = store_fp8(
-        a, b, c, d, scale, group, j, rows, columns, out, transposed, columns, E5M2, pitch, lines
+        a=a,
+        b=b,
+        c=c,
+        d=d,
+        scale=scale,
+        group=group,
+        j=j,
+        rows=rows,
+        columns=columns,
+        data=out,
+        transposed=transposed,
+        stride=columns,
+        E5M2=E5M2,
+        apart=pitch,
+        turned_rows=lines,
     )
     if scales is not None:
         raise_amax(amax + e * stride, largest)

@@ -135,7 +135,15 @@ def _hidden_kernel(
     tile = tl.program_id(0)
     place = tl.program_id(1)
     e, address, begin, rows, group = find_matrix(
-        tile, gate_up, None, first, tiles, 2 * columns, count, EXPERTS, ROWS
+        tile=tile,
+        data=gate_up,
+        source=None,
+        first=first,
+        tiles=tiles,
+        columns=2 * columns,
+        count=count,
+        EXPERTS=EXPERTS,
+        ROWS=ROWS,
     )
     if token is not None:
         token += begin
@@ -146,7 +154,16 @@ def _hidden_kernel(
         raise_amax(amax + e, tl.abs(value))
         return
     scale = scale_of(e, scales, amax, stride, E5M2)
-    note_scale(factors, first, e, count, scale, group, rows, place)
+    note_scale(
+        factors=factors,
+        first=first,
+        e=e,
+        count=count,
+        scale=scale,
+        group=group,
+        rows=rows,
+        place=place,
+    )
     group += tl.arange(0, ROWS // 4)
     i = 4 * group
     a = hidden_values(address, token, tokens, i, j, rows, columns, alpha, LIMIT)
@@ -154,7 +171,21 @@ def _hidden_kernel(
     c = hidden_values(address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
     d = hidden_values(address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT)
     out += begin * columns
-    largest = store_fp8(a, b, c, d, scale, group, j, rows, columns, out, None, columns, E5M2)
+    largest = store_fp8(
+        a=a,
+        b=b,
+        c=c,
+        d=d,
+        scale=scale,
+        group=group,
+        j=j,
+        rows=rows,
+        columns=columns,
+        data=out,
+        transposed=None,
+        stride=columns,
+        E5M2=E5M2,
+    )
     if scales is not None:
         raise_amax(amax + e * stride, largest)
 
@@ -202,7 +233,15 @@ def _gradient_kernel(
     tile = tl.program_id(0)
     place = tl.program_id(1)
     e, address, begin, rows, group = find_matrix(
-        tile, gate_up, None, first, tiles, 2 * columns, count, EXPERTS, ROWS
+        tile=tile,
+        data=gate_up,
+        source=None,
+        first=first,
+        tiles=tiles,
+        columns=2 * columns,
+        count=count,
+        EXPERTS=EXPERTS,
+        ROWS=ROWS,
     )
     if token is not None:
         token += begin
@@ -216,7 +255,16 @@ def _gradient_kernel(
         raise_amax(amax + e, tl.maximum(tl.abs(of_gate), tl.abs(of_up)))
         return
     scale = scale_of(e, scales, amax, stride, E5M2)
-    note_scale(factors, first, e, count, scale, group, rows, place)
+    note_scale(
+        factors=factors,
+        first=first,
+        e=e,
+        count=count,
+        scale=scale,
+        group=group,
+        rows=rows,
+        place=place,
+    )
     group += tl.arange(0, ROWS // 4)
     i = 4 * group
     # The gradients of gate and up, and the hidden values, of the first to fourth rows of groups of four.

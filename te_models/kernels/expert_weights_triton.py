@@ -120,7 +120,21 @@ def _turned_kernel(
     if out is not None:
         out += e * size
     transposed += e * size
-    store_fp8(a, b, c, d, scale, group, j, rows, columns, out, transposed, columns, False)
+    store_fp8(
+        a=a,
+        b=b,
+        c=c,
+        d=d,
+        scale=scale,
+        group=group,
+        j=j,
+        rows=rows,
+        columns=columns,
+        data=out,
+        transposed=transposed,
+        stride=columns,
+        E5M2=False,
+    )
 
 
 @triton.jit

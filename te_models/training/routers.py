@@ -44,16 +44,19 @@ def weigh_losses(model: CausalLM, config: TrainConfig) -> None:
 
 
 def over_micro_batches(routed: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return RoutingReport.metrics of a step, from its micro-batches': this process's part of the losses [2],
-    and the shares [1 + E], which all processes have; both empty for a model without routers.
+    """Return RoutingReport.metrics of a step from its micro-batches' metrics `routed`, as (losses, shares).
 
-    Losses add up, as in the loss of the step, whose weights they have; shares are means.
+    Losses [2] are this process's part; they add up, as in the loss of the step, whose weights they have. Shares [1 + E]
+    are the same on all processes, and means over the micro-batches. Both are empty for a model without routers, then of
+    the dtype and on the device of `like`.
     """
     if not routed:
         return like.new_empty(0), like.new_empty(0)
     # [micro-batches, 2 + 1 + E]: two losses, the largest share, and the share of each expert
-    every = torch.stack(list(routed))
-    return every[:, :2].sum(0), every[:, 2:].mean(0)
+    metrics = torch.stack(list(routed))
+    losses = metrics[:, :2].sum(0)
+    shares = metrics[:, 2:].mean(0)
+    return losses, shares
 
 
 def router_row(values: Sequence[float]) -> dict[str, object]:

@@ -57,14 +57,17 @@ def run_settings(
     _check_start(command, flat)
     recipe = flat.pop("recipe", "auto")
     lora = _lora(flat)
-    defaults = {"learning_rate": LEARNING_RATE["lora" if lora else command], "parallel": "auto"}
+    learning_rate = LEARNING_RATE["lora" if lora else command]
+    defaults = {"learning_rate": learning_rate, "parallel": "auto"}
     build = by_name(BuildSettings(**as_fields(BuildSettings, flat)))
     for name in (*TABLES["recipe"], *TABLES["shape"]):
         if name in flat:
             build[name] = flat[name]
+    if isinstance(recipe, Mapping):
+        recipe = _recipe(recipe)
     settings = RunSettings(
         **as_fields(RunSettings, flat),
-        recipe=_recipe(recipe) if isinstance(recipe, Mapping) else recipe,
+        recipe=recipe,
         build={name: value for name, value in build.items() if value is not None},
         data=DataConfig(**as_fields(DataConfig, flat)),
         train=TrainConfig(**defaults | as_fields(TrainConfig, flat)),
@@ -82,23 +85,23 @@ def _refuse_without_effect(settings: RunSettings) -> None:
 
     In a file it is no mistake, since run.toml has every setting of a run.
     """
-    given = settings.set_by_user
+    set_by_user = settings.set_by_user
     train = settings.train
-    if "decay_steps" in given and train.schedule != "warmup-stable-decay":
+    if "decay_steps" in set_by_user and train.schedule != "warmup-stable-decay":
         raise UsageError(
             f"--decay-steps is for --schedule warmup-stable-decay, not {train.schedule}: give both, or leave it out"
         )
-    if "final_learning_rate" in given and train.schedule == "constant":
+    if "final_learning_rate" in set_by_user and train.schedule == "constant":
         raise UsageError(
             "--final-learning-rate has no part in --schedule constant: leave out one of them"
         )
-    if "spike_window" in given and not train.spike_deviations:
+    if "spike_window" in set_by_user and not train.spike_deviations:
         raise UsageError(
             "--spike-window is about spikes, which this run does not look for: add --spike-bound, or leave it out"
         )
     if settings.data.eval_split == 0 and not settings.data.eval_data:
         for name in ("eval_every", "eval_batches", "patience"):
-            if name in given:
+            if name in set_by_user:
                 raise UsageError(
                     f"{SETTINGS[name].flag} is about evaluation, which --eval-split 0 turns off: leave out one of them"
                 )
@@ -278,20 +281,25 @@ def changed_settings(
     saved: Mapping[str, object], user_options: Mapping[str, object]
 ) -> dict[str, tuple[object, object]]:
     """Return name -> (value then, value now) of the settings that a resumed run changes."""
-    then = {**saved, **_recipe_values(saved)}
+    saved = {**saved, **_recipe_values(saved)}
     changed: dict[str, tuple[object, object]] = {}
     for name in user_options.keys() - {"out"}:
-        one = SETTINGS[name]
-        before = then.get(name, one.default)
-        now = resolved_path(user_options[name]) if one.path else user_options[name]
+        setting = SETTINGS[name]
+        before = saved.get(name, setting.default)
+        now = resolved_path(user_options[name]) if setting.path else user_options[name]
         if before == now:
             continue
-        # Settings of adapters change only in a run that has adapters.
-        without = name in TABLES["lora"] and not then.get("lora")
-        if one.fixed or without:
-            fixed_line = f"keeps its {name}" + (f", which is {before!r}" if name in then else "")
-            reason = fixed_line if one.fixed else "keeps its adapters, and this one has none"
-            raise UsageError(f"a resumed run {reason}: leave out {one.flag}, or start a new run")
+        reason = ""
+        if setting.fixed:
+            reason = f"keeps its {name}"
+            if name in saved:
+                reason += f", which is {before!r}"
+        elif name in TABLES["lora"] and not saved.get("lora"):
+            reason = "keeps its adapters, and this one has none"
+        if reason:
+            raise UsageError(
+                f"a resumed run {reason}: leave out {setting.flag}, or start a new run"
+            )
         changed[name] = (before, now)
     return changed
 
@@ -309,21 +317,20 @@ def resolved_path(name: Any) -> Any:
 
 
 def _with_user_options(saved: Mapping[str, Any], user_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `saved` with the changes `user_options`; a new recipe or model replaces all fields of the old one.
+    """Return `saved` with the changes `user_options`, without the saved settings that these make meaningless.
 
-    The shape in a file that names no model changes the model named beside it.
+    A new recipe or model replaces all fields of the old one. The shape in a file that names no model changes the model
+    named beside it.
     """
-    flat = dict(saved)
-    dropped: set[str] = {"epochs"} if "steps" in user_options else set()
+    dropped: set[str] = set()
+    if "steps" in user_options:
+        dropped.add("epochs")  # which say the same in another way
     if "parallel" in user_options and user_options["parallel"] != saved.get("parallel"):
         dropped |= set(DIVISIONS)
     if "recipe" in user_options:
         dropped.add("recipe")
-        if (
-            flat.get("fp8_params")
-            and not user_options.get("fp8_params")
-            and not _keeps_fp8_weights(user_options["recipe"])
-        ):
+        had_fp8_weights = saved.get("fp8_params") and not user_options.get("fp8_params")
+        if had_fp8_weights and not _keeps_fp8_weights(user_options["recipe"]):
             dropped.add("fp8_params")
             warnings.warn(
                 f"recipe {user_options['recipe']!r} has no FP8 weights: the run goes on without",
@@ -331,13 +338,11 @@ def _with_user_options(saved: Mapping[str, Any], user_options: Mapping[str, Any]
             )
     if {"preset", "model"} & user_options.keys() and {"preset", "model"} & saved.keys():
         dropped |= {"preset", "model", *config_fields()}
-    if (
-        user_options.get("lora")
-        and not flat.get("lora")
-        and flat.get("learning_rate") == LEARNING_RATE["finetune"]
-    ):
+    adds_adapters = user_options.get("lora") and not saved.get("lora")
+    if adds_adapters and saved.get("learning_rate") == LEARNING_RATE["finetune"]:
         dropped.add("learning_rate")  # the default for all weights; adapters have another
-    return {name: value for name, value in flat.items() if name not in dropped} | dict(user_options)
+    remaining = {name: value for name, value in saved.items() if name not in dropped}
+    return remaining | dict(user_options)
 
 
 def _keeps_fp8_weights(recipe: Any) -> bool:

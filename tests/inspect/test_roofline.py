@@ -200,7 +200,7 @@ def test_attention_is_timed_by_the_kernel_that_runs(
         called.append(tuple(q.shape))
         return q * 1, q[..., 0]
 
-    def backward(dy: Tensor, *tensors: Any) -> None:
+    def backward(dy: Tensor, *tensors: Any, scale: None) -> None:
         called.append(tuple(dy.shape))
 
     monkeypatch.setattr(flash_4, "suits", lambda q: flash)
