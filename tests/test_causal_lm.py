@@ -13,7 +13,7 @@ from ranks import as_one_of
 from small_model import RECIPES, SHAPE, Build, same, skip_unsupported, snapshot, step, tokens
 from torch.distributed.device_mesh import init_device_mesh
 
-from te_models import CausalLM
+from te_models import CausalLM, TEModelsForCausalLM, get_preset, plan
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, UsageError
 from te_models.fp8.scaling_state import fp8_state
@@ -141,25 +141,62 @@ CONVERSIONS: dict[str, Callable[[CausalLM], Any]] = {
     "inside another module": lambda model: torch.nn.Sequential(model).to(torch.float64),
     "half()": lambda model: model.half(),
     "to(float16)": lambda model: model.to(dtype=torch.float16),
+    "to(float8_e4m3fn)": lambda model: model.to(torch.float8_e4m3fn),
+    "type(int8)": lambda model: model.type(torch.int8),
+}
+
+# Each makes a model, or its config and what else is known before weights are there, in a dtype.
+WAYS_TO_A_DTYPE: dict[str, Callable[[Any], Any]] = {
+    "from_preset": lambda dtype: CausalLM.from_preset(
+        "gated-nano", **SHAPE, device="cpu", dtype=dtype
+    ),
+    "CausalLM": lambda dtype: CausalLM(
+        get_preset("gated-nano", **SHAPE), device="cpu", dtype=dtype
+    ),
+    "from_pretrained": lambda dtype: CausalLM.from_pretrained(
+        "gated-nano", device="cpu", dtype=dtype
+    ),
+    "torch_dtype": lambda dtype: CausalLM.from_pretrained(
+        "gated-nano", device="cpu", torch_dtype=dtype
+    ),
+    "TEModelsForCausalLM": lambda dtype: TEModelsForCausalLM.from_pretrained(
+        "gated-nano", device="cpu", dtype=dtype
+    ),
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", torch.float64, torch.int8])
-def test_a_dtype_that_te_layers_do_not_have_is_refused(dtype: Any) -> None:
-    with pytest.raises(
-        UsageError, match=r"dtype=.* is not supported: give torch\.bfloat16, torch\.float16, torch"
-    ):
-        CausalLM.from_preset("gated-nano", **SHAPE, device="cpu", dtype=dtype)
+@pytest.mark.parametrize("way", WAYS_TO_A_DTYPE)
+def test_a_dtype_is_one_of_torch_or_its_name(way: str) -> None:
+    build = WAYS_TO_A_DTYPE[way]
+    for dtype in (torch.float32, "float32", "torch.float32"):
+        assert build(dtype).dtype == torch.float32
+    # A new model's, and that of the folder.
+    for dtype in (None, "auto"):
+        assert build(dtype).dtype == torch.bfloat16
+    for dtype in ("bf16", "float64", torch.float64, torch.int8, 3):
+        line = f"dtype={dtype!r} is not supported: give bfloat16, float16, float32 or 'auto'"
+        with pytest.raises(UsageError, match=f"^{re.escape(line)}$"):
+            build(dtype)
+
+
+def test_a_plan_takes_the_name_of_a_dtype() -> None:
+    assert (
+        plan("gated-nano", dtype="float32").to_dict()
+        == plan("gated-nano", dtype=torch.float32).to_dict()
+    )
+    with pytest.raises(UsageError, match="dtype='half' is not supported"):
+        plan("gated-nano", dtype="half")
 
 
 @pytest.mark.parametrize("how", CONVERSIONS)
-def test_a_conversion_to_fp64_or_fp16_is_refused_in_one_line(how: str) -> None:
+def test_a_conversion_to_another_dtype_is_refused_in_one_line(how: str) -> None:
     model = CausalLM.from_preset("gated-nano", **SHAPE, device="cpu")
-    says = (
-        "build or load it with dtype=torch.float16"
-        if "half" in how or "16" in how
-        else "te layers do not run in FP64"
-    )
+    if "8" in how:
+        says = f"te layers do not run in torch.{how[:-1].partition('(')[2]}: FP8 is a recipe, with"
+    elif "half" in how or "16" in how:
+        says = "build or load it with dtype=torch.float16"
+    else:
+        says = "te layers do not run in FP64"
     with pytest.raises(UsageError, match=re.escape(says)) as caught:
         CONVERSIONS[how](model)
     assert "\n" not in str(caught.value)

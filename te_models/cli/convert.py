@@ -54,8 +54,8 @@ def convert(
 
     Its tokenizer comes along.
     """
-    from te_models.interop.origin import DTYPES  # noqa: PLC0415
     from te_models.interop.te_checkpoint import read_te_checkpoint  # noqa: PLC0415
+    from te_models.model.dtypes import DTYPES  # noqa: PLC0415
     from te_models.saving.load_model import load_te_checkpoint  # noqa: PLC0415
     from te_models.saving.pretrained import FORMATS  # noqa: PLC0415
 

@@ -24,7 +24,14 @@ from te_models.files.atomic import reraising
 from te_models.files.formats import Document, Fields, as_object, list_some, parse_index, read_json
 from te_models.files.tensors import SafetensorsFile, check_finite
 from te_models.interop.hf_families import Family, family_of
-from te_models.interop.origin import DTYPES, MODEL_TYPE, Opened, Origin, check_sizes, saved_dtype
+from te_models.interop.origin import (
+    MODEL_TYPE,
+    Opened,
+    Origin,
+    check_sizes,
+    saved_dtype,
+    stored_dtype,
+)
 from te_models.interop.quantized import (
     CONFIG_KEYS,
     MXFP4,
@@ -48,8 +55,6 @@ from te_models.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
-# Endings of names that hold no values of a model.
-SCALES = ("scale", "scale_inv", "scales", "blocks")
 MANY_ROWS = 4096  # of an embedding, compared at a time
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -119,24 +124,6 @@ def _dtype_name(*parts: Document) -> object:
     # Recent versions of transformers write "dtype", earlier ones "torch_dtype".
     named = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
     return next(filter(None, named), None)
-
-
-def stored_dtype(tensors: Mapping[str, Tensor] | None) -> torch.dtype:
-    """Return the dtype in which most values of a folder are stored, for a config.json that names none.
-
-    FP8 and MXFP4 weights and their scales do not count; a folder of nothing else is BF16. Without `tensors` it is FP32,
-    as a new model is in transformers.
-    """
-    if tensors is None:
-        return torch.float32
-    sizes: Counter[torch.dtype] = Counter()
-    for name, tensor in tensors.items():
-        if not name.endswith(SCALES):
-            sizes[tensor.dtype] += tensor.numel()
-    sizes[torch.float32] += sizes.pop(torch.float64, 0)
-    values = {dtype: sizes[dtype] for dtype in DTYPES.values()}
-    dtype = max(values, key=lambda dtype: values[dtype])
-    return dtype if values[dtype] else torch.bfloat16
 
 
 def read_description(folder: Path, documents: Document) -> Description:

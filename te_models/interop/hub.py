@@ -13,7 +13,7 @@ from te_models.errors import UsageError, needs
 from te_models.files.atomic import first_line, readable
 from te_models.files.formats import Document, Fields, list_some
 from te_models.interop.model_card import CARD, user_card
-from te_models.interop.origin import DTYPES
+from te_models.model.dtypes import given_dtype
 from te_models.model.options import HubOptions, LoadOptions
 
 # The files of a repository that a model needs.
@@ -206,20 +206,11 @@ def split_options(options: Document) -> tuple[Fields, Fields]:
         model_options["device"] = _device(device_map)
     # transformers before 4.56 calls it torch_dtype.
     older = model_options.pop("torch_dtype", None)
-    dtype = _dtype(model_options.pop("dtype", older))
+    # Left out where there is none: the checkpoint's then counts.
+    dtype = given_dtype(model_options.pop("dtype", older))
     if dtype is not None:
         model_options["dtype"] = dtype
     return hub, model_options
-
-
-def _dtype(value: object) -> torch.dtype | None:
-    """Return the dtype of a name or a dtype; None for "auto", the dtype of the checkpoint."""
-    if value in (None, "auto"):
-        return None
-    name = str(value).removeprefix("torch.")
-    if name not in DTYPES:
-        raise UsageError(f"dtype={value!r} is not supported: give {', '.join(DTYPES)} or 'auto'")
-    return DTYPES[name]
 
 
 def _device(device_map: Any) -> torch.device | str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,11 +17,13 @@ from te_models.errors import CheckpointError, mistyped
 from te_models.files.atomic import first_line
 from te_models.files.formats import Document, list_some
 from te_models.model.decoder import Decoder
+from te_models.model.dtypes import DTYPES
 
 MODEL_TYPE = "te_models"  # of our own format, in config.json
 TRAINED = "trained"  # a document with the facts of the run that trained a model
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# Endings of names that hold no values of a model.
+SCALES = ("scale", "scale_inv", "scales", "blocks")
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,24 @@ def saved_dtype(file: str | Path, name: object) -> torch.dtype:
             f"{file}: dtype {list_some([repr(name)])} is not bfloat16, float16 or float32"
         )
     return DTYPES[name]
+
+
+def stored_dtype(tensors: Mapping[str, Tensor] | None) -> torch.dtype:
+    """Return the dtype in which most values of a folder are stored, for a config.json that names none.
+
+    FP8 and MXFP4 weights and their scales do not count; a folder of nothing else is BF16. Without `tensors` it is FP32,
+    as a new model is in transformers.
+    """
+    if tensors is None:
+        return torch.float32
+    sizes: Counter[torch.dtype] = Counter()
+    for name, tensor in tensors.items():
+        if not name.endswith(SCALES):
+            sizes[tensor.dtype] += tensor.numel()
+    sizes[torch.float32] += sizes.pop(torch.float64, 0)
+    values = {dtype: sizes[dtype] for dtype in DTYPES.values()}
+    dtype = max(values, key=lambda dtype: values[dtype])
+    return dtype if values[dtype] else torch.bfloat16
 
 
 def check_sizes(

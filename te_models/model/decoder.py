@@ -34,8 +34,8 @@ from te_models.kernels.unit_norm import unit_norm
 from te_models.model import live_recipe
 from te_models.model.block import Block
 from te_models.model.context_parallel import ContextParallel, TokenShare
-from te_models.model.decoder_facts import checked_dtype
 from te_models.model.decoder_recipe import DecoderRecipe
+from te_models.model.dtypes import given_dtype
 from te_models.model.expert_parallel import ExpertParallel
 from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.initial_values import set_initial_values
@@ -84,7 +84,7 @@ class Decoder(DecoderRecipe):
         engine: "auto" or None (native where a CUDA device and Transformer Engine are, else emulated), "native" or
             "emulated".
         device: the device of the parameters; None is the first CUDA device if there is one, else the CPU.
-        dtype: the dtype of parameters and activations.
+        dtype: the dtype of parameters and activations, or its name; None and "auto": bfloat16.
         activation_checkpointing: "none", "selective", "full" or an integer N (te_models.config.recompute_modes).
         activation_offload: store the activations that a block saves for backward in host memory until then
             (te_models.model.offload).
@@ -125,7 +125,7 @@ class Decoder(DecoderRecipe):
         recipe: RecipeLike = AUTO,
         engine: str | None = "auto",
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = torch.bfloat16,
+        dtype: torch.dtype | str | None = torch.bfloat16,
         activation_checkpointing: str | int | None = "none",
         activation_offload: bool | None = False,
         fp8_params: bool | None = False,
@@ -160,7 +160,7 @@ class Decoder(DecoderRecipe):
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.activation_offload = bool(activation_offload)
         self.host_memory = HostMemory()
-        dtype = checked_dtype(dtype)
+        dtype = given_dtype(dtype) or torch.bfloat16
         device = choose_device(device)
         _, self.engine, self.engine_reason = get_engine(engine, device)
         self.fp8_params = bool(fp8_params)

@@ -22,11 +22,11 @@ from te_models.fp8.precision import ModelPrecision
 from te_models.fp8.primary_weights import relink
 from te_models.kernels.dispatch import PLAIN, Kernels
 from te_models.model.block import Block
+from te_models.model.dtypes import DTYPES
 from te_models.model.kv_cache import DecodingCache
 from te_models.model.part import new_states
 from te_models.model.te_modules import own_weight
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REFUSED_DTYPES = {
     torch.float64: "te layers do not run in FP64: build the model with dtype=torch.float32 or torch.bfloat16",
     torch.float16: "a live model does not change its dtype: build or load it with dtype=torch.float16",
@@ -36,15 +36,6 @@ FP16_GRADIENTS = (
     "the model is trained in float16, in which most gradients underflow without loss scaling: load it with "
     "dtype=torch.bfloat16 or torch.float32"
 )
-
-
-def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a model, BF16 for None; raise a UsageError for one in which te layers do not run."""
-    if dtype is None:
-        return torch.bfloat16
-    if dtype not in DTYPES:
-        raise UsageError(f"dtype={dtype!r} is not supported: give {', '.join(map(str, DTYPES))}")
-    return dtype
 
 
 class DecoderFacts(nn.Module):
@@ -92,7 +83,7 @@ class DecoderFacts(nn.Module):
         relink(self, self.precision.te_recipe_of)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Raise a UsageError for conversions to FP64 or FP16, and with FP8 weights to any other dtype.
+        """Raise a UsageError for conversions to dtypes but BF16 and FP32, and with FP8 weights to any other dtype.
 
         `to`, `type`, `float`, `double` and `half` all call this.
         """
@@ -100,6 +91,10 @@ class DecoderFacts(nn.Module):
         dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         if dtype in REFUSED_DTYPES and dtype != self.dtype:
             raise UsageError(REFUSED_DTYPES[dtype])
+        if dtype not in DTYPES.values():
+            raise UsageError(
+                f"te layers do not run in {dtype}: FP8 is a recipe, with fp8_params=True also of the weights"
+            )
         if self.fp8_params and dtype != self.dtype:
             # A conversion passes over weights in FP8, and leaves a model of two dtypes.
             raise UsageError(

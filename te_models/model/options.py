@@ -18,7 +18,7 @@ class BuildOptions(RecipeOptions, total=False):
     recipe: RecipeLike
     engine: Literal["auto", "native", "emulated"] | None
     device: torch.device | str | None
-    dtype: torch.dtype
+    dtype: torch.dtype | str | None
     activation_checkpointing: str | int
     activation_offload: bool
     fp8_params: bool
@@ -79,7 +79,7 @@ class PushOptions(TypedDict, total=False):
 class LoadOptions(ModelOptions, HubOptions, total=False):
     """Every keyword of CausalLM.from_pretrained: for a new model, for the hub, and some of transformers.
 
-    dtype: also a name, or "auto" for the checkpoint's; torch_dtype is the same.
+    dtype: None and "auto" stand for the checkpoint's; torch_dtype is the same.
     device_map: the one device, by name, number or in a dict, or "auto", which is device=None.
     attn_implementation: only "sdpa".
     merge_adapters: add the adapters in the folder, if any, to the weights.

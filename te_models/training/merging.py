@@ -12,7 +12,8 @@ from te_models.causal_lm import CausalLM
 from te_models.data.tokenizer_base import Tokenizer
 from te_models.files.formats import Fields
 from te_models.interop.model_card import CARD, adapter_card, user_card
-from te_models.interop.origin import DTYPES, TRAINED, as_facts
+from te_models.interop.origin import TRAINED, as_facts
+from te_models.model.dtypes import DTYPES
 from te_models.saving.checkpoint_choice import ADAPTER_FOLDER, best_checkpoint
 from te_models.saving.folder import save_folder
 from te_models.saving.pretrained import model_content

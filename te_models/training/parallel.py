@@ -39,7 +39,7 @@ from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local
 from te_models.errors import UsageError
 from te_models.fp8.primary_weights import make_shards
-from te_models.interop.origin import DTYPES
+from te_models.model.dtypes import DTYPES
 from te_models.optim import OPTIMIZERS
 from te_models.optim.gradients import Gradients, GradientSums, Norm, gradient_norm, tensor_norms
 from te_models.optim.parameter_owners import Owners

@@ -13,7 +13,8 @@ from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe, get_recipe
 from te_models.errors import CheckpointError, UsageError
 from te_models.files.atomic import readable
 from te_models.files.formats import Document, Fields
-from te_models.interop.origin import DTYPES, read_own_config
+from te_models.interop.origin import read_own_config
+from te_models.model.dtypes import DTYPES
 from te_models.saving.adapters import BASE_CONFIG
 from te_models.saving.folder import load_folder
 from te_models.saving.load_model import read_recipe
@@ -45,12 +46,6 @@ def run_folder(settings: RunSettings, restarted: bool = False) -> Path:
         last = candidate
         candidate = folder.with_name(f"{folder.name}-{number}")
     return last if restarted else candidate
-
-
-def torch_dtype(options: Document, default: torch.dtype = torch.bfloat16) -> torch.dtype:
-    """Return the dtype among keywords of CausalLM, which is a name where it comes from the settings of a run."""
-    dtype = options.get("dtype", default)
-    return DTYPES[dtype] if isinstance(dtype, str) else dtype
 
 
 def resumed_options(settings: RunSettings, saved: Document) -> Fields:

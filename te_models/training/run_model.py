@@ -18,6 +18,7 @@ from te_models.distributed.environment import number
 from te_models.errors import UsageError, plural
 from te_models.files.formats import Document, Fields
 from te_models.files.lock import refuse_in_use
+from te_models.model.dtypes import given_dtype
 from te_models.model.recipe_fit import auto_recipe
 from te_models.saving.checkpoint_choice import describe_content
 from te_models.saving.pretrained import read_shape, refuse_adapters
@@ -29,7 +30,6 @@ from te_models.training.resume import (
     run_folder,
     saved_choices,
     scheduled_recipes,
-    torch_dtype,
 )
 from te_models.training.run_settings import resolved_path
 from te_models.training.settings import RunSettings
@@ -190,7 +190,7 @@ def new_model(settings: RunSettings) -> ModelSource:
         if "dtype" not in settings.build and dtype == torch.float16:
             dtype = torch.bfloat16
             notes.append(FROM_FP16)
-    dtype = torch_dtype(settings.build, dtype)
+    dtype = given_dtype(settings.build.get("dtype")) or dtype
     build: Fields = {**settings.build, "dtype": str(dtype).removeprefix("torch.")}
     recipe = settings.recipe
     if recipe == AUTO:
@@ -237,7 +237,7 @@ def resumed_model(settings: RunSettings, checkpoint: Path) -> ModelSource:
             saved = read_shape(settings.model or "", _config_options(options))
         shape = saved.config
         dtype = saved.dtype
-    dtype = torch_dtype(options, dtype)
+    dtype = given_dtype(options.get("dtype")) or dtype
     if "dtype" in options:
         options["dtype"] = dtype
     return ModelSource(

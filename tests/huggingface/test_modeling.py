@@ -518,6 +518,8 @@ def test_a_model_is_built_from_a_config() -> None:
     assert (
         model.model.fp8_layers == range(1, 2) and model.config.model_config() == model.model.config
     )
+    in_fp32 = transformers.AutoModelForCausalLM.from_config(config, dtype="float32")
+    assert in_fp32.dtype == torch.float32
 
 
 IMPORTS = {
