@@ -269,7 +269,7 @@ def grouped(
 
     def run(x: Tensor) -> Tensor:
         if stored is not None:
-            return _stored(module, stored, x, groups, route, te_recipe)
+            return _stored(module, stored, x, groups, route=route, te_recipe=te_recipe)
         weights = _read_weights(module)
         bias = _biases(module)
         if te_recipe is None:
@@ -281,7 +281,15 @@ def grouped(
             casts = _with_scales(module, _required_casts(te_recipe), x)
             fp8_weights = _cast_experts(module, weights, casts, is_first_microbatch)
             trained = None if isinstance(fp8_weights, Stored) else weights
-            return in_fp8(x, groups, casts, fp8_weights, trained, bias, route)
+            return in_fp8(
+                x,
+                groups,
+                casts,
+                fp8_weights,
+                weights=trained,
+                bias=bias,
+                route=route,
+            )
 
     # Under FSDP2 the hooks of the module gather the weights around `run`.
     return call_inside([module], run, x)
@@ -307,7 +315,7 @@ def _stored(
         return stored_in_bf16(x, groups, stored, bias)
     with module.prepare_forward_ctx(x, num_gemms=groups.experts):
         casts = _with_scales(module, _required_casts(te_recipe), x)
-        return stored_in_fp8(x, groups, casts, stored, bias, route)
+        return stored_in_fp8(x, groups, casts, stored, bias=bias, route=route)
 
 
 def _read_weights(module: GroupedLinear) -> Weights:

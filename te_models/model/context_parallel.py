@@ -118,12 +118,12 @@ class TokenShare:
         """Return this rank's tokens of x [B, S], whose rows end before the pieces do: `value` follows."""
         return self.local_tokens(F.pad(x, (0, self.row - x.shape[1]), value=value), dim=1)
 
-    def gathered(self, x: Tensor, again: RowsAgain | None = None) -> Tensor:
+    def gathered(self, x: Tensor, regathered: RegatheredRows | None = None) -> Tensor:
         """Return the tokens of all ranks in their order in the row, from x [B, K, own tokens, H]: [B, K, row, H].
 
-        Backward drops what it has gathered in `again`.
+        Backward drops what it has gathered in `regathered`.
         """
-        return _Gathered.apply(x, self, again)
+        return _Gathered.apply(x, self, regathered)
 
     def rows_of_heads(self, x: Tensor) -> Tensor:
         """Return all tokens of own heads [B, row, ...], given own tokens of all ranks' heads [B, S, ranks, ...]."""
@@ -135,9 +135,9 @@ class TokenShare:
 
     def in_order(self, x: Tensor) -> Tensor:
         """Return rows [row, ...] in the order of the row, from the tokens of each rank one after the other."""
-        every = x.unflatten(0, (self.size, PIECES, self.piece))
+        pieces = x.unflatten(0, (self.size, PIECES, self.piece))  # [ranks, 2, piece, ...]
         # Rank r has pieces r and 2n - 1 - r: the first ones in their order, then the second ones backwards.
-        return torch.cat((every[:, 0], every[:, 1].flip(0))).flatten(0, 1)
+        return torch.cat((pieces[:, 0], pieces[:, 1].flip(0))).flatten(0, 1)
 
     def by_rank(self, x: Tensor) -> Tensor:
         """Return the inverse of `in_order`."""
@@ -149,17 +149,19 @@ class _Gathered(torch.autograd.Function):
     """Tokens of all ranks; the gradient of a token is the sum over the ranks of theirs."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, share: TokenShare, again: RowsAgain | None) -> Tensor:
+    def forward(
+        ctx: Context, x: Tensor, share: TokenShare, regathered: RegatheredRows | None
+    ) -> Tensor:
         ctx.share = share
-        ctx.again = again
+        ctx.regathered = regathered
         return _whole_rows(x, share)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         share: TokenShare = ctx.share
         scattered = reduce_scatter(share.by_rank(grads[0].movedim(2, 0)), share.group)
-        if ctx.again is not None:
-            ctx.again.drop()
+        if ctx.regathered is not None:
+            ctx.regathered.drop()
         return scattered.movedim(0, 2), None, None
 
 
@@ -178,7 +180,7 @@ class _View(NamedTuple):
     offset: int
 
 
-class RowsAgain:
+class RegatheredRows:
     """Keys and values of whole rows that backward gathers once more, so that no layer keeps them until then.
 
     Inside `saving`, autograd saves views of them as numbers. All ranks gather in the same places: where the gradient of
@@ -217,7 +219,7 @@ class RowsAgain:
 
     def after(self, out: Tensor) -> Tensor:
         """Return the output of the attention; its backward gathers first."""
-        return _GathersAgain.apply(out, self)
+        return _Regather.apply(out, self)
 
     def gather(self) -> None:
         """Gather the tensors once more."""
@@ -231,17 +233,17 @@ class RowsAgain:
             self.rows = []
 
 
-class _GathersAgain(torch.autograd.Function):
+class _Regather(torch.autograd.Function):
     """The identity, whose backward gathers keys and values."""
 
     @staticmethod
-    def forward(ctx: Context, out: Tensor, again: RowsAgain) -> Tensor:
-        ctx.again = again
+    def forward(ctx: Context, out: Tensor, regathered: RegatheredRows) -> Tensor:
+        ctx.regathered = regathered
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.again.gather()
+        ctx.regathered.gather()
         return grads[0], None
 
 
@@ -301,19 +303,19 @@ class SharedRows:
         cap: float | None = None,
     ) -> Tensor:
         """Return attention [B, N, own tokens, H] of q [B, N, own tokens, H] to k and v [B, K, own tokens, H]."""
-        again = None
+        regathered = None
         # A block that is recomputed gathers in backward anyway.
         if self.recompute.saves_block and (k.requires_grad or v.requires_grad):
-            again = RowsAgain(self.share, k, v)
-        keys = self.share.gathered(k, again)
-        values = self.share.gathered(v, again)
-        saving = contextlib.nullcontext() if again is None else again.saving(keys, values)
+            regathered = RegatheredRows(self.share, k, v)
+        keys = self.share.gathered(k, regathered)
+        values = self.share.gathered(v, regathered)
+        saving = contextlib.nullcontext() if regathered is None else regathered.saving(keys, values)
         outs = []
         with saving:
             for begin, queries in zip(self.share.begins, q.chunk(PIECES, dim=2), strict=True):
                 outs.append(self._piece(begin, queries, keys, values, scale, sinks, cap))
         out = torch.cat(outs, dim=2)
-        return out if again is None else again.after(out)
+        return out if regathered is None else regathered.after(out)
 
     def _piece(
         self,

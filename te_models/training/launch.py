@@ -107,10 +107,12 @@ def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = Fa
         )
     if config.parallel != "auto":
         return config
-    whole = lora or config.optimizer_offload
-    return dataclasses.replace(
-        config, parallel="none" if world <= 1 else "ddp" if whole else "fsdp"
-    )
+    kind = "fsdp"
+    if world <= 1:
+        kind = "none"
+    elif lora or config.optimizer_offload:
+        kind = "ddp"
+    return dataclasses.replace(config, parallel=kind)
 
 
 def check_launch(config: TrainConfig, frozen: bool = False) -> None:
@@ -122,8 +124,8 @@ def check_launch(config: TrainConfig, frozen: bool = False) -> None:
     world = number("WORLD_SIZE", 0)
     tensor = config.tensor_parallel_size
     experts = config.expert_parallel_size
-    # Without this each process would train a model of its own, in the same folder.
     if kind == "none" and world > 1:
+        # Each process would train a model of its own, in the same folder.
         raise UsageError(
             f"torchrun started {world} processes: add --parallel ddp, fsdp, tp, fsdp+tp or fsdp+ep"
         )
@@ -131,7 +133,6 @@ def check_launch(config: TrainConfig, frozen: bool = False) -> None:
         raise UsageError(
             f"--parallel {kind} is for several processes: start it as torchrun --nproc-per-node N -m te_models ..."
         )
-    # From here on: sizes of a division, which has to go into the number of processes.
     if kind == "fsdp+tp" and (tensor < 2 or world % tensor):
         raise UsageError(
             f"--parallel fsdp+tp on {world} processes needs --tensor-parallel-size, a divisor of {world} > 1"
@@ -169,16 +170,17 @@ def check_launch(config: TrainConfig, frozen: bool = False) -> None:
             "--parallel ddp"
         )
     if kind in ("ddp", "tp"):
-        of_fsdp = {
-            f"--reduce-dtype {config.reduce_dtype}": config.reduce_dtype != "float32",
-            "--no-reshard-after-forward": not config.reshard_after_forward,
-            f"--prefetch-blocks {config.prefetch_blocks}": config.prefetch_blocks != 1,
-        }
-        for option, is_given in of_fsdp.items():
-            if is_given:
-                raise UsageError(
-                    f"{option} is for --parallel fsdp, fsdp+tp and fsdp+ep: leave it out, or choose one of them"
-                )
+        option = ""
+        if config.reduce_dtype != "float32":
+            option = f"--reduce-dtype {config.reduce_dtype}"
+        elif not config.reshard_after_forward:
+            option = "--no-reshard-after-forward"
+        elif config.prefetch_blocks != 1:
+            option = f"--prefetch-blocks {config.prefetch_blocks}"
+        if option:
+            raise UsageError(
+                f"{option} is for --parallel fsdp, fsdp+tp and fsdp+ep: leave it out, or choose one of them"
+            )
     if frozen and kind.startswith("fsdp") and config.reduce_dtype == "float8":
         raise UsageError(
             "--reduce-dtype float8 is for gradients that FSDP2 sums, which adapters' are not: leave it out"
@@ -192,8 +194,9 @@ def check_launch(config: TrainConfig, frozen: bool = False) -> None:
 
 
 def meshes(config: TrainConfig, device: torch.device) -> Fields:
-    """Return how the processes are divided: the dimensions that `config` asks for, of `dp`, `tp`, `ep`, `replicas`
-    and `cp`.
+    """Return the meshes of one dimension that `config` asks for, by the fields of Parallel: "dp", "tp", "ep"...
+
+    Each has this process and those that it works with in that dimension.
     """
     world = dist.get_world_size()
     sizes = {"dp": world}
@@ -213,6 +216,7 @@ def meshes(config: TrainConfig, device: torch.device) -> Fields:
 
 
 def _dimensions(device: torch.device, sizes: Mapping[str, int]) -> dict[str, DeviceMesh]:
+    """Return the dimensions of a mesh over all processes, by name; the last one has neighbouring processes."""
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return {name: mesh[name] for name in sizes}
 

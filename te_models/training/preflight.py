@@ -74,32 +74,32 @@ def check_memory(model: ModelSource, config: TrainConfig, processes: Parallel) -
     if device.type != "cuda":  # offloaded tensors stay in the same memory
         options |= dict.fromkeys(OFFLOADS, False)
 
-    used = [recipe, *(recipe.followed_by(name) for _, name in config.recipe_changes)]
-    if (
-        options.get("fp8_params")
-        and recipe.quantized
-        and not all(quantize_weights_alike(recipe, one) for one in used)
-    ):
-        raise UsageError(
-            f"recipe_schedule={config.recipe_schedule!r}: FP8 weights have the format of one recipe: leave out "
-            "recipe_schedule, or fp8_params"
-        )
-    if len(used) > 1:  # the run must fit under each recipe of its schedule
-        recipe = max(used, key=lambda one: plan_memory(shape, one, **options).peak.total)
+    later_recipes = [recipe.followed_by(name) for _, name in config.recipe_changes]
+    if options.get("fp8_params") and recipe.quantized:
+        for later in later_recipes:
+            if not quantize_weights_alike(recipe, later):
+                raise UsageError(
+                    f"recipe_schedule={config.recipe_schedule!r}: FP8 weights have the format of one recipe: leave out "
+                    "recipe_schedule, or fp8_params"
+                )
+    if later_recipes:
+        # The run must fit under each recipe of its schedule: plan for the one that needs most.
+        recipes = [recipe, *later_recipes]
+        recipe = max(recipes, key=lambda one: plan_memory(shape, one, **options).peak.total)
     host = available_memory(torch.device("cpu")) // max(1, number("LOCAL_WORLD_SIZE", 1))
 
-    # Of the run, or of one with changed options, for which it looks where the run itself does not fit.
     def plan(**changes: Any) -> MemoryPlan:
+        """Return the plan of the run, or of the run with changed options: where it does not fit, others are tried."""
         changed = plan_memory(shape, recipe, **{**options, **changes})
         if changes and changed.host > host:
             raise UsageError("more than the host's memory")
         return replace(changed, training=replace(changed.training, cuda=device.type == "cuda"))
 
-    found_plan = plan()
-    check = MemoryCheck(found_plan, found_plan.peak.total, available_memory(device), device)
+    own_plan = plan()
+    check = MemoryCheck(own_plan, own_plan.peak.total, available_memory(device), device)
     problem = ""
-    if found_plan.host > host:
-        problem = _host_problem(options, needed=found_plan.host, free=host)
+    if own_plan.host > host:
+        problem = _host_problem(options, needed=own_plan.host, free=host)
     elif check.needed > check.available and config.memory_check:
         refusal = _Refusal(
             check=check,
@@ -125,17 +125,26 @@ def available_memory(device: torch.device) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     free = sum(int(lines.get(name, "0").split()[0]) * 1024 for name in ("MemAvailable", "SwapFree"))
+    free_in_group = _free_in_control_group()
+    if free_in_group is not None:
+        free = min(free, free_in_group)
+    return max(0, free)
+
+
+def _free_in_control_group() -> int | None:
+    """Return the bytes that this process's control group allows it beyond those in use; None: there is no limit."""
     limit = CGROUP / "memory.max"
     stat = CGROUP / "memory.stat"
-    if limit.is_file() and stat.is_file():
-        most = limit.read_text().strip()
-        if most.isdecimal():  # and not "max", which is no limit
-            used = int((CGROUP / "memory.current").read_text())
-            kinds = dict(line.split() for line in stat.read_text().splitlines())
-            # Files that were read count as used, and are dropped when memory is asked for.
-            cached = int(kinds.get("inactive_file", "0"))
-            free = min(free, int(most) - used + cached)
-    return max(0, free)
+    if not limit.is_file() or not stat.is_file():
+        return None
+    most = limit.read_text().strip()
+    if not most.isdecimal():  # "max"
+        return None
+    used = int((CGROUP / "memory.current").read_text())
+    kinds = dict(line.split() for line in stat.read_text().splitlines())
+    # Files that were read count as used, and are dropped when memory is asked for.
+    cached = int(kinds.get("inactive_file", "0"))
+    return int(most) - used + cached
 
 
 def check_disk(folder: Path, size: int, kept_checkpoints: int) -> None:
@@ -244,12 +253,20 @@ class _Refusal:
     def _change(
         self, plan: Any, options: Fields, fixed: set[str], processes: int = 1
     ) -> Change | None:
+        """Return the smallest change of a run with these options that makes it fit, but for those in `fixed`."""
         optimizer_options = self.config.optimizer_options
         if isinstance(optimizer_options, str):
             text = optimizer_options
         else:
             text = ",".join(f"{name}={value}" for name, value in optimizer_options.items())
-        return smallest_change(plan, options, self.check.available, fixed, processes, text)
+        return smallest_change(
+            plan,
+            options,
+            self.check.available,
+            fixed=fixed,
+            processes=processes,
+            own_options=text,
+        )
 
     def _fixed(self, fsdp: bool) -> set[str]:
         """Return the keywords of plan_memory that this run cannot change, under FSDP2 or without."""
@@ -279,21 +296,24 @@ class _Refusal:
         single = self.config.optimizer_offload or merges
         if single or self.processes.ranks.world > 1 or self.check.device.type != "cuda":
             return None
+        own_batch = self.options["batch_size"]
         for gpus in GPUS:
-            batch = max(gpus, self.options["batch_size"] // gpus * gpus)
-            changed = batch != self.options["batch_size"]
-            if changed and self.resumed:
+            # The nearest batch that so many GPUs can share.
+            batch = max(gpus, own_batch // gpus * gpus)
+            if batch != own_batch and self.resumed:
                 continue
-            more = {**self.options, "gpus": gpus, "batch_size": batch}
-            plan = functools.partial(self.plan, **more)
+            options = {**self.options, "gpus": gpus, "batch_size": batch}
+            plan = functools.partial(self.plan, **options)
             start = f"start it on {gpus} such GPUs with torchrun --nproc-per-node {gpus} and --parallel fsdp"
-            start += f" --batch-size {batch}" if changed else ""
+            fixed = self._fixed(fsdp=True)
+            if batch != own_batch:
+                start += f" --batch-size {batch}"
+                fixed.add("batch_size")
             try:
                 if plan().peak.total <= self.check.available:
                     return start
-                if change := self._change(
-                    plan, more, self._fixed(fsdp=True) | ({"batch_size"} if changed else set())
-                ):
+                change = self._change(plan, options, fixed)
+                if change is not None:
                     return f"{start}, and add {change}"
             except UsageError:  # such as FP8 weights that cannot be shared
                 continue
