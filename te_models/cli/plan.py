@@ -81,8 +81,9 @@ ACTIVATIONS = ("activation_checkpointing", "activation_offload")
     default=0,
     metavar="RANK",
     group="With --memory",
-    help="Count the training of low-rank adapters of this rank instead of all weights; default, for a folder with "
-    "adapters: theirs, and the other options of their run.",
+    show_default=False,
+    help="Count the training of low-rank adapters of this rank instead of all weights; default: of a folder with "
+    "adapters theirs, as the other options of their run, else 0.",
 )
 @option(
     "--lora-experts", is_flag=True, group="With --memory", help="Count adapters on experts too."

@@ -105,6 +105,12 @@ def _refuse_without_effect(settings: RunSettings) -> None:
                 raise UsageError(
                     f"{SETTINGS[name].flag} is about evaluation, which --eval-split 0 turns off: leave out one of them"
                 )
+        # 0 asks for no samples.
+        if "sample_tokens" in set_by_user and settings.sample_tokens:
+            raise UsageError(
+                f"--sample-tokens {settings.sample_tokens} samples from prompts of the evaluation data, which "
+                "--eval-split 0 turns off: leave out one of them"
+            )
 
 
 def _refuse_weights_of_a_model(flat: Mapping[str, Any]) -> None:

@@ -590,6 +590,10 @@ MISTAKES = [
         "pretrain --preset gated-nano --eval-split 0 --eval-every 5",
         "--eval-every is about evaluation, which --eval-split 0 turns off",
     ),
+    (
+        "pretrain --preset gated-nano --eval-split 0 --sample-tokens 9",
+        "--sample-tokens 9 samples from prompts of the evaluation data, which --eval-split 0 turns off",
+    ),
     # Before the summary, which the Trainer would come after.
     ("pretrain --preset gated-nano --balance-loss 0.1", "balance_loss and z_loss are for experts"),
     ("finetune --model gated-nano --z-loss 0.1", "balance_loss and z_loss are for experts"),
