@@ -8,7 +8,7 @@ import torch
 from te_models import CausalLM
 from te_models.config.attention import AttentionSpec
 from te_models.fp8.primary_weights import is_quantized
-from te_models.model.context_parallel import RowsAgain
+from te_models.model.context_parallel import RegatheredRows
 from te_models.planning.memory_estimate import saved_bytes
 from te_models.planning.training import Training
 
@@ -36,16 +36,16 @@ def autograd_bytes(model: CausalLM, ids: torch.Tensor, logits: bool = True) -> i
         alive.append(tensor)
         return tensor
 
-    pack_rows = RowsAgain.pack
+    pack_rows = RegatheredRows.pack
 
-    def pack_others(rows: RowsAgain, tensor: torch.Tensor) -> Any:
+    def pack_others(rows: RegatheredRows, tensor: torch.Tensor) -> Any:
         """Count what attention to gathered keys saves beside them: torch calls the innermost hooks alone."""
         kept = pack_rows(rows, tensor)
         return pack(kept) if isinstance(kept, torch.Tensor) else kept
 
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        patch.object(RowsAgain, "pack", pack_others),
+        patch.object(RegatheredRows, "pack", pack_others),
     ):
         model(ids, labels=ids.clone(), return_logits=logits)
     return sum(found.values())

@@ -53,6 +53,7 @@ OUTLIER_IN_BLOCKS = (
 
 
 def _nonfinite(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    """The first NaN or infinity: of the tensor that the guard found, else of the one that the record shows."""
     first_bad = facts.first_nonfinite()
     for event in facts.events:
         if event["event"] != "nonfinite" or not event.get("tensor"):
@@ -94,6 +95,7 @@ def _answer(event: Row) -> str:
 
 
 def _uncalibrated(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    """Values that are lost under a scale of 1, since no amax was measured before the cast."""
     if facts.recipe.scheme != "DelayedScaling":
         return
     # Under delayed scaling an age below 0 says that no amax has been seen.
@@ -148,6 +150,7 @@ def _saturates(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
 
 
 def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Finding]:
+    """Tensors of some operands, bool [tensors], of which more saturates than in a healthy run, or for longer."""
     share = facts.record.share("saturated")
     ages = facts.record.field("scale_age")
     amax = facts.record.field("amax")
@@ -315,6 +318,7 @@ def outliers(facts: RunFacts) -> Mask:
 
 
 def _dead(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    """Tensors that are zero in all of the last recorded steps."""
     elements = facts.record.field("elements")
     zero = (facts.record.field("amax") == 0) & (elements > 0)
     # Too few steps to tell a dead tensor from one that was zero by chance.

@@ -144,6 +144,7 @@ def _late_scale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
 
 
 def _inexact(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
+    """Tensors that are cast less exactly than their format usually casts, whatever the cause."""
     if not len(facts.steps):
         return
     sqnr = facts.record.sqnr()

@@ -40,6 +40,7 @@ def inverse_of(scale):
 
 @triton.jit
 def _cast_kernel(x, out, scale_inv, tokens, columns, SIZE: tl.constexpr, TOKENS: tl.constexpr):
+    """Cast one block of some tokens x [T, K] to FP8, as words of four bytes, each with a scale per 1 x 128."""
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     block = tl.program_id(1)
     j = block * SIZE + tl.arange(0, SIZE)

@@ -102,6 +102,7 @@ def load_rows(address, source, factor, tokens, i, j, rows, columns):
 
 @triton.jit
 def _row_amax_kernel(x, out, columns, COLUMNS: tl.constexpr):
+    """Write the largest magnitude of one row."""
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, columns, COLUMNS):
@@ -240,6 +241,7 @@ def _cast_kernel(
 
 @triton.jit
 def _total_sums_kernel(sums, tiles, out, columns, TILES: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write some columns of one expert's sum, from the sums of its tiles; see `total_sums`."""
     e = tl.program_id(1)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     begin = tl.load(tiles + tl.maximum(e - 1, 0), e > 0, 0)

@@ -14,18 +14,23 @@ PRODUCTS = 2048  # of a token's row with its experts' rows, that a program compu
 
 @triton.jit
 def _gather_kernel(
+    # [T, D], and the token of each row, int64 [R]
     x,
     token,
+    # FP32 [R] or None, and [R, D] or None
     factor,
     other,
+    # [R, D], and FP32 [R] for the products with `other`
     out,
     dots,
+    # T and D
     tokens,
     width,
     scaled: tl.constexpr,
     with_dots: tl.constexpr,
     columns: tl.constexpr,
 ):
+    """Write one row of `out`; see expert_rows.gather."""
     r = tl.program_id(0).to(tl.int64)
     source = tl.load(token + r)
     if source > tokens:
@@ -52,6 +57,7 @@ def _gather_kernel(
 def _total_kernel(
     rows, row, weights, out, count, width, k, weighted: tl.constexpr, columns: tl.constexpr
 ):
+    """Write some columns of one token's sum of its rows; see expert_rows.total. There are `count` rows."""
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     inside = column < width
@@ -69,6 +75,7 @@ def _total_kernel(
 def _dots_kernel(
     x, rows, row, dots, amax, count, width, k, columns: tl.constexpr, ABREAST: tl.constexpr
 ):
+    """Write the products of one token's row of x with its k rows of `rows`, and its largest magnitude; see `dots`."""
     t = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, ABREAST)
     # All k rows at once, [ABREAST, columns], since k is small; ABREAST is the power of two above.

@@ -139,6 +139,7 @@ class Block(nn.Module):
         return self._forward(x, context)
 
     def _forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the block applied to x [N, D]: norm and mixer, then norm and MLP, each added to x."""
         if self.spec.side_by_side:
             return self._side_by_side(x, context)
         if context.step is not None:

@@ -102,6 +102,7 @@ class Factory:
         return module
 
     def _linear(self, spec: LinearSpec) -> nn.Module:
+        """Return the te.Linear of a description, or the te.GroupedLinear of its experts, with empty weights."""
         if spec.experts:
             # Not as one grouped tensor: masters, checkpoints and adapters know a weight per expert.
             grouped = self.te.GroupedLinear(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -143,6 +143,7 @@ def stretches(
 def _run_step(
     config: ModelConfig, recipe: Recipe, setting: StepSetting, layers: tuple[int, ...], batch: int
 ) -> Stretches:
+    """Run forward and backward as the Trainer does, and return the profiles between the places that the model notes."""
     model = PlannedDecoder(config, recipe, setting, layers)
     if setting.lora_rank:
         add_adapters(model, setting)
@@ -150,30 +151,18 @@ def _run_step(
     labels = torch.empty_like(ids)
     with Allocations(PARTS, setting.cuda) as allocations:
         # Weights and inputs are there before the step: only what the step itself allocates is counted.
-        experts = _expert_parameters(model)
         weights: list[Tensor] = []
         for parameter in model.parameters():
             weights += _parts(parameter)
         allocations.leave_out([ids, labels, *weights])
-        projected: Gradients = Gradients()
-        sums: list[nn.Parameter] = []
+        gradients: Gradients = Gradients()
+        projected: list[nn.Parameter] = []
         if setting.projected_rank:
-            with counted_as(None):
-                rows = parameter_rows(model)
-                # New projectors in each step: the steps that compute them need most memory.
-                # As the run's own projected gradients: the plan and the run share the class that keeps them.
-                projection = _Projection(rows, setting.projected_rank, 1, Gradients())
-            projection.keeps_sums = setting.gradient_sums  # counted before the step
-            projected = projection
-            sums = projection.parameters
-        # Their gradients never exist as a whole: hooks project each as backward makes it.
-        projects = set(map(id, sums))
-        for parameter in model.parameters():
-            if parameter.requires_grad and id(parameter) not in projects:
-                part = "expert_gradients" if id(parameter) in experts else "gradients"
-                parameter.register_post_accumulate_grad_hook(
-                    _drop if setting.gradient_sums else functools.partial(_keep, allocations, part)
-                )
+            projection = _projection(model, setting)
+            gradients = projection
+            # Their gradients never exist as a whole: hooks project each as backward makes it.
+            projected = projection.parameters
+        _count_gradients(model, setting, allocations, left_out=projected)
         model.note("embedding")
         first = True if setting.cached_weights else None
         loss = model(
@@ -185,11 +174,40 @@ def _run_step(
         ).loss
         assert loss is not None
         model.note("loss")
-        with counted_as("activation_gradients"), projected.collecting():
+        with counted_as("activation_gradients"), gradients.collecting():
             loss.backward()
         del loss
         model.note("end")
     return _divided(model.marks, allocations.events, _standing(model))
+
+
+def _projection(model: Decoder, setting: StepSetting) -> _Projection:
+    """Return the gradients that backward projects: the run's own class, so that the plan does what the run does."""
+    with counted_as(None):
+        # New projectors in each step: the steps that compute them need most memory.
+        projection = _Projection(parameter_rows(model), setting.projected_rank, 1, Gradients())
+    projection.keeps_sums = setting.gradient_sums  # counted before the step
+    return projection
+
+
+def _count_gradients(
+    model: Decoder,
+    setting: StepSetting,
+    allocations: Allocations,
+    left_out: Sequence[nn.Parameter],
+) -> None:
+    """Let backward drop each gradient that is added to a sum, and count the others under their part of PARTS."""
+    experts = _expert_parameters(model)
+    ids_left_out = set(map(id, left_out))
+    for parameter in model.parameters():
+        if not parameter.requires_grad or id(parameter) in ids_left_out:
+            continue
+        if setting.gradient_sums:
+            parameter.register_post_accumulate_grad_hook(_drop)
+        else:
+            part = "expert_gradients" if id(parameter) in experts else "gradients"
+            keep = functools.partial(_keep, allocations, part)
+            parameter.register_post_accumulate_grad_hook(keep)
 
 
 def count_pass(
