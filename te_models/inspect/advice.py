@@ -96,10 +96,9 @@ def _answer(event: Row) -> str:
 
 def _uncalibrated(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     """Values that are lost under a scale of 1, since no amax was measured before the cast."""
-    if facts.recipe.scheme != "DelayedScaling":
-        return
     # Under delayed scaling an age below 0 says that no amax has been seen.
     never_measured = facts.record.counted & (facts.record.values[:, :, INDEX["scale_age"]] < 0)
+    never_measured &= facts.under_schemes("DelayedScaling")
     lost = facts.lost()
     saturated = facts.record.share("saturated")
     where = never_measured & ((lost > LOST) | (saturated > SATURATED))
@@ -126,6 +125,8 @@ def _jumped(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
         (np.abs(np.diff(room, axis=0)) > JUMP_BITS) & (grown < 1) & (np.abs(room[1:]) > JUMP_BITS)
     )
     counted = np.isfinite(room[1:])
+    # A scale that was never measured, as after a change of the recipe, is another rule's.
+    wrong &= facts.record.values[1:, :, INDEX["scale_age"]] >= 0
     # One tensor may jump by itself; half of all in one step have a common cause, such as a load of other scales.
     many = wrong.sum(1) >= np.maximum(counted.sum(1) / 2, 1)
     where = np.zeros_like(room, bool)
@@ -247,8 +248,6 @@ def _clipped_between(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
 
 def _stale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     """Scales of an amax long past, under delayed scaling with the largest amax of the history."""
-    if facts.recipe.scheme != "DelayedScaling":
-        return
     room = facts.headroom()
     ages = facts.record.field("scale_age")
     lost = facts.lost()
@@ -261,6 +260,7 @@ def _stale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
         )
 
     where = (room > UNUSED_BITS) & (ages > 1) & (lost > LOST)
+    where &= facts.under_schemes("DelayedScaling")
     yield from find_unexplained(facts, rule, where, lost, say, origin=_much(where, lost))
 
 

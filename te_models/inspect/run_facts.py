@@ -88,16 +88,24 @@ class RunFacts:
         """
         if not self.recipe.quantized:  # of a run without run.toml
             return np.asarray(self.record.field("blocks") == 1)
-        # A run with a schedule has several recipes: the metrics have the one of each step.
+        return self.under_schemes(*PER_TENSOR)
+
+    def under_schemes(self, *schemes: str) -> Mask:
+        """Return which tensors ran under a recipe of one of these classes, bool [steps, tensors].
+
+        A run with a schedule has several recipes, and a recipe with a table of patterns has others for some tensors.
+        """
+        # The metrics have the recipe of each step.
         recipe_of_step = {int(row["step"]): str(row.get("recipe")) for row in self.rows}
-        by_first_recipe = _with_one_scale(self.recipe, self.tensors)
+        by_first_recipe = _under_schemes(self.recipe, self.tensors, schemes)
         by_recipe: dict[str, list[bool]] = {self.recipe.name: by_first_recipe}
         mask = np.zeros(self.record.values.shape[:2], bool)
         for place, step in enumerate(self.record.steps):
             name = recipe_of_step.get(step, self.recipe.name)
             # A recipe of the schedule. list_recipes reads files, so it is asked last.
             if name not in by_recipe and name in list_recipes():
-                by_recipe[name] = _with_one_scale(self.recipe.followed_by(name), self.tensors)
+                scheduled = self.recipe.followed_by(name)
+                by_recipe[name] = _under_schemes(scheduled, self.tensors, schemes)
             mask[place] = by_recipe.get(name, by_first_recipe)
         return mask
 
@@ -137,17 +145,19 @@ class RunFacts:
         return forward[0] if forward else int(tensors[-1])
 
 
-def _with_one_scale(recipe: Recipe, tensors: Sequence[RecordedTensor]) -> list[bool]:
-    """Return which tensors a recipe quantizes with one scale each, by its own scheme and its table of patterns."""
-    with_one_scale = []
+def _under_schemes(
+    recipe: Recipe, tensors: Sequence[RecordedTensor], schemes: Sequence[str]
+) -> list[bool]:
+    """Return which tensors a recipe quantizes by one of these classes, its own or one of its table of patterns."""
+    under_schemes = []
     for tensor in tensors:
         own_recipe: Recipe | None = recipe
         for pattern, name in recipe.precision.items():
             # No break: of several patterns the last one counts.
             if fnmatchcase(tensor.linear, pattern):
                 own_recipe = recipe.called(name)
-        with_one_scale.append(own_recipe is not None and own_recipe.scheme in PER_TENSOR)
-    return with_one_scale
+        under_schemes.append(own_recipe is not None and own_recipe.scheme in schemes)
+    return under_schemes
 
 
 def read_facts(run: str | Path) -> RunFacts:

@@ -27,7 +27,7 @@ from planted import (
 from tiny_runs import tiny_model, tiny_trainer
 from torch import nn
 
-from te_models import Trainer
+from te_models import Trainer, get_recipe
 from te_models.cli import main
 from te_models.errors import DataError, Diverged
 from te_models.inspect.advice import RULES, Diagnosis, Finding, diagnose
@@ -160,6 +160,41 @@ def test_blocks_have_several_scales(tmp_path: Path) -> None:
     assert [tensor.linear.endswith("down_proj") for tensor in facts.tensors] == list(single)
     facts.rows[3]["recipe"] = "current"  # of a recipe schedule
     assert facts.one_scale()[3].all() and not facts.one_scale()[4].all()
+
+
+def test_scales_that_were_never_measured_after_a_change_of_the_recipe(tmp_path: Path) -> None:
+    """They changed, but nothing loaded them."""
+    model = tiny_model("current", **SHAPE)
+    trainer = tiny_trainer(
+        model, tmp_path, steps=4, batch_size=2, seq_len=64, record=1, eval_every=0, calibrate=False,
+        recipe_schedule="delayed@2",
+    )  # fmt: skip
+    write_recipe(tmp_path, model)
+    trainer.run()
+    findings = diagnose(read_facts(tmp_path)).findings
+    assert "uncalibrated" in {one.rule for one in findings}
+    assert "wrong-scale" not in {one.rule for one in findings}
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("delayed without calibration", "uncalibrated"),
+        ("a long history keeps an old peak", "stale-scale"),
+    ],
+)
+def test_delayed_scaling_that_is_not_the_first_recipe(name: str, rule: str, tmp_path: Path) -> None:
+    """Of a recipe schedule, and of a recipe's table of patterns."""
+    facts = read_facts(run_planted(tmp_path, "delayed", FAILURES[name]))
+    own = [found for found in diagnose(facts).findings if found.rule == rule]
+    assert own
+    current = get_recipe("current")
+    scheduled = replace(facts, recipe=current, explained=set())
+    assert all(row["recipe"] == "delayed" for row in scheduled.rows)
+    listed = current.replace(precision={"*": "delayed"})
+    rows = [{**row, "recipe": "current"} for row in facts.rows]
+    for other in (scheduled, replace(facts, recipe=listed, rows=rows, explained=set())):
+        assert [found for found in diagnose(other).findings if found.rule == rule] == own
 
 
 @pytest.mark.slow
