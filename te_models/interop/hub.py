@@ -206,10 +206,10 @@ def split_options(options: Document) -> tuple[Fields, Fields]:
         model_options["device"] = _device(device_map)
     # transformers before 4.56 calls it torch_dtype.
     older = model_options.pop("torch_dtype", None)
-    # Left out where there is none: the checkpoint's then counts.
-    dtype = given_dtype(model_options.pop("dtype", older))
-    if dtype is not None:
-        model_options["dtype"] = dtype
+    dtype = model_options.pop("dtype", older)
+    # Otherwise left out: the checkpoint's then counts.
+    if dtype not in (None, "auto"):
+        model_options["dtype"] = given_dtype(dtype)
     return hub, model_options
 
 
