@@ -117,6 +117,7 @@ def advise_recipe(
         speed=speed,
         steps=diagnosis.steps,
         tensors=diagnosis.tensors,
+        later=facts.later_recipes(),
         tried=tried,
     )
 

@@ -60,7 +60,8 @@ class RecipeAdvice(Printable):
 
     Attributes:
         run: the folder of the run.
-        recorded: its recipe.
+        recorded: its recipe, the first one under a schedule.
+        later: the names of those that follow in recorded steps.
         by_numbers: the recipe that the recorded numbers speak for.
         recipe: the recipe to train with: `by_numbers`, or "bf16" where FP8 does not pay.
         reasons: why `by_numbers` differs from `recorded`, or that nothing speaks against it.
@@ -86,6 +87,7 @@ class RecipeAdvice(Printable):
     speed: str
     steps: int
     tensors: int
+    later: tuple[str, ...] = ()
     tried: tuple[Variant, ...] = field(default=())
 
     @property
@@ -96,7 +98,8 @@ class RecipeAdvice(Printable):
     def __rich__(self) -> Group:
         """Return the lines of the advice, and a table of what was tried."""
         parts: list[Text | Table] = [Text(self.headline, "bold")]
-        summary = f"{self.steps} recorded steps of {self.tensors} tensors under {described(self.recorded)}"
+        recipes = ", then ".join([described(self.recorded), *self.later])
+        summary = f"{self.steps} recorded steps of {self.tensors} tensors under {recipes}"
         parts.append(Text(summary))
         parts += [Text(f"- {reason}") for reason in self.reasons]
         for one in self.linears:
@@ -121,6 +124,7 @@ class RecipeAdvice(Printable):
             "run": self.run,
             "recipe": self.recipe.to_dict(),
             "recorded": self.recorded.to_dict(),
+            "later": list(self.later),
             "by_numbers": self.by_numbers.to_dict(),
             "reasons": list(self.reasons),
             "linears": [plain(vars(one)) for one in self.linears],

@@ -95,8 +95,7 @@ class RunFacts:
 
         A run with a schedule has several recipes, and a recipe with a table of patterns has others for some tensors.
         """
-        # The metrics have the recipe of each step.
-        recipe_of_step = {int(row["step"]): str(row.get("recipe")) for row in self.rows}
+        recipe_of_step = self._recipe_of_step()
         by_first_recipe = _under_schemes(self.recipe, self.tensors, schemes)
         by_recipe: dict[str, list[bool]] = {self.recipe.name: by_first_recipe}
         mask = np.zeros(self.record.values.shape[:2], bool)
@@ -108,6 +107,16 @@ class RunFacts:
                 by_recipe[name] = _under_schemes(scheduled, self.tensors, schemes)
             mask[place] = by_recipe.get(name, by_first_recipe)
         return mask
+
+    def later_recipes(self) -> tuple[str, ...]:
+        """Return the names of the recipes that a schedule gave to recorded steps, in their order, without the first."""
+        recipe_of_step = self._recipe_of_step()
+        names = [recipe_of_step.get(step, self.recipe.name) for step in self.record.steps]
+        return tuple(dict.fromkeys(name for name in names if name != self.recipe.name))
+
+    def _recipe_of_step(self) -> dict[int, str]:
+        """Return step -> the name of its recipe, as the metrics have it."""
+        return {int(row["step"]): row["recipe"] for row in self.rows if "recipe" in row}
 
     def rms(self) -> Floats:
         """Return the root mean square of each tensor before its cast, [steps, tensors]."""

@@ -326,3 +326,16 @@ def test_an_outlier_of_a_wide_linear_asks_for_blocks(tmp_path: Path) -> None:
     """It has most of the model's operations, and eight blocks in a row, of which one has the outlier."""
     run_planted(tmp_path, "current", FAILURES["outlier channel grows"])
     assert advise_recipe(tmp_path).recipe.name == "blockwise"
+
+
+def test_all_recipes_of_a_schedule_are_named(tmp_path: Path) -> None:
+    model = tiny_model("current", **SHAPE)
+    trainer = tiny_trainer(
+        model, tmp_path, steps=4, batch_size=1, seq_len=16, record=1, eval_every=0,
+        recipe_schedule="bf16@1,delayed@2",
+    )  # fmt: skip
+    write_recipe(tmp_path, model)
+    trainer.run()
+    advice = advise_recipe(tmp_path)
+    assert "tensors under current, then bf16, then delayed" in " ".join(str(advice).split())
+    assert advice.to_dict()["later"] == ["bf16", "delayed"]
