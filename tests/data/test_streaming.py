@@ -604,6 +604,6 @@ def test_open_data_streams_where_it_must(
         "labels",
         "document_ids",
     }
-    monkeypatch.setattr("te_models.data.training_data.STREAMED_BYTES", 1000)
+    monkeypatch.setattr("te_models.data.sources.STREAMED_BYTES", 1000)
     assert type(opened(str(tmp_path / "a.jsonl"))[0]) is StreamingDataset
     assert type(opened(str(tmp_path / "a.jsonl"), streaming=False)[0]) is TokenDataset
