@@ -66,7 +66,6 @@ def _loaded() -> tuple[Callable[..., Any], Callable[..., Any]]:
         raise EngineError("it was measured on an H200 alone")
     if version != VERSION:
         raise EngineError(f"flash-attn-4 {version} was not measured: install {VERSION}")
-    keep_compiled()
     with _quiet():
         from flash_attn.cute.interface import (  # noqa: PLC0415  an optional package
             _flash_attn_bwd,
@@ -78,9 +77,9 @@ def _loaded() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def keep_compiled() -> None:
     """Have the package keep what it compiles, so that a second process need not compile it again.
 
-    It reads these variables when it is imported, and importing Transformer Engine imports it too. Its own folder is in
-    /tmp, where others could put files that it would load. Without a folder of the user's nothing is kept: the package
-    could not be imported.
+    The package reads these variables when it is imported, and importing Transformer Engine imports it too: so
+    te_models.engine calls this before either. The package's own folder is in /tmp, where others could put files that it
+    would load. Where the user has no folder that can be written nothing is kept: the package could not be imported.
     """
     try:
         importlib.metadata.version("flash-attn-4")
