@@ -32,6 +32,7 @@ python3 -m benchmarks.optimizer_study run --folder "$out/optimizer_study" --out 
 python3 -m benchmarks.gated_learning_rates run --folder "$out/gated" --out "$out/gated_learning_rates.json" --per-gpu 4 --mps
 python3 -m benchmarks.gated_learning_rates more --folder "$out/gated_more" --out "$out/gated_learning_rates_more.json" --per-gpu 4 --mps
 python3 benchmarks/generate.py run --out "$out/generate.json"
+python3 benchmarks/generate.py tokens --rival qwen3-1.7b --out "$out/tokens.json"
 python3 benchmarks/finetune_against_trl.py run --out "$out/finetune_against_trl.json"
 python3 benchmarks/span_attention.py --out "$out/span_attention.json"
 python3 -m benchmarks.attention_kernels --out "$out/attention_kernels.json"

@@ -2,6 +2,7 @@
 
     python benchmarks/generate.py run --out benchmarks/results/generate_h200.json     # on a GPU, under 10 minutes
     python benchmarks/generate.py run --tiny                                          # anywhere: does it work?
+    python benchmarks/generate.py tokens --out benchmarks/results/tokens_h200.json    # the first one, and the next
     python benchmarks/generate.py report benchmarks/results/generate_h200.json
 
 A model is made once per shape, written to disk in shards, and read back by both. Prefill is the time to the first
@@ -11,6 +12,9 @@ a sixteenth of 192 steps of 5 ms (and was a fifth of the 64 steps between 9 and 
 interleaved (long, short, one token, and again), and the median of their slopes counts. All slopes, and medians of
 whole calls, are in the JSON. transformers runs with its defaults and at its best (static cache with torch.compile).
 Rows skipped for lack of time are named.
+
+`tokens` times the first token launched by the host, and replayed from a CUDA graph, as from the third prompt of a shape
+on; and further tokens by the slope between two lengths, whose graphs are kept. These take turns.
 """
 
 from __future__ import annotations
@@ -122,6 +126,93 @@ def run(models: str, recipes: str, batches: str, prompt: int, budget: float, tin
         ):  # after each model, so that a failure leaves the others
             out.write_text(json.dumps(result, indent=1) + "\n")
     click.echo(table(result))
+
+
+PROMPTS = ((1, 512), (1, 2048), (8, 512))  # rows and tokens of each
+SLOPE = (8, 104)  # new tokens of the two generations whose slope is the time of a step
+
+
+@cli.command()
+@click.option("--models", default="qwen3-1.7b,llama-3.1-8b", show_default=True)
+@click.option("--recipes", default="bf16,current,delayed", show_default=True)
+@click.option("--rival", multiple=True, help="A model to measure transformers with too.")
+@click.option("--tiny", is_flag=True, help="Small shapes, which run anywhere.")
+@click.option("--out", type=click.Path(path_type=Path), help="JSON file to write.")
+def tokens(models: str, recipes: str, rival: tuple[str, ...], tiny: bool, out: Path | None) -> None:
+    """Time the first token of prompts, launched by the host and replayed, and further tokens."""
+    from te_models.inspect.environment import environment
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    result: dict[str, Any] = {"environment": environment(), "repeats": REPEATS, "tokens": SLOPE}
+    result["rows"] = rows = []
+    for name in models.split(","):
+        torch.manual_seed(0)
+        model = CausalLM.from_preset(name, device=device, **(TINY if tiny else {}))
+        plans = [Plan(8 if tiny else length, *SLOPE, REPEATS, 0) for _, length in PROMPTS]
+        for recipe in recipes.split(","):
+            model.set_recipe(recipe)
+            warm_scales(model, plans[0])
+            for (batch, _), plan in zip(PROMPTS, plans, strict=True):
+                row = {"model": name, "recipe": recipe, "batch": batch, "prompt": plan.prompt}
+                rows.append(row | first_and_next(model, batch, plan))
+                click.echo(json.dumps(rows[-1]))
+        if name in rival:
+            with tempfile.TemporaryDirectory() as folder:
+                write_hugging_face(model, model.origin, Path(folder) / "model", weights(model))
+                del model
+                judge = loaders()["transformers"](Path(folder) / "model", device)
+            for (batch, _), plan in zip(PROMPTS, plans, strict=True):
+                row = {"model": name, "recipe": "transformers", "batch": batch}
+                rows.append(row | {"prompt": plan.prompt} | first_of_theirs(judge, batch, plan))
+                click.echo(json.dumps(rows[-1]))
+            del judge
+        if out is not None:
+            out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def first_and_next(model: CausalLM, batch: int, plan: Plan) -> dict[str, float]:
+    """Return seconds to the first token, launched and replayed, and of a further one."""
+    ids = prompts(model.config.vocab_size, batch, plan, model.device)
+    generate = partial(model.generate, ids, eos_token_id=None)
+    took = seconds_of_each(
+        launched=lambda: generate(max_new_tokens=1, cuda_graph=False),
+        replayed=lambda: generate(max_new_tokens=1),
+        short=lambda: generate(max_new_tokens=plan.short),
+        long=lambda: generate(max_new_tokens=plan.long),
+    )
+    steps = plan.long - plan.short
+    slopes = [
+        (long - short) / steps for long, short in zip(took["long"], took["short"], strict=True)
+    ]
+    return {
+        "launched": statistics.median(took["launched"]),
+        "replayed": statistics.median(took["replayed"]),
+        "step": statistics.median(slopes),
+    }
+
+
+def first_of_theirs(judge: Any, batch: int, plan: Plan) -> dict[str, float]:
+    """Return seconds to the first token of transformers' generate."""
+    ids = prompts(judge.config.vocab_size, batch, plan, judge.device)
+    judge.generation_config.eos_token_id = None
+    judge.generation_config.pad_token_id = 0
+    options = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=1)
+    took = seconds_of_each(launched=lambda: judge.generate(ids, **options))
+    return {"launched": statistics.median(took["launched"])}
+
+
+def seconds_of_each(**ways: Callable[[], torch.Tensor]) -> dict[str, list[float]]:
+    """Return the seconds of each way, which take turns; three calls of each come before, for its graph."""
+    took: dict[str, list[float]] = {way: [] for way in ways}
+    for repeat in range(REPEATS + 3):
+        for way, generate in ways.items():
+            synchronize()
+            started = time.perf_counter()
+            generate()
+            synchronize()
+            if repeat >= 3:
+                took[way].append(time.perf_counter() - started)
+    return took
 
 
 @cli.command()

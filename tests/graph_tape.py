@@ -7,6 +7,7 @@ from the host's memory. What the recording itself changed is undone, since a cap
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def pretend_cuda(patch: Any) -> list[Tape]:
-    """Let te_models.generation.decode_loop and te_models.training.cuda_graph capture on the CPU:
+    """Let te_models.device.captured_call and te_models.training.cuda_graph capture on the CPU:
     `patch` is pytest's monkeypatch; returns the tapes that are made."""
     tapes: list[Tape] = []
 
@@ -114,15 +115,21 @@ def pretend_cuda(patch: Any) -> list[Tape]:
         return tapes[-1]
 
     class Stream:
+        device = None
+
         def __init__(self, *device: Any) -> None: ...
 
         def wait_stream(self, other: Any) -> None: ...
 
     patch.setattr("torch.cuda.CUDAGraph", graph)
     patch.setattr("torch.cuda.Stream", Stream)
+    patch.setattr("torch.cuda.graph_pool_handle", lambda: None)
+    patch.setattr(
+        "torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=2**35)
+    )
     patch.setattr("torch.cuda.current_stream", Stream)
     patch.setattr("torch.cuda.stream", lambda stream: contextlib.nullcontext())
-    for module in ("generation.decode_loop", "training.cuda_graph"):
+    for module in ("device.captured_call", "training.cuda_graph"):
         patch.setattr(
             f"te_models.{module}.capture",
             lambda tape, stream, *generators, pool=None: tape.capture(),

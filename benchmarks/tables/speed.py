@@ -88,12 +88,12 @@ def readme_speed() -> str:
 @table
 def readme_8b() -> str:
     """Summarize the speed of an 8B model on H200s in three sentences."""
-    run = {
-        (r["batch"], r["who"]): r.get("decode_tokens_per_second")
-        for r in load("generate_8b_steps_h200")["rows"]
-        if r["prompt"] == 512
-    }
-    fp8, bf16 = (run[1, user] for user in ("te-models delayed", "te-models bf16"))
+    steps = {}
+    for row in load("tokens_h200")["rows"]:
+        if (row["model"], row["batch"], row["prompt"]) == ("llama-3.1-8b", 1, 512):
+            steps[row["recipe"]] = row["step"]
+    fp8 = 1 / steps["delayed"]
+    bf16 = 1 / steps["bf16"]
     hf = next(
         r["decode_tokens_per_second"]
         for r in load("generate_h200")["rows"]
@@ -206,25 +206,33 @@ def generation_8b() -> str:
 
 
 @table
-def generation_8b_steps() -> str:
-    """Time of one step and of a prompt at 8B, in BF16 and under `delayed`."""
-    result = load("generate_8b_steps_h200")
-    rows = {(r["who"], r["batch"], r["prompt"]): r for r in result["rows"]}
+def generation_tokens() -> str:
+    """Time of the first token of a prompt, launched by the host and replayed, and of a further one."""
+    result = load("tokens_h200")
+    bf16 = {}
+    for row in result["rows"]:
+        if row["recipe"] == "bf16":
+            bf16[row["model"], row["batch"], row["prompt"]] = row
     lines = []
-    for batch, prompt in ((1, 512), (8, 512), (1, 2048)):
-        bf16, fp8 = (rows[f"te-models {r}", batch, prompt] for r in ("bf16", "delayed"))
-        cells = [f"{batch} x {prompt:,}"]
-        for field, tokens in (
-            ("prefill_tokens_per_second", prompt),
-            ("decode_tokens_per_second", 1),
-        ):
-            if field not in bf16:
-                cells += ["", "", ""]
+    for row in result["rows"]:
+        base = bf16[row["model"], row["batch"], row["prompt"]]
+        ours = row["recipe"] != "transformers"
+        cells = [
+            f"`{row['model']}`",
+            f"{row['batch']} x {row['prompt']:,}",
+            f"`{row['recipe']}`" if ours else row["recipe"],
+            f"{1e3 * row['launched']:.1f}",
+        ]
+        for field, digits in (("replayed", 1), ("step", 2)):
+            if not ours:
+                cells += ["", ""]
                 continue
-            cells += [f"{1e3 * batch * tokens / row[field]:.2f}" for row in (bf16, fp8)]
-            cells.append(f"{fp8[field] / bf16[field]:.2f}x")
+            cells += [f"{1e3 * row[field]:.{digits}f}", f"{base[field] / row[field]:.2f}x"]
         lines.append(cells)
-    header = "prompts | prefill in BF16, ms | `delayed` | faster | one step in BF16, ms | `delayed` | faster"
+    header = (
+        "model | prompts | recipe | first token, launched, ms | replayed, ms | of BF16's speed | "
+        "next token, ms | of BF16's speed"
+    )
     return f"{measured_on(result)}\n\n{markdown(header, lines)}"
 
 

@@ -1,8 +1,8 @@
-"""Quantized weights that te.Linears keep from one generation to the next, while the weights stay the same.
+"""What stays from one generation to the next while the weights stay the same: their quantized copies, and graphs.
 
 The first pass of a generation quantizes the weights: 8 to 9 of the 61 ms that 2,048 tokens of an 8B take on an H100.
 Between generations the result is kept here, one byte per parameter, and not in the modules: a training pass, a copy or
-a save finds them as if nothing had been generated.
+a save finds them as if nothing had been generated. CUDA graphs that read it are kept with it (`WeightReuse.left`).
 
 The next generation takes it back if the weights are the same tensors, at the same addresses, with the same versions, by
 which PyTorch counts the operations that changed a tensor in place. Kernels outside of PyTorch and operations on `.data`
@@ -41,6 +41,8 @@ class WeightReuse:
         ready: whether the te.Linears have them, so that a pass need not make them. `is_first_microbatch` of a pass is
             the opposite.
         source: the weights that they were made from; None: they cannot be kept.
+        left: what a generation leaves for the next one and is worth nothing with other weights, such as a graph that
+            reads them; None: nothing.
     """
 
     def __init__(self, linears: list[nn.Module], keep: bool = False) -> None:
@@ -48,6 +50,7 @@ class WeightReuse:
         self.keep = keep
         self.ready = False
         self.source: _Source | None = None
+        self.left: object = None
 
     def note_pass(self) -> None:
         """Note that a pass has ended, which made the quantized weights unless they were there."""
@@ -80,18 +83,24 @@ def reused_weights(model: nn.Module, te: ModuleType, keep: bool) -> Iterator[Wei
             te.give_cached_weights(module, weights)
         reuse.ready = True
         reuse.source = reusable.source
+        reuse.left = reusable.left
     del reusable  # outdated ones are freed before new ones are made
     if alone:
         _GENERATING.add(model)
     try:
         yield reuse
-    except Exception:
+    except GeneratorExit:  # a reader that has seen enough
+        raise
+    except BaseException:
         reuse.source = None
         raise
     finally:
         weights = [te.take_cached_weights(module) for module in reuse.linears]
-        if keep and reuse.source is not None and any(weights):
-            _KEPT[model] = _Kept(reuse.source, weights)
+        # Where generations overlap, the weights that this one has used may be those of another.
+        left = reuse.left if alone else None
+        has_weights = keep and any(weights)
+        if reuse.source is not None and (has_weights or left is not None):
+            _KEPT[model] = _Kept(reuse.source, weights, left)
         if alone:
             _GENERATING.discard(model)
         if source_of_step is not None and _is_source(source_of_step, reuse.linears):
@@ -109,17 +118,17 @@ class _Source(NamedTuple):
 
     # To each tensor: its identity, its address and its version.
     tensors: list[tuple[weakref.ref[Tensor], int, int]]
-    sample: Tensor  # uint8 [bytes], the elements in the middle of each tensor
+    sample: list[Tensor]  # uint8 [bytes] per dtype, the elements in the middle of each tensor
     scales: Tensor  # FP32 [scales], by which delayed scaling casts
 
 
 class _Kept(NamedTuple):
-    """Quantized weights between two generations."""
+    """Quantized weights, and what else one generation leaves for the next."""
 
     source: _Source
-    weights: list[
-        dict[str, Any]
-    ]  # of each te.Linear, as the engine's take_cached_weights returned them
+    # Of each te.Linear, as the engine's take_cached_weights returned them.
+    weights: list[dict[str, Any]]
+    left: object  # WeightReuse.left
 
 
 _KEPT: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
@@ -145,7 +154,7 @@ def _is_source(source: _Source, linears: list[nn.Module]) -> bool:
             return False
     if not torch.equal(_scales(linears, weights[0]), source.scales):
         return False
-    return torch.equal(_sample(weights), source.sample)
+    return all(map(torch.equal, _sample(weights), source.sample))
 
 
 def _weights(linears: list[nn.Module]) -> list[Tensor]:
@@ -171,14 +180,16 @@ def _version(weight: Tensor) -> int:
     return 0 if weight.is_inference() else weight._version
 
 
-def _sample(weights: list[Tensor]) -> Tensor:
-    """Return the bytes of some elements in the middle of each weight, uint8 [bytes]."""
-    samples = []
+def _sample(weights: list[Tensor]) -> list[Tensor]:
+    """Return the bytes of some elements in the middle of each weight, a tensor uint8 [bytes] per dtype."""
+    of_dtypes: dict[torch.dtype, list[Tensor]] = {}
     for weight in weights:
-        flat = weight.detach().view(-1)
-        middle = len(flat) // 2
-        samples.append(flat[middle : middle + SAMPLE].view(torch.uint8))
-    return torch.cat(samples)
+        count = weight.numel()
+        size = min(SAMPLE, count - count // 2)
+        start = weight.storage_offset() + count // 2
+        elements = weight.detach().as_strided((size,), (1,), start)
+        of_dtypes.setdefault(weight.dtype, []).append(elements)
+    return [torch.cat(elements).view(torch.uint8) for elements in of_dtypes.values()]
 
 
 def _scales(linears: list[nn.Module], like: Tensor) -> Tensor:

@@ -5,6 +5,9 @@ CUDA graph once and replayed; otherwise the host would take longer to launch a s
 them. The same function runs eagerly everywhere else, with the same results. The host reads a token while the device
 computes the next one.
 
+Tensors and graphs are left for the next generation of the same shape (te_models.generation.decode_state). From the
+second one on its prompt is replayed too, if it is short enough for the host to be the slower one.
+
 Under an FP8 recipe the weights are quantized with the prompt and the FP8 data is reused in every step (one byte per
 parameter), and by the next generation while the weights stay the same (te_models.fp8.kept_weights). On a CPU the
 emulated engine also keeps copies of weights in the layout of its matrix products, if they are not too large (2 to 4
@@ -12,22 +15,17 @@ bytes per parameter).
 """
 
 import contextlib
-import logging
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Generator
 
 import torch
 from torch import Tensor
 
-from te_models.device.cuda_capture import capture, failed_capture, first_error
 from te_models.fp8.kept_weights import WeightReuse, reused_weights
 from te_models.fp8.region import is_trained
+from te_models.generation.decode_state import DecodeState, DecodeStates, shape_of
+from te_models.generation.sampling import Sampling
 from te_models.model.decoder import Decoder
 from te_models.model.rope import context_before_long_angles
-
-Pick = Callable[[Tensor], Tensor]  # logits FP32 [B, V] -> tokens int64 [B]
-
-log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -36,8 +34,8 @@ def cached_tokens(
     ids: Tensor,
     mask: Tensor | None,
     count: int,
-    pick: Pick,
-    generator: torch.Generator,
+    sampling: Sampling,
+    seed: int | None,
     graph: bool,
 ) -> Generator[Tensor]:
     """Yield the tokens after a prompt, one step at a time: int64 [B] on the host.
@@ -49,24 +47,24 @@ def cached_tokens(
         ids: the prompt, int64 [B, S].
         mask: 1 for tokens and 0 for padding on the left, [B, S]; None: no padding.
         count: the number of tokens to generate per row.
-        pick: returns the next token per row, int64 [B], for logits FP32 [B, V].
-        generator: the source of the random numbers that `pick` draws.
+        sampling: how a token is chosen.
+        seed: of the random numbers; None: none are drawn.
         graph: whether the steps after the prompt run as a CUDA graph.
     """
-    # Copies of the weights, quantized or laid out for a CPU's products, are kept for the next generation. Under BF16 on
-    # a GPU there are none. A training run needs the memory for its next step, which changes the weights anyway.
+    # Copies of the weights, quantized or laid out for a CPU's products, are kept for the next generation, and so are
+    # CUDA graphs. A training run needs the memory for its next step, which changes the weights anyway.
     has_copies = model.recipe.quantized or ids.device.type == "cpu"
-    with reused_weights(model, model.te, keep=has_copies and not is_trained(model)) as weights:
-        loop = DecodeLoop(
-            model,
-            ids=ids,
-            mask=mask,
-            count=count,
-            pick=pick,
-            generator=generator,
-            graph=graph,
-            weights=weights,
-        )
+    keep = (has_copies or graph) and not is_trained(model)
+    with reused_weights(model, model.te, keep=keep) as weights:
+        shape = shape_of(model, ids, count, sampling)
+        if graph:
+            kept = weights.left if isinstance(weights.left, DecodeStates) else None
+            weights.left = kept or DecodeStates(ids.device)
+            state = weights.left.state_for(model, shape)
+        else:
+            state = DecodeState(model, shape)
+        state.begin(ids, seed)
+        loop = DecodeLoop(model, state, mask, weights)
         # On a GPU one step is launched ahead: the device computes it while the host handles the token before.
         ahead = int(ids.is_cuda)
         launched = 0
@@ -79,11 +77,20 @@ def cached_tokens(
 
 @torch.no_grad()
 def recomputed_tokens(
-    model: Decoder, ids: Tensor, mask: Tensor | None, count: int, pick: Pick
+    model: Decoder,
+    ids: Tensor,
+    mask: Tensor | None,
+    count: int,
+    sampling: Sampling,
+    seed: int | None,
 ) -> Generator[Tensor]:
     """Yield the same tokens as `cached_tokens` without a cache: each step computes the whole sequence anew."""
+    generator = torch.Generator(device=ids.device)
+    if seed is not None:
+        generator.manual_seed(seed)
     for _ in range(count):
-        new = pick(model(ids, attention_mask=mask, logits_to_keep=1).logits[:, -1].float())
+        logits = model(ids, attention_mask=mask, logits_to_keep=1).logits[:, -1].float()
+        new = sampling.pick(logits, generator)
         yield new.cpu()
         # The sequence has another length in each step, so no graph can replay it.
         ids = torch.cat((ids, new[:, None]), dim=1)  # [B, S + 1]
@@ -91,120 +98,101 @@ def recomputed_tokens(
 
 
 class DecodeLoop:
-    """The state of one generation on the device.
+    """One generation: a prompt that is in `state`, and the steps after it.
+
+    Args:
+        model: the decoder.
+        state: the tensors and graphs, which the generation before may have left.
+        mask: 1 for tokens of the prompt and 0 for padding, [B, S]; None: no padding.
+        weights: the quantized weights.
 
     Attributes:
-        last_token: int64 [B, 1], the input of the next step.
-        generated: int64 [count, B], all tokens so far; later rows are zero.
-        done: int64 [1], number of steps so far, on the device.
         restart_step: the step that computes all keys once more (LongRoPE); 0: none.
-        cached_steps: number of steps so far that read the cache: all but the prompt and `restart_step`.
     """
 
     def __init__(
-        self,
-        model: Decoder,
-        *,
-        ids: Tensor,
-        mask: Tensor | None,
-        count: int,
-        pick: Pick,
-        generator: torch.Generator,
-        graph: bool,
-        weights: WeightReuse | None = None,
+        self, model: Decoder, state: DecodeState, mask: Tensor | None, weights: WeightReuse
     ) -> None:
-        batch, length = ids.shape
-        self.weights = WeightReuse([]) if weights is None else weights
         self.model = model
-        self.ids = ids
+        self.state = state
         self.mask = mask
-        self.pick = pick
-        self.generator = generator
-        self.cache = model.new_cache(batch, length + count)
-        log.info("%r", self.cache)
-        self.last_token = ids.new_zeros(batch, 1)
-        # A step writes one row of [count, B]; its index, `done`, is a tensor, so that a replayed graph writes the next.
-        self.generated = ids.new_zeros(count, batch)
-        self.done = ids.new_zeros(1)
-        self.restart_step = _restart_step(model, ids, mask)
-        self.cached_steps = 0
-        self.graph: Any = torch.cuda.CUDAGraph() if graph else None
-        self.stream: Any = torch.cuda.Stream(ids.device) if graph else None
-        if ids.is_cuda:
-            # Pinned: a copy to other memory would wait for the device.
-            self.host = torch.empty(count, batch, dtype=torch.long, pin_memory=True)
-        else:
-            self.host = self.generated
-        self.events: list[Any] = []
+        self.weights = weights
+        self.restart_step = _restart_step(model, state.ids, mask)
 
     def launch(self, step: int) -> None:
         """Queue step number `step` and the copy of its tokens to the host, without waiting for either."""
+        state = self.state
         if step == 0:
-            self._forward(self.ids, self.mask)
-            self.weights.note_pass()
+            self._begin()
         elif step == self.restart_step:
             self._restart(step)
         else:
-            self._replay_or_step()
-        if self.generated.is_cuda:
-            self.host[step].copy_(self.generated[step], non_blocking=True)
-            self.events.append(torch.cuda.Event())
-            self.events[-1].record()
-
-    def _replay_or_step(self) -> None:
-        """Run a step after the prompt: with a graph the first warms up, the second is captured, later ones replay."""
-        self.cached_steps += 1
-        if self.graph is None:
-            self.step()
-        elif self.cached_steps == 1:
-            self._warm_up()
-        elif self.cached_steps == 2:
-            self._capture()
-        else:
-            # A replay runs no Python, so the host counts the cached positions here.
-            self.cache.length += 1
-            self.graph.replay()
-
-    def _restart(self, step: int) -> None:
-        """Compute all keys and values once more, with the RoPE angles that apply from this token on."""
-        self.cache.clear()
-        new_ids = self.generated[:step].T  # [step, B] -> [B, step]
-        # New tokens are never padding.
-        mask = None if self.mask is None else torch.nn.functional.pad(self.mask, (0, step), value=1)
-        self._forward(torch.cat((self.ids, new_ids), dim=1), mask)
+            self._continue()
+        if state.generated.is_cuda:
+            state.host[step].copy_(state.generated[step], non_blocking=True)
+            state.events.append(torch.cuda.Event())
+            state.events[-1].record()
 
     def tokens(self, step: int) -> Tensor:
         """Wait for a launched step and return its tokens, int64 [B] on the host."""
-        if self.generated.is_cuda:
-            self.events[step].synchronize()
-        return self.host[step]
+        if self.state.generated.is_cuda:
+            self.state.events[step].synchronize()
+        return self.state.host[step]
+
+    def _begin(self) -> None:
+        """Run the prompt: eagerly in the first generation with this state, afterwards as a graph.
+
+        The mask of a padded prompt is made by the host, so it always runs eagerly.
+        """
+        state = self.state
+        if state.prompt is None or state.generations == 1 or self.mask is not None:
+            self._prompt()
+        else:
+            state.prompt(self._prompt)
+        # A replay runs no Python, so the host counts the cached positions here.
+        state.cache.length = state.shape.length
+        self.weights.note_pass()
+
+    def _prompt(self) -> None:
+        """Compute the prompt from an empty cache."""
+        if self.state.generations > 1:
+            self.state.clear()
+        self._forward(self.state.ids, self.mask)
+
+    def _continue(self) -> None:
+        """Run a step after the prompt: with a graph the first ever warms up, the next is captured, then it replays."""
+        state = self.state
+        length = state.cache.length
+
+        def step() -> None:
+            # A capture counts positions though no kernel has run: an eager step after a failed one starts from here.
+            state.cache.length = length
+            self.step()
+
+        if state.step is None:
+            step()
+        elif not state.is_warm:
+            state.step.warm_up(step)
+            state.is_warm = True
+        else:
+            state.step(step)
+        state.cache.length = length + 1
+
+    def _restart(self, step: int) -> None:
+        """Compute all keys and values once more, with the RoPE angles that apply from this token on."""
+        self.state.cache.clear()
+        new_ids = self.state.generated[:step].T  # [step, B] -> [B, step]
+        # New tokens are never padding.
+        mask = None if self.mask is None else torch.nn.functional.pad(self.mask, (0, step), value=1)
+        self._forward(torch.cat((self.state.ids, new_ids), dim=1), mask)
 
     def step(self) -> None:
         """Generate one token per row, with fixed shapes and addresses and no value that the host must read."""
-        self._forward(self.last_token, None)
-
-    def _capture(self) -> None:
-        """Capture a step and replay it. If another thread disturbs the capture, all steps from here run eagerly."""
-        # A capture advances the host's count of positions though no kernel has run: a failed one sets it back.
-        length = self.cache.length
-        try:
-            with capture(self.graph, self.stream, self.generator):
-                self.step()
-        except RuntimeError as error:
-            if not failed_capture(error):
-                raise
-            log.warning(
-                "generation goes on without its CUDA graph: %s",
-                str(first_error(error)).splitlines()[0],
-            )
-            self.graph = None
-            self.cache.length = length
-            self.step()
-            return
-        self.graph.replay()
+        self._forward(self.state.last_token, None)
 
     def _forward(self, ids: Tensor, mask: Tensor | None) -> None:
         """Feed ids [B, S] to the model, and write the token that follows each row to `generated` and `last_token`."""
+        state = self.state
         # Transformer Engine's flag: True quantizes the weights and keeps the copies, False reuses them, and None does
         # neither. The prompt makes the copies, unless they are left from the generation before; the steps reuse them.
         is_first_microbatch = None
@@ -212,30 +200,20 @@ class DecodeLoop:
             is_first_microbatch = not self.weights.ready
         # inference_mode tracks no versions and views, which takes a twelfth less time on a CPU; with a GPU the host is
         # ahead anyway.
-        untracked = ids.device.type == "cpu" and self.graph is None
+        untracked = ids.device.type == "cpu" and state.step is None
         with torch.inference_mode() if untracked else contextlib.nullcontext():
             output = self.model(
                 ids,
-                cache=self.cache,
+                cache=state.cache,
                 attention_mask=mask,
                 logits_to_keep=1,
                 is_first_microbatch=is_first_microbatch,
             )
-            new = self.pick(output.logits[:, -1].float())  # [B, 1, V] -> [B]
-            self.generated.index_copy_(0, self.done, new[None])
-            self.last_token.copy_(new[:, None])
-            self.done += 1
-
-    def _warm_up(self) -> None:
-        """Run a step on the capture's stream: libraries allocate workspaces there and kernels are compiled."""
-        current = torch.cuda.current_stream(self.generated.device)
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            self.step()
-        # Both streams use the same cache: each waits for the other.
-        current.wait_stream(self.stream)
-        # An unregistered generator would draw the same numbers in each replay.
-        self.graph.register_generator_state(self.generator)
+            logits = output.logits[:, -1].float()  # [B, 1, V] -> [B, V]
+            new = state.shape.sampling.pick(logits, state.generator)
+            state.generated.index_copy_(0, state.done, new[None])
+            state.last_token.copy_(new[:, None])
+            state.done += 1
 
 
 def _restart_step(model: Decoder, ids: Tensor, mask: Tensor | None) -> int:

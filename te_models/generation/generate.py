@@ -6,8 +6,7 @@ every scale and amax history as it was.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from operator import index
 from typing import cast
 
@@ -21,7 +20,7 @@ from te_models.errors import UsageError
 from te_models.fp8.region import evaluating
 from te_models.generation.decode_loop import cached_tokens, recomputed_tokens
 from te_models.generation.options import GenerationOptions, GenerationSettings, complete
-from te_models.generation.sampling import sample
+from te_models.generation.sampling import Sampling
 from te_models.model.decoder import Decoder
 from te_models.model.decoder_of import decoder_of
 from te_models.model.graph_obstacle import graph_obstacle
@@ -85,18 +84,25 @@ def stream(
     # On the host, as the new tokens are: comparing there does not make the device wait.
     stops = torch.tensor(stop_ids(model, settings.eos_token_id), dtype=torch.long)
     filler = pad_id(model, stops)
-    # The loop also registers the generator with a CUDA graph, without which a replay would repeat its numbers.
-    generator = torch.Generator(device=model.device)
-    pick = _picker(settings, generator)
+    sampling = Sampling(
+        do_sample=settings.do_sample,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+    )
+    seed = settings.seed
+    if seed is None and settings.do_sample:
+        seed = _drawn_seed()
     ended = torch.zeros(len(ids), dtype=torch.bool)
     # Without padding, for stop strings, which are searched in text.
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     rows = [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
     with evaluating(model, model.te, model.recipe):
         if settings.use_cache:
-            steps = cached_tokens(model, ids, mask, max_new_tokens, pick, generator, graph)
+            steps = cached_tokens(model, ids, mask, max_new_tokens, sampling, seed, graph)
         else:
-            steps = recomputed_tokens(model, ids, mask, max_new_tokens, pick)
+            steps = recomputed_tokens(model, ids, mask, max_new_tokens, sampling, seed)
         # Closed also where the caller stops reading: the loop then takes the FP8 weights out of the modules.
         with contextlib.closing(steps):
             for new_tokens, new in enumerate(steps, start=1):
@@ -123,7 +129,10 @@ def _drawn_seed() -> int:
 def batch_of(
     model: Decoder, prompts: Prompts, attention_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (ids int64 [B, S], mask [B, S] or None) on the model's device; lists are padded on the left."""
+    """Return (ids int64 [B, S], mask [B, S] or None) on the model's device; lists are padded on the left.
+
+    The mask is None where there is no padding.
+    """
     if isinstance(prompts, Tensor) and prompts.dim() == 1:
         prompts = prompts[None]  # one prompt, as a list of ids is
     if not isinstance(prompts, Tensor):
@@ -153,7 +162,8 @@ def batch_of(
         raise UsageError(
             "attention_mask has padding on the right: to generate, pad the prompts on the left"
         )
-    return ids, None if attention_mask is None else attention_mask.to(model.device)
+    # Most masks of single prompts hide nothing, and a prompt without one may be replayed from a CUDA graph.
+    return ids, None if attention_mask is None or bool(mask.all()) else mask.to(model.device)
 
 
 def stop_ids(model: Decoder, eos_token_id: int | Iterable[int] | str | None) -> list[int]:
@@ -185,21 +195,6 @@ def _rows(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
         raise UsageError(
             "the prompts must be lists of token ids: give tokenizer.encode_prompt(text), or a text to stream_text"
         ) from None
-
-
-def _picker(settings: GenerationSettings, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
-    """Return the function from logits [B, V] to tokens [B]: the largest, or one drawn with `generator`, seeded here."""
-    if not settings.do_sample:
-        return partial(torch.argmax, dim=-1)
-    generator.manual_seed(_drawn_seed() if settings.seed is None else settings.seed)
-    return partial(
-        sample,
-        generator=generator,
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        min_p=settings.min_p,
-    )
 
 
 def _check_room(model: Decoder, length: int, max_new_tokens: int) -> None:

@@ -1,7 +1,32 @@
-"""One token from logits: temperature, top-k, top-p and min-p."""
+"""One token from logits: the likeliest, or one drawn with temperature, top-k, top-p and min-p."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Sampling(NamedTuple):
+    """How a token is chosen. See te_models.generation.options for the fields."""
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def pick(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        """Return one token per row of logits FP32 [B, V], int64 [B]; random numbers come from `generator`."""
+        if not self.do_sample:
+            return torch.argmax(logits, dim=-1)
+        return sample(
+            logits,
+            generator,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+        )
 
 
 def sample(

@@ -9,8 +9,10 @@ def graph_obstacle(model: Decoder, ranks_alike: bool = False) -> str:
 
     `ranks_alike` says whether all ranks that share experts have as many tokens in it, as in steps of training.
     """
-    if any(isinstance(parameter, StoredWeight) for parameter in model.parameters()):
-        return "weights of the base stay as they are stored, and are dequantized in each pass"
+    for module in model.modules():
+        # `parameters()` looks for the names too, which takes twice as long, before every prompt.
+        if any(isinstance(weight, StoredWeight) for weight in module._parameters.values()):
+            return "weights of the base stay as they are stored, and are dequantized in each pass"
     counts = model.kernels.counts_on_device
     experts = [name for name, linear in model.config.linears.items() if linear.experts]
     waits = model.ep.size > 1 and not (ranks_alike and model.ep.gathered is not None)

@@ -165,7 +165,7 @@ def test_a_conversion_and_the_end_of_a_model_free_them() -> None:
     model.to(torch.float32)
     assert model not in kept_weights._KEPT
     tokens(model)
-    sample = weakref.ref(kept_weights._KEPT[model].source.sample)
+    sample = weakref.ref(kept_weights._KEPT[model].source.sample[0])
     del model
     gc.collect()
     assert sample() is None

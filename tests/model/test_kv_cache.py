@@ -18,7 +18,7 @@ def test_the_cache_says_its_size(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build()
-    with caplog.at_level("INFO", logger="te_models.generation.decode_loop"):
+    with caplog.at_level("INFO", logger="te_models.generation.decode_state"):
         model.generate(PROMPTS, max_new_tokens=10)
     assert "DecodingCache(3 rows x 29 positions x 4 layers: 0.1 MiB)" in caplog.text
     cache = model.new_cache(3, 29)
