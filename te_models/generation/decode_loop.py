@@ -163,19 +163,14 @@ class DecodeLoop:
         """Run a step after the prompt: with a graph the first ever warms up, the next is captured, then it replays."""
         state = self.state
         length = state.cache.length
-
-        def step() -> None:
-            # A capture counts positions though no kernel has run: an eager step after a failed one starts from here.
-            state.cache.length = length
-            self.step()
-
         if state.step is None:
-            step()
+            self.step()
         elif not state.is_warm:
-            state.step.warm_up(step)
+            state.step.warm_up(self.step)
             state.is_warm = True
         else:
-            state.step(step)
+            state.step(self.step)
+        # A replay counts no position, a failed capture and the eager step after it count two.
         state.cache.length = length + 1
 
     def _restart(self, step: int) -> None:

@@ -1,10 +1,11 @@
 """Buffers and graphs that one generation leaves for the next: the same tokens, and never those of another model."""
 
+import contextlib
 import copy
 import gc
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -286,21 +287,33 @@ def test_streams_in_turn(tapes: list[Tape]) -> None:
             assert_same_bits("tokens", found, wanted[number])
 
 
-def test_a_disturbed_capture_of_the_prompt(
-    tapes: list[Tape], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@contextlib.contextmanager
+def disturbed(tape: Tape) -> Iterator[None]:
+    """As a capture that another thread disturbs: the host has run everything, the device nothing."""
+    with Tape._undisturbed(tape):
+        yield
+    raise RuntimeError("the capture was disturbed")
+
+
+@pytest.mark.parametrize("first", ["step", "prompt"])
+def test_a_disturbed_capture(
+    first: str,
+    tapes: list[Tape],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = build().eval()
-    replayed(model, prompt(0))
-    monkeypatch.setattr(Tape, "capture", _fail)
+    if first == "prompt":
+        replayed(model, prompt(0))
+    monkeypatch.setattr(Tape, "_undisturbed", Tape.capture, raising=False)
+    monkeypatch.setattr(Tape, "capture", disturbed)
     for seed in range(3):
         assert_same_bits("tokens", replayed(model, prompt(seed)), eager(model, prompt(seed)))
+    names = ["generation", "the prompt of a generation"]
+    failed = names if first == "step" else names[1:]
     assert [record.getMessage() for record in caplog.records] == [
-        "the prompt of a generation goes on without its CUDA graph: the capture was disturbed"
+        f"{name} goes on without its CUDA graph: the capture was disturbed" for name in failed
     ]
-
-
-def _fail(tape: Tape) -> Any:
-    raise RuntimeError("the capture was disturbed")
 
 
 def test_they_keep_no_model_alive(tapes: list[Tape]) -> None:
