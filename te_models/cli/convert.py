@@ -1,5 +1,6 @@
 """`te-models convert`: rewrite a model in another format."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -7,6 +8,7 @@ import click
 from te_models.cli.options import (
     Command,
     build_model,
+    is_given,
     option,
     out_option,
     overwrite_option,
@@ -78,6 +80,8 @@ def convert(
         keywords["recipe"] = options["recipe"] or te_state.recipe(
             get_preset(preset).num_hidden_layers
         )
+    if format == "hf":
+        keywords = with_master_weights(model, keywords)
     built = build_model(preset, model, keywords, merge=True)
     if te_state is not None:
         load_te_checkpoint(built, te_state)
@@ -85,3 +89,19 @@ def convert(
     show_line(
         f"{out}: {built.config.num_parameters:,} parameters in {str(built.dtype).removeprefix('torch.')}"
     )
+
+
+def with_master_weights(model: str | None, options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options of a model whose weights are to be written in 16 bits or more.
+
+    The checkpoint of a run with --fp8-params has the optimizer's weights in BF16, of which the FP8 weights are a
+    rounding. Adapters were tuned on the FP8 weights of their base, and go with them.
+    """
+    from te_models.interop.hub import local_folder  # noqa: PLC0415  imports torch
+    from te_models.saving.pretrained import adapter_folder  # noqa: PLC0415
+
+    if model is None or is_given("fp8_params"):
+        return dict(options)
+    if adapter_folder(local_folder(model)) is not None:
+        return dict(options)
+    return {**options, "fp8_params": False}

@@ -3,6 +3,7 @@
 import click
 
 from te_models.cli.before_tuning import base_model, base_option, rounding_option
+from te_models.cli.convert import with_master_weights
 from te_models.cli.options import (
     Command,
     build_trained_model,
@@ -87,6 +88,8 @@ def export(
         return
     refuse_without("--data PATH", data, OF_DATA)
     refuse_to_replace(out, overwrite, model)
+    if format is not None and FORMATS[format].storage is None:
+        options = with_master_weights(model, options)
     built = build_trained_model(preset, model, options)
     if format is None:
         format = default_format(built, built.origin)

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from bases import CHATML, write_chats, write_model, write_tokenizer
 
 pytest.importorskip("transformers")
+
+from safetensors.torch import load_file
 
 from te_models import CausalLM
 from te_models.cli import main
@@ -188,3 +191,27 @@ def test_a_folder_of_runs_is_not_a_run(
     said = capsys.readouterr().err
     assert "runs holds runs: give one of them" in said
     assert "(runs/one, runs/two)" in said
+
+
+@pytest.mark.parametrize(
+    "command", [["convert"], ["export", "--format", "bf16", "--device", "cpu"]], ids=" ".join
+)
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+def test_fp8_weights_leave_a_run_as_the_optimizer_has_them(
+    recipe: str, command: list[str], tmp_path: Path
+) -> None:
+    """A checkpoint has the masters in BF16, of which the FP8 weights of the model are a rounding."""
+    run, _ = train(tmp_path, "--steps", "2", "--recipe", recipe, "--fp8-params",
+                   "--num-layers-at-start-in-bf16", "0", "--num-layers-at-end-in-bf16", "0")  # fmt: skip
+    out = tmp_path / "out"
+    assert main([*command, "--model", str(run), "--out", str(out)]) == 0
+    newest = max((run / "checkpoints").glob("step-*"))
+    saved = load_file(newest / "model.safetensors")
+    written = dict(CausalLM.from_pretrained(out, device="cpu", recipe="bf16").named_parameters())
+    in_fp8 = dict(CausalLM.from_pretrained(run, device="cpu").named_parameters())
+    rounded = 0
+    for name, weight in written.items():
+        assert torch.equal(weight, saved[name].to(weight.dtype)), name
+        values = in_fp8[name].detach().float()
+        rounded += not torch.equal(values, saved[name].float())
+    assert rounded > 4
