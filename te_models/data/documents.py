@@ -82,13 +82,14 @@ def split_documents(
     """Split documents into those to train on and those to evaluate on, both in the order given and never empty.
 
     Evaluation gets the `eval_fraction` of distinct documents whose hashes of (seed, content) are lowest. A seeded
-    shuffle would depend on the order of the documents and could put copies of one on both sides. A single document is
-    cut at a line break, and its end is for evaluation.
+    shuffle would depend on the order of the documents and could put copies of one on both sides. A single text is cut
+    at a line break, and its end is for evaluation.
 
     Raises:
         DataError: one side would be empty.
     """
-    if len(documents) == 1:
+    # A record is never cut.
+    if len(documents) == 1 and not documents[0].is_record:
         return _cut(documents[0], eval_fraction)
     sides: tuple[list[Document], list[Document]] = ([], [])
     for document, aside in zip(
@@ -101,15 +102,16 @@ def split_documents(
 def in_evaluation(
     documents: Sequence[Document], eval_fraction: float, seed: int
 ) -> NDArray[np.bool_]:
-    """Return which documents `split_documents` evaluates on, bool [D]; it cuts a single one itself."""
+    """Return which documents `split_documents` evaluates on, bool [D]; it cuts a single text itself."""
     hashes = [hash_document(seed, document) for document in documents]
     # Equal documents have one hash, and so are on the same side.
     distinct = sorted(set(hashes))
     if len(distinct) < 2:
+        records = any(document.is_record for document in documents)
+        noun = "record" if records else "document"
         if len(documents) > 1:
-            names = f"{len(documents):,} equal documents"
-        else:
-            names = plural(len(documents), "document")
+            noun = f"equal {noun}"
+        names = plural(len(documents), noun)
         raise DataError(
             f"{names} cannot be split into training and evaluation: give at least two different ones, or --eval-data"
         )
@@ -195,10 +197,10 @@ def hash_document(seed: int, document: Document) -> bytes:
 
 
 def _cut(document: Document, eval_fraction: float) -> tuple[list[Document], list[Document]]:
-    """Cut the only document at the last line break before the evaluation's share begins."""
+    """Cut the only document, a text, at the last line break before the evaluation's share begins."""
     evaluated = math.ceil(share_of(eval_fraction, len(document.text)))
     at = document.text.rfind("\n", 0, len(document.text) - evaluated) + 1
-    if at == 0 or document.is_record:
+    if at == 0:
         raise DataError(
             "the only document cannot be cut into training and evaluation: give more documents, or one with more "
             "lines, or --eval-data"

@@ -99,8 +99,9 @@ def test_split_of_one_document_cuts_it_at_a_line() -> None:
         (
             [Document("a\nb\nc\n", prompt="p")],
             0.1,
-            "only document cannot be cut .* give more documents",
+            "^1 record cannot be split .* give at least two different ones",
         ),
+        ([Document("b", prompt="p")] * 2, 0.1, "^2 equal records cannot be split"),
         ([Document("a"), Document("a", name="b")], 0.1, "2 equal documents cannot be split"),
         ([], 0.1, "0 documents"),
     ],

@@ -430,10 +430,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
         {"a.jsonl": [{"messages": [{"role": "user", "content": f"{n}"}]} for n in range(9)]}, [],
         "no record is left: 9 of 9 records have no answer to learn and are left out: give each an assistant's message",
     ),
-    "one record": ({"a.jsonl": PAIRS[:1]}, [], "1 document cannot be split"),
+    "one record": ({"a.jsonl": PAIRS[:1]}, [], "1 record cannot be split"),
     "one record that fits": (
         {"a.jsonl": [*PAIRS[:1], *({"prompt": f"{n} " * 20, "completion": "c"} for n in range(24))]}, [],
-        "1 document cannot be split into training and evaluation: give at least two different ones, or --eval-data; "
+        "1 record cannot be split into training and evaluation: give at least two different ones, or --eval-data; "
         "24 of 25 records are longer than seq_len=32 (the longest has 62 tokens) and are left out: raise --seq-len",
     ),
     **{
