@@ -18,6 +18,7 @@ from te_models.distributed.environment import check_place, number
 from te_models.errors import LostPeer, UsageError
 from te_models.files.atomic import first_line
 from te_models.files.formats import Fields
+from te_models.optim import IN_BACKWARD, resolve_options
 from te_models.training.parallel import Parallel
 
 CONTROL_TIMEOUT = timedelta(minutes=30)  # for messages that may wait for a disk
@@ -163,6 +164,14 @@ def check_launch(config: TrainConfig, frozen: bool = False) -> None:
         raise UsageError(
             f"--parallel {kind} splits each layer, which only adamw supports: leave out --optimizer, or choose "
             "--parallel fsdp or ddp"
+        )
+    options = resolve_options(config.optimizer, config.optimizer_options)
+    if kind != "none" and options.get(IN_BACKWARD):
+        # A projection of a sum is not the sum of projections by projectors that each process computed from its own
+        # gradient.
+        raise UsageError(
+            f"{IN_BACKWARD}=true projects gradients before --parallel {kind} can sum them over the processes: leave it "
+            "out, or use one process"
         )
     if kind in ("fsdp", "tp", "fsdp+tp", "fsdp+ep") and config.optimizer_offload:
         raise UsageError(

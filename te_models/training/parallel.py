@@ -209,18 +209,8 @@ class Parallel:
         """Return the source of a step's gradients: FP32 sums for several micro-batches, except under FSDP2.
 
         FSDP2 has no part in adapters, which are made after it has sharded the model, and whole on each process.
-        Parameters in `projected` have no sums: te_models.optim.projected keeps theirs.
-
-        Raises:
-            UsageError: `projected` in several processes.
+        Parameters in `projected` have no sums: te_models.optim.projected keeps theirs. Several processes have none.
         """
-        # A projection of a sum is not the sum of projections by projectors that each process computed from its own
-        # gradient.
-        if projected and self.kind != "none":
-            raise UsageError(
-                f"in_backward=true projects gradients before --parallel {self.kind} can sum them over the processes: "
-                "leave it out, or use one process"
-            )
         # FSDP2 knows nothing of adapters: they are summed like DDP's parameters.
         adapters = self.uses_fsdp and self.frozen
         reduced = adapters or self.kind == "ddp"

@@ -63,6 +63,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> SetAll:
         ),
         ("4", dict(parallel="fsdp+ep", optimizer="muon"), "only adamw supports"),
         ("4", dict(parallel="fsdp+ep", optimizer_offload=True), "leave out --optimizer-offload"),
+        (
+            "2",
+            dict(parallel="ddp", optimizer="galore", optimizer_options="in_backward=true"),
+            "in_backward=true projects gradients before --parallel ddp can sum them",
+        ),
     ],
 )
 def test_a_start_that_does_not_fit_is_refused(
