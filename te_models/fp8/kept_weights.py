@@ -13,6 +13,7 @@ changes them all. An edit of single elements through `.data` is not noticed.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterator
 from types import ModuleType
@@ -35,28 +36,27 @@ def te_linears(model: nn.Module, te: ModuleType) -> list[nn.Module]:
 
 
 class WeightReuse:
-    """The quantized weights of one generation, from its first pass on.
+    """The quantized weights as one generation sees them, from its first pass on.
 
     Attributes:
         ready: whether the te.Linears have them, so that a pass need not make them. `is_first_microbatch` of a pass is
             the opposite.
-        source: the weights that they were made from; None: they cannot be kept.
         left: what a generation leaves for the next one and is worth nothing with other weights, such as a graph that
             reads them; None: nothing.
     """
 
-    def __init__(self, linears: list[nn.Module], keep: bool = False) -> None:
+    def __init__(self, linears: list[nn.Module], keep: bool, shared: _Shared) -> None:
         self.linears = linears
         self.keep = keep
         self.ready = False
-        self.source: _Source | None = None
         self.left: object = None
+        self._shared = shared
 
     def note_pass(self) -> None:
         """Note that a pass has ended, which made the quantized weights unless they were there."""
         if not self.ready:
             if self.keep:  # to look at hundreds of weights takes a millisecond
-                self.source = _source(self.linears)
+                self._shared.source = _source(self.linears)
             self.ready = True
 
 
@@ -64,48 +64,73 @@ class WeightReuse:
 def reused_weights(model: nn.Module, te: ModuleType, keep: bool) -> Iterator[WeightReuse]:
     """Surround a generation: its passes use the weights that the last one quantized, if they are still the model's.
 
-    Weights that the te.Linears cache for the next micro-batch of a step are put aside, and are back afterwards.
+    Generations that overlap, as streams may that are read in turn, use the same ones, and the last to end takes them
+    out of the modules: until then a graph may read them. Weights that the te.Linears cache for the next micro-batch of
+    a step are put aside, and are back afterwards.
 
     Args:
         model: the network, whose weights must not change inside.
         te: the engine.
         keep: whether to keep the quantized weights for the next generation.
     """
-    reuse = WeightReuse(te_linears(model, te), keep)
-    # Caches that are there while another generation is read, as streams may be in turn, are its own.
-    alone = model not in _GENERATING
-    of_step = [te.take_cached_weights(module) for module in reuse.linears] if alone else []
-    # By which it is known afterwards whether they are still of the model's weights, and may go back.
-    source_of_step = _source(reuse.linears) if any(of_step) else None
-    reusable = _KEPT.pop(model, None)
-    if reusable is not None and _is_source(reusable.source, reuse.linears):
-        for module, weights in zip(reuse.linears, reusable.weights, strict=True):
-            te.give_cached_weights(module, weights)
-        reuse.ready = True
-        reuse.source = reusable.source
-        reuse.left = reusable.left
-    del reusable  # outdated ones are freed before new ones are made
-    if alone:
-        _GENERATING.add(model)
+    linears = te_linears(model, te)
+    with _LOCK:
+        shared = _UNDER_WAY.get(model)
+        is_first = shared is None
+        if shared is None:
+            shared = _UNDER_WAY[model] = _begin(model, te, linears)
+        shared.generations += 1
+    reuse = WeightReuse(linears, keep, shared)
     try:
+        reuse.ready = shared.source is not None
+        if is_first:
+            reuse.left = shared.left
+        elif shared.source is None or not _is_source(shared.source, linears):
+            # This generation makes its own. Graphs of the first one read those before.
+            reuse.ready = False
+            shared.has_one_version = False
         yield reuse
     except GeneratorExit:  # a reader that has seen enough
         raise
     except BaseException:
-        reuse.source = None
+        shared.source = None
         raise
     finally:
-        weights = [te.take_cached_weights(module) for module in reuse.linears]
-        # Where generations overlap, the weights that this one has used may be those of another.
-        left = reuse.left if alone else None
-        has_weights = keep and any(weights)
-        if reuse.source is not None and (has_weights or left is not None):
-            _KEPT[model] = _Kept(reuse.source, weights, left)
-        if alone:
-            _GENERATING.discard(model)
-        if source_of_step is not None and _is_source(source_of_step, reuse.linears):
-            for module, cached in zip(reuse.linears, of_step, strict=True):
-                te.give_cached_weights(module, cached)
+        with _LOCK:
+            if is_first:
+                shared.left = reuse.left if shared.has_one_version else None
+            shared.generations -= 1
+            if not shared.generations:
+                _UNDER_WAY.pop(model, None)
+                _end(model, te, reuse, shared)
+
+
+def _begin(model: nn.Module, te: ModuleType, linears: list[nn.Module]) -> _Shared:
+    """Put the caches of a step aside, and give the te.Linears the weights that are kept, if they are the model's."""
+    of_step = [te.take_cached_weights(module) for module in linears]
+    shared = _Shared(of_step)
+    if any(of_step):
+        # By which it is known afterwards whether they are still of the model's weights, and may go back.
+        shared.source_of_step = _source(linears)
+    kept = _KEPT.pop(model, None)
+    if kept is not None and _is_source(kept.source, linears):
+        for module, weights in zip(linears, kept.weights, strict=True):
+            te.give_cached_weights(module, weights)
+        shared.source = kept.source
+        shared.left = kept.left
+    # Outdated ones are freed here, before new ones are made.
+    return shared
+
+
+def _end(model: nn.Module, te: ModuleType, reuse: WeightReuse, shared: _Shared) -> None:
+    """Take the quantized weights out of the te.Linears and keep them, and put the caches of a step back."""
+    weights = [te.take_cached_weights(module) for module in reuse.linears]
+    has_weights = reuse.keep and any(weights)
+    if shared.source is not None and (has_weights or shared.left is not None):
+        _KEPT[model] = _Kept(shared.source, weights, shared.left)
+    if shared.source_of_step is not None and _is_source(shared.source_of_step, reuse.linears):
+        for module, cached in zip(reuse.linears, shared.of_step, strict=True):
+            te.give_cached_weights(module, cached)
 
 
 def forget_kept_weights(model: nn.Module) -> None:
@@ -131,8 +156,33 @@ class _Kept(NamedTuple):
     left: object  # WeightReuse.left
 
 
+class _Shared:
+    """What the generations of a model share that are under way.
+
+    Args:
+        of_step: of each te.Linear, what it had cached for the next micro-batch of a step.
+
+    Attributes:
+        generations: how many have begun and not ended.
+        source_of_step: the weights that `of_step` was made from; None: they cannot be compared, or there are none.
+        source: the weights that the quantized ones were made from; None: there are none, or they cannot be kept.
+        left: WeightReuse.left of the first generation, before it has begun and after it has ended.
+        has_one_version: whether all have used the same quantized weights.
+    """
+
+    def __init__(self, of_step: list[dict[str, Any]]) -> None:
+        self.of_step = of_step
+        self.generations = 0
+        self.source_of_step: _Source | None = None
+        self.source: _Source | None = None
+        self.left: object = None
+        self.has_one_version = True
+
+
+# Reentrant: whoever holds it may collect garbage, and with it a stream that ends then.
+_LOCK = threading.RLock()
 _KEPT: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
-_GENERATING: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models with a generation under way
+_UNDER_WAY: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
 
 
 def _source(linears: list[nn.Module]) -> _Source | None:

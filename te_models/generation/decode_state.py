@@ -6,14 +6,15 @@ long as nothing else decides what a pass computes.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_models.device.captured_call import CapturedCall
-from te_models.device.hooks import is_untouched
+from te_models.device.hooks import has_hooks_on_all_modules, is_untouched
 from te_models.fp8.primary_weights import is_quantized
 from te_models.generation.sampling import Sampling
 from te_models.kernels.dispatch import Kernels
@@ -46,6 +47,7 @@ class Shape(NamedTuple):
 
 def shape_of(model: Decoder, ids: Tensor, count: int, sampling: Sampling) -> Shape:
     """Return the shape of a generation of `count` tokens after a prompt, ids [B, S]."""
+    device = ids.device.type
     process = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_inference_mode_enabled(),
@@ -53,7 +55,10 @@ def shape_of(model: Decoder, ids: Tensor, count: int, sampling: Sampling) -> Sha
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.matmul.allow_tf32,
+        # PyTorch refuses to show allow_tf32 to a program that has set this one.
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.is_autocast_enabled(device),
+        torch.get_autocast_dtype(device),
     )
     return Shape(
         batch=ids.shape[0],
@@ -181,10 +186,11 @@ def fixed_places(model: Decoder) -> Places | None:
     A hook would run in the first generations only, and a module of another package, such as an adapter that may be
     switched off, may compute something else without a trace.
     """
+    if has_hooks_on_all_modules():
+        return None
     places = []
     for module in model.modules():
-        package, _, _ = type(module).__module__.partition(".")
-        if package not in KNOWN_PACKAGES or not is_untouched(module):
+        if not _is_known(type(module)) or not is_untouched(module):
             return None
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():
@@ -192,3 +198,12 @@ def fixed_places(model: Decoder) -> Places | None:
                 if tensor is not None and not is_quantized(tensor):
                     places.append((tensor.data_ptr(), tensor.shape))
     return places
+
+
+@functools.cache
+def _is_known(kind: type[nn.Module]) -> bool:
+    """Return whether a class of modules and all that it inherits from are of KNOWN_PACKAGES."""
+    # Layers of adapters are of this package, and inherit from peft's what switches them.
+    classes = [base for base in kind.__mro__ if issubclass(base, nn.Module)]
+    packages = {base.__module__.partition(".")[0] for base in classes}
+    return packages <= set(KNOWN_PACKAGES)

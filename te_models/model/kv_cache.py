@@ -117,8 +117,9 @@ class KVState:
             self.values[:, :, : v.shape[2]] = v
             return k, v
         # Slots as a tensor on the device: a slice would be fixed in a captured graph.
-        self.keys.index_copy_(2, slots, k)
-        self.values.index_copy_(2, slots, v)
+        # Under torch.autocast, products of an FP32 model are of another dtype.
+        self.keys.index_copy_(2, slots, k.to(self.keys.dtype))
+        self.values.index_copy_(2, slots, v.to(self.values.dtype))
         return self.keys, self.values
 
 

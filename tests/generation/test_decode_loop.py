@@ -13,7 +13,7 @@ from graph_tape import pretend_cuda
 
 from te_models import CausalLM, list_recipes
 from te_models.data.byte_tokenizer import ByteTokenizer
-from te_models.fp8.kept_weights import WeightReuse, te_linears
+from te_models.fp8.kept_weights import reused_weights, te_linears
 from te_models.fp8.scaling_state import fp8_state
 from te_models.generation.decode_loop import DecodeLoop
 from te_models.generation.decode_state import DecodeStates, shape_of
@@ -56,11 +56,12 @@ def test_replays_count_the_positions_that_they_fill(monkeypatch: pytest.MonkeyPa
     state = DecodeStates(ids.device).state_for(model, shape_of(model, ids, count, Sampling()))
     for _ in range(3):
         state.begin(ids, None)
-        loop = DecodeLoop(model, state, None, WeightReuse([]))
         lengths = []
-        for step in range(count):
-            loop.launch(step)
-            lengths.append(state.cache.length)
+        with reused_weights(model, model.te, keep=False) as weights:
+            loop = DecodeLoop(model, state, None, weights)
+            for step in range(count):
+                loop.launch(step)
+                lengths.append(state.cache.length)
         assert lengths == [9, 10, 11, 12, 13, 14]
     step, prompt = tapes
     assert step.replays == count - 2 + 2 * (count - 1) and prompt.replays == 2

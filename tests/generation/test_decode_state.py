@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import operator
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,11 +17,13 @@ from bits import assert_same_bits
 from decoding import FEATURES, build
 from fewer import every
 from graph_tape import Tape, pretend_cuda
+from torch.nn.modules.module import register_module_forward_hook
 
 from te_models import CausalLM, list_recipes
 from te_models.fp8 import kept_weights
+from te_models.fp8.kept_weights import te_linears
 from te_models.generation import decode_state
-from te_models.generation.decode_state import DecodeStates, fixed_places
+from te_models.generation.decode_state import DecodeState, DecodeStates, fixed_places
 from te_models.model.graph_obstacle import graph_obstacle
 
 COUNT = 5
@@ -204,6 +207,43 @@ def test_other_kernels_and_settings_have_a_state_of_their_own(tapes: list[Tape])
     assert len(tapes) == kept + 4
 
 
+@pytest.mark.parametrize("feature", FEATURES)
+def test_autocast_around_a_generation(feature: str, tapes: list[Tape]) -> None:
+    model = build(**FEATURES[feature]).eval()
+    for enabled in (False, True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            wanted = eager(model, prompt(0), use_cache=False)
+            found = replayed(model, prompt(0))
+        assert_same_bits("tokens", found, wanted)
+    assert len(tapes) == 4
+
+
+def test_a_hook_on_all_modules(tapes: list[Tape]) -> None:
+    model = build().eval()
+    for _ in range(2):
+        replayed(model, prompt(0))
+    seen = []
+    handle = register_module_forward_hook(lambda module, inputs, output: seen.append(module))
+    try:
+        replayed(model, prompt(0))
+    finally:
+        handle.remove()
+    assert model in seen
+    assert len(tapes) == 4
+
+
+def test_precision_of_products_set_in_the_newer_way() -> None:
+    """With which PyTorch no longer shows `allow_tf32`."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    model = build().eval()
+    try:
+        matmul.fp32_precision = "tf32"
+        eager(model, prompt(0))
+    finally:
+        matmul.fp32_precision = before
+
+
 def test_the_latest_shapes_are_kept(tapes: list[Tape]) -> None:
     model = build().eval()
     options: list[dict[str, Any]] = [
@@ -285,6 +325,60 @@ def test_streams_in_turn(tapes: list[Tape]) -> None:
         for number in range(2):
             found = torch.stack([pair[number] for pair in pairs], dim=1)
             assert_same_bits("tokens", found, wanted[number])
+
+
+@pytest.mark.parametrize("inner", ["same", "failed", "other weights"])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_weights_that_graphs_read_outlive_a_stream_inside(
+    recipe: str, inner: str, tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generation between two steps of a stream takes no weights away that the stream's graph reads."""
+    model = build(recipe).eval()
+    options: dict[str, Any] = dict(max_new_tokens=COUNT, eos_token_id=None, cuda_graph=True)
+    wanted = [eager(model, prompt(seed)) for seed in range(3)]
+    replayed(model, prompt(0))
+    quantized = cached_weights(model)
+    assert quantized
+    stream = model.stream(prompt(1), **options)
+    found = [next(stream), next(stream)]
+    if inner == "other weights":
+        edited_weight(model)
+        wanted[2] = eager(model, prompt(2))
+    if inner == "failed":
+        with monkeypatch.context() as patch:
+            patch.setattr(DecodeState, "begin", fail)
+            with pytest.raises(RuntimeError, match="as asked"):
+                replayed(model, prompt(2))
+    else:
+        assert_same_bits("tokens", replayed(model, prompt(2)), wanted[2])
+    if inner != "other weights":
+        assert all(map(operator.is_, cached_weights(model), quantized))
+        found += list(stream)
+        assert_same_bits("tokens", torch.stack(found, dim=1), wanted[1][:, 9:])
+    stream.close()
+    kept = kept_weights._KEPT.get(model)
+    if inner == "same":
+        assert kept is not None and kept.left is not None
+        assert all(map(operator.is_, cached_weights(model), quantized))
+    else:
+        assert kept is None or kept.left is None
+    assert not any(module._fp8_workspaces for module in te_linears(model, model.te))
+    assert_same_bits("tokens", replayed(model, prompt(2)), wanted[2])
+
+
+def cached_weights(model: CausalLM) -> list[Any]:
+    """Return the quantized weights of the latest generations, in the modules or kept."""
+    found: list[dict[str, Any]] = [
+        vars(module)["_fp8_workspaces"] for module in te_linears(model, model.te)
+    ]
+    kept = kept_weights._KEPT.get(model)
+    if kept is not None:
+        found += [weights["quantized"] for weights in kept.weights if weights]
+    return [quantized for weights in found for quantized in weights.values()]
+
+
+def fail(*given: Any) -> None:
+    raise RuntimeError("as asked")
 
 
 @contextlib.contextmanager

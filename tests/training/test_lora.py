@@ -252,6 +252,13 @@ def test_an_adapted_model_generates_replayed_as_eagerly(
     assert tapes[0].replays == 4
     with adapted.disable_adapter():
         assert torch.equal(adapted.generate([1, 2, 3], max_new_tokens=6, cuda_graph=True), plain)
+    adapted.eval()  # in training no graph is left for the next generation
+    for _ in range(2):
+        replayed = adapted.generate([1, 2, 3], max_new_tokens=6, cuda_graph=True)
+        assert torch.equal(replayed, eager)
+        with adapted.disable_adapter():
+            replayed = adapted.generate([1, 2, 3], max_new_tokens=6, cuda_graph=True)
+            assert torch.equal(replayed, plain)
 
 
 @pytest.mark.gpu
