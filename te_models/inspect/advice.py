@@ -20,6 +20,7 @@ from te_models.inspect.exactness import (
     INEXACT,
     LATE_SCALE,
     LOST,
+    hides_loss,
     no_single_scale,
     too_wide,
 )
@@ -27,7 +28,6 @@ from te_models.inspect.findings import Finding, Rule, find_unexplained, with_fir
 from te_models.inspect.learning_rate import find_learning_rate
 from te_models.inspect.run_facts import Mask, RunFacts, read_facts
 from te_models.inspect.spike_rule import SPIKE
-from te_models.numerics.formats import DType
 from te_models.planning.printable import Printable
 from te_models.recorder.layout import INDEX
 from te_models.recorder.record import Floats
@@ -308,13 +308,10 @@ def _grown(facts: RunFacts) -> Mask:
 def outliers(facts: RunFacts) -> Mask:
     """Return where scales fit and most values are too small for them all the same, bool [steps, tensors].
 
-    Where the largest values saturate, a fitting scale would lose even more. The scale of a block always fits. FP4 is
-    left out, since in any tensor many of its values are subnormal.
+    Where the largest values saturate, a fitting scale would lose even more. The scale of a block always fits.
     """
-    fits = facts.headroom() <= UNUSED_BITS
-    formats = facts.record.field("format")
-    fits |= ~facts.one_scale() & (formats != int(DType.kFloat4E2M1))
-    return fits & (facts.lost() > LOST)
+    fits = (facts.headroom() <= UNUSED_BITS) | ~facts.one_scale()
+    return fits & hides_loss(facts, facts.lost(), facts.share_of_values("flushed"))
 
 
 def _dead(facts: RunFacts, rule: Rule) -> Iterator[Finding]:

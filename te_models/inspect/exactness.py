@@ -7,7 +7,7 @@ was made from other values, in the step before. Blocks with their own scales are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -22,16 +22,25 @@ FINER_SCALES = (
     "finer scales (--recipe blockwise on Hopper, mxfp8 on Blackwell), or BF16 for this linear through the recipe's "
     "table precision"
 )
-# A share of values other than 0 that became zero or subnormal; of numbers of a normal distribution a hundredth does.
+# A share of values other than 0 that became zero or subnormal; of numbers of a normal distribution a hundredth does. It
+# shows that a scale does not fit, and not yet that the values are missed: subnormal numbers have some bits left.
 LOST = 0.3
+# The share above which the values that are left are too few to stand for the others. A tensor of gated values loses up
+# to half of them without harm: each row and each column has some whose gate is open.
+MOST = 0.5
 # dB below which a cast is worth a word, by format: LEEWAY below what numbers of a normal distribution have.
 LEEWAY = 9.0
 LEAST_SQNR = {DType.kFloat8E4M3: 22.0, DType.kFloat8E5M2: 16.0, DType.kFloat4E2M1: 11.0}
+# The share of values other than 0 that became zero, at which the values below an outlier have LEAST_SQNR. The SQNR of
+# the whole tensor does not show them, since the outlier is most of its signal. Numbers of a normal distribution with
+# deviation 1, rounded to multiples of a step, have a noise of step^2 / 12: LEAST_SQNR is at steps of 0.275 and 0.549.
+# What is below half a step is flushed.
+LEAST_FLUSHED = {DType.kFloat8E4M3: 0.11, DType.kFloat8E5M2: 0.22}
 
 
 def below_usual(facts: RunFacts) -> Floats:
     """Return by how many dB each cast is less exact than LEAST_SQNR, [steps, tensors]; negative if it is not."""
-    return _least_sqnr(facts) - facts.record.sqnr()
+    return _by_format(facts, LEAST_SQNR) - facts.record.sqnr()
 
 
 def sqnr_by_own_amax(facts: RunFacts) -> Floats:
@@ -56,36 +65,51 @@ def sqnr_by_own_amax(facts: RunFacts) -> Floats:
     return bound
 
 
-def lost_by_own_amax(facts: RunFacts) -> Floats:
-    """Return the share of values that a scale by each tensor's own amax leaves zero or subnormal, [steps, tensors].
+def hides_loss(facts: RunFacts, lost: Floats, flushed: Floats) -> Mask:
+    """Return where values below the largest ones are less exact than LEAST_SQNR, though the whole tensor may not be.
 
-    Where the recorded scale leaves powers of two unused, the tensor's own scale is larger and loses fewer values. The
-    result is an upper bound then: the recorded share, or only the share flushed to zero, where the own scale makes all
-    recorded subnormal values normal. Where the recorded scale clips, the own scale is smaller. The result is an
-    estimate then: the share grows with the threshold, as it does where magnitudes are spread evenly near zero.
+    Args:
+        facts: the run.
+        lost: the share of each tensor's values that is zero or subnormal after a cast, [steps, tensors].
+        flushed: the share that is zero, [steps, tensors].
+
+    Returns:
+        bool [steps, tensors]; False in FP4, of which many values are subnormal in any tensor.
+    """
+    with np.errstate(invalid="ignore"):
+        return np.asarray((lost > MOST) & (flushed > _by_format(facts, LEAST_FLUSHED)))
+
+
+def shares_by_own_amax(facts: RunFacts) -> tuple[Floats, Floats]:
+    """Return the shares of values that a scale by each tensor's own amax loses, and flushes, [steps, tensors] each.
+
+    Lost values are zero or subnormal. Where the recorded scale leaves powers of two unused, the tensor's own scale is
+    larger and loses fewer values. The results are upper bounds then: the recorded shares, or only the share flushed to
+    zero, where the own scale makes all recorded subnormal values normal. Where the recorded scale clips, the own scale
+    is smaller. The results are estimates then: the shares grow with the threshold, as they do where magnitudes are
+    spread evenly near zero.
     """
     formats = facts.record.field("format")
     room = facts.headroom()
-    lost = facts.lost()
-    flushed = facts.share_of_values("flushed")
     with np.errstate(invalid="ignore", over="ignore"):
-        share = np.where(room < 0, lost * 2.0**-room, lost)
+        growth = np.where(room < 0, 2.0**-room, 1.0)
+    flushed = facts.share_of_values("flushed")
+    lost = facts.lost() * growth
     for number, kind in TORCH_FP8.items():
         # From half of the smallest subnormal number, below which values are flushed, to the smallest normal one.
         subnormal_bits = math.log2(2 / torch.finfo(kind).eps)
         lifted = (formats == int(number)) & (room >= subnormal_bits)
-        share = np.where(lifted, flushed, share)
-    return share
+        lost = np.where(lifted, flushed, lost)
+    return lost, flushed * growth
 
 
-def _least_sqnr(facts: RunFacts) -> Floats:
-    """Return the dB of LEAST_SQNR of each cast's format, [steps, tensors]."""
+def _by_format(facts: RunFacts, figures: Mapping[DType, float]) -> Floats:
+    """Return the figure of each cast's format, [steps, tensors]; NaN, below and above nothing, where there is none."""
     formats = facts.record.field("format")
-    # A format that is not listed stays NaN, and compares as not below.
-    least = np.full_like(formats, np.nan)
-    for number, value in LEAST_SQNR.items():
-        least[formats == int(number)] = value
-    return least
+    values = np.full_like(formats, np.nan)
+    for number, value in figures.items():
+        values[formats == int(number)] = value
+    return values
 
 
 def _often_below(facts: RunFacts) -> Mask:
@@ -98,8 +122,8 @@ def _often_below(facts: RunFacts) -> Mask:
 
 def _own_scale_holds(facts: RunFacts) -> Mask:
     """Return where one scale by a tensor's own amax holds its values, [steps, tensors]; False where that is unknown."""
-    exact = sqnr_by_own_amax(facts) >= _least_sqnr(facts)
-    return np.asarray(exact & (lost_by_own_amax(facts) <= LOST))
+    exact = sqnr_by_own_amax(facts) >= _by_format(facts, LEAST_SQNR)
+    return np.asarray(exact & ~hides_loss(facts, *shares_by_own_amax(facts)))
 
 
 def no_single_scale(facts: RunFacts) -> Mask:
@@ -148,7 +172,7 @@ def _inexact(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     if not len(facts.steps):
         return
     sqnr = facts.record.sqnr()
-    usual = _least_sqnr(facts) + LEEWAY
+    usual = _by_format(facts, LEAST_SQNR) + LEEWAY
     wide = facts.one_scale() & no_single_scale(facts)
 
     def say(step: int, tensor: int) -> str:
