@@ -113,7 +113,9 @@ def products(shape: str) -> dict[str, tuple[float, list[Tiles], Callable[[Tiles]
     for label, wide, out in (("", inputs, outputs), (" down", hidden, inputs)):
         a = ExpertMatrices(bytes_like(rows, wide), one)
         b = ExpertMatrices(bytes_like(experts * out, wide), one)
-        of_out, of_in = (ExpertMatrices(bytes_like(n, groups.apart.most), one) for n in (out, wide))
+        of_out, of_in = (
+            ExpertMatrices(bytes_like(n, groups.aligned.most), one) for n in (out, wide)
+        )
         flops = 2.0 * rows * wide * out
         for precise in (False, True):
             tiles = PRECISE_TILES if precise else FP8_TILES

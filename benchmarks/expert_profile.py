@@ -73,7 +73,7 @@ WARM_UP = 5
 KINDS: list[tuple[str, tuple[str, ...]]] = [
     ("products of experts", ("_rows_kernel", "_rows_by_tma", "_weights_kernel", "grouped_mm", "groupproblem")),
     ("casts of experts", ("expert_cast", "_amax_kernel", "_cast_kernel", "_transpose_kernel", "_flat_kernel")),
-    ("casts of experts", ("_turned_kernel", "_hidden_kernel", "_gradient_kernel")),
+    ("casts of experts", ("_cast_transposed_kernel", "_hidden_kernel", "_gradient_kernel")),
     ("rows to experts and back", ("_gather_kernel", "_total_kernel", "_dots_kernel")),
     ("router", ("_choose_kernel", "_count_kernel", "_before_kernel", "_padding_kernel", "_place_kernel", "_ends_")),
     ("attention", ("cudnn_generated", "flash", "_span_", "_attention", "fmha")),

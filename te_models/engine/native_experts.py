@@ -28,7 +28,7 @@ from transformer_engine.pytorch.quantization import (
 from te_models.distributed.sharded_call import call_inside, only_fsdp_hooks
 from te_models.engine.native_observers import experts_observer
 from te_models.errors import UsageError
-from te_models.kernels.expert_blocks_triton import blocks_fit
+from te_models.kernels.expert_blocks_triton import WeightBlocks, blocks_fit
 from te_models.kernels.expert_cast_triton import FP8Matrices
 from te_models.kernels.expert_hidden_triton import Activation
 from te_models.kernels.expert_rows import Route, dispatch
@@ -344,8 +344,10 @@ def _cast_experts(
             inverses.append(weight._scale_inv)
         return Stored(data, weights.at, torch.cat(inverses))
 
-    def cast(turn: bool) -> FP8Matrices:
-        return weights.cast(casts.delayed_weights, turn=turn, observer=casts.observer_weights)
+    def cast(transpose: bool) -> FP8Matrices:
+        return weights.cast(
+            casts.delayed_weights, transpose=transpose, observer=casts.observer_weights
+        )
 
     return _cached(module, is_first_microbatch, cast)
 
@@ -374,9 +376,11 @@ def _block_projection(
     """Return a te.GroupedLinear under block scaling."""
     detached = [weight.detach() for weight in weights.tensors]
     observer = experts_observer(module, 1)
-    fp8_weights = _cached(
-        module, is_first_microbatch, lambda turn: cast_weights(detached, weights.at, turn, observer)
-    )
+
+    def cast(transpose: bool) -> WeightBlocks:
+        return cast_weights(detached, weights.at, transpose, observer)
+
+    fp8_weights = _cached(module, is_first_microbatch, cast)
     return BlockProjection(
         fp8_weights,
         weights.at,

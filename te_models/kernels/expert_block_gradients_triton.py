@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_models.kernels.expert_blocks_triton import (
     SIZE,
-    TURNED,
+    TRANSPOSED,
     Blocks,
     CastTile,
     cast_blocks,
@@ -52,13 +52,13 @@ def _gradient_kernel(
     first,
     tiles,
     # where each expert begins in the transposed copies
-    turned,
+    aligned_first,
     # the gradient [R, 2F] in 16 bits, or as FP8 in both copies with their scales
     plain,
     data,
     scale_inv,
     transposed,
-    turned_inv,
+    transposed_inv,
     # transposed hidden rows, made again for the gradient of down_proj, or None
     hidden,
     hidden_inv,
@@ -110,7 +110,7 @@ def _gradient_kernel(
         at = sums + tl.program_id(0).to(tl.int64) * 2 * columns + j
         tl.store(at, tl.sum((gate_a + gate_b) + (gate_c + gate_d), 0), j < columns)
         tl.store(at + columns, tl.sum((up_a + up_b) + (up_c + up_d), 0), j < columns)
-    here = tl.multiple_of(tl.load(turned + e), 128)
+    aligned_begin = tl.multiple_of(tl.load(aligned_first + e), 128)
     none = tl.zeros([], tl.int64)
     if plain is not None:
         plain += begin * 2 * columns
@@ -128,12 +128,12 @@ def _gradient_kernel(
             columns=columns,
             width=2 * columns,
             begin=begin,
-            here=here,
+            aligned_begin=aligned_begin,
             count=most,
             data=data,
             scale_inv=scale_inv,
             transposed=transposed,
-            turned_inv=turned_inv,
+            transposed_inv=transposed_inv,
             pitch=pitch,
             offset=none,
         )
@@ -148,12 +148,12 @@ def _gradient_kernel(
             columns=columns,
             width=2 * columns,
             begin=begin,
-            here=here,
+            aligned_begin=aligned_begin,
             count=most,
             data=data,
             scale_inv=scale_inv,
             transposed=transposed,
-            turned_inv=turned_inv,
+            transposed_inv=transposed_inv,
             pitch=pitch,
             offset=none + columns,
         )
@@ -169,12 +169,12 @@ def _gradient_kernel(
             columns=columns,
             width=columns,
             begin=begin,
-            here=here,
+            aligned_begin=aligned_begin,
             count=most,
             data=None,
             scale_inv=None,
             transposed=hidden,
-            turned_inv=hidden_inv,
+            transposed_inv=hidden_inv,
             pitch=pitch,
             offset=none,
         )
@@ -194,7 +194,7 @@ def gradient_blocks(
     groups: Groups,
     activation: Activation,
     *,
-    turn: bool,
+    transpose: bool,
     hidden: bool,
     summed: bool,
 ) -> BlockGradients:
@@ -207,15 +207,15 @@ def gradient_blocks(
     nothing = Blocks(None, None, None, None)
     if columns % SIZE == 0:
         plain = None
-        blocks = room_for_blocks(groups, 2 * columns, device, straight=True, turn=turn)
+        blocks = room_for_blocks(groups, 2 * columns, device, straight=True, transpose=transpose)
     else:
         plain = torch.empty_like(gate_up)
         blocks = nothing
-    recomputed = room_for_blocks(groups, columns, device, straight=False, turn=hidden)
-    turned = blocks._replace(data=None)
-    straight = blocks._replace(transposed=None)
+    recomputed = room_for_blocks(groups, columns, device, straight=False, transpose=hidden)
+    only_transposed = blocks._replace(data=None)
+    only_straight = blocks._replace(transposed=None)
     # Transposed copies take a second launch, with tiles of another shape; the last launch sums the rows.
-    has_second = hidden or turned.transposed is not None
+    has_second = hidden or only_transposed.transposed is not None
     with torch.cuda.device_of(dy):
         total = _launch_gradients(
             dy,
@@ -223,7 +223,7 @@ def gradient_blocks(
             groups,
             activation,
             plain=plain,
-            blocks=straight,
+            blocks=only_straight,
             recomputed=nothing,
             tile=GRADIENT,
             summed=summed and not has_second,
@@ -235,13 +235,13 @@ def gradient_blocks(
                 groups,
                 activation,
                 plain=None,
-                blocks=turned,
+                blocks=only_transposed,
                 recomputed=recomputed,
-                tile=TURNED,
+                tile=TRANSPOSED,
                 summed=summed,
             )
     if plain is not None:
-        blocks, _ = cast_blocks(Matrices(plain, groups), turn=turn)
+        blocks, _ = cast_blocks(Matrices(plain, groups), transpose=transpose)
     return BlockGradients(blocks, recomputed, total)
 
 
@@ -275,15 +275,15 @@ def _launch_gradients(
         tokens=activation.tokens,
         first=groups.first,
         tiles=tiles,
-        turned=groups.apart.first,
+        aligned_first=groups.aligned.first,
         plain=plain,
         data=blocks.data,
         scale_inv=blocks.scale_inv,
         transposed=blocks.transposed,
-        turned_inv=blocks.turned_inv,
+        transposed_inv=blocks.transposed_inv,
         hidden=recomputed.transposed,
-        hidden_inv=recomputed.turned_inv,
-        pitch=groups.apart.most,
+        hidden_inv=recomputed.transposed_inv,
+        pitch=groups.aligned.most,
         sums=sums,
         columns=columns,
         count=groups.experts,

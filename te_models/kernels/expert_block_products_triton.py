@@ -82,7 +82,7 @@ def _weights_kernel(
     b_inv,
     # where each expert begins, in rows and in the transposed copies
     first,
-    turned,
+    aligned_first,
     # gradient of the weights [E, M, N]
     out,
     height,
@@ -100,12 +100,12 @@ def _weights_kernel(
     m = tile % high
     n = tile // high
     rows = (tl.load(first + e + 1) - tl.load(first + e)).to(tl.int32)
-    here = tl.load(turned + e)
+    aligned_begin = tl.load(aligned_first + e)
     i = m * HIGH + tl.arange(0, HIGH)
     j = n * WIDE + tl.arange(0, WIDE)
-    left_inv = a_inv + here // DEEP * height + i
-    right_inv = b_inv + here // DEEP * width + j
-    at = here.to(tl.int32)
+    left_inv = a_inv + aligned_begin // DEEP * height + i
+    right_inv = b_inv + aligned_begin // DEEP * width + j
+    at = aligned_begin.to(tl.int32)
     total = tl.zeros([HIGH, WIDE], tl.float32)
     for start in range(0, rows, DEEP):  # zeros follow the last row
         one = a.load([m * HIGH, at + start])
@@ -147,7 +147,7 @@ def block_rows_times(
         return out
     tiles = tiles or TILES
     steps = b.scale_inv.stride()
-    grid = (groups.high(tiles.height) * triton.cdiv(width, tiles.width),)
+    grid = (groups.most_tiles(tiles.height) * triton.cdiv(width, tiles.width),)
     with torch.cuda.device_of(out):
         _rows_kernel[grid](
             a=_described(a.data, [tiles.height, tiles.depth]),
@@ -178,7 +178,7 @@ def block_weights_from(
     assert a.transposed is not None and b.transposed is not None
     height, width = len(a.transposed), len(b.transposed)
     out = torch.empty(groups.experts, height, width, dtype=dtype, device=a.transposed.device)
-    operands = a.transposed, a.turned_inv, b.transposed, b.turned_inv
+    operands = a.transposed, a.transposed_inv, b.transposed, b.transposed_inv
     if tiles is None and _on_hopper(*operands):
         hopper_block_weights_from(*operands, groups, out)
         return out
@@ -188,10 +188,10 @@ def block_weights_from(
         _weights_kernel[grid](
             a=_described(a.transposed, [tiles.height, tiles.depth]),
             b=_described(b.transposed, [tiles.width, tiles.depth]),
-            a_inv=a.turned_inv,
-            b_inv=b.turned_inv,
+            a_inv=a.transposed_inv,
+            b_inv=b.transposed_inv,
             first=groups.first,
-            turned=groups.apart.first,
+            aligned_first=groups.aligned.first,
             out=out,
             height=height,
             width=width,

@@ -24,7 +24,7 @@ from te_models.kernels.expert_cast_triton import (
     Matrices,
     find_matrix,
     load_rows,
-    room_for_rows_turned,
+    room_for_transposed_rows,
     total_sums,
 )
 from te_models.kernels.expert_hidden_triton import Activation, hidden_values
@@ -36,20 +36,20 @@ WARPS = 16  # of a cast of weights: with 8, registers leave room for one program
 # which is why each copy has a launch of its own.
 CAST = CastTile(64, SIZE, 4)
 STRAIGHT = CastTile(32, SIZE, 4)  # of the activation
-TURNED = CastTile(SIZE, 64, 4)
+TRANSPOSED = CastTile(SIZE, 64, 4)
 
 
 class Blocks(NamedTuple):
     """FP8 of rows, uint8, and FP32 factors from data to values.
 
-    data [R, K], scale_inv [K / 128, R]; transposed [K, P] with P = Groups.apart.most, in which an expert's rows begin
-    at a multiple of 128 and zeros follow the last one, turned_inv [P / 128, K]. Either pair may be None.
+    data [R, K], scale_inv [K / 128, R]; transposed [K, P] with P = Groups.aligned.most, in which an expert's rows begin
+    at a multiple of 128 and zeros follow the last one, transposed_inv [P / 128, K]. Either pair may be None.
     """
 
     data: Tensor | None
     scale_inv: Tensor | None
     transposed: Tensor | None
-    turned_inv: Tensor | None
+    transposed_inv: Tensor | None
 
 
 class WeightBlocks(NamedTuple):
@@ -87,14 +87,14 @@ def store_blocks(
     # columns of the output; first row of the expert in the straight and in the transposed copy
     width,
     begin,
-    here,
+    aligned_begin,
     # rows of all experts: the stride of scale_inv
     count,
     # straight copy with a scale per 1 x 128, and transposed copy with one per 128 x 1; None: not written
     data,
     scale_inv,
     transposed,
-    turned_inv,
+    transposed_inv,
     # length of a row of the transposed copy, and the first column of the output
     pitch,
     offset,
@@ -125,11 +125,11 @@ def store_blocks(
     if transposed is not None:
         largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
         scale = block_scale(tl.max(largest, 0))
-        block = (here + 4 * tl.min(group, 0)) // 128
-        at = turned_inv + block * width + offset + j
+        block = (aligned_begin + 4 * tl.min(group, 0)) // 128
+        at = transposed_inv + block * width + offset + j
         tl.store(at, inverse_of(scale), (j < columns) & (tl.min(group, 0) * 4 < rows))
         by = scale[None, :]
-        out = transposed + here + offset.to(tl.int64) * pitch
+        out = transposed + aligned_begin + offset.to(tl.int64) * pitch
         store_fp8(
             a=a * by,
             b=b * by,
@@ -144,8 +144,8 @@ def store_blocks(
             transposed=out,
             stride=width,
             E5M2=False,
-            apart=pitch,
-            turned_rows=tl.cdiv(rows, 128) * 128,
+            transposed_stride=pitch,
+            transposed_rows=tl.cdiv(rows, 128) * 128,
         )
 
 
@@ -160,12 +160,12 @@ def _cast_kernel(
     first,
     tiles,
     # where each expert begins in the transposed copy
-    turned,
+    aligned_first,
     # straight copy with a scale per 1 x 128, and transposed copy with one per 128 x 1; None: not written
     data,
     scale_inv,
     transposed,
-    turned_inv,
+    transposed_inv,
     pitch,
     # sums of the rows of each tile, for the gradient of a bias, or None
     sums,
@@ -203,7 +203,7 @@ def _cast_kernel(
     if sums is not None:
         at = sums + tl.program_id(0).to(tl.int64) * columns + j
         tl.store(at, tl.sum((a + b) + (c + d), 0), j < columns)
-    here = tl.multiple_of(tl.load(turned + e), 128)
+    aligned_begin = tl.multiple_of(tl.load(aligned_first + e), 128)
     none = tl.zeros([], tl.int64)
     store_blocks(
         a=a,
@@ -216,12 +216,12 @@ def _cast_kernel(
         columns=columns,
         width=columns,
         begin=begin,
-        here=here,
+        aligned_begin=aligned_begin,
         count=most,
         data=data,
         scale_inv=scale_inv,
         transposed=transposed,
-        turned_inv=turned_inv,
+        transposed_inv=transposed_inv,
         pitch=pitch,
         offset=none,
     )
@@ -282,12 +282,12 @@ def _hidden_kernel(
         columns=columns,
         width=columns,
         begin=begin,
-        here=none,
+        aligned_begin=none,
         count=most,
         data=data,
         scale_inv=scale_inv,
         transposed=None,
-        turned_inv=None,
+        transposed_inv=None,
         pitch=none,
         offset=none,
     )
@@ -333,7 +333,7 @@ def _weights_cast_kernel(x, places, data, transposed, scale_inv, rows, columns, 
 
 def grid_of_tiles(groups: Groups, columns: int, tile: CastTile) -> tuple[int, int]:
     """Return the grid of a kernel with a program per tile: the last one of every expert may lack rows."""
-    return groups.high(tile.rows), triton.cdiv(columns, tile.columns)
+    return groups.most_tiles(tile.rows), triton.cdiv(columns, tile.columns)
 
 
 def sizes_of_tile(groups: Groups, tile: CastTile) -> dict[str, Any]:
@@ -347,31 +347,35 @@ def sizes_of_tile(groups: Groups, tile: CastTile) -> dict[str, Any]:
 
 
 def room_for_blocks(
-    groups: Groups, columns: int, device: torch.device, *, straight: bool, turn: bool
+    groups: Groups, columns: int, device: torch.device, *, straight: bool, transpose: bool
 ) -> Blocks:
-    """Return uninitialized memory for the copy of rows as they are, the turned one, or both, with their scales."""
+    """Return uninitialized memory for the straight copy of rows, the transposed one, or both, with their scales."""
     blocks = triton.cdiv(columns, SIZE)
-    data = scale_inv = transposed = turned_inv = None
+    data = scale_inv = transposed = transposed_inv = None
     if straight:
         data = torch.empty(groups.most, columns, dtype=torch.uint8, device=device)
         scale_inv = torch.empty(blocks, groups.most, device=device)
-    if turn:
-        transposed = room_for_rows_turned(groups, columns, device)
-        turned_inv = torch.empty(groups.apart.most // SIZE, columns, device=device)
-    return Blocks(data, scale_inv, transposed, turned_inv)
+    if transpose:
+        transposed = room_for_transposed_rows(groups, columns, device)
+        transposed_inv = torch.empty(groups.aligned.most // SIZE, columns, device=device)
+    return Blocks(data, scale_inv, transposed, transposed_inv)
 
 
 def cast_blocks(
-    matrices: Matrices, *, straight: bool = True, turn: bool = True, summed: bool = False
+    matrices: Matrices, *, straight: bool = True, transpose: bool = True, summed: bool = False
 ) -> tuple[Blocks, Tensor | None]:
-    """Cast rows, with `turn` transposed too, and with `summed` sum each expert's: [E, K]."""
+    """Return rows in FP8, and with `summed` the sums of each expert's rows, [E, K] in the dtype of the rows.
+
+    Args:
+        straight, transpose: whether to write the straight copy, and the transposed one.
+    """
     groups = matrices.groups
     source = matrices.source
     columns = matrices.data.shape[1]
     # Rows that copy tokens copy their FP8 too; a factor of each row would make its blocks' scales its own.
     copied = straight and not summed and source is not None and matrices.factor is None
     blocks = room_for_blocks(
-        groups, columns, matrices.data.device, straight=straight and not copied, turn=turn
+        groups, columns, matrices.data.device, straight=straight and not copied, transpose=transpose
     )
     sums = None
     if copied:
@@ -381,10 +385,10 @@ def cast_blocks(
     elif straight:
         # With both copies the launch for the transposed one sums.
         only_straight = blocks._replace(transposed=None)
-        sums = _cast(matrices, only_straight, CAST, summed=summed and not turn)
-    if turn:
+        sums = _cast(matrices, only_straight, CAST, summed=summed and not transpose)
+    if transpose:
         only_transposed = blocks._replace(data=None)
-        sums = _cast(matrices, only_transposed, TURNED, summed=summed)
+        sums = _cast(matrices, only_transposed, TRANSPOSED, summed=summed)
     return blocks, sums
 
 
@@ -403,12 +407,12 @@ def _cast(matrices: Matrices, blocks: Blocks, tile: CastTile, summed: bool) -> T
             tokens=len(matrices.data),
             first=groups.first,
             tiles=tiles,
-            turned=groups.apart.first,
+            aligned_first=groups.aligned.first,
             data=blocks.data,
             scale_inv=blocks.scale_inv,
             transposed=blocks.transposed,
-            turned_inv=blocks.turned_inv,
-            pitch=groups.apart.most,
+            transposed_inv=blocks.transposed_inv,
+            pitch=groups.aligned.most,
             sums=sums,
             columns=columns,
             count=groups.experts,
@@ -421,7 +425,7 @@ def _cast(matrices: Matrices, blocks: Blocks, tile: CastTile, summed: bool) -> T
 def hidden_blocks(gate_up: Tensor, groups: Groups, activation: Activation) -> Blocks:
     """Cast the activation of gate_up [R, 2F], without a transposed copy."""
     columns = gate_up.shape[1] // 2
-    blocks = room_for_blocks(groups, columns, gate_up.device, straight=True, turn=False)
+    blocks = room_for_blocks(groups, columns, gate_up.device, straight=True, transpose=False)
     with torch.cuda.device_of(gate_up):
         _hidden_kernel[grid_of_tiles(groups, columns, STRAIGHT)](
             gate_up=gate_up,
@@ -442,14 +446,14 @@ def hidden_blocks(gate_up: Tensor, groups: Groups, activation: Activation) -> Bl
 
 
 def cast_weight_blocks(
-    weight: Tensor, places: Tensor, *, straight: bool = True, turn: bool = True
+    weight: Tensor, places: Tensor, *, straight: bool = True, transpose: bool = True
 ) -> WeightBlocks:
     """Cast as many weights [O, K] as there are places (`Matrices.places`), of which `weight` is the first."""
     rows, columns = weight.shape
     count = len(places)
     room = dict(dtype=torch.uint8, device=weight.device)
     data = torch.empty(count * rows, columns, **room) if straight else None
-    transposed = torch.empty(count * columns, rows, **room) if turn else None
+    transposed = torch.empty(count * columns, rows, **room) if transpose else None
     grid = (triton.cdiv(rows, SIZE), triton.cdiv(columns, SIZE), count)
     scale_inv = torch.empty(count, *grid[:2], device=weight.device)
     with torch.cuda.device_of(weight):

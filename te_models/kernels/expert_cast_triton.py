@@ -152,7 +152,7 @@ def _cast_kernel(
     out,
     transposed,
     # where each expert begins in the transposed copy, whose rows are `pitch` long
-    turned,
+    aligned_first,
     pitch,
     # sums of the rows of each tile, for the gradient of a bias, or None
     sums,
@@ -211,13 +211,13 @@ def _cast_kernel(
     if sums is not None:
         at = sums + tile.to(tl.int64) * columns + j
         tl.store(at, tl.sum((a + b) + (c + d), 0), (j < columns) & (rows > 0))
-    here = tl.multiple_of(tl.load(turned + e), 4)
-    # Of the transposed copy; behind the expert's last row it has zeros.
-    lines = tl.multiple_of(tl.load(turned + e + 1) - here, 4)
+    # The expert's rows in the transposed copy, which has zeros behind the last one.
+    aligned_begin = tl.multiple_of(tl.load(aligned_first + e), 4)
+    aligned_rows = tl.multiple_of(tl.load(aligned_first + e + 1) - aligned_begin, 4)
     if out is not None:
         out += begin * columns
     if transposed is not None:
-        transposed += here
+        transposed += aligned_begin
     largest = store_fp8(
         a=a,
         b=b,
@@ -232,8 +232,8 @@ def _cast_kernel(
         transposed=transposed,
         stride=columns,
         E5M2=E5M2,
-        apart=pitch,
-        turned_rows=lines,
+        transposed_stride=pitch,
+        transposed_rows=aligned_rows,
     )
     if scales is not None:
         raise_amax(amax + e * stride, largest)
@@ -255,11 +255,14 @@ def _total_sums_kernel(sums, tiles, out, columns, TILES: tl.constexpr, COLUMNS: 
 
 
 class FP8Matrices(NamedTuple):
-    """FP8 of `Matrices`, uint8: data [R, K], and `transposed` or None.
+    """FP8 of `Matrices`.
 
-    `transposed` is [K, Groups.apart.most], whose columns are the rows of `Groups.apart`, zeros where an expert has no
-    row. Of weights it holds the matrices [K, rows] one after the other.
-    scale_inv FP32 [E] are the factors from data to values, and scale [E] those from values to data.
+    Attributes:
+        data: uint8 [R, K].
+        transposed: uint8 [K, Groups.aligned.most], whose columns are the rows of `Groups.aligned`, with zeros between
+            experts; of weights the matrices [K, rows], one after the other. None: not written.
+        scale_inv: FP32 [E], the factor from data to values.
+        scale: FP32 [E], the factor from values to data.
     """
 
     data: Tensor
@@ -272,21 +275,21 @@ def cast(
     matrices: Matrices,
     form: torch.dtype,
     delayed: Delayed | None = None,
-    turn: bool = True,
+    transpose: bool = True,
     amax: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> FP8Matrices:
     """Cast matrices to torch.float8_e4m3fn or float8_e5m2, by `delayed` scales, else each by its largest magnitude.
 
     Args:
-        turn: whether to write transposed matrices too.
+        transpose: whether to write a transposed copy too.
         amax: the largest magnitude of each, FP32 [E], where they are known already.
         sums: gets the sums of the values of each tile's rows (`room_for_sums`).
     """
     data = torch.empty(
         matrices.groups.most, matrices.data.shape[1], dtype=torch.uint8, device=matrices.data.device
     )
-    transposed = _room_for_transposed(matrices) if turn else None
+    transposed = _room_for_transposed(matrices) if transpose else None
     inverse, scale = _launch(
         matrices,
         form,
@@ -344,15 +347,15 @@ def amax_of_copies(matrices: Matrices, of_rows: Tensor) -> Tensor:
 
 def room_for_sums(groups: Groups, columns: int, device: torch.device) -> Tensor:
     """Return memory for the sums of rows of every tile of a cast: FP32 [tiles, columns]."""
-    _, most_tiles = tiles_of(groups, turn=True)
+    _, most_tiles = tiles_of(groups, transpose=True)
     return torch.empty(most_tiles, columns, device=device)
 
 
-def tiles_of(groups: Groups, *, turn: bool) -> tuple[Tensor, int]:
-    """Return Groups.tiles and Groups.high of a cast; with `turn` it writes transposed copies to their last line."""
-    if turn:
-        return groups.apart.tiles(ROWS), groups.high(LINE) * (LINE // ROWS)
-    return groups.tiles(ROWS), groups.high(ROWS)
+def tiles_of(groups: Groups, *, transpose: bool) -> tuple[Tensor, int]:
+    """Return Groups.tiles and Groups.most_tiles of a cast; with `transpose` it also pads each expert's last line."""
+    if transpose:
+        return groups.aligned.tiles(ROWS), groups.most_tiles(LINE) * (LINE // ROWS)
+    return groups.tiles(ROWS), groups.most_tiles(ROWS)
 
 
 def total_sums(sums: Tensor, tiles: Tensor, dtype: torch.dtype) -> Tensor:
@@ -372,12 +375,12 @@ def total_sums(sums: Tensor, tiles: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _room_for_transposed(matrices: Matrices) -> Tensor:
     data = matrices.data
-    return room_for_rows_turned(matrices.groups, data.shape[1], data.device)
+    return room_for_transposed_rows(matrices.groups, data.shape[1], data.device)
 
 
-def room_for_rows_turned(groups: Groups, columns: int, device: torch.device) -> Tensor:
+def room_for_transposed_rows(groups: Groups, columns: int, device: torch.device) -> Tensor:
     """Return memory for the transposed rows of experts (`FP8Matrices.transposed`)."""
-    return torch.empty(columns, groups.apart.most, dtype=torch.uint8, device=device)
+    return torch.empty(columns, groups.aligned.most, dtype=torch.uint8, device=device)
 
 
 def _launch(
@@ -402,11 +405,11 @@ def _launch(
     scales, amax, launches = scales_and_launches(delayed, known_amax, count, device)
     factors = torch.empty(2, count, device=device)
     tile = CastTile(ROWS, COLUMNS, WARPS)
-    tiles, high = tiles_of(groups, turn=transposed is not None)
+    tiles, most_tiles = tiles_of(groups, transpose=transposed is not None)
     if transposed is None and sums is None:
         tile = STRAIGHT
         tiles = groups.tiles(tile.rows)
-        high = groups.high(tile.rows)
+        most_tiles = groups.most_tiles(tile.rows)
     sizes: dict[str, Any] = dict(
         EXPERTS=triton.next_power_of_2(count),
         ROWS=tile.rows,
@@ -416,7 +419,7 @@ def _launch(
     across = triton.cdiv(columns, tile.columns)
     with torch.cuda.device_of(matrices.data):
         for measures in launches:
-            _cast_kernel[high, across](
+            _cast_kernel[most_tiles, across](
                 data=matrices.data,
                 source=matrices.source,
                 factor=matrices.factor,
@@ -428,8 +431,8 @@ def _launch(
                 factors=factors,
                 out=data,
                 transposed=transposed,
-                turned=groups.apart.first,
-                pitch=groups.apart.most,
+                aligned_first=groups.aligned.first,
+                pitch=groups.aligned.most,
                 sums=sums,
                 columns=columns,
                 count=count,

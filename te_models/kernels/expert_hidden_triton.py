@@ -17,8 +17,8 @@ from te_models.kernels.expert_cast_triton import (
     CastTile,
     FP8Matrices,
     find_matrix,
-    room_for_rows_turned,
     room_for_sums,
+    room_for_transposed_rows,
     tiles_of,
     total_sums,
 )
@@ -52,11 +52,11 @@ def _load(x, i, j, rows, columns, stride):
 
 
 @triton.jit
-def _real(value, token, tokens, i, rows):
-    """Return the value, or 0 in rows of padding."""
+def _without_padding(value, token, tokens, i, rows):
+    """Return the values of rows i, or 0 in rows of padding."""
     if token is not None:
-        there = tl.load(token + i, i < rows, 0) < tokens
-        value = tl.where(there[:, None], value, 0.0)
+        is_token = tl.load(token + i, i < rows, 0) < tokens
+        value = tl.where(is_token[:, None], value, 0.0)
     return value
 
 
@@ -71,7 +71,7 @@ def hidden_values(gate_up, token, tokens, i, j, rows, columns, alpha, LIMIT: tl.
         value = (up + 1) * gate * sigmoid(alpha * gate)
     else:
         value = gate * sigmoid(gate) * up
-    return _real(rounded(value, gate_up.dtype.element_ty), token, tokens, i, rows)
+    return _without_padding(rounded(value, gate_up.dtype.element_ty), token, tokens, i, rows)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def gradient_values(dy, gate_up, token, tokens, i, j, rows, columns, alpha, LIMI
     """Return the gradients of gate and up at rows i and columns j, rounded, and the activation itself."""
     gate = _load(gate_up, i, j, rows, columns, 2 * columns)
     up = _load(gate_up + columns, i, j, rows, columns, 2 * columns)
-    slope = _real(_load(dy, i, j, rows, columns, columns), token, tokens, i, rows)
+    slope = _without_padding(_load(dy, i, j, rows, columns, columns), token, tokens, i, rows)
     if LIMIT is not None:
         inside = gate <= LIMIT
         between = tl.abs(up) <= LIMIT
@@ -100,7 +100,7 @@ def gradient_values(dy, gate_up, token, tokens, i, j, rows, columns, alpha, LIMI
     of_gate = rounded(of_gate, gate_up.dtype.element_ty)
     of_up = rounded(of_up, gate_up.dtype.element_ty)
     value = rounded(value, gate_up.dtype.element_ty)
-    return of_gate, of_up, _real(value, token, tokens, i, rows)
+    return of_gate, of_up, _without_padding(value, token, tokens, i, rows)
 
 
 @triton.jit
@@ -212,7 +212,7 @@ def _gradient_kernel(
     transposed,
     hidden,
     # where each expert begins in the transposed copies, whose rows are `pitch` long
-    turned,
+    aligned_first,
     pitch,
     # sums of the rows of each tile, for the gradient of a bias, or None
     sums,
@@ -282,16 +282,16 @@ def _gradient_kernel(
     )
     if sums is not None:
         at = sums + tile.to(tl.int64) * 2 * columns + j
-        there = (j < columns) & (rows > 0)
-        tl.store(at, tl.sum((gate_a + gate_b) + (gate_c + gate_d), 0), there)
-        tl.store(at + columns, tl.sum((up_a + up_b) + (up_c + up_d), 0), there)
-    here = tl.multiple_of(tl.load(turned + e), 4)
+        written = (j < columns) & (rows > 0)
+        tl.store(at, tl.sum((gate_a + gate_b) + (gate_c + gate_d), 0), written)
+        tl.store(at + columns, tl.sum((up_a + up_b) + (up_c + up_d), 0), written)
+    # The expert's rows in the transposed copies, which have zeros behind the last one.
+    aligned_begin = tl.multiple_of(tl.load(aligned_first + e), 4)
     out += begin * 2 * columns
-    # Rows of the expert in the transposed copies; behind its last row of data they have zeros.
-    lines = tl.multiple_of(tl.load(turned + e + 1) - here, 4)
+    aligned_rows = tl.multiple_of(tl.load(aligned_first + e + 1) - aligned_begin, 4)
     half = transposed  # where the gradient of up begins: F rows of the transposed copy below the gate's
     if transposed is not None:
-        transposed += here
+        transposed += aligned_begin
         half = transposed + pitch.to(tl.int64) * columns
     gate_amax = store_fp8(
         a=gate_a,
@@ -307,8 +307,8 @@ def _gradient_kernel(
         transposed=transposed,
         stride=2 * columns,
         E5M2=E5M2,
-        apart=pitch,
-        turned_rows=lines,
+        transposed_stride=pitch,
+        transposed_rows=aligned_rows,
     )
     out += columns
     up_amax = store_fp8(
@@ -325,8 +325,8 @@ def _gradient_kernel(
         transposed=half,
         stride=2 * columns,
         E5M2=E5M2,
-        apart=pitch,
-        turned_rows=lines,
+        transposed_stride=pitch,
+        transposed_rows=aligned_rows,
     )
     if hidden is not None:
         store_fp8(
@@ -340,11 +340,11 @@ def _gradient_kernel(
             rows=rows,
             columns=columns,
             data=None,
-            transposed=hidden + here,
+            transposed=hidden + aligned_begin,
             stride=columns,
             E5M2=False,
-            apart=pitch,
-            turned_rows=lines,
+            transposed_stride=pitch,
+            transposed_rows=aligned_rows,
         )
     if scales is not None:
         raise_amax(amax + e * stride, tl.maximum(gate_amax, up_amax))
@@ -381,7 +381,7 @@ def hidden(
     across = triton.cdiv(columns, HIDDEN.columns)
     with torch.cuda.device_of(gate_up):
         for measures in launches:
-            _hidden_kernel[groups.high(HIDDEN.rows), across](
+            _hidden_kernel[groups.most_tiles(HIDDEN.rows), across](
                 gate_up=gate_up,
                 token=activation.token,
                 tokens=activation.tokens,
@@ -425,7 +425,7 @@ def gradients(
     delayed: Delayed | None,
     hidden_scale: Tensor | None,
     *,
-    turn: bool,
+    transpose: bool,
     summed: bool,
 ) -> HiddenGradients:
     """Return the gradient of gate_up [R, 2F] in the format `form`, for dy [R, F] of the activation.
@@ -433,23 +433,25 @@ def gradients(
     Args:
         hidden_scale: the scales FP32 [E] by which `hidden` cast the activation, which is transposed; None: it is not
             needed.
-        turn: whether to write transposed gradients too.
+        transpose: whether to write transposed gradients too.
         summed: whether to sum the rows of the gradients.
     """
     columns = dy.shape[1]
     count = groups.experts
     device = dy.device
     out = torch.empty(groups.most, 2 * columns, dtype=torch.uint8, device=device)
-    transposed = room_for_rows_turned(groups, 2 * columns, device) if turn else None
-    again = None if hidden_scale is None else room_for_rows_turned(groups, columns, device)
+    transposed = room_for_transposed_rows(groups, 2 * columns, device) if transpose else None
+    recomputed = None
+    if hidden_scale is not None:
+        recomputed = room_for_transposed_rows(groups, columns, device)
     sums = room_for_sums(groups, 2 * columns, device) if summed else None
     factors = torch.empty(2, count, device=device)
-    tiles, high = tiles_of(groups, turn=turn or again is not None)
+    tiles, most_tiles = tiles_of(groups, transpose=transpose or recomputed is not None)
     scales, amax, launches = scales_and_launches(delayed, None, count, device)
     across = triton.cdiv(columns, GRADIENT.columns)
     with torch.cuda.device_of(dy):
         for measures in launches:
-            _gradient_kernel[high, across](
+            _gradient_kernel[most_tiles, across](
                 dy=dy,
                 gate_up=gate_up,
                 token=activation.token,
@@ -462,9 +464,9 @@ def gradients(
                 hidden_scale=hidden_scale,
                 out=out,
                 transposed=transposed,
-                hidden=again,
-                turned=groups.apart.first,
-                pitch=groups.apart.most,
+                hidden=recomputed,
+                aligned_first=groups.aligned.first,
+                pitch=groups.aligned.most,
                 sums=sums,
                 columns=columns,
                 count=count,
@@ -477,4 +479,8 @@ def gradients(
             )
     total = None if sums is None else total_sums(sums, tiles, dy.dtype)
     inverse, scale = factors.unbind()
-    return HiddenGradients(FP8Matrices(out, transposed, inverse, scale), again, total)
+    return HiddenGradients(
+        of_gate_up=FP8Matrices(out, transposed, scale_inv=inverse, scale=scale),
+        hidden=recomputed,
+        sums=total,
+    )

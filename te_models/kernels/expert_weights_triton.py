@@ -73,8 +73,10 @@ def _flat_kernel(
     even, odd = tl.split(tl.reshape(values, [VALUES // 4, 2, 2]))
     a, c = tl.split(even)
     b, d = tl.split(odd)
-    a, b = a.to(tl.float32), b.to(tl.float32)
-    c, d = c.to(tl.float32), d.to(tl.float32)
+    a = a.to(tl.float32)
+    b = b.to(tl.float32)
+    c = c.to(tl.float32)
+    d = d.to(tl.float32)
     word = encode_four(a * scale, b * scale, c * scale, d * scale, False)
     n = begin // 4 + tl.arange(0, VALUES // 4)
     tl.store(out + e * (size // 4) + n, word, n < size // 4)
@@ -91,21 +93,20 @@ def _load(address, i, j, rows, columns):
 
 
 @triton.jit
-def _turned_kernel(
+def _cast_transposed_kernel(
     # the first matrix [rows, columns], and where each is
     data,
     places,
     # FP32 [E]
     scales,
-    # uint8: matrices [rows, columns] or None, and [columns, rows]
-    out,
+    # uint8: matrices [columns, rows], one after the other
     transposed,
     rows,
     columns,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Cast a tile of one matrix to FP8 by a known scale, in one or both copies."""
+    """Cast a tile of one matrix to FP8 by a known scale, and store it transposed."""
     e = tl.program_id(2).to(tl.int64)
     address = data + tl.multiple_of(tl.load(places + e), 8)
     scale = tl.load(scales + e)
@@ -116,10 +117,7 @@ def _turned_kernel(
     b = _load(address, i + 1, j, rows, columns)
     c = _load(address, i + 2, j, rows, columns)
     d = _load(address, i + 3, j, rows, columns)
-    size = rows.to(tl.int64) * columns
-    if out is not None:
-        out += e * size
-    transposed += e * size
+    transposed += e * (rows.to(tl.int64) * columns)
     store_fp8(
         a=a,
         b=b,
@@ -130,7 +128,7 @@ def _turned_kernel(
         j=j,
         rows=rows,
         columns=columns,
-        data=out,
+        data=None,
         transposed=transposed,
         stride=columns,
         E5M2=False,
@@ -151,11 +149,11 @@ def _transpose_kernel(data, places, out, rows, columns, SIZE: tl.constexpr):
 
 
 def cast_equal(
-    matrices: EqualMatrices, delayed: Delayed | None = None, *, turn: bool
+    matrices: EqualMatrices, delayed: Delayed | None = None, *, transpose: bool
 ) -> FP8Matrices:
     """Return matrices in E4M3, cast by `delayed` scales, else each by its largest magnitude.
 
-    The result has data [E * O, K] and, with `turn`, the transposed matrices [K, O] one after the other.
+    The result has data [E * O, K] and, with `transpose`, the transposed matrices [K, O] one after the other.
     """
     rows, columns = matrices.data.shape
     count = len(matrices.places)
@@ -181,22 +179,26 @@ def cast_equal(
                 num_warps=FLAT_WARPS,
             )
     inverse, scale = factors.unbind()
-    transposed_data = turned_equal(matrices, scale) if turn else None
+    transposed_data = None
+    if transpose:
+        transposed_data = cast_equal_transposed(matrices, scale)
     return FP8Matrices(data, transposed_data, scale_inv=inverse, scale=scale)
 
 
-def turned_equal(matrices: EqualMatrices, scale: Tensor) -> Tensor:
-    """Return the transposed matrices of `cast_equal`, uint8, of a cast by these scales FP32 [E]."""
+def cast_equal_transposed(matrices: EqualMatrices, scale: Tensor) -> Tensor:
+    """Return the transposed matrices of `cast_equal`, cast by the scales FP32 [E]: uint8 [E * O, K] in memory order.
+
+    Each is [K, O]; the shape of the result is that of the straight copy, and products view it.
+    """
     rows, columns = matrices.data.shape
     count = len(matrices.places)
     out = torch.empty(count * rows, columns, dtype=torch.uint8, device=matrices.data.device)
     grid = (triton.cdiv(columns, COLUMNS), triton.cdiv(rows, ROWS), count)
     with torch.cuda.device_of(out):
-        _turned_kernel[grid](
+        _cast_transposed_kernel[grid](
             data=matrices.data,
             places=matrices.places,
             scales=scale,
-            out=None,
             transposed=out,
             rows=rows,
             columns=columns,

@@ -120,14 +120,16 @@ def store_fp8(
     transposed,
     stride,
     E5M2: tl.constexpr,
-    apart=None,
-    turned_rows=None,
+    # of the transposed copy: the elements between its rows, and how many columns it gets; None: `rows`
+    transposed_stride=None,
+    transposed_rows=None,
 ):
     """Quantize FP32 tiles, the first to fourth rows of groups of four, of columns j, into both copies or only one
     of them. Return the largest magnitude of each group and column, for `raise_amax`.
 
-    The rows of `data` are `stride` apart, the rows of `transposed` `apart`, or as many as there are rows. `turned_rows`
-    of them are written, None: all; the tile has to hold zeros in those that `data` does not have.
+    `data` is [rows, columns], whose rows are `stride` elements apart; `transposed` is [columns, transposed_rows], whose
+    rows are `transposed_stride` apart. Where `transposed_rows` exceeds `rows`, the tile has to hold zeros behind the
+    last row, which pad the transposed copy.
 
     `group` are consecutive numbers: from 4 * group the compiler could not tell that the words are contiguous, and would
     write them one by one.
@@ -146,8 +148,8 @@ def store_fp8(
         tl.store(at + 3 * stride, fourth, mask=inside)
     if transposed is not None:
         words = transposed.to(tl.pointer_type(tl.int32), bitcast=True)
-        step = rows if apart is None else apart
-        written = rows if turned_rows is None else turned_rows
+        step = rows if transposed_stride is None else transposed_stride
+        written = rows if transposed_rows is None else transposed_rows
         place = j[:, None] * (step // 4) + group[None, :]
         tl.store(
             words + place,

@@ -58,10 +58,10 @@ class BlockExperts(NamedTuple):
 
 
 def cast_weights(
-    weights: Sequence[Tensor], at: Locations, turn: bool, observer: CastObserver | None
+    weights: Sequence[Tensor], at: Locations, transpose: bool, observer: CastObserver | None
 ) -> WeightBlocks:
-    """Return the experts' weights in FP8, with `turn` transposed too; `observer` counts the cast."""
-    quantized = cast_weight_blocks(weights[0], at.places, turn=turn)
+    """Return the experts' weights in FP8, with `transpose` a transposed copy too; `observer` counts the cast."""
+    quantized = cast_weight_blocks(weights[0], at.places, transpose=transpose)
     if observer is not None:
         matrices = matrices_of(weights, at.places)
         count_blocks_if_observed(observer, matrices, matrices.groups, quantized)
@@ -89,8 +89,17 @@ def _transposed_weights(
     return cast_weight_blocks(weights[0], at.in_backward(weights).places, straight=False)
 
 
-def _transposed_rows(x: Tensor, groups: Groups, token: Tensor | None) -> Blocks:
-    """Return transposed rows of x in backward."""
+def _transposed_rows(
+    x: Tensor, x_inverse: Tensor | None, groups: Groups, token: Tensor | None
+) -> Blocks:
+    """Return the transposed rows of experts in backward.
+
+    Args:
+        x: what the forward saved: with `token` the tokens [T, I], which are cast now; else transposed FP8 rows [I, P].
+        x_inverse: the inverse scales of these rows; None with `token`.
+    """
+    if token is None:
+        return Blocks(data=None, scale_inv=None, transposed=x, transposed_inv=x_inverse)
     return cast_blocks(Matrices(x, groups, source=token), straight=False)[0]
 
 
@@ -108,16 +117,21 @@ class _Blocks(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         x = x.contiguous()
-        token, row, ctx.kernels = (None, None, None) if route is None else route
+        token = None
+        row = None
+        if route is not None:
+            token = route.token
+            row = route.row
+            ctx.kernels = route.kernels
         fp8_weights = projection.fp8_weights
         ctx.groups = groups
         ctx.at = projection.at
         ctx.observer_dy = projection.observer_dy
         trained = any(ctx.needs_input_grad[5:])
         # With a route x are tokens [T, I], fewer than their rows [R, I]: they are kept, and backward casts them again.
-        turn = trained and route is None
+        transpose = trained and route is None
         rows = Matrices(x, groups, source=token)
-        fp8_x, _ = cast_blocks(rows, turn=turn)
+        fp8_x, _ = cast_blocks(rows, transpose=transpose)
         count_blocks_if_observed(projection.observer_x, rows, groups, fp8_x)
         saved_x = None
         if trained:
@@ -125,7 +139,7 @@ class _Blocks(torch.autograd.Function):
         to_cast_again = weights if fp8_weights.transposed is None else ()
         ctx.save_for_backward(
             saved_x,
-            fp8_x.turned_inv,
+            fp8_x.transposed_inv,
             token,
             row,
             fp8_weights.transposed,
@@ -142,7 +156,7 @@ class _Blocks(torch.autograd.Function):
         x, x_inverse, token, row, w_transposed, scale_inv, *weights = ctx.saved_tensors
         # One pass over dy: both copies, and the sum of its rows for the bias.
         rows = Matrices(dy, groups)
-        fp8_dy, db = cast_blocks(rows, turn=x is not None, summed=ctx.needs_input_grad[1])
+        fp8_dy, db = cast_blocks(rows, transpose=x is not None, summed=ctx.needs_input_grad[1])
         count_blocks_if_observed(ctx.observer_dy, rows, groups, fp8_dy)
         dx = None
         if ctx.needs_input_grad[0]:
@@ -153,11 +167,7 @@ class _Blocks(torch.autograd.Function):
             del b
         dweights: Sequence[Tensor | None] = [None] * ctx.count
         if x is not None:
-            fp8_x = (
-                Blocks(None, None, x, x_inverse)
-                if token is None
-                else _transposed_rows(x, groups, token)
-            )
+            fp8_x = _transposed_rows(x, x_inverse, groups, token)
             dweights = block_weights_from(fp8_dy, fp8_x, groups, dy.dtype).unbind()
         return dx, db, None, None, None, *dweights
 
@@ -179,9 +189,13 @@ class _Up(torch.autograd.Function):
         up = experts.up
         trained = any(ctx.needs_input_grad[4:])
         x = x.contiguous()
-        token, row = (None, None) if route is None else (route.token, route.row)
+        token = None
+        row = None
+        if route is not None:
+            token = route.token
+            row = route.row
         rows = Matrices(x, groups, source=token)
-        fp8_x, _ = cast_blocks(rows, turn=trained and route is None)
+        fp8_x, _ = cast_blocks(rows, transpose=trained and route is None)
         count_blocks_if_observed(up.observer_x, rows, groups, fp8_x)
         saved_x = None
         if trained:
@@ -193,7 +207,7 @@ class _Up(torch.autograd.Function):
         to_cast_again = weights if up.fp8_weights.transposed is None else ()
         ctx.save_for_backward(
             saved_x,
-            fp8_x.turned_inv,
+            fp8_x.transposed_inv,
             token,
             row,
             up.fp8_weights.transposed,
@@ -222,11 +236,7 @@ class _Up(torch.autograd.Function):
         del passed
         dweights: Sequence[Tensor | None] = [None] * ctx.count
         if x is not None:
-            fp8_x = (
-                Blocks(None, None, x, x_inverse)
-                if token is None
-                else _transposed_rows(x, groups, token)
-            )
+            fp8_x = _transposed_rows(x, x_inverse, groups, token)
             dweights = block_weights_from(fp8_dy, fp8_x, groups, dtype).unbind()
         return dx, dbias, None, None, *dweights
 
@@ -263,18 +273,26 @@ class _Down(torch.autograd.Function):
         ctx.activation = activation
         ctx.passed = passed
         ctx.at = down.at
-        ctx.observers = (experts.up.observer_dy, down.observer_dy)
+        ctx.up_observer_dy = experts.up.observer_dy
+        ctx.down_observer_dy = down.observer_dy
         ctx.count = len(weights)
         ctx.trained = any(ctx.needs_input_grad[7:])
-        ctx.up = (trained_up, summed_up)
-        token, row = (None, None) if route is None else (route.token, route.row)
+        ctx.trained_up = trained_up
+        ctx.summed_up = summed_up
+        token = None
+        row = None
+        routed_out = None  # backward of `gates` reads the experts' outputs
+        if route is not None:
+            token = route.token
+            row = route.row
+            routed_out = out
         to_cast_again = weights if down.fp8_weights.transposed is None else ()
         ctx.save_for_backward(
             token,
             row,
             gates,
             gate_up,
-            None if route is None else out,
+            routed_out,
             down.fp8_weights.transposed,
             down.fp8_weights.scale_inv,
             *to_cast_again,
@@ -298,25 +316,25 @@ class _Down(torch.autograd.Function):
             gradient_rows, dgates, _ = rows_of_tokens(
                 dy, groups, token=token, row=row, gates=gates, out=out
             )
-        fp8_dy, dbias = cast_blocks(gradient_rows, turn=ctx.trained, summed=ctx.needs_input_grad[2])
-        up_observer, down_observer = ctx.observers
-        count_blocks_if_observed(down_observer, gradient_rows, groups, fp8_dy)
+        fp8_dy, dbias = cast_blocks(
+            gradient_rows, transpose=ctx.trained, summed=ctx.needs_input_grad[2]
+        )
+        count_blocks_if_observed(ctx.down_observer_dy, gradient_rows, groups, fp8_dy)
         b = _transposed_weights(w_transposed, scale_inv, ctx.at, weights)
         dh = block_rows_times(fp8_dy, b, groups, backward=True, dtype=dtype)
         del b
         fp8_dy = fp8_dy._replace(data=None)
-        trained_up, summed_up = ctx.up
         activation_gradients = gradient_blocks(
             dh,
             gate_up,
             groups,
             ctx.activation,
-            turn=trained_up,
+            transpose=ctx.trained_up,
             hidden=ctx.trained,
-            summed=summed_up,
+            summed=ctx.summed_up,
         )
         count_blocks_if_observed(
-            up_observer,
+            ctx.up_observer_dy,
             Activated(gate_up, ctx.activation, dh),
             groups,
             activation_gradients.of_gate_up,

@@ -262,7 +262,7 @@ def _weights_kernel(
     tokens,
     # where each expert begins, in rows and in the transposed copies, whose rows are `pitch` long
     first,
-    turned,
+    aligned_first,
     pitch,
     # inverse scales FP32 [E], or None in BF16
     a_scale,
@@ -286,11 +286,11 @@ def _weights_kernel(
     k = tl.arange(0, DEEP)
     row = (m * HIGH + tl.arange(0, HIGH)) % height
     column = (n * WIDE + tl.arange(0, WIDE)) % width
-    if turned is not None:  # FP8 matrices [height, pitch] and [width, pitch]
+    if aligned_first is not None:  # FP8 matrices [height, pitch] and [width, pitch]
         rows = tl.cdiv(rows, DEEP) * DEEP  # zeros follow the last
-        here = tl.multiple_of(tl.load(turned + e), 128)
-        x = a + here + row.to(tl.int64)[:, None] * pitch + k[None, :]
-        y = b + here + column.to(tl.int64)[None, :] * pitch + k[:, None]
+        aligned_begin = tl.multiple_of(tl.load(aligned_first + e), 128)
+        x = a + aligned_begin + row.to(tl.int64)[:, None] * pitch + k[None, :]
+        y = b + aligned_begin + column.to(tl.int64)[None, :] * pitch + k[:, None]
         down = DEEP
         right = DEEP
     else:
@@ -356,7 +356,7 @@ def rows_times(
         hopper_rows_times(a.data, b.data, scales, groups, bias, out, precise=precise)
         return out
     tiles = tiles or _tiles_of_rows(a, width, precise)
-    grid = (groups.high(tiles.height) * triton.cdiv(width, tiles.width),)
+    grid = (groups.most_tiles(tiles.height) * triton.cdiv(width, tiles.width),)
     last_arguments = (
         groups.first,
         groups.tiles(tiles.height),
@@ -420,7 +420,7 @@ def weights_from(
     tiles = tiles or _tiles(a, precise)
     grid = (groups.experts * triton.cdiv(height, tiles.height) * triton.cdiv(width, tiles.width),)
     fp8 = a.scale_inv is not None
-    turned, pitch = (groups.apart.first, groups.apart.most) if fp8 else (None, 0)
+    aligned_first, pitch = (groups.aligned.first, groups.aligned.most) if fp8 else (None, 0)
     options = _options(tiles, a, precise)
     with torch.cuda.device_of(out):
         _weights_kernel[grid](
@@ -429,7 +429,7 @@ def weights_from(
             source=source,
             tokens=len(b.data),
             first=groups.first,
-            turned=turned,
+            aligned_first=aligned_first,
             pitch=pitch,
             a_scale=a.scale_inv,
             b_scale=b.scale_inv,

@@ -4,7 +4,7 @@ The numbers equal te.GroupedLinear's, which takes a launch per expert for each o
 expert's rows on the host.
 
 Shapes: E experts with weights [O, I] each; T tokens; R rows of all experts below each other, one per token and expert
-that it goes through; P rows with each expert's begun at a multiple of 128, as in transposed copies (Groups.apart).
+that it goes through; P rows with each expert's begun at a multiple of 128, as in transposed copies (Groups.aligned).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from te_models.kernels.expert_values_triton import Activated
 from te_models.kernels.expert_weights_triton import (
     EqualMatrices,
     cast_equal,
+    cast_equal_transposed,
     transposed,
-    turned_equal,
 )
 from te_models.kernels.grouped_gemm_triton import ExpertMatrices, rows_times, weights_from
 from te_models.kernels.groups import Groups
@@ -152,13 +152,13 @@ class Weights(NamedTuple):
     def cast(
         self,
         delayed: Delayed | None = None,
-        turn: bool = True,
+        transpose: bool = True,
         observer: CastObserver | None = None,
     ) -> FP8Matrices:
-        """Return the weights in FP8, with `turn` transposed too; `observer` counts the cast."""
+        """Return the weights in FP8, with `transpose` a transposed copy too; `observer` counts the cast."""
         places = self.at.places
         equal = EqualMatrices(self.tensors[0], places)
-        quantized = cast_equal(equal, delayed, turn=turn)
+        quantized = cast_equal(equal, delayed, transpose=transpose)
         if observer is not None and observer.counts is not None:
             matrices = matrices_of(self.tensors, places)
             count_if_observed(observer, matrices, matrices.groups, quantized, E4M3)
@@ -270,7 +270,7 @@ class _FP8(torch.autograd.Function):
             ctx.kernels = route.kernels
         # With a route the cast gathers the rows itself, so that they are never in memory in 16 bits.
         rows = Matrices(x, groups, source=token)
-        fp8_x = cast(rows, E4M3, casts.delayed_x, turn=trained and route is None)
+        fp8_x = cast(rows, E4M3, casts.delayed_x, transpose=trained and route is None)
         count_if_observed(casts.observer_x, rows, groups, fp8_x, E4M3)
         # Tokens [T, I] where rows repeat them, else the transposed FP8 rows [I, P].
         saved_x = x if trained and route is not None else fp8_x.transposed
@@ -316,14 +316,14 @@ class _FP8(torch.autograd.Function):
             ctx.saved_tensors
         )
         dy_matrices = Matrices(dy, groups)
-        fp8_dy = cast(dy_matrices, casts.gradient, casts.delayed_dy, turn=x is not None)
+        fp8_dy = cast(dy_matrices, casts.gradient, casts.delayed_dy, transpose=x is not None)
         count_if_observed(casts.observer_dy, dy_matrices, groups, fp8_dy, casts.gradient)
         db = sums_of_rows(dy, groups) if ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
             if to_cast_again:
                 scale, *weights = to_cast_again
                 w_matrices = EqualMatrices(weights[0], ctx.at.in_backward(weights).places)
-                w_transposed = turned_equal(w_matrices, scale)
+                w_transposed = cast_equal_transposed(w_matrices, scale)
             elif ctx.stored:
                 w_transposed = transposed(ctx.stored[0], ctx.at.in_backward(ctx.stored).places)
             a = ExpertMatrices(fp8_dy.data.view(casts.gradient), fp8_dy.scale_inv)
@@ -343,13 +343,13 @@ class _FP8(torch.autograd.Function):
             del w_transposed, a, b  # before the larger gradients of weights
         dweights: Sequence[Tensor | None] = [None] * ctx.weights
         # Kept apart from `fp8_dy`, whose straight copy is freed before the gradients of weights.
-        dy_turned = fp8_dy.transposed
-        dy_scale = fp8_dy.scale_inv
+        dy_transposed = fp8_dy.transposed
+        dy_inverse = fp8_dy.scale_inv
         del fp8_dy
-        if x is not None and dy_turned is not None:
+        if x is not None and dy_transposed is not None:
             if token is not None:
                 x = cast_transposed(Matrices(x, groups, source=token), E4M3, x_scale)
-            a = ExpertMatrices(dy_turned.view(casts.gradient), dy_scale)
+            a = ExpertMatrices(dy_transposed.view(casts.gradient), dy_inverse)
             b = ExpertMatrices(x.view(E4M3), x_inverse)
             dweights = weights_from(
                 a,

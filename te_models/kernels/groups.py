@@ -56,15 +56,16 @@ class Groups:
         return len(self.first) - 1
 
     @cached_property
-    def apart(self) -> Groups:
+    def aligned(self) -> Groups:
         """The groups with gaps: each expert's rows begin at a multiple of LINE.
 
         A transposed copy [K, rows] has its rows beside each other in memory: there an expert begins with a whole line.
         """
+        # Each expert gets less than one line of padding.
         most = self.most + self.experts * (LINE - 1)
         # -(-a // b) rounds a / b up.
         if self.first.is_cuda:
-            first = _kernels().apart(self.first, LINE)
+            first = _kernels().aligned(self.first, LINE)
         else:
             first = _ends(-(-self.first.diff() // LINE) * LINE)
         return Groups(first, -(-most // LINE) * LINE)
@@ -78,8 +79,8 @@ class Groups:
                 self._tiles[height] = (-(-self.first.diff() // height)).cumsum(0)
         return self._tiles[height]
 
-    def high(self, height: int) -> int:
-        """Return the most tiles of `height` rows that all experts together may have, as the host knows it."""
+    def most_tiles(self, height: int) -> int:
+        """Return an upper bound, known to the host, on the tiles of `height` rows that all experts have together."""
         # Each expert has at most one tile that is not full.
         return -(-self.most // height) + self.experts
 

@@ -192,10 +192,27 @@ def _rows_kernel(
 
 
 @gluon.jit
-def _copy_turned(
-    a, b, a_inv, b_inv, first, turned, height, width, count, x, y, a_line, b_line, full, empty
+def _copy_transposed(
+    a,
+    b,
+    a_inv,
+    b_inv,
+    first,
+    aligned_first,
+    height,
+    width,
+    count,
+    x,
+    y,
+    a_line,
+    b_line,
+    full,
+    empty,
 ):
-    """Copy what `_multiply_turned` multiplies: x, y, a_line and b_line are rooms of a, b and their inverse scales."""
+    """Copy what `_multiply_transposed` multiplies.
+
+    x, y, a_line and b_line are the rooms of a, b and their inverse scales; see `_copy_rows`.
+    """
     STAGES: gl.constexpr = y.shape[0]
     PARTS: gl.constexpr = x.shape[0] // STAGES
     ROWS: gl.constexpr = x.shape[1]
@@ -208,10 +225,10 @@ def _copy_turned(
     step = 0
     for tile in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
         e, m, n, rows = weight_tile(tile, first, high, across)
-        here = gl.load(turned + e).to(gl.int32)
+        aligned_begin = gl.load(aligned_first + e).to(gl.int32)
         for start in range(0, rows, DEEP):
             s = step % STAGES
-            at = here + start
+            at = aligned_begin + start
             there = full.index(s)
             mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(there, SIZE)
@@ -228,7 +245,7 @@ def _copy_turned(
 
 
 @gluon.jit
-def _multiply_turned(part, first, out, height, width, count, x, y, a_line, b_line, full, empty):
+def _multiply_transposed(part, first, out, height, width, count, x, y, a_line, b_line, full, empty):
     """Multiply some rows of each tile; a sum runs over an expert's rows, and the zeros behind them."""
     STAGES: gl.constexpr = y.shape[0]
     PARTS: gl.constexpr = x.shape[0] // STAGES
@@ -270,7 +287,7 @@ def _weights_kernel(
     b_inv,
     # where each expert begins, in rows and in the transposed copies
     first,
-    turned,
+    aligned_first,
     # gradient of the weights [E, height, width]
     out,
     height,
@@ -291,10 +308,13 @@ def _weights_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (_multiply_turned, (0, first, out, height, width, count, x, y, p, q, full, empty)),
-            (_multiply_turned, (1, first, out, height, width, count, x, y, p, q, full, empty)),
-            (_multiply_turned, (2, first, out, height, width, count, x, y, p, q, full, empty)),
-            (_copy_turned, (a, b, a_inv, b_inv, first, turned, height, width, count, x, y, p, q, full, empty)),
+            (_multiply_transposed, (0, first, out, height, width, count, x, y, p, q, full, empty)),
+            (_multiply_transposed, (1, first, out, height, width, count, x, y, p, q, full, empty)),
+            (_multiply_transposed, (2, first, out, height, width, count, x, y, p, q, full, empty)),
+            (
+                _copy_transposed,
+                (a, b, a_inv, b_inv, first, aligned_first, height, width, count, x, y, p, q, full, empty),
+            ),
         ],
         [4, 4, 1],
         REGISTERS,
@@ -363,7 +383,7 @@ def hopper_block_weights_from(
             _described_line(a_inv, ROWS),
             _described_line(b_inv, WIDE),
             groups.first,
-            groups.apart.first,
+            groups.aligned.first,
             out,
             height,
             width,

@@ -276,8 +276,8 @@ def _rows_kernel(
 
 
 @gluon.jit
-def _copy_turned(a, b, first, turned, height, width, count, a_room, b_room, full, empty):
-    """Copy what `_multiply_turned` multiplies; the arguments are explained in `_weights_kernel`."""
+def _copy_transposed(a, b, first, aligned_first, height, width, count, a_room, b_room, full, empty):
+    """Copy what `_multiply_transposed` multiplies; the arguments are explained in `_weights_kernel`."""
     HIGH: gl.constexpr = a_room.shape[1]
     WIDE: gl.constexpr = b_room.shape[1]
     DEEP: gl.constexpr = a_room.shape[2]
@@ -286,14 +286,16 @@ def _copy_turned(a, b, first, turned, height, width, count, a_room, b_room, full
     step = 0
     for tile in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
         e, m, n, rows = weight_tile(tile, first, high, across)
-        here = gl.load(turned + e).to(gl.int32)
+        aligned_begin = gl.load(aligned_first + e).to(gl.int32)
         for start in range(0, rows, DEEP):
-            _copy(a, m * HIGH, b, n * WIDE, here + start, a_room, b_room, full, empty, step)
+            _copy(
+                a, m * HIGH, b, n * WIDE, aligned_begin + start, a_room, b_room, full, empty, step
+            )
             step += 1
 
 
 @gluon.jit
-def _multiply_turned(
+def _multiply_transposed(
     part,
     first,
     a_scale,
@@ -338,7 +340,7 @@ def _weights_kernel(
     b,
     # where each expert begins, in rows and in the transposed copies
     first,
-    turned,
+    aligned_first,
     # inverse scales FP32 [E]
     x,
     y,
@@ -358,9 +360,9 @@ def _weights_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (_multiply_turned, (0, first, x, y, out, height, width, count, p, q, full, empty, PRECISE)),
-            (_multiply_turned, (1, first, x, y, out, height, width, count, p, q, full, empty, PRECISE)),
-            (_copy_turned, (a, b, first, turned, height, width, count, p, q, full, empty)),
+            (_multiply_transposed, (0, first, x, y, out, height, width, count, p, q, full, empty, PRECISE)),
+            (_multiply_transposed, (1, first, x, y, out, height, width, count, p, q, full, empty, PRECISE)),
+            (_copy_transposed, (a, b, first, aligned_first, height, width, count, p, q, full, empty)),
         ],
         [4, 1],
         REGISTERS,
@@ -428,7 +430,7 @@ def hopper_weights_from(
             _described(a, HIGH),
             _described(b, WIDE),
             groups.first,
-            groups.apart.first,
+            groups.aligned.first,
             *scales,
             out,
             height,

@@ -30,7 +30,7 @@ from te_models.kernels.expert_hidden_triton import Activation, HiddenGradients, 
 from te_models.kernels.expert_rows import Route
 from te_models.kernels.expert_rows_triton import dots, total
 from te_models.kernels.expert_values_triton import Activated
-from te_models.kernels.expert_weights_triton import EqualMatrices, transposed, turned_equal
+from te_models.kernels.expert_weights_triton import EqualMatrices, cast_equal_transposed, transposed
 from te_models.kernels.grouped_gemm_triton import ExpertMatrices, rows_times, weights_from
 from te_models.kernels.grouped_linear_triton import (
     E4M3,
@@ -121,7 +121,7 @@ def _backward_operand(half: _Half, saved: Sequence[Tensor]) -> ExpertMatrices:
         w_transposed = transposed(half.stored[0], half.at.in_backward(half.stored).places)
     elif w_transposed is None:
         w_matrices = EqualMatrices(weights[0], half.at.in_backward(weights).places)
-        w_transposed = turned_equal(w_matrices, scale)
+        w_transposed = cast_equal_transposed(w_matrices, scale)
     return ExpertMatrices(w_transposed.view(E4M3), scale_inv)
 
 
@@ -152,11 +152,13 @@ def _cast_gradient(
     casts = half.casts
     width = dy.data.shape[1]
     sums = room_for_sums(groups, width, dy.data.device) if with_bias else None
-    fp8_dy = cast(dy, casts.gradient, casts.delayed_dy, turn=half.trained, amax=amax, sums=sums)
+    fp8_dy = cast(
+        dy, casts.gradient, casts.delayed_dy, transpose=half.trained, amax=amax, sums=sums
+    )
     count_if_observed(casts.observer_dy, dy, groups, fp8_dy, casts.gradient)
     if sums is None:
         return fp8_dy, None
-    tiles, _ = tiles_of(groups, turn=half.trained)
+    tiles, _ = tiles_of(groups, transpose=half.trained)
     return fp8_dy, total_sums(sums, tiles, dy.data.dtype)
 
 
@@ -234,15 +236,19 @@ class _Up(torch.autograd.Function):
         del weights
         trained = any(ctx.needs_input_grad[4:])
         x = x.contiguous()
-        token, row = (None, None) if route is None else (route.token, route.row)
+        token = None
+        row = None
+        if route is not None:
+            token = route.token
+            row = route.row
         rows = Matrices(x, groups, source=token)
         known_amax = None
         # Rows are copies of tokens: their amax follows from the tokens, of which there are k times fewer.
         if token is not None and up.casts.delayed_x is None:
             known_amax = amax_of_copies(rows, row_amax(x))
         # With a route backward casts the rows again from the tokens, instead of keeping k transposed copies of each.
-        turn = trained and route is None
-        fp8_x = cast(rows, E4M3, up.casts.delayed_x, turn=turn, amax=known_amax)
+        transpose = trained and route is None
+        fp8_x = cast(rows, E4M3, up.casts.delayed_x, transpose=transpose, amax=known_amax)
         count_if_observed(up.casts.observer_x, rows, groups, fp8_x, E4M3)
         saved_x = None
         if trained:
@@ -322,7 +328,13 @@ class _Down(torch.autograd.Function):
         ctx.half = _half(down, any(ctx.needs_input_grad[7:]))
         ctx.up = _half(up, trained_up)
         ctx.summed_up = summed_up
-        token, row = (None, None) if route is None else (route.token, route.row)
+        token = None
+        row = None
+        routed_out = None  # backward of `gates` reads the experts' outputs
+        if route is not None:
+            token = route.token
+            row = route.row
+            routed_out = out
         ctx.save_for_backward(
             token,
             row,
@@ -330,7 +342,7 @@ class _Down(torch.autograd.Function):
             gate_up,
             fp8_hidden.scale_inv,
             fp8_hidden.scale,
-            None if route is None else out,
+            routed_out,
             *_saved_of(down),
         )
         if route is None:
@@ -375,7 +387,7 @@ class _Down(torch.autograd.Function):
             up.gradient,
             up.delayed_dy,
             h_scale if half.trained else None,
-            turn=ctx.up.trained,
+            transpose=ctx.up.trained,
             summed=ctx.summed_up,
         )
         count_if_observed(

@@ -20,7 +20,7 @@ from te_models.kernels.expert_cast_triton import (
 )
 from te_models.kernels.expert_rows import Route
 from te_models.kernels.expert_scales_triton import Delayed
-from te_models.kernels.expert_weights_triton import EqualMatrices, cast_equal, turned_equal
+from te_models.kernels.expert_weights_triton import EqualMatrices, cast_equal, cast_equal_transposed
 from te_models.kernels.grouped_gemm_triton import ExpertMatrices, rows_times
 from te_models.kernels.grouped_linear_triton import E4M3, Casts
 from te_models.kernels.groups import Groups
@@ -137,7 +137,7 @@ class _FP8(torch.autograd.Function):
         x = x.contiguous()
         token, row, ctx.kernels = (None, None, None) if route is None else route
         # Frozen weights need no transposed rows: there is no weight gradient.
-        fp8_x = cast(Matrices(x, groups, source=token), E4M3, casts.delayed_x, turn=False)
+        fp8_x = cast(Matrices(x, groups, source=token), E4M3, casts.delayed_x, transpose=False)
         outputs, _ = stored.sizes
         out = torch.empty(groups.most, outputs, dtype=x.dtype, device=x.device)
         scales = []  # of the weights, from values to data
@@ -147,7 +147,7 @@ class _FP8(torch.autograd.Function):
             if delayed is not None:
                 # Views, so that the cast raises the amaxes of these experts in place.
                 delayed = Delayed(delayed.scale[chunk.experts], delayed.amax[chunk.experts])
-            weights = cast_equal(stored.matrices(chunk), delayed, turn=False)
+            weights = cast_equal(stored.matrices(chunk), delayed, transpose=False)
             rows_times(
                 ExpertMatrices(fp8_x.data.view(E4M3), fp8_x.scale_inv[chunk.experts]),
                 ExpertMatrices(weights.data.view(E4M3), weights.scale_inv),
@@ -174,14 +174,16 @@ class _FP8(torch.autograd.Function):
         row, scales, inverses = ctx.saved_tensors
         _, inputs = stored.sizes
         db = sums_of_rows(dy, groups) if ctx.needs_input_grad[1] else None
-        fp8_dy = cast(Matrices(dy, groups), casts.gradient, casts.delayed_dy, turn=False)
+        fp8_dy = cast(Matrices(dy, groups), casts.gradient, casts.delayed_dy, transpose=False)
         dx = torch.empty(groups.most, inputs, dtype=dy.dtype, device=dy.device)
         for chunk in stored.chunks(groups):
             # dx = dy W contracts over O, and FP8 products only over the last dimension of both.
-            turned = turned_equal(stored.matrices(chunk), scales[chunk.experts])
+            transposed_weights = cast_equal_transposed(
+                stored.matrices(chunk), scales[chunk.experts]
+            )
             rows_times(
                 ExpertMatrices(fp8_dy.data.view(casts.gradient), fp8_dy.scale_inv[chunk.experts]),
-                ExpertMatrices(turned.view(E4M3), inverses[chunk.experts]),
+                ExpertMatrices(transposed_weights.view(E4M3), inverses[chunk.experts]),
                 chunk.groups,
                 inputs,
                 down=False,

@@ -125,7 +125,7 @@ def test_rows_of_experts(form: torch.dtype, delayed: bool) -> None:
         scales = Delayed(
             torch.tensor([5.0, 2.0, 0.5, 64.0], device=DEVICE), torch.zeros(4, device=DEVICE)
         )
-    made = cast(Matrices(x, groups), form, scales, turn=False)
+    made = cast(Matrices(x, groups), form, scales, transpose=False)
     counts = counts_of(4, DEVICE)
     count_experts(Matrices(x, groups), groups, made, form, counts)
     check(counts, list(x.split(ROWS)), groups, made, form)
@@ -138,7 +138,7 @@ def test_an_expert_with_most_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     rows = [16, count_words_triton.ROWS * (count_four_triton.MOST_TILES + 8)]
     groups = Groups.of(rows, DEVICE)
     x = values(sum(rows), 1)
-    made = cast(Matrices(x, groups), E4M3, None, turn=False)
+    made = cast(Matrices(x, groups), E4M3, None, transpose=False)
     counts = counts_of(2, DEVICE)
     count_experts(Matrices(x, groups), groups, made, E4M3, counts)
     check(counts, list(x.split(rows)), groups, made, E4M3)
@@ -149,7 +149,7 @@ def test_rows_of_no_expert_are_not_counted() -> None:
     groups = Groups(Groups.of(ROWS, DEVICE).first, sum(ROWS) + 8)
     x = values(sum(ROWS) + 8, 1).nan_to_num(0, 1, 1)
     x[sum(ROWS) :] = torch.nan
-    made = cast(Matrices(x, groups), E4M3, turn=False)
+    made = cast(Matrices(x, groups), E4M3, transpose=False)
     made.data[sum(ROWS) :] = 0x7F  # the code of NaN
     counts = counts_of(4, DEVICE)
     count_experts(Matrices(x, groups), groups, made, E4M3, counts)
@@ -173,7 +173,7 @@ def test_copies_of_tokens_times_a_factor() -> None:
     # Powers of two, since Triton's interpreter cuts BF16 where a GPU rounds.
     factor = 2.0 ** -torch.randint(0, 5, (sum(ROWS),), generator=g)
     given = Matrices(tokens, groups, source=source.to(DEVICE), factor=factor.to(DEVICE))
-    made = cast(given, E5M2, turn=False)
+    made = cast(given, E5M2, transpose=False)
     counts = counts_of(4, DEVICE)
     count_experts(given, groups, made, E5M2, counts)
     padded = torch.cat([tokens, tokens.new_zeros(1, COLUMNS)])
@@ -186,7 +186,7 @@ def test_weights() -> None:
     weights = [memory[:48], memory[48:]]
     places = on_device([0, 48 * COLUMNS], DEVICE)
     given = matrices_of(weights, places)
-    made = cast_equal(EqualMatrices(weights[0], places), turn=False)
+    made = cast_equal(EqualMatrices(weights[0], places), transpose=False)
     counts = counts_of(2, DEVICE)
     count_experts(given, given.groups, made, E4M3, counts)
     check(counts, list(weights), given.groups, made, E4M3)
@@ -199,7 +199,7 @@ def test_rows_in_blocks() -> None:
     g = torch.Generator().manual_seed(3)
     source = torch.randint(0, 21, (sum(ROWS),), generator=g).to(DEVICE)
     given = Matrices(tokens, groups, source=source)
-    made, _ = cast_blocks(given, turn=False)
+    made, _ = cast_blocks(given, transpose=False)
     counts = counts_of(4, DEVICE)
     count_expert_blocks(given, groups, made, counts)
     padded = torch.cat([tokens, tokens.new_zeros(1, COLUMNS)])
@@ -212,7 +212,7 @@ def test_rows_below_each_other_in_blocks() -> None:
     x = values(sum(ROWS) + 8, 1)
     x[sum(ROWS) :] = torch.nan
     x[17, 4] = torch.inf
-    made, _ = cast_blocks(Matrices(x, groups), turn=False)
+    made, _ = cast_blocks(Matrices(x, groups), transpose=False)
     counts = counts_of(4, DEVICE)
     count_expert_blocks(Matrices(x, groups), groups, made, counts)
     check(counts, list(x[: sum(ROWS)].split(ROWS)), groups, made, E4M3)
@@ -225,7 +225,7 @@ def test_weights_in_blocks() -> None:
     weights = [memory[:160], memory[160:]]
     places = on_device([0, 160 * COLUMNS], DEVICE)
     given = matrices_of(weights, places)
-    made = cast_weight_blocks(weights[0], places, turn=False)
+    made = cast_weight_blocks(weights[0], places, transpose=False)
     counts = counts_of(2, DEVICE)
     count_expert_blocks(given, given.groups, made, counts)
     check(counts, list(weights), given.groups, made, E4M3)
@@ -314,7 +314,7 @@ def test_activations_and_their_gradients(limit: float | None, padded: bool, dela
             form,
             scales,
             None,
-            turn=False,
+            transpose=False,
             summed=False,
         ).of_gate_up
         counts = counts_of(4, DEVICE)
@@ -334,7 +334,7 @@ def test_activations_and_their_gradients_in_blocks(limit: float | None, padded: 
         one.given.gate_up,
         one.groups,
         one.given.activation,
-        turn=False,
+        transpose=False,
         hidden=False,
         summed=False,
     ).of_gate_up

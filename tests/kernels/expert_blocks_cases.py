@@ -83,13 +83,13 @@ def test_rows_have_the_bits_of_the_emulated_engine(monkeypatch: pytest.MonkeyPat
     torch.manual_seed(0)
 
     def used(groups: Groups, columns: int, device: torch.device) -> Tensor:
-        return torch.full((columns, groups.apart.most), 255, dtype=torch.uint8, device=device)
+        return torch.full((columns, groups.aligned.most), 255, dtype=torch.uint8, device=device)
 
-    monkeypatch.setattr(expert_blocks_triton, "room_for_rows_turned", used)
+    monkeypatch.setattr(expert_blocks_triton, "room_for_transposed_rows", used)
     x = rows_of(INPUTS)
     found, sums = cast_blocks(Matrices(x, groups()), summed=True)
     assert found.data is not None and found.scale_inv is not None and sums is not None
-    assert found.transposed is not None and found.turned_inv is not None
+    assert found.transposed is not None and found.transposed_inv is not None
     begin = at = 0
     for e, (count, part) in enumerate(zip(ROWS, x.split([*ROWS, BEHIND]), strict=False)):
         if count:
@@ -103,7 +103,7 @@ def test_rows_have_the_bits_of_the_emulated_engine(monkeypatch: pytest.MonkeyPat
             assert not found.transposed[:, at + count : end].any()  # a product reads whole lines
             blocks = slice(at // 128, at // 128 - (-count // 128))
             inverse = wanted._columnwise_scale_inv[:, :INPUTS]
-            assert torch.equal(found.turned_inv[blocks], inverse)
+            assert torch.equal(found.transposed_inv[blocks], inverse)
         total = part.double().sum(0)
         assert ((sums[e].double() - total).abs() <= 2.0**-8 * part.double().abs().sum(0)).all()
         begin += count
@@ -122,9 +122,9 @@ def test_copies_of_tokens_have_the_bits_of_rows(tokens: int, columns: int) -> No
     source[7] = tokens
     source[sum(ROWS) :] = tokens + 1
     where = groups()
-    found, _ = cast_blocks(Matrices(x, where, source=source), turn=False)
+    found, _ = cast_blocks(Matrices(x, where, source=source), transpose=False)
     ones = torch.ones(len(source), device=DEVICE)
-    wanted, _ = cast_blocks(Matrices(x, where, source=source, factor=ones), turn=False)
+    wanted, _ = cast_blocks(Matrices(x, where, source=source, factor=ones), transpose=False)
     assert found.data is not None and wanted.data is not None
     assert found.scale_inv is not None and wanted.scale_inv is not None
     own = slice(0, sum(ROWS))
@@ -169,8 +169,8 @@ def close(found: Tensor, wanted: Tensor, size: Tensor) -> None:
     assert ((found.double() - wanted).abs() <= bound).all()
 
 
-@pytest.mark.parametrize(("turn", "biased"), every(2, [False, True], [False, True]))
-def test_products_and_gradients(turn: bool, biased: bool) -> None:
+@pytest.mark.parametrize(("transpose", "biased"), every(2, [False, True], [False, True]))
+def test_products_and_gradients(transpose: bool, biased: bool) -> None:
     """By the operands that the emulated engine's quantizers make; transposed weights kept, or made in backward."""
     torch.manual_seed(2)
     where = groups()
@@ -178,7 +178,7 @@ def test_products_and_gradients(turn: bool, biased: bool) -> None:
     bias = torch.randn(len(ROWS), OUTPUTS, device=DEVICE).to(DTYPE).requires_grad_()
     x = rows_of(INPUTS).requires_grad_()
     dy = rows_of(OUTPUTS)
-    own = cast_weight_blocks(made[0].detach(), at.places, turn=turn)
+    own = cast_weight_blocks(made[0].detach(), at.places, transpose=transpose)
     y = in_blocks(x, where, BlockProjection(own, at, made, bias if biased else None))
     dx, *of_weights = torch.autograd.grad(y, [x, *made, *([bias] if biased else [])], dy)
     db = of_weights.pop() if biased else None
@@ -247,7 +247,7 @@ def test_the_mlp_against_its_operations_one_by_one(
     real = (route.token < TOKENS)[:, None]
     sides = [
         BlockProjection(
-            cast_weight_blocks(made[0].detach(), at.places, turn=False), at, made,
+            cast_weight_blocks(made[0].detach(), at.places, transpose=False), at, made,
             biases[number] if biased else None,
         )
         for number, (made, at) in enumerate(((up, up_at), (down, down_at)))

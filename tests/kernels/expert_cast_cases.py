@@ -17,12 +17,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def used(groups: Groups, columns: int, device: torch.device) -> torch.Tensor:
     """Memory in which something was before."""
-    return torch.full((columns, groups.apart.most), 255, dtype=torch.uint8, device=device)
+    return torch.full((columns, groups.aligned.most), 255, dtype=torch.uint8, device=device)
 
 
 @pytest.fixture(autouse=True)
 def _used_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_cast_triton, "room_for_rows_turned", used)
+    monkeypatch.setattr(expert_cast_triton, "room_for_transposed_rows", used)
 
 
 def check(found: FP8Matrices, given: list[torch.Tensor], e5m2: bool) -> None:

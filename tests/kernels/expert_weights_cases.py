@@ -8,7 +8,7 @@ import torch
 
 from te_models.kernels import expert_weights_triton
 from te_models.kernels.expert_scales_triton import Delayed
-from te_models.kernels.expert_weights_triton import EqualMatrices, cast_equal, turned_equal
+from te_models.kernels.expert_weights_triton import EqualMatrices, cast_equal, cast_equal_transposed
 from te_models.kernels.grouped_linear_triton import Locations
 from te_models.numerics.formats import DType
 from te_models.numerics.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer
@@ -37,7 +37,7 @@ def test_by_the_largest_magnitude_of_each(
     monkeypatch.setattr(expert_weights_triton, "VALUES", 1024)
     made, given = weights_of(rows, columns, count)
     made[0].zero_()
-    data, turned, inverse, scale = cast_equal(given, turn=True)
+    data, turned, inverse, scale = cast_equal(given, transpose=True)
     assert turned is not None
     quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, DEVICE)
     for e, weight in enumerate(made):
@@ -57,7 +57,7 @@ def test_by_delayed_scales(rows: int, columns: int, count: int) -> None:
     amaxes = torch.zeros_like(scales)
     amaxes[3] = 1e30
     delayed = Delayed(scales[::3], amaxes[::3])
-    data, none, inverse, scale = cast_equal(given, delayed, turn=False)
+    data, none, inverse, scale = cast_equal(given, delayed, transpose=False)
     assert none is None and torch.equal(scale, delayed.scale)
     for e, weight in enumerate(made):
         own = slice(e * rows, e * rows + rows)
@@ -69,5 +69,5 @@ def test_by_delayed_scales(rows: int, columns: int, count: int) -> None:
         assert torch.equal(inverse[e], wanted._scale_inv.squeeze())
         assert amaxes[3 * e] == (1e30 if e == 1 else weight.abs().max().float())
     assert not amaxes[1::3].any() and not amaxes[2::3].any()
-    turned = turned_equal(given, scale).view(count, columns, rows)
+    turned = cast_equal_transposed(given, scale).view(count, columns, rows)
     assert torch.equal(turned, data.view(count, rows, columns).transpose(1, 2))

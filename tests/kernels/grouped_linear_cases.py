@@ -199,12 +199,12 @@ def test_transposed_weights_are_made_again_in_backward(delayed: bool) -> None:
     made, weights = weights_of(len(rows), inputs, outputs)
     x, dy, groups = operands(rows, inputs, outputs)
     results, kept = [], []
-    for turn in (True, False):
+    for transpose in (True, False):
         scale, amax = (
             torch.full((len(rows),), 0.7, device=DEVICE),
             torch.zeros(len(rows), device=DEVICE),
         )
-        own = weights.cast(Delayed(scale, amax) if delayed else None, turn=turn)
+        own = weights.cast(Delayed(scale, amax) if delayed else None, transpose=transpose)
         found: dict[int, Tensor] = {}
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, found=found: found.setdefault(t.data_ptr(), t), lambda t: t
@@ -259,7 +259,7 @@ def test_rows_of_tokens_are_made_twice_and_never_kept(delayed: bool) -> None:
         kept.append(sum(t.numel() for t in found.values() if t.dtype == torch.uint8))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     assert not of_x[0].any() and of_x[1:].any(1).all()
-    assert kept[0] - kept[1] == groups.apart.most * inputs
+    assert kept[0] - kept[1] == groups.aligned.most * inputs
 
 
 @pytest.mark.parametrize(("case", "precise"), every(2, [FEW, CASES[1]], [False, True]))
@@ -307,7 +307,7 @@ def test_weights_that_were_gathered_elsewhere_before_backward(way: str) -> None:
     rows, inputs, outputs = FEW
     made, weights = weights_of(len(rows), inputs, outputs)
     x, dy, groups = operands(rows, inputs, outputs)
-    casts, own = Casts(E5M2, False, True, True), weights.cast(turn=False)
+    casts, own = Casts(E5M2, False, True, True), weights.cast(transpose=False)
     data = [part.clone() for part in own.data.split(outputs)]
     results = []
     for move in (False, True):
@@ -384,9 +384,9 @@ def test_precise_sums_leave_the_tensor_cores() -> None:
     numbers = [torch.arange(n, device=DEVICE) for n in rows]
     lead = [(number % 128 == 5) & (number >= 128) for number in numbers]
     values = torch.randint(8, 16, (outputs + 64, count), device=DEVICE) / 8
-    turned = torch.zeros(outputs + 64, groups.apart.most, dtype=torch.uint8, device=DEVICE)
+    turned = torch.zeros(outputs + 64, groups.aligned.most, dtype=torch.uint8, device=DEVICE)
     kept = []
-    begins = groups.apart.first.tolist()
+    begins = groups.aligned.first.tolist()
     for part, here, begin in zip(values.split(rows, dim=1), lead, begins, strict=False):
         own = torch.where(here, part, 0.0)
         own[:, :1] = 256.0

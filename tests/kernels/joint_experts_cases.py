@@ -130,9 +130,9 @@ def test_the_activation_against_fp64(
     where = places()
 
     def used(groups: Groups, columns: int, device: torch.device) -> Tensor:
-        return torch.full((columns, groups.apart.most), 255, dtype=torch.uint8, device=device)
+        return torch.full((columns, groups.aligned.most), 255, dtype=torch.uint8, device=device)
 
-    monkeypatch.setattr(expert_hidden_triton, "room_for_rows_turned", used)
+    monkeypatch.setattr(expert_hidden_triton, "room_for_transposed_rows", used)
     made = torch.randn(len(where.token), 2 * HIDDEN, device=DEVICE) * 2
     made[sum(ROWS) :] = torch.nan
     gate_up = made.to(DTYPE)
@@ -175,7 +175,7 @@ def test_the_activation_against_fp64(
         form,
         None,
         of_hidden.scale,
-        turn=True,
+        transpose=True,
         summed=True,
     )
     data = found.of_gate_up.data[there]
@@ -302,7 +302,7 @@ def test_the_bits_of_the_operations_one_by_one(case: Case) -> None:
                 kept = stored(own, cast_of.delayed_weights)
                 sides.append(Projection(cast_of, kept, kept.at, *sizes, (), bias))
             else:
-                kept = own.cast(cast_of.delayed_weights, turn=case.turned)
+                kept = own.cast(cast_of.delayed_weights, transpose=case.turned)
                 sides.append(Projection(cast_of, kept, own.at, *sizes, own.tensors, bias))
         experts = JointExperts(groups, route if case.routed else None, activation, *sides)
         return experts_in_fp8(x, gates if case.routed else None, experts)
@@ -411,9 +411,9 @@ def test_observers_count_every_cast_and_change_no_bit(joint: bool, routed: bool)
     plain = Casts(E5M2, False, True, True)
 
     def step(of_up: Casts, of_down: Casts) -> list[Tensor]:
-        own = up_weights.cast(turn=False, observer=of_up.observer_weights)
+        own = up_weights.cast(transpose=False, observer=of_up.observer_weights)
         if joint:
-            other = down_weights.cast(turn=False, observer=of_down.observer_weights)
+            other = down_weights.cast(transpose=False, observer=of_down.observer_weights)
             experts = JointExperts(
                 groups,
                 route,

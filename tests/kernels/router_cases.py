@@ -93,4 +93,4 @@ def test_ends_of_tiles(rows: list[int]) -> None:
     first = groups.first.to(DEVICE)
     for height in (1, 32, 128):
         assert torch.equal(groups_triton.tiles(first, height).cpu(), groups.tiles(height))
-    assert torch.equal(groups_triton.apart(first, 128).cpu(), groups.apart.first)
+    assert torch.equal(groups_triton.aligned(first, 128).cpu(), groups.aligned.first)

@@ -23,7 +23,7 @@ from te_models.kernels import hopper_products_triton as plain  # noqa: E402
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 POINTERS = dict(
-    first="*i64", tiles="*i64", turned="*i64", x="*fp32", y="*fp32", b_inv="*fp32", bias="*bf16",
+    first="*i64", tiles="*i64", aligned_first="*i64", x="*fp32", y="*fp32", b_inv="*fp32", bias="*bf16",
     out="*bf16",
 )  # fmt: skip
 
