@@ -52,8 +52,10 @@ def place_of_turn(
     """
     tiles: tl.constexpr = HEIGHT // ROWS
     unit = tl.program_id(0) + turn // tiles * programs
-    wide = tl.cdiv(words, WORDS)
-    return unit // wide * HEIGHT + turn % tiles * ROWS, unit % wide * WORDS
+    units_of_row = tl.cdiv(words, WORDS)
+    top = unit // units_of_row * HEIGHT + turn % tiles * ROWS
+    left = unit % units_of_row * WORDS
+    return top, left
 
 
 @triton.jit
@@ -91,11 +93,14 @@ def inverses_of(
     BLOCK_WORDS: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
-    EACH: tl.constexpr,
+    WORDS_OF_INVERSE: tl.constexpr,
 ):
-    """Return the inverse scales of each EACH words of a tile's rows, FP32 [ROWS, WORDS / EACH]; 1 outside."""
+    """Return the inverse scales of a tile's rows, one per WORDS_OF_INVERSE words, and 1 outside.
+
+    FP32 [ROWS, WORDS / WORDS_OF_INVERSE].
+    """
     i = top + tl.arange(0, ROWS)
-    j = left + EACH * tl.arange(0, WORDS // EACH)
+    j = left + WORDS_OF_INVERSE * tl.arange(0, WORDS // WORDS_OF_INVERSE)
     p = (i // BLOCK_ROWS).to(tl.int64)[:, None] * inverse_row
     q = (j // BLOCK_WORDS).to(tl.int64)[None, :] * inverse_column
     return tl.load(inverse + p + q, (i < rows)[:, None] & (j < words)[None, :], 1.0)
@@ -103,18 +108,18 @@ def inverses_of(
 
 @triton.jit
 def for_words(of_runs):
-    """Return a value for each word, [high, wide], from one for each run, [high, wide / WORDS_OF_RUN]."""
-    high: tl.constexpr = of_runs.shape[0]
+    """Return a value for each word, [rows, words], from one for each run, [rows, words / WORDS_OF_RUN]."""
+    rows: tl.constexpr = of_runs.shape[0]
     runs: tl.constexpr = of_runs.shape[1]
-    each = tl.broadcast_to(of_runs[:, :, None], (high, runs, WORDS_OF_RUN))
-    return tl.reshape(each, (high, runs * WORDS_OF_RUN))
+    each = tl.broadcast_to(of_runs[:, :, None], (rows, runs, WORDS_OF_RUN))
+    return tl.reshape(each, (rows, runs * WORDS_OF_RUN))
 
 
 @triton.jit
 def filled_runs(word, of_runs):
     """Return the bits of the inverse scale of each run of words that has a code other than 0, and -1 for the others.
 
-    Inverse scales are not negative, and so ordered as their bits are: int32 [high, wide / WORDS_OF_RUN].
+    Inverse scales are not negative, and so ordered as their bits are: int32 [rows, words / WORDS_OF_RUN].
     """
     sizes = tl.max(in_thread(word & 0x7F7F7F7F), 2)
     return tl.where(sizes > 0, of_runs.to(tl.int32, bitcast=True), -1)
@@ -144,8 +149,10 @@ def count_scales(scales, seen, BLOCK_ROWS: tl.constexpr):
     A block of zeros has a scale of its own making, which says nothing about the values.
     """
     most, least, least_above, blocks, logarithms, squares = scales
-    wide: tl.constexpr = most.shape[1]
-    filled = tl.max(tl.reshape(seen, (seen.shape[0], wide, seen.shape[1] // wide)), 2)
+    blocks_of_row: tl.constexpr = most.shape[1]
+    filled = tl.max(
+        tl.reshape(seen, (seen.shape[0], blocks_of_row, seen.shape[1] // blocks_of_row)), 2
+    )
     if BLOCK_ROWS > 1:
         filled = tl.max(filled, 0)[None, :]
     above = filled > 0
@@ -223,18 +230,18 @@ def count_blocks_kernel(
             source, data, top, left, rows, words, source_stride, data_stride, ROWS, WORDS
         )
         of_runs = inverses_of(
-            inverse,
-            top,
-            left,
-            rows,
-            words,
-            inverse_row,
-            inverse_column,
-            BLOCK_ROWS,
-            BLOCK_WORDS,
-            ROWS,
-            WORDS,
-            WORDS_OF_RUN,
+            inverse=inverse,
+            top=top,
+            left=left,
+            rows=rows,
+            words=words,
+            inverse_row=inverse_row,
+            inverse_column=inverse_column,
+            BLOCK_ROWS=BLOCK_ROWS,
+            BLOCK_WORDS=BLOCK_WORDS,
+            ROWS=ROWS,
+            WORDS=WORDS,
+            WORDS_OF_INVERSE=WORDS_OF_RUN,
         )
         hashes = hashes_of_words(word, top, left, ROWS, WORDS)
         state = count_four(
@@ -270,18 +277,18 @@ def count_blocks_kernel(
                     source, data, top, left, rows, words, source_stride, data_stride, ROWS, WORDS
                 )
                 by = inverses_of(
-                    inverse,
-                    top,
-                    left,
-                    rows,
-                    words,
-                    inverse_row,
-                    inverse_column,
-                    BLOCK_ROWS,
-                    BLOCK_WORDS,
-                    ROWS,
-                    WORDS,
-                    1,
+                    inverse=inverse,
+                    top=top,
+                    left=left,
+                    rows=rows,
+                    words=words,
+                    inverse_row=inverse_row,
+                    inverse_column=inverse_column,
+                    BLOCK_ROWS=BLOCK_ROWS,
+                    BLOCK_WORDS=BLOCK_WORDS,
+                    ROWS=ROWS,
+                    WORDS=WORDS,
+                    WORDS_OF_INVERSE=1,
                 )
                 if care_needed > 0:
                     care = count_with_care(care, values, word, by, outside, E5M2)
@@ -317,9 +324,10 @@ def count_blocks(
     words = columns // 4
     height = max(ROWS, block[0])
     units = triton.cdiv(rows, height) * triton.cdiv(words, WORDS)
-    most = MOST_TILES // (height // ROWS)  # units of a program
+    units_per_program = MOST_TILES // (height // ROWS)
+    programs = min(units, max(PROGRAMS, triton.cdiv(units, units_per_program)))
     with torch.cuda.device_of(data):
-        count_blocks_kernel[(min(units, max(PROGRAMS, triton.cdiv(units, most))),)](
+        count_blocks_kernel[(programs,)](
             source=source,
             data=data,
             inverse=inverse,

@@ -60,14 +60,14 @@ class ExpertCounts(NamedTuple):
     """Where the counts of one operand of every expert go.
 
     Attributes:
-        fields: float64 [>= (E - 1) * apart + 1, spread, fields]: expert e's row is e * apart.
-        codes: int64 [>= (E - 1) * apart + 1], the hashes.
-        apart: rows from one expert to the next.
+        fields: float64 [>= (E - 1) * stride + 1, spread, fields]: expert e's row is e * stride.
+        codes: int64 [>= (E - 1) * stride + 1], the hashes.
+        stride: rows from one expert to the next.
     """
 
     fields: Tensor
     codes: Tensor
-    apart: int
+    stride: int
 
 
 @triton.jit
@@ -101,21 +101,21 @@ def _tile(
     values = ()
     for place in tl.static_range(4):
         x = values_of_experts(
-            data,
-            source,
-            factor,
-            tokens,
-            places,
-            dy,
-            alpha,
-            e,
-            begin,
-            i,
-            4 * j + place,
-            rows,
-            columns,
-            VALUES,
-            LIMIT,
+            data=data,
+            source=source,
+            factor=factor,
+            tokens=tokens,
+            places=places,
+            dy=dy,
+            alpha=alpha,
+            e=e,
+            begin=begin,
+            i=i,
+            j=4 * j + place,
+            rows=rows,
+            columns=columns,
+            VALUES=VALUES,
+            LIMIT=LIMIT,
         )
         values = values + (x,)
     word = words_of_codes(cast_codes + begin * columns, i, j, rows, words, columns)
@@ -148,9 +148,9 @@ def count_experts_kernel(
     codes,
     columns,
     spread,
-    apart,
-    # programs of an expert, but for one that has too many tiles for them
-    few,
+    counts_stride,
+    # programs of an expert, unless it has more tiles than they can count
+    usual_programs,
     E5M2: tl.constexpr,
     # what is cast: "rows", "activation" or "gradient", and the limit of the activation
     VALUES: tl.constexpr,
@@ -170,11 +170,11 @@ def count_experts_kernel(
     words = columns // 4
     tiles: tl.constexpr = HEIGHT // ROWS
     units = tl.cdiv(rows, HEIGHT) * tl.cdiv(words, WORDS)
-    programs = tl.maximum(few, tl.cdiv(units, MOST_TILES // tiles))
+    programs = tl.maximum(usual_programs, tl.cdiv(units, MOST_TILES // tiles))
     # An expert without rows casts nothing, and its fields keep what they have.
     if tl.program_id(0) < tl.minimum(programs, units):
-        expert_fields = fields + e * apart * spread * _WIDTH
-        expert_codes = codes + e * apart
+        expert_fields = fields + e * counts_stride * spread * _WIDTH
+        expert_codes = codes + e * counts_stride
         inverse = scales_inverse + e * inverse_expert
         if BLOCK_ROWS == 1:
             inverse += begin * inverse_row
@@ -189,42 +189,42 @@ def count_experts_kernel(
         for turn in range(turns):
             top, left = place_of_turn(turn, words, programs, HEIGHT, ROWS, WORDS)
             values, word, outside = _tile(
-                data,
-                source,
-                factor,
-                tokens,
-                places,
-                dy,
-                alpha,
-                cast_codes,
-                e,
-                begin,
-                rows,
-                top,
-                left,
-                columns,
-                VALUES,
-                LIMIT,
-                ROWS,
-                WORDS,
+                data=data,
+                source=source,
+                factor=factor,
+                tokens=tokens,
+                places=places,
+                dy=dy,
+                alpha=alpha,
+                cast_codes=cast_codes,
+                e=e,
+                begin=begin,
+                rows=rows,
+                top=top,
+                left=left,
+                columns=columns,
+                VALUES=VALUES,
+                LIMIT=LIMIT,
+                ROWS=ROWS,
+                WORDS=WORDS,
             )
             hashes = hashes_of_words(word, top, left, ROWS, WORDS)
             if BLOCK_ROWS == 0:
                 state = count_four(state, values, word, hashes, one_inverse, outside, E5M2)
             else:
                 of_runs = inverses_of(
-                    inverse,
-                    top,
-                    left,
-                    rows,
-                    words,
-                    inverse_row,
-                    inverse_column,
-                    BLOCK_ROWS,
-                    BLOCK_WORDS,
-                    ROWS,
-                    WORDS,
-                    WORDS_OF_RUN,
+                    inverse=inverse,
+                    top=top,
+                    left=left,
+                    rows=rows,
+                    words=words,
+                    inverse_row=inverse_row,
+                    inverse_column=inverse_column,
+                    BLOCK_ROWS=BLOCK_ROWS,
+                    BLOCK_WORDS=BLOCK_WORDS,
+                    ROWS=ROWS,
+                    WORDS=WORDS,
+                    WORDS_OF_INVERSE=WORDS_OF_RUN,
                 )
                 state = count_four(
                     state, values, word, hashes, for_words(of_runs), outside, E5M2, of_runs
@@ -264,41 +264,41 @@ def count_experts_kernel(
                 if (care_needed > 0) | ((marks & mark_of(turn)) != 0):
                     top, left = place_of_turn(turn, words, programs, HEIGHT, ROWS, WORDS)
                     values, word, outside = _tile(
-                        data,
-                        source,
-                        factor,
-                        tokens,
-                        places,
-                        dy,
-                        alpha,
-                        cast_codes,
-                        e,
-                        begin,
-                        rows,
-                        top,
-                        left,
-                        columns,
-                        VALUES,
-                        LIMIT,
-                        ROWS,
-                        WORDS,
+                        data=data,
+                        source=source,
+                        factor=factor,
+                        tokens=tokens,
+                        places=places,
+                        dy=dy,
+                        alpha=alpha,
+                        cast_codes=cast_codes,
+                        e=e,
+                        begin=begin,
+                        rows=rows,
+                        top=top,
+                        left=left,
+                        columns=columns,
+                        VALUES=VALUES,
+                        LIMIT=LIMIT,
+                        ROWS=ROWS,
+                        WORDS=WORDS,
                     )
                     if BLOCK_ROWS == 0:
                         by = one_inverse
                     else:
                         by = inverses_of(
-                            inverse,
-                            top,
-                            left,
-                            rows,
-                            words,
-                            inverse_row,
-                            inverse_column,
-                            BLOCK_ROWS,
-                            BLOCK_WORDS,
-                            ROWS,
-                            WORDS,
-                            1,
+                            inverse=inverse,
+                            top=top,
+                            left=left,
+                            rows=rows,
+                            words=words,
+                            inverse_row=inverse_row,
+                            inverse_column=inverse_column,
+                            BLOCK_ROWS=BLOCK_ROWS,
+                            BLOCK_WORDS=BLOCK_WORDS,
+                            ROWS=ROWS,
+                            WORDS=WORDS,
+                            WORDS_OF_INVERSE=1,
                         )
                     if care_needed > 0:
                         care = count_with_care(care, values, word, by, outside, E5M2)
@@ -332,7 +332,9 @@ def count_experts(
         quantized.data,
         scales_inverse=quantized.scale_inv,
         scales=quantized.scale,
-        strides=(1, 0, 0),
+        inverse_expert=1,
+        inverse_row=0,
+        inverse_column=0,
         e5m2=form == torch.float8_e5m2,
         block=(0, 0),
         counts=counts,
@@ -358,18 +360,20 @@ def count_expert_blocks(
     assert data is not None and inverse is not None
     if isinstance(quantized, WeightBlocks):
         block = (SQUARE, SQUARE)
-        expert, row, column = inverse.stride()
+        inverse_expert, inverse_row, inverse_column = inverse.stride()  # [E, O / 128, K / 128]
     else:
         block = (1, SQUARE)
-        expert = 0  # the scales of rows lie where the rows do
-        column, row = inverse.stride()
+        inverse_column, inverse_row = inverse.stride()  # [K / 128, R]
+        inverse_expert = 0  # an expert's scales are where its rows are
     _count(
         values,
         groups,
         data,
         scales_inverse=inverse,
         scales=None,
-        strides=(expert, row, column),
+        inverse_expert=inverse_expert,
+        inverse_row=inverse_row,
+        inverse_column=inverse_column,
         e5m2=False,
         block=block,
         counts=counts,
@@ -383,34 +387,44 @@ def _count(
     *,
     scales_inverse: Tensor,
     scales: Tensor | None,
-    strides: tuple[int, int, int],
+    inverse_expert: int,
+    inverse_row: int,
+    inverse_column: int,
     e5m2: bool,
     block: tuple[int, int],
     counts: ExpertCounts,
 ) -> None:
-    """Launch the kernel; `strides` of the inverse scales are between experts, rows of blocks and columns of blocks."""
+    """Launch the kernel.
+
+    Args:
+        inverse_expert, inverse_row, inverse_column: strides of the inverse scales over experts, rows of blocks and
+            columns of blocks.
+        block: rows and columns that share a scale; (0, 0): an expert has one.
+    """
     columns = data.shape[1]
     assert columns % 4 == 0
     height = max(ROWS, block[0])
     units = triton.cdiv(max(groups.most, 1), height) * triton.cdiv(columns // 4, WORDS)
-    few = max(1, min(units, PROGRAMS // groups.experts))
-    most = max(few, triton.cdiv(units, MOST_TILES // (height // ROWS)))
+    usual_programs = max(1, min(units, PROGRAMS // groups.experts))
+    # All rows may be of one expert. Programs without units end at once.
+    units_per_program = MOST_TILES // (height // ROWS)
+    most_programs = max(usual_programs, triton.cdiv(units, units_per_program))
     with torch.cuda.device_of(data):
-        count_experts_kernel[(most, groups.experts)](
+        count_experts_kernel[(most_programs, groups.experts)](
             **values_arguments(values),
             first=groups.first,
             cast_codes=data,
             scales_inverse=scales_inverse,
             scales=scales,
-            inverse_expert=strides[0],
-            inverse_row=strides[1],
-            inverse_column=strides[2],
+            inverse_expert=inverse_expert,
+            inverse_row=inverse_row,
+            inverse_column=inverse_column,
             fields=counts.fields,
             codes=counts.codes,
             columns=columns,
             spread=counts.fields.shape[1],
-            apart=counts.apart,
-            few=few,
+            counts_stride=counts.stride,
+            usual_programs=usual_programs,
             E5M2=e5m2,
             BLOCK_ROWS=block[0],
             BLOCK_WORDS=block[1] // 4,

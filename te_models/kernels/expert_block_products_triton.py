@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from te_models.kernels.expert_blocks_triton import Blocks, WeightBlocks
-from te_models.kernels.grouped_gemm_triton import ABREAST, Tiles, by_tma, own_tile, store_rows
+from te_models.kernels.grouped_gemm_triton import GROUP_M, Tiles, by_tma, own_tile, store_rows
 from te_models.kernels.groups import Groups
 from te_models.kernels.hopper_block_products_triton import (
     hopper_block_rows_times,
@@ -43,33 +43,33 @@ def _rows_kernel(
     depth,
     count,
     most,
-    # strides of the scales of b
+    # strides of the scales of b over columns of the result, terms of the sum, and experts
     step_n,
     step_k,
-    blocks,
+    step_e,
     EXPERTS: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    DEEP: tl.constexpr,
-    ABREAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):
-    """Multiply as grouped_gemm_triton's kernel does; scales of b are step_n and step_k apart, experts `blocks`."""
-    e, begin, rows, m, n = own_tile(first, tiles, width, count, EXPERTS, HIGH, WIDE, ABREAST)
+    """Write a tile of one expert's rows times its matrix, in FP8 with scales of blocks; see `block_rows_times`."""
+    e, begin, rows, m, n = own_tile(first, tiles, width, count, EXPERTS, BLOCK_M, BLOCK_N, GROUP_M)
     if e >= count:
         return
-    row = begin.to(tl.int32) + m * HIGH
-    i = m * HIGH + tl.arange(0, HIGH)
+    row = begin.to(tl.int32) + m * BLOCK_M
+    i = m * BLOCK_M + tl.arange(0, BLOCK_M)
     left_inv = a_inv + begin + i
-    right_inv = b_inv + e * blocks + (n * WIDE // DEEP) * step_n
-    total = tl.zeros([HIGH, WIDE], tl.float32)
-    for start in range(0, depth, DEEP):
+    right_inv = b_inv + e * step_e + (n * BLOCK_N // BLOCK_K) * step_n
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, depth, BLOCK_K):
         left = a.load([row, start])
-        right = b.load([e * width + n * WIDE, start]).T
+        right = b.load([e * width + n * BLOCK_N, start]).T
         by = tl.load(left_inv, i < rows, 0.0) * tl.load(right_inv)
         total += tl.dot(left, right) * by[:, None]
         left_inv += most
         right_inv += step_k
-    store_rows(total, None, None, bias, out, e, begin, rows, m, n, width, HIGH, WIDE)
+    store_rows(total, None, None, bias, out, e, begin, rows, m, n, width, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -87,30 +87,30 @@ def _weights_kernel(
     out,
     height,
     width,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    DEEP: tl.constexpr,
-    ABREAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):
     """Write a tile of the gradient of one expert's weight: the sum over its rows, in FP8 with scales of blocks."""
-    high = tl.cdiv(height, HIGH)
-    across = tl.cdiv(width, WIDE)
-    e = tl.program_id(0) // (high * across)
-    tile = tl.program_id(0) % (high * across)
-    m = tile % high
-    n = tile // high
+    tiles_m = tl.cdiv(height, BLOCK_M)
+    tiles_n = tl.cdiv(width, BLOCK_N)
+    e = tl.program_id(0) // (tiles_m * tiles_n)
+    tile = tl.program_id(0) % (tiles_m * tiles_n)
+    m = tile % tiles_m
+    n = tile // tiles_m
     rows = (tl.load(first + e + 1) - tl.load(first + e)).to(tl.int32)
     aligned_begin = tl.load(aligned_first + e)
-    i = m * HIGH + tl.arange(0, HIGH)
-    j = n * WIDE + tl.arange(0, WIDE)
-    left_inv = a_inv + aligned_begin // DEEP * height + i
-    right_inv = b_inv + aligned_begin // DEEP * width + j
+    i = m * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    left_inv = a_inv + aligned_begin // BLOCK_K * height + i
+    right_inv = b_inv + aligned_begin // BLOCK_K * width + j
     at = aligned_begin.to(tl.int32)
-    total = tl.zeros([HIGH, WIDE], tl.float32)
-    for start in range(0, rows, DEEP):  # zeros follow the last row
-        one = a.load([m * HIGH, at + start])
-        other = b.load([n * WIDE, at + start]).T
-        part = tl.dot(one, other)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, rows, BLOCK_K):  # zeros follow the last row
+        left = a.load([m * BLOCK_M, at + start])
+        right = b.load([n * BLOCK_N, at + start]).T
+        part = tl.dot(left, right)
         by = tl.load(left_inv, i < height, 0.0)
         total += part * (by[:, None] * tl.load(right_inv, j < width, 0.0)[None, :])
         left_inv += height
@@ -146,7 +146,14 @@ def block_rows_times(
         )
         return out
     tiles = tiles or TILES
-    steps = b.scale_inv.stride()
+    # The sum runs along the columns of the weights, or in backward along their rows.
+    expert_step, row_step, column_step = b.scale_inv.stride()
+    if backward:
+        step_n = column_step
+        step_k = row_step
+    else:
+        step_n = row_step
+        step_k = column_step
     grid = (groups.most_tiles(tiles.height) * triton.cdiv(width, tiles.width),)
     with torch.cuda.device_of(out):
         _rows_kernel[grid](
@@ -162,9 +169,9 @@ def block_rows_times(
             depth=depth,
             count=count,
             most=groups.most,
-            step_n=steps[2 if backward else 1],
-            step_k=steps[1 if backward else 2],
-            blocks=steps[0],
+            step_n=step_n,
+            step_k=step_k,
+            step_e=expert_step,
             EXPERTS=triton.next_power_of_2(count),
             **_options(tiles),
         )
@@ -176,11 +183,14 @@ def block_weights_from(
 ) -> Tensor:
     """Return each expert's rows of a [R, height], transposed, times its rows of b [R, width]: [E, height, width]."""
     assert a.transposed is not None and b.transposed is not None
-    height, width = len(a.transposed), len(b.transposed)
+    height = len(a.transposed)
+    width = len(b.transposed)
     out = torch.empty(groups.experts, height, width, dtype=dtype, device=a.transposed.device)
-    operands = a.transposed, a.transposed_inv, b.transposed, b.transposed_inv
-    if tiles is None and _on_hopper(*operands):
-        hopper_block_weights_from(*operands, groups, out)
+    if tiles is None and _on_hopper(a.transposed, a.transposed_inv, b.transposed, b.transposed_inv):
+        assert a.transposed_inv is not None and b.transposed_inv is not None
+        hopper_block_weights_from(
+            a.transposed, a.transposed_inv, b.transposed, b.transposed_inv, groups, out
+        )
         return out
     tiles = tiles or TILES
     grid = (groups.experts * triton.cdiv(height, tiles.height) * triton.cdiv(width, tiles.width),)
@@ -202,8 +212,8 @@ def block_weights_from(
 
 def _on_hopper(*operands: Tensor | None) -> bool:
     """Return whether kernels in Gluon can multiply these matrices."""
-    there = [one for one in operands if one is not None]
-    return all(one.is_cuda for one in there) and by_tma(*there)
+    tensors = [operand for operand in operands if operand is not None]
+    return all(tensor.is_cuda for tensor in tensors) and by_tma(*tensors)
 
 
 def _described(data: Tensor, block: list[int]) -> TensorDescriptor:
@@ -214,10 +224,10 @@ def _described(data: Tensor, block: list[int]) -> TensorDescriptor:
 
 def _options(tiles: Tiles) -> dict[str, Any]:
     return dict(
-        HIGH=tiles.height,
-        WIDE=tiles.width,
-        DEEP=tiles.depth,
-        ABREAST=ABREAST,
+        BLOCK_M=tiles.height,
+        BLOCK_N=tiles.width,
+        BLOCK_K=tiles.depth,
+        GROUP_M=GROUP_M,
         num_stages=tiles.stages,
         num_warps=tiles.warps,
     )

@@ -26,9 +26,9 @@ def _gather_kernel(
     # T and D
     tokens,
     width,
-    scaled: tl.constexpr,
-    with_dots: tl.constexpr,
-    columns: tl.constexpr,
+    SCALED: tl.constexpr,
+    WITH_DOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Write one row of `out`; see expert_rows.gather."""
     r = tl.program_id(0).to(tl.int64)
@@ -37,54 +37,56 @@ def _gather_kernel(
         return  # behind the last expert's rows, which nothing reads
     # A token behind the last stands for padding: its row reads no column, and becomes zeros.
     present = tl.where(source < tokens, width, 0)  # columns
-    by = tl.load(factor + r) if scaled else 1.0
-    product = tl.zeros([columns], tl.float32)
-    for start in range(0, width, columns):
-        column = start + tl.arange(0, columns)
+    by = tl.load(factor + r) if SCALED else 1.0
+    product = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
         inside = column < width
         value = tl.load(x + source * width + column, column < present, 0.0)
-        if with_dots:
-            mine = tl.load(other + r * width + column, inside, 0.0).to(tl.float32)
-            product += mine * value.to(tl.float32)
-        if scaled:
+        if WITH_DOTS:
+            other_value = tl.load(other + r * width + column, inside, 0.0).to(tl.float32)
+            product += other_value * value.to(tl.float32)
+        if SCALED:
             value = (value.to(tl.float32) * by).to(out.dtype.element_ty)
         tl.store(out + r * width + column, value, inside)
-    if with_dots:
+    if WITH_DOTS:
         tl.store(dots + r, tl.sum(product, 0))
 
 
 @triton.jit
 def _total_kernel(
-    rows, row, weights, out, count, width, k, weighted: tl.constexpr, columns: tl.constexpr
+    rows, row, weights, out, count, width, k, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Write some columns of one token's sum of its rows; see expert_rows.total. There are `count` rows."""
     t = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
-    sums = tl.zeros([columns], tl.float32)
+    sums = tl.zeros([COLUMNS], tl.float32)
     # In the order of the token's experts, as the plain version adds them: no atomics, so the sum is reproducible.
     for j in range(k):
         source = tl.load(row + t * k + j)
         present = tl.where(source < count, width, 0)
         part = tl.load(rows + source * width + column, column < present, 0.0).to(tl.float32)
-        sums += part * tl.load(weights + t * k + j) if weighted else part
+        if WEIGHTED:
+            part = part * tl.load(weights + t * k + j)
+        sums += part
     tl.store(out + t * width + column, sums.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
 def _dots_kernel(
-    x, rows, row, dots, amax, count, width, k, columns: tl.constexpr, ABREAST: tl.constexpr
+    x, rows, row, dots, amax, count, width, k, COLUMNS: tl.constexpr, PADDED_K: tl.constexpr
 ):
     """Write the products of one token's row of x with its k rows of `rows`, and its largest magnitude; see `dots`."""
     t = tl.program_id(0).to(tl.int64)
-    number = tl.arange(0, ABREAST)
-    # All k rows at once, [ABREAST, columns], since k is small; ABREAST is the power of two above.
+    number = tl.arange(0, PADDED_K)
+    # All k rows at once, [PADDED_K, COLUMNS], since k is small; PADDED_K is the next power of two.
     source = tl.load(row + t * k + number, number < k, count)
     present = (source < count)[:, None]
-    largest = tl.zeros([columns], tl.float32)
-    product = tl.zeros([ABREAST, columns], tl.float32)
-    for start in range(0, width, columns):
-        column = start + tl.arange(0, columns)
+    largest = tl.zeros([COLUMNS], tl.float32)
+    product = tl.zeros([PADDED_K, COLUMNS], tl.float32)
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
         inside = column < width
         value = tl.load(x + t * width + column, inside, 0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(value))
@@ -102,8 +104,8 @@ def dots(x: Tensor, rows: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
     products = torch.empty(row.shape, dtype=torch.float32, device=x.device)
     amax = torch.empty(len(x), dtype=torch.float32, device=x.device)
     if len(x):
-        abreast = triton.next_power_of_2(row.shape[1])
-        columns = min(triton.next_power_of_2(x.shape[1]), max(128, PRODUCTS // abreast))
+        padded_k = triton.next_power_of_2(row.shape[1])
+        columns = min(triton.next_power_of_2(x.shape[1]), max(128, PRODUCTS // padded_k))
         with torch.cuda.device_of(x):
             _dots_kernel[(len(x),)](
                 x=x,
@@ -114,8 +116,8 @@ def dots(x: Tensor, rows: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
                 count=rows.shape[0],
                 width=rows.shape[1],
                 k=row.shape[1],
-                columns=columns,
-                ABREAST=abreast,
+                COLUMNS=columns,
+                PADDED_K=padded_k,
                 num_warps=4,
             )
     return products, amax
@@ -138,9 +140,9 @@ def gather(
                 dots=dots,
                 tokens=x.shape[0],
                 width=x.shape[1],
-                scaled=factor is not None,
-                with_dots=other is not None,
-                columns=_columns(x),
+                SCALED=factor is not None,
+                WITH_DOTS=other is not None,
+                COLUMNS=_columns(x),
                 num_warps=4,
             )
     return out, dots
@@ -160,8 +162,8 @@ def total(rows: Tensor, row: Tensor, weights: Tensor | None = None) -> Tensor:
                 count=rows.shape[0],
                 width=rows.shape[1],
                 k=row.shape[1],
-                weighted=weights is not None,
-                columns=columns,
+                WEIGHTED=weights is not None,
+                COLUMNS=columns,
                 num_warps=4,
                 enable_fp_fusion=False,
             )
@@ -169,6 +171,7 @@ def total(rows: Tensor, row: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def _columns(x: Tensor) -> int:
+    """Return how many columns of a row of x a program reads at a time, a power of two."""
     return min(COLUMNS, triton.next_power_of_2(x.shape[1]))
 
 

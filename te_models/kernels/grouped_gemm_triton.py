@@ -31,9 +31,14 @@ class ExpertMatrices(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tile of a product: rows, columns, and how much of the sum is read at a time.
+    """The tile of a product, and how its kernel is compiled.
 
-    `tma`: whether the copy engine of Hopper reads whole tiles of rows and matrices (TMA), where they allow it.
+    Attributes:
+        height, width: rows and columns of the result that a program computes.
+        depth: terms of the sum that are read at a time.
+        stages: copies to shared memory on their way.
+        warps: of a program.
+        tma: whether the copy engine of Hopper reads whole tiles of rows and matrices (TMA), where they allow it.
     """
 
     height: int
@@ -50,16 +55,16 @@ FP8 = Tiles(128, 256, 128, 3)
 PRECISE = Tiles(128, 128, 128, 3, 4)
 # With the copy engine there is room for one more, where rows begin at whole lines (benchmarks/expert_products.py).
 MORE_STAGES = 1
-SUM = Tiles(64, 64, 1, 1, 4)
-ABREAST = 8  # tiles above each other whose programs follow each other, so that they share what the L2 cache holds
+# Rows of tiles whose programs follow each other, so that they share what the L2 cache holds.
+GROUP_M = 8
 
 
 @triton.jit
-def _corner(t, high, across, ABREAST: tl.constexpr):
-    """Return the row and the column of tile t, of `high` times `across`."""
-    before = t // (ABREAST * across) * ABREAST
-    size = tl.maximum(tl.minimum(high - before, ABREAST), 1)
-    t = t % (ABREAST * across)
+def place_of_tile(t, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Return the row and the column of tile t, of `tiles_m` x `tiles_n` tiles, in bands of GROUP_M rows."""
+    before = t // (GROUP_M * tiles_n) * GROUP_M
+    size = tl.maximum(tl.minimum(tiles_m - before, GROUP_M), 1)
+    t = t % (GROUP_M * tiles_n)
     return before + t % size, t // size
 
 
@@ -72,30 +77,32 @@ def own_tile(
     width,
     count,
     EXPERTS: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    ABREAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):
     """Return this program's expert, its first row and number of rows, and the row and column of the tile.
 
     A program behind the last tile gets expert `count`.
     """
     tile = tl.program_id(0)
-    across = tl.cdiv(width, WIDE)
+    tiles_n = tl.cdiv(width, BLOCK_N)
     number = tl.arange(0, EXPERTS)
-    ends = tl.load(tiles + number, number < count, 2**40) * across
+    ends = tl.load(tiles + number, number < count, 2**40) * tiles_n
     e = tl.sum((ends <= tile).to(tl.int32), 0)
-    there = tl.minimum(e, count - 1)
-    begin = tl.load(first + there)
-    rows = (tl.load(first + there + 1) - begin).to(tl.int32)
+    readable = tl.minimum(
+        e, count - 1
+    )  # an expert whose rows a program behind the last tile can read
+    begin = tl.load(first + readable)
+    rows = (tl.load(first + readable + 1) - begin).to(tl.int32)
     before = tl.load(tiles + tl.maximum(e - 1, 0), e > 0, 0).to(tl.int32)
-    m, n = _corner(tile - before * across, tl.cdiv(rows, HIGH), across, ABREAST)
+    m, n = place_of_tile(tile - before * tiles_n, tl.cdiv(rows, BLOCK_M), tiles_n, GROUP_M)
     return e, begin, rows, m, n
 
 
 @triton.jit
 def store_rows(
-    # the sum, FP32 [HIGH, WIDE]
+    # the sum, FP32 [BLOCK_M, BLOCK_N]
     total,
     # inverse scales FP32 [E], or None in BF16
     a_scale,
@@ -111,12 +118,12 @@ def store_rows(
     m,
     n,
     width,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Store a tile of a product, by both scales and plus the bias where there are any."""
-    i = m * HIGH + tl.arange(0, HIGH)
-    j = n * WIDE + tl.arange(0, WIDE)
+    i = m * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = n * BLOCK_N + tl.arange(0, BLOCK_N)
     if a_scale is not None:
         total *= tl.load(a_scale + e) * tl.load(b_scale + e)
     if bias is not None:
@@ -154,46 +161,52 @@ def _rows_kernel(
     PRECISE: tl.constexpr,
     EXPERTS: tl.constexpr,
     # the tile: rows, columns, and how much of the sum is read at a time
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    DEEP: tl.constexpr,
-    ABREAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):
-    e, begin, rows, m, n = own_tile(first, tiles, width, count, EXPERTS, HIGH, WIDE, ABREAST)
+    """Write a tile of one expert's rows times its matrix; see `rows_times`."""
+    e, begin, rows, m, n = own_tile(first, tiles, width, count, EXPERTS, BLOCK_M, BLOCK_N, GROUP_M)
     if e >= count:
         return
-    k = tl.arange(0, DEEP)
-    row = (m * HIGH + tl.arange(0, HIGH)) % rows
-    column = (n * WIDE + tl.arange(0, WIDE)) % width
+    k = tl.arange(0, BLOCK_K)
+    row = (m * BLOCK_M + tl.arange(0, BLOCK_M)) % rows
+    column = (n * BLOCK_N + tl.arange(0, BLOCK_N)) % width
     if source is None:
         x = a + begin * depth + row.to(tl.int64)[:, None] * depth + k[None, :]
     else:
         token = tl.load(source + begin + row)
-        there = (token < tokens)[:, None]
+        is_token = (token < tokens)[:, None]
         x = a + tl.where(token < tokens, token, 0)[:, None] * depth + k[None, :]
-    at = (
-        e.to(tl.int64) * width * depth if places is None else tl.multiple_of(tl.load(places + e), 8)
-    )
-    matrix = b + at
+    if places is None:
+        matrix = b + e.to(tl.int64) * width * depth
+    else:
+        matrix = b + tl.multiple_of(tl.load(places + e), 8)
     if DOWN:  # the sum runs down the matrix [depth, width]
         w = matrix + k.to(tl.int64)[:, None] * width + column[None, :]
-        step = DEEP * width
+        step = BLOCK_K * width
     else:
         w = matrix + column.to(tl.int64)[None, :] * depth + k[:, None]
-        step = DEEP
-    total = tl.zeros([HIGH, WIDE], tl.float32)
-    for start in range(0, depth, DEEP):
+        step = BLOCK_K
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, depth, BLOCK_K):
         if EVEN:
-            left = tl.load(x) if source is None else tl.load(x, there, 0.0)
+            if source is None:
+                left = tl.load(x)
+            else:
+                left = tl.load(x, is_token, 0.0)
             right = tl.load(w)
         else:
             inside = k[None, :] < depth - start
-            left = tl.load(x, inside if source is None else inside & there, 0.0)
+            if source is not None:
+                inside = inside & is_token
+            left = tl.load(x, inside, 0.0)
             right = tl.load(w, k[:, None] < depth - start, 0.0)
-        total = tl.dot(left, right, total, max_num_imprecise_acc=DEEP if PRECISE else None)
-        x += DEEP
+        total = tl.dot(left, right, total, max_num_imprecise_acc=BLOCK_K if PRECISE else None)
+        x += BLOCK_K
         w += step
-    store_rows(total, a_scale, b_scale, bias, out, e, begin, rows, m, n, width, HIGH, WIDE)
+    store_rows(total, a_scale, b_scale, bias, out, e, begin, rows, m, n, width, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -216,36 +229,48 @@ def _rows_by_tma_kernel(
     DOWN: tl.constexpr,
     PRECISE: tl.constexpr,
     EXPERTS: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    DEEP: tl.constexpr,
-    ABREAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):
     """Multiply as `_rows_kernel` does; a and b describe the rows of all experts, and their matrices below each other.
 
     A tile may contain rows of the next expert, which are not stored, and zeros behind the last column.
     """
-    e, begin, rows, m, n = own_tile(first, tiles, width, count, EXPERTS, HIGH, WIDE, ABREAST)
+    e, begin, rows, m, n = own_tile(first, tiles, width, count, EXPERTS, BLOCK_M, BLOCK_N, GROUP_M)
     if e >= count:
         return
-    row = begin.to(tl.int32) + m * HIGH
-    column = n * WIDE
-    total = tl.zeros([HIGH, WIDE], tl.float32)
-    for start in range(0, depth, DEEP):
+    row = begin.to(tl.int32) + m * BLOCK_M
+    column = n * BLOCK_N
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, depth, BLOCK_K):
         left = a.load([row, start])
-        right = (
-            b.load([e * depth + start, column]) if DOWN else b.load([e * width + column, start]).T
-        )
-        total = tl.dot(left, right, total, max_num_imprecise_acc=DEEP if PRECISE else None)
-    store_rows(total, a_scale, b_scale, bias, out, e, begin, rows, m, n, width, HIGH, WIDE)
+        if DOWN:
+            right = b.load([e * depth + start, column])
+        else:
+            right = b.load([e * width + column, start]).T
+        total = tl.dot(left, right, total, max_num_imprecise_acc=BLOCK_K if PRECISE else None)
+    store_rows(total, a_scale, b_scale, bias, out, e, begin, rows, m, n, width, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
 def _store_weights(
-    total, a_scale, b_scale, out, e, m, n, height, width, HIGH: tl.constexpr, WIDE: tl.constexpr
+    total,
+    a_scale,
+    b_scale,
+    out,
+    e,
+    m,
+    n,
+    height,
+    width,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    i = m * HIGH + tl.arange(0, HIGH)
-    j = n * WIDE + tl.arange(0, WIDE)
+    """Store a tile of expert e's gradient [height, width], by both scales where there are any."""
+    i = m * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = n * BLOCK_N + tl.arange(0, BLOCK_N)
     if a_scale is not None:
         total *= tl.load(a_scale + e) * tl.load(b_scale + e)
     z = out + (e.to(tl.int64) * height + i[:, None]) * width + j[None, :]
@@ -272,54 +297,55 @@ def _weights_kernel(
     height,
     width,
     PRECISE: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    DEEP: tl.constexpr,
-    ABREAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):
-    high = tl.cdiv(height, HIGH)
-    across = tl.cdiv(width, WIDE)
-    e = tl.program_id(0) // (high * across)
-    m, n = _corner(tl.program_id(0) % (high * across), high, across, ABREAST)
+    """Write a tile of the gradient of one expert's weight, a sum over its rows; see `weights_from`."""
+    tiles_m = tl.cdiv(height, BLOCK_M)
+    tiles_n = tl.cdiv(width, BLOCK_N)
+    e = tl.program_id(0) // (tiles_m * tiles_n)
+    m, n = place_of_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
     begin = tl.load(first + e)
     rows = (tl.load(first + e + 1) - begin).to(tl.int32)
-    k = tl.arange(0, DEEP)
-    row = (m * HIGH + tl.arange(0, HIGH)) % height
-    column = (n * WIDE + tl.arange(0, WIDE)) % width
+    k = tl.arange(0, BLOCK_K)
+    row = (m * BLOCK_M + tl.arange(0, BLOCK_M)) % height
+    column = (n * BLOCK_N + tl.arange(0, BLOCK_N)) % width
     if aligned_first is not None:  # FP8 matrices [height, pitch] and [width, pitch]
-        rows = tl.cdiv(rows, DEEP) * DEEP  # zeros follow the last
+        rows = tl.cdiv(rows, BLOCK_K) * BLOCK_K  # zeros follow the last
         aligned_begin = tl.multiple_of(tl.load(aligned_first + e), 128)
         x = a + aligned_begin + row.to(tl.int64)[:, None] * pitch + k[None, :]
         y = b + aligned_begin + column.to(tl.int64)[None, :] * pitch + k[:, None]
-        down = DEEP
-        right = DEEP
+        x_step = BLOCK_K
+        y_step = BLOCK_K
     else:
         x = a + begin * height + k.to(tl.int64)[None, :] * height + row[:, None]
         y = b + column[None, :]
         if source is None:
             y += begin * width + k.to(tl.int64)[:, None] * width
-        down = DEEP * height
-        right = DEEP * width
-    total = tl.zeros([HIGH, WIDE], tl.float32)
-    whole = rows // DEEP * DEEP
-    for start in range(0, whole, DEEP):
+        x_step = BLOCK_K * height
+        y_step = BLOCK_K * width
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    whole = rows // BLOCK_K * BLOCK_K  # rows that fill steps of BLOCK_K; the others need a mask
+    for start in range(0, whole, BLOCK_K):
         if source is None:
-            other = tl.load(y)
-            y += right
+            right = tl.load(y)
+            y += y_step
         else:
             token = tl.load(source + begin + start + k)
-            other = tl.load(y + token[:, None] * width, (token < tokens)[:, None], 0.0)
-        total = tl.dot(tl.load(x), other, total, max_num_imprecise_acc=DEEP if PRECISE else None)
-        x += down
+            right = tl.load(y + token[:, None] * width, (token < tokens)[:, None], 0.0)
+        total = tl.dot(tl.load(x), right, total, max_num_imprecise_acc=BLOCK_K if PRECISE else None)
+        x += x_step
     if whole < rows:
-        one = tl.load(x, k[None, :] < rows - whole, 0.0)
+        left = tl.load(x, k[None, :] < rows - whole, 0.0)
         if source is None:
-            other = tl.load(y, k[:, None] < rows - whole, 0.0)
+            right = tl.load(y, k[:, None] < rows - whole, 0.0)
         else:
             token = tl.load(source + begin + whole + k, k < rows - whole, tokens)
-            other = tl.load(y + token[:, None] * width, (token < tokens)[:, None], 0.0)
-        total = tl.dot(one, other, total, max_num_imprecise_acc=DEEP if PRECISE else None)
-    _store_weights(total, a_scale, b_scale, out, e, m, n, height, width, HIGH, WIDE)
+            right = tl.load(y + token[:, None] * width, (token < tokens)[:, None], 0.0)
+        total = tl.dot(left, right, total, max_num_imprecise_acc=BLOCK_K if PRECISE else None)
+    _store_weights(total, a_scale, b_scale, out, e, m, n, height, width, BLOCK_M, BLOCK_N)
 
 
 def rows_times(
@@ -351,46 +377,62 @@ def rows_times(
     count = groups.experts
     if out is None:
         out = torch.empty(groups.most, width, dtype=dtype, device=a.data.device)
-    scales = _scales_on_hopper(a, b) if tiles is None and source is None else None
-    if scales is not None:
-        hopper_rows_times(a.data, b.data, scales, groups, bias, out, precise=precise)
+    if tiles is None and source is None and _on_hopper(a, b):
+        assert a.scale_inv is not None and b.scale_inv is not None
+        hopper_rows_times(
+            a.data,
+            b.data,
+            groups,
+            bias,
+            out,
+            a_scale=a.scale_inv,
+            b_scale=b.scale_inv,
+            precise=precise,
+        )
         return out
     tiles = tiles or _tiles_of_rows(a, width, precise)
     grid = (groups.most_tiles(tiles.height) * triton.cdiv(width, tiles.width),)
-    last_arguments = (
-        groups.first,
-        groups.tiles(tiles.height),
-        a.scale_inv,
-        b.scale_inv,
-        bias,
-        out,
-        width,
-        depth,
-        count,
+    shared_arguments: dict[str, Any] = dict(
+        first=groups.first,
+        tiles=groups.tiles(tiles.height),
+        a_scale=a.scale_inv,
+        b_scale=b.scale_inv,
+        bias=bias,
+        out=out,
+        width=width,
+        depth=depth,
+        count=count,
+        DOWN=down,
+        EXPERTS=triton.next_power_of_2(count),
+        **_options(tiles, a, precise),
     )
-    options = dict(DOWN=down, EXPERTS=triton.next_power_of_2(count), **_options(tiles, a, precise))
-    one_expert = not down or depth % tiles.depth == 0  # in each tile of b
+    # Each tile of b has to be of one expert, and the rows of both operands where the copy engine expects them.
+    one_expert = not down or depth % tiles.depth == 0
     in_place = source is None and b.places is None
     with torch.cuda.device_of(out):
         if tiles.tma and one_expert and in_place and by_tma(a.data, b.data):
-            rows, columns = (count * depth, width) if down else (count * width, depth)
-            shape = [tiles.depth, tiles.width] if down else [tiles.width, tiles.depth]
+            if down:
+                described_b = _described(
+                    b.data, count * depth, width, block=[tiles.depth, tiles.width]
+                )
+            else:
+                described_b = _described(
+                    b.data, count * width, depth, block=[tiles.width, tiles.depth]
+                )
             _rows_by_tma_kernel[grid](
-                _described(a.data, len(a.data), depth, [tiles.height, tiles.depth]),
-                _described(b.data, rows, columns, shape),
-                *last_arguments,
-                **options,
+                a=_described(a.data, len(a.data), depth, block=[tiles.height, tiles.depth]),
+                b=described_b,
+                **shared_arguments,
             )
         else:
             _rows_kernel[grid](
-                a.data,
-                b.data,
-                b.places,
-                source,
-                len(a.data),
-                *last_arguments,
+                a=a.data,
+                b=b.data,
+                places=b.places,
+                source=source,
+                tokens=len(a.data),
                 EVEN=depth % tiles.depth == 0,
-                **options,
+                **shared_arguments,
             )
     return out
 
@@ -413,15 +455,26 @@ def weights_from(
     row r of it is row source[r], zeros for T.
     """
     out = torch.empty(groups.experts, height, width, dtype=dtype, device=a.data.device)
-    scales = _scales_on_hopper(a, b) if tiles is None else None
-    if scales is not None:
-        hopper_weights_from(a.data, b.data, scales, groups, out, precise=precise)
+    if tiles is None and _on_hopper(a, b):
+        assert a.scale_inv is not None and b.scale_inv is not None
+        hopper_weights_from(
+            a.data,
+            b.data,
+            groups,
+            out,
+            a_scale=a.scale_inv,
+            b_scale=b.scale_inv,
+            precise=precise,
+        )
         return out
     tiles = tiles or _tiles(a, precise)
     grid = (groups.experts * triton.cdiv(height, tiles.height) * triton.cdiv(width, tiles.width),)
-    fp8 = a.scale_inv is not None
-    aligned_first, pitch = (groups.aligned.first, groups.aligned.most) if fp8 else (None, 0)
-    options = _options(tiles, a, precise)
+    # FP8 operands are transposed copies, in which experts begin at other places than in rows.
+    aligned_first = None
+    pitch = 0
+    if a.scale_inv is not None:
+        aligned_first = groups.aligned.first
+        pitch = groups.aligned.most
     with torch.cuda.device_of(out):
         _weights_kernel[grid](
             a=a.data,
@@ -436,7 +489,7 @@ def weights_from(
             out=out,
             height=height,
             width=width,
-            **options,
+            **_options(tiles, a, precise),
         )
     return out
 
@@ -452,13 +505,11 @@ def by_tma(*operands: Tensor) -> bool:
     )
 
 
-def _scales_on_hopper(a: ExpertMatrices, b: ExpertMatrices) -> tuple[Tensor, Tensor] | None:
-    """Return the factors of FP8 matrices that kernels in Gluon can multiply; None for others."""
+def _on_hopper(a: ExpertMatrices, b: ExpertMatrices) -> bool:
+    """Return whether kernels in Gluon can multiply these matrices: FP8, one below the other, on Hopper."""
     if a.scale_inv is None or b.scale_inv is None or b.places is not None:
-        return None
-    if not a.data.is_cuda or not by_tma(a.data, b.data):
-        return None
-    return a.scale_inv, b.scale_inv
+        return False
+    return a.data.is_cuda and by_tma(a.data, b.data)
 
 
 def _described(data: Tensor, rows: int, columns: int, block: list[int]) -> TensorDescriptor:
@@ -467,6 +518,7 @@ def _described(data: Tensor, rows: int, columns: int, block: list[int]) -> Tenso
 
 
 def _tiles(a: ExpertMatrices, precise: bool) -> Tiles:
+    """Return the tile of a product with `a`."""
     if a.scale_inv is None:
         return BF16
     return PRECISE if precise else FP8
@@ -488,11 +540,12 @@ def _tiles_of_rows(a: ExpertMatrices, width: int, precise: bool) -> Tiles:
 
 
 def _options(tiles: Tiles, a: ExpertMatrices, precise: bool) -> dict[str, Any]:
+    """Return the sizes that a kernel is compiled for, and the compiler's options."""
     return dict(
-        HIGH=tiles.height,
-        WIDE=tiles.width,
-        DEEP=tiles.depth,
-        ABREAST=ABREAST,
+        BLOCK_M=tiles.height,
+        BLOCK_N=tiles.width,
+        BLOCK_K=tiles.depth,
+        GROUP_M=GROUP_M,
         num_stages=tiles.stages,
         num_warps=tiles.warps,
         PRECISE=precise and a.scale_inv is not None,

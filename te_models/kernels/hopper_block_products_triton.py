@@ -36,7 +36,8 @@ from te_models.kernels.hopper_products_triton import (
 
 PARTS = 3  # groups of warps that multiply
 ROWS = 64  # of a tile, per group
-WIDE, DEEP = 128, 128  # columns of a tile, and terms of a sum that share a scale
+BLOCK_N = 128  # columns of a tile
+BLOCK_K = 128  # terms of a sum, which share a scale
 STAGES = 4  # copies on their way, 40 KiB each
 # Of a thread of the second and the third group, and of the copying warp.
 REGISTERS = gl.constexpr((160, 160, 24))
@@ -57,34 +58,34 @@ def _copy_rows(
 ):
     """Copy what `_multiply_rows` multiplies; the arguments are explained in `_rows_kernel`.
 
-    Rooms of a and its scales are [STAGES * PARTS, ROWS, DEEP] and [STAGES * PARTS, 1, ROWS], one per group of warps; b
-    has [STAGES, WIDE, DEEP], which all groups read.
+    Rooms of a and its scales are [STAGES * PARTS, ROWS, BLOCK_K] and [STAGES * PARTS, 1, ROWS], one per group of warps;
+    b has [STAGES, BLOCK_N, BLOCK_K], which all groups read.
     """
     STAGES: gl.constexpr = b_room.shape[0]
     PARTS: gl.constexpr = a_room.shape[0] // STAGES
     ROWS: gl.constexpr = a_room.shape[1]
-    WIDE: gl.constexpr = b_room.shape[1]
-    DEEP: gl.constexpr = a_room.shape[2]
+    BLOCK_N: gl.constexpr = b_room.shape[1]
+    BLOCK_K: gl.constexpr = a_room.shape[2]
     SIZE: gl.constexpr = PARTS * (a.block_type.nbytes + a_inv.block_type.nbytes)
-    across = gl.cdiv(width, WIDE)
-    tile, last, e, before, end = first_tile(tiles, count, across)
+    tiles_n = gl.cdiv(width, BLOCK_N)
+    tile, last, e, before, end = first_tile(tiles, count, tiles_n)
     step = 0
     while tile < last:
-        e, before, end, m, n = next_tile(tile, e, before, end, tiles, across)
+        e, before, end, m, n = next_tile(tile, e, before, end, tiles, tiles_n)
         row = gl.load(first + e).to(gl.int32) + m * (PARTS * ROWS)
-        column = e * width + n * WIDE
-        for start in range(0, depth, DEEP):
+        column = e * width + n * BLOCK_N
+        for start in range(0, depth, BLOCK_K):
             s = step % STAGES
-            there = full.index(s)
+            filled = full.index(s)
             mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(there, SIZE + b.block_type.nbytes)
-            tma.async_copy_global_to_shared(b, [column, start], there, b_room.index(s))
+            mbarrier.expect(filled, SIZE + b.block_type.nbytes)
+            tma.async_copy_global_to_shared(b, [column, start], filled, b_room.index(s))
             for part in gl.static_range(PARTS):
                 i = row + part * ROWS
                 own_room = s * PARTS + part
-                tma.async_copy_global_to_shared(a, [i, start], there, a_room.index(own_room))
+                tma.async_copy_global_to_shared(a, [i, start], filled, a_room.index(own_room))
                 line = a_inv_room.index(own_room)
-                tma.async_copy_global_to_shared(a_inv, [start // DEEP, i], there, line)
+                tma.async_copy_global_to_shared(a_inv, [start // BLOCK_K, i], filled, line)
             step += 1
         tile += gl.num_programs(0)
 
@@ -111,18 +112,18 @@ def _multiply_rows(
     STAGES: gl.constexpr = b_room.shape[0]
     PARTS: gl.constexpr = a_room.shape[0] // STAGES
     ROWS: gl.constexpr = a_room.shape[1]
-    WIDE: gl.constexpr = b_room.shape[1]
-    DEEP: gl.constexpr = a_room.shape[2]
-    SUM: gl.constexpr = layout_of_sums(WIDE)
-    across = gl.cdiv(width, WIDE)
-    tile, last, e, before, end = first_tile(tiles, count, across)
+    BLOCK_N: gl.constexpr = b_room.shape[1]
+    BLOCK_K: gl.constexpr = a_room.shape[2]
+    SUM: gl.constexpr = layout_of_sums(BLOCK_N)
+    tiles_n = gl.cdiv(width, BLOCK_N)
+    tile, last, e, before, end = first_tile(tiles, count, tiles_n)
     step = 0
-    zero = gl.zeros([ROWS, WIDE], gl.float32, SUM)
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, SUM)
     while tile < last:
-        e, before, end, m, n = next_tile(tile, e, before, end, tiles, across)
-        total = gl.zeros([ROWS, WIDE], gl.float32, SUM)
-        right_inv = b_inv + e * steps[0] + n * WIDE // DEEP * steps[1]
-        for _ in range(0, depth, DEEP):
+        e, before, end, m, n = next_tile(tile, e, before, end, tiles, tiles_n)
+        total = gl.zeros([ROWS, BLOCK_N], gl.float32, SUM)
+        right_inv = b_inv + e * steps[0] + n * BLOCK_N // BLOCK_K * steps[1]
+        for _ in range(0, depth, BLOCK_K):
             s = step % STAGES
             own_room = s * PARTS + part
             by = gl.load(right_inv)
@@ -139,7 +140,7 @@ def _multiply_rows(
         begin = gl.load(first + e)
         rows = (gl.load(first + e + 1) - begin).to(gl.int32)
         i = (m * PARTS + part) * ROWS
-        store_sum(total, None, bias, e, out + begin * width, rows, i, n * WIDE, width)
+        store_sum(total, None, bias, e, out + begin * width, rows, i, n * BLOCK_N, width)
         tile += gl.num_programs(0)
 
 
@@ -169,9 +170,9 @@ def _rows_kernel(
     num_warps: gl.constexpr,
 ):
     """Write tiles of the rows of experts times their matrices, in FP8 with scales of blocks."""
-    x = gl.allocate_shared_memory(a.dtype, [STAGES * PARTS] + a.block_type.shape, a.layout)
-    y = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
-    z = gl.allocate_shared_memory(
+    a_room = gl.allocate_shared_memory(a.dtype, [STAGES * PARTS] + a.block_type.shape, a.layout)
+    b_room = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
+    a_inv_room = gl.allocate_shared_memory(
         a_inv.dtype, [STAGES * PARTS] + a_inv.block_type.shape, a_inv.layout
     )
     full, empty = barriers(STAGES, PARTS)
@@ -180,10 +181,31 @@ def _rows_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (_multiply_rows, (0, first, tiles, b_inv, steps, bias, out, width, depth, count, x, y, z, full, empty)),
-            (_multiply_rows, (1, first, tiles, b_inv, steps, bias, out, width, depth, count, x, y, z, full, empty)),
-            (_multiply_rows, (2, first, tiles, b_inv, steps, bias, out, width, depth, count, x, y, z, full, empty)),
-            (_copy_rows, (a, b, a_inv, first, tiles, width, depth, count, x, y, z, full, empty)),
+            (
+                _multiply_rows,
+                (
+                    0, first, tiles, b_inv, steps, bias, out, width, depth, count,
+                    a_room, b_room, a_inv_room, full, empty,
+                ),
+            ),
+            (
+                _multiply_rows,
+                (
+                    1, first, tiles, b_inv, steps, bias, out, width, depth, count,
+                    a_room, b_room, a_inv_room, full, empty,
+                ),
+            ),
+            (
+                _multiply_rows,
+                (
+                    2, first, tiles, b_inv, steps, bias, out, width, depth, count,
+                    a_room, b_room, a_inv_room, full, empty,
+                ),
+            ),
+            (
+                _copy_rows,
+                (a, b, a_inv, first, tiles, width, depth, count, a_room, b_room, a_inv_room, full, empty),
+            ),
         ],
         [4, 4, 1],
         REGISTERS,
@@ -202,80 +224,82 @@ def _copy_transposed(
     height,
     width,
     count,
-    x,
-    y,
-    a_line,
-    b_line,
+    a_room,
+    b_room,
+    a_inv_room,
+    b_inv_room,
     full,
     empty,
 ):
     """Copy what `_multiply_transposed` multiplies.
 
-    x, y, a_line and b_line are the rooms of a, b and their inverse scales; see `_copy_rows`.
+    Rooms are as in `_copy_rows`; `b_inv_room` are those of the inverse scales of b.
     """
-    STAGES: gl.constexpr = y.shape[0]
-    PARTS: gl.constexpr = x.shape[0] // STAGES
-    ROWS: gl.constexpr = x.shape[1]
-    WIDE: gl.constexpr = y.shape[1]
-    DEEP: gl.constexpr = x.shape[2]
+    STAGES: gl.constexpr = b_room.shape[0]
+    PARTS: gl.constexpr = a_room.shape[0] // STAGES
+    ROWS: gl.constexpr = a_room.shape[1]
+    BLOCK_N: gl.constexpr = b_room.shape[1]
+    BLOCK_K: gl.constexpr = a_room.shape[2]
     LEFT: gl.constexpr = PARTS * (a.block_type.nbytes + a_inv.block_type.nbytes)
     SIZE: gl.constexpr = LEFT + b.block_type.nbytes + b_inv.block_type.nbytes
-    high = gl.cdiv(height, PARTS * ROWS)
-    across = gl.cdiv(width, WIDE)
+    tiles_m = gl.cdiv(height, PARTS * ROWS)
+    tiles_n = gl.cdiv(width, BLOCK_N)
     step = 0
-    for tile in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
-        e, m, n, rows = weight_tile(tile, first, high, across)
+    for tile in range(gl.program_id(0), count * tiles_m * tiles_n, gl.num_programs(0)):
+        e, m, n, rows = weight_tile(tile, first, tiles_m, tiles_n)
         aligned_begin = gl.load(aligned_first + e).to(gl.int32)
-        for start in range(0, rows, DEEP):
+        for start in range(0, rows, BLOCK_K):
             s = step % STAGES
             at = aligned_begin + start
-            there = full.index(s)
+            filled = full.index(s)
             mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(there, SIZE)
-            j = n * WIDE
-            tma.async_copy_global_to_shared(b, [j, at], there, y.index(s))
-            tma.async_copy_global_to_shared(b_inv, [at // DEEP, j], there, b_line.index(s))
+            mbarrier.expect(filled, SIZE)
+            j = n * BLOCK_N
+            tma.async_copy_global_to_shared(b, [j, at], filled, b_room.index(s))
+            tma.async_copy_global_to_shared(b_inv, [at // BLOCK_K, j], filled, b_inv_room.index(s))
             for part in gl.static_range(PARTS):
                 i = (m * PARTS + part) * ROWS
                 own_room = s * PARTS + part
-                tma.async_copy_global_to_shared(a, [i, at], there, x.index(own_room))
-                line = a_line.index(own_room)
-                tma.async_copy_global_to_shared(a_inv, [at // DEEP, i], there, line)
+                tma.async_copy_global_to_shared(a, [i, at], filled, a_room.index(own_room))
+                line = a_inv_room.index(own_room)
+                tma.async_copy_global_to_shared(a_inv, [at // BLOCK_K, i], filled, line)
             step += 1
 
 
 @gluon.jit
-def _multiply_transposed(part, first, out, height, width, count, x, y, a_line, b_line, full, empty):
+def _multiply_transposed(
+    part, first, out, height, width, count, a_room, b_room, a_inv_room, b_inv_room, full, empty
+):
     """Multiply some rows of each tile; a sum runs over an expert's rows, and the zeros behind them."""
-    STAGES: gl.constexpr = y.shape[0]
-    PARTS: gl.constexpr = x.shape[0] // STAGES
-    ROWS: gl.constexpr = x.shape[1]
-    WIDE: gl.constexpr = y.shape[1]
-    DEEP: gl.constexpr = x.shape[2]
-    SUM: gl.constexpr = layout_of_sums(WIDE)
-    high = gl.cdiv(height, PARTS * ROWS)
-    across = gl.cdiv(width, WIDE)
+    STAGES: gl.constexpr = b_room.shape[0]
+    PARTS: gl.constexpr = a_room.shape[0] // STAGES
+    ROWS: gl.constexpr = a_room.shape[1]
+    BLOCK_N: gl.constexpr = b_room.shape[1]
+    BLOCK_K: gl.constexpr = a_room.shape[2]
+    SUM: gl.constexpr = layout_of_sums(BLOCK_N)
+    tiles_m = gl.cdiv(height, PARTS * ROWS)
+    tiles_n = gl.cdiv(width, BLOCK_N)
     step = 0
-    zero = gl.zeros([ROWS, WIDE], gl.float32, SUM)
-    for tile in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
-        e, m, n, rows = weight_tile(tile, first, high, across)
-        total = gl.zeros([ROWS, WIDE], gl.float32, SUM)
-        for _ in range(0, rows, DEEP):
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, SUM)
+    for tile in range(gl.program_id(0), count * tiles_m * tiles_n, gl.num_programs(0)):
+        e, m, n, rows = weight_tile(tile, first, tiles_m, tiles_n)
+        total = gl.zeros([ROWS, BLOCK_N], gl.float32, SUM)
+        for _ in range(0, rows, BLOCK_K):
             s = step % STAGES
             own_room = s * PARTS + part
             mbarrier.wait(full.index(s), (step // STAGES) & 1)
-            left = x.index(own_room)
-            right = y.index(s).permute((1, 0))
+            left = a_room.index(own_room)
+            right = b_room.index(s).permute((1, 0))
             product = warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
-            of_rows = _numbers(a_line.index(own_room), gl.SliceLayout(1, SUM))
+            of_rows = _numbers(a_inv_room.index(own_room), gl.SliceLayout(1, SUM))
             product = warpgroup_mma_wait(0, deps=[product])
-            of_columns = _numbers(b_line.index(s), gl.SliceLayout(0, SUM))
+            of_columns = _numbers(b_inv_room.index(s), gl.SliceLayout(0, SUM))
             total += product * (of_rows[:, None] * of_columns[None, :])
             mbarrier.arrive(empty.index(s), count=1)
             step += 1
         z = out + e.to(gl.int64) * height * width
         i = (m * PARTS + part) * ROWS
-        store_sum(total, None, None, e, z, height, i, n * WIDE, width)
+        store_sum(total, None, None, e, z, height, i, n * BLOCK_N, width)
 
 
 @gluon.jit
@@ -298,22 +322,36 @@ def _weights_kernel(
     num_warps: gl.constexpr,
 ):
     """Write tiles of the gradients of experts' weights, in FP8 with scales of blocks."""
-    x = gl.allocate_shared_memory(a.dtype, [STAGES * PARTS] + a.block_type.shape, a.layout)
-    y = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
-    p = gl.allocate_shared_memory(
+    a_room = gl.allocate_shared_memory(a.dtype, [STAGES * PARTS] + a.block_type.shape, a.layout)
+    b_room = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
+    a_inv_room = gl.allocate_shared_memory(
         a_inv.dtype, [STAGES * PARTS] + a_inv.block_type.shape, a_inv.layout
     )
-    q = gl.allocate_shared_memory(b_inv.dtype, [STAGES] + b_inv.block_type.shape, b_inv.layout)
+    b_inv_room = gl.allocate_shared_memory(
+        b_inv.dtype, [STAGES] + b_inv.block_type.shape, b_inv.layout
+    )
     full, empty = barriers(STAGES, PARTS)
     # fmt: off
     gl.warp_specialize(
         [
-            (_multiply_transposed, (0, first, out, height, width, count, x, y, p, q, full, empty)),
-            (_multiply_transposed, (1, first, out, height, width, count, x, y, p, q, full, empty)),
-            (_multiply_transposed, (2, first, out, height, width, count, x, y, p, q, full, empty)),
+            (
+                _multiply_transposed,
+                (0, first, out, height, width, count, a_room, b_room, a_inv_room, b_inv_room, full, empty),
+            ),
+            (
+                _multiply_transposed,
+                (1, first, out, height, width, count, a_room, b_room, a_inv_room, b_inv_room, full, empty),
+            ),
+            (
+                _multiply_transposed,
+                (2, first, out, height, width, count, a_room, b_room, a_inv_room, b_inv_room, full, empty),
+            ),
             (
                 _copy_transposed,
-                (a, b, a_inv, b_inv, first, aligned_first, height, width, count, x, y, p, q, full, empty),
+                (
+                    a, b, a_inv, b_inv, first, aligned_first, height, width, count,
+                    a_room, b_room, a_inv_room, b_inv_room, full, empty,
+                ),
             ),
         ],
         [4, 4, 1],
@@ -341,23 +379,30 @@ def hopper_block_rows_times(
         bias: [E, width] or None.
         backward: whether the sum runs along O.
     """
-    steps = b_inv.stride()
+    # The sum runs along the columns of the weights, or in backward along their rows.
+    step_e, row_step, column_step = b_inv.stride()
+    if backward:
+        step_n = column_step
+        step_k = row_step
+    else:
+        step_n = row_step
+        step_k = column_step
     with torch.cuda.device_of(out):
         _rows_kernel[(programs(out),)](
-            _described(a, ROWS),
-            _described(b, WIDE),
-            _described_line(a_inv, ROWS),
-            groups.first,
-            groups.tiles(PARTS * ROWS),
-            b_inv,
-            steps[0],
-            steps[2 if backward else 1],
-            steps[1 if backward else 2],
-            bias,
-            out,
-            out.shape[1],
-            a.shape[1],
-            groups.experts,
+            a=_described(a, ROWS),
+            b=_described(b, BLOCK_N),
+            a_inv=_described_line(a_inv, ROWS),
+            first=groups.first,
+            tiles=groups.tiles(PARTS * ROWS),
+            b_inv=b_inv,
+            step_e=step_e,
+            step_n=step_n,
+            step_k=step_k,
+            bias=bias,
+            out=out,
+            width=out.shape[1],
+            depth=a.shape[1],
+            count=groups.experts,
             **OPTIONS,
         )
 
@@ -378,23 +423,23 @@ def hopper_block_weights_from(
     experts, height, width = out.shape
     with torch.cuda.device_of(out):
         _weights_kernel[(programs(out),)](
-            _described(a, ROWS),
-            _described(b, WIDE),
-            _described_line(a_inv, ROWS),
-            _described_line(b_inv, WIDE),
-            groups.first,
-            groups.aligned.first,
-            out,
-            height,
-            width,
-            experts,
+            a=_described(a, ROWS),
+            b=_described(b, BLOCK_N),
+            a_inv=_described_line(a_inv, ROWS),
+            b_inv=_described_line(b_inv, BLOCK_N),
+            first=groups.first,
+            aligned_first=groups.aligned.first,
+            out=out,
+            height=height,
+            width=width,
+            count=experts,
             **OPTIONS,
         )
 
 
 def _described(data: Tensor, rows: int) -> TensorDescriptor:
-    """Return the copy engine's description of bytes in E4M3, of which it copies `rows` rows and DEEP columns."""
-    block = [rows, DEEP]
+    """Return the copy engine's description of bytes in E4M3, of which it copies `rows` rows and BLOCK_K columns."""
+    block = [rows, BLOCK_K]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
     data = data.view(torch.float8_e4m3fn)
     return TensorDescriptor(data, list(data.shape), [data.shape[1], 1], block, layout)

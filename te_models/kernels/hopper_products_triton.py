@@ -4,10 +4,10 @@ A program per multiprocessor takes tile after tile. One of its warps copies oper
 groups of four warps multiply, each one half of the tile's columns. For precise sums a group multiplies the upper and
 the lower 64 rows of the tile one after the other, and adds while the other group is in the tensor cores.
 
-Names in the kernels: shared memory has STAGES rooms for each operand, `a_room` [STAGES, HIGH, DEEP] and `b_room`
-[STAGES, WIDE, DEEP] in FP8. A step is DEEP terms of a tile's sum; steps are counted over all tiles of a program, and
-step s uses room s % STAGES. The copying warp waits for the barrier `empty` of a room and fills it; groups that multiply
-wait for its barrier `full`. Both barriers have a phase that changes each time a room is used, hence the
+Names in the kernels: shared memory has STAGES rooms for each operand, `a_room` [STAGES, BLOCK_M, BLOCK_K] and `b_room`
+[STAGES, BLOCK_N, BLOCK_K] in FP8. A step is BLOCK_K terms of a tile's sum; steps are counted over all tiles of a
+program, and step s uses room s % STAGES. The copying warp waits for the barrier `empty` of a room and fills it; groups
+that multiply wait for its barrier `full`. Both barriers have a phase that changes each time a room is used, hence the
 (step // STAGES) & 1 that they wait for.
 """
 
@@ -29,11 +29,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_models.kernels.groups import Groups
 
-# A tile's rows and columns, terms of a sum that are copied at a time, and copies on their way, 48 KiB each.
-HIGH, WIDE, DEEP, STAGES = 128, 256, 128, 4
+BLOCK_M = 128  # rows of a tile
+BLOCK_N = 256  # columns of a tile
+BLOCK_K = 128  # terms of a sum that are copied at a time
+STAGES = 4  # copies on their way, 48 KiB each
 # Rows of tiles in a band. Tiles go down a band before they go right, so that programs that run at about the same time
 # share what the L2 cache holds.
-ABREAST = gl.constexpr(8)
+GROUP_M = gl.constexpr(8)
 WARPS = 4  # of a group that multiplies
 SHARES = 4  # programs per multiprocessor, one after the other, where other kernels run beside them
 REGISTERS = gl.constexpr((240, 24))  # of a thread of the second group, and of the copying warp
@@ -41,29 +43,29 @@ FORMATS = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 
 
 @gluon.jit
-def place_of_tile(t, high, across):
-    """Return the row and the column of tile t of a matrix with `high` x `across` tiles, in bands of ABREAST rows."""
-    before = t // (ABREAST * across) * ABREAST
-    size = gl.maximum(gl.minimum(high - before, ABREAST), 1)
-    t = t % (ABREAST * across)
+def place_of_tile(t, tiles_m, tiles_n):
+    """Return the row and the column of tile t, of `tiles_m` x `tiles_n` tiles, in bands of GROUP_M rows."""
+    before = t // (GROUP_M * tiles_n) * GROUP_M
+    size = gl.maximum(gl.minimum(tiles_m - before, GROUP_M), 1)
+    t = t % (GROUP_M * tiles_n)
     return before + t % size, t // size
 
 
 @gluon.jit
-def first_tile(tiles, count, across):
+def first_tile(tiles, count, tiles_n):
     """Return this program's first tile, the number of all tiles, and the expert 0 with the first of its tiles and the
     first behind them, from which `next_tile` goes on.
 
-    `tiles` int64 [count] are the rows of tiles that experts 0 to e have together, and each has `across` tiles.
+    `tiles` int64 [count] are the rows of tiles that experts 0 to e have together, and each has `tiles_n` tiles.
     """
-    last = gl.load(tiles + count - 1).to(gl.int32) * across
+    last = gl.load(tiles + count - 1).to(gl.int32) * tiles_n
     tile = gl.program_id(0)
-    end = gl.load(tiles).to(gl.int32) * across
+    end = gl.load(tiles).to(gl.int32) * tiles_n
     return tile, last, 0, 0, end
 
 
 @gluon.jit
-def next_tile(tile, e, before, end, tiles, across):
+def next_tile(tile, e, before, end, tiles, tiles_n):
     """Return the expert of a tile, the first of its tiles and the first behind them, and the tile's row and column.
 
     `e`, `before` and `end` are what this returned for an earlier tile, or `first_tile`.
@@ -71,19 +73,19 @@ def next_tile(tile, e, before, end, tiles, across):
     while end <= tile:
         e += 1
         before = end
-        end = gl.load(tiles + e).to(gl.int32) * across
-    m, n = place_of_tile(tile - before, (end - before) // across, across)
+        end = gl.load(tiles + e).to(gl.int32) * tiles_n
+    m, n = place_of_tile(tile - before, (end - before) // tiles_n, tiles_n)
     return e, before, end, m, n
 
 
 @gluon.jit
-def weight_tile(tile, first, high, across):
+def weight_tile(tile, first, tiles_m, tiles_n):
     """Return the expert of a tile of weight gradients, the tile's row and column, and the rows of the expert.
 
-    Each expert has `high` x `across` tiles; `first` int64 [E + 1] is where each begins.
+    Each expert has `tiles_m` x `tiles_n` tiles; `first` int64 [E + 1] is where each begins.
     """
-    e = tile // (high * across)
-    m, n = place_of_tile(tile % (high * across), high, across)
+    e = tile // (tiles_m * tiles_n)
+    m, n = place_of_tile(tile % (tiles_m * tiles_n), tiles_m, tiles_n)
     rows = (gl.load(first + e + 1) - gl.load(first + e)).to(gl.int32)
     return e, m, n, rows
 
@@ -115,8 +117,9 @@ def store_sum(total, scale, bias, e, out, rows, i0, j0, width):
 
 @gluon.jit
 def _copy(a, row, b, column, at, a_room, b_room, full, empty, step):
-    """Copy DEEP terms from `at` on, of HIGH rows from `row` on of a and WIDE from `column` on of b, into the room of
-    this step, once both groups have read it.
+    """Copy BLOCK_K terms from `at` on into the room of this step, once both groups have read it.
+
+    They are of BLOCK_M rows of a from `row` on, and of BLOCK_N rows of b from `column` on.
     """
     STAGES: gl.constexpr = a_room.shape[0]
     s = step % STAGES
@@ -130,7 +133,7 @@ def _copy(a, row, b, column, at, a_room, b_room, full, empty, step):
 def _multiply(top, low, part, a_room, b_room, full, empty, step, PRECISE: gl.constexpr):
     """Return the sums of the tile's upper and lower rows plus the products of this step, and free its room.
 
-    `top` and `low` FP32 [HIGH / 2, WIDE / 2]: the columns of this group, 0 or 1 (`part`).
+    `top` and `low` FP32 [BLOCK_M / 2, BLOCK_N / 2]: the columns of this group, 0 or 1 (`part`).
     """
     STAGES: gl.constexpr = a_room.shape[0]
     ROWS: gl.constexpr = a_room.shape[1] // 2
@@ -161,17 +164,17 @@ def _multiply(top, low, part, a_room, b_room, full, empty, step, PRECISE: gl.con
 @gluon.jit
 def _copy_rows(a, b, first, tiles, width, depth, count, a_room, b_room, full, empty):
     """Copy what `_multiply_rows` multiplies; the arguments are explained in `_rows_kernel`."""
-    HIGH: gl.constexpr = a_room.shape[1]
-    WIDE: gl.constexpr = b_room.shape[1]
-    DEEP: gl.constexpr = a_room.shape[2]
-    across = gl.cdiv(width, WIDE)
-    tile, last, e, before, end = first_tile(tiles, count, across)
+    BLOCK_M: gl.constexpr = a_room.shape[1]
+    BLOCK_N: gl.constexpr = b_room.shape[1]
+    BLOCK_K: gl.constexpr = a_room.shape[2]
+    tiles_n = gl.cdiv(width, BLOCK_N)
+    tile, last, e, before, end = first_tile(tiles, count, tiles_n)
     step = 0
     while tile < last:
-        e, before, end, m, n = next_tile(tile, e, before, end, tiles, across)
-        row = gl.load(first + e).to(gl.int32) + m * HIGH
-        column = e * width + n * WIDE
-        for start in range(0, depth, DEEP):
+        e, before, end, m, n = next_tile(tile, e, before, end, tiles, tiles_n)
+        row = gl.load(first + e).to(gl.int32) + m * BLOCK_M
+        column = e * width + n * BLOCK_N
+        for start in range(0, depth, BLOCK_K):
             _copy(a, row, b, column, start, a_room, b_room, full, empty, step)
             step += 1
         tile += gl.num_programs(0)
@@ -196,28 +199,28 @@ def _multiply_rows(
     PRECISE: gl.constexpr,
 ):
     """Multiply half of the columns of each tile, of which every expert has whole ones for its rows."""
-    HIGH: gl.constexpr = a_room.shape[1]
-    WIDE: gl.constexpr = b_room.shape[1]
-    DEEP: gl.constexpr = a_room.shape[2]
-    SUM: gl.constexpr = layout_of_sums(WIDE // 2)
-    across = gl.cdiv(width, WIDE)
-    tile, last, e, before, end = first_tile(tiles, count, across)
+    BLOCK_M: gl.constexpr = a_room.shape[1]
+    BLOCK_N: gl.constexpr = b_room.shape[1]
+    BLOCK_K: gl.constexpr = a_room.shape[2]
+    SUM: gl.constexpr = layout_of_sums(BLOCK_N // 2)
+    tiles_n = gl.cdiv(width, BLOCK_N)
+    tile, last, e, before, end = first_tile(tiles, count, tiles_n)
     step = 0
     while tile < last:
-        e, before, end, m, n = next_tile(tile, e, before, end, tiles, across)
-        top = gl.zeros([HIGH // 2, WIDE // 2], gl.float32, SUM)
-        low = gl.zeros([HIGH // 2, WIDE // 2], gl.float32, SUM)
-        for _ in range(0, depth, DEEP):
+        e, before, end, m, n = next_tile(tile, e, before, end, tiles, tiles_n)
+        top = gl.zeros([BLOCK_M // 2, BLOCK_N // 2], gl.float32, SUM)
+        low = gl.zeros([BLOCK_M // 2, BLOCK_N // 2], gl.float32, SUM)
+        for _ in range(0, depth, BLOCK_K):
             top, low = _multiply(top, low, part, a_room, b_room, full, empty, step, PRECISE)
             step += 1
         scale = gl.load(a_scale + e) * gl.load(b_scale + e)
         begin = gl.load(first + e)
         rows = (gl.load(first + e + 1) - begin).to(gl.int32)
         y = out + begin * width
-        i = m * HIGH
-        j = n * WIDE + part * (WIDE // 2)
+        i = m * BLOCK_M
+        j = n * BLOCK_N + part * (BLOCK_N // 2)
         store_sum(top, scale, bias, e, y, rows, i, j, width)
-        store_sum(low, scale, bias, e, y, rows, i + HIGH // 2, j, width)
+        store_sum(low, scale, bias, e, y, rows, i + BLOCK_M // 2, j, width)
         tile += gl.num_programs(0)
 
 
@@ -244,8 +247,8 @@ def _rows_kernel(
     first,
     tiles,
     # inverse scales, FP32 [E]
-    x,
-    y,
+    a_scale,
+    b_scale,
     # [E, width] or None, and the result [R, width]
     bias,
     out,
@@ -258,16 +261,28 @@ def _rows_kernel(
     num_warps: gl.constexpr,
 ):
     """Write tiles of the rows of experts times their matrices, in FP8 with a scale per expert."""
-    p = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
-    q = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
+    a_room = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
+    b_room = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
     full, empty = barriers(STAGES, 2)
     # Each partition and its arguments: one of four warps, which is this program's own, another, and a warp that copies.
     # fmt: off
     gl.warp_specialize(
         [
-            (_multiply_rows, (0, first, tiles, x, y, bias, out, width, depth, count, p, q, full, empty, PRECISE)),
-            (_multiply_rows, (1, first, tiles, x, y, bias, out, width, depth, count, p, q, full, empty, PRECISE)),
-            (_copy_rows, (a, b, first, tiles, width, depth, count, p, q, full, empty)),
+            (
+                _multiply_rows,
+                (
+                    0, first, tiles, a_scale, b_scale, bias, out, width, depth, count,
+                    a_room, b_room, full, empty, PRECISE,
+                ),
+            ),
+            (
+                _multiply_rows,
+                (
+                    1, first, tiles, a_scale, b_scale, bias, out, width, depth, count,
+                    a_room, b_room, full, empty, PRECISE,
+                ),
+            ),
+            (_copy_rows, (a, b, first, tiles, width, depth, count, a_room, b_room, full, empty)),
         ],
         [4, 1],
         REGISTERS,
@@ -278,18 +293,27 @@ def _rows_kernel(
 @gluon.jit
 def _copy_transposed(a, b, first, aligned_first, height, width, count, a_room, b_room, full, empty):
     """Copy what `_multiply_transposed` multiplies; the arguments are explained in `_weights_kernel`."""
-    HIGH: gl.constexpr = a_room.shape[1]
-    WIDE: gl.constexpr = b_room.shape[1]
-    DEEP: gl.constexpr = a_room.shape[2]
-    high = gl.cdiv(height, HIGH)
-    across = gl.cdiv(width, WIDE)
+    BLOCK_M: gl.constexpr = a_room.shape[1]
+    BLOCK_N: gl.constexpr = b_room.shape[1]
+    BLOCK_K: gl.constexpr = a_room.shape[2]
+    tiles_m = gl.cdiv(height, BLOCK_M)
+    tiles_n = gl.cdiv(width, BLOCK_N)
     step = 0
-    for tile in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
-        e, m, n, rows = weight_tile(tile, first, high, across)
+    for tile in range(gl.program_id(0), count * tiles_m * tiles_n, gl.num_programs(0)):
+        e, m, n, rows = weight_tile(tile, first, tiles_m, tiles_n)
         aligned_begin = gl.load(aligned_first + e).to(gl.int32)
-        for start in range(0, rows, DEEP):
+        for start in range(0, rows, BLOCK_K):
             _copy(
-                a, m * HIGH, b, n * WIDE, aligned_begin + start, a_room, b_room, full, empty, step
+                a,
+                m * BLOCK_M,
+                b,
+                n * BLOCK_N,
+                aligned_begin + start,
+                a_room,
+                b_room,
+                full,
+                empty,
+                step,
             )
             step += 1
 
@@ -311,26 +335,26 @@ def _multiply_transposed(
     PRECISE: gl.constexpr,
 ):
     """Multiply half of the columns of each tile; a sum runs over an expert's rows, and the zeros behind them."""
-    HIGH: gl.constexpr = a_room.shape[1]
-    WIDE: gl.constexpr = b_room.shape[1]
-    DEEP: gl.constexpr = a_room.shape[2]
-    SUM: gl.constexpr = layout_of_sums(WIDE // 2)
-    high = gl.cdiv(height, HIGH)
-    across = gl.cdiv(width, WIDE)
+    BLOCK_M: gl.constexpr = a_room.shape[1]
+    BLOCK_N: gl.constexpr = b_room.shape[1]
+    BLOCK_K: gl.constexpr = a_room.shape[2]
+    SUM: gl.constexpr = layout_of_sums(BLOCK_N // 2)
+    tiles_m = gl.cdiv(height, BLOCK_M)
+    tiles_n = gl.cdiv(width, BLOCK_N)
     step = 0
-    for tile in range(gl.program_id(0), count * high * across, gl.num_programs(0)):
-        e, m, n, rows = weight_tile(tile, first, high, across)
-        top = gl.zeros([HIGH // 2, WIDE // 2], gl.float32, SUM)
-        low = gl.zeros([HIGH // 2, WIDE // 2], gl.float32, SUM)
-        for _ in range(0, rows, DEEP):
+    for tile in range(gl.program_id(0), count * tiles_m * tiles_n, gl.num_programs(0)):
+        e, m, n, rows = weight_tile(tile, first, tiles_m, tiles_n)
+        top = gl.zeros([BLOCK_M // 2, BLOCK_N // 2], gl.float32, SUM)
+        low = gl.zeros([BLOCK_M // 2, BLOCK_N // 2], gl.float32, SUM)
+        for _ in range(0, rows, BLOCK_K):
             top, low = _multiply(top, low, part, a_room, b_room, full, empty, step, PRECISE)
             step += 1
         scale = gl.load(a_scale + e) * gl.load(b_scale + e)
         z = out + e.to(gl.int64) * height * width
-        i = m * HIGH
-        j = n * WIDE + part * (WIDE // 2)
+        i = m * BLOCK_M
+        j = n * BLOCK_N + part * (BLOCK_N // 2)
         store_sum(top, scale, None, e, z, height, i, j, width)
-        store_sum(low, scale, None, e, z, height, i + HIGH // 2, j, width)
+        store_sum(low, scale, None, e, z, height, i + BLOCK_M // 2, j, width)
 
 
 @gluon.jit
@@ -342,8 +366,8 @@ def _weights_kernel(
     first,
     aligned_first,
     # inverse scales FP32 [E]
-    x,
-    y,
+    a_scale,
+    b_scale,
     # gradient of the weights [E, height, width]
     out,
     height,
@@ -354,15 +378,21 @@ def _weights_kernel(
     num_warps: gl.constexpr,
 ):
     """Write tiles of the gradients of experts' weights, in FP8 with a scale per expert."""
-    p = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
-    q = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
+    a_room = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
+    b_room = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
     full, empty = barriers(STAGES, 2)
     # fmt: off
     gl.warp_specialize(
         [
-            (_multiply_transposed, (0, first, x, y, out, height, width, count, p, q, full, empty, PRECISE)),
-            (_multiply_transposed, (1, first, x, y, out, height, width, count, p, q, full, empty, PRECISE)),
-            (_copy_transposed, (a, b, first, aligned_first, height, width, count, p, q, full, empty)),
+            (
+                _multiply_transposed,
+                (0, first, a_scale, b_scale, out, height, width, count, a_room, b_room, full, empty, PRECISE),
+            ),
+            (
+                _multiply_transposed,
+                (1, first, a_scale, b_scale, out, height, width, count, a_room, b_room, full, empty, PRECISE),
+            ),
+            (_copy_transposed, (a, b, first, aligned_first, height, width, count, a_room, b_room, full, empty)),
         ],
         [4, 1],
         REGISTERS,
@@ -373,19 +403,20 @@ def _weights_kernel(
 def hopper_rows_times(
     a: Tensor,
     b: Tensor,
-    scales: tuple[Tensor, Tensor],
     groups: Groups,
     bias: Tensor | None,
     out: Tensor,
     *,
+    a_scale: Tensor,
+    b_scale: Tensor,
     precise: bool,
 ) -> None:
     """Write each expert's rows of a [R, D] times its matrix of b, [width, D], transposed, into out [R, width].
 
     Args:
         b: the matrices of all experts, one below the other, in any shape.
-        scales: the inverse scales of a and b, FP32 [E] each.
         bias: [E, width] or None.
+        a_scale, b_scale: the inverse scales of a and b, FP32 [E] each.
         precise: sums leave the tensor cores, which keep fewer bits, every 128 terms.
     """
     depth = a.shape[1]
@@ -394,16 +425,17 @@ def hopper_rows_times(
     b = b.view(groups.experts * width, depth)
     with torch.cuda.device_of(out):
         _rows_kernel[(programs(out),)](
-            _described(a, HIGH),
-            _described(b, WIDE),
-            groups.first,
-            groups.tiles(HIGH),
-            *scales,
-            bias,
-            out,
-            width,
-            depth,
-            groups.experts,
+            a=_described(a, BLOCK_M),
+            b=_described(b, BLOCK_N),
+            first=groups.first,
+            tiles=groups.tiles(BLOCK_M),
+            a_scale=a_scale,
+            b_scale=b_scale,
+            bias=bias,
+            out=out,
+            width=width,
+            depth=depth,
+            count=groups.experts,
             STAGES=STAGES,
             PRECISE=precise,
             num_warps=WARPS,
@@ -414,10 +446,11 @@ def hopper_rows_times(
 def hopper_weights_from(
     a: Tensor,
     b: Tensor,
-    scales: tuple[Tensor, Tensor],
     groups: Groups,
     out: Tensor,
     *,
+    a_scale: Tensor,
+    b_scale: Tensor,
     precise: bool,
 ) -> None:
     """Write each expert's rows of a, transposed, times its rows of b into out [E, height, width].
@@ -427,15 +460,16 @@ def hopper_weights_from(
     experts, height, width = out.shape
     with torch.cuda.device_of(out):
         _weights_kernel[(programs(out),)](
-            _described(a, HIGH),
-            _described(b, WIDE),
-            groups.first,
-            groups.aligned.first,
-            *scales,
-            out,
-            height,
-            width,
-            experts,
+            a=_described(a, BLOCK_M),
+            b=_described(b, BLOCK_N),
+            first=groups.first,
+            aligned_first=groups.aligned.first,
+            a_scale=a_scale,
+            b_scale=b_scale,
+            out=out,
+            height=height,
+            width=width,
+            count=experts,
             STAGES=STAGES,
             PRECISE=precise,
             num_warps=WARPS,
@@ -455,7 +489,7 @@ def programs(out: Tensor) -> int:
 
 
 def _described(data: Tensor, rows: int) -> TensorDescriptor:
-    """Return the copy engine's description of a matrix, of which it copies `rows` rows and DEEP columns at a time."""
-    block = [rows, DEEP]
+    """Return the copy engine's description of a matrix, of which it copies [rows, BLOCK_K] at a time."""
+    block = [rows, BLOCK_K]
     layout = gl.NVMMASharedLayout.get_default_for(block, FORMATS[data.dtype])
     return TensorDescriptor(data, list(data.shape), [data.shape[1], 1], block, layout)

@@ -8,8 +8,10 @@ from torch import Tensor
 from te_models.kernels.groups import Groups
 
 TOKENS = 32  # of a program
-# Of a program that sums up: blocks of tokens at a time, and experts; and rows of one that fills.
-BLOCKS, ABREAST, ROWS = 128, 8, 1024
+# Of a program that sums up the counts of all blocks: blocks that it reads at a time, and its experts.
+BLOCKS = 128
+SUMMED_EXPERTS = 8
+ROWS = 1024  # of a program that marks rows as padding
 
 
 @triton.jit
@@ -34,8 +36,8 @@ def _choose_kernel(
     # [TOKENS, EXPERTS]: the experts that a token has not chosen yet.
     free = (e < count)[None, :] & (t[:, None] >= 0)
     for _ in range(k):
-        left = tl.where(free, value, float("-inf"))
-        best = free & (left == tl.max(left, 1)[:, None])
+        remaining = tl.where(free, value, float("-inf"))
+        best = free & (remaining == tl.max(remaining, 1)[:, None])
         # Of equal scores the expert with the lowest number.
         first = tl.min(tl.where(best, e[None, :], EXPERTS), 1)
         free = free & (e[None, :] != first[:, None])
@@ -44,8 +46,8 @@ def _choose_kernel(
     experts = e[None, :] + tl.zeros([TOKENS, EXPERTS], tl.int64)
     if real is not None:
         # Padding gets no expert: the number behind the last.
-        there = tl.load(real + t, t < tokens, 0) != 0
-        experts = tl.where(there[:, None], experts, count)
+        is_real = tl.load(real + t, t < tokens, 0) != 0
+        experts = tl.where(is_real[:, None], experts, count)
     tl.store(out + t[:, None] * k + place, experts, chosen & (t < tokens)[:, None])
 
 
@@ -56,8 +58,8 @@ def _count_kernel(chosen, counts, tokens, count, k, EXPERTS: tl.constexpr, TOKEN
     e = tl.arange(0, EXPERTS)
     per_token = tl.zeros([TOKENS, EXPERTS], tl.int32)
     for j in range(k):
-        one = tl.load(chosen + t * k + j, t < tokens, count)
-        per_token += (one[:, None] == e[None, :]).to(tl.int32)
+        expert = tl.load(chosen + t * k + j, t < tokens, count)
+        per_token += (expert[:, None] == e[None, :]).to(tl.int32)
     tl.store(counts + tl.program_id(0) * count + e, tl.sum(per_token, 0), e < count)
 
 
@@ -79,9 +81,9 @@ def _before_kernel(
         block = start + tl.arange(0, BLOCKS)
         inside = (block < blocks)[:, None] & (e < count)[None, :]
         at = counts + block[:, None] * count + e[None, :]
-        own = tl.load(at, inside, 0)
-        tl.store(at, before[None, :] + tl.cumsum(own, 0) - own, inside)
-        before += tl.sum(own, 0)
+        rows = tl.load(at, inside, 0)
+        tl.store(at, before[None, :] + tl.cumsum(rows, 0) - rows, inside)
+        before += tl.sum(rows, 0)
     tl.store(total + e, before.to(tl.int64), e < count)
 
 
@@ -100,8 +102,8 @@ def _padding_kernel(
 ):
     """Mark all rows as padding: as token T where experts have rows, as token T + 1 behind the last expert's rows."""
     e = tl.arange(0, EXPERTS)
-    own = tl.load(counts + e, e < count, 0)
-    ends = tl.cumsum((own + alignment - 1) // alignment * alignment, 0)
+    rows = tl.load(counts + e, e < count, 0)
+    ends = tl.cumsum((rows + alignment - 1) // alignment * alignment, 0)
     if tl.program_id(0) == 0:
         tl.store(first + e, tl.zeros_like(ends), e == 0)
         tl.store(first + 1 + e, ends, e < count)
@@ -133,18 +135,18 @@ def _place_kernel(
     e = tl.arange(0, EXPERTS)
     counts = tl.zeros([TOKENS, EXPERTS], tl.int32)
     for j in range(k):
-        one = tl.load(chosen + t * k + j, t < tokens, count)
-        counts += (one[:, None] == e[None, :]).to(tl.int32)
+        expert = tl.load(chosen + t * k + j, t < tokens, count)
+        counts += (expert[:, None] == e[None, :]).to(tl.int32)
     begin = tl.load(first + e, e < count, 0)
     begin += tl.load(before + tl.program_id(0) * count + e, e < count, 0)
     # The expert's rows before this token: rows of earlier programs, and of earlier tokens of this program.
     place = begin[None, :] + tl.cumsum(counts, 0) - counts
     for j in range(k):
-        one = tl.load(chosen + t * k + j, t < tokens, count)
-        there = (t < tokens) & (one < count)
-        at = tl.sum(tl.where(one[:, None] == e[None, :], place, 0), 1)
-        tl.store(row + t * k + j, tl.where(there, at, most), t < tokens)
-        tl.store(token + at, t, there)
+        expert = tl.load(chosen + t * k + j, t < tokens, count)
+        has_row = (t < tokens) & (expert < count)
+        at = tl.sum(tl.where(expert[:, None] == e[None, :], place, 0), 1)
+        tl.store(row + t * k + j, tl.where(has_row, at, most), t < tokens)
+        tl.store(token + at, t, has_row)
 
 
 def choose(scores: Tensor, k: int, real: Tensor | None) -> Tensor:
@@ -157,12 +159,12 @@ def choose(scores: Tensor, k: int, real: Tensor | None) -> Tensor:
     if tokens:
         with torch.cuda.device_of(out):
             _choose_kernel[(triton.cdiv(tokens, TOKENS),)](
-                scores.contiguous(),
-                real,
-                out,
-                tokens,
-                count,
-                k,
+                scores=scores.contiguous(),
+                real=real,
+                out=out,
+                tokens=tokens,
+                count=count,
+                k=k,
                 EXPERTS=triton.next_power_of_2(count),
                 TOKENS=TOKENS,
                 num_warps=4,
@@ -186,25 +188,47 @@ def places(
     row = torch.empty(tokens, k, dtype=torch.int64, device=device)
     token = torch.empty(most, dtype=torch.int64, device=device)
     chosen = chosen.contiguous()
-    abreast = min(ABREAST, size)
+    summed_experts = min(SUMMED_EXPERTS, size)
     with torch.cuda.device_of(row):
-        _count_kernel[(blocks,)](chosen, of_blocks, tokens, experts, k, **sizes)
-        _before_kernel[(triton.cdiv(experts, abreast),)](
-            of_blocks, counts, blocks, experts, BLOCKS=BLOCKS, EXPERTS=abreast, num_warps=4
+        _count_kernel[(blocks,)](
+            chosen=chosen,
+            counts=of_blocks,
+            tokens=tokens,
+            count=experts,
+            k=k,
+            **sizes,
+        )
+        _before_kernel[(triton.cdiv(experts, summed_experts),)](
+            counts=of_blocks,
+            total=counts,
+            blocks=blocks,
+            count=experts,
+            BLOCKS=BLOCKS,
+            EXPERTS=summed_experts,
+            num_warps=4,
         )
         _padding_kernel[(max(1, triton.cdiv(most, ROWS)),)](
-            counts,
-            first,
-            token,
-            tokens,
-            experts,
-            most,
-            alignment,
+            counts=counts,
+            first=first,
+            token=token,
+            tokens=tokens,
+            count=experts,
+            most=most,
+            alignment=alignment,
             EXPERTS=size,
             ROWS=ROWS,
             num_warps=4,
         )
         _place_kernel[(blocks,)](
-            chosen, of_blocks, first, token, row, tokens, experts, k, most, **sizes
+            chosen=chosen,
+            before=of_blocks,
+            first=first,
+            token=token,
+            row=row,
+            tokens=tokens,
+            count=experts,
+            k=k,
+            most=most,
+            **sizes,
         )
     return token, row, Groups(first, most), counts

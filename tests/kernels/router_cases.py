@@ -78,7 +78,7 @@ def test_more_blocks_of_tokens_than_a_program_sums_at_a_time(
 ) -> None:
     """And more experts than one program has, and rows than one fills."""
     monkeypatch.setattr(router_triton, "BLOCKS", 2)
-    monkeypatch.setattr(router_triton, "ABREAST", 4)
+    monkeypatch.setattr(router_triton, "SUMMED_EXPERTS", 4)
     monkeypatch.setattr(router_triton, "ROWS", 128)
     g = torch.Generator().manual_seed(0)
     chosen = torch.stack([torch.randperm(9, generator=g)[:3] for _ in range(300)])

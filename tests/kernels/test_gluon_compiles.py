@@ -23,7 +23,7 @@ from te_models.kernels import hopper_products_triton as plain  # noqa: E402
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 POINTERS = dict(
-    first="*i64", tiles="*i64", aligned_first="*i64", x="*fp32", y="*fp32", b_inv="*fp32", bias="*bf16",
+    first="*i64", tiles="*i64", aligned_first="*i64", a_scale="*fp32", b_scale="*fp32", b_inv="*fp32", bias="*bf16",
     out="*bf16",
 )  # fmt: skip
 
@@ -75,7 +75,7 @@ def spilled(ptx: str, folder: Path) -> int:
 @pytest.mark.parametrize("precise", [False, True])
 def test_products(precise: bool, tmp_path: Path) -> None:
     """With gradients in E5M2, with and without a bias."""
-    operands = dict(a=tile(plain.HIGH, gl.float8e5), b=tile(plain.WIDE))
+    operands = dict(a=tile(plain.BLOCK_M, gl.float8e5), b=tile(plain.BLOCK_N))
     fixed = dict(STAGES=plain.STAGES, PRECISE=precise)
     for kernel, more in (
         (plain._rows_kernel, dict(bias=None)),
@@ -89,8 +89,8 @@ def test_products(precise: bool, tmp_path: Path) -> None:
 @pytest.mark.skipif(not PTXAS.exists(), reason="Triton came without NVIDIA's assembler")
 def test_products_of_blocks(tmp_path: Path) -> None:
     fixed = dict(PARTS=blocks.PARTS, STAGES=blocks.STAGES)
-    operands = dict(a=tile(blocks.ROWS), b=tile(blocks.WIDE), a_inv=line(blocks.ROWS))
+    operands = dict(a=tile(blocks.ROWS), b=tile(blocks.BLOCK_N), a_inv=line(blocks.ROWS))
     for more in (dict(bias=None, step_k=1), dict(step_n=1)):  # forward and backward
         assert spilled(compiled(blocks._rows_kernel, operands, fixed | more, True), tmp_path) == 0
-    operands["b_inv"] = line(blocks.WIDE)
+    operands["b_inv"] = line(blocks.BLOCK_N)
     assert spilled(compiled(blocks._weights_kernel, operands, fixed, True), tmp_path) == 0

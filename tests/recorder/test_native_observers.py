@@ -170,7 +170,7 @@ def test_all_experts_of_a_grouped_linear_are_counted_at_once(
     assert dy.counts is None  # no step is recorded
     table.begin()
     counts = dy.counts
-    assert counts.apart == 3 and counts.fields.data_ptr() == table.parts[9].data_ptr()
+    assert counts.stride == 3 and counts.fields.data_ptr() == table.parts[9].data_ptr()
     assert counts.codes.data_ptr() == table.codes[9:].data_ptr()
     weight = experts_observer(module, 1)
     assert weight is not None and weight.counts is not None
