@@ -71,7 +71,7 @@ WARM_UP = 5
 
 # The first row of which a word is in a kernel's name says of what kind it is.
 KINDS: list[tuple[str, tuple[str, ...]]] = [
-    ("products of experts", ("_rows_kernel", "_rows_by_tma", "_weights_kernel", "grouped_mm", "groupproblem")),
+    ("products of experts", ("rows_kernel", "rows_by_tma", "weights_kernel", "grouped_mm", "groupproblem")),
     ("casts of experts", ("expert_cast", "_amax_kernel", "_cast_kernel", "_transpose_kernel", "_flat_kernel")),
     ("casts of experts", ("_cast_transposed_kernel", "_hidden_kernel", "_gradient_kernel")),
     ("rows to experts and back", ("_gather_kernel", "_total_kernel", "_dots_kernel")),

@@ -13,7 +13,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from te_models.kernels.expert_blocks_triton import Blocks, WeightBlocks
-from te_models.kernels.grouped_gemm_triton import GROUP_M, Tiles, by_tma, own_tile, store_rows
+from te_models.kernels.grouped_gemm_kernels_triton import own_tile, store_rows
+from te_models.kernels.grouped_gemm_triton import GROUP_M, Tiles, by_tma
 from te_models.kernels.groups import Groups
 from te_models.kernels.hopper_block_products_triton import (
     hopper_block_rows_times,
