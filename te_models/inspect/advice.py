@@ -16,17 +16,20 @@ from rich.text import Text
 
 from te_models.errors import plural
 from te_models.inspect.exactness import (
-    FINER_SCALES,
     INEXACT,
     LATE_SCALE,
     LOST,
     hides_loss,
-    no_single_scale,
-    too_wide,
 )
 from te_models.inspect.findings import Finding, Rule, find_unexplained, with_first_cause
 from te_models.inspect.learning_rate import find_learning_rate
 from te_models.inspect.run_facts import Mask, RunFacts, read_facts
+from te_models.inspect.saturation import (
+    SATURATED,
+    UNUSED_BITS,
+    gradient_saturates,
+    input_or_weight_saturates,
+)
 from te_models.inspect.spike_rule import SPIKE
 from te_models.planning.printable import Printable
 from te_models.recorder.layout import INDEX
@@ -35,16 +38,10 @@ from te_models.training.timing import Row
 
 __all__ = ["RULES", "Diagnosis", "Finding", "Rule", "RunFacts", "diagnose", "read_facts"]
 
-# A share of saturated elements that no healthy run has: a scale of the tensor's own amax saturates nothing, and one of
-# the step before only the few elements that grew (2.1 % at the most in the first steps of a tiny model).
-SATURATED = 0.03
-UNUSED_BITS = 3.0  # powers of two that a scale may leave unused above a tensor's largest magnitude
 JUMP_BITS = 3.0  # by which a scale may not change from one step to the next while the amax stays
 DEAD_STEPS = 3
 # The growth of a largest value that makes it an outlier: training by itself changes it less in a few steps.
 GROWTH = 16.0
-CLIPPED_SQNR = 10.0  # dB, below which it is what saturates that takes a cast its exactness
-LASTING = 3  # recorded steps in a row in which few values are far beyond the format
 # The change to try where scales per block do not keep outliers apart.
 OUTLIER_IN_BLOCKS = (
     "blocks do not help where nearly each has such a value: keep this linear in BF16 through the recipe's table "
@@ -140,82 +137,6 @@ def _jumped(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
         )
 
     yield from find_unexplained(facts, rule, where, np.abs(room), say)
-
-
-def _gradient_saturates(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
-    yield from _saturates_in(facts, rule, facts.operand("grad_output"))
-
-
-def _saturates(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
-    yield from _saturates_in(facts, rule, facts.operand("input", "weight"))
-
-
-def _saturates_in(facts: RunFacts, rule: Rule, operands: Mask) -> Iterator[Finding]:
-    """Tensors of some operands, bool [tensors], of which more saturates than in a healthy run, or for longer."""
-    share = facts.record.share("saturated")
-    ages = facts.record.field("scale_age")
-    amax = facts.record.field("amax")
-
-    def say(step: int, tensor: int) -> str:
-        age = ages[step, tensor]
-        seen = f"{facts.tensors[tensor].name}: {share[step, tensor]:.1%} saturates in step {facts.steps[step]}"
-        since = ""
-        above = facts.steps[share[:, tensor] > SATURATED]
-        if len(above) and above[0] < facts.steps[step]:
-            since = f", and more than {SATURATED:.1%} since step {above[0]}"
-        old = "of this step" if age == 0 else f"{plural(int(age), 'step')} old"
-        reason = ""
-        if wide[tensor]:
-            reason = f"; {too_wide(facts, step, tensor)}"
-        return f"{seen}{since}; its scale is {old}, its amax {amax[step, tensor]:.3g}{reason}"
-
-    # Of few large values less than SATURATED saturates, however far beyond the format's largest number they are. If
-    # that lasts in gradients, the scale does not follow; in inputs it is an outlier, which has a rule of its own.
-    # The headroom is of a step's smallest scale. Of several micro-batches the first may have had a far larger one, and
-    # then only the exactness shows it.
-    with np.errstate(invalid="ignore"):
-        far = (facts.headroom() < -UNUSED_BITS) | (facts.record.sqnr() < CLIPPED_SQNR)
-    beyond = far & (share > 0) & operands
-    where = (share > SATURATED) & operands
-    where |= _in_a_row(facts, beyond) & facts.operand("grad_output")
-    explained = list(facts.explained)
-    where[:, explained] = False
-    origin = where | beyond
-    # A few tokens of an expert may saturate in a step of a healthy run, whose next scale fits again. So where anything
-    # goes on to saturate, nothing else is the cause.
-    goes_on = _in_a_row(facts, origin, cut_off=True)
-    lasting = np.flatnonzero((where & goes_on).any(1))
-    if len(lasting):
-        origin = goes_on
-        facts.explained.update(int(one) for one in np.flatnonzero(where.any(0) & ~goes_on.any(0)))
-        where[: lasting[0]] = False
-    # By most of the steps in which a tensor saturates. A newer scale would not clip it, and lose its small values.
-    clipped = where | beyond
-    wide = (clipped & no_single_scale(facts)).sum(0) > clipped.sum(0) / 2
-    places = {tensor.name: place for place, tensor in enumerate(facts.tensors)}
-    for finding in find_unexplained(facts, rule, where, share, say, origin=origin):
-        if wide[places[finding.tensor]]:
-            finding = replace(finding, change=FINER_SCALES)
-        yield finding
-
-
-def _in_a_row(facts: RunFacts, where: Mask, cut_off: bool = False) -> Mask:
-    """Return where tensors show something in LASTING recorded steps in a row, [steps, tensors].
-
-    Steps in which an expert had no tokens neither count nor end a row. With `cut_off` a row may also reach the last
-    step with fewer: more may have followed.
-    """
-    lasting = np.zeros_like(where)
-    for tensor in np.flatnonzero(where.any(0)):
-        steps = np.flatnonzero(facts.record.counted[:, tensor])
-        shown = where[steps, tensor]
-        continued = np.append(shown, [cut_off] * (LASTING - 1))
-        begins = np.all(np.lib.stride_tricks.sliding_window_view(continued, LASTING), axis=1)
-        in_row = np.zeros_like(shown)
-        for later in range(LASTING):
-            in_row[later:] |= begins[: len(shown) - later]
-        lasting[steps, tensor] = in_row
-    return lasting
 
 
 def _clipped_between(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
@@ -386,7 +307,7 @@ RULES: tuple[Rule, ...] = (
         change="--recipe current takes the scale from the gradient itself; or --margin 1 for headroom, a lower "
         "--learning-rate, or a longer --warmup-steps",
         shown_by="saturated",
-        look=_gradient_saturates,
+        look=gradient_saturates,
     ),
     Rule(
         key="saturation",
@@ -394,7 +315,7 @@ RULES: tuple[Rule, ...] = (
         change="--recipe current takes the scale from the tensor itself; or --margin 1 for headroom, or "
         "--amax-compute-algo most_recent, whose scales are one step old",
         shown_by="saturated",
-        look=_saturates,
+        look=input_or_weight_saturates,
     ),
     Rule(
         key="clipped-between",
