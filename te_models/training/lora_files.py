@@ -65,22 +65,14 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
     path = folder / "adapter_config.json"
     modules = adaptable_modules(model)
     saved = _open_adapter(folder, path)
-    tensors = {
-        modules.in_transformers(name): tensor
-        for name, tensor in saved.tensors["adapter_model"].items()
-    }
-    others = [name for name in tensors if name.removeprefix(PREFIX).startswith(beside_text())]
-    if others:
-        warnings.warn(without_others(name.removeprefix(PREFIX) for name in others), stacklevel=3)
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in others}
+    tensors = _tensors_of_text(saved, modules)
     modules = modules.as_in(name.removeprefix(PREFIX) for name in tensors)
     fields = saved.documents["adapter_config"]
     if isinstance(fields, dict) and DROPOUT in saved.documents:
         fields = {**fields, DROPOUT: saved.documents[DROPOUT]}
     config = read_config(path, fields, modules)
     config.inference_mode = not trainable
-    # peft names the modules of the model it was given, with a head or without.
-    # A PeftModel around transformers' headless model writes names without "model.".
+    # peft names the modules of the model that it was given. Names of a model without a head do not begin with "model.".
     headless = not any(
         name.startswith((f"{PREFIX}model.", f"{PREFIX}lm_head.")) for name in tensors
     )
@@ -97,6 +89,47 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
     tensors = _without_head(model, tensors, folder)
     # Names and shapes before any value: another rank or target is one line, not an error of a copy.
     match(_expected(model, adapters, whole, modules, config.use_dora), tensors, check_dtype=False)
+    _check_values(tensors, folder)
+    # A [rank, in] and B [out, rank] of each linear of transformers, and DoRA's lengths [out], by its rows in ours.
+    pairs: dict[Place, tuple[Tensor, Tensor]] = {}
+    lengths: dict[Place, Tensor] = {}
+    for key, adapter in _keys(adapters, modules).items():
+        place = adapter.place
+        a = tensors[f"{key}.lora_A.weight"]
+        b = tensors[f"{key}.lora_B.weight"]
+        pairs[place] = _as_in_file(a, b, place, modules)
+        if config.use_dora:
+            lengths[place] = tensors[f"{key}{MAGNITUDE}"]
+    values = {f"{ours}.weight": tensors[f"{PREFIX}{name}.weight"] for name, ours in whole.items()}
+    layers = share_a(layers, modules, pairs)
+    for name, adapter in layers.items():
+        parts = _parts_of_layer(adapter.place, pairs, modules)
+        a, b = join(adapter.place, {place: pairs[place] for place in parts})
+        values[f"{name}.lora_A"] = a
+        values[f"{name}.lora_B"] = b
+        if config.use_dora:
+            of_parts = {place: lengths[place] for place in parts}
+            values[f"{name}.lora_magnitude"] = _join_lengths(adapter.place, of_parts)
+    return SavedAdapter(saved, config, layers, values)
+
+
+def _tensors_of_text(saved: Folder, modules: Modules) -> dict[str, Tensor]:
+    """Return the tensors of a file by names in transformers' model; warn of those beside the text model, left out."""
+    tensors = {}
+    others = []
+    for name, tensor in saved.tensors["adapter_model"].items():
+        name = modules.in_transformers(name)
+        if name.removeprefix(PREFIX).startswith(beside_text()):
+            others.append(name)
+        else:
+            tensors[name] = tensor
+    if others:
+        warnings.warn(without_others(name.removeprefix(PREFIX) for name in others), stacklevel=4)
+    return tensors
+
+
+def _check_values(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise CheckpointError unless all tensors are finite, in BF16, FP16 or FP32."""
     for name, tensor in tensors.items():
         # FP8 adapters would lose most of their small values, and no writer makes them on purpose.
         if not tensor.is_floating_point() or tensor.itemsize == 1:
@@ -104,35 +137,23 @@ def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter
                 f"{folder}: {name} is {tensor.dtype}: save adapters in BF16, FP16 or FP32"
             )
     check_finite(tensors, folder)
-    # A [rank, in] and B [out, rank] of each linear of transformers, by its rows in ours.
-    pairs = {}
-    for key, one in _keys(adapters, modules).items():
-        pair = (tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"])
-        pairs[one.place] = _as_in_file(*pair, one.place, modules)
-    keys = {one.place: key for key, one in _keys(adapters, modules).items()}
-    values = {f"{ours}.weight": tensors[f"{PREFIX}{name}.weight"] for name, ours in whole.items()}
-    layers = share_a(layers, modules, pairs)
-    for name, one in layers.items():
-        # A layer of a whole te.Linear has the adapters of all of its parts.
-        module = module_of(one.place)
-        whole_module = one.place == modules.ours[module]
-        tensors_of_ours = {}
-        for place, pair in pairs.items():
-            if place == one.place or (whole_module and module_of(place) == module):
-                tensors_of_ours[place] = pair
-        a, b = join(one.place, tensors_of_ours)
-        values[f"{name}.lora_A"] = a
-        values[f"{name}.lora_B"] = b
-        if config.use_dora:
-            of_rows = {place: tensors[f"{keys[place]}{MAGNITUDE}"] for place in tensors_of_ours}
-            values[f"{name}.lora_magnitude"] = _lengths(one.place, of_rows)
-    return SavedAdapter(saved, config, layers, values)
 
 
-def _lengths(whole: Place, of_rows: Mapping[Place, Tensor]) -> Tensor:
-    """Return DoRA's lengths of the rows of a layer, [out], from its own or from those linears' that are its rows."""
+def _parts_of_layer(layer: Place, places: Iterable[Place], modules: Modules) -> list[Place]:
+    """Return those of `places` that are rows of a layer: its own, or all parts of a whole te.Linear."""
+    module = module_of(layer)
+    is_whole = layer == modules.ours[module]
+    parts = []
+    for place in places:
+        if place == layer or (is_whole and module_of(place) == module):
+            parts.append(place)
+    return parts
+
+
+def _join_lengths(whole: Place, of_parts: Mapping[Place, Tensor]) -> Tensor:
+    """Return DoRA's lengths of the rows of a layer, [out], from its own or from those of its parts."""
     lengths = torch.zeros(whole.shape[0])
-    for place, values in of_rows.items():
+    for place, values in of_parts.items():
         if place == whole:
             lengths = values
         else:
@@ -186,13 +207,16 @@ def _keys(adapters: Mapping[str, Adapter], modules: Modules) -> dict[str, Adapte
     up_proj where experts have no gate, is inside the one of down_proj.
     """
     keys = {}
-    for name, one in adapters.items():
-        parent, _, leaf = name.rpartition(".")
-        inside = leaf in ("gate_up_proj", "up_proj") and f"{parent}.down_proj" in adapters
-        shared_keys = (
-            name if module_of(one.place) not in modules.counts else parent + ".base_layer" * inside
-        )
-        keys[f"{PREFIX}{shared_keys}"] = one
+    for name, adapter in adapters.items():
+        key = name
+        if module_of(adapter.place) in modules.counts:
+            experts, _, parameter = name.rpartition(".")
+            is_up = parameter in ("gate_up_proj", "up_proj")
+            if is_up and f"{experts}.down_proj" in adapters:
+                key = f"{experts}.base_layer"
+            else:
+                key = experts
+        keys[f"{PREFIX}{key}"] = adapter
     return keys
 
 
@@ -208,10 +232,12 @@ def _expected(
         f"{PREFIX}{name}.weight": (model.config.vocab_size, model.config.hidden_size)
         for name in whole
     }
-    for key, one in _keys(adapters, modules).items():
-        expected[f"{key}.lora_A.weight"], expected[f"{key}.lora_B.weight"] = modules.sizes(one)
+    for key, adapter in _keys(adapters, modules).items():
+        shape_of_a, shape_of_b = modules.sizes(adapter)
+        expected[f"{key}.lora_A.weight"] = shape_of_a
+        expected[f"{key}.lora_B.weight"] = shape_of_b
         if dora:
-            expected[f"{key}{MAGNITUDE}"] = (one.place.shape[0],)
+            expected[f"{key}{MAGNITUDE}"] = (adapter.place.shape[0],)
     return {name: torch.empty(shape, device="meta") for name, shape in expected.items()}
 
 
@@ -276,9 +302,13 @@ def warn_of_peft(model: CausalLM, adapter_name: str, use_dora: bool) -> None:
 
 
 def _warn_of_peft(modules: Modules, theirs: Iterable[str], use_dora: bool, stacklevel: int) -> None:
+    """Warn if peft will drop or refuse adapters of these modules of transformers."""
+    as_parameters = set(modules.experts)
     # Linears that peft would take for experts are named as parameters, for which it has no DoRA.
-    as_parameters = set(modules.experts) | (set() if use_dora else modules.taken_for_experts)
-    if dropped := dropped_by_peft(modules.architecture, set(theirs) - as_parameters):
+    if not use_dora:
+        as_parameters |= modules.taken_for_experts
+    dropped = dropped_by_peft(modules.architecture, set(theirs) - as_parameters)
+    if dropped:
         warnings.warn(
             f"{dropped}: load_lora reads them; for transformers merge them, or leave them out",
             stacklevel=stacklevel,
@@ -295,37 +325,37 @@ def adapter_file(
     adapters: dict[str, Adapter] = {}
     pairs: dict[Place, tuple[Tensor, Tensor]] = {}
     lengths: dict[Place, Tensor] = {}
-    for layer, one in layers.items():
+    for layer, adapter in layers.items():
         a = parameters[f"{layer}.lora_A"]
         b = parameters[f"{layer}.lora_B"]
-        whole_module = one.place == modules.ours[module_of(one.place)]
-        theirs = names_in_transformers(one.place, modules)
         magnitude = parameters.get(f"{layer}.lora_magnitude")
-        for name, place in theirs.items():
-            adapters[name] = dataclasses.replace(one, place=place)
-            rows = place.save(b) if whole_module else b
+        # An adapter of a whole te.Linear becomes one per linear of transformers: the same A, and its rows of B.
+        is_whole = adapter.place == modules.ours[module_of(adapter.place)]
+        for name, place in names_in_transformers(adapter.place, modules).items():
+            adapters[name] = dataclasses.replace(adapter, place=place)
+            rows = place.save(b) if is_whole else b
             pairs[place] = _as_in_file(a.clone(), rows.clone().contiguous(), place, modules)
             if magnitude is not None:
-                of_rows = place.save(magnitude) if whole_module else magnitude
+                of_rows = place.save(magnitude) if is_whole else magnitude
                 lengths[place] = of_rows.clone()
     tensors: dict[str, Tensor] = {}
-    for key, one in _keys(adapters, modules).items():
-        tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = pairs[one.place]
-        if one.place in lengths:
-            tensors[f"{key}{MAGNITUDE}"] = lengths[one.place]
-    whole = {}
+    for key, adapter in _keys(adapters, modules).items():
+        a, b = pairs[adapter.place]
+        tensors[f"{key}.lora_A.weight"] = a
+        tensors[f"{key}.lora_B.weight"] = b
+        if adapter.place in lengths:
+            tensors[f"{key}{MAGNITUDE}"] = lengths[adapter.place]
+    trained_whole = []  # transformers' names of the modules that are fully trained
     for theirs, ours in modules.whole.items():
-        if f"{ours}.weight" in parameters:
-            whole[theirs] = ours
-    tensors |= {
-        f"{PREFIX}{theirs}.weight": parameters[f"{ours}.weight"].clone()
-        for theirs, ours in whole.items()
-    }
+        parameter = parameters.get(f"{ours}.weight")
+        if parameter is not None:
+            trained_whole.append(theirs)
+            tensors[f"{PREFIX}{theirs}.weight"] = parameter.clone()
     values: dict[str, Any] = {**config.to_dict(), "task_type": "CAUSAL_LM", "inference_mode": True}
     values["init_lora_weights"] = True
     values.pop("runtime_config", None)
     values |= their_targets(adapters, modules, config.use_rslora, parameters=not config.use_dora)
-    values["modules_to_save"] = list(whole) or None
+    values["modules_to_save"] = trained_whole or None
     if values["target_parameters"]:
         # peft has none for parameters, and only training uses it; DROPOUT keeps it.
         values["lora_dropout"] = 0.0
@@ -335,7 +365,10 @@ def adapter_file(
 
 
 def _as_in_file(a: Tensor, b: Tensor, place: Place, modules: Modules) -> tuple[Tensor, Tensor]:
-    """Return A and B of a module as a file has them, or those that a file has as they are here."""
+    """Return A [rank, in] and B [out, rank] of a module as a file has them, or those of a file as they are here.
+
+    The exchange of the two, where a file has the factors of the transposed weights, is its own inverse.
+    """
     if not modules.swaps(place):
         return a, b
     a, b = swapped_factors(a, b, modules.counts[module_of(place)])
@@ -350,12 +383,21 @@ def _of_text(names: list[str], root: str) -> list[str] | str:
     if root == "model." or not names:
         return names
     layers = rf"(?:{re.escape(root)}|model\.)layers\."
-    ends = "|".join(re.escape(name) for name in names if "." not in name and name != "lm_head")
-    expressions = [rf"{layers}.*\.(?:{ends})"] if ends else []
+    ends = []
+    whole_names = []
+    heads = []
     for name in names:
-        if "." in name:  # whole
-            expressions.append(layers + re.escape(name.removeprefix(f"{root}layers.")))
-    return "|".join([*expressions, *(name for name in names if name == "lm_head")])
+        if "." in name:
+            inside_layers = name.removeprefix(f"{root}layers.")
+            whole_names.append(layers + re.escape(inside_layers))
+        elif name == "lm_head":
+            heads.append(name)
+        else:
+            ends.append(re.escape(name))
+    expressions = []
+    if ends:
+        expressions.append(rf"{layers}.*\.(?:{'|'.join(ends)})")
+    return "|".join([*expressions, *whole_names, *heads])
 
 
 def their_targets(
@@ -366,7 +408,10 @@ def their_targets(
     With `parameters`, linears that peft would take for experts are named by their weights, in `target_parameters`,
     which peft supports with neither DoRA nor dropout.
     """
-    weights = modules.routers | (modules.taken_for_experts if parameters else set())
+    # Modules that are named by their weights.
+    weights = modules.routers
+    if parameters:
+        weights = weights | modules.taken_for_experts
 
     def targets(theirs: Iterable[str], parts: int) -> list[str]:
         """Return the last `parts` of names that all have adapters, and others whole."""
@@ -377,13 +422,20 @@ def their_targets(
         for end, names in ends.items():
             present = [name for name in names if name in adapters]
             # An end that also fits linears without an adapter would adapt those too.
-            endings += [end] if len(present) == len(names) else present
+            if len(present) == len(names):
+                endings.append(end)
+            else:
+                endings += present
         return endings
 
-    named = {f"{name}.weight" if name in weights else name: one for name, one in adapters.items()}
-    alphas = {name: alpha_of(one.scaling, one.rank, rslora) for name, one in named.items()}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for name, adapter in adapters.items():
+        pattern = f"{name}.weight" if name in weights else name
+        ranks[pattern] = adapter.rank
+        alphas[pattern] = alpha_of(adapter.scaling, adapter.rank, rslora)
     # The most common rank is the field, and patterns name the exceptions.
-    rank = Counter(one.rank for one in adapters.values()).most_common(1)[0][0]
+    rank = Counter(ranks.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
     linears = [name for name in modules.theirs if name not in weights]
     of_weights = [f"{name}.weight" for name in targets(sorted(weights), 1)]
@@ -395,6 +447,6 @@ def their_targets(
         "layers_pattern": None,
         "r": rank,
         "lora_alpha": alpha,
-        "rank_pattern": {name: one.rank for name, one in named.items() if one.rank != rank},
+        "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
     }
