@@ -20,6 +20,7 @@ from graph_tape import Tape, pretend_cuda
 from torch.nn.modules.module import register_module_forward_hook
 
 from te_models import CausalLM, list_recipes
+from te_models.engine.emulated import exact_gemm
 from te_models.fp8 import kept_weights
 from te_models.fp8.kept_weights import te_linears
 from te_models.generation import decode_state
@@ -76,6 +77,15 @@ def test_later_prompts_under_every_recipe(
         given = options | dict(seed=seed) if options else options
         wanted = eager(model, prompt(seed), **given)
         assert_same_bits("tokens", replayed(model, prompt(seed), **given), wanted)
+
+
+def test_latent_attention_multiplies_all_slots(tapes: list[Tape]) -> None:
+    """Its keys are made of the whole cache, of which each step fills one more position."""
+    model = build("current", **FEATURES["deepseek_v3"]).eval()
+    ids = prompt(0, length=7)
+    with exact_gemm():
+        wanted = eager(model, ids)
+        assert_same_bits("tokens", replayed(model, ids), wanted)
 
 
 def test_a_stream_that_ended_early_leaves_them(tapes: list[Tape]) -> None:

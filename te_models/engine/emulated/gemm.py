@@ -14,6 +14,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from te_models.device.host import on_host
 from te_models.engine.emulated.short_rows import are_short, full_rows, multiply
 from te_models.engine.emulated.split_sums import runs_of_k
 from te_models.engine.emulated.tensor_core import (
@@ -139,7 +140,8 @@ def is_exact(m: int, k: int, n: int) -> bool:
 
 def _rows_before_padding(a: Tensor) -> int:
     """Return how many rows of a [M, K] have to be multiplied: the zeros that end a step of generation give zeros."""
-    if not are_short():
+    # A captured step is replayed with more rows.
+    if not are_short() or not on_host(a):
         return len(a)
     nonzero = a.view(torch.uint8).any(1).tolist()
     while len(nonzero) > 1 and not nonzero[-1]:
