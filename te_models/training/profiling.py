@@ -59,7 +59,7 @@ class StepProfiler:
             warnings.warn(
                 f"--profile asks for step {self.steps[-1]}, and the run ends after step {last}: of later ones there "
                 "is no trace",
-                stacklevel=4,
+                stacklevel=4,  # the caller of Trainer
             )
 
     @contextmanager

@@ -27,7 +27,7 @@ class RecipeSchedule:
                 warnings.warn(
                     f"recipe_schedule={config.recipe_schedule!r}: the run ends after step {config.steps}, before "
                     f"{recipe.name!r} follows",
-                    stacklevel=3,
+                    stacklevel=5,  # the caller of Trainer
                 )
             # Every change is tried before the first step: a run must not fail on one after hours.
             with reraising(

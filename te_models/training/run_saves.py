@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from te_models.training.trainer import Trainer
 
 SAVE_RETRY_PAUSES = (1.0, 5.0)  # seconds before a failed save is tried again
+SAVE_PAUSE = 300.0  # seconds between checkpoints where save_every is not given
+# Of a run's time that these take at most: a large model on a slow disk saves more rarely.
+SAVE_SHARE = 0.05
 
 
 def checkpoints_in(trainer: Trainer, folder: Path, keep_last: int | None) -> Checkpoints:
@@ -67,6 +71,15 @@ def content_of_model(trainer: Trainer) -> tuple[dict[str, dict[str, Tensor]], Fi
         trainer.optimizer.masters_by_id(),
         parts=trainer.parallel.sharded,
     )
+
+
+def wants_save(trainer: Trainer) -> bool:
+    """Return whether it is long since the last checkpoint of a run without save_every, by the first process' clock."""
+    if trainer.config.save_every is not None or not trainer.parallel.ranks.first:
+        return False
+    # At least five minutes, and twenty times what the last save took.
+    pause = max(SAVE_PAUSE, trainer.checkpoints.seconds / SAVE_SHARE)
+    return time.monotonic() - trainer.saved_at > pause
 
 
 def write_checkpoint(trainer: Trainer, blocking: bool) -> Path:

@@ -148,7 +148,16 @@ def rendered_documents(documents: Mapping[str, object]) -> Fields:
     return rendered
 
 
-def refuse_to_replace(out: Path, checkpoints: Checkpoints) -> None:
+def check_folder(trainer: Trainer, resume: bool) -> None:
+    """Raise UsageError if a new run would replace what its folder holds, or the disk has no room for a checkpoint."""
+    step = trainer.result.step
+    if not resume and not step:
+        _refuse_to_replace(trainer.out, trainer.checkpoints)
+    if step < trainer.config.steps:
+        _check_room(trainer)
+
+
+def _refuse_to_replace(out: Path, checkpoints: Checkpoints) -> None:
     """Raise UsageError if `out` has a run that a new one would replace, or a model or adapters."""
     latest = checkpoints.latest()
     if latest is not None:
@@ -156,11 +165,12 @@ def refuse_to_replace(out: Path, checkpoints: Checkpoints) -> None:
         raise UsageError(
             f"{out} already holds a run of {steps}: continue it with run(resume=True), or give another out"
         )
-    if content := describe_content(out):
+    content = describe_content(out)
+    if content:
         raise UsageError(f"{out} already holds {content}: give another out")
 
 
-def check_room(trainer: Trainer) -> None:
+def _check_room(trainer: Trainer) -> None:
     """Raise UsageError if the first checkpoint certainly does not fit on the disk."""
     config = trainer.config
     size = trainer.optimizer.state_bytes()

@@ -53,16 +53,16 @@ from te_models.training.run_saves import (
     content_of_model,
     note_evaluation,
     reserve_room,
+    wants_save,
     write_checkpoint,
 )
 from te_models.training.run_start import (
     check_arguments,
+    check_folder,
     check_model,
-    check_room,
     evaluation_batches,
     open_training_data,
     optimizer_of_run,
-    refuse_to_replace,
     rendered_documents,
 )
 from te_models.training.run_state import load_checkpoint
@@ -84,9 +84,6 @@ if TYPE_CHECKING:
     from te_models.training.lora_run import SavedAdapters
 
 RECENT = 100  # steps whose median speed is the speed of the run
-SAVE_PAUSE = 300.0  # seconds between checkpoints where save_every is not given
-# Of a run's time that these take at most: a large model on a slow disk saves more rarely.
-SAVE_SHARE = 0.05
 
 
 @dataclass
@@ -130,37 +127,48 @@ class Trainer(NamedFields):
     about: Fields = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        config = self.config
-        parallel = self.parallel
-        check_arguments(self.out, config, self.callbacks)
+        check_arguments(self.out, self.config, self.callbacks)
         self.out = Path(self.out)
         # A PeftModel is unwrapped here: the run trains the model, and checkpoints hold the adapters.
         self.model, self.saved = saved_part(self.model, self.saved)
-        check_model(self.model, config)
+        check_model(self.model, self.config)
         self.device = self.model.device
-        self.data = open_training_data(self.dataset, self.model, config, parallel)
-        self.evaluation = evaluation_batches(self.eval_batches, config.patience)
+        self.data = open_training_data(self.dataset, self.model, self.config, self.parallel)
+        self.evaluation = evaluation_batches(self.eval_batches, self.config.patience)
         # All processes evaluate, or none does, as with data that was opened with eval_split=0.
-        self.evaluates = any(parallel.ranks.gather(len(self.evaluation)))
+        self.evaluates = any(self.parallel.ranks.gather(len(self.evaluation)))
+        self._prepare_training()
+        trace_folder = self.out if self.parallel.ranks.first else None
+        self.profiler = StepProfiler(
+            self.model, self.config.profile, trace_folder, last=self.config.steps
+        )
+        self.checkpoints = self.new_checkpoints(self.out / "checkpoints", self.config.keep_last)
+        self.best = self.new_checkpoints(self.out / "best" / "checkpoints", keep_last=1)
+        self.documents = rendered_documents(self.documents)
+        self._begin_state()
+        self.facts = facts_at_start(self, self.about)
+
+    def _prepare_training(self) -> None:
+        """Divide the model among the processes; make its optimizer, and the passes of a step."""
+        config = self.config
+        parallel = self.parallel
         # Before parallel.prepare, which may shard the model; the optimizer after it, over the shards.
         weigh_losses(self.model, config)
         parallel.prepare(self.model)
         self.optimizer = optimizer_of_run(self.model, config, parallel)
         self.gradients = self.optimizer.gradients  # an optimizer may project some of them
         self.schedule = RecipeSchedule(self.model, self.recipe or self.model.recipe, config)
-        trace_folder = self.out if parallel.ranks.first else None
-        self.profiler = StepProfiler(self.model, config.profile, trace_folder, last=config.steps)
-        self.data_wait = 0.0  # seconds that the last step waited for its data
         self.recorder: Recorder | None = None
         if config.record:
             self.recorder = Recorder.of_run(self.model, parallel, config, every=config.record)
         self.passes = StepPasses(self.model, self.gradients, parallel, config, self.recorder)
         # Read the loss of a step once the next one is queued: only if the device itself can skip a bad step's update.
         self.ahead = self.device.type == "cuda" and self.optimizer.can_skip
+
+    def _begin_state(self) -> None:
+        """Set what changes from step to step to the values before the first one."""
         self.speeds: deque[float] = deque(maxlen=RECENT)  # tokens per second of each step
-        self.checkpoints = self.new_checkpoints(self.out / "checkpoints", config.keep_last)
-        self.best = self.new_checkpoints(self.out / "best" / "checkpoints", keep_last=1)
-        self.documents = rendered_documents(self.documents)
+        self.data_wait = 0.0  # seconds that the last step waited for its data
         self.starts = StepStarts(self.model, self.data)
         self.begun: StepStart | None = None  # of the step that has begun and has changed no weight
         self.drawn: Drawn | None = None  # of the newest step, for the guard
@@ -174,7 +182,6 @@ class Trainer(NamedFields):
         self.stop_requested: Callable[[], int] = lambda: 0  # of this process: the signal's number
         self.stopping = False  # of any process, as of the last step that was read
         self.result = Result()
-        self.facts = facts_at_start(self, self.about)
 
     def run(self, resume: bool = False, progress: bool = False) -> Result:
         """Train to `config.steps`, from the newest checkpoint in `out` if `resume`.
@@ -194,12 +201,7 @@ class Trainer(NamedFields):
             self.parallel.ranks.from_first(
                 lambda: stack.enter_context(locked(self.out)), OutputInUse
             )
-            if not resume and not self.result.step:
-                self.parallel.ranks.from_first(
-                    lambda: refuse_to_replace(self.out, self.checkpoints), UsageError
-                )
-            if self.result.step < self.config.steps:
-                self.parallel.ranks.from_first(lambda: check_room(self), UsageError)
+            self.parallel.ranks.from_first(lambda: check_folder(self, resume), UsageError)
             result = self._run(resume, progress)
         self.passes.close()  # the process group cannot be destroyed before
         return result
@@ -229,13 +231,7 @@ class Trainer(NamedFields):
         ):
             batches = iter(self.data)
             if not self.result.step:
-                # A checkpoint of step 0 begins again before the batches and random numbers that calibration draws.
-                self.begun = self.starts.take()
-                # First scales of delayed scaling: under scales of 1 the first evaluation would saturate or underflow.
-                batches = self.passes.calibrated(batches)
-                if self.evaluates:
-                    self.result.first_eval_loss = self._evaluate()
-                    self.result.eval_loss = self.result.first_eval_loss
+                batches = self._before_first_step(batches)
             if self.device.type == "cuda":
                 # The peak that a run reports is of its steps: calibration and the first evaluation come before.
                 torch.cuda.reset_peak_memory_stats(self.device)
@@ -251,13 +247,23 @@ class Trainer(NamedFields):
             except Exception as error:
                 save_failed_run(self, error, metrics)
                 raise
-            self.result.interrupted = (
-                self.result.step < self.config.steps and not self.result.stopped_early
-            )
+            ended_early = self.result.step < self.config.steps
+            self.result.interrupted = ended_early and not self.result.stopped_early
             self.result.signal = max(0, self.stop_requested())
             self.save()
             keep_card(self)
         return self.result
+
+    def _before_first_step(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Calibrate and evaluate the model of a new run; return the batches from the first step's on."""
+        # A checkpoint of step 0 begins again before the batches and random numbers that calibration draws.
+        self.begun = self.starts.take()
+        # First scales of delayed scaling: under scales of 1 the first evaluation would saturate or underflow.
+        batches = self.passes.calibrated(batches)
+        if self.evaluates:
+            self.result.first_eval_loss = self._evaluate()
+            self.result.eval_loss = self.result.first_eval_loss
+        return batches
 
     def _after_step(self, row: Row) -> None:
         """Call what waits for a step's metrics, and write the checkpoint that is due."""
@@ -332,14 +338,6 @@ class Trainer(NamedFields):
             return self._due(self.config.save_every, step)
         return self.save_due and step < self.config.steps
 
-    def _wants_save(self) -> bool:
-        """Return whether it is long since the last checkpoint, by the clock of the first process."""
-        if self.config.save_every is not None or not self.parallel.ranks.first:
-            return False
-        # At least five minutes, and twenty times what the last save took.
-        pause = max(SAVE_PAUSE, self.checkpoints.seconds / SAVE_SHARE)
-        return time.monotonic() - self.saved_at > pause
-
     def _queue(self, step: int, batches: Iterator[Batch], before: QueuedStep | None) -> QueuedStep:
         """Queue one optimizer step. Step `before` is checked in between; without `ahead` this step is too."""
         config = self.config
@@ -355,7 +353,7 @@ class Trainer(NamedFields):
         bad_values = torch.zeros_like(loss) if recorder is None else recorder.bad_values().to(loss)
         # One collective for the loss, counts, the router losses and the two questions whether to stop and to save.
         local_sums = torch.cat([torch.stack([loss, bad_values]), router_losses])
-        sums = self.parallel.sum_and_any(local_sums, self.stop_requested() != 0, self._wants_save())
+        sums = self.parallel.sum_and_any(local_sums, self.stop_requested() != 0, wants_save(self))
         loss = sums[0]
         bad_values = sums[1]
         router_losses = sums[2:-2]

@@ -24,6 +24,7 @@ from te_models.model.expert_parallel import stand_in
 from te_models.saving.checkpoint_choice import describe_choice
 from te_models.saving.folder import load_folder
 from te_models.training.failed_run import broken_tensor
+from te_models.training.run_saves import wants_save
 from te_models.training.trainer import Callback, Trainer
 
 STEPS, GOOD = 6, 3
@@ -243,7 +244,8 @@ def test_a_long_run_saves_now_and_then(
     """By the clock, at most `keep_last`, and without a change of the bits."""
     now = 0.0
     clock = namedtuple("Clock", "monotonic sleep")(lambda: now, lambda seconds: None)
-    monkeypatch.setattr("te_models.training.trainer.time", clock)
+    for module in ("trainer", "run_saves"):
+        monkeypatch.setattr(f"te_models.training.{module}.time", clock)
     saves: list[int] = []
 
     class Recorder(Callback):
@@ -267,11 +269,11 @@ def test_slow_saves_are_rarer(tmp_path: Path) -> None:
     """They take at most a twentieth of the time."""
     run = trainer(tmp_path, "bf16", False)
     run.saved_at -= 1000
-    assert run._wants_save()
+    assert wants_save(run)
     run.checkpoints.seconds = 60.0
-    assert not run._wants_save()
+    assert not wants_save(run)
     run.saved_at -= 300
-    assert run._wants_save()
+    assert wants_save(run)
 
 
 @pytest.mark.parametrize("free, refused", [(0.95, True), (1.05, False), (2.5, False), (4.0, False)])

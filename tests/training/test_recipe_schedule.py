@@ -223,8 +223,11 @@ def test_edges_and_table_stay() -> None:
 
 
 def test_a_change_after_the_last_step_is_said(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=f"the run ends after step {STEPS}, before 'bf16' follows"):
+    said = f"the run ends after step {STEPS}, before 'bf16' follows"
+    with pytest.warns(UserWarning, match=said) as caught:
         Trainer(build(), batches(), None, config(recipe_schedule="bf16@6"), tmp_path)
+    (warning,) = [one for one in caught if said in str(one.message)]
+    assert warning.filename == __file__  # the caller of Trainer
 
 
 def test_a_resumed_run_names_the_recipe_in_force(
