@@ -19,6 +19,7 @@ from te_models.inspect.exactness import (
     INEXACT,
     LATE_SCALE,
     LOST,
+    UNUSED_BITS,
     hides_loss,
 )
 from te_models.inspect.findings import Finding, Rule, find_unexplained, with_first_cause
@@ -26,7 +27,6 @@ from te_models.inspect.learning_rate import find_learning_rate
 from te_models.inspect.run_facts import Mask, RunFacts, read_facts
 from te_models.inspect.saturation import (
     SATURATED,
-    UNUSED_BITS,
     gradient_saturates,
     input_or_weight_saturates,
 )
@@ -42,6 +42,9 @@ JUMP_BITS = 3.0  # by which a scale may not change from one step to the next whi
 DEAD_STEPS = 3
 # The growth of a largest value that makes it an outlier: training by itself changes it less in a few steps.
 GROWTH = 16.0
+# By this much at least an outlier also raises the largest value over the root mean square. A channel of K cannot raise
+# it by more than the square root of K.
+PEAK_GROWTH = 2.0
 # The change to try where scales per block do not keep outliers apart.
 OUTLIER_IN_BLOCKS = (
     "blocks do not help where nearly each has such a value: keep this linear in BF16 through the recipe's table "
@@ -180,7 +183,8 @@ def _stale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
             f"{room[step, tensor]:.0f} of the format's powers of two unused"
         )
 
-    where = (room > UNUSED_BITS) & (ages > 1) & (lost > LOST)
+    # What a margin leaves unused is not for the age of the scale.
+    where = (room - facts.margin() > UNUSED_BITS) & (ages > 1) & (lost > LOST)
     where &= facts.under_schemes("DelayedScaling")
     yield from find_unexplained(facts, rule, where, lost, say, origin=_much(where, lost))
 
@@ -215,15 +219,18 @@ def _much(where: Mask, size: Floats) -> Mask:
 
 
 def _grown(facts: RunFacts) -> Mask:
-    """Return where a tensor's largest value has grown far beyond what it was, [steps, tensors].
+    """Return where a tensor's largest value has grown far beyond what it was, and beyond the others, [steps, tensors].
 
     A product of two tensors with an outlier has a larger one, and shows it sooner than the tensor where it began.
     """
     amax = facts.record.field("amax")
     amax = np.where(amax > 0, amax, np.nan)
-    smallest = np.fmin.accumulate(amax, axis=0)
+    peak = facts.peak()
     with np.errstate(invalid="ignore"):
-        return np.asarray(amax >= GROWTH * smallest)
+        grown = amax >= GROWTH * np.fmin.accumulate(amax, axis=0)
+        # A tensor that grows as a whole has no outlier. Where the peak is unknown, the amax decides.
+        as_a_whole = peak < PEAK_GROWTH * np.fmin.accumulate(peak, axis=0)
+    return np.asarray(grown & ~as_a_whole)
 
 
 def outliers(facts: RunFacts) -> Mask:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,15 +23,25 @@ FINER_SCALES = (
     "finer scales (--recipe blockwise on Hopper, mxfp8 on Blackwell), or BF16 for this linear through the recipe's "
     "table precision"
 )
-# A share of values other than 0 that became zero or subnormal; of numbers of a normal distribution a hundredth does. It
-# shows that a scale does not fit, and not yet that the values are missed: subnormal numbers have some bits left.
-LOST = 0.3
-# The share above which the values that are left are too few to stand for the others. A tensor of gated values loses up
-# to half of them without harm: each row and each column has some whose gate is open.
-MOST = 0.5
+LOWER_MARGIN = (
+    "lower --margin, whose powers of two are missing at the other end of the format: 0 or 1 is usual; or --recipe "
+    "current, whose scales have none"
+)
+# A share of values other than 0 that became zero or subnormal; of numbers of a normal distribution a hundredth does.
+# Subnormal numbers have some bits left: of a normal distribution of which half is lost, they leave 32 dB in E4M3 and 26
+# in E5M2, no less than the format does by itself. A tensor of gated values loses up to half of them without harm: each
+# row and each column has some whose gate is open.
+LOST = 0.5
+# Powers of two that a scale may leave unused above a tensor's largest magnitude.
+UNUSED_BITS = 3.0
 # dB below which a cast is worth a word, by format: LEEWAY below what numbers of a normal distribution have.
 LEEWAY = 9.0
 LEAST_SQNR = {DType.kFloat8E4M3: 22.0, DType.kFloat8E5M2: 16.0, DType.kFloat4E2M1: 11.0}
+# dB at which no cast is of use, whatever its format: it clips most of the signal, or flushes it.
+FAR_BELOW = 10.0
+OFTEN = (
+    0.1  # of the recorded steps in which something has to show that need not show in most of them
+)
 # The share of values other than 0 that became zero, at which the values below an outlier have LEAST_SQNR. The SQNR of
 # the whole tensor does not show them, since the outlier is most of its signal. Numbers of a normal distribution with
 # deviation 1, rounded to multiples of a step, have a noise of step^2 / 12: LEAST_SQNR is at steps of 0.275 and 0.549.
@@ -76,8 +87,22 @@ def hides_loss(facts: RunFacts, lost: Floats, flushed: Floats) -> Mask:
     Returns:
         bool [steps, tensors]; False in FP4, of which many values are subnormal in any tensor.
     """
+    casts = _casts_of_share(facts)
     with np.errstate(invalid="ignore"):
-        return np.asarray((lost > MOST) & (flushed > _by_format(facts, LEAST_FLUSHED)))
+        most = lost * casts > LOST
+        return np.asarray(most & (flushed * casts > _by_format(facts, LEAST_FLUSHED)))
+
+
+def _casts_of_share(facts: RunFacts) -> Floats:
+    """Return of how many casts one may have the whole share that is lost of a tensor in a step, [steps, tensors].
+
+    The record adds up the casts of all processes and micro-batches. If their scales are far apart, those with a larger
+    scale lose little: the shares are of the cast with the smallest scale, which is one of several. Else 1.
+    """
+    record = facts.record
+    apart = record.field("scale_max") > 2.0**UNUSED_BITS * record.field("scale_min")
+    # A cast with one scale counts as one block.
+    return np.where(facts.one_scale() & apart, record.field("blocks"), 1.0)
 
 
 def shares_by_own_amax(facts: RunFacts) -> tuple[Floats, Floats]:
@@ -113,11 +138,26 @@ def _by_format(facts: RunFacts, figures: Mapping[DType, float]) -> Floats:
 
 
 def _often_below(facts: RunFacts) -> Mask:
-    """Return where casts are less exact than LEAST_SQNR, of tensors that are so in most steps, [steps, tensors]."""
+    """Return where casts are less exact than LEAST_SQNR, of tensors that are so often, [steps, tensors].
+
+    That is in most recorded steps, or far less exact in some of them. One odd step says nothing.
+    """
+    sqnr = facts.record.sqnr()
     below = below_usual(facts) > 0
-    # One odd step says nothing.
-    often = below.sum(0) > np.isfinite(facts.record.sqnr()).sum(0) / 2
+    known = np.isfinite(sqnr).sum(0)
+    often = below.sum(0) > known / 2
+    often |= (sqnr < FAR_BELOW).sum(0) >= np.maximum(2, OFTEN * known)
     return np.asarray(below & often[None])
+
+
+def _often_unused(facts: RunFacts) -> Mask:
+    """Return where scales leave powers of two unused and values are lost, of tensors where that is usual, as above.
+
+    The loss shows in the SQNR only where the largest values suffer too.
+    """
+    unused = (facts.headroom() > UNUSED_BITS) & (facts.lost() > LOST)
+    often = unused.sum(0) > np.isfinite(facts.lost()).sum(0) / 2
+    return np.asarray(unused & often[None])
 
 
 def _own_scale_holds(facts: RunFacts) -> Mask:
@@ -142,29 +182,45 @@ def _late_scale(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
     """Tensors cast poorly by the scale of another step, though in most of these steps their own scale would fit."""
     if not len(facts.steps):
         return
-    where = _often_below(facts)
-    ages = facts.record.field("scale_age")
-    late = where & (ages != 0) & _own_scale_holds(facts)
-    mostly = late.sum(0) > where.sum(0) / 2
-    where = late & mostly[None]
     sqnr = facts.record.sqnr()
+    lost = facts.lost()
     own = sqnr_by_own_amax(facts)
     room = facts.headroom()
+    margin = facts.margin()
+    ages = facts.record.field("scale_age")
+    # The tensor's own scale would use the unused powers of two, whatever it holds then.
+    unused = _often_unused(facts)
+    poor = _often_below(facts) | unused
+    late = poor & (ages != 0) & (_own_scale_holds(facts) | unused)
+    mostly = late.sum(0) > poor.sum(0) / 2
+    where = late & mostly[None]
 
     def say(step: int, tensor: int) -> str:
         age = int(ages[step, tensor])
         old = "was never measured" if age < 0 else f"is {plural(age, 'step')} old"
         bits = room[step, tensor]
-        misfit = f"leaves {bits:.0f} of the format's powers of two unused"
-        if bits < 0:
-            misfit = f"represents {2.0**bits:.2g} of its largest value"
+        misfit = f"represents {2.0**bits:.2g} of its largest value"
+        if bits >= 0:
+            misfit = f"leaves {bits:.0f} of the format's powers of two unused"
+        if by_margin[tensor]:
+            misfit += f", for a margin of {margin[step, tensor]}"
+        small = ""
+        if lost[step, tensor] > LOST:
+            small = f" and makes {lost[step, tensor]:.0%} zero or subnormal"
         return (
             f"{facts.tensors[tensor].name}: the cast leaves a signal of {sqnr[step, tensor]:.0f} dB over its noise in "
-            f"step {facts.steps[step]}, and the tensor's own scale would leave at least "
+            f"step {facts.steps[step]}{small}, and the tensor's own scale would leave at least "
             f"{math.floor(own[step, tensor])}; this one {old} and {misfit}"
         )
 
-    yield from find_unexplained(facts, rule, where, below_usual(facts), say)
+    # Without the margin, no more is unused than scales may leave.
+    by_margin = (where & (room > UNUSED_BITS) & (room - margin <= UNUSED_BITS)).any(0)
+    size = np.where(unused, 100 * lost, below_usual(facts))
+    places = {tensor.name: place for place, tensor in enumerate(facts.tensors)}
+    for finding in find_unexplained(facts, rule, where, size, say):
+        if by_margin[places[finding.tensor]]:
+            finding = replace(finding, change=LOWER_MARGIN)
+        yield finding
 
 
 def _inexact(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
@@ -189,8 +245,8 @@ def _inexact(facts: RunFacts, rule: Rule) -> Iterator[Finding]:
 
 LATE_SCALE = Rule(
     key="late-scale",
-    symptom="a cast is less exact than its format usually is, under a scale of a step before, and the tensor's own "
-    "scale would hold it (`delayed`)",
+    symptom="a cast is less exact than its format usually is, or makes most values zero or subnormal, under a scale of "
+    "a step before or with a large margin, and the tensor's own scale would hold it (`delayed`)",
     change="--recipe current takes the scale from the tensor itself, whose range the format holds: blocks are not "
     "needed",
     shown_by="sqnr",

@@ -26,7 +26,7 @@ from te_models.config.recipe import Recipe, get_recipe
 from te_models.config.toml import read_toml
 from te_models.errors import CheckpointError, ConfigError, DataError, UsageError, plural
 from te_models.inspect.advice import Finding, diagnose, outliers
-from te_models.inspect.exactness import below_usual, no_single_scale
+from te_models.inspect.exactness import OFTEN, below_usual, no_single_scale
 from te_models.inspect.recipe_report import LinearAdvice, RecipeAdvice, described
 from te_models.inspect.replay import try_recipes
 from te_models.inspect.replay_report import Variant
@@ -57,7 +57,6 @@ OTHER_CAUSES = ("nonfinite", "learning-rate")
 # scaling for the whole model costs less: on an H100 a model of Mixtral's width trains 1.24 times as fast as in BF16
 # under `blockwise` and about 1.3 times under `current` (docs/results/training_speed.md), a fifth of the gain apart.
 MOST_IN_BF16 = 0.25
-OFTEN = 0.1  # of the recorded steps in which a tensor has to show it, unless it does so at the end
 LAST_STEPS = 3
 # dB below the usual figures of all tensors, from which on a single step is worth a word.
 ONE_STEP_BELOW = 6.0

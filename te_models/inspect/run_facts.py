@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -91,22 +91,38 @@ class RunFacts:
         return self.under_schemes(*PER_TENSOR)
 
     def under_schemes(self, *schemes: str) -> Mask:
-        """Return which tensors ran under a recipe of one of these classes, bool [steps, tensors].
+        """Return which tensors ran under a recipe of one of these classes, bool [steps, tensors]."""
+
+        def listed(recipe: Recipe) -> bool:
+            return recipe.scheme in schemes
+
+        return self._by_recipe(listed).astype(bool)
+
+    def margin(self) -> Steps:
+        """Return the powers of two that the recipe of each tensor keeps free above amaxes, int64 [steps, tensors]."""
+
+        def margin(recipe: Recipe) -> int:
+            return int(recipe.fields.get("margin", 0))
+
+        return self._by_recipe(margin)
+
+    def _by_recipe(self, figure: Callable[[Recipe], int]) -> Steps:
+        """Return a figure of the recipe that each tensor ran under, int64 [steps, tensors]; 0 for BF16.
 
         A run with a schedule has several recipes, and a recipe with a table of patterns has others for some tensors.
         """
         recipe_of_step = self._recipe_of_step()
-        by_first_recipe = _under_schemes(self.recipe, self.tensors, schemes)
-        by_recipe: dict[str, list[bool]] = {self.recipe.name: by_first_recipe}
-        mask = np.zeros(self.record.values.shape[:2], bool)
+        by_first_recipe = _of_tensors(self.recipe, self.tensors, figure)
+        by_recipe: dict[str, list[int]] = {self.recipe.name: by_first_recipe}
+        figures = np.zeros(self.record.values.shape[:2], np.int64)
         for place, step in enumerate(self.record.steps):
             name = recipe_of_step.get(step, self.recipe.name)
             # A recipe of the schedule. list_recipes reads files, so it is asked last.
             if name not in by_recipe and name in list_recipes():
                 scheduled = self.recipe.followed_by(name)
-                by_recipe[name] = _under_schemes(scheduled, self.tensors, schemes)
-            mask[place] = by_recipe.get(name, by_first_recipe)
-        return mask
+                by_recipe[name] = _of_tensors(scheduled, self.tensors, figure)
+            figures[place] = by_recipe.get(name, by_first_recipe)
+        return figures
 
     def later_recipes(self) -> tuple[str, ...]:
         """Return the names of the recipes that a schedule gave to recorded steps, in their order, without the first."""
@@ -154,19 +170,19 @@ class RunFacts:
         return forward[0] if forward else int(tensors[-1])
 
 
-def _under_schemes(
-    recipe: Recipe, tensors: Sequence[RecordedTensor], schemes: Sequence[str]
-) -> list[bool]:
-    """Return which tensors a recipe quantizes by one of these classes, its own or one of its table of patterns."""
-    under_schemes = []
+def _of_tensors(
+    recipe: Recipe, tensors: Sequence[RecordedTensor], figure: Callable[[Recipe], int]
+) -> list[int]:
+    """Return a figure of the recipe of each tensor, this one or one of its table of patterns; 0 for BF16."""
+    figures = []
     for tensor in tensors:
         own_recipe: Recipe | None = recipe
         for pattern, name in recipe.precision.items():
             # No break: of several patterns the last one counts.
             if fnmatchcase(tensor.linear, pattern):
                 own_recipe = recipe.called(name)
-        under_schemes.append(own_recipe is not None and own_recipe.scheme in schemes)
-    return under_schemes
+        figures.append(0 if own_recipe is None else figure(own_recipe))
+    return figures
 
 
 def read_facts(run: str | Path) -> RunFacts:

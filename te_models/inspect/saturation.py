@@ -8,15 +8,19 @@ from dataclasses import replace
 import numpy as np
 
 from te_models.errors import plural
-from te_models.inspect.exactness import FINER_SCALES, no_single_scale, too_wide
+from te_models.inspect.exactness import (
+    FAR_BELOW,
+    FINER_SCALES,
+    UNUSED_BITS,
+    no_single_scale,
+    too_wide,
+)
 from te_models.inspect.findings import Finding, Rule, find_unexplained
 from te_models.inspect.run_facts import Mask, RunFacts
 
 # A share of saturated elements that no healthy run has: a scale of the tensor's own amax saturates nothing, and one of
 # the step before only the few elements that grew (2.1 % at the most in the first steps of a tiny model).
 SATURATED = 0.03
-UNUSED_BITS = 3.0  # powers of two that a scale may leave unused above a tensor's largest magnitude
-CLIPPED_SQNR = 10.0  # dB, below which it is what saturates that takes a cast its exactness
 LASTING = 3  # recorded steps in a row in which few values are far beyond the format
 
 
@@ -76,7 +80,7 @@ def _far_beyond(facts: RunFacts) -> Mask:
         beyond_scale = facts.headroom() < -UNUSED_BITS
         # The headroom is of a step's smallest scale. Of several micro-batches the first may have had a far larger one,
         # and then only the exactness shows it.
-        inexact = facts.record.sqnr() < CLIPPED_SQNR
+        inexact = facts.record.sqnr() < FAR_BELOW
     return np.asarray(beyond_scale | inexact)
 
 

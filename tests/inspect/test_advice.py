@@ -20,6 +20,7 @@ from planted import (
     Site,
     at_each_step,
     heals,
+    nothing,
     outlier,
     run_planted,
     write_recipe,
@@ -517,6 +518,78 @@ def test_closed_gates_are_no_outliers(recipe: str, tmp_path: Path) -> None:
     ]
     assert facts.lost()[:, place].max() > 0.3 and facts.record.sqnr()[:, place].min() > 25
     assert not diagnose(facts).findings
+
+
+@pytest.mark.parametrize(("margin", "named"), [(11, True), (2, False)])
+def test_a_margin_that_leaves_small_values_no_room_is_named(
+    margin: int, named: bool, tmp_path: Path
+) -> None:
+    """Its scales are old, and neither this nor an outlier is the cause. The signal hardly shows it."""
+    build = dict(margin=margin, amax_history_len=8, amax_compute_algo="max")
+    facts = read_facts(
+        run_planted(tmp_path, "delayed", Planted(nothing, ("delayed",), "", "", build=build))
+    )
+    assert (facts.margin() == margin).all()
+    findings = diagnose(facts).findings
+    assert len(findings) == named
+    for finding in findings:
+        assert (finding.rule, finding.tensor) == ("late-scale", "layers.1.mlp.down_proj.input")
+        assert "zero or subnormal, and the tensor's own scale" in finding.message
+        assert f"powers of two unused, for a margin of {margin}" in finding.message
+        assert finding.change.startswith("lower --margin")
+        place = [one.name for one in facts.tensors].index(finding.tensor)
+        assert np.nanmedian(facts.record.sqnr()[:, place]) > 22
+    facts.rows[3]["recipe"] = "current"  # of a recipe schedule
+    assert (facts.margin()[3] == 0).all()
+
+
+@pytest.mark.parametrize(("steps", "named"), [((4,), False), ((4, 9), True)])
+def test_two_steps_that_are_far_from_exact_are_named(
+    steps: tuple[int, ...], named: bool, healthy: Path
+) -> None:
+    facts = read_facts(healthy)
+    place = [one.name for one in facts.tensors].index("layers.1.mlp.down_proj.grad_output")
+    for step in steps:
+        # A signal of 7 dB over its noise.
+        facts.record.values[step, place, INDEX["noise"]] = (
+            0.2 * facts.record.values[step, place, INDEX["signal"]]
+        )
+    found = [(one.rule, one.tensor, one.step) for one in diagnose(facts).findings]
+    assert found == [("inexact", facts.tensors[place].name, facts.steps[4])] * named
+
+
+@pytest.mark.parametrize(("factor", "named"), [(1.0, False), (64.0, True)])
+def test_an_outlier_of_one_process_of_two_is_named(
+    factor: float, named: bool, healthy: Path
+) -> None:
+    """Its own scale loses nearly all of its values, half of all; closed gates lose as many under alike scales."""
+    facts = read_facts(healthy)
+    place = [one.name for one in facts.tensors].index("layers.1.mlp.down_proj.input")
+    values = facts.record.values[4:, place]
+    values[:, INDEX["blocks"]] = 2
+    values[:, INDEX["scale_max"]] = factor * values[:, INDEX["scale_min"]]
+    values[:, INDEX["subnormal"]] = 0
+    values[:, INDEX["flushed"]] = 0.48 * values[:, INDEX["elements"]]
+    found = [(one.rule, one.tensor, one.step) for one in diagnose(facts).findings]
+    assert found == [("outlier", facts.tensors[place].name, facts.steps[4])] * named
+
+
+@pytest.mark.parametrize("as_a_whole", [False, True])
+def test_an_outlier_began_where_a_largest_value_grew_alone(as_a_whole: bool, healthy: Path) -> None:
+    facts = read_facts(healthy)
+    names = [tensor.name for tensor in facts.tensors]
+    grown = names.index("layers.1.self_attn.o_proj.input")
+    shown = names.index("layers.1.mlp.down_proj.input")
+    values = facts.record.values
+    values[4:, shown, INDEX["flushed"]] = 0.9 * values[4:, shown, INDEX["elements"]]
+    values[4:, grown, INDEX["amax"]] *= 64
+    values[4:, grown, INDEX["scale_min"]] /= 64
+    if as_a_whole:
+        values[4:, grown, INDEX["signal"]] *= 64**2
+        values[4:, grown, INDEX["noise"]] *= 64**2
+    (finding,) = diagnose(facts).findings
+    assert finding.rule == "outlier"
+    assert finding.tensor == names[shown if as_a_whole else grown]
 
 
 def cast_counts(x: torch.Tensor, scale: float, kind: torch.dtype) -> dict[str, float]:
