@@ -361,10 +361,10 @@ def test_values_are_lost_among_those_that_are_not_zero(healthy: Path) -> None:
     elements = values[:, place, INDEX["elements"]]
     values[8:, place, INDEX["flushed"]] = 0.1 * elements[8:]
     assert not diagnose(facts).findings
-    values[8:, place, INDEX["zeros"]] = 0.8 * elements[8:]
+    values[8:, place, INDEX["zeros"]] = 0.88 * elements[8:]
     (finding,) = diagnose(facts).findings
     assert (finding.rule, finding.step) == ("outlier", 9)
-    assert 0.5 < facts.lost()[8, place] < 0.6
+    assert 0.8 < facts.lost()[8, place] < 0.95
 
 
 def test_gradients_overflow_first_where_the_overflow_goes_on(healthy: Path) -> None:
@@ -628,8 +628,8 @@ def spread(shape: str, kind: torch.dtype) -> torch.Tensor:
         x[0] = 0.67 * normal_range
     if shape == "an outlier beyond it":  # nearly all others are subnormal, and have too few bits
         x[0] = 3.0 * normal_range
-    if shape == "closed gates":  # two fifths of them, so far that most of these values are flushed
-        x *= torch.sigmoid(80 * torch.randn(20_000, dtype=torch.float64))
+    if shape == "closed gates":  # half of them, so far that most of these values are flushed
+        x *= torch.sigmoid(80 * torch.randn(20_000, dtype=torch.float64) - 15)
     if shape == "most values far below the others":
         x[4_000:] /= 2 * normal_range
     return x
@@ -675,11 +675,11 @@ def test_blocks_are_advised_only_where_no_single_scale_holds_a_tensor(
         x = spread(shape, kind) * factor**step
         own_amax = x.abs().max().item()
         own = cast_counts(x, largest / own_amax, kind)
-        # The largest values are most of the signal. The smaller half of all has to be exact by itself.
-        smaller = x[x.abs().argsort()[: x.numel() // 2]]
-        half = cast_counts(smaller, largest / own_amax, kind)
+        # The largest values are most of the signal. The smaller three quarters have to be exact by themselves.
+        smaller = x[x.abs().argsort()[: x.numel() * 3 // 4]]
+        others = cast_counts(smaller, largest / own_amax, kind)
         bound = 10 ** -(2.2 if e4m3 else 1.6)
-        holds.append(all(one["noise"] <= one["signal"] * bound for one in (own, half)))
+        holds.append(all(one["noise"] <= one["signal"] * bound for one in (own, others)))
         counts = cast_counts(x, largest / amax, kind)
         for field, value in counts.items():
             values[step, INDEX[field]] = value
