@@ -38,30 +38,41 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Modules:
-    """The adaptable modules of a model by name, each with its rows."""
+    """The adaptable modules of a model by name, each with its rows.
 
-    # Linears of transformers, by their names in its model with a head ("model.layers.0...").
+    Attributes:
+        theirs: linears of transformers, by their names in its model with a head ("model.layers.0...").
+        ours: our te.Linears, or each GEMM of our te.GroupedLinears, whole.
+        experts: experts, by the names of transformers' parameters ("model.layers.0.mlp.experts.down_proj").
+        counts: our te.GroupedLinears with their numbers of experts.
+        whole: transformers' modules that may be fully trained (`modules_to_save`) -> the name of ours.
+        every: the names of all modules of transformers' model that have parameters, or hold modules that do.
+        architecture: the model_type of transformers that the names are of.
+        renamed: parts of names in files of its models -> the names that the models have instead.
+        root: what names of layers begin with, before "layers".
+        swapped: whether peft takes inputs of experts for outputs (Family.swapped_by_peft).
+    """
+
     theirs: Mapping[str, Place]
-    ours: Mapping[str, Place]  # the te.Linear, or each GEMM of a te.GroupedLinear, whole
-    # Experts, by the names of transformers' parameters ("model.layers.0.mlp.experts.down_proj").
+    ours: Mapping[str, Place]
     experts: Mapping[str, Place]
-    counts: Mapping[str, int]  # the te.GroupedLinears with their numbers of experts
-    # transformers' modules that may be fully trained (`modules_to_save`) -> the name of ours.
+    counts: Mapping[str, int]
     whole: Mapping[str, str]
-    # The names of all modules of transformers' model that have parameters, or hold modules that do.
     every: frozenset[str]
-    architecture: str  # the model_type of transformers that the names are of
-    # Parts of names in files of its models -> the names that the models have instead.
+    architecture: str
     renamed: Mapping[str, str] = field(default_factory=dict)
-    root: str = "model."  # of the names of layers
-    swapped: bool = False  # peft takes inputs of experts for outputs (Family.swapped_by_peft)
+    root: str = "model."
+    swapped: bool = False
 
     def named(self, headless: bool) -> dict[str, Place]:
         """Return the names in an adapter of transformers' model with a head, or without one, which are like ours."""
         if not headless:
             return dict(self.theirs)
-        names = {name: place for name, place in self.ours.items() if name not in self.counts}
-        return {name.removeprefix("model."): place for name, place in self.theirs.items()} | names
+        names = {name.removeprefix("model."): place for name, place in self.theirs.items()}
+        for name, place in self.ours.items():
+            if name not in self.counts:
+                names[name] = place
+        return names
 
     def without_head(self) -> "Modules":
         """Return the modules of transformers' model without its head, whose names do not begin with "model."."""
@@ -76,11 +87,12 @@ class Modules:
         """Return the names in files of transformers' models that are others in the models."""
         in_files = {}
         for name, place in self.theirs.items():
-            old = f"{name}."
-            for stored, there in self.renamed.items():
-                old = old.replace(there, stored)
-            if old != f"{name}.":
-                in_files[old.removesuffix(".")] = place
+            # With a dot behind: a part to rename may end with one.
+            in_file = f"{name}."
+            for stored, in_model in self.renamed.items():
+                in_file = in_file.replace(in_model, stored)
+            if in_file != f"{name}.":
+                in_files[in_file.removesuffix(".")] = place
         return in_files
 
     def as_in(self, names: Iterable[str]) -> "Modules":
@@ -98,11 +110,14 @@ class Modules:
         return self
 
     def _below(self, root: str) -> "Modules":
+        """Return the modules by names that begin with `root` where they began with `self.root`."""
+
         def moved(places: Mapping[str, Value]) -> dict[str, Value]:
             renamed = {}
             for name, place in places.items():
-                inside = name.startswith(self.root)
-                renamed[root + name.removeprefix(self.root) if inside else name] = place
+                if name.startswith(self.root):
+                    name = root + name.removeprefix(self.root)
+                renamed[name] = place
             return renamed
 
         return dataclasses.replace(
@@ -116,8 +131,8 @@ class Modules:
 
     def in_transformers(self, name: str) -> str:
         """Return a name in a model of transformers, which may be given as a file of the model has it."""
-        for stored, there in self.renamed.items():
-            name = name.replace(stored, there)
+        for stored, in_model in self.renamed.items():
+            name = name.replace(stored, in_model)
         return name
 
     def in_adapter_file(self, name: str) -> str:
@@ -125,9 +140,9 @@ class Modules:
 
         That is the latter itself, unless the renaming, whose dots match any character, would match it once more.
         """
-        for stored, there in self.renamed.items():
-            if re.search(stored, there):
-                name = name.replace(there, stored)
+        for stored, in_model in self.renamed.items():
+            if re.search(stored, in_model):
+                name = name.replace(in_model, stored)
         return name
 
     @property
@@ -146,37 +161,39 @@ class Modules:
         They are the parameters of experts and routers, and the weights of linears. The end of the name of the experts'
         module, such as "experts", names all of its parameters.
         """
-        every = {**self.experts, **{f"{name}.weight": self.theirs[name] for name in self.theirs}}
-        names = {}
-        for name, place in every.items():
-            if headless:
-                names[name.removeprefix("model.")] = place
-            else:
-                names[name] = place
+        parameters = dict(self.experts)
+        for name, place in self.theirs.items():
+            parameters[f"{name}.weight"] = place
         ends = tuple(f".{target}" for target in targets)
         targeted = {}
-        for name, place in names.items():
-            above = name.rpartition(".")[0]
-            of_experts = module_of(place) in self.counts
-            if f".{name}".endswith(ends) or (of_experts and f".{above}".endswith(ends)):
+        for name, place in parameters.items():
+            if headless:
+                name = name.removeprefix("model.")
+            module = name.rpartition(".")[0]
+            is_named = f".{name}".endswith(ends)
+            is_of_named_experts = module_of(place) in self.counts and f".{module}".endswith(ends)
+            if is_named or is_of_named_experts:
                 targeted[name] = place
         return targeted
 
     def parts_of(self, module: str) -> dict[str, Place]:
         """Return their names of the rows of our te.Linear, or of their parameter of our te.GroupedLinear."""
-        every = {**self.theirs, **self.experts}
-        return {name: place for name, place in every.items() if module_of(place) == module}
+        parts = {}
+        for name, place in [*self.theirs.items(), *self.experts.items()]:
+            if module_of(place) == module:
+                parts[name] = place
+        return parts
 
     def in_tree(self, place: Place) -> str:
         """Return the name of rows in a CausalLM with adapters on them, which is transformers' without its root."""
         (name,) = (name for name, rows in self.theirs.items() if rows == place)
         return name.removeprefix(self.root)
 
-    def sizes(self, one: Adapter) -> tuple[tuple[int, int], tuple[int, int]]:
+    def sizes(self, adapter: Adapter) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the shapes of A and B in a file; matrices of experts are side by side (LoraExperts)."""
-        ranks = one.rank * self.counts.get(module_of(one.place), 1)
-        rows, inputs = one.place.shape
-        if self.swaps(one.place):
+        ranks = adapter.rank * self.counts.get(module_of(adapter.place), 1)
+        rows, inputs = adapter.place.shape
+        if self.swaps(adapter.place):
             rows, inputs = inputs, rows
         return (ranks, inputs), (rows, ranks)
 
@@ -194,19 +211,22 @@ def adaptable_modules(model: CausalLM) -> Modules:
     """Return the names of the modules of `model` in adapters; the model may have adapters already."""
     sketch = Decoder(model.config, **SKETCH)
     shapes = {name: parameter.shape for name, parameter in sketch.named_parameters()}
-    linears = [
-        name for name, module in sketch.named_modules() if isinstance(module, sketch.te.Linear)
-    ]
+    linears = []
+    for name, module in sketch.named_modules():
+        if isinstance(module, sketch.te.Linear):
+            linears.append(name)
     if model.config.tie_word_embeddings:
         linears.remove("lm_head")  # an update of it would be one of the embedding too
     counts = {}
     for name, linear in model.config.linears.items():
         if linear.experts:
             counts[name] = linear.experts
-    sizes = {}
-    for name in (*linears, *counts):
-        sizes[name] = shapes[f"{name}.weight{'0' if name in counts else ''}"]
-    ours = {name: Place.whole(f"{name}.weight", shape) for name, shape in sizes.items()}
+    ours = {}
+    for name in linears:
+        ours[name] = Place.whole(f"{name}.weight", shapes[f"{name}.weight"])
+    for name in counts:
+        # All experts have weights of one shape.
+        ours[name] = Place.whole(f"{name}.weight", shapes[f"{name}.weight0"])
     config = model.origin.config
     try:
         family = family_for(model.config, family_of(config) if config else None)
@@ -281,11 +301,11 @@ def layers_of(adapters: Iterable[Adapter], modules: Modules) -> dict[str, Adapte
     Raises:
         UsageError: `adapters` has an adapter of a whole fused linear and one of a part of it.
     """
-    groups: dict[str, list[Adapter]] = {}
-    for one in adapters:
-        groups.setdefault(module_of(one.place), []).append(one)
+    by_module: dict[str, list[Adapter]] = {}
+    for adapter in adapters:
+        by_module.setdefault(module_of(adapter.place), []).append(adapter)
     layers: dict[str, Adapter] = {}
-    for module, members in groups.items():
+    for module, members in by_module.items():
         whole = modules.ours[module]
         # All rows of the te.Linear: the adapter is on the module itself, without rows to pick.
         if len(members) == 1 and members[0].place.shape == whole.shape:
@@ -325,21 +345,30 @@ def share_a(
     All rows of the te.Linear then have an adapter, with the same A.
     """
     parts: dict[str, list[str]] = {}
-    for name, one in layers.items():
-        if one.place != modules.ours[module_of(one.place)]:
-            parts.setdefault(module_of(one.place), []).append(name)
+    for name, adapter in layers.items():
+        module = module_of(adapter.place)
+        if adapter.place != modules.ours[module]:
+            parts.setdefault(module, []).append(name)
     replaced = dict(layers)
     for module, names in parts.items():
-        places = {layers[name].place for name in names}
-        first = layers[names[0]]
+        adapters = [layers[name] for name in names]
+        all_rows = {one.place for one in adapters} == set(modules.parts_of(module).values())
         # Files have one A per linear of transformers; where all parts of a te.Linear have equal ones, it was one A.
-        same = places == set(modules.parts_of(module).values()) and all(
-            (layers[name].rank, layers[name].scaling) == (first.rank, first.scaling)
-            and torch.equal(tensors[layers[name].place][0], tensors[first.place][0])
-            for name in names
-        )
-        if same:
+        if all_rows and _have_one_a(adapters, tensors):
             for name in names:
                 del replaced[name]
-            replaced[module] = dataclasses.replace(first, place=modules.ours[module])
+            replaced[module] = dataclasses.replace(adapters[0], place=modules.ours[module])
     return replaced
+
+
+def _have_one_a(adapters: list[Adapter], tensors: Mapping[Place, tuple[Tensor, Tensor]]) -> bool:
+    """Return whether adapters differ in nothing but their rows and B."""
+    first = adapters[0]
+    first_a, _ = tensors[first.place]
+    for adapter in adapters[1:]:
+        a, _ = tensors[adapter.place]
+        if (adapter.rank, adapter.scaling) != (first.rank, first.scaling):
+            return False
+        if not torch.equal(a, first_a):
+            return False
+    return True
