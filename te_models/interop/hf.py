@@ -72,9 +72,10 @@ def hugging_face_documents(folder: Path) -> Fields | None:
     config = as_object(read_json(file), file)
     if config.get("model_type") == MODEL_TYPE:
         return None
-    return {"config": config} | (
-        {"generation": read_json(generation)} if generation.is_file() else {}
-    )
+    documents: Fields = {"config": config}
+    if generation.is_file():
+        documents["generation"] = read_json(generation)
+    return documents
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,11 @@ def describe(
 def _dtype_name(*parts: Document) -> object:
     """Return the name of the dtype in a config.json or, after it, in its part of the text model; None without one."""
     # Recent versions of transformers write "dtype", earlier ones "torch_dtype".
-    named = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
-    return next(filter(None, named), None)
+    for part in parts:
+        name = part.get("dtype") or part.get("torch_dtype")
+        if name:
+            return name
+    return None
 
 
 def read_description(folder: Path, documents: Document) -> Description:
@@ -262,16 +266,17 @@ class HuggingFaceFolder(Opened):
 
     def has_own_head(self) -> bool:
         """Return whether the head is tied by config.json and stored with other values than the embedding."""
+        if not self.config.tie_word_embeddings:
+            return False
         names = self.names_of_ends
-        if not self.config.tie_word_embeddings or not self.stored.tensors.keys() >= {*names}:
+        if not self.stored.tensors.keys() >= {*names}:
             return False
         values = {name: tensor for _, name, tensor in self.values_of(names)}
-        embedding = values[names[0]]
-        head = values[names[1]]
+        embedding, head = (values[name] for name in names)
         if embedding.shape != head.shape:
             return True
-        rows = zip(embedding.split(MANY_ROWS), head.split(MANY_ROWS), strict=True)
-        return not all(torch.equal(one.float(), other.float()) for one, other in rows)
+        parts = zip(embedding.split(MANY_ROWS), head.split(MANY_ROWS), strict=True)
+        return any(not torch.equal(rows.float(), of_head.float()) for rows, of_head in parts)
 
     @property
     def quantized(self) -> dict[str, WeightStorage]:

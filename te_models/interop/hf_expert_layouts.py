@@ -41,10 +41,16 @@ def _write_steps(dense: list[bool]) -> Fields:
     return {"decoder_sparse_step": 1, "mlp_only_layers": listed}
 
 
-def _types(theirs: Values) -> list[str]:
+def _read_types(theirs: Values) -> list[bool]:
     """Read the kind of each MLP; by default the first layer is dense, as in transformers."""
-    count = theirs["num_hidden_layers"]
-    return theirs.get("mlp_layer_types") or ["dense"] + ["sparse"] * (count - 1)
+    types = theirs.get("mlp_layer_types")
+    if not types:
+        return [layer == 0 for layer in range(theirs["num_hidden_layers"])]
+    return [kind == "dense" for kind in types]
+
+
+def _write_types(dense: list[bool]) -> Fields:
+    return {"mlp_layer_types": ["dense" if is_dense else "sparse" for is_dense in dense]}
 
 
 def first_dense(key: str) -> Layout:
@@ -61,16 +67,18 @@ def first_dense(key: str) -> Layout:
     return Layout((key,), read, write)
 
 
-def _types_or_first_dense(theirs: Values) -> list[bool]:
+def _read_types_or_first_dense(theirs: Values) -> list[bool]:
     """Read the kind of each MLP, or in older files the number of dense layers at the beginning."""
-    if types := theirs.get("mlp_layer_types"):
+    types = theirs.get("mlp_layer_types")
+    if types:
         return [kind == "dense" for kind in types]
     return FIRST_DENSE.read(theirs)
 
 
-def _axk1_layout(theirs: Values) -> list[bool]:
+def _read_axk1_layout(theirs: Values) -> list[bool]:
     """Read A.X K1's keys: dense layers at the beginning, then experts in every `moe_layer_freq`-th layer."""
-    if types := theirs.get("mlp_layer_types"):
+    types = theirs.get("mlp_layer_types")
+    if types:
         return [kind == "dense" for kind in types]
     first = theirs.get("first_k_dense_replace", 1)
     step = theirs.get("moe_layer_freq", 1)
@@ -80,13 +88,13 @@ def _axk1_layout(theirs: Values) -> list[bool]:
 def axk1_unused(theirs: Values) -> tuple[str, ...]:
     """Return the prefixes of norms that A.X K1's release has in dense layers, which have none."""
     prefixes = []
-    for layer, is_dense in enumerate(_axk1_layout(theirs)):
+    for layer, is_dense in enumerate(_read_axk1_layout(theirs)):
         if is_dense:
             prefixes.append(f"layers.{layer}.post_mlp_layernorm.")
     return tuple(prefixes)
 
 
-def _ernie_layout(theirs: Values) -> list[bool]:
+def read_ernie_layout(theirs: Values) -> list[bool]:
     """Read Ernie's keys: the first and the last layer that may have experts, and the step between layers that do."""
     count = theirs["num_hidden_layers"]
     start = theirs["moe_layer_start_index"]
@@ -97,7 +105,7 @@ def _ernie_layout(theirs: Values) -> list[bool]:
     return [(layer + 1) % interval != 0 or not start <= layer <= end for layer in range(count)]
 
 
-def _write_ernie_layout(dense: list[bool]) -> Fields:
+def write_ernie_layout(dense: list[bool]) -> Fields:
     """Write the keys of layers with experts that follow one another; of others they describe another model."""
     sparse = []
     for layer, is_dense in enumerate(dense):
@@ -112,7 +120,7 @@ def _write_ernie_layout(dense: list[bool]) -> Fields:
     }
 
 
-def _sparse_types(theirs: Values) -> list[bool]:
+def _read_sparse_types(theirs: Values) -> list[bool]:
     """Read the kind of each MLP; by default all layers have experts."""
     types = theirs.get("mlp_layer_types")
     if not types:
@@ -122,23 +130,13 @@ def _sparse_types(theirs: Values) -> list[bool]:
 
 # The layouts that several families share; a family's own stands beside its experts.
 STEPS = Layout(("decoder_sparse_step", "mlp_only_layers"), _read_steps, _write_steps)
-TYPES = Layout(
-    ("mlp_layer_types",),
-    lambda theirs: [kind == "dense" for kind in _types(theirs)],
-    lambda dense: {"mlp_layer_types": ["dense" if is_dense else "sparse" for is_dense in dense]},
-)
-SPARSE_TYPES = Layout(TYPES.keys, _sparse_types, TYPES.write)
+TYPES = Layout(("mlp_layer_types",), _read_types, _write_types)
+SPARSE_TYPES = Layout(("mlp_layer_types",), _read_sparse_types, _write_types)
 ALL_SPARSE = Layout((), lambda theirs: [False] * theirs["num_hidden_layers"], lambda dense: {})
-
-
 FIRST_DENSE = first_dense("first_k_dense_replace")
-
-
 TYPES_OR_FIRST = Layout(
-    ("mlp_layer_types", "first_k_dense_replace"), _types_or_first_dense, TYPES.write
+    ("mlp_layer_types", "first_k_dense_replace"), _read_types_or_first_dense, _write_types
 )
-
-
 AXK1_LAYOUT = Layout(
-    ("mlp_layer_types", "first_k_dense_replace", "moe_layer_freq"), _axk1_layout, TYPES.write
+    ("mlp_layer_types", "first_k_dense_replace", "moe_layer_freq"), _read_axk1_layout, _write_types
 )

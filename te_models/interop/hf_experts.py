@@ -15,9 +15,9 @@ from te_models.interop.hf_expert_layouts import (
     TYPES,
     TYPES_OR_FIRST,
     Layout,
-    _ernie_layout,
-    _write_ernie_layout,
     first_dense,
+    read_ernie_layout,
+    write_ernie_layout,
 )
 from te_models.interop.hf_parts import ConfigKeys, Fields, Values, renamed
 from te_models.interop.hf_step_parts import modern_step
@@ -67,15 +67,25 @@ def _read_llama4_layout(theirs: Values) -> list[bool]:
     step = theirs["interleave_moe_layer_step"]
     listed = theirs.get("moe_layers")
     count = theirs["num_hidden_layers"]
-    sparse = range(step - 1, count, step) if listed is None else listed
-    return [layer not in sparse for layer in range(count)]
+    if listed is None:
+        listed = range(step - 1, count, step)
+    return [layer not in listed for layer in range(count)]
+
+
+def _write_llama4_layout(dense: list[bool]) -> Fields:
+    """Write the layers with experts as a list, which expresses every choice."""
+    listed = []
+    for layer, is_dense in enumerate(dense):
+        if not is_dense:
+            listed.append(layer)
+    return {"moe_layers": listed}
 
 
 LLAMA4_EXPERTS = experts(
     Layout(
         ("moe_layers", "interleave_moe_layer_step"),
         _read_llama4_layout,
-        lambda dense: {"moe_layers": [layer for layer, one in enumerate(dense) if not one]},
+        _write_llama4_layout,
     ),
     {**_CHOSEN, **_SAME_SIZE, "shared_expert_intermediate_size": "intermediate_size"},
     number="num_local_experts",
@@ -118,8 +128,9 @@ _V2_EXPERTS = experts(FIRST_DENSE, _UNNORMED, without={}, group_scores=1, **_V2)
 def _read_v2(theirs: Values) -> Fields:
     """Read the experts of DeepSeek-V2, whose groups mean nothing unless `topk_method` asks for them."""
     # "greedy" files still state n_group, for the code of other methods.
-    grouped = theirs["topk_method"] == "group_limited_greedy"
-    return _V2_EXPERTS.read(theirs if grouped else {**theirs, "n_group": 1, "topk_group": 1})
+    if theirs["topk_method"] != "group_limited_greedy":
+        theirs = {**theirs, "n_group": 1, "topk_group": 1}
+    return _V2_EXPERTS.read(theirs)
 
 
 def _write_v2(config: ModelConfig) -> Fields:
@@ -204,7 +215,8 @@ _KIMI = {
 
 def _kimi_types(theirs: Values) -> list[bool]:
     """Return which layers are dense, by default the first, or as many as `first_k_dense_replace` says."""
-    if types := theirs.get("mlp_layer_types"):
+    types = theirs.get("mlp_layer_types")
+    if types:
         return [kind == "dense" for kind in types]
     first = theirs.get("first_k_dense_replace", 1)
     return [layer < first for layer in range(theirs["num_hidden_layers"])]
@@ -277,8 +289,8 @@ MINIMAX_EXPERTS = experts(
 _ERNIE = experts(
     Layout(
         ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
-        _ernie_layout,
-        _write_ernie_layout,
+        read_ernie_layout,
+        write_ernie_layout,
     ),
     {"num_experts_per_tok": "moe_k", **_LOSS, **_SIZE},
     number="moe_num_experts",

@@ -125,10 +125,13 @@ def stacked(tensors: Mapping[str, Tensor], order: str = INPUTS_FIRST) -> dict[st
             members[name] = [tensor]
         else:
             prefix, _, projection, kind = match.groups()
-            stack = f"{prefix}{projection}" if kind == "weight" else f"{prefix}{projection}_bias"
-            # INPUTS_FIRST stacks [inputs, outputs], as in a product x @ weight; te-models has [outputs, inputs].
-            turned = kind == "weight" and order == INPUTS_FIRST
-            members.setdefault(stack, []).append(tensor.mT if turned else tensor)
+            stack = f"{prefix}{projection}"
+            if kind == "bias":
+                stack += "_bias"
+            elif order == INPUTS_FIRST:
+                # [inputs, outputs], as in a product x @ weight; te-models has [outputs, inputs].
+                tensor = tensor.mT
+            members.setdefault(stack, []).append(tensor)
     stored = {}
     for name, parts in members.items():
         if STACK.fullmatch(name):

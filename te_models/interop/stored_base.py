@@ -98,11 +98,13 @@ class _Rows:
         rows = linear.gemms * linear.outputs
         width = linear.inputs // 2 if storage.packed or storage is MXFP4 else linear.inputs
         self.data = torch.zeros(rows, width, dtype=torch.uint8, device=device)
-        self.scales: Tensor | None = None  # one row per row of the weight
-        self.shared: list[Tensor] = []  # or one per block of rows
+        # One row of scales per row of the weight; or one per block of rows, and the number of the one of each row.
+        self.scales: Tensor | None = None
+        self.shared_scales: list[Tensor] = []
         self.scale_rows: Tensor | None = None
-        self.count = 0  # rows in `shared`
+        self.shared_count = 0  # rows in `shared_scales`
         self.factors: Tensor | None = None
+        # Rows that the release left in BF16, and their values.
         self.plain_rows: list[Tensor] = []
         self.plain: list[Tensor] = []
 
@@ -127,11 +129,11 @@ class _Rows:
         else:
             if self.scale_rows is None:
                 self.scale_rows = torch.zeros(len(self.data), dtype=torch.int32, device=self.device)
-            # [rows]: the row of `shared` with the scales of each row; rows of earlier tensors come before.
-            theirs = torch.arange(place.shape[0], dtype=torch.int32) // step + self.count
-            place.load(self.scale_rows[gemm_rows], theirs)
-            self.shared.append(content.scales)
-            self.count += len(content.scales)
+            # [rows]: the row of `shared_scales` of each row; those of earlier tensors come before.
+            blocks = torch.arange(place.shape[0], dtype=torch.int32) // step
+            place.load(self.scale_rows[gemm_rows], self.shared_count + blocks)
+            self.shared_scales.append(content.scales)
+            self.shared_count += len(content.scales)
         if content.factor is not None:
             if self.factors is None:
                 # One per row, although a tensor has only one: q, k and v in one weight have different ones.
@@ -145,9 +147,9 @@ class _Rows:
         """Return the rows, once all tensors were added."""
         scales = self.scales
         if scales is None:
-            scales = torch.cat(self.shared).to(self.device)
-        # Rows that the release left in BF16, among quantized ones of the same te.Linear.
-        plain_rows = plain = None
+            scales = torch.cat(self.shared_scales).to(self.device)
+        plain_rows = None
+        plain = None
         if self.plain:
             plain_rows = torch.cat(self.plain_rows).to(self.device)
             plain = torch.cat(self.plain).to(self.device)

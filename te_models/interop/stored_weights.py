@@ -32,8 +32,9 @@ def blocks_of(recipe: Recipe) -> tuple[int, int] | None:
     """Return the rows and columns that share a scale in FP8 weights, 0 for all; None if scales are not FP32."""
     if recipe.scheme in SHARDED_SCHEMES:
         return 0, 0
-    square = recipe.scheme == "Float8BlockScaling" and recipe.fields["w_block_scaling_dim"] == 2
-    return (BLOCK, BLOCK) if square else None
+    if recipe.scheme == "Float8BlockScaling" and recipe.fields["w_block_scaling_dim"] == 2:
+        return BLOCK, BLOCK
+    return None
 
 
 def spread(scales: Tensor, block: tuple[int, int], shape: tuple[int, int], columns: int) -> Tensor:
@@ -59,14 +60,17 @@ def collapse(by_row: Tensor, used: Tensor, rows: int) -> Tensor | None:
         used: bool [rows], False for rows that hold nothing and fit any scale.
         rows: rows per block.
     """
-    parts = zip(by_row.split(rows or len(by_row)), used.split(rows or len(by_row)), strict=True)
+    height = rows or len(by_row)
     scales = []
-    for part, real in parts:
-        # A block of padding alone holds zeros, for which any scale is right.
-        part = part[real] if bool(real.any()) else part.new_ones(1, part.shape[1])
-        if not bool((part == part[0]).all()):
+    for block, is_used in zip(by_row.split(height), used.split(height), strict=True):
+        if not bool(is_used.any()):
+            # A block of padding alone holds zeros, for which any scale is right.
+            scales.append(block.new_ones(block.shape[1]))
+            continue
+        scales_of_rows = block[is_used]
+        if not bool((scales_of_rows == scales_of_rows[0]).all()):
             return None
-        scales.append(part[0])
+        scales.append(scales_of_rows[0])
     return torch.stack(scales)
 
 
@@ -85,25 +89,38 @@ def keep_stored_weights(
     # Four-bit values are not FP8, and under tensor parallelism a rank has a part of the rows only.
     if model.tp.size > 1 or stored.storage is None or stored.storage.packed:
         return
-    live = {name: p for name, p in model.named_parameters() if quantized(p) is not None}
-    members: dict[str, list[str]] = {}
+    fp8_parameters = {}
+    for name, parameter in model.named_parameters():
+        if quantized(parameter) is not None:
+            fp8_parameters[name] = parameter
+    parts_of: dict[str, list[str]] = {}  # our parameter -> the weights of theirs that are its rows
     for name, place in places.items():
-        if place.name in live:
-            members.setdefault(place.name, []).append(name)
-    sources = {weight: data for data, weight in stored.data.items()}
-    for name, parts in members.items():
+        if place.name in fp8_parameters:
+            parts_of.setdefault(place.name, []).append(name)
+    data_names = {weight: data for data, weight in stored.data.items()}
+    for name, parts in parts_of.items():
         recipe = model.precision.recipe_of(name)
         block = None if recipe is None else blocks_of(recipe)
-        if block is None or (block[1] and (stored.storage.block[1] or block[1]) % block[1]):
-            continue  # theirs may be narrower than ours
-        scales = _fused_scales(parts, places, stored, live[name].shape, block)
-        if scales is not None:
-            data = torch.zeros(live[name].shape, dtype=torch.uint8)
-            part_of = {sources[part]: part for part in parts}
-            for file in files:
-                for source in part_of.keys() & file.tensors.keys():
-                    places[part_of[source]].load(data, file.read(source).view(torch.uint8))
-            _write(model, name, data, scales, live[name])
+        if block is None or not _is_no_narrower(stored.storage.block[1], block[1]):
+            continue
+        parameter = fp8_parameters[name]
+        scales = _fused_scales(parts, places, stored, parameter.shape, block)
+        if scales is None:
+            continue
+        data = torch.zeros(parameter.shape, dtype=torch.uint8)
+        part_of = {data_names[part]: part for part in parts}
+        for file in files:
+            for data_name in part_of.keys() & file.tensors.keys():
+                values = file.read(data_name).view(torch.uint8)
+                places[part_of[data_name]].load(data, values)
+        _write(model, name, data, scales, parameter)
+
+
+def _is_no_narrower(theirs: int, ours: int) -> bool:
+    """Return whether each block of ours lies in one of theirs, by the columns of both; 0: all columns."""
+    if not theirs or not ours:
+        return True
+    return theirs % ours == 0
 
 
 def _fused_scales(
@@ -116,8 +133,7 @@ def _fused_scales(
     """Return the scales of one parameter in its own blocks; None if it cannot have the stored ones."""
     if stored.storage is None or not all(part in stored.scales for part in parts):
         return None
-    rows, columns = shape
-    grid = -(-columns // block[1]) if block[1] else None
+    rows, _ = shape
     by_row = None
     # Rows of padding have no scale: they are left out where blocks of rows are compared.
     used = torch.zeros(rows, 1)
@@ -127,14 +143,18 @@ def _fused_scales(
         # A parameter with one scale cannot have parts with several.
         if not block[1] and not bool((values == values[:1, :1]).all()):
             return None
-        if not grid:
+        if not block[1]:
             values = values[:, :1]
         if by_row is None:
             by_row = torch.ones(rows, values.shape[1])
         places[part].load(by_row, values)
         places[part].load(used, torch.ones(blocks[0], 1))
-    scales = None if by_row is None else collapse(by_row, used[:, 0] > 0, block[0])
-    return None if scales is None or not bool((scales > 0).all()) else scales
+    if by_row is None:
+        return None
+    scales = collapse(by_row, used[:, 0] > 0, block[0])
+    if scales is None or not bool((scales > 0).all()):
+        return None
+    return scales
 
 
 def _write(model: nn.Module, name: str, data: Tensor, scales: Tensor, parameter: Tensor) -> None:

@@ -122,29 +122,34 @@ def read_te_checkpoint(
             f"{path} holds no Transformer Engine checkpoint: no .pt or .pth, no {EXTRA} in safetensors"
         )
     weights: dict[str, Tensor] = {}
-    state: dict[str, Tensor] = {}
-    ours: dict[str, Tensor] = {}
-    fields: Fields = {}
+    extra_states: dict[str, Tensor | bytes] = {}
     for file in files:
         content = _read_pt(file) if file.suffix in SUFFIXES else read_safetensors(file)
-        for theirs, value in content.items():
-            name = rename(theirs) if rename is not None else theirs
+        for name, value in content.items():
+            if rename is not None:
+                name = rename(name)
             if not name.endswith(EXTRA):
                 weights[name] = value
-            elif isinstance(value, Tensor) and value.is_floating_point():  # of a CausalLM
-                ours[name.removesuffix(f".{EXTRA}")] = value
-                # A row for the scales, and one for each step of the history.
-                fields = fields or {"amax_history_len": len(value) - 1}
-            elif value is not None and (extra := read_extra_state(value)):
-                module = name.removesuffix(EXTRA)
-                for part, own_name in _PARTS.items():
-                    if part in extra:
-                        state[module + own_name] = extra[part]
-                fields = fields or extra["recipe"]
-    for owner, value in ours.items():
-        # A te.GroupedLinear has weight0, weight1, ...
-        gemms = sum(name.startswith(f"{owner}.weight") for name in weights) or 1
-        state |= read_extra_tensor(owner, value, gemms)
+            elif value is not None:
+                extra_states[name] = value
+    state: dict[str, Tensor] = {}
+    fields: Fields = {}
+    for name, value in extra_states.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            # A CausalLM's own state: a row for the scales, and one for each step of the history.
+            owner = name.removesuffix(f".{EXTRA}")
+            # A te.GroupedLinear has weight0, weight1, ...
+            gemms = sum(weight.startswith(f"{owner}.weight") for weight in weights) or 1
+            state |= read_extra_tensor(owner, value, gemms)
+            fields = fields or {"amax_history_len": len(value) - 1}
+            continue
+        extra = read_extra_state(value)
+        if extra:
+            module = name.removesuffix(EXTRA)
+            for part, own_name in _PARTS.items():
+                if part in extra:
+                    state[module + own_name] = extra[part]
+            fields = fields or extra["recipe"]
     check_finite(weights, path)
     known = {}
     for name in SCHEMES["DelayedScaling"].fields:
@@ -154,6 +159,7 @@ def read_te_checkpoint(
 
 
 def _read_pt(file: Path) -> Fields:
+    """Return the state_dict in a .pt file: tensors, and None for modules without a state."""
     descriptor, status = open_regular(file)
     place = f"{file} is damaged, or holds more than tensors, which is not run"
     advice = "; save the model's state_dict() alone, with weights that are not in FP8"
