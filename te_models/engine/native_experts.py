@@ -144,15 +144,22 @@ def _is_plain(module: GroupedLinear) -> bool:
     return "parametrizations" not in module._modules
 
 
+def _plans(
+    te_recipe: recipe.Float8CurrentScaling | recipe.Float8BlockScaling,
+) -> list[recipe.QParams]:
+    """Return how a recipe makes the scales of inputs, weights and gradients of outputs."""
+    return [
+        te_recipe.fp8_quant_fwd_inp,
+        te_recipe.fp8_quant_fwd_weight,
+        te_recipe.fp8_quant_bwd_grad,
+    ]
+
+
 def _in_blocks(te_recipe: recipe.Recipe) -> bool:
     """Return whether all experts at once run under this block scaling: in E4M3, with powers of two as scales."""
     if not isinstance(te_recipe, recipe.Float8BlockScaling) or te_recipe.backward_override:
         return False
-    plans = (
-        te_recipe.fp8_quant_fwd_inp,
-        te_recipe.fp8_quant_fwd_weight,
-        te_recipe.fp8_quant_bwd_grad,
-    )
+    plans = _plans(te_recipe)
     # The kernels compute scales as powers of two and know no epsilon.
     powers = all(plan.power_2_scale and not plan.amax_epsilon for plan in plans)
     dims = (
@@ -166,10 +173,10 @@ def _in_blocks(te_recipe: recipe.Recipe) -> bool:
 
 def _joint_casts(te_recipe: recipe.Recipe) -> Casts | None:
     """Return how a recipe casts the operands of all experts; None if Transformer Engine does it, one by one."""
-    if (
-        not isinstance(te_recipe, (recipe.Float8CurrentScaling, recipe.DelayedScaling))
-        or te_recipe.backward_override
-    ):
+    if not isinstance(te_recipe, (recipe.Float8CurrentScaling, recipe.DelayedScaling)):
+        return None
+    # Backward then computes with values that the kernels do not keep.
+    if te_recipe.backward_override:
         return None
     # HYBRID: E4M3 forward, E5M2 for gradients.
     wide = get_fp8_te_dtype(te_recipe, fprop_tensor=False) == DType.kFloat8E5M2
@@ -182,11 +189,7 @@ def _joint_casts(te_recipe: recipe.Recipe) -> Casts | None:
             precise_input_gradient=True,
             precise_weight_gradient=True,
         )
-    plans = (
-        te_recipe.fp8_quant_fwd_inp,
-        te_recipe.fp8_quant_fwd_weight,
-        te_recipe.fp8_quant_bwd_grad,
-    )
+    plans = _plans(te_recipe)
     if any(plan.power_2_scale or plan.amax_epsilon for plan in plans):
         return None
     return Casts(

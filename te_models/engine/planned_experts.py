@@ -29,9 +29,11 @@ from te_models.numerics.tensors import (
 )
 
 
-def _recipe() -> Recipe | None:
-    enabled = FP8GlobalStateManager.is_fp8_enabled()
-    return FP8GlobalStateManager.get_fp8_recipe() if enabled else None
+def _present_recipe() -> Recipe | None:
+    """Return the recipe of the autocast around the caller; None: BF16."""
+    if not FP8GlobalStateManager.is_fp8_enabled():
+        return None
+    return FP8GlobalStateManager.get_fp8_recipe()
 
 
 def counts_on_device(module: nn.Module, te_recipe: Recipe | None) -> bool:
@@ -39,7 +41,7 @@ def counts_on_device(module: nn.Module, te_recipe: Recipe | None) -> bool:
     return True
 
 
-def _joint(module: nn.Module, te_recipe: Recipe | None) -> bool:
+def _runs_jointly(module: nn.Module, te_recipe: Recipe | None) -> bool:
     """Return whether kernels cast and multiply all experts at once: native_experts.counts_on_device."""
     if not isinstance(module, GroupedLinear) or module.weights[0].dtype != torch.bfloat16:
         return False
@@ -50,10 +52,11 @@ def _joint(module: nn.Module, te_recipe: Recipe | None) -> bool:
     # Backward then computes with values that the kernels do not keep.
     if te_recipe.backward_override:
         return False
-    if not (te_recipe.delayed() or te_recipe.mxfp8() or te_recipe.nvfp4()):
-        plans = [te_recipe.options(name) for name in ("fwd_inp", "fwd_weight", "bwd_grad")]
-    else:
-        plans = []
+    if te_recipe.delayed():
+        return True
+    if te_recipe.mxfp8() or te_recipe.nvfp4():
+        return False
+    plans = [te_recipe.options(name) for name in ("fwd_inp", "fwd_weight", "bwd_grad")]
     if any(plan.amax_epsilon for plan in plans):
         return False
     if te_recipe.float8_block_scaling():
@@ -61,10 +64,8 @@ def _joint(module: nn.Module, te_recipe: Recipe | None) -> bool:
         # The kernels know rows of 128 for inputs and gradients, and squares for weights.
         usual = [getattr(te_recipe, name) for name in dims] == [1, 2, 1]
         e4m3 = te_recipe.fp8_format == recipe.Format.E4M3
-        whole = not isinstance(module.weights[0], QuantizedTensor)
-        return usual and e4m3 and whole and all(plan.power_2_scale for plan in plans)
-    if te_recipe.delayed():
-        return True
+        in_bf16 = not isinstance(module.weights[0], QuantizedTensor)
+        return usual and e4m3 and in_bf16 and all(plan.power_2_scale for plan in plans)
     return te_recipe.float8_current_scaling() and not any(plan.power_2_scale for plan in plans)
 
 
@@ -76,13 +77,13 @@ def grouped(
     route: Route | None = None,
 ) -> Tensor:
     """Do what native_experts.grouped does, without data."""
-    te_recipe = _recipe()
+    te_recipe = _present_recipe()
     if isinstance(module, StoredGroupedLinear):
         if route is not None and te_recipe is None:
             x = dispatch(x, route.token, route.row, route.kernels)
             route = None
         return stored_experts(module, x, _most(rows), route)
-    joint = _joint(module, te_recipe) and te_recipe is not None
+    joint = te_recipe is not None and _runs_jointly(module, te_recipe)
     if route is not None and not joint:
         # Only the joint kernels read the rows of tokens from where they are; others need a tensor of them.
         x = dispatch(x, route.token, route.row, route.kernels)
@@ -142,10 +143,12 @@ class _ExpertCopies:
 
 
 def _bytes(size: int) -> Tensor:
+    """Return uint8 [size], such as FP8 data."""
     return torch.empty(size, dtype=torch.uint8, device="meta")
 
 
-def _wide(rows: int, columns: int, like: Tensor) -> Tensor:
+def _matrix(rows: int, columns: int, like: Tensor) -> Tensor:
+    """Return [rows, columns] in the dtype of `like`."""
     return torch.empty(rows, columns, dtype=like.dtype, device="meta")
 
 
@@ -168,7 +171,7 @@ class _JointLinear(torch.autograd.Function):
         # With a route the tokens are saved, T rows in place of one per expert and token; backward casts them anew.
         ctx.save_for_backward(x if trained and route is not None else transposed)
         ctx.shape = x.shape
-        out = _wide(rows, module.out_features, x)
+        out = _matrix(rows, module.out_features, x)
         count_flops(out, 2.0 * out.numel() * module.in_features)
         copies.drop_rowwise()
         del fp8_x
@@ -184,7 +187,7 @@ class _JointLinear(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             weights = ctx.copies.in_backward()
-            dx = _wide(ctx.rows, module.in_features, dy)
+            dx = _matrix(ctx.rows, module.in_features, dy)
             if ctx.route is not None:
                 dx = ctx.route.kernels.total(dx, ctx.route.row, None)
             del weights
@@ -199,8 +202,8 @@ class _JointLinear(torch.autograd.Function):
 
 def experts_join(*modules: nn.Module) -> bool:
     """See native_experts.experts_join."""
-    te_recipe = _recipe()
-    return te_recipe is not None and all(_joint(module, te_recipe) for module in modules)
+    te_recipe = _present_recipe()
+    return te_recipe is not None and all(_runs_jointly(module, te_recipe) for module in modules)
 
 
 class _UpOfExperts(torch.autograd.Function):
@@ -227,7 +230,7 @@ class _UpOfExperts(torch.autograd.Function):
         ctx.passed = passed
         ctx.biases = len(module.biases)
         ctx.save_for_backward(x if copies.trained and route is not None else transposed)
-        out = _wide(rows, module.out_features, x)
+        out = _matrix(rows, module.out_features, x)
         count_flops(out, 2.0 * out.numel() * module.in_features)
         copies.drop_rowwise()
         del fp8_x
@@ -271,7 +274,7 @@ class _DownOfExperts(torch.autograd.Function):
     ) -> Tensor:
         module = copies.module
         hidden = _bytes(len(gate_up) * module.in_features)
-        out = _wide(len(gate_up), module.out_features, gate_up)
+        out = _matrix(len(gate_up), module.out_features, gate_up)
         count_flops(out, 2.0 * out.numel() * module.in_features)
         copies.drop_rowwise()
         del hidden
@@ -293,7 +296,7 @@ class _DownOfExperts(torch.autograd.Function):
         data = _bytes(size)
         transposed = _bytes(size) if ctx.copies.trained else None
         weights = ctx.copies.in_backward()
-        dh = _wide(len(gate_up), module.in_features, dy)
+        dh = _matrix(len(gate_up), module.in_features, dy)
         del data, weights
         slopes = _bytes(gate_up.numel())
         slopes_transposed = _bytes(gate_up.numel()) if ctx.trained_up else None
