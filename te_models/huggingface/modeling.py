@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -93,11 +94,8 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
             build_options.setdefault(
                 "device", "meta" if torch.get_default_device().type == "meta" else None
             )
-            keywords = {
-                name: value
-                for name, value in {**build_options, **options}.items()
-                if value is not None
-            }
+            chosen = {**build_options, **options}
+            keywords = {name: value for name, value in chosen.items() if value is not None}
             model = CausalLM(config.model_config(), **keywords)
         self.model = model
         self._hidden = HiddenNames.of(model)
@@ -121,8 +119,8 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
             **text_names(self._multimodal),
             **names_in_files(model),
         }
-        # The quantized weights of the generation under way.
-        self._weights: WeightReuse | None = None
+        # The quantized weights of the generation under way in each thread.
+        self._weights: dict[int, WeightReuse] = {}
         self.post_init()
         name_attention(self.config)
 
@@ -300,7 +298,7 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
             before = [self.model.layers[0]]
             # transformers shows the last block's output only after the norm.
             after = [*self.model.layers[:-1], self.model.norm]
-        weights = self._weights
+        weights = self._weights.get(threading.get_ident())
         first = None if weights is None else not weights.ready
         with hidden_states(before, after, shape) as hidden:
             _, logits, routing = self.model(
@@ -412,16 +410,17 @@ class TEModelsForCausalLM(ModelInterface, GenerationMixin):
     @contextlib.contextmanager
     def _weights_quantized_once(self) -> Iterator[None]:
         """Inside, passes in evaluation mode share the quantized weights, which the next generation may take over."""
-        if self.training or not self.model.recipe.quantized or self._weights is not None:
+        thread = threading.get_ident()
+        if self.training or not self.model.recipe.quantized or thread in self._weights:
             yield
             return
         # Weights in training change before the next generation: their quantized copies would only take memory.
         with reused_weights(self.model, self.model.te, keep=not is_trained(self.model)) as weights:
-            self._weights = weights
+            self._weights[thread] = weights
             try:
                 yield
             finally:
-                self._weights = None
+                del self._weights[thread]
 
     @staticmethod
     def create_masks_for_generate(

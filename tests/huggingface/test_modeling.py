@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from te_models import CausalLM, TEModelsConfig, TEModelsForCausalLM
 from te_models.data.byte_tokenizer import ByteTokenizer
 from te_models.errors import MissingPackage, UsageError
-from te_models.fp8.kept_weights import forget_kept_weights
+from te_models.fp8.kept_weights import forget_kept_weights, te_linears
 
 IDS = torch.randint(3, 96, (3, 11), generator=torch.Generator().manual_seed(5))
 MASK = torch.ones_like(IDS)
@@ -405,6 +406,43 @@ def test_fp8_weights_are_quantized_once_and_the_tokens_are_those_of_our_own_gene
     assert passes[8:] == [False] * 8
     model(torch.tensor([[5, 6]]))
     assert passes[-1] is None, "outside of generate the weights may have changed"
+
+
+def test_generations_of_two_threads_leave_no_weights_in_the_modules(
+    build: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one begins inside the first, which ends during the second one's first pass."""
+    model = TEModelsForCausalLM.wrap(build("current")).eval()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    wanted = model.generate(ids, max_new_tokens=8)
+    inside, first_is_over = threading.Event(), threading.Event()
+    found: dict[str, Tensor] = {}
+
+    def second() -> None:
+        found["second"] = model.generate(ids, max_new_tokens=8)
+
+    thread = threading.Thread(target=second)
+    forward = model.model.forward
+
+    def waiting(*given: Any, **options: Any) -> Any:
+        if threading.current_thread() is thread:
+            inside.set()
+            assert first_is_over.wait(60)
+        return forward(*given, **options)
+
+    def begin_second(ids: Tensor, scores: Any, **options: Any) -> Tensor:
+        if not inside.is_set():
+            thread.start()
+            assert inside.wait(60)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    monkeypatch.setattr(model.model, "forward", waiting)
+    found["first"] = model.generate(ids, max_new_tokens=8, stopping_criteria=[begin_second])
+    first_is_over.set()
+    thread.join()
+    for name in ("first", "second"):
+        assert_same_bits(name, found[name], wanted)
+    assert not any(module._fp8_workspaces for module in te_linears(model.model, model.model.te))
 
 
 @pytest.mark.gpu
