@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.distributed.dtensor import whole
+from te_models.engine import engine_of
 from te_models.errors import UsageError
 from te_models.fp8.primary_weights import (
     E4M3_MAX,
@@ -83,6 +84,7 @@ class MergedWeight:
             return
         for gemm in range(len(self.saved)):
             self._restore(gemm)
+        self._drop_cached()
         self.keep()
 
     def keep(self) -> None:
@@ -158,7 +160,14 @@ class MergedWeight:
             if scale is not None and (amax := values.abs().amax().float()) > 0:
                 # The sum may exceed what the scale of the last training step allows.
                 scale.copy_(scale_from_amax(amax, E4M3_MAX))
+        self._drop_cached()
         self.merges = merges
+
+    def _drop_cached(self) -> None:
+        """Drop what the module has quantized of the weights: a layer that is switched off unmerges inside a pass."""
+        te = engine_of(self.owner)
+        if isinstance(self.owner, te.LINEARS):  # others, such as routers, are not quantized
+            te.drop_cached_weights(self.owner)
 
 
 def merged_weight(owner: nn.Module) -> MergedWeight:

@@ -15,6 +15,7 @@ import sys
 from types import ModuleType
 
 import torch
+from torch import nn
 
 from te_models.config.gpus import missing_switches
 from te_models.config.recipe import SCHEMES, Recipe
@@ -77,6 +78,15 @@ def engine_module(name: str) -> ModuleType:
         return imported
     with collecting_later():
         return importlib.import_module(full)
+
+
+def engine_of(owner: nn.Module) -> ModuleType:
+    """Return the engine of the te layers in `owner`; the emulated one where there is none."""
+    for module in owner.modules():
+        # Some classes of ours inherit from Transformer Engine's.
+        if any(base.__module__.startswith("transformer_engine.") for base in type(module).__mro__):
+            return engine_module("native")
+    return engine_module("emulated")
 
 
 def check_support(te: ModuleType, engine: str, recipe: Recipe) -> None:

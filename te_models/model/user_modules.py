@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.recipe import RecipeLike, get_recipe
-from te_models.engine import engine_module
+from te_models.engine import engine_of
 from te_models.errors import UsageError, check_known
 from te_models.fp8 import scaling_state
 from te_models.model.recompute import Recompute
@@ -65,7 +65,7 @@ def checkpoint(
     bound = function.__self__ if isinstance(function, MethodType) else function
     # One module for all of them: their scales are restored together.
     owner = nn.ModuleList([*modules, *([bound] if isinstance(bound, nn.Module) else [])])
-    te = _engine(owner)
+    te = engine_of(owner)
     if recipe is not None:
         built = get_recipe(recipe).build(te)
         with te.autocast(enabled=built is not None, recipe=built):
@@ -118,7 +118,7 @@ def load_fp8_state(
     """
     _check_module(module)
     chosen = get_recipe(recipe)
-    te = _engine(module)
+    te = engine_of(module)
     if tensors and not chosen.stateful:
         raise UsageError(
             f"recipe {chosen.name!r} keeps no scales: load them under one of delayed scaling"
@@ -163,11 +163,3 @@ def _refusing_others(
             return function(*args, **kwargs)
 
     return watched
-
-
-def _engine(owner: nn.Module) -> ModuleType:
-    """Return the engine of the te layers in `owner`; the emulated one where there is none."""
-    native = any(
-        type(module).__module__.startswith("transformer_engine.") for module in owner.modules()
-    )
-    return engine_module("native" if native else "emulated")

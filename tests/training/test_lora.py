@@ -261,6 +261,26 @@ def test_an_adapted_model_generates_replayed_as_eagerly(
             assert torch.equal(replayed, plain)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_merged_adapter_that_is_switched_off_for_a_generation(recipe: str, build: Any) -> None:
+    """It is unmerged in the first pass, which must not read the weights quantized for the generation before."""
+    model = build(recipe)
+    ids = tokens(model)
+    adapted = add_lora(model, r=4, lora_alpha=8).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.3)
+    with adapted.disable_adapter():
+        wanted = adapted.generate(input_ids=ids, max_new_tokens=6, eos_token_id=None)
+    adapted.merge_adapter()
+    merged = adapted.generate(input_ids=ids, max_new_tokens=6, eos_token_id=None)
+    assert not torch.equal(merged, wanted)
+    with adapted.disable_adapter():
+        off = adapted.generate(input_ids=ids, max_new_tokens=6, eos_token_id=None)
+    assert_same_bits("tokens", off, wanted)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_adapters_on_transformer_engine_itself(recipe: str) -> None:
