@@ -131,7 +131,8 @@ class DecodeLoop:
         if state.generated.is_cuda:
             state.host[step].copy_(state.generated[step], non_blocking=True)
             state.events.append(torch.cuda.Event())
-            state.events[-1].record()
+            # The model's device need not be the current one.
+            state.events[-1].record(torch.cuda.current_stream(state.generated.device))
 
     def tokens(self, step: int) -> Tensor:
         """Wait for a launched step and return its tokens, int64 [B] on the host."""
