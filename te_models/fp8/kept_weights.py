@@ -1,4 +1,4 @@
-"""What stays from one generation to the next while the weights stay the same: their quantized copies, and graphs.
+"""Keep quantized weights, and the graphs that read them, for the next generation while the weights stay the same.
 
 The first pass of a generation quantizes the weights: 8 to 9 of the 61 ms that 2,048 tokens of an 8B take on an H100.
 Between generations the result is kept here, one byte per parameter, and not in the modules: a training pass, a copy or
@@ -157,7 +157,7 @@ class _Kept(NamedTuple):
 
 
 class _Shared:
-    """What the generations of a model share that are under way.
+    """The quantized weights of a model, shared by all generations of it that are under way.
 
     Args:
         of_step: of each te.Linear, what it had cached for the next micro-batch of a step.

@@ -1,4 +1,4 @@
-"""What one generation leaves for the next one of the same shape: its buffers, its cache and its CUDA graphs.
+"""Keep the buffers, the cache and the CUDA graphs of a generation for the next one of the same shape.
 
 A graph reads and writes tensors at fixed addresses: it may be used as long as the model's are where they were, and as
 long as nothing else decides what a pass computes.
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Shape(NamedTuple):
-    """What two generations have in common that run the same kernels on the same tensors."""
+    """The sizes and settings of a generation: two with equal ones run the same kernels on the same tensors."""
 
     batch: int
     length: int  # of the prompt
@@ -154,7 +154,7 @@ class DecodeStates:
     def state_for(self, model: Decoder, shape: Shape) -> DecodeState:
         """Return the state that a generation of this shape has left, or a new one, and keep it for the next.
 
-        Whether quantized weights are still those of the model, the caller has to know (te_models.fp8.kept_weights).
+        The caller makes sure that the quantized weights are still the model's (te_models.fp8.kept_weights).
         """
         places = fixed_places(model)
         fitting = [state for state in self.states if places is not None and state.places == places]

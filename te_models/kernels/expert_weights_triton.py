@@ -188,7 +188,7 @@ def cast_equal(
 def cast_equal_transposed(matrices: EqualMatrices, scale: Tensor) -> Tensor:
     """Return the transposed matrices of `cast_equal`, cast by the scales FP32 [E]: uint8 [E * O, K] in memory order.
 
-    Each is [K, O]; the shape of the result is that of the straight copy, and products view it.
+    Each is [K, O]; the result has the shape of the straight copy, and products view it.
     """
     rows, columns = matrices.data.shape
     count = len(matrices.places)

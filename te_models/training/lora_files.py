@@ -140,7 +140,7 @@ def _check_values(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def _parts_of_layer(layer: Place, places: Iterable[Place], modules: Modules) -> list[Place]:
-    """Return those of `places` that are rows of a layer: its own, or all parts of a whole te.Linear."""
+    """Return the entries of `places` that are rows of a layer: its own, or all parts of a whole te.Linear."""
     module = module_of(layer)
     is_whole = layer == modules.ours[module]
     parts = []
@@ -151,7 +151,7 @@ def _parts_of_layer(layer: Place, places: Iterable[Place], modules: Modules) -> 
 
 
 def _join_lengths(whole: Place, of_parts: Mapping[Place, Tensor]) -> Tensor:
-    """Return DoRA's lengths of the rows of a layer, [out], from its own or from those of its parts."""
+    """Return DoRA's lengths of the rows of a layer, [out], from its own tensor or from its parts' tensors."""
     lengths = torch.zeros(whole.shape[0])
     for place, values in of_parts.items():
         if place == whole:
@@ -365,7 +365,7 @@ def adapter_file(
 
 
 def _as_in_file(a: Tensor, b: Tensor, place: Place, modules: Modules) -> tuple[Tensor, Tensor]:
-    """Return A [rank, in] and B [out, rank] of a module as a file has them, or those of a file as they are here.
+    """Return A [rank, in] and B [out, rank] of a module as a file has them, or a file's pair as a module has it.
 
     The exchange of the two, where a file has the factors of the transposed weights, is its own inverse.
     """
